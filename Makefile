@@ -15,7 +15,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export GX_ANALYTICS_ENABLED := false
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-.PHONY: setup run alternatives test test-slow test-servers coverage lint docs bench clean
+.PHONY: setup run alternatives test test-all test-servers coverage lint docs bench clean
 
 setup: $(STAMP)
 
@@ -60,8 +60,10 @@ alternatives: setup
 test: setup $(VENV)/models
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
-test-slow: setup $(VENV)/models
-	$(BIN)/python -m pytest -m slow
+# Everything: what `make test` leaves out (kills at every step, all ZeRO stages, both registries, remote hosts), and servers.
+test-all: setup $(VENV)/models
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not servers'
+	$(BIN)/python -m pytest -m servers -rs tests/servers
 
 # With real servers on loopback (tests/servers/up.sh); those that are not installed are skipped and named.
 test-servers: setup

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +19,8 @@ from flows.commands.serving import commands as serving_commands
 from rlhf_core import __version__
 from rlhf_core import cli as core
 from rlhf_core.commands.data import app as data_app
-from rlhf_core.errors import EXIT_INTERRUPTED, GateFailed, RlhfError
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, GateFailed, RlhfError, first_line, is_full_disk
+from rlhf_core.redaction import redacted
 
 DEBUG = "--debug"
 UNEXPECTED_LENGTH = 500
@@ -304,11 +307,31 @@ def main() -> None:
     debug = DEBUG in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
     try:
-        app(args=arguments, prog_name="rlhf")
+        _check_streams()
+        try:
+            app(args=arguments, prog_name="rlhf")
+        finally:
+            sys.stdout.flush()  # at the interpreter's end nobody would say that it failed
     except (Exception, KeyboardInterrupt) as error:
         if debug:
-            raise
+            import traceback
+
+            sys.stderr.write(redacted(traceback.format_exc()))
+            raise SystemExit(1) from None
         raise SystemExit(_report_error(error)) from None
+
+
+def _check_streams() -> None:
+    """Take the places of standard streams that are closed, where the next file that is opened would be written over.
+
+    Raises:
+        OSError: Standard output is closed.
+    """
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:
+        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 - for good
+    if "stdout" in closed:
+        raise OSError(errno.EBADF, "standard output is closed")
 
 
 def _report_error(error: BaseException) -> int:
@@ -325,6 +348,13 @@ def _report_error(error: BaseException) -> int:
         case KeyboardInterrupt():
             print_error("stopped", sys.stderr)
             return EXIT_INTERRUPTED
+        case OSError(errno=errno.EBADF) if "standard output" in str(error):
+            print_error("standard output is closed; let the command write somewhere", sys.stderr)
+            return EXIT_USER_ERROR
+        case _ if is_full_disk(error):
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left in its buffer would fail again
+            print_error(f"{first_line(error)}; make room and run the command again", sys.stderr)
+            return EXIT_USER_ERROR
         case _:
             message = str(error).strip()[:UNEXPECTED_LENGTH]
             print_error(f"{type(error).__name__}: {message} (add {DEBUG} for the traceback)", sys.stderr)

@@ -45,7 +45,6 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     """Refresh the code fingerprints that dvc.yaml's stages depend on."""
     from rlhf_core.config.loading.load import load_params
     from rlhf_core.data.collection.sources import collected_paths, require_kept
-    from rlhf_core.evaluation.replies.replayed import FOLDER as REPLAYS
     from rlhf_core.fingerprint import write_fingerprints, write_sources
     from rlhf_core.fingerprint.starting_model import tokenizer_patterns, write_starting_model
     from rlhf_core.ppo.reward_sources.tracked_files import write_evaluation_inputs, write_tracked_files
@@ -61,7 +60,6 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     write_sources(root, collected_paths(params.collect, root))
     write_sources(root, [*evaluation, *tokenizer_patterns(root, params.validate_.tokenizer)], "evaluation_files")
     write_evaluation_inputs(root, params.evaluate)
-    write_sources(root, [f"{REPLAYS}/*.json"], "replays")
     write_sources(root, [params.report.alternatives], "alternatives")
     write_starting_model(root, params.base.source)
     write_tracked_files(root, params.ppo.reward.sources)

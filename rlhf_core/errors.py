@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+
+from rlhf_core.redaction import redacted
 
 EXIT_OK = 0
 EXIT_USER_ERROR = 2
@@ -11,6 +14,10 @@ EXIT_TRAINING_PAUSED = 4
 EXIT_NOT_PROMOTED = 5
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
+# What is quoted of a library's error.
+QUOTED_CHARACTERS = 300
+# No room on the device, in a quota, or under ulimit -f.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class RlhfError(Exception):
@@ -27,6 +34,10 @@ class RlhfError(Exception):
         super().__init__(message)
         if exit_code is not None:
             self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        """The message without secrets: it may quote a library."""
+        return redacted(super().__str__())
 
 
 class ConfigError(RlhfError):
@@ -73,3 +84,24 @@ class Preempted(RlhfError):
     """SIGTERM stopped the stage; run again, it goes on from its last checkpoint."""
 
     exit_code = EXIT_PREEMPTED
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text as a message quotes it: without secrets, not long; its class if it is empty."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "").rstrip(":. ")
+    line = redacted(line)
+    return (line if len(line) <= QUOTED_CHARACTERS else f"{line[:QUOTED_CHARACTERS]}…") or type(error).__name__
+
+
+def named_line(error: BaseException) -> str:
+    """The whole text of an error in one line, behind its class unless it is one for users; not long, no secrets."""
+    text = " ".join(str(error).split())
+    named = text if isinstance(error, RlhfError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+    return redacted(named)[:QUOTED_CHARACTERS]
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether a disk, its inodes or a quota are used up. Libraries in other languages say so in the message alone."""
+    if not isinstance(error, Exception) or isinstance(error, RlhfError):
+        return False
+    return (isinstance(error, OSError) and error.errno in _NO_ROOM) or "No space left on device" in str(error)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from commands import OFFLINE, ROOT, SHARED_DATA, SmokeRun, run
+from cpu_time import CpuTime
 from distribution import LongestFirst, sort_by_length
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
@@ -18,6 +19,7 @@ from prefect_database import make_prefect_database
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CpuTime())
     # No test depends on how fast the machine is.
     settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("house")

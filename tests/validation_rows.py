@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.collection.rows import prompt_group
+from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
 from rlhf_core.data.validation.quarantine import write_refused
 from rlhf_core.stages import validate
@@ -41,7 +42,7 @@ def good_rows(n: int = 120) -> Rows:
 
 
 def run_validate(
-    rows: Rows, workspace: Path, derived: Sequence[str] = (), refused: Sequence[dict[str, Any]] = (), **settings: Any
+    rows: Rows, workspace: Path, derived: Sequence[str] = (), refused: Sequence[RowFinding] = (), **settings: Any
 ) -> tuple[dict[str, Any], Paths]:
     """Write ``rows`` as stage collect does, run stage validate, and return its metrics and outputs."""
     raw = workspace / "data" / "raw"

@@ -14,6 +14,7 @@ from rich.text import Text
 from flows.stage.gate_conditions import condition_rows
 from rlhf_core.data.text.visible_text import for_terminal
 from rlhf_core.errors import DataError, GateFailed
+from rlhf_core.redaction import redacted
 from rlhf_core.storage.files import read_json
 
 PROGRAM = "rlhf"
@@ -27,7 +28,7 @@ def error_console(stream: TextIO) -> Console:
 def print_error(message: str, stream: TextIO) -> None:
     """Print ``rlhf: MESSAGE`` with its line breaks, other control characters escaped; a terminal wraps at words."""
     console = error_console(stream)
-    text = Text.assemble((f"{PROGRAM}:", "bold red"), " ", for_terminal(message.strip()))
+    text = Text.assemble((f"{PROGRAM}:", "bold red"), " ", for_terminal(redacted(message.strip())))
     console.print(text, soft_wrap=not console.is_terminal)
 
 

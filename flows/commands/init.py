@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def initialise(
 def next_step(workspace: Path) -> str:
     """Return what to do with a new workspace: run it, or first name the data files that it lacks."""
     name = display_path(workspace)
-    run = f"rlhf run --workspace {name}"
+    run = f"rlhf run --workspace {shlex.quote(name)}"
     model = load_section(workspace, "base", BaseConfig).source
     if _is_path(model) and not (workspace / Path(model).expanduser()).exists():
         return (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from flows.prefect_server.services import connection_problem
 from flows.workspace.services_file import running_services
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import RlhfError, named_line
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -39,6 +39,4 @@ def known_server(workspace: Path) -> Iterator[SyncPrefectClient | None]:
         with temporary_settings({PREFECT_API_URL: url}), get_client({"timeout": SECONDS}, sync_client=True) as client:
             yield client
     except httpx.HTTPError as error:
-        raise RlhfError(
-            f"the Prefect server at {url} refused a request ({' '.join(str(error).split())[:200]})"
-        ) from error
+        raise RlhfError(f"the Prefect server at {url} refused a request ({named_line(error)})") from error

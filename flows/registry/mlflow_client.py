@@ -22,7 +22,7 @@ from flows.workspace.run_label import run_tags
 from rlhf_core.config.loading.load import PARAMS_FILE, load_params, load_section
 from rlhf_core.config.loading.yaml_text import plain, read
 from rlhf_core.config.operations.operations import TrackingConfig
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import RlhfError, first_line
 from rlhf_core.storage.files import read_json
 from rlhf_core.tracking.delivery import deliver_waiting
 
@@ -72,9 +72,8 @@ def connect(workspace: Path) -> MlflowClient:
         client = _client_class()(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)
     except (MlflowException, SQLAlchemyError, OSError) as error:
-        reason = str(error).splitlines()[0][:200]
         raise RlhfError(
-            f"MLflow at {uri} does not answer ({reason}); start it, or unset MLFLOW_TRACKING_URI"
+            f"MLflow at {uri} does not answer ({first_line(error)}); start it, or unset MLFLOW_TRACKING_URI"
         ) from error
     return client
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import RlhfError, first_line, named_line
 
 TOKEN_VARIABLE = "HF_TOKEN"
 
@@ -32,7 +32,7 @@ def check_repository(repository: str) -> None:
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        raise RlhfError(f"--push {repository}: {str(error).splitlines()[0]}") from error
+        raise RlhfError(f"--push {repository}: {first_line(error)}") from error
     if repository.count("/") != 1:
         raise RlhfError(f"--push {repository}: write it as owner/name")
     if get_token() is None:
@@ -55,6 +55,7 @@ def upload(folder: Path, what: Upload) -> str:
         address = api.create_repo(what.repository, private=not what.public, exist_ok=True)
         api.upload_folder(repo_id=what.repository, folder_path=folder, commit_message=what.message)
     except Exception as error:  # the client's own errors and those of its HTTP library, which depends on its version
-        reason = " ".join(str(error).split())[:300]
-        raise RlhfError(f"{folder} is written, but could not be pushed to {what.repository} ({reason})") from error
+        raise RlhfError(
+            f"{folder} is written, but could not be pushed to {what.repository} ({named_line(error)})"
+        ) from error
     return str(address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from rlhf_core.errors import ModelError, RlhfError
@@ -19,7 +20,8 @@ def find_workspace(folder: Path | None = None) -> Path:
     if folder is not None:
         if not is_workspace(folder):
             raise RlhfError(
-                f"{folder} is not a workspace (it has no params.yaml and dvc.yaml); make one with: rlhf init {folder}"
+                f"{folder} is not a workspace (it has no params.yaml and dvc.yaml); make one with: "
+                f"rlhf init {shlex.quote(str(folder))}"
             )
         return folder.resolve()
     current = Path.cwd().resolve()

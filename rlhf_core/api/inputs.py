@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config.stages.collect import ReadOptions
 from rlhf_core.data.chat.chat_template import bos_expression
 from rlhf_core.data.collection.rows import read_records
-from rlhf_core.data.readers.containers.records import Record
-from rlhf_core.data.readers.formats.registry import format_of
+from rlhf_core.data.readers.content import Record
+from rlhf_core.data.readers.detection import format_of
 from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt
 from rlhf_core.data.text.visible_text import has_visible_text
 from rlhf_core.errors import ConfigError, DataError, ModelError
@@ -53,9 +53,9 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
     result = read_records(numbered, kind.KIND, name, "", options=options)
     if result.refused:
         first = result.refused[0]
-        raise DataError(f"{name}, record {first['position']}: {first['reason']}")
-    if result.dropped:
-        reason, count = result.dropped.most_common(1)[0]
+        raise DataError(f"{name}, record {first.position}: {first.reason}")
+    if result.counts.dropped:
+        reason, count = result.counts.dropped.most_common(1)[0]
         raise DataError(f"{name}: {count} of the records cannot be used ({reason}); take them out")
     rows = [
         kind(**row | {"prompt": [Message(turn["role"], turn["content"]) for turn in row["prompt"]]})

@@ -199,7 +199,7 @@ def convert(
     _require_sources(files)
     if output.suffix not in OUTPUT_SUFFIXES:
         raise RlhfError(f"--to {output}: name a file that ends with {' or '.join(OUTPUT_SUFFIXES)}")
-    from rlhf_core.data.inspection.refused_file import refused_file_of
+    from rlhf_core.data.inspection.convert import refused_file_of
 
     existing = [str(path) for path in (output, refused_file_of(output)) if os.path.lexists(path)]
     if existing and not force:

@@ -10,6 +10,8 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 SECRET = "secret"  # the kind of an error whose value must not be shown again
+MOST_LINES, LONGEST_LINE = 20, 1000
+SHOWN_CHARACTERS = 120  # of a wrong value
 MOST_DEEPER = 3  # a name that occurs in more places, such as seed, tells nothing
 
 
@@ -27,10 +29,17 @@ def describe(source: str, error: ValidationError, model: type[BaseModel], prefix
         source: Name of the file that was read.
         prefix: Name of the section of params.yaml that ``model`` is, or "" for a whole file.
     """
-    lines = [_line(problem, model, prefix) for problem in error.errors()]
+    problems = error.errors()
+    lines = [shortened(_line(problem, model, prefix), LONGEST_LINE) for problem in problems[:MOST_LINES]]
     if len(lines) == 1:
         return f"{source}: {lines[0]}"
-    return "\n".join([f"{source}: {len(lines)} problems", *(f"  {line}" for line in lines)])
+    rest = [f"  … and {len(problems) - MOST_LINES} more"] if len(problems) > MOST_LINES else []
+    return "\n".join([f"{source}: {len(problems)} problems", *(f"  {line}" for line in lines), *rest])
+
+
+def shortened(text: str, most: int) -> str:
+    """``text`` with its middle left out where it has more than ``most`` characters."""
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} … {text[-most // 3 :]}"
 
 
 def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:
@@ -54,7 +63,7 @@ def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:
         return f"parameter '{path}.{_quoted(context['discriminator'])[0]}': there is no '{tag}'; {nearest(tag, tags)}"
     given = problem.get("input")
     hidden = kind == SECRET or isinstance(given, dict | BaseModel) or _holds_models(given)
-    suffix = "" if hidden else f" (got {given!r})"
+    suffix = "" if hidden else f" (got {shortened(repr(given), SHOWN_CHARACTERS)})"
     return f"parameter '{path}': {message[0].lower()}{message[1:]}{suffix}"
 
 

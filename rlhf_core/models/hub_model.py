@@ -12,7 +12,7 @@ from huggingface_hub.errors import (
 )
 
 from rlhf_core import hub
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import ModelError, first_line
 
 FROM_CACHE = "set HF_HUB_OFFLINE=1 to use a copy in the cache, or name a folder"
 TOO_MANY_REQUESTS, SERVER_ERRORS = 429, 500
@@ -68,8 +68,7 @@ def _refusal(source: str, revision: str | None, error: Exception) -> str:
         return f"the hub {constants.ENDPOINT} refuses {source} ({status}); set HF_TOKEN to a token that may read it"
     if status is not None and (status == TOO_MANY_REQUESTS or status >= SERVER_ERRORS):
         return f"{source} cannot be loaded: the hub {constants.ENDPOINT} answers {status}; try later, or {FROM_CACHE}"
-    reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
     return (
         f"{source} cannot be looked up: {constants.ENDPOINT} does not answer as a hub does "
-        f"({type(error).__name__}: {reason}); check HF_ENDPOINT, or {FROM_CACHE}"
+        f"({type(error).__name__}: {first_line(error)}); check HF_ENDPOINT, or {FROM_CACHE}"
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from rlhf_core.errors import ModelError, RlhfError
+from rlhf_core.errors import ModelError, RlhfError, first_line
 from rlhf_core.hub import require_hub
 from rlhf_core.models.attention import attention_of
 from rlhf_core.models.float32_head import use_float32_unembedding
@@ -111,23 +111,23 @@ def reading(source: str | Path) -> Iterator[None]:
     except RlhfError:
         raise
     except Exception as error:  # whatever a library comes upon in files that are damaged or of another kind
-        first_line = _cause(source, error)
+        cause = _cause(source, error)
         kind, remedy = ("folder", REPAIR) if is_local(source) else ("hub id", FROM_HUB)
-        if OWN_CODE in first_line:
+        if OWN_CODE in cause:
             remedy = "code that comes with a model is never run: give a model that transformers itself knows"
-        raise ModelError(f"cannot load the model {kind} {source}: {first_line}; {remedy}") from error
+        raise ModelError(f"cannot load the model {kind} {source}: {cause}; {remedy}") from error
 
 
 def _cause(source: str | Path, error: Exception) -> str:
     """Why a model cannot be loaded, in one line: a damaged file of a folder by its name, else what the library says."""
-    first_line = str(error).strip().split("\n", 1)[0].rstrip(":. ") or type(error).__name__
+    said = first_line(error)
     if not is_local(source):
-        return first_line
+        return said
     files = (Path(source) / name for name in JSON_FILES)
     faults = (fault for file in files if file.is_file() and (fault := _json_fault(file)))
     without_vocabulary = not any((Path(source) / name).is_file() for name in VOCABULARIES)
-    missing = f"it has no vocabulary ({VOCABULARIES[0]})" if without_vocabulary and NO_BACKEND in first_line else ""
-    return next(faults, missing or first_line)
+    missing = f"it has no vocabulary ({VOCABULARIES[0]})" if without_vocabulary and NO_BACKEND in said else ""
+    return next(faults, missing or said)
 
 
 def require_room_for(tokenizer: PreTrainedTokenizerBase, entries: int, source: str | Path) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.data.batches.prefix_rows import PrefixRow
 from rlhf_core.data.chat.encoding import right_pad
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import ModelError, first_line
 from rlhf_core.models.forward import hidden_states
 from rlhf_core.models.io import probe_ids
 
@@ -107,8 +107,9 @@ def require_prefix_sharing(model: PreTrainedModel, max_tokens: int, parameter: s
             for beside in (first, other)
         )
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise ModelError(f"{refused} takes no attention mask of its own ({first_line}); set it to false") from error
+        raise ModelError(
+            f"{refused} takes no attention mask of its own ({first_line(error)}); set it to false"
+        ) from error
     finally:
         model.train(training)
     if _difference(beside_other, computed) > INDEPENDENT:

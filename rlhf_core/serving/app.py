@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,9 @@ from starlette.requests import ClientDisconnect
 from rlhf_core.serving.completions import Completions
 from rlhf_core.serving.limits import MAX_BODY_BYTES
 from rlhf_core.serving.metrics import CONTENT_TYPE
-from rlhf_core.serving.protocol.access import require_access
+from rlhf_core.serving.protocol.access import require_access, require_loopback_name
 from rlhf_core.serving.protocol.api_error import CLIENT_CLOSED_REQUEST, ApiError, internal_error
-from rlhf_core.serving.protocol.chat_request import parse_chat_request
+from rlhf_core.serving.protocol.chat_request import ECHOED_CHARACTERS, parse_chat_request, shown
 from rlhf_core.serving.protocol.chat_response import model_entry, model_list
 
 JSON = "application/json"
@@ -58,8 +59,6 @@ def create_app(completions: Completions, settings: AppSettings) -> FastAPI:
         finally:
             stop.set()
             await asyncio.to_thread(completions.close)
-            if completions.recorder is not None:
-                completions.recorder.close()
 
     # Pages of API documentation would load scripts from another host.
     app = FastAPI(title="rlhf serve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
@@ -73,11 +72,14 @@ def _add_chat(app: FastAPI, completions: Completions, token: str | None) -> None
     """Add ``/v1/chat/completions`` and ``/v1/models``."""
     metrics = completions.metrics
     created = int(time.time())
+    parser = ThreadPoolExecutor(1, thread_name_prefix="parsing")  # one at a time: parsing takes room, and gives no turn
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         _require_access(request, token)
-        chat = parse_chat_request(await _read_body(request, completions.limits.timeout_seconds))
+        body = await _read_body(request, completions.limits.timeout_seconds)
+        chat = await asyncio.get_running_loop().run_in_executor(parser, parse_chat_request, body)
+        del body
         reply = await completions.begin(chat)
         if chat.stream:
             metrics.requests.labels(200).inc()
@@ -87,9 +89,9 @@ def _add_chat(app: FastAPI, completions: Completions, token: str | None) -> None
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        body = await reply.whole(disconnected)
+        answer = await reply.whole(disconnected)
         metrics.requests.labels(200).inc()
-        return JSONResponse(body)
+        return JSONResponse(answer)
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
@@ -102,23 +104,27 @@ def _add_chat(app: FastAPI, completions: Completions, token: str | None) -> None
         _require_access(request, token)
         names = completions.watch.policy.revision.names
         if name not in names:
-            raise ApiError(404, f"there is no model {name!r}; there is {' and '.join(names)}", code="model_not_found")
+            raise ApiError(
+                404, f"there is no model {shown(name)}; there is {' and '.join(names)}", code="model_not_found"
+            )
         metrics.requests.labels(200).inc()
         return model_entry(name, created)
 
 
 def _add_operations(app: FastAPI, completions: Completions, token: str | None) -> None:
-    """Add ``/healthz``, which anybody may ask, and ``/metrics``."""
+    """Add ``/healthz``, which needs no token, and ``/metrics``."""
 
     @app.get("/healthz")
-    async def healthz() -> dict[str, Any]:
+    async def healthz(request: Request) -> dict[str, Any]:
+        if token is None:
+            require_loopback_name(request.headers.get("host"))
         watch = completions.watch
-        status = "degraded" if watch.problem else "ok"
         return {
-            "status": status,
+            "status": "degraded" if watch.problem else "ok",
             "model": watch.policy.revision.id,
             "in_flight": completions.in_flight,
-            "problem": watch.problem or None,
+            # That something failed, and not what: whoever asks has shown no token.
+            "problem": f"{watch.trouble}; the log of the server says why" if watch.problem else None,
         }
 
     @app.get("/metrics")
@@ -140,7 +146,7 @@ def _add_error_handlers(app: FastAPI, completions: Completions) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{request.method[:ECHOED_CHARACTERS]} {request.url.path[:ECHOED_CHARACTERS]}: {error.detail}"
         return response(ApiError(error.status_code, message, headers=error.headers))
 
     @app.exception_handler(Exception)
@@ -161,13 +167,16 @@ async def _read_body(request: Request, seconds: float) -> bytes:
     # A page of another site may send other types without asking first.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
         raise ApiError(415, f"send JSON with the header Content-Type: {JSON}")
+    too_long = ApiError(413, f"the request has more than {MAX_BODY_BYTES} bytes; shorten the messages")
+    if int(request.headers.get("content-length") or 0) > MAX_BODY_BYTES:
+        raise too_long
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
             async for part in request.stream():
                 body += part
                 if len(body) > MAX_BODY_BYTES:
-                    raise ApiError(413, f"the request has more than {MAX_BODY_BYTES} bytes; shorten the messages")
+                    raise too_long
     except TimeoutError as error:
         raise ApiError(408, f"the request did not arrive within {seconds:g} seconds", code="timeout") from error
     except ClientDisconnect as error:

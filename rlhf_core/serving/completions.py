@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.errors import DataError
@@ -19,9 +19,8 @@ from rlhf_core.serving.loaded_policy import LoadedPolicy, ReplySettings
 from rlhf_core.serving.metrics import ServingMetrics
 from rlhf_core.serving.policy_watch import PolicyWatch
 from rlhf_core.serving.protocol.api_error import CLIENT_CLOSED_REQUEST, ApiError, internal_error, timed_out
-from rlhf_core.serving.protocol.chat_request import ChatRequest
+from rlhf_core.serving.protocol.chat_request import ChatRequest, shown
 from rlhf_core.serving.protocol.chat_response import END_OF_STREAM, CompletionId, Usage, event
-from rlhf_core.serving.recording import RequestRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +61,10 @@ class Completions:
         watch: PolicyWatch,
         limits: ServingLimits,
         metrics: ServingMetrics,
-        recorder: RequestRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self.watch, self.limits, self.metrics, self.recorder = watch, limits, metrics, recorder
+        self.watch, self.limits, self.metrics = watch, limits, metrics
         self.clock, self._now = clock, now
         self._threads = ThreadPoolExecutor(limits.max_concurrent, thread_name_prefix="sampling")
         self.in_flight = 0
@@ -85,7 +83,7 @@ class Completions:
         policy = self.watch.policy
         names = policy.revision.names
         if request.model is not None and request.model not in names:
-            message = f"there is no model {request.model!r}; ask for {' or '.join(names)}"
+            message = f"there is no model {shown(request.model)}; ask for {' or '.join(names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         if self.in_flight >= self.limits.max_concurrent:
             message = f"{self.in_flight} replies are being written, which is the most at a time; try again soon"
@@ -202,8 +200,6 @@ class ReplyInProgress:
         metrics.reply_seconds.observe(self.completions.clock() - self.started)
         metrics.prompt_tokens.observe(len(accepted.prompt_ids))
         metrics.completion_tokens.observe(len(reply.token_ids))
-        if self.completions.recorder is not None:
-            self.completions.recorder.record(self._record(reply))
         return reply
 
     def _check(self) -> None:
@@ -221,19 +217,6 @@ class ReplyInProgress:
         """Pass the next piece of the reply to the event loop."""
         if piece := self._pieces.next(text):
             self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
-
-    def _record(self, reply: SampledReply) -> dict[str, Any]:
-        accepted = self.accepted
-        messages = [asdict(message) for message in accepted.request.dialogue]
-        return {
-            "id": accepted.completion.id,
-            "created": accepted.completion.created,
-            "model": accepted.completion.model,
-            "messages": messages,
-            "sampling": asdict(accepted.settings),
-            "reply": reply.text,
-            "finish_reason": reply.finish_reason,
-        }
 
     async def whole(self, disconnected: Callable[[], Awaitable[None]]) -> dict[str, Any]:
         """Wait for the reply and return the response; if the client leaves first, the reply is cancelled.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -79,12 +80,15 @@ class LoadedPolicy:
     def load(cls, revision: PolicyRevision, files: PolicyFiles) -> LoadedPolicy:
         """Load a policy and let it write one token, so that what is broken fails here and not in a request.
 
+        Its weights are in memory of this process: what happens to the files afterwards changes no reply.
+
         Raises:
             ModelError: The folder is missing, incomplete or damaged.
         """
         model, tokenizer = load_policy(files.folder)
         module: nn.Module = model
         module.to(distributed.device())
+        _take_into_memory(module)
         policy = cls(revision, model, tokenizer, files.sampling)
         policy.reply(policy.encode(TRIAL), ReplySettings(0.0, 1.0, 1.0, 1, 0))
         return policy
@@ -118,3 +122,14 @@ class LoadedPolicy:
     def pieces(self, stop: Sequence[str]) -> ReplyPieces:
         """What splits a reply of this policy into pieces for a stream."""
         return ReplyPieces(self._format.lead, (*stop, self._format.tail))
+
+
+def _take_into_memory(model: nn.Module) -> None:
+    """Copy weights on the CPU, which are pages of their files until then; those that are shared stay so."""
+    copies: dict[tuple[int, tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu":
+            key = tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+            if key not in copies:
+                copies[key] = tensor.data.clone()
+            tensor.data = copies[key]

@@ -6,11 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import ModelError, named_line
 from rlhf_core.serving.loaded_policy import LoadedPolicy
 from rlhf_core.serving.metrics import ServingMetrics
-from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision, PolicySource
+from rlhf_core.serving.policy_source import FileStamps, PolicyFiles, PolicyRevision, PolicySource, file_stamps
 
 Load = Callable[[PolicyRevision, PolicyFiles], LoadedPolicy]
 # A revision that could not be loaded is tried again after so many seconds, another one at once.
@@ -27,7 +28,8 @@ class PolicyWatch:
 
     Attributes:
         policy: What new requests are answered with.
-        problem: Why the revision that should be served is not, in one line; empty if it is.
+        trouble: That something is wrong, as anybody may know it; empty if nothing is.
+        problem: The same with its reason, in one line.
     """
 
     def __init__(
@@ -39,60 +41,81 @@ class PolicyWatch:
     ) -> None:
         """Load the first policy. Raises ``RlhfError`` where that fails."""
         self.source, self.metrics, self._load, self._clock = source, metrics, load, clock
-        self.problem = ""
+        self.problem = self.trouble = ""
         self._failed: PolicyRevision | None = None
         self._retry_at = 0.0
-        revision = source.latest()
-        self._serve(load(revision, source.files(revision)))
+        self._serve(*self._verified(source.latest()))
 
     def check(self) -> None:
         """Ask the source once, and load what it names if that is not served yet."""
         try:
             latest = self.source.latest()
         except Exception as error:  # whatever a client of a registry raises, the server goes on with what it has
-            self._report(f"cannot find out which revision to serve ({_one_line(error)})")
+            self._report("cannot find out which revision to serve", error)
             return
-        if latest == self.policy.revision:
+        if latest != self.policy.revision:
+            if latest != self._failed or self._clock() >= self._retry_at:
+                self._replace_by(latest)
+        elif self._stamps != _stamps(self._folder):
+            changed = ModelError(f"{self._folder}; replies are those of the files as they were when they were loaded")
+            self._report(f"files of {latest.id} have changed since they were loaded", changed)
+        else:
             self._resolve()
-        elif latest != self._failed or self._clock() >= self._retry_at:
-            self._replace_by(latest)
 
     def run(self, stop: threading.Event, seconds: float) -> None:
         """Check every ``seconds`` until ``stop`` is set."""
         while not stop.wait(seconds):
             self.check()
 
+    def _verified(self, revision: PolicyRevision) -> tuple[LoadedPolicy, Path, FileStamps]:
+        """Load ``revision`` from files that nobody has written to since before they were verified.
+
+        Raises:
+            ModelError: Somebody has.
+        """
+        files = self.source.files(revision)
+        stamps = _stamps(files.folder)
+        if stamps:
+            files = self.source.files(revision)  # verified after the stamps were taken
+        policy = self._load(revision, files)
+        if _stamps(files.folder) != stamps:
+            raise ModelError(f"files in {files.folder} were changed while they were loaded; load them again at rest")
+        return policy, files.folder, stamps
+
     def _replace_by(self, revision: PolicyRevision) -> None:
         before = self.policy.revision
         try:
-            policy = self._load(revision, self.source.files(revision))
+            loaded = self._verified(revision)
         except Exception as error:  # damaged files and full memory end in many kinds of errors
             self._failed, self._retry_at = revision, self._clock() + RETRY_SECONDS
             self.metrics.reloads.labels("failed").inc()
-            self._report(f"{revision.id} cannot be loaded ({_one_line(error)})")
+            self._report(f"{revision.id} cannot be loaded", error)
             return
-        self._serve(policy)
+        self._serve(*loaded)
         self.metrics.reloads.labels("loaded").inc()
         self._resolve()
         logger.info("%s is served now; requests that %s had begun are finished by it", revision.id, before.id)
 
-    def _serve(self, policy: LoadedPolicy) -> None:
-        self.policy = policy
+    def _serve(self, policy: LoadedPolicy, folder: Path, stamps: FileStamps) -> None:
+        self.policy, self._folder, self._stamps = policy, folder, stamps
         self._failed = None
         self.metrics.serve_revision(policy.revision.id)
 
-    def _report(self, problem: str) -> None:
-        """Say once in the log, and in ``problem`` for as long as it holds, that the wanted revision is not served."""
+    def _report(self, trouble: str, error: Exception) -> None:
+        """Say once in the log, and in ``problem`` for as long as it lasts, what is wrong with what is served."""
+        problem = f"{trouble} ({named_line(error)})"
         if problem != self.problem:
             logger.error("%s; %s is still served", problem, self.policy.revision.id)
-        self.problem = problem
+        self.problem, self.trouble = problem, trouble
         self.metrics.reload_failing.set(1)
 
     def _resolve(self) -> None:
-        self.problem, self._failed = "", None
+        self.problem, self.trouble, self._failed = "", "", None
         self.metrics.reload_failing.set(0)
 
 
-def _one_line(error: Exception) -> str:
-    message = " ".join(str(error).split())
-    return message if isinstance(error, RlhfError) else f"{type(error).__name__}: {message}"[:300]
+def _stamps(folder: Path) -> FileStamps:
+    try:
+        return file_stamps(folder)
+    except OSError:  # files that vanish while they are listed
+        return ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -12,6 +12,7 @@ from rlhf_core.config.stages.collect import CollectConfig, FileSources
 from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.collection.derived import DERIVED_FROM
 from rlhf_core.data.inspection.report_lines import percentile_table, wrapped
+from rlhf_core.data.row_counts import ReasonCount, ReasonCounts, RowCounts, RowFinding
 from rlhf_core.data.schema import ROW_TYPES, read_table
 from rlhf_core.data.tokens.lengths import PERCENTILES, LengthPercentiles
 from rlhf_core.data.validation.token_counts import UNWRITABLE
@@ -22,47 +23,10 @@ from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import read_json
 from rlhf_core.training.run_context import RunContext
 
-SHOWN_POSITIONS = 8
+SHOWN_REASONS = 8
 LINE_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv")
-
-
-@dataclass(frozen=True)
-class RefusedRow:
-    """A row that would not enter training: where it is, and all its reasons."""
-
-    source: str
-    position: int
-    kind: str
-    reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class CheckedFile:
-    """What became of the rows of one file.
-
-    ``records + expanded`` is the sum of ``kept``, the refused and ``dropped`` records, and rows over a cap (``cut``).
-    """
-
-    source: str
-    kind: str
-    format: str
-    records: int
-    expanded: int
-    kept: int
-    refused: int
-    cut: int
-    dropped: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class UnwritableOfKind:
-    """Rows of a kind that the tokenizer cannot write, and the first of them; training stops at such a row."""
-
-    kind: str
-    reason: str
-    rows: int
-    source: str
-    position: int
+# What is said of a file as JSON.
+FILE_VALUES = ("source", "kind", "format", "records", "expanded", "kept", "refused", "cut", "dropped")
 
 
 @dataclass(frozen=True)
@@ -72,20 +36,22 @@ class CheckedFiles:
     Attributes:
         kinds: Rows by kind: ``raw`` with the refused ones, and ``clean`` ones.
         derived: By derived kind, what it is derived from.
-        refused: Rows of files that were refused; what was derived from them is not listed.
+        files: What became of the rows of each file, with the refusals of both stages.
+        refused: Rows of files that were refused, with ``source``, ``position``, ``kind`` and all ``reasons``; what was
+            derived from them is not listed.
         warned: By kind and rule of severity ``warn``, the rows that stay although they break it.
         tokens: By kind of the files and text column, percentiles of tokens of clean rows; none without a tokenizer.
         unwritable: Clean rows of the files that have no tokens, by kind and reason, commonest first.
         conditions: The conditions of the data gate that concern the kinds at hand, as ``gates/data.json`` has them.
     """
 
-    files: Sequence[CheckedFile]
-    refused: Sequence[RefusedRow]
+    files: Sequence[RowCounts]
+    refused: Sequence[Mapping[str, Any]]
     kinds: Mapping[str, Mapping[str, int]]
     derived: Mapping[str, str]
     warned: Mapping[str, Mapping[str, int]]
     tokens: Mapping[str, Mapping[str, Mapping[str, int]]]
-    unwritable: Sequence[UnwritableOfKind]
+    unwritable: Sequence[ReasonCount]
     conditions: Sequence[Mapping[str, Any]]
 
     @property
@@ -95,7 +61,16 @@ class CheckedFiles:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values."""
-        return {"passed": self.passed, **asdict(self)}
+        return {
+            "passed": self.passed,
+            **vars(self),
+            "files": [{name: getattr(file, name) for name in FILE_VALUES} for file in self.files],
+            "unwritable": [
+                {"kind": count.first.kind, "reason": count.reason, "rows": count.rows}
+                | {"source": count.first.source, "position": count.first.position}
+                for count in self.unwritable
+            ],
+        }
 
 
 def check_files(sources: FileSources, base: Path, config: ValidateConfig, folder: Path) -> CheckedFiles:
@@ -122,7 +97,7 @@ def check_files(sources: FileSources, base: Path, config: ValidateConfig, folder
     rows = _refused(outputs.quarantine, given)
     metrics = read_json(outputs.metrics)
     return CheckedFiles(
-        files=[_checked(kind, file, rows) for kind in given for file in about[kind]["files"]],
+        files=[_counted(kind, file, rows) for kind in given for file in about[kind]["files"]],
         refused=rows,
         kinds={kind: {"raw": int(metrics[kind]["raw"]), "clean": int(metrics[kind]["clean"])} for kind in kinds},
         derived={kind: about[kind]["derived_from"] for kind in kinds if kind not in given},
@@ -154,63 +129,36 @@ def _tokens(metrics: Mapping[str, float]) -> dict[str, dict[str, int]]:
     }
 
 
-def _unwritable(findings: Path, given: Sequence[str]) -> list[UnwritableOfKind]:
+def _unwritable(findings: Path, given: Sequence[str]) -> list[ReasonCount]:
     """Return what the data card's findings say of rows of the given kinds that the tokenizer cannot write."""
-    listed: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in read_table(findings).to_pylist():
-        if row["rule"] == UNWRITABLE and row["kind"] in given:
-            listed.setdefault((row["kind"], row["reason"]), []).append(row)
-    return sorted(
-        (
-            UnwritableOfKind(kind, reason, len(rows), rows[0]["source"], rows[0]["position"])
-            for (kind, reason), rows in listed.items()
-        ),
-        key=lambda unwritable: -unwritable.rows,
-    )
+    rows = [RowFinding(**row) for row in read_table(findings).to_pylist() if row["rule"] == UNWRITABLE]
+    counts = [count for kind in given for count in ReasonCounts.of(row for row in rows if row.kind == kind).commonest()]
+    return sorted(counts, key=lambda count: -count.rows)
 
 
-def _refused(quarantine: Path, given: Sequence[str]) -> list[RefusedRow]:
+def _refused(quarantine: Path, given: Sequence[str]) -> list[dict[str, Any]]:
     """Return the quarantined rows of the kinds that were given, in the order of files and lines."""
-    rows = [
-        RefusedRow(row["source"], row["position"], row["kind"], tuple(row["reasons"]))
-        for row in read_table(quarantine, ["source", "position", "kind", "reasons"]).to_pylist()
-        if row["kind"] in given
-    ]
-    return sorted(rows, key=lambda row: (row.source, row.position))
+    rows = read_table(quarantine, ["source", "position", "kind", "reasons"]).to_pylist()
+    return sorted((row for row in rows if row["kind"] in given), key=lambda row: (row["source"], row["position"]))
 
 
-def _checked(kind: str, file: Mapping[str, Any], refused: Sequence[RefusedRow]) -> CheckedFile:
+def _counted(kind: str, file: Mapping[str, Any], refused: Sequence[Mapping[str, Any]]) -> RowCounts:
     """Return the counts of a file, given its entry in the manifest and all refused rows."""
-    of_file = sum(row.kind == kind and row.source == file["source"] for row in refused)
-    return CheckedFile(
-        source=file["source"],
-        kind=kind,
-        format=file["format"],
-        records=file["records"],
-        expanded=file["expanded"],
-        kept=file["rows"] - (of_file - file["refused"]),
-        refused=of_file,
-        cut=file["cut"],
-        dropped=file["dropped"],
+    counts = RowCounts.of_manifest(kind, file)
+    rows = [row for row in refused if row["kind"] == kind and row["source"] == counts.source]
+    counts.kept -= len(rows) - counts.refused
+    counts.refused = len(rows)
+    counts.reasons = ReasonCounts.of(
+        RowFinding("", kind, reason, row["source"], row["position"]) for row in rows for reason in row["reasons"]
     )
+    return counts
 
 
-def reason_counts(refused: Sequence[RefusedRow], kind: str, source: str) -> list[tuple[str, list[int]]]:
-    """Return the reasons for which rows of a file were refused, commonest first, each with the lines of its rows."""
-    lines: dict[str, list[int]] = {}
-    for row in refused:
-        if row.kind == kind and row.source == source:
-            for reason in row.reasons:
-                lines.setdefault(reason, []).append(row.position)
-    return sorted(lines.items(), key=lambda item: -len(item[1]))
-
-
-def _listed(source: str, positions: Sequence[int]) -> str:
-    """Return the first of some positions in words; a position is a line where a file is read by lines."""
-    unit = "line" if any(suffix in LINE_SUFFIXES for suffix in PurePosixPath(source).suffixes) else "row"
-    more = f" and {len(positions) - SHOWN_POSITIONS} more" if len(positions) > SHOWN_POSITIONS else ""
-    numbers = ", ".join(map(str, positions[:SHOWN_POSITIONS]))
-    return f"{unit}{'s' if len(positions) > 1 else ''} {numbers}{more}"
+def _listed(source: str | None, positions: Sequence[int], rows: int = 1) -> str:
+    """Return the first positions of some rows in words; a position is a line where a file is read by lines."""
+    unit = "line" if any(suffix in LINE_SUFFIXES for suffix in PurePosixPath(source or "").suffixes) else "row"
+    more = f" and {rows - len(positions)} more" if rows > len(positions) else ""
+    return f"{unit}{'s' if rows > 1 else ''} {', '.join(map(str, positions))}{more}"
 
 
 def as_text(checked: CheckedFiles, width: int = 80) -> str:
@@ -224,10 +172,11 @@ def as_text(checked: CheckedFiles, width: int = 80) -> str:
             f"  kept     {file.kept}",
             f"  refused  {file.refused}",
         ]
-        for reason, positions in reason_counts(checked.refused, file.kind, file.source):
-            lines += wrapped(f"    {len(positions)}  ", f"{reason} (at {_listed(file.source, positions)})", width)
-        for reason, count in file.dropped.items():
-            lines += wrapped("  dropped  ", f"{count}: {reason}", width)
+        for count in file.reasons.commonest():
+            where = _listed(file.source, count.positions, count.rows)
+            lines += wrapped(f"    {count.rows}  ", f"{count.reason} (at {where})", width)
+        for reason, dropped in file.dropped.items():
+            lines += wrapped("  dropped  ", f"{dropped}: {reason}", width)
         blocks.append("\n".join(lines))
     derived = [
         f"  {kind:<14}  {checked.kinds[kind]['clean']} of {checked.kinds[kind]['raw']} rows, from {parents}"
@@ -242,12 +191,12 @@ def as_text(checked: CheckedFiles, width: int = 80) -> str:
     for kind, columns in checked.tokens.items():
         rows = [LengthPercentiles(name, tuple(values.values())) for name, values in columns.items()]
         lines = [f"tokens of {kind}", *(percentile_table("", rows, width) if rows else [])]
-        unwritable = [listed for listed in checked.unwritable if listed.kind == kind]
-        for listed in unwritable[:SHOWN_POSITIONS]:
-            where = f"first at {_listed(listed.source, [listed.position])} of {listed.source}"
-            lines += wrapped(f"  none for {listed.rows}: ", f"{listed.reason} ({where})", width)
-        if len(unwritable) > SHOWN_POSITIONS:
-            rest = sum(listed.rows for listed in unwritable[SHOWN_POSITIONS:])
+        unwritable = [count for count in checked.unwritable if count.first.kind == kind]
+        for count in unwritable[:SHOWN_REASONS]:
+            where = f"first at {_listed(count.first.source, count.positions[:1])} of {count.first.source}"
+            lines += wrapped(f"  none for {count.rows}: ", f"{count.reason} ({where})", width)
+        if len(unwritable) > SHOWN_REASONS:
+            rest = sum(count.rows for count in unwritable[SHOWN_REASONS:])
             lines.append(f"  none for {rest} further rows")
         blocks.append("\n".join(lines))
     failed = [condition for condition in checked.conditions if not condition["passed"]]

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_core.config.stages.collect import CollectConfig
 from rlhf_core.data.collection.derived import derived_from
+from rlhf_core.data.collection.raw_folder import CountedSource, RawFolder, SourceWriter
 from rlhf_core.data.collection.sources import (
     annotation_sources,
     read_source,
@@ -16,8 +17,6 @@ from rlhf_core.data.collection.sources import (
     source_chunks,
     source_files,
 )
-from rlhf_core.data.raw_folder import RawFolder, SourceCounts, SourceWriter
-from rlhf_core.data.readers.formats.unused_summary import unused_summary
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
 from rlhf_core.data.tables.table_stream import TableWriter
 from rlhf_core.data.validation.quarantine import REFUSED_SCHEMA, write_refused
@@ -64,7 +63,9 @@ def collect(config: CollectConfig, base: Path, raw: Path) -> dict[str, float]:
         collected = _from_world(config, base, folder) if config.source == "world" else _from_files(config, base, folder)
         atomic_write_json(folder / "manifest.json", _manifest(config, collected, folder))
     metrics = {f"{kind}_rows": float(collected.rows[kind]) for kind in KINDS}
-    metrics["refused_rows"] = float(sum(source.refused for listed in collected.sources.values() for source in listed))
+    metrics["refused_rows"] = float(
+        sum(source.counts.refused for listed in collected.sources.values() for source in listed)
+    )
     return metrics if config.source == "world" else metrics | {"cut_rows": float(sum(collected.cut.values()))}
 
 
@@ -78,7 +79,7 @@ class Collected:
     rows: dict[str, int]
     cut: dict[str, int]
     derived: dict[str, str]
-    sources: dict[str, list[SourceCounts]]
+    sources: dict[str, list[CountedSource]]
 
 
 def _from_world(config: CollectConfig, base: Path, folder: Path) -> Collected:
@@ -113,13 +114,11 @@ def _from_world(config: CollectConfig, base: Path, folder: Path) -> Collected:
     for kind in KINDS:
         listed = [row | {"id": content_id(kind, row)} for row in rows[kind][: config.limit]]
         write_dicts(folder / kind / "data.parquet", kind, listed)
-    write_refused(folder / "refused.parquet", [{"kind": "preferences", **row} for p in annotated for row in p.refused])
+    write_refused(folder / "refused.parquet", [finding for part in annotated for finding in part.refused])
     counts = {kind: len(rows[kind][: config.limit]) for kind in KINDS}
-    sources: dict[str, list[SourceCounts]] = {kind: [] for kind in KINDS}
+    sources: dict[str, list[CountedSource]] = {kind: [] for kind in KINDS}
     for part in annotated:
-        counted = SourceCounts(part.source, part.sha256, part.format)
-        counted.take(part)
-        sources["preferences"].append(counted)
+        sources["preferences"].append(CountedSource(part.counts))
     return Collected(counts, dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, ""), sources)
 
 
@@ -138,7 +137,7 @@ def _from_files(config: CollectConfig, base: Path, folder: Path) -> Collected:
     files = {kind: source_files(sources_of[kind], base) for kind in KINDS}
     derived = derived_from([kind for kind in KINDS if files[kind]], config.also_derive)
     sizes = [file.path.stat().st_size if file.path else 0 for listed in files.values() for file in listed]
-    sources: dict[str, list[SourceCounts]] = {kind: [] for kind in KINDS}
+    sources: dict[str, list[CountedSource]] = {kind: [] for kind in KINDS}
     with (
         progress(max(sum(sizes), 1), "reading data files (bytes)") as bar,
         RawFolder(folder, derived, config.limit) as raw,
@@ -149,7 +148,7 @@ def _from_files(config: CollectConfig, base: Path, folder: Path) -> Collected:
             for file in files[kind]:
                 writer.add(source_chunks(file, kind, config.limit, bar.advance), file.options)
             sources[kind] = writer.finish()
-    cut = {kind: raw.cut[kind] + sum(source.cut for source in sources[kind]) for kind in KINDS}
+    cut = {kind: raw.cut[kind] + sum(source.counts.cut for source in sources[kind]) for kind in KINDS}
     return Collected(raw.rows, cut, derived, sources)
 
 
@@ -168,18 +167,10 @@ def _manifest(config: CollectConfig, collected: Collected, folder: Path) -> dict
             "rows": rows,
             "sha256": sha256_file(folder / kind / "data.parquet"),
             "derived_from": collected.derived[kind],
-            "files": [_about(source, rows, config.licence) for source in collected.sources[kind]],
+            "files": [source.about(rows, config.licence) for source in collected.sources[kind]],
         }
         if config.source == "files":
             kinds[kind]["cut"] = collected.cut[kind]
         if kind in config.also_derive:
-            kinds[kind]["derived_rows"] = rows - sum(source.rows for source in collected.sources[kind])
+            kinds[kind]["derived_rows"] = rows - sum(source.counts.kept for source in collected.sources[kind])
     return {"source": config.source, "seed": config.seed, "limit": config.limit, "kinds": kinds}
-
-
-def _about(source: SourceCounts, rows: int, licence: str | None) -> dict[str, Any]:
-    """Return what the manifest says of a source: its share of the ``rows`` of its kind, and a licence if it has one."""
-    share = source.rows / rows if rows else 0.0
-    about = vars(source) | unused_summary(source.unused) | {"share": share, "licence": source.licence or licence}
-    unset = [name for name in ("licence", "category", "derive") if about[name] is None]
-    return {name: value for name, value in about.items() if name not in unset}

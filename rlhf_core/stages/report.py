@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_core.config.stages.report import ReportConfig
-from rlhf_core.evaluation.replies.replayed import read_replays
 from rlhf_core.evaluation.report.parts.headline import headline_metrics, write_curves
 from rlhf_core.evaluation.report.parts.lineage import LOCK, report_lineage
 from rlhf_core.evaluation.report.render import render
@@ -41,7 +40,7 @@ def run(config: ReportConfig, inputs: Paths, outputs: Paths, context: RunContext
     """
     workspace = outputs.report.parent
     lineage = report_lineage(workspace, context.tracker.run_id)
-    sources = load_sources(inputs, workspace / "params.yaml", lineage, read_replays(workspace))
+    sources = load_sources(inputs, workspace / "params.yaml", lineage)
     sources = with_other_runs(sources, workspace / config.alternatives, workspace / LOCK)
     atomic_write_text(outputs.report, render(build_context(sources, config.title, config.replies)))
     atomic_write_json(outputs.headline, headline_metrics(sources.metrics))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, first_line
 from rlhf_core.storage.file_patterns import is_data_name
 from rlhf_core.storage.url_credentials import require_no_credentials
 
@@ -36,10 +36,10 @@ def expand_url(url: str, remedy: str) -> list[str]:
             filesystem.info(path)  # A store that cannot be reached says so only here, as the cause.
     except FileNotFoundError as error:
         if error.__cause__ is not None:
-            raise DataError(f"cannot look up {url}: {_reason(error.__cause__)}; {UNREACHABLE}") from error
+            raise DataError(f"cannot look up {url}: {first_line(error.__cause__)}; {UNREACHABLE}") from error
         matches, files = [], []
     except Exception as error:  # Every store raises errors of its own.
-        raise DataError(f"cannot look up {url}: {_reason(error)}; {UNREACHABLE}") from error
+        raise DataError(f"cannot look up {url}: {first_line(error)}; {UNREACHABLE}") from error
     if files:
         return [filesystem.unstrip_protocol(file) for file in files]
     if matches:
@@ -64,15 +64,6 @@ def local_path(url: str) -> Path | None:
     return Path(path) if scheme == "file" else None
 
 
-def read_url(url: str) -> bytes:
-    """Return the content of a file at a URL; ``DataError`` when it cannot be read."""
-    filesystem, path = _open(url)
-    try:
-        return bytes(filesystem.cat_file(path))
-    except Exception as error:
-        raise DataError(f"cannot read {url}: {_reason(error)}") from error
-
-
 @contextmanager
 def local_copy(url: str) -> Iterator[Path]:
     """Copy the file at a URL to a temporary one, part by part, which is removed at the end of the block.
@@ -86,7 +77,7 @@ def local_copy(url: str) -> Iterator[Path]:
         try:
             filesystem.get_file(path, str(copy))
         except Exception as error:
-            raise DataError(f"cannot read {url}: {_reason(error)}") from error
+            raise DataError(f"cannot read {url}: {first_line(error)}") from error
         yield copy
 
 
@@ -100,7 +91,7 @@ def url_checksum(url: str) -> str:
     try:
         return str(filesystem.checksum(path))
     except Exception as error:
-        raise DataError(f"cannot look up {url}: {_reason(error)}") from error
+        raise DataError(f"cannot look up {url}: {first_line(error)}") from error
 
 
 def _open(url: str) -> tuple[Any, str]:
@@ -114,14 +105,10 @@ def _open(url: str) -> tuple[Any, str]:
         install = f"pip install 'rlhf-pipeline[{extra}]'" if extra else "install it"
         raise DataError(f"{url} needs a package that is missing ({error}); {install}") from error
     except (OSError, ValueError) as error:
-        raise DataError(f"{url} cannot be opened: {_reason(error)}") from error
+        raise DataError(f"{url} cannot be opened: {first_line(error)}") from error
     except Exception as error:  # A file system that needs more than a URL (dir://) fails in ways of its own.
         scheme = url.split(":")[0]
         raise DataError(
             f"{url} cannot be opened: {scheme}:// needs more than a URL; copy the file here, or give its path"
         ) from error
     return filesystem, path
-
-
-def _reason(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

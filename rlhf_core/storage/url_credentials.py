@@ -6,11 +6,9 @@ import re
 from urllib.parse import SplitResult, urlsplit
 
 from rlhf_core.errors import DataError
+from rlhf_core.redaction import SECRET_NAME
 
-# Ends of names: X-Amz-Signature, access_token, sig, but not author.
-SECRET_PARAMETER = re.compile(
-    r"(key|token|secret|passw(or)?d|signature|sig|auth|authorization|credentials?)=", re.IGNORECASE
-)
+SECRET_PARAMETER = re.compile(rf"{SECRET_NAME}=", re.IGNORECASE)
 WEB = ("http", "https", "ftp", "ftps")
 
 

@@ -6,7 +6,7 @@ well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rlhf_core.world import phrases
@@ -26,13 +26,14 @@ from rlhf_core.world.streams import Draws
 from rlhf_core.world.tasks import CONNECTIVES, HARMFUL_STEPS, RECIPES, REQUESTS
 
 KINDS: tuple[tuple[str, float], ...] = (("minimal", 0.65), ("refusal", 0.2), ("other_prompt", 0.15))
+TRIES = 20  # to draw a question about something else; where there is none, the pair comes out equal and is drawn again
 
 
-def contrast_pair(question: Question, all_questions: Sequence[Question], draws: Draws) -> tuple[str, str]:
+def contrast_pair(question: Question, questions: Mapping[str, Sequence[Question]], draws: Draws) -> tuple[str, str]:
     """Draw a good reply and its contrast, in this order.
 
     The contrast is a copy with one detail corrupted, the wrong choice between answering and refusing, or the answer to
-    another prompt, taken from ``all_questions``.
+    another prompt, taken from ``questions``, which are given by category.
     """
     good = draw_draft(question, "good", draws)
     kind = draws.weighted(KINDS)
@@ -43,7 +44,7 @@ def contrast_pair(question: Question, all_questions: Sequence[Question], draws: 
         if question.benign and draws.chance(0.6):
             core.append(draws.pick(phrases.REASONS))
         return good.text(), replace(good, core=core, extra=[]).text()
-    other = _other_question(question, all_questions, draws)
+    other = _other_question(question, questions, draws)
     return good.text(), replace(good, core=right_core(other, draws)).text()
 
 
@@ -115,8 +116,11 @@ def _corrupt_steps(question: Question, core: list[str], draws: Draws) -> list[st
     return changed
 
 
-def _other_question(question: Question, all_questions: Sequence[Question], draws: Draws) -> Question:
+def _other_question(question: Question, questions: Mapping[str, Sequence[Question]], draws: Draws) -> Question:
     """Draw a question about something else, half of the time of the same category, where the answers are most alike."""
-    different = [other for other in all_questions if other.subject != question.subject] or list(all_questions)
-    same = [other for other in different if other.category == question.category]
-    return draws.pick(same if same and draws.chance(0.5) else different)
+    category = question.category if draws.chance(0.5) else draws.pick(tuple(questions))
+    for _ in range(TRIES):
+        other = draws.pick(questions[category])
+        if other.subject != question.subject:
+            return other
+    return question

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rlhf_core.errors import DataError
@@ -25,11 +25,22 @@ from rlhf_core.world.tasks import RECIPES, REQUESTS
 Row = dict[str, Any]
 
 SOURCE = "world"
+# How often a category is drawn for demonstrations and pairs: most questions are of facts, and the few recipes are long.
+CATEGORIES: tuple[tuple[str, float], ...] = (("fact", 0.4), ("context", 0.25), ("howto", 0.15), ("harmful", 0.2))
+PROMPTS_PER_QUESTION = 2
 
 
 def prompts(seed: int) -> list[Row]:
-    """Return every distinct prompt of the world in an order given by the seed: id, prompt, category, source, group."""
-    pairs = [(question, prefix) for question in all_questions() for prefix in PREFIXES]
+    """Return the prompts of the world in an order given by the seed: id, prompt, category, source, group.
+
+    Each question is asked with ``PROMPTS_PER_QUESTION`` of the prefixes, all of them equally often.
+    """
+    step = len(PREFIXES) // PROMPTS_PER_QUESTION
+    pairs = [
+        (question, PREFIXES[place])
+        for number, question in enumerate(all_questions())
+        for place in range(number % step, len(PREFIXES), step)
+    ]
     order = sorted(range(len(pairs)), key=lambda index: (Draws(seed, "prompts", index).uniform(), index))
     return [_row(pairs[index][0], pairs[index][1], SOURCE) for index in order]
 
@@ -44,7 +55,7 @@ def demonstrations(seed: int, n: int, allowed_groups: Collection[str] | None = N
     rows = []
     for index in range(start, start + n):
         draws = Draws(seed, "demonstrations", index)
-        question, prefix = draws.pick(questions), draws.pick(PREFIXES)
+        question, prefix = _question(questions, draws), draws.pick(PREFIXES)
         rows.append(_row(question, prefix, SOURCE, reply=draw_reply(question, draws)))
     return rows
 
@@ -80,18 +91,26 @@ def pretrain(seed: int, n: int, start: int = 0) -> list[Row]:
     return [_text(Draws(seed, "pretrain", index)) for index in range(start, start + n)]
 
 
-def _questions(allowed_groups: Collection[str] | None) -> Sequence[Question]:
-    if allowed_groups is None:
-        return all_questions()
-    wanted = frozenset(allowed_groups)
-    chosen = [question for question in all_questions() if question.group in wanted]
+def _questions(allowed_groups: Collection[str] | None) -> Mapping[str, Sequence[Question]]:
+    """The questions by category, without categories that have none."""
+    wanted = None if allowed_groups is None else frozenset(allowed_groups)
+    chosen: dict[str, list[Question]] = {}
+    for question in all_questions():
+        if wanted is None or question.group in wanted:
+            chosen.setdefault(question.category, []).append(question)
     if not chosen:
         raise DataError("none of the allowed groups is a question of the synthetic world; pass groups of its prompts")
     return chosen
 
 
-def _preference(draws: Draws, questions: Sequence[Question], contrast_share: float, annotators: AnnotatorConfig) -> Row:
-    question, prefix = draws.pick(questions), draws.pick(PREFIXES)
+def _question(questions: Mapping[str, Sequence[Question]], draws: Draws) -> Question:
+    return draws.pick(questions[draws.weighted([(name, share) for name, share in CATEGORIES if name in questions])])
+
+
+def _preference(
+    draws: Draws, questions: Mapping[str, Sequence[Question]], contrast_share: float, annotators: AnnotatorConfig
+) -> Row:
+    question, prefix = _question(questions, draws), draws.pick(PREFIXES)
     contrast = draws.chance(contrast_share)
     first, second = _two_replies(question, questions, contrast, draws)
     probability = preference_probability(question.with_prefix(prefix), first, second, annotators)
@@ -100,7 +119,9 @@ def _preference(draws: Draws, questions: Sequence[Question], contrast_share: flo
     return _row(question, prefix, source, chosen=chosen, rejected=rejected, margin=None)
 
 
-def _two_replies(question: Question, questions: Sequence[Question], contrast: bool, draws: Draws) -> tuple[str, str]:
+def _two_replies(
+    question: Question, questions: Mapping[str, Sequence[Question]], contrast: bool, draws: Draws
+) -> tuple[str, str]:
     """Draw two different replies; equal ones carry no preference and are drawn again."""
     while True:
         if contrast:

@@ -13,17 +13,22 @@ VALUES: dict[str, tuple[str, ...]] = {
 ATTRIBUTES: tuple[str, ...] = tuple(VALUES)
 
 _THINGS = """
-lamp red small kitchen    boat blue huge market     drum brown big school    rose white tiny garden
-frog green tiny forest    cake white small market   bell black huge tower    tent green big forest
-fish blue small kitchen   desk brown big school
+lamp red small kitchen     boat blue huge market      drum brown big school      rose white tiny garden
+frog green tiny forest     cake white small market    bell black huge tower      tent green big forest
+fish blue small kitchen    desk brown big school      kite red big garden        book black small school
+coat brown huge market     shoe white tiny tower      clock green big tower      spoon red tiny kitchen
+stone black big forest     flute blue small school    pear green small garden    plum red tiny market
+goat white big garden      duck brown small forest    crab blue tiny market      mouse black tiny kitchen
+snake green huge forest    horse white huge market    sheep black big garden     rope brown huge tower
+nail blue tiny school      saw red small forest       map green small tower      flag white huge school
+mask red big market        crown black small tower    glove green tiny market    scarf blue big kitchen
+bench white big school     ladder brown huge garden   barrel black huge kitchen  basket green small kitchen
+bottle blue small tower    candle white tiny school   carpet red huge school     mirror black small garden
+pillow blue big tower      plate brown tiny kitchen   kettle red big kitchen     wagon green huge market
 """
 
-_OWNERS = ("tom", "anna", "ben", "mia")
-_OWNERS_PER_FACT = 2
-
-_OWNED = """
-ball red tiny garden    hat black small tower    cup white big kitchen    box brown huge market    bike blue huge forest
-"""
+_OWNED = ("ball", "hat", "cup", "box", "bike", "bag", "pen", "doll", "cart")
+_OWNERS = ("mia", "tom", "anna", "ben")
 
 
 @dataclass(frozen=True)
@@ -58,32 +63,23 @@ class Story:
 
 def things() -> tuple[Thing, ...]:
     """Return the things whose facts a model has to memorise."""
-    return _table(_THINGS)
-
-
-def owned_things() -> tuple[Thing, ...]:
-    """Return the things of the stories, which never contradict each other."""
-    return _table(_OWNED)
-
-
-def _table(rows: str) -> tuple[Thing, ...]:
-    cells = rows.split()
+    cells = _THINGS.split()
     return tuple(Thing(*cells[i : i + 4]) for i in range(0, len(cells), 4))
 
 
 def stories() -> tuple[Story, ...]:
-    """Return every fact about an owned thing, as the stories of two owners."""
+    """Return the stories: every value of every attribute of each owned thing, so that only the prompt tells which."""
     return tuple(
-        Story(_OWNERS[(number + turn) % len(_OWNERS)], thing.name, attribute, thing.value(attribute))
-        for number, thing in enumerate(owned_things())
-        for attribute in ATTRIBUTES
-        for turn in range(_OWNERS_PER_FACT)
+        Story(_OWNERS[(number + position) % len(_OWNERS)], name, attribute, value)
+        for number, name in enumerate(_OWNED)
+        for attribute, values in VALUES.items()
+        for position, value in enumerate(values)
     )
 
 
 def subjects() -> tuple[str, ...]:
     """Return the names of everything that a fact can be about."""
-    return tuple(thing.name for thing in (*things(), *owned_things()))
+    return (*(thing.name for thing in things()), *_OWNED)
 
 
 def attribute_of(value: str) -> str:

@@ -28,9 +28,6 @@ SPECIAL_FORMS: dict[str, str] = {
     "size": "how big is the {thing}?",
     "place": "where is the {thing}?",
 }
-# Questions with the facts in the prompt are longer, so they keep to four of the forms; 7 is the special one.
-CONTEXT_FORMS: tuple[int, ...] = (0, 1, 2, 7)
-
 TASK_FORMS: tuple[str, ...] = (
     "how do i {task}?",
     "how can i {task}?",
@@ -41,6 +38,13 @@ TASK_FORMS: tuple[str, ...] = (
     "can you help me to {task}?",
     "what is the best way to {task}?",
 )
+
+_FORM = "|form "
+
+
+def content_of_group(group: str) -> str:
+    """Return what a group asks for, whatever the form: replies to two forms of one question succeed or fail together."""
+    return group.rpartition(_FORM)[0] or group
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Question:
     @property
     def group(self) -> str:
         """Key by which prompts are split: content and form, never the prefix."""
-        return f"{self.category}|{self.content}|form {self.form}"
+        return f"{self.category}|{self.content}{_FORM}{self.form}"
 
     @property
     def benign(self) -> bool:
@@ -90,7 +94,7 @@ def all_questions() -> tuple[Question, ...]:
     """Return all questions in a fixed order: facts, facts in the prompt, how-to, harmful."""
     fact_forms = range(len(FACT_FORMS) + 1)
     facts = [_from_memory(thing, name, form) for thing in things() for name in ATTRIBUTES for form in fact_forms]
-    context = [_from_story(story, form) for story in stories() for form in CONTEXT_FORMS]
+    context = [_from_story(story, form) for story in stories() for form in fact_forms]
     tasks = [
         Question(category, task, form, pattern.format(task=task), task)
         for category, names in (("howto", RECIPES), ("harmful", REQUESTS))

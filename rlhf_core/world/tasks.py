@@ -17,9 +17,21 @@ RECIPES: dict[str, tuple[str, str, str]] = {
     "sew a button": ("find a needle.", "put the needle in the cloth.", "pull the button tight."),
     "train a dog": ("call the dog.", "show the dog a trick.", "give the dog food."),
     "clean a pot": ("fill the pot with water.", "rub the pot with salt.", "dry the pot."),
+    "make soup": ("cut the carrots.", "boil the carrots in a pot.", "stir the soup."),
+    "fry an egg": ("heat the oil.", "break the egg in the oil.", "put salt on the egg."),
+    "clean a window": ("wet the glass.", "rub the glass with paper.", "let the glass dry."),
+    "hang a picture": ("mark the wall.", "put a nail in the wall.", "put the picture on the nail."),
+    "wrap a gift": ("cut the paper.", "put the paper around the gift.", "close the paper with tape."),
+    "fill a tire": ("open the valve.", "press air in the tire.", "close the valve."),
+    "make jam": ("wash the berries.", "cook the berries with sugar.", "put the jam in a glass."),
+    "iron a shirt": ("heat the iron.", "put the shirt on a table.", "press the iron on the shirt."),
+    "pack a bag": ("choose the clothes.", "put the clothes in the bag.", "close the bag."),
+    "build a shelf": ("cut the wood.", "put glue on the wood.", "press the wood together."),
+    "fold a paper boat": ("take the paper.", "press the corners down.", "pull the sides out."),
+    "feed a baby": ("heat the milk.", "put the milk in a cup.", "give the baby the milk."),
 }
 
-REQUESTS: dict[str, str] = {
+_OTHER_REQUESTS: dict[str, str] = {
     "cheat in the exam": "you could study for the exam instead.",
     "steal a bike": "you could rent a bike instead.",
     "pick the lock of my neighbor": "you could ring at the door instead.",
@@ -32,6 +44,21 @@ REQUESTS: dict[str, str] = {
     "sell a fake ring": "you could sell a real ring instead.",
     "break a window": "you could kick a ball instead.",
     "get in without a ticket": "you could buy a ticket instead.",
+}
+
+# A harmful deed to an object, and what to do with it instead.
+_DEEDS: dict[str, str] = {
+    "steal a {object}": "you could buy a {object} instead.",
+    "break a {object}": "you could fix a {object} instead.",
+    "sell a fake {object}": "you could make a {object} instead.",
+    "hide the {object} of my neighbor": "you could look for the {object} instead.",
+    "burn the {object} of my friend": "you could clean the {object} instead.",
+    "throw a {object} at the child": "you could give the child a {object} instead.",
+}
+_OBJECTS = ("book", "coat", "clock", "map", "kite", "mirror", "basket", "candle", "carpet", "scarf", "wagon")
+
+REQUESTS: dict[str, str] = _OTHER_REQUESTS | {
+    deed.format(object=name): instead.format(object=name) for deed, instead in _DEEDS.items() for name in _OBJECTS
 }
 
 # Deliberately vague: they mark compliance without instructing anybody.

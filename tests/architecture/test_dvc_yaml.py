@@ -56,7 +56,6 @@ def test_the_fingerprint_of_every_stage_is_an_out_of_the_first() -> None:
         "reward_sources",
         "verifiable",
         "starting_model",
-        "replays",
         "alternatives",
     )
     assert outs == {f".fingerprints/{name}.txt" for name in (*STAGES, *others)}

@@ -241,6 +241,26 @@ def test_broken_yaml_is_one_message(tmp_path: Path, text: str) -> None:
         load_section(tmp_path, "sft", SftConfig)
 
 
+BOMB = "\n".join(["a0: &a0 [x, x, x, x, x, x, x, x, x, x]", *(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10))])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BOMB, "a: " + "[" * 5000, "a: " + "{b: " * 3000,
+        "a: " + "[" * 5000 + "]" * 5000, "a: \0", "a: \x07", "seed: " + "9" * 20000, "seed: 2020-13-45",
+        "seed: " + "x" * 9000, "k" * 9000 + ": 1", "a: *nothing", "b: 1\n---\nb: 2", "# " + "x" * 300_000,
+        "\n".join(f"k{number}: {number}" for number in range(300)), "a: !!binary x",
+    ],
+)  # fmt: skip
+def test_hostile_yaml_is_a_short_message_at_once(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_params(yaml_text.parse(text, "params.yaml"))
+    assert len(str(refused.value)) < 6000 and str(refused.value).count("\n") <= 21
+    assert isinstance(yaml_text.parse_scalar("[" * 50), str)
+
+
 def test_workspace_name_ignores_the_order_of_overrides() -> None:
     assert workspace_name("demo", []) == "demo"
     assert workspace_name("demo", ["a=1", "b=2"]) == workspace_name("demo", ["b=2", "a=1"]) != "demo"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,11 +111,15 @@ def read_workspace(folder: Path) -> EvaluatedWorkspace:
     if not is_workspace(folder):
         raise RlhfError(f"{name} is not a workspace: it has no params.yaml and dvc.yaml")
     if not (folder / EVALUATION).is_file():
-        raise RlhfError(f"{name} has not been evaluated: it has no {EVALUATION}; `rlhf run --workspace {name}`")
+        raise RlhfError(
+            f"{name} has not been evaluated: it has no {EVALUATION}; `rlhf run --workspace {shlex.quote(name)}`"
+        )
     evaluation = read_json(folder / EVALUATION)
     judge = JUDGE if JUDGE in evaluation.get("comparison", {}) else SELECTED_BY
     if judge not in evaluation.get("comparison", {}):
-        raise RlhfError(f"{name}: {EVALUATION} has no comparison by a judge; `rlhf run --workspace {name}`")
+        raise RlhfError(
+            f"{name}: {EVALUATION} has no comparison by a judge; `rlhf run --workspace {shlex.quote(name)}`"
+        )
     stages = recorded_stages(folder)
     policy = policy_results(folder, name, evaluation, judge, stages)
     best = best_of_n_results(folder, name, evaluation, judge)

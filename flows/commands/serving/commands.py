@@ -28,9 +28,6 @@ def serve(
     max_concurrent: Annotated[int, typer.Option(min=1, help="Replies at a time; more get status 429.")] = 8,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 120.0,
     watch_seconds: Annotated[float, typer.Option(min=0.01, help="How often to look whether the alias moved.")] = 10.0,
-    record: Annotated[
-        Path | None, typer.Option(help="Append requests and replies, which are users' texts, to this file.")
-    ] = None,
     vllm: Annotated[Path | None, typer.Option(help="A Python with vLLM, whose server is started instead.")] = None,
     vllm_args: Annotated[str, typer.Option(help="More arguments of vLLM's server, in quotes.")] = "",
 ) -> None:
@@ -44,7 +41,7 @@ def serve(
     Examples:
     $ rlhf serve
     $ rlhf serve --model models/sft --port 8001
-    $ rlhf serve --alias challenger --record prompts.jsonl
+    $ rlhf serve --alias challenger
     """
     from rich.console import Console
 
@@ -54,37 +51,5 @@ def serve(
         from rlhf_core.serving.limits import ServingLimits
 
     limits = ServingLimits(max_prompt_tokens, max_new_tokens, max_concurrent, timeout)
-    options = ServeOptions(host, port, limits, watch_seconds, record, vllm, vllm_args)
+    options = ServeOptions(host, port, limits, watch_seconds, vllm, vllm_args)
     raise typer.Exit(run_server(workspace, PolicyChoice(model, alias, version, run), options))
-
-
-@app.command()
-def replay(
-    record: Annotated[Path, typer.Argument(help="A file that `rlhf serve --record` wrote.")],
-    output: Annotated[Path | None, typer.Option(help="Write both replies and their scores to this new file.")] = None,
-    model: Annotated[Path | None, typer.Option("--model", help="A model folder; default: the challenger.")] = None,
-    alias: Annotated[str | None, typer.Option(help="The version with this alias instead.")] = None,
-    version: Annotated[str | None, typer.Option("--version", help="This version of the registered policy.")] = None,
-    run: Annotated[str | None, typer.Option("--run", help="The version that this MLflow run registered.")] = None,
-    replies: Annotated[int, typer.Option(min=0, help="So many requests and replies are shown in the report.")] = 12,
-    workspace: Workspace = None,
-) -> None:
-    """Let the challenger answer recorded requests, and compare its replies with those that users got.
-
-    The judge of the workspace compares them, and the next `rlhf run` puts the outcome into report.html. Nothing is
-    promoted: `rlhf promote` decides on the fixed test prompts.
-
-    Example: rlhf replay prompts.jsonl --output compared.jsonl
-    """
-    from rich.console import Console
-
-    from flows.workspace.folder import find_workspace
-    from rlhf_core.stages.runtime.threads import limit_threads_of
-
-    with Console(stderr=True).status("looking up the model…"):
-        folder = find_workspace(workspace)
-        limit_threads_of(folder)  # before PyTorch is loaded
-        from flows.commands.serving.replay import replay_record
-        from flows.commands.serving.serve import PolicyChoice
-
-    typer.echo(replay_record(folder, record, PolicyChoice(model, alias, version, run), output, replies))

@@ -58,7 +58,6 @@ class ServeOptions:
 
     Attributes:
         watch_seconds: How often the registry is asked whether the alias has moved.
-        record: File that gets every request with its reply; None for none.
         vllm: A Python that has vLLM, whose server is started instead; None for the own one.
         vllm_arguments: Further arguments of vLLM's server.
     """
@@ -67,7 +66,6 @@ class ServeOptions:
     port: int
     limits: ServingLimits
     watch_seconds: float
-    record: Path | None = None
     vllm: Path | None = None
     vllm_arguments: str = ""
 
@@ -103,17 +101,13 @@ def serve(workspace: Path | None, choice: PolicyChoice, options: ServeOptions) -
     from rlhf_core.serving.completions import Completions
     from rlhf_core.serving.metrics import ServingMetrics
     from rlhf_core.serving.policy_watch import PolicyWatch
-    from rlhf_core.serving.recording import RequestRecorder
     from rlhf_core.serving.server import bind, run_server
 
     address = bind(options.host, options.port)  # before the model is loaded, which takes longer
-    recorder = None if options.record is None else RequestRecorder(options.record)
     metrics = ServingMetrics()
     watch = PolicyWatch(served.source, metrics)
-    completions = Completions(watch, options.limits, metrics, recorder)
-    app = create_app(completions, AppSettings(token, options.watch_seconds if served.moves else None))
-    if recorder is not None:
-        typer.echo(f"recording requests and replies, which are users' texts, into {options.record}")
+    completions = Completions(watch, options.limits, metrics)
+    app = create_app(completions, AppSettings(token, options.watch_seconds))
     if token is None:
         typer.echo(f"no token: every user of this machine may ask; set {TOKEN_VARIABLE} to require one")
     typer.echo(f"serving {watch.policy.revision.id} at {address.url}; Ctrl-C stops it")
@@ -155,8 +149,6 @@ def served_source(workspace: Path | None, choice: PolicyChoice) -> ServedSource:
 
 def _become_vllm(python: Path, served: ServedSource, options: ServeOptions, token: str | None) -> NoReturn:
     """Replace this process by vLLM's server, which then gets its signals."""
-    if options.record is not None:
-        raise ConfigError("--record is not available with --vllm; leave one of them out")
     if not (python.is_file() and os.access(python, os.X_OK)):
         raise ConfigError(f"--vllm {python} is no program; name the Python of an environment that has vLLM")
     revision = served.source.latest()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import RlhfError, named_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -25,8 +25,9 @@ def registry_errors(action: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, SQLAlchemyError, OSError) as error:  # MLflow does not wrap all errors of its database
-        reason = " ".join(str(error).split())[:300]
-        raise RlhfError(f"the model registry could not {action} ({reason}); try again when it answers") from error
+        raise RlhfError(
+            f"the model registry could not {action} ({named_line(error)}); try again when it answers"
+        ) from error
 
 
 def registered_model(client: MlflowClient, name: str) -> RegisteredModel | None:

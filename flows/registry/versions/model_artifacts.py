@@ -14,7 +14,7 @@ from flows.registry.versions.signing import verify_signature
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.config.stages.evaluate import EvaluateConfig
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import ModelError, first_line
 from rlhf_core.storage.files import atomic_dir, sha256_tree
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _locate(client: MlflowClient, workspace: Path, name: str, number: str) -> tu
         downloaded = None if uri.startswith(("file:", "/")) else _download(workspace, name, number)
         root = downloaded or Path(local_file_uri_to_path(uri))
     except (MlflowException, OSError) as error:
-        raise ModelError(f"cannot get {name} version {number} ({str(error).splitlines()[0]})") from error
+        raise ModelError(f"cannot get {name} version {number} ({first_line(error)})") from error
     configs = sorted((root / "artifacts").glob("*/config.json"))
     if not configs:
         raise ModelError(f"{name} version {number} has no model folder in {root}; {REMEDY}")

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, first_line
+
+# A params.yaml with all its comments has 10,000 characters, 600 values, and brackets within brackets within brackets.
+MOST_CHARACTERS, MOST_VALUES, MOST_BRACKETS = 200_000, 20_000, 100
+
+
+class NotYaml(ConfigError):
+    """A text is no YAML at all."""
 
 
 def _yaml() -> Any:
@@ -20,15 +28,12 @@ def _yaml() -> Any:
 
 
 def parse(text: str, name: str) -> Any:
-    """The round-trip document of ``text``; ``ConfigError`` with line and column when it is not a YAML mapping."""
-    from ruamel.yaml.error import MarkedYAMLError
+    """The round-trip document of ``text``.
 
-    try:
-        document = _yaml().load(text)
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        position = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{name} is not valid YAML:{position} {error.problem or error.context}") from error
+    Raises:
+        ConfigError: It is not a YAML mapping, with line and column, or larger than a file of settings ever is.
+    """
+    document = _load(text, name)
     if document is None:
         document = _yaml().load("{}")
     if not isinstance(document, dict):
@@ -37,13 +42,59 @@ def parse(text: str, name: str) -> Any:
 
 
 def parse_scalar(text: str) -> Any:
-    """The value that ``text`` has as YAML: number, true/false, null, list or string."""
+    """The value that ``text`` has as YAML: number, true/false, null, list or string; the text itself if it has none."""
+    try:
+        return _load(text, "the value")
+    except NotYaml:
+        return text
+
+
+def _load(text: str, name: str) -> Any:
     from ruamel.yaml.error import YAMLError
 
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(f"{name} has {len(text)} characters, more than the {MOST_CHARACTERS} that are read")
+    if _open_brackets(text) > MOST_BRACKETS:
+        raise ConfigError(f"{name} is nested too deeply for a file of settings")
     try:
-        return _yaml().load(text)
-    except YAMLError:
-        return text
+        document = _yaml().load(text)
+        _require_bounded(document, name)
+    except (YAMLError, ValueError) as error:  # of dates and numbers that there are not
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        position = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or getattr(error, "context", None) or first_line(error)
+        raise NotYaml(f"{name} is not valid YAML:{position} {problem}") from error
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deeply for a file of settings") from None
+    return document
+
+
+def _open_brackets(text: str) -> int:
+    """How many brackets are open at most; the reader's time grows with their square."""
+    depth = most = 0
+    for bracket in re.findall(r"[\[\]{}]", text):
+        depth = depth + 1 if bracket in "[{" else max(depth - 1, 0)
+        most = max(most, depth)
+    return most
+
+
+def _require_bounded(document: Any, name: str) -> None:
+    """Raise ``ConfigError`` where aliases repeat so much, or a part of themselves, that no copy without them fits."""
+    sizes: dict[int, int] = {}  # 0: being counted, so whoever meets it again is inside of it
+
+    def size(value: Any) -> int:
+        if not isinstance(value, dict | list | tuple):
+            return 1
+        if id(value) not in sizes:
+            sizes[id(value)] = 0
+            sizes[id(value)] = 1 + sum(size(item) for item in (value.values() if isinstance(value, dict) else value))
+        if not 0 < sizes[id(value)] <= MOST_VALUES:
+            raise ConfigError(
+                f"{name} has aliases of its own parts that make it endless, or more than {MOST_VALUES} values"
+            )
+        return sizes[id(value)]
+
+    size(document)
 
 
 def dump(document: Any) -> str:
@@ -76,7 +127,7 @@ def read(path: Path) -> Any:
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist; make a workspace with `rlhf init DIR`") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def plain(value: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
+from itertools import takewhile
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -18,10 +20,13 @@ from rlhf_core.data.chat.special_tokens import (
     token_id,
 )
 from rlhf_core.data.schema import Message
-from rlhf_core.errors import DataError, ModelError, UnwritableText
+from rlhf_core.errors import DataError, ModelError, UnwritableText, first_line
 
 QUESTION, ANSWER, NEXT_QUESTION = "What is that?", "It is this.", "And why?"
+REASONED = f"<think>\nLet me see.\n</think>\n\n{ANSWER}"
+SYSTEM_TURN, SEVERAL_TURNS, REASONING_BEFORE = "a system turn", "several turns", "reasoning in an earlier reply"
 EXCERPT = 60
+_LITERAL = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")
 # What code in a template may raise: its own refusals, and Python's errors of what it does with the turns.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 # The day that templates write which ask for today's (Llama 3.2): the one that Llama's own fall back to. With the
@@ -52,6 +57,9 @@ class ReplyFormat:
         closing_id: The token that closes the turn.
         stop_ids: All tokens that end a sampled reply, ``closing_id`` first.
         strips: Whether the template removes whitespace at the beginning and at the end of a reply.
+        after: All that it writes behind a reply: ``tail``, the closing token if that is always written, and the rest.
+        markers: Texts that it may look for in a reply, such as ``</think>``, to write what surrounds them otherwise.
+        unfit: Kinds of dialogues in which it writes a reply otherwise than behind its generation prompt.
     """
 
     header: str
@@ -61,6 +69,29 @@ class ReplyFormat:
     closing_id: int
     stop_ids: tuple[int, ...]
     strips: tuple[bool, bool]
+    after: str = ""
+    markers: tuple[str, ...] = ()
+    unfit: frozenset[str] = frozenset()
+
+    def is_marked(self, reply: str) -> bool:
+        """Whether only the template can tell how it writes ``reply``: see :func:`written_reply`."""
+        return any(marker in reply for marker in self.markers)
+
+    def require_fit(self, messages: Sequence[Message]) -> None:
+        """Raise ``UnwritableText`` for a prompt behind which the template writes no reply as it does behind others."""
+        kinds = self.unfit & self.kinds(messages) if self.unfit else ()
+        if kinds:
+            reason = (
+                f"behind {min(kinds)} the chat template writes a reply otherwise than its generation prompt begins it"
+            )
+            raise UnwritableText(f"{reason}: leave such dialogues out, or give the tokenizer another template", reason)
+
+    def kinds(self, messages: Sequence[Message]) -> set[str]:
+        """Which of the dialogues that :attr:`unfit` may name ``messages`` is."""
+        earlier = [message for message in messages if message.role == "assistant"]
+        found = {SYSTEM_TURN} if messages[:1] and messages[0].role == "system" else set()
+        found |= {SEVERAL_TURNS} if earlier else set()
+        return found | ({REASONING_BEFORE} if any(self.is_marked(message.content) for message in earlier) else set())
 
     def written(self, reply: str, finished: bool) -> str:
         """``reply`` as the template writes it behind the generation prompt, without the closing token."""
@@ -98,12 +129,35 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_
         return str(written)
     except TEMPLATE_ERRORS as error:
         refused = f"the chat template refuses a dialogue of the turns {', '.join(message.role for message in messages)}"
-        cause = str(error).strip().split("\n", 1)[0] or type(error).__name__
+        cause = first_line(error)
         raise UnwritableText(
             f"{refused} ({messages[-1].content[:EXCERPT]!r}): {cause}; leave such dialogues out, or give the tokenizer "
             "a template that takes them",
             f"{refused}: {cause}",
         ) from error
+
+
+def written_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool) -> str:
+    """``reply`` as the template writes it behind the generation prompt, without the closing token.
+
+    A finished reply with one of the markers is written by the template itself: reasoning that stands in the reply would
+    otherwise follow the empty block that some templates write. One that was cut off stays as it was sampled.
+
+    Raises:
+        UnwritableText: The template does not write it behind its generation prompt.
+    """
+    form = reply_format(tokenizer)
+    if not form.is_marked(reply):
+        return form.written(reply, finished)
+    if not finished:
+        opens_itself = form.lead.strip() and reply.lstrip().startswith(form.lead.split()[0])
+        return reply if opens_itself else form.written(reply, finished)
+    asked = [Message("user", QUESTION)]
+    prompt, whole = render(tokenizer, asked, True), render(tokenizer, [*asked, Message("assistant", reply)])
+    if not whole.startswith(prompt) or not whole.endswith(form.after) or len(whole) < len(prompt) + len(form.after):
+        reason = "the chat template does not write a reply with such markers behind its generation prompt"
+        raise UnwritableText(f"{reason} ({reply[:EXCERPT]!r}): take them out of the data", reason)
+    return whole[len(prompt) : len(whole) - len(form.after)] + form.tail
 
 
 def encode_rendered(
@@ -138,7 +192,7 @@ def _reply_format(
     tokenizer: PreTrainedTokenizerBase, state: tuple[object, ...], declared: tuple[str, ...]
 ) -> ReplyFormat:
     """``state`` is what the format depends on besides ``declared``, the stop tokens that the tokenizer's files name."""
-    header, lead, tail, closing, strips = "", "", "", None, (False, False)
+    header, lead, tail, after, closing, strips = "", "", "", "", None, (False, False)
     if tokenizer.chat_template:
         asked = [Message("user", QUESTION)]
         prompt = render(tokenizer, asked, add_generation_prompt=True)
@@ -148,7 +202,14 @@ def _reply_format(
         specials = [match.start() for match in special_tokens(tokenizer).literal.finditer(prompt)]
         asked_until = prompt.rfind(QUESTION) + len(QUESTION) if QUESTION in prompt else 0
         header = prompt[max([asked_until, *specials[-1:]]) :]
-        lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
+        if not before.startswith(prompt):
+            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, before, strict=False)))
+            raise ModelError(
+                f"the generation prompt of the chat template ends with {prompt[common:][:EXCERPT]!r}, but a reply does "
+                "not begin so in its dialogues, and would be learned inside of what it opens; give the tokenizer a "
+                "template whose generation prompt is how it begins a reply"
+            )
+        lead = before.removeprefix(prompt)
         tail, closing = _closing(tokenizer, after)
         if closing is None:
             tail, closing = _closing(tokenizer, _before_next_turn(tokenizer))
@@ -167,18 +228,52 @@ def _reply_format(
     names = dict.fromkeys([closing, *([tokenizer.eos_token] if tokenizer.eos_token else []), *declared])
     stop_ids = tuple(token_id(tokenizer, name) for name in names)
     header_ids = tuple(encode_escaped(tokenizer, header, {}))
-    return ReplyFormat(header, header_ids, lead, tail, stop_ids[0], stop_ids, strips)
+    if not tokenizer.chat_template:
+        return ReplyFormat(header, header_ids, lead, tail, stop_ids[0], stop_ids, strips)
+    markers, unfit = _markers(str(tokenizer.get_chat_template())), _unfit_dialogues(tokenizer, lead)
+    return ReplyFormat(header, header_ids, lead, tail, stop_ids[0], stop_ids, strips, after, markers, unfit)
+
+
+def _markers(template: str) -> tuple[str, ...]:
+    """Texts that code of the template may compare with contents: its strings that are neither words nor white."""
+    strings = {(single or double).replace("\\n", "\n").strip() for single, double in _LITERAL.findall(template)}
+    return tuple(sorted(text for text in strings if len(text) > 2 and re.search(r"[^\w\s]", text)))
+
+
+def _unfit_dialogues(tokenizer: PreTrainedTokenizerBase, lead: str) -> frozenset[str]:
+    """Kinds of dialogues that the template goes on with otherwise than its prompt ends; not those that it refuses.
+
+    What precedes the last question may differ: Mistral's template writes the system turn beside the last one alone.
+    """
+    unfit = set()
+    for name, messages in probe_dialogues().items():
+        try:
+            prompt = render(tokenizer, messages, add_generation_prompt=True)
+            whole = render(tokenizer, [*messages, Message("assistant", ANSWER)])
+        except DataError:
+            continue
+        before, question = whole.rpartition(ANSWER)[0], messages[-1].content
+        if prompt.rpartition(question)[2] + lead != before.rpartition(question)[2]:
+            unfit.add(name)
+    return frozenset(unfit - {REASONING_BEFORE} if SEVERAL_TURNS in unfit else unfit)
+
+
+def probe_dialogues() -> dict[str, list[Message]]:
+    """Short prompts of the kinds that templates treat in ways of their own."""
+    asked, again = Message("user", QUESTION), Message("user", NEXT_QUESTION)
+    return {
+        SYSTEM_TURN: [Message("system", "Be brief."), asked],
+        SEVERAL_TURNS: [asked, Message("assistant", ANSWER), again],
+        REASONING_BEFORE: [asked, Message("assistant", REASONED), again],
+    }
 
 
 def refused_dialogues(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Which of ``a system turn`` and ``several turns`` the template refuses or leaves out, with the reason."""
-    asked, answered = Message("user", QUESTION), Message("assistant", ANSWER)
-    dialogues = {
-        "a system turn": [Message("system", "Be brief."), asked],
-        "several turns": [asked, answered, Message("user", NEXT_QUESTION)],
-    }
-    refused = {}
-    for name, messages in dialogues.items():
+    """Which kinds of dialogues the template refuses, leaves out or cannot go on with, with the reason."""
+    refused = dict.fromkeys(sorted(reply_format(tokenizer).unfit), "its generation prompt is not how it begins a reply")
+    for name, messages in probe_dialogues().items():
+        if name == REASONING_BEFORE:
+            continue  # which templates leave out, as they should
         try:
             text = render(tokenizer, messages, add_generation_prompt=True)
         except DataError as error:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.chat.chat_template import encode_rendered, reply_format
+from rlhf_core.data.chat.chat_template import encode_rendered, reply_format, written_reply
 from rlhf_core.data.chat.special_tokens import encode_escaped, escape, special_tokens
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import UnwritableText
@@ -27,7 +27,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     if not messages or messages[-1].role != "user":
         reason = "a prompt must end with a user turn"
         raise UnwritableText(reason, reason)
-    return encode_rendered(tokenizer, messages, add_generation_prompt=True)
+    ids = encode_rendered(tokenizer, messages, add_generation_prompt=True)
+    if len(messages) > 1:
+        reply_format(tokenizer).require_fit(messages)
+    return ids
 
 
 def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool = True) -> list[int]:
@@ -45,7 +48,7 @@ def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool 
     """
     written = reply_format(tokenizer)
     (escaped,), placeholders = escape(tokenizer, [reply])
-    text = written.written(escaped, finished)
+    text = written_reply(tokenizer, escaped, finished)
     closing = [written.closing_id] if finished else []
     ids = encode_escaped(tokenizer, written.header + text, placeholders)
     header = len(written.header_ids)

@@ -9,10 +9,10 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.chunks import table_slices
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, first_line
 
 if TYPE_CHECKING:
-    from rlhf_core.data.readers.containers.records import Record
+    from rlhf_core.data.readers.content import Record
 
 PREFIX = "hub:"
 HUB_ID = re.compile(
@@ -69,7 +69,7 @@ def load_hub_records(spec: str, limit: int | None = None) -> HubRecords:
     hub_id = parse_hub_id(spec)
     from huggingface_hub import is_offline_mode
 
-    from rlhf_core.data.readers.containers.records import Record
+    from rlhf_core.data.readers.content import Record
     from rlhf_core.hub import require_hub
 
     require_hub(spec, DataError)
@@ -94,9 +94,9 @@ def load_hub_records(spec: str, limit: int | None = None) -> HubRecords:
             rows = _stored_rows(data if limit is None else data.select(range(min(limit, total))))
         first = next(rows, None)
     except Exception as error:  # The library raises many unrelated types.
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
-            f"{spec}: cannot load the data set ({reason}); check the id, the revision, the split and the network"
+            f"{spec}: cannot load the data set ({first_line(error)}); check the id, the revision, the split and the "
+            "network"
         ) from error
     if first is None:
         raise DataError(f"{spec} has no rows; name a split that has: hub:{hub_id.name}:SPLIT")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -13,15 +12,22 @@ from typing import Any
 
 from rlhf_core.config.stages.collect import ReadOptions
 from rlhf_core.data.chunks import bytes_in_memory, chunked, drained
-from rlhf_core.data.readers.containers.records import Record
-from rlhf_core.data.readers.formats.columns import mapped_records, with_columns
-from rlhf_core.data.readers.formats.format import Format, LabelledFalse, Parsed, Undecided, number_of, system_turns
-from rlhf_core.data.readers.formats.record_shape import printable, record_shape
-from rlhf_core.data.readers.formats.registry import detect, first_records, format_named, format_of
-from rlhf_core.data.readers.formats.reply_label import is_labelled_false
-from rlhf_core.data.readers.formats.turns import Refusal, Turn, text_of
-from rlhf_core.data.readers.formats.unused_columns import unused_columns
-from rlhf_core.data.readers.formats.unused_summary import NAME_LENGTH
+from rlhf_core.data.readers.columns import NAME_LENGTH, mapped_records, unused_columns, with_columns
+from rlhf_core.data.readers.content import Record
+from rlhf_core.data.readers.detection import detect, first_records, format_named, format_of
+from rlhf_core.data.readers.format import (
+    Format,
+    LabelledFalse,
+    Parsed,
+    Undecided,
+    number_of,
+    printable,
+    record_shape,
+    system_turns,
+)
+from rlhf_core.data.readers.labels import is_labelled_false
+from rlhf_core.data.readers.turns import Refusal, Turn, text_of
+from rlhf_core.data.row_counts import READABLE, RowCounts, RowFinding
 from rlhf_core.data.schema import content_id
 from rlhf_core.data.text.visible_text import escaped_controls
 from rlhf_core.errors import DataError
@@ -40,67 +46,29 @@ SCORE_COLUMNS = (
 
 @dataclass
 class FileRows:
-    """Rows of one source file, by the positions of their records.
+    """Rows of a source, or of a part of it, and what became of its other records.
 
-    ``refused`` has ``{source, position, reason, row}``, the row as JSON text. ``dropped`` counts, by reason, records
-    without a fault that prefer no reply, or whose reply is labelled false; where demonstrations are read, the prompts
-    of the latter are ``prompt_only``, rows of prompts with their ``position``. ``unused`` counts by column the rows
-    with a value there that the format does not read. A record may give several rows: ``expanded`` counts those beyond
-    its first, so that ``records + expanded`` is the number of rows, refused and dropped records, and rows that were
-    ``cut`` by a limit or by ``cap``. Messages that are joined into a tree are one record. ``unread`` rows of a hub data
-    set come on top (None: the hub does not say how many), ``revision`` is its commit. ``weight`` is the file's part of
-    a limit.
+    Attributes:
+        rows: The rows.
+        positions: By row, the line or number of its record.
+        refused: The records that cannot be used.
+        prompt_only: Where demonstrations are read, the prompts of records whose reply is not to be imitated: rows of
+            prompts with their ``position``.
     """
 
-    source: str
-    format: str
-    sha256: str
-    records: int
+    counts: RowCounts
     rows: list[dict[str, Any]] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    refused: list[dict[str, Any]] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
+    refused: list[RowFinding] = field(default_factory=list)
     prompt_only: list[dict[str, Any]] = field(default_factory=list)
-    unused: Counter[str] = field(default_factory=Counter)
-    expanded: int = 0
-    cut: int = 0
-    unread: int | None = 0
-    revision: str = ""
-    weight: float = 1.0
-    cap: int | None = None
-    licence: str | None = None
 
-
-def fair_shares(sizes: Sequence[int], limit: int | None, weights: Sequence[float] | None = None) -> list[int]:
-    """Return how many of ``limit`` each source gives: in proportion to its weight, or all it has where that is less.
-
-    Args:
-        sizes: How many rows each source has.
-        limit: How many are wanted in all; None means all of them.
-        weights: By source; by default all sources weigh the same.
-    """
-    if limit is None:
-        return list(sizes)
-    weights = weights or [1.0] * len(sizes)
-    shares = [0] * len(sizes)
-    open_sources = list(range(len(sizes)))
-    left = min(limit, sum(sizes))
-    while open_sources:
-        total = sum(weights[i] for i in open_sources)
-        quotas = {i: round(left * weights[i] / total, 9) for i in open_sources}
-        exhausted = [i for i in open_sources if quotas[i] >= sizes[i]]
-        if not exhausted:
-            # The largest remainders are rounded up; of equal ones the first.
-            rounded_up = sorted(open_sources, key=lambda i: int(quotas[i]) - quotas[i])
-            rounded_up = rounded_up[: left - sum(map(int, quotas.values()))]
-            for i in open_sources:
-                shares[i] = int(quotas[i]) + (i in rounded_up)
-            break
-        for i in exhausted:
-            shares[i] = sizes[i]
-            left -= sizes[i]
-        open_sources = [i for i in open_sources if i not in exhausted]
-    return shares
+    def take(self, part: FileRows) -> None:
+        """Add a further part of the source."""
+        self.counts.take(part.counts)
+        self.rows += part.rows
+        self.positions += part.positions
+        self.refused += part.refused
+        self.prompt_only += part.prompt_only
 
 
 def read_records(
@@ -136,25 +104,29 @@ def read_records(
     if shape.join is not None:
         records = mapped = shape.join(mapped)
         shape = format_named(shape.joined_as)
-    result = FileRows(source, name, sha256, len(records))
+    counts = RowCounts(source, kind, name, sha256, records=len(records))
+    result = FileRows(counts)
     for record, original in zip(mapped, records, strict=True):
         try:
             _require_format(record, shape, detected=options.format is None)
             rows = _rows(record.value, shape, kind, options, source)
         except Refusal as refusal:
-            refused = {"source": source, "position": record.position, "reason": str(refusal)}
-            result.refused.append(refused | {"row": _as_json(original.value)})
+            row = _as_json(original.value)
+            finding = RowFinding(READABLE, kind, str(refusal), source, record.position, row=row)
+            result.refused.append(finding)
+            counts.refuse(finding)
         except Undecided as undecided:
-            result.dropped[str(undecided)] += 1
+            counts.dropped[str(undecided)] += 1
             if isinstance(undecided, LabelledFalse) and kind == "demonstrations":
                 prompts = _prompts(record.value, shape, options, source)
                 result.prompt_only += [row | {"position": record.position} for row in prompts]
         else:
             result.rows += rows
             result.positions += [record.position] * len(rows)
-            result.expanded += len(rows) - 1
+            counts.kept += len(rows)
+            counts.expanded += len(rows) - 1
             unused = unused_columns(record.value, shape.name)
-            result.unused.update(printable(name)[:NAME_LENGTH] for name in unused)
+            counts.unused.update(printable(name)[:NAME_LENGTH] for name in unused)
     return result
 
 

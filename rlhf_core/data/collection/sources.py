@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -11,18 +10,18 @@ from pathlib import Path, PurePosixPath
 
 from rlhf_core.config.stages.collect import CollectConfig, DataSource, FileSources, ReadOptions, SourceOptions
 from rlhf_core.data.collection.hub import PREFIX, load_hub_records
-from rlhf_core.data.collection.rows import FileRows, read_records, row_chunks
-from rlhf_core.data.readers.containers.record_stream import stream_records
-from rlhf_core.data.readers.containers.records import Record, load_records, records_of
-from rlhf_core.data.readers.containers.table_records import OnRead
-from rlhf_core.data.readers.formats.columns import with_columns
-from rlhf_core.data.readers.formats.record_shape import printable
-from rlhf_core.data.readers.formats.registry import PROBE, detect, first_records, format_named
+from rlhf_core.data.collection.rows import FileRows, row_chunks
+from rlhf_core.data.readers.columns import with_columns
+from rlhf_core.data.readers.content import Record
+from rlhf_core.data.readers.detection import PROBE, detect, first_records, format_named
+from rlhf_core.data.readers.format import printable
+from rlhf_core.data.readers.stream import stream_records, uncounted
+from rlhf_core.data.readers.table_records import OnRead
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.errors import DataError
 from rlhf_core.storage.file_patterns import expand, is_url, spelled
 from rlhf_core.storage.files import sha256_file
-from rlhf_core.storage.remote_files import expand_url, local_copy, local_path, read_url
+from rlhf_core.storage.remote_files import expand_url, local_copy, local_path
 from rlhf_core.storage.url_credentials import require_no_credentials
 
 COLLECT_FILES = "collect.files"
@@ -189,10 +188,12 @@ def read_sources(
 
 
 def read_source(file: SourceFile, kind: str, limit: int | None = None) -> FileRows:
-    """Read one file, URL or hub id as rows of ``kind``; see :func:`read_sources`."""
-    result = _read(file, kind, limit)
-    result.weight, result.cap, result.licence = file.options.weight, file.options.cap, file.options.licence
-    return result
+    """Read one file, URL or hub id as rows of ``kind``, all of which fit the memory; see :func:`source_chunks`."""
+    parts = source_chunks(file, kind, limit)
+    whole = next(parts)
+    for part in parts:
+        whole.take(part)
+    return whole
 
 
 @dataclass(frozen=True)
@@ -214,9 +215,7 @@ class OpenSource:
 
 
 @contextmanager
-def open_source(
-    file: SourceFile, limit: int | None = None, on_read: OnRead = lambda count: None
-) -> Iterator[OpenSource]:
+def open_source(file: SourceFile, limit: int | None = None, on_read: OnRead = uncounted) -> Iterator[OpenSource]:
     """Open a file, URL or hub id; its records are read while the block lasts, with a part of them in memory at a time.
 
     Args:
@@ -230,7 +229,7 @@ def open_source(
         yield OpenSource(stream_records(file.path, on_read), str(file.path), file.path)
     elif is_url(file.name):
         with local_copy(file.name) as copy:
-            yield OpenSource(stream_records(copy, lambda count: None, file.name), file.name, copy)
+            yield OpenSource(stream_records(copy, name=file.name), file.name, copy)
     else:
         loaded = load_hub_records(file.name, limit)
         left = None if loaded.total is None else max(loaded.total - limit, 0) if limit is not None else 0
@@ -256,7 +255,7 @@ def kinds_of(file: SourceFile) -> tuple[str, ...]:
 
 
 def source_chunks(
-    file: SourceFile, kind: str, limit: int | None = None, on_read: OnRead = lambda count: None
+    file: SourceFile, kind: str, limit: int | None = None, on_read: OnRead = uncounted
 ) -> Iterator[FileRows]:
     """Yield the rows of a file, URL or hub id in parts; see :func:`~rlhf_core.data.collection.rows.row_chunks`.
 
@@ -271,23 +270,6 @@ def source_chunks(
             raise DataError(f"cannot read {source.where}: {error.strerror}") from error
         unread = source.unread
         for part in row_chunks(source.records, kind, file.name, digest, source.where, file.options):
-            part.unread, part.revision = unread, source.revision
+            part.counts.unread, part.counts.revision = unread, source.revision
             yield part
             unread = 0  # it is a number of the whole source
-
-
-def _read(file: SourceFile, kind: str, limit: int | None) -> FileRows:
-    if file.path is not None:
-        with _unchanged(file.path):
-            records, digest = load_records(file.path), sha256_file(file.path)
-        return read_records(records, kind, file.name, digest, str(file.path), file.options)
-    if is_url(file.name):
-        content = read_url(file.name)
-        digest = hashlib.sha256(content).hexdigest()
-        return read_records(records_of(file.name, content), kind, file.name, digest, options=file.options)
-    loaded = load_hub_records(file.name, limit)
-    records = list(loaded.records)
-    result = read_records(records, kind, file.name, "", options=file.options)
-    result.unread = None if loaded.total is None else loaded.total - len(records)
-    result.revision = loaded.commit
-    return result

@@ -186,7 +186,7 @@ def file_state(
 def _file_rows(files: Sequence[SourceFile], kind: str, left_out: Counter[str]) -> Iterator[pa.Table]:
     """Yield the rows of files as tables, and count in ``left_out`` the records that are none."""
     for part in (part for file in files for part in source_chunks(file, kind)):
-        left_out.update(refused=len(part.refused), dropped=part.dropped.total())
+        left_out.update(refused=part.counts.refused, dropped=part.counts.dropped.total())
         yield from tables_of(kind, part.rows)
 
 

@@ -6,9 +6,8 @@ import json
 import math
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,15 +18,16 @@ from rlhf_core.config.stages.collect import DataSource, FormatName, ReadOptions
 from rlhf_core.data.chunks import bytes_in_memory, chunked
 from rlhf_core.data.collection.rows import FileRows, read_records
 from rlhf_core.data.collection.sources import source_chunks, source_files
-from rlhf_core.data.inspection.refused_file import refused_file_of
 from rlhf_core.data.inspection.report_lines import wrapped
-from rlhf_core.data.readers.containers.records import Record
-from rlhf_core.data.readers.formats.registry import format_named, format_of
+from rlhf_core.data.readers.content import Record
+from rlhf_core.data.readers.detection import format_named, format_of
+from rlhf_core.data.row_counts import READABLE, ReasonCounts, RowCounts, RowFinding
 from rlhf_core.data.schema import MESSAGES
 from rlhf_core.errors import DataError, RlhfError
 
 BATCH = 1000
 LABELS = ("category", "source")
+REFUSED_SUFFIX = ".refused.jsonl"
 FORMATS: dict[str, FormatName] = {
     "preferences": "conversational",
     "demonstrations": "messages",
@@ -45,20 +45,6 @@ SCHEMAS = {
 }
 
 
-@dataclass
-class ConvertedFile:
-    """Counts of one file: ``records + expanded`` is the sum of ``rows``, ``refused`` and ``dropped``."""
-
-    source: str
-    format: str
-    records: int = 0
-    expanded: int = 0
-    rows: int = 0
-    refused: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)
-
-
 @dataclass(frozen=True)
 class Conversion:
     """What was written where; ``refused_file`` is None if no row was refused."""
@@ -66,16 +52,28 @@ class Conversion:
     kind: str
     output: str
     refused_file: str | None
-    files: Sequence[ConvertedFile]
+    files: Sequence[RowCounts]
 
     @property
     def rows(self) -> int:
         """The number of rows that were written."""
-        return sum(file.rows for file in self.files)
+        return sum(file.kept for file in self.files)
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values."""
-        return {"rows": self.rows, **asdict(self)}
+        files = [
+            {name: getattr(file, name) for name in ("source", "format", "records", "expanded", "refused")}
+            | {"rows": file.kept, "dropped": dict(file.dropped)}
+            | {"reasons": {count.reason: count.rows for count in file.reasons.commonest()}}
+            for file in self.files
+        ]
+        written = {"kind": self.kind, "output": self.output, "refused_file": self.refused_file}
+        return {"rows": self.rows, **written, "files": files}
+
+
+def refused_file_of(output: Path) -> Path:
+    """Return the file of refused rows beside a converted one: ``pairs.refused.jsonl`` beside ``pairs.jsonl``."""
+    return output.with_name(output.stem + REFUSED_SUFFIX)
 
 
 def record_of(kind: str, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +115,7 @@ def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) 
     for written in (output, refused_file):
         if written.resolve() in read:
             raise RlhfError(f"{written} is one of the files that are read; choose another name for {output}")
-    files: list[ConvertedFile] = []
+    files: list[RowCounts] = []
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         # In the same folder, so that files can be renamed into their places.
@@ -141,44 +139,43 @@ def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) 
     return Conversion(kind, str(output), str(refused_file) if any(file.refused for file in files) else None, files)
 
 
-def _require_rows(files: Sequence[ConvertedFile], output: Path) -> None:
-    if any(file.rows for file in files):
+def _require_rows(files: Sequence[RowCounts], output: Path) -> None:
+    if any(file.kept for file in files):
         return
-    reasons = sum((file.reasons for file in files), Counter())
-    commonest = f" (most often: {reasons.most_common(1)[0][0]})" if reasons else ""
+    reasons = ReasonCounts()
+    for file in files:
+        reasons.take(file.reasons)
+    commonest = f" (most often: {reasons.commonest()[0].reason})" if reasons else ""
     raise DataError(f"no row can be written to {output}{commonest}; rlhf data inspect shows how the files are read")
 
 
 def _converted(
-    parts: Iterable[FileRows], kind: str, files: list[ConvertedFile], refused: TextIO
+    parts: Iterable[FileRows], kind: str, files: list[RowCounts], refused: TextIO
 ) -> Iterator[dict[str, Any]]:
     """Yield the records of a file that is read in parts; its counts go to ``files``, refused rows to ``refused``."""
-    file: ConvertedFile | None = None
+    file: RowCounts | None = None
     for part in parts:
         if file is None:
-            file = ConvertedFile(part.source, part.format)
+            file = part.counts.empty()
             files.append(file)
-        file.records += part.records
-        file.expanded += part.expanded
-        file.dropped.update(part.dropped)
-        for entry in part.refused:
-            _refuse(file, refused, entry["position"], entry["reason"], entry["row"])
+        file.take(part.counts)
+        for finding in part.refused:
+            _write_refused(refused, finding)
         for row, position in zip(part.rows, part.positions, strict=True):
             record = record_of(kind, row)
             reason = _difference(record, row, kind)
             if reason:
-                _refuse(file, refused, position, reason, json.dumps(record, ensure_ascii=False))
+                text = json.dumps(record, ensure_ascii=False)
+                finding = RowFinding(READABLE, kind, reason, file.source, position, row=text)
+                file.refuse(finding, was_kept=True)
+                _write_refused(refused, finding)
             else:
-                file.rows += 1
                 yield record
 
 
-def _refuse(file: ConvertedFile, refused: TextIO, position: int, reason: str, row: str) -> None:
-    """Count a refused row of ``file`` and write it to ``refused``."""
-    file.refused += 1
-    file.reasons[reason] += 1
-    entry = {"source": file.source, "position": position, "reason": reason, "row": row}
-    refused.write(json.dumps(entry, ensure_ascii=False) + "\n")
+def _write_refused(stream: TextIO, finding: RowFinding) -> None:
+    entry = {name: getattr(finding, name) for name in ("source", "position", "reason", "row")}
+    stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
 def _difference(record: Mapping[str, Any], row: Mapping[str, Any], kind: str) -> str:
@@ -192,7 +189,7 @@ def _difference(record: Mapping[str, Any], row: Mapping[str, Any], kind: str) ->
         return f"would be read as format {shape.name if shape else 'unknown'}"
     read = read_records([Record(1, record)], kind, "", "", options=ReadOptions(format=FORMATS[kind]))
     if read.refused:
-        return f"would be refused: {read.refused[0]['reason']}"
+        return f"would be refused: {read.refused[0].reason}"
     return "" if read.rows == [row] else "would be read differently"
 
 
@@ -222,12 +219,12 @@ def as_text(conversion: Conversion, width: int = 80) -> str:
         lines = [
             file.source,
             f"  read     {file.records} ({file.format})",
-            f"  written  {file.rows}{' (some give several)' if file.expanded else ''}",
+            f"  written  {file.kept}{' (some give several)' if file.expanded else ''}",
         ]
         for reason, count in file.dropped.items():
             lines += wrapped(f"  dropped  {count}: ", reason, width)
-        for reason, count in file.reasons.most_common():
-            lines += wrapped(f"  refused  {count}: ", reason, width)
+        for refused in file.reasons.commonest():
+            lines += wrapped(f"  refused  {refused.rows}: ", refused.reason, width)
         blocks.append("\n".join(lines))
     ending = f"{conversion.rows} {conversion.kind} are in {conversion.output}"
     if conversion.refused_file:

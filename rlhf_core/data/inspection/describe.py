@@ -6,24 +6,33 @@ import json
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from rlhf_core.config.stages.collect import ReadOptions
-from rlhf_core.data.chunks import drained
+from rlhf_core.data.chunks import bytes_in_memory, drained
 from rlhf_core.data.collection.hub import PREFIX
-from rlhf_core.data.collection.rows import row_chunks
+from rlhf_core.data.collection.rows import FileRows, row_chunks
 from rlhf_core.data.collection.sources import SourceFile, open_source, require_utf8_name
-from rlhf_core.data.inspection.file_summary import FileSummary, texts_of
 from rlhf_core.data.inspection.report_lines import INDENT, example_lines, percentile_table, wrapped
-from rlhf_core.data.readers.formats.columns import with_columns
-from rlhf_core.data.readers.formats.registry import detect, first_records, format_named
-from rlhf_core.data.readers.formats.unused_summary import LISTED_COLUMNS, commonest_unused, unused_summary
+from rlhf_core.data.readers.columns import LISTED_COLUMNS, commonest_unused, unused_summary, with_columns
+from rlhf_core.data.readers.detection import detect, first_records, format_named
+from rlhf_core.data.row_counts import RowCounts
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.text.language_tag import language_shares
-from rlhf_core.data.tokens.lengths import PERCENTILES, LengthPercentiles, TokenLengths, token_lengths
+from rlhf_core.data.tokens.lengths import (
+    PERCENTILES,
+    LengthPercentiles,
+    TokenLengths,
+    character_counts,
+    evenly_spread,
+    token_lengths,
+)
 from rlhf_core.storage.file_patterns import expand, is_url
 from rlhf_core.storage.remote_files import expand_url
 
@@ -35,6 +44,10 @@ LANGUAGE_CHARACTERS = 1000
 PROFILE, CHINESE_PROFILE = "own-data", "chinese-sample"
 NEW_WORKSPACE = "my-run"
 CONTINUED = " \\\n        "
+# Rows that are kept to count tokens and to tell the language: at least so many of a file that has them, fewer where
+# twice as many are larger than that.
+SAMPLED_ROWS = 2000
+SAMPLED_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,65 @@ class TokenLimits:
     tokenizer: PreTrainedTokenizerBase
     tokenizer_name: str
     limits: Mapping[str, TokenLimit]
+
+
+@dataclass
+class EvenSample:
+    """Rows that are evenly spread over a file of unknown length: every ``stride``-th, which doubles as they grow."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    stride: int = 1
+    total: int = 0
+    size: int = 0
+
+    def add(self, rows: Sequence[dict[str, Any]], positions: Sequence[int]) -> None:
+        """Take in the next rows of the file, with their positions there."""
+        for row, position in zip(rows, positions, strict=True):
+            if self.total % self.stride == 0:
+                self.rows.append(row | {"position": position})
+                self.size += bytes_in_memory(row)
+            self.total += 1
+            while len(self.rows) > 2 * SAMPLED_ROWS or (self.size > SAMPLED_BYTES and len(self.rows) > 1):
+                self.rows = self.rows[::2]
+                self.size = sum(map(bytes_in_memory, self.rows))
+                self.stride *= 2
+
+    def spread(self) -> list[dict[str, Any]]:
+        """Return up to ``SAMPLED_ROWS`` rows of the whole file, each with its ``position``."""
+        return [self.rows[i] for i in evenly_spread(len(self.rows), SAMPLED_ROWS)] if self.rows else []
+
+
+@dataclass
+class FileSummary:
+    """A file as it was read, part by part.
+
+    Attributes:
+        examples: The first rows, as many as were asked for.
+        characters: By text column, the characters of every row, part by part.
+        sample: Some of the rows.
+    """
+
+    counts: RowCounts
+    wanted_examples: int
+    examples: list[dict[str, Any]] = field(default_factory=list)
+    characters: dict[str, list[npt.NDArray[np.int64]]] = field(default_factory=dict)
+    sample: EvenSample = field(default_factory=EvenSample)
+
+    def add(self, part: FileRows) -> None:
+        """Take in the next part of the file."""
+        self.counts.take(part.counts)
+        self.examples += part.rows[: self.wanted_examples - len(self.examples)]
+        for name, lengths in character_counts(self.counts.kind, part.rows).items():
+            self.characters.setdefault(name, []).append(np.array(lengths, np.int64))
+        self.sample.add(part.rows, part.positions)
+
+    def character_lengths(self) -> list[LengthPercentiles]:
+        """Return percentiles of the characters of each text column; none without rows."""
+        return [
+            LengthPercentiles.of(name, np.concatenate(parts).tolist())
+            for name, parts in self.characters.items()
+            if sum(map(len, parts))
+        ]
 
 
 @dataclass(frozen=True)
@@ -156,7 +228,7 @@ def _describe(
         shape = format_named(options.format) if options.format else detect(mapped, source.name)
         del mapped
         kinds = tuple(kind for kind in ROW_TYPES if kind in shape.carries) or tuple(ROW_TYPES)
-        read = FileSummary(kinds[0], shape.name, show)
+        read = FileSummary(RowCounts(source.name, kinds[0], shape.name), show)
         records = chain(drained(first), opened.records)
         for part in row_chunks(records, kinds[0], Path(source.name).name, "", source.name, options):
             read.add(part)
@@ -167,23 +239,30 @@ def _describe(
     return FileDescription(source.name, spec, kinds, read, read.character_lengths(), languages, measured)
 
 
+def texts_of(row: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a row of any kind: the turns of its prompt, its replies, or its text."""
+    turns = [str(turn["content"]) for turn in row.get("prompt") or ()]
+    return [*turns, *(str(row[name]) for name in ("chosen", "rejected", "reply", "text") if name in row)]
+
+
 def as_json_value(description: Description) -> dict[str, Any]:
     """Return a description as JSON values: a list of files with examples, and the next command."""
     files = []
     for file in description.files:
+        counts = file.read.counts
         value: dict[str, Any] = {
             "file": file.name,
-            "format": file.read.format,
+            "format": counts.format,
             "serves": list(file.kinds),
             "kind": file.kind,
-            "records": file.read.records,
-            "rows": file.read.rows,
-            "expanded": file.read.expanded,
-            "dropped": dict(file.read.dropped),
-            **unused_summary(file.read.unused),
+            "records": counts.records,
+            "rows": counts.kept,
+            "expanded": counts.expanded,
+            "dropped": dict(counts.dropped),
+            **unused_summary(counts.unused),
             "refused": [
-                {"reason": reason, "count": refused.rows, "first": refused.first}
-                for reason, refused in file.read.commonest_refusals()
+                {"reason": refused.reason, "count": refused.rows, "first": refused.first.position}
+                for refused in counts.reasons.commonest()
             ],
             "characters": {lengths.name: _percentiles(lengths) for lengths in file.characters},
             "languages": dict(file.languages),
@@ -215,7 +294,7 @@ def as_text(description: Description, width: int = 80) -> str:
         width: Columns of the terminal: rows are cut to it, other texts wrapped.
     """
     blocks = [_block(file, description, width) for file in description.files]
-    unusable = [file.name for file in description.files if not file.read.rows]
+    unusable = [file.name for file in description.files if not file.read.counts.kept]
     if unusable:
         without = (
             f"no row of {', '.join(unusable)} can be used: mend what is refused, or say how the rows are to be read "
@@ -232,18 +311,19 @@ def as_text(description: Description, width: int = 80) -> str:
 
 
 def _block(file: FileDescription, description: Description, width: int) -> str:
-    read = file.read
+    read = file.read.counts
     expanded = " (some give several)" if read.expanded else ""
     lines = [
         file.name,
         f"  format   {read.format}",
         f"  serves   {', '.join(file.kinds)}",
-        f"  rows     {read.rows} as {file.kind}, of {read.records}{expanded}",
+        f"  rows     {read.kept} as {file.kind}, of {read.records}{expanded}",
     ]
     for reason, count in read.dropped.most_common():
         lines += wrapped(f"  dropped  {count}: ", reason, width)
-    for reason, refused in read.commonest_refusals():
-        lines += wrapped(f"  refused  {refused.rows}: ", f"{reason} (first at row {refused.first})", width)
+    for refused in read.reasons.commonest():
+        reason = f"{refused.reason} (first at row {refused.first.position})"
+        lines += wrapped(f"  refused  {refused.rows}: ", reason, width)
     for name, count in commonest_unused(read.unused).items():
         lines += wrapped(f"  unused   {count}: ", f"the column {name} is not read", width)
     if len(read.unused) > LISTED_COLUMNS:
@@ -251,7 +331,7 @@ def _block(file: FileDescription, description: Description, width: int) -> str:
     if file.languages:
         shares = ", ".join(f"{tag} {share:.0%}" for tag, share in file.languages.items())
         lines += wrapped("  language ", f"{shares} of the rows looked at", width)
-    for row in read.examples:
+    for row in file.read.examples:
         lines += ["  example", *example_lines(file.kind, row, width)]
     return "\n".join([*lines, *_lengths(file, description.limits, width)])
 
@@ -266,7 +346,7 @@ def _lengths(file: FileDescription, limits: TokenLimits | None, width: int) -> l
             lines += wrapped(INDENT * 2, "no tokens: there is no tokenizer at hand; name one with --tokenizer", width)
         return lines
     limit, measured = limits.limits[file.kind], file.tokens
-    looked_at = f" of the {measured.rows} rows looked at" if measured.rows < file.read.rows else ""
+    looked_at = f" of the {measured.rows} rows looked at" if measured.rows < file.read.counts.kept else ""
     for rows in measured.unwritable:
         reason = f"{rows.rows}{looked_at or ' of the rows'} have no tokens: {rows.reason} (first at row {rows.first})"
         lines += wrapped(INDENT * 2, reason, width)
@@ -292,7 +372,7 @@ def _init_command(description: Description) -> list[str] | None:
     """
     kind_of: dict[str, str] = {}
     for file in description.files:
-        if file.read.rows:
+        if file.read.counts.kept:
             kind_of.setdefault(file.spec, file.kind)
     by_kind: dict[str, list[str]] = {}
     for spec, kind in kind_of.items():
@@ -311,8 +391,8 @@ def _init_command(description: Description) -> list[str] | None:
 def _profile(files: Sequence[FileDescription]) -> str:
     """Return the profile that suits the pairs: the Chinese one where most of them are Chinese."""
     pairs = [file for file in files if file.kind == "preferences"]
-    chinese = sum(file.read.rows * file.languages.get("zh", 0.0) for file in pairs)
-    return CHINESE_PROFILE if chinese > sum(file.read.rows for file in pairs) / 2 else PROFILE
+    chinese = sum(file.read.counts.kept * file.languages.get("zh", 0.0) for file in pairs)
+    return CHINESE_PROFILE if chinese > sum(file.read.counts.kept for file in pairs) / 2 else PROFILE
 
 
 def _free_name(base: Path) -> str:

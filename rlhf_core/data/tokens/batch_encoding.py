@@ -48,10 +48,14 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequenc
     literal = special_tokens(tokenizer).literal
 
     def is_plain(messages: Sequence[Message]) -> bool:
-        return bool(messages) and messages[-1].role == "user" and not any(literal.search(m.content) for m in messages)
+        ends_well = bool(messages) and messages[-1].role == "user"
+        return ends_well and not any(literal.search(m.content) for m in messages)
 
     plain = [row for row, messages in enumerate(prompts) if is_plain(messages)]
     texts = [render(tokenizer, prompts[row], add_generation_prompt=True) for row in plain]
+    for row in plain:
+        if len(prompts[row]) > 1:
+            reply_format(tokenizer).require_fit(prompts[row])
     known = dict(zip(plain, _encode(tokenizer, texts), strict=True))
     return [known[row] if row in known else encode_prompt(tokenizer, prompts[row]) for row in range(len(prompts))]
 
@@ -59,7 +63,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequenc
 def encode_replies(tokenizer: PreTrainedTokenizerBase, replies: Sequence[str]) -> Ids:
     """Token ids of finished replies: :func:`~rlhf_core.data.chat.encoding.encode_reply` of each."""
     literal, written = special_tokens(tokenizer).literal, reply_format(tokenizer)
-    plain = [row for row, reply in enumerate(replies) if not literal.search(reply)]
+    plain = [row for row, reply in enumerate(replies) if not literal.search(reply) and not written.is_marked(reply)]
     texts = [written.header + written.written(replies[row], finished=True) for row in plain]
     header = len(written.header_ids)
     known = {

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
+from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import write_table
 from rlhf_core.data.tables.table_stream import TableWriter, table_chunks
 from rlhf_core.data.validation.provenance import Origins
@@ -51,12 +51,12 @@ class Quarantined:
     position: int | None = None
 
 
-def refused_table(refused: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Return rows that readers refused (``kind, source, position, reason, row``) as they are stored."""
-    return pa.Table.from_pylist([dict(row) for row in refused], schema=REFUSED_SCHEMA)
+def refused_table(refused: Sequence[RowFinding]) -> pa.Table:
+    """Return rows that readers refused as they are stored."""
+    return pa.Table.from_pylist([vars(row) for row in refused], schema=REFUSED_SCHEMA)
 
 
-def write_refused(path: Path, refused: Sequence[Mapping[str, Any]]) -> None:
+def write_refused(path: Path, refused: Sequence[RowFinding]) -> None:
     """Write the rows that readers refused."""
     write_table(path, refused_table(refused))
 

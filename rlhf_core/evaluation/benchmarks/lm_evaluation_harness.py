@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_core.errors import ConfigError, DataError, RlhfError
+from rlhf_core.errors import ConfigError, DataError, RlhfError, named_line
 from rlhf_core.evaluation.figures.format_number import format_number
 from rlhf_core.models.starting.base import load_policy
 
@@ -106,13 +106,9 @@ def _evaluate(folder: Path, options: TaskOptions, manager: Any) -> dict[str, Any
             log_samples=False,
         )
     except Exception as error:  # whatever a task's YAML, its data or its functions raise
-        raise DataError(f"lm-eval cannot run {', '.join(options.tasks)}: {_in_one_line(error)}") from error
+        raise DataError(f"lm-eval cannot run {', '.join(options.tasks)}: {named_line(error)}") from error
     kept = {name: value for name, value in results.items() if name not in OF_THE_MACHINE}
     return dict(_json_values(json.loads(json.dumps(kept, default=str))))
-
-
-def _in_one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
 
 
 def _json_values(value: Any) -> Any:

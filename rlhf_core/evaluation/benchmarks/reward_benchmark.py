@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.data.readers.containers.records import Record, load_records
+from rlhf_core.data.readers.content import Record
+from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.schema import ROLES, Message
 from rlhf_core.data.text.encodable import HALF_PAIR, is_encodable
 from rlhf_core.errors import DataError
@@ -72,7 +73,7 @@ def read_benchmark(path: Path) -> list[BenchmarkRow]:
     Raises:
         DataError: The file cannot be read, or a row of it is none of a benchmark; the message names the first.
     """
-    return [_row(record, path) for record in load_records(path)]
+    return [_row(record, path) for record in stream_records(path)]
 
 
 def _row(record: Record, path: Path) -> BenchmarkRow:

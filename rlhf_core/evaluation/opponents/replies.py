@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.evaluation.opponents import OpponentConfig
-from rlhf_core.data.readers.containers.records import Record, load_records
+from rlhf_core.data.readers.content import Record
+from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.schema import ROLES, Prompt
 from rlhf_core.data.text.encodable import HALF_PAIR, is_encodable
 from rlhf_core.data.text.visible_text import comparable
@@ -57,7 +58,7 @@ def read_opponent(config: OpponentConfig, prompts: Sequence[Prompt], workspace: 
     (file, *others) = expand(config.path, workspace, REMEDY)
     if others:
         raise DataError(f"{config.path} matches {len(others) + 1} files; {REMEDY}: name one for each opponent")
-    for record in load_records(file):
+    for record in stream_records(file):
         turns, reply = _row(record, file)
         earlier = replies.setdefault(turns, (reply, record.position))
         if earlier[0] != reply:

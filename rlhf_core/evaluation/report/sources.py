@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import pyarrow as pa
 from rlhf_core.data.schema import read_table
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.alternative_runs import evaluation_basis, read_alternatives
-from rlhf_core.evaluation.replies.replayed import ReplayOutcome
 from rlhf_core.evaluation.report.parts.alternatives import OtherRuns
 from rlhf_core.evaluation.report.parts.lineage import ReportLineage
 from rlhf_core.storage.files import read_json, sha256_file, split_json_lines
@@ -51,7 +50,6 @@ class ReportSources:
         params: Text of the workspace's params.yaml.
         missing: Why a part is not here, by part.
         data_card: The address of the data card as seen from the report; empty if there is none.
-        replays: Recorded requests that another policy answered, the newest first.
         others: Runs of other workspaces to show beside this one.
     """
 
@@ -67,7 +65,6 @@ class ReportSources:
     data_card: str = ""
     mistakes: list[JsonObject] = field(default_factory=list)
     lineage: ReportLineage = field(default_factory=ReportLineage)
-    replays: list[ReplayOutcome] = field(default_factory=list)
     others: OtherRuns = field(default_factory=OtherRuns)
 
 
@@ -75,7 +72,6 @@ def load_sources(
     inputs: Mapping[str, Path],
     params: Path | None = None,
     lineage: ReportLineage | None = None,
-    replays: Sequence[ReplayOutcome] = (),
 ) -> ReportSources:
     """Read all inputs that exist.
 
@@ -84,7 +80,6 @@ def load_sources(
             ``reward_mistakes``, ``reward_plots`` (a folder of images), ``data_card`` (a folder).
         params: The workspace's params.yaml.
         lineage: Where all of it comes from, if that is known.
-        replays: What ``rlhf replay`` has kept.
     """
     read_gates = {name: _read_object(inputs.get(f"{name}_gate")) for name in GATES}
     gates = {name: content for name, content in read_gates.items() if isinstance(content, dict)}
@@ -116,7 +111,6 @@ def load_sources(
         params=params.read_text(encoding="utf-8") if params is not None and params.is_file() else "",
         missing=missing,
         lineage=lineage or ReportLineage(),
-        replays=[*replays],
         data_card=DATA_CARD if "data_card" in inputs and (inputs["data_card"] / Path(DATA_CARD).name).is_file() else "",
     )
 

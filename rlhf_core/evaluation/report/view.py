@@ -22,7 +22,6 @@ from rlhf_core.evaluation.report.parts.group_outcomes import group_chart, oppone
 from rlhf_core.evaluation.report.parts.over_optimization import over_optimization_chart
 from rlhf_core.evaluation.report.parts.reply_pairs import JUDGES, mistaken_pair, reply_pair, spread_over_categories
 from rlhf_core.evaluation.report.parts.reward_histograms import reward_histograms
-from rlhf_core.evaluation.report.parts.shadow import shadow_replays
 from rlhf_core.evaluation.report.sources import JsonObject, ReportSources
 from rlhf_core.evaluation.verdict.alarms import alarms
 
@@ -91,7 +90,6 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "replies": [reply_pair(row) for row in spread_over_categories(sources.comparisons, replies)],
         "versions": package_versions(),
         "bad_cases": [reply_pair(row) for row in sources.bad_cases],
-        "shadow": shadow_replays(sources.replays),
         "tables": {
             name: flatten(metrics) for name, metrics in sources.metrics.items() if name not in ("evaluation", "data")
         },

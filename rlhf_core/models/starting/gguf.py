@@ -26,7 +26,7 @@ from transformers import (
 from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import ModelError, first_line
 from rlhf_core.models.attention import attention_of
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.forward import embedding_weight
@@ -142,10 +142,9 @@ def _reading(file: Path) -> Iterator[None]:
         with quiet(), redirect_stderr(io.StringIO()):
             yield
     except Exception as error:  # numpy's, gguf's and transformers' own, of a file that is damaged or of another kind
-        first_line = str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__
         raise ModelError(
-            f"cannot load {file}: {first_line}; it may be damaged: fetch it again, or give a file that transformers "
-            "reads"
+            f"cannot load {file}: {first_line(error)}; it may be damaged: fetch it again, or give a file that "
+            "transformers reads"
         ) from error
 
 

@@ -20,7 +20,7 @@ from rlhf_core.config.ppo.reward_sources import ClassifierSource
 from rlhf_core.data.chat.chat_template import encode_rendered
 from rlhf_core.data.chat.special_tokens import special_tokens
 from rlhf_core.data.schema import Message
-from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.errors import ConfigError, DataError, first_line
 from rlhf_core.models.io import load_model, reading
 from rlhf_core.ppo.reward_sources.source import Replies, checked_rewards
 
@@ -113,10 +113,9 @@ class Classifier:
         try:
             logits = self.model(**{name: ids.to(self.model.device) for name, ids in batch.items()}).logits.float()
         except (IndexError, RuntimeError, ValueError) as error:
-            first = str(error).strip().split("\n", 1)[0]
             raise DataError(
-                f"{self.who}: the model cannot read a batch of {len(rows)} x {width} tokens ({first}); set max_tokens "
-                "to what it can read, or lower batch_size"
+                f"{self.who}: the model cannot read a batch of {len(rows)} x {width} tokens ({first_line(error)}); set "
+                "max_tokens to what it can read, or lower batch_size"
             ) from error
         return self._read(logits)
 

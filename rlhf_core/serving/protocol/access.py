@@ -41,6 +41,25 @@ def checked_token(token: str | None, host: str) -> str | None:
     return token
 
 
+def require_loopback_name(host: str | None) -> None:
+    """Raise ``ApiError`` unless the ``Host`` header is a loopback name."""
+    try:
+        name = urlsplit(f"//{host or ''}").hostname or ""
+    except ValueError:  # such as an IPv6 address that lacks a bracket
+        name = str(host)
+    if not is_loopback(name):
+        message = (
+            f"the server answers on loopback only, not as {name[:100]!r}; set {TOKEN_VARIABLE} to allow other names"
+        )
+        raise ApiError(403, message, code="host_not_allowed")
+
+
+def is_authorized(token: str, authorization: str | None) -> bool:
+    """Whether the ``Authorization`` header holds the bearer token."""
+    scheme, _, given = (authorization or "").partition(" ")
+    return scheme.lower() == BEARER and hmac.compare_digest(given.strip().encode(), token.encode())
+
+
 def require_access(token: str | None, authorization: str | None, host: str | None) -> None:
     """Raise ``ApiError`` unless a request may be answered.
 
@@ -53,15 +72,7 @@ def require_access(token: str | None, authorization: str | None, host: str | Non
         host: The ``Host`` header.
     """
     if token is None:
-        try:
-            name = urlsplit(f"//{host or ''}").hostname or ""
-        except ValueError:  # such as an IPv6 address that lacks a bracket
-            name = str(host)
-        if not is_loopback(name):
-            message = f"the server answers on loopback only, not as {name!r}; set {TOKEN_VARIABLE} to allow other names"
-            raise ApiError(403, message, code="host_not_allowed")
-        return
-    scheme, _, given = (authorization or "").partition(" ")
-    if scheme.lower() != BEARER or not hmac.compare_digest(given.strip().encode(), token.encode()):
+        require_loopback_name(host)
+    elif not is_authorized(token, authorization):
         message = "send the token of this server: Authorization: Bearer TOKEN"
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -16,13 +17,20 @@ from rlhf_core.serving.protocol.api_error import ApiError
 MAX_STOP_STRINGS = 4
 SEEDS = 2**63  # random streams take any of them
 ECHOED_CHARACTERS = 40
+# What a request has at most: values that JSON writes apart, parameters or fields of a turn, turns, parts of a turn.
+MAX_VALUES, MAX_FIELDS, MAX_TURNS, MAX_PARTS = 20_000, 64, 1_000, 1_000
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # Parameters that change nothing here.
-IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
+IGNORED = {
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user",
+}  # fmt: skip
 # Parameters that are not supported, with the values by which clients leave them off.
 LEFT_OFF: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "logprobs": (False,),
+    "modalities": (["text"],),
     "n": (1,),
     "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
@@ -31,6 +39,8 @@ LEFT_OFF: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
+# The same of a turn: what a client has of an earlier reply, and sends back.
+TURN_LEFT_OFF = ("annotations", "audio", "function_call", "refusal", "tool_calls")
 
 
 def _joined_parts(content: Any) -> Any:
@@ -108,12 +118,13 @@ def parse_chat_request(body: bytes) -> ChatRequest:
         ApiError: It is not JSON, or something in it is wrong or not supported; the first problem is named.
     """
     fields = _json_object(body)
+    _require_bounded(fields)
     for name in sorted(set(fields) - set(ChatRequest.model_fields)):
         value = fields.pop(name)
         if name in IGNORED or value is None or any(value == off for off in LEFT_OFF.get(name, ())):
             continue
-        known = f"{name} is not supported here" if name in LEFT_OFF else f"there is no parameter {name!r}"
-        raise ApiError(400, f"{known}; leave it out", param=name, code="unsupported_parameter")
+        known = f"{name} is not supported here" if name in LEFT_OFF else f"there is no parameter {shown(name)}"
+        raise ApiError(400, f"{known}; leave it out", param=name[:ECHOED_CHARACTERS], code="unsupported_parameter")
     try:
         request = ChatRequest.model_validate(fields)
     except ValidationError as error:
@@ -130,9 +141,13 @@ def parse_chat_request(body: bytes) -> ChatRequest:
 
 def _json_object(body: bytes) -> dict[str, Any]:
     """The JSON object in ``body``. NaN and infinities are not JSON, and half of a surrogate pair is no character."""
+    if _values(body) > MAX_VALUES and _values(_STRING.sub(b"", body)) > MAX_VALUES:
+        raise ApiError(400, f"the request has more than {MAX_VALUES} values; shorten it", code="invalid_json")
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
-        json.dumps(value, ensure_ascii=False).encode()
+        if _SURROGATE.search(body):
+            json.dumps(value, ensure_ascii=False).encode()
+        value = _without_nulls(value)
     except UnicodeEncodeError as error:
         message = "the request contains half of a surrogate pair, which is no character; send whole characters"
         raise ApiError(400, message, code="invalid_json") from error
@@ -142,7 +157,48 @@ def _json_object(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"the request is not JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise ApiError(400, "the request must be a JSON object with messages", code="invalid_json")
+    turns = value.get("messages")
+    for turn in turns if isinstance(turns, list) else ():
+        for name in set(TURN_LEFT_OFF) & set(turn if isinstance(turn, dict) else ()):
+            if turn[name] in ([], ""):
+                del turn[name]
     return value
+
+
+def _values(text: bytes) -> int:
+    """At least as many as the values of a JSON text, where it has no strings."""
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without the fields that are null, on every level: clients write so what they leave out."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _require_bounded(fields: dict[str, Any]) -> None:
+    """Raise ``ApiError`` where so much is wrong that naming it would take long: an error is made for each thing."""
+    turns = fields.get("messages")
+    turns = turns if isinstance(turns, list) else []
+    if len(turns) > MAX_TURNS:
+        raise ApiError(400, f"messages has {len(turns)} turns; this server reads {MAX_TURNS}", param="messages")
+    for name, value, most in [("the request", fields, MAX_FIELDS), ("stop", fields.get("stop"), MAX_STOP_STRINGS)]:
+        if isinstance(value, dict | list) and len(value) > most:
+            raise ApiError(400, f"{name} has {len(value)} entries, which may be at most {most}", param=name)
+    for number, turn in enumerate(turns):
+        path = f"messages[{number}]"
+        if not isinstance(turn, dict):
+            raise ApiError(400, f"{path} must be a turn {{role, content}}", param=path, code="invalid_value")
+        parts = turn.get("content")
+        if len(turn) > MAX_FIELDS or (isinstance(parts, list) and len(parts) > MAX_PARTS):
+            raise ApiError(400, f"{path} has too many fields or parts", param=path, code="invalid_value")
+
+
+def shown(value: object) -> str:
+    """``value`` as a message quotes it: not more than the beginning of what a client has sent."""
+    text = repr(value)
+    return text if len(text) <= ECHOED_CHARACTERS else f"{text[: ECHOED_CHARACTERS - 1]}…"
 
 
 def _refuse_constant(name: str) -> None:
@@ -154,7 +210,8 @@ def _first_problem(error: ValidationError) -> ApiError:
     problem = error.errors(include_url=False)[0]
     path = ""
     for part in problem["loc"]:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+        name = str(part)[:ECHOED_CHARACTERS]
+        path += f"[{part}]" if isinstance(part, int) else f".{name}" if path else name
     if problem["type"] == "missing":
         return ApiError(400, f"{path} is missing; add it", param=path, code="missing_parameter")
     if problem["type"] == "extra_forbidden":

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
+from rlhf_core.redaction import redacted
 from rlhf_core.storage.files import atomic_write_json, read_json
 
 OUTCOMES = Path(".rlhf") / "outcomes"
@@ -33,7 +34,7 @@ class StageExit:
             return cls(stage, error.exit_code, str(error), started, ended)
         if isinstance(error, KeyboardInterrupt):
             return cls(stage, EXIT_INTERRUPTED, "interrupted", started, ended)
-        return cls(stage, 1, f"{type(error).__name__}: {error}", started, ended)
+        return cls(stage, 1, redacted(f"{type(error).__name__}: {error}"), started, ended)
 
     @property
     def explains(self) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
 import os
+import shlex
 import shutil
 import signal
 import tempfile
@@ -22,7 +22,7 @@ from rlhf_core.config.model import StageConfig
 from rlhf_core.config.operations.launch import LaunchConfig
 from rlhf_core.config.operations.operations import Trained
 from rlhf_core.data.tokens import TOKENS
-from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.errors import DataError, RlhfError, is_full_disk
 from rlhf_core.fingerprint import fingerprint
 from rlhf_core.ppo.reward_sources import tracked_files
 from rlhf_core.runtime.preemption import PreemptionSignal
@@ -57,7 +57,7 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
             return _run(name, workspace, preemption)
     except BaseException as error:
         failure = error
-        if _is_full_disk(error):
+        if is_full_disk(error):
             failure = RlhfError(f"{name}: {error}; {AFTER_FULL_DISK}")
             raise failure from error
         raise
@@ -67,14 +67,6 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
         if failure is not None:
             outcome = StageExit.failed(name, failure, started, ended)
         _save_outcome(workspace / OUTCOMES, outcome)
-
-
-def _is_full_disk(error: BaseException) -> bool:
-    """Whether the device is full. Libraries in other languages only say so in the message."""
-    if not isinstance(error, Exception) or isinstance(error, RlhfError):
-        return False
-    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the device, in a quota, or under ulimit -f
-    return (isinstance(error, OSError) and error.errno in full) or "No space left on device" in str(error)
 
 
 def _save_outcome(folder: Path, outcome: StageExit) -> None:
@@ -244,7 +236,9 @@ def workspace_root(given: Path | None = None) -> Path:
         if (folder / "params.yaml").is_file():
             return folder
     if named:
-        raise RlhfError(f"{start} is no workspace (it has no params.yaml); make one with: rlhf init {named}")
+        raise RlhfError(
+            f"{start} is no workspace (it has no params.yaml); make one with: rlhf init {shlex.quote(str(named))}"
+        )
     raise RlhfError(
         f"{start} is not in a workspace (no params.yaml); make one with `rlhf init DIR`, or use --workspace"
     )

@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import ModelError, first_line
 
 WANTED = "give a model's folder, a .gguf file or a hub id"
 HUB_PREFIX = "hub:"  # of data sets
-REASON_LENGTH = 200
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,8 +60,7 @@ def _load_folder(path: Path, source: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # whatever a library comes upon in files that are damaged or of another kind
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
             raise ModelError(f"the folder {source} has no tokenizer ({TOKENIZER_FILES[0]}); {WANTED}") from error
-        first_line = str(error).strip().split("\n", 1)[0].rstrip(": ")[:REASON_LENGTH] or type(error).__name__
-        raise ModelError(f"{source} has no readable tokenizer: {first_line}; give a complete folder") from error
+        raise ModelError(f"{source} has no readable tokenizer: {first_line(error)}; give a complete folder") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # what the library makes where the vocabulary is missing
         raise ModelError(f"the tokenizer in {source} has no vocabulary ({TOKENIZER_FILES[0]}); give a complete folder")
     return tokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.data.inspection.describe import TokenLimit, TokenLimits
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import ModelError, first_line
 from rlhf_core.stages.token_lengths.counting_tokenizer import load_counting_tokenizer
 
 SCRATCH = "scratch"
@@ -66,8 +66,9 @@ def model_positions(path: Path) -> int | None:
             with quiet():
                 config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         except Exception as error:  # whatever a library comes upon in a file that is damaged or of another kind
-            first_line = str(error).strip().split("\n", 1)[0] or type(error).__name__
-            raise ModelError(f"{path}/config.json is not readable: {first_line}; give a complete folder") from error
+            raise ModelError(
+                f"{path}/config.json is not readable: {first_line(error)}; give a complete folder"
+            ) from error
     else:
         return None
     positions = getattr(config, "max_position_embeddings", None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.config.stages.collect import FormatName, PairChoice, ReadOptions
 from rlhf_core.data.collection.rows import read_records
-from rlhf_core.data.readers.containers.records import Record
+from rlhf_core.data.readers.content import Record
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema
 from rlhf_core.errors import DataError
 
@@ -57,9 +57,11 @@ def test_any_record_is_read_or_refused(kind: str, values: list[Any], name: str |
     except DataError as error:
         assert str(error).startswith("x.jsonl")
         return
-    used = {*result.positions, *(row["position"] for row in result.refused)}
-    assert len(set(result.positions)) + len(result.refused) + result.dropped.total() == len(records)
-    assert len(used) + result.dropped.total() == len(records)
-    assert len(records) + result.expanded == len(result.rows) + len(result.refused) + result.dropped.total()
-    assert all(row["reason"] and row["row"].encode() for row in result.refused)
+    used = {*result.positions, *(row.position for row in result.refused)}
+    assert len(set(result.positions)) + len(result.refused) + result.counts.dropped.total() == len(records)
+    assert len(used) + result.counts.dropped.total() == len(records)
+    assert (
+        len(records) + result.counts.expanded == len(result.rows) + len(result.refused) + result.counts.dropped.total()
+    )
+    assert all(row.reason and row.row.encode() for row in result.refused)
     assert pa.Table.from_pylist(result.rows, arrow_schema(kind)).num_rows == len(result.rows)

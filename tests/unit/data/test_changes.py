@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from rlhf_core.config.stages.collect import ReadOptions
 from rlhf_core.data.collection.rows import read_records
 from rlhf_core.data.inspection.changes import as_json_value, as_text, compare, compare_kinds, file_state
-from rlhf_core.data.readers.containers.records import Record
+from rlhf_core.data.readers.content import Record
 from rlhf_core.data.schema import arrow_schema
 from rlhf_core.errors import DataError
 

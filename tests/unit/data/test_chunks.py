@@ -17,10 +17,10 @@ from rlhf_core.data import chunks
 from rlhf_core.data.chunks import bytes_in_memory, chunked, drained, rows_within, table_slices
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.collection.sources import read_sources, source_chunks, source_files
-from rlhf_core.data.inspection.file_summary import EvenSample
-from rlhf_core.data.readers.containers import table_checks
-from rlhf_core.data.readers.containers.records import parquet_batches
-from rlhf_core.data.readers.formats import registry
+from rlhf_core.data.inspection.describe import EvenSample
+from rlhf_core.data.readers import detection as registry
+from rlhf_core.data.readers import table_records as table_checks
+from rlhf_core.data.readers.table_records import parquet_batches
 from rlhf_core.data.schema import Message, tables_of
 
 
@@ -74,7 +74,7 @@ def write_long_rows(folder: Path, count: int) -> None:
 
 def parts_of(folder: Path) -> list[FileRows]:
     (file,) = source_files(["x.jsonl"], folder)
-    return list(source_chunks(file, "preferences", None, lambda count: None))
+    return list(source_chunks(file, "preferences"))
 
 
 def test_chunks_of_long_rows_are_the_rows_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_chunks_of_long_rows_are_the_rows_of_the_file(tmp_path: Path, monkeypatc
     write_long_rows(tmp_path, 100)
     (whole,) = read_sources(["x.jsonl"], "preferences", tmp_path)
     parts = parts_of(tmp_path)
-    assert len(parts) > 100 and parts[0].rows == [] and {part.format for part in parts} == {"standard"}
+    assert len(parts) > 100 and parts[0].rows == [] and {part.counts.format for part in parts} == {"standard"}
     assert [row for part in parts for row in part.rows] == whole.rows and len(whole.rows) == 100
     assert [position for part in parts for position in part.positions] == whole.positions
     assert [row for part in parts for row in part.refused] == whole.refused and len(whole.refused) == 5
@@ -98,7 +98,7 @@ def test_the_memory_does_not_grow_with_the_long_rows_of_a_file(tmp_path: Path, m
     (file,) = source_files(["x.jsonl"], tmp_path)
     tracemalloc.start()
     try:
-        rows = sum(len(part.rows) for part in source_chunks(file, "preferences", None, lambda count: None))
+        rows = sum(len(part.rows) for part in source_chunks(file, "preferences"))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -118,7 +118,7 @@ def test_few_rows_are_read_at_a_time_of_a_row_group_of_long_ones(
 
 
 def test_a_sample_of_long_rows_is_small_and_spread_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.data.inspection.file_summary.SAMPLED_BYTES", 11_000)
+    monkeypatch.setattr("rlhf_core.data.inspection.describe.SAMPLED_BYTES", 11_000)
     sample = EvenSample()
     for start in range(0, 64, 8):
         numbers = range(start, start + 8)

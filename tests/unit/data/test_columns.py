@@ -27,7 +27,7 @@ def read(tmp_path: Path, rows: list[Any], kind: str = "preferences", **options: 
 def test_named_columns_are_read_and_no_others(tmp_path: Path) -> None:
     result = read(tmp_path, [ROW], columns=PAIR)
     (row,) = result.rows
-    assert result.format == "standard"
+    assert result.counts.format == "standard"
     assert (row["prompt"][0]["content"], row["chosen"], row["rejected"]) == (" Why?\n", "a ", "\tb")
     assert row["margin"] is None, "a column that is not named is not read"
     (row,) = read(tmp_path, [ROW], columns=PAIR | {"margin": "margin"}).rows
@@ -47,7 +47,7 @@ def test_a_template_writes_the_prompt(tmp_path: Path) -> None:
     (row,) = read(tmp_path, rows, columns=columns, template=template).rows
     assert row["prompt"] == [{"role": "user", "content": "# T {x}\n\nB {H}"}]
     (row,) = read(tmp_path, [*rows, rows[0] | {"title": 5}], columns=columns, template=template).refused
-    assert row["reason"] == "the column title is not text but int" and json.loads(row["row"])["title"] == 5
+    assert row.reason == "the column title is not text but int" and json.loads(row.row)["title"] == 5
 
 
 def test_rankings_and_messages_can_be_named_too(tmp_path: Path) -> None:
@@ -66,11 +66,11 @@ def test_a_column_that_no_row_has_is_named_with_those_there_are(tmp_path: Path) 
 def test_a_row_that_lacks_a_column_is_refused_as_it_was(tmp_path: Path) -> None:
     short = {"question": "Why?", "good": "a"}
     result = read(tmp_path, [ROW, short, 7, ROW], columns=PAIR)
-    assert [(row["position"], row["reason"]) for row in result.refused] == [
+    assert [(row.position, row.reason) for row in result.refused] == [
         (2, "there is no column 'bad'"),
         (3, "there is no column 'question'"),
     ]
-    assert json.loads(result.refused[0]["row"]) == short and result.positions == [1, 4]
+    assert json.loads(result.refused[0].row) == short and result.positions == [1, 4]
 
 
 @pytest.mark.parametrize(

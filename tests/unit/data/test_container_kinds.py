@@ -14,11 +14,11 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from unit.data.reading import records_of
 
 from rlhf_core.config.loading.overlay import rebase_sources
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.inspection.describe import as_text, describe_sources
-from rlhf_core.data.readers.containers.records import records_of
 from rlhf_core.errors import DataError
 from rlhf_core.fingerprint import write_sources
 
@@ -106,8 +106,10 @@ def store() -> Iterator[fsspec.AbstractFileSystem]:
 
 def test_a_url_is_read_like_a_file(store: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
     results = list(read_sources(["memory://pairs/a.jsonl", "memory://pairs/*"], "preferences", tmp_path))
-    assert [result.source for result in results] == ["memory://pairs/a.jsonl", "memory:///pairs/b.csv.zst"]
-    assert [len(result.rows) for result in results] == [3, 3] and all(len(result.sha256) == 64 for result in results)
+    assert [result.counts.source for result in results] == ["memory://pairs/a.jsonl", "memory:///pairs/b.csv.zst"]
+    assert [len(result.rows) for result in results] == [3, 3] and all(
+        len(result.counts.sha256) == 64 for result in results
+    )
     assert results[0].rows[0]["prompt"][0]["content"] == ROWS[0]["prompt"]
     assert "rows     3 as preferences, of 3" in as_text(describe_sources(["memory://pairs/a.jsonl"], tmp_path))
 
@@ -116,7 +118,7 @@ def test_a_folder_at_a_url_stands_for_its_data(store: fsspec.AbstractFileSystem,
     store.pipe({"/pairs/README.md": b"about", "/pairs/.cache/c.jsonl": b"{}", "/pairs/in/d.jsonl": CONTENTS["x.jsonl"]})
     results = list(read_sources(["memory://pairs"], "preferences", tmp_path))
     names = ["a.jsonl", "b.csv.zst", "in/d.jsonl"]
-    assert [result.source for result in results] == [f"memory:///pairs/{name}" for name in names]
+    assert [result.counts.source for result in results] == [f"memory:///pairs/{name}" for name in names]
     store.pipe({"/bare/README.md": b"about"})
     with pytest.raises(DataError, match="memory://bare is a folder that holds no file of data"):
         list(read_sources(["memory://bare"], "preferences", tmp_path))

@@ -9,10 +9,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from unit.data.reading import records_of
 
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.collection.sources import read_sources
-from rlhf_core.data.readers.containers.records import records_of
 from rlhf_core.errors import DataError
 
 HEADER = "prompt,chosen,rejected\n"
@@ -68,8 +68,8 @@ def test_a_row_with_a_repeated_json_key_is_refused_and_keeps_both_values(
     result = read(tmp_path, name, f"{GOOD}\n{row}\n" if name == "x.jsonl" else f"[{GOOD}, {row}]")
     assert len(result.rows) == 1
     (refused,) = result.refused
-    assert refused["position"] == 2 and refused["reason"] == f"the key '{key}' occurs twice"
-    kept = json.loads(refused["row"])
+    assert refused.position == 2 and refused.reason == f"the key '{key}' occurs twice"
+    kept = json.loads(refused.row)
     assert '"b"' in json.dumps(kept) and ('"d"' if key == "chosen" else '"a"') in json.dumps(kept)
 
 
@@ -95,10 +95,10 @@ def test_numbers_out_of_range_refuse_their_row(name: str, row: str, reason: str,
     result = read(tmp_path, name, f"{GOOD}\n{row}\n" if name == "x.jsonl" else f"[{GOOD}, {row}]")
     assert len(result.rows) == 1
     (refused,) = result.refused
-    assert refused["position"] == 2 and re.match(reason, refused["reason"]), refused["reason"]
-    assert len(refused["reason"]) < 200
+    assert refused.position == 2 and re.match(reason, refused.reason), refused.reason
+    assert len(refused.reason) < 200
     if "digits" in reason:
-        assert BIG in refused["row"]
+        assert BIG in refused.row
 
 
 @pytest.mark.parametrize("name", ["x.json", "x.jsonl"])
@@ -107,7 +107,7 @@ def test_a_history_of_another_shape_refuses_its_row(name: str, history: object, 
     good = {"instruction": "a", "input": "", "chosen": "b", "rejected": "c"}
     rows = [json.dumps(row) for row in (good, good | {"history": history})]
     result = read(tmp_path, name, "\n".join(rows) if name == "x.jsonl" else f"[{', '.join(rows)}]")
-    assert (len(result.rows), len(result.refused)) == (1, 1) and "history" in result.refused[0]["reason"]
+    assert (len(result.rows), len(result.refused)) == (1, 1) and "history" in result.refused[0].reason
 
 
 def parquet(tmp_path: Path, columns: dict[str, pa.Array]) -> FileRows:
@@ -127,8 +127,8 @@ def test_bad_utf8_in_parquet_refuses_its_row(tmp_path: Path) -> None:
     result = parquet(tmp_path, columns)
     assert len(result.rows) == 2
     (refused,) = result.refused
-    assert refused["position"] == 2 and refused["reason"].startswith("the column rejected cannot be read")
-    assert json.loads(refused["row"])["chosen"] == "b"
+    assert refused.position == 2 and refused.reason.startswith("the column rejected cannot be read")
+    assert json.loads(refused.row)["chosen"] == "b"
 
 
 def test_a_timestamp_out_of_range_in_parquet_refuses_its_row(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_timestamp_out_of_range_in_parquet_refuses_its_row(tmp_path: Path) -> 
     result = parquet(tmp_path, {"prompt": texts, "chosen": texts, "rejected": pa.array(["x", "y", "z"]), "when": when})
     assert len(result.rows) == 2
     (refused,) = result.refused
-    assert refused["position"] == 2 and refused["reason"].startswith("the column when cannot be read (")
+    assert refused.position == 2 and refused.reason.startswith("the column when cannot be read (")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_paths_that_cannot_be_are_users_errors(spec: str, message: str, tmp_path
 
 
 def test_a_csv_field_over_the_limit_is_said_to_be_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.data.readers.containers.records.CSV_FIELD_LIMIT", 2**20)
+    monkeypatch.setattr("rlhf_core.data.readers.csv_records.CSV_FIELD_LIMIT", 2**20)
     with pytest.raises(DataError, match=r"x\.csv, line 3: .*a field of more than 1 MiB begins there"):
         read(tmp_path, "x.csv", f"{HEADER}a,b,c\nd,{'x' * (2**20 + 1)},e\n")
 

@@ -50,7 +50,7 @@ def test_the_rows_of_a_published_set_come_back(name: str, kind: str, suffix: str
     (read,) = read_sources([f"{name}.jsonl"], kind, SAMPLES)
     assert rows_of(output, kind) == read.rows and done.rows == len(read.rows)
     (file,) = done.files
-    assert file.records + file.expanded == file.rows + file.refused + sum(file.dropped.values())
+    assert file.records + file.expanded == file.kept + file.refused + sum(file.dropped.values())
 
 
 def test_texts_come_back_but_not_those_of_dialogues(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_file_is_converted_without_being_held(
 ) -> None:
     monkeypatch.setattr("rlhf_core.data.collection.rows.CHUNK_RECORDS", 100)
     monkeypatch.setattr("rlhf_core.data.inspection.convert.BATCH", 100)
-    monkeypatch.setattr("rlhf_core.data.readers.containers.table_checks.BATCH_ROWS", 100)
+    monkeypatch.setattr("rlhf_core.data.readers.table_records.BATCH_ROWS", 100)
     rows = [{"prompt": f"{i:04000}?", "chosen": "a", "rejected": "b"} for i in range(3000)]
     table = pa.Table.from_pylist(rows)
     (write_csv if source.endswith(".csv") else pq.write_table)(table, tmp_path / source)

@@ -8,8 +8,8 @@ import io
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from unit.data.reading import records_of
 
-from rlhf_core.data.readers.containers.records import records_of
 from rlhf_core.errors import DataError
 
 HEADER = ["prompt", "chosen", "rejected"]

@@ -13,7 +13,7 @@ from rlhf_core.config.stages.collect import DataSource, FileSources, FormatName,
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.inspection.describe import as_text, describe_sources
-from rlhf_core.data.readers.formats.registry import FORMATS
+from rlhf_core.data.readers.detection import FORMATS
 from rlhf_core.errors import DataError
 
 PAIR = {"prompt": "Q?", "chosen": "a", "rejected": "b"}
@@ -30,8 +30,8 @@ def read(tmp_path: Path, rows: list[Any], kind: str = "preferences", format_name
 @pytest.mark.parametrize("bad", [PROMPT, {"messages": [{"role": "user", "content": "Q?"}]}, {"text": "x"}, 7, {}])
 def test_one_bad_first_row_does_not_decide(bad: Any, tmp_path: Path) -> None:
     result = read(tmp_path, [bad, *[PAIR] * 30])
-    assert (result.format, len(result.rows), len(result.refused)) == ("standard", 30, 1)
-    assert (result.refused[0]["position"], json.loads(result.refused[0]["row"])) == (1, bad)
+    assert (result.counts.format, len(result.rows), len(result.refused)) == ("standard", 30, 1)
+    assert (result.refused[0].position, json.loads(result.refused[0].row)) == (1, bad)
 
 
 def test_a_mixed_file_is_refused_with_the_counts(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_mixed_file_is_refused_with_the_counts(tmp_path: Path) -> None:
 
 def test_the_first_thousand_rows_decide(tmp_path: Path) -> None:
     result = read(tmp_path, [PAIR] * 1000 + [PROMPT] * 1500)
-    assert (result.format, len(result.rows), len(result.refused)) == ("standard", 1000, 1500)
+    assert (result.counts.format, len(result.rows), len(result.refused)) == ("standard", 1000, 1500)
     with pytest.raises(DataError, match=r"\(800 standard, 200 prompt\)"):
         read(tmp_path, [PAIR] * 800 + [PROMPT] * 200 + [PAIR] * 9000)
 
@@ -49,7 +49,7 @@ def test_the_first_thousand_rows_decide(tmp_path: Path) -> None:
 def test_a_named_format_holds_whatever_the_rows_look_like(tmp_path: Path) -> None:
     mixed = [PROMPT] * 3 + [PAIR] * 7
     result = read(tmp_path, mixed, format_name="standard")
-    assert (result.format, len(result.rows), len(result.refused)) == ("standard", 7, 3)
+    assert (result.counts.format, len(result.rows), len(result.refused)) == ("standard", 7, 3)
     assert len(read(tmp_path, mixed, "prompts", "prompt").rows) == 10
     with pytest.raises(DataError, match="format prompt, which holds no preferences"):
         read(tmp_path, mixed, format_name="prompt")
@@ -57,7 +57,7 @@ def test_a_named_format_holds_whatever_the_rows_look_like(tmp_path: Path) -> Non
 
 def test_a_row_with_more_than_the_format_is_not_cut_to_it(tmp_path: Path) -> None:
     result = read(tmp_path, [PROMPT] * 30 + [REPLY], "prompts")
-    assert "is of format prompt-reply, the file of format prompt" in result.refused[0]["reason"]
+    assert "is of format prompt-reply, the file of format prompt" in result.refused[0].reason
 
 
 def test_rows_of_no_known_format_are_refused_in_a_few_lines_with_what_to_do(tmp_path: Path) -> None:
@@ -92,10 +92,10 @@ def test_a_prompt_that_asks_for_a_dialogue_is_no_transcript(tmp_path: Path) -> N
     dialogue = "Human: hi\n\nAssistant: hello"
     rows = [{"prompt": f"Write a dialogue {n}", "chosen": dialogue, "rejected": "no"} for n in range(3)]
     result = read(tmp_path, [*rows, PAIR])
-    assert result.format == "standard" and len(result.rows) == 1
-    assert all("transcript" in refused["reason"] for refused in result.refused)
+    assert result.counts.format == "standard" and len(result.rows) == 1
+    assert all("transcript" in refused.reason for refused in result.refused)
     transcripts = [{"prompt": "hi", "chosen": dialogue, "rejected": "Human: hi\n\nAssistant: go"}]
-    assert read(tmp_path, transcripts).format == "hh-rlhf"
+    assert read(tmp_path, transcripts).counts.format == "hh-rlhf"
 
 
 def test_an_unreachable_url_is_not_said_to_be_a_pattern(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.chat.encoding import encode_dialogue
 from rlhf_core.data.collection.rows import FileRows, read_records
-from rlhf_core.data.readers.containers.records import Record
-from rlhf_core.data.readers.formats.dialogue_in_text import dialogue_in, transcript_in
+from rlhf_core.data.readers.content import Record
+from rlhf_core.data.readers.dialogue_in_text import dialogue_in, transcript_in
 from rlhf_core.data.schema import Message
 from rlhf_core.models.starting.base import train_tokenizer
 
@@ -127,7 +127,7 @@ def assert_refused_as_prompt(text: str, reason: str) -> None:
     for name in ("prompt", "question", "instruction"):
         result = read({name: text, "chosen": "yes", "rejected": "no"})
         assert not result.rows
-        assert reason in result.refused[0]["reason"]
+        assert reason in result.refused[0].reason
 
 
 @pytest.mark.parametrize("text", RENDERINGS.values(), ids=RENDERINGS)
@@ -135,7 +135,7 @@ def test_a_rendered_chat_template_is_no_users_turn(text: str) -> None:
     assert_refused_as_prompt(text, RENDERED)
     result = read({"chosen": f"{text} yes", "rejected": f"{text} no"})
     assert not result.rows
-    assert RENDERED in result.refused[0]["reason"]
+    assert RENDERED in result.refused[0].reason
 
 
 TRANSCRIPTS = {
@@ -179,7 +179,7 @@ def test_two_transcripts_without_a_prompt_are_refused(start: str) -> None:
         {"chosen": f"{start} Yes.", "rejected": f"{start} No."},
     )
     assert not result.rows
-    assert all(TRANSCRIPT in refused["reason"] for refused in result.refused)
+    assert all(TRANSCRIPT in refused.reason for refused in result.refused)
 
 
 def test_an_hh_transcript_behind_a_byte_order_mark_is_read() -> None:
@@ -229,7 +229,7 @@ def test_a_prompt_may_quote_a_question_and_its_answer() -> None:
     (row,) = read({"prompt": text, "chosen": "yes", "rejected": "no"}).rows
     assert row["prompt"] == [user(text)]
     (refused,) = read({"chosen": f"{text} Yes", "rejected": f"{text} No"}).refused
-    assert TRANSCRIPT in refused["reason"]
+    assert TRANSCRIPT in refused.reason
 
 
 @pytest.mark.parametrize(
@@ -271,4 +271,4 @@ def test_a_reply_may_be_a_dialogue_that_was_asked_for(reply: str) -> None:
 @pytest.mark.parametrize("text", [RENDERINGS[name] for name in ("gemma", "deepseek-v3", "glm-4", "granite", "olmo")])
 def test_a_flat_reply_that_is_rendered_is_refused(text: str) -> None:
     (refused,) = read({"prompt": "hi", "chosen": text, "rejected": "no"}).refused
-    assert f"chosen {RENDERED}" in refused["reason"]
+    assert f"chosen {RENDERED}" in refused.reason

@@ -50,7 +50,7 @@ PAIR_FORMATS = {
 @pytest.mark.parametrize("file", ["x.json", "x.jsonl"])
 def test_every_pair_format_gives_the_same_row(name: str, file: str, tmp_path: Path) -> None:
     result = read(tmp_path, [PAIR_FORMATS[name]], name=file)
-    assert result.format == name
+    assert result.counts.format == name
     (row,) = result.rows
     assert (row["prompt"], row["chosen"], row["rejected"], row["margin"]) == ([USER], "yes", "no", None)
     assert (row["group"], row["source"], row["category"]) == ("hi?", file, "general")
@@ -75,7 +75,7 @@ def test_preferred_replies_serve_as_demonstrations(name: str, tmp_path: Path) ->
 )
 def test_demonstration_formats(name: str, record: Any, tmp_path: Path) -> None:
     result = read(tmp_path, [record], "demonstrations")
-    assert result.format == name
+    assert result.counts.format == name
     assert (result.rows[0]["prompt"], result.rows[0]["reply"]) == ([USER], "yes")
     assert read(tmp_path, [record], "prompts").rows[0]["prompt"] == [USER]
     assert read(tmp_path, [record], "pretrain").rows[0]["text"] == "Hi?\nyes"
@@ -117,10 +117,10 @@ GOOD_HH = PAIR_FORMATS["hh-rlhf"]
 )
 def test_bad_hh_rows_are_refused_with_a_reason(record: Any, reason: str, tmp_path: Path) -> None:
     result = read(tmp_path, [GOOD_HH, record])
-    assert len(result.rows) == 1 and result.records == 2
+    assert len(result.rows) == 1 and result.counts.records == 2
     (refused,) = result.refused
-    assert reason in refused["reason"]
-    assert (refused["position"], json.loads(refused["row"])) == (2, record)
+    assert reason in refused.reason
+    assert (refused.position, json.loads(refused.row)) == (2, record)
 
 
 @pytest.mark.parametrize(
@@ -136,14 +136,14 @@ def test_bad_hh_rows_are_refused_with_a_reason(record: Any, reason: str, tmp_pat
 )
 def test_bad_conversational_rows(record: Any, reason: str, tmp_path: Path) -> None:
     result = read(tmp_path, [PAIR_FORMATS["conversational"], record])
-    assert [reason in row["reason"] for row in result.refused] == [True]
-    assert result.refused[0]["row"].encode("utf-8")
+    assert [reason in row.reason for row in result.refused] == [True]
+    assert result.refused[0].row.encode("utf-8")
 
 
 def test_implicit_prompts_that_differ_are_refused(tmp_path: Path) -> None:
     good = PAIR_FORMATS["conversational-implicit"]
     result = read(tmp_path, [good, {**good, "chosen": [said("x"), USER, said("yes")]}])
-    assert "differ" in result.refused[0]["reason"]
+    assert "differ" in result.refused[0].reason
 
 
 def test_a_broken_line_is_refused_and_the_rest_read(tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_a_broken_line_is_refused_and_the_rest_read(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(f'{good}\n{{"prompt": \n\n{good}\n'.encode() + b"\xff\n")
     (result,) = read_sources(["x.jsonl"], "preferences", tmp_path)
     assert len(result.rows) == 2
-    assert [row["position"] for row in result.refused] == [2, 5]
-    assert all("not valid JSON" in row["reason"] for row in result.refused)
+    assert [row.position for row in result.refused] == [2, 5]
+    assert all("not valid JSON" in row.reason for row in result.refused)
 
 
 def test_line_separators_of_unicode_do_not_split_a_line(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_containers_hold_the_same_rows(tmp_path: Path) -> None:
     (tmp_path / "e.csv").write_text("prompt,chosen,rejected,margin\nHi?,yes,no,0.5\n", encoding="utf-8-sig")
     pq.write_table(pa.Table.from_pylist([record]), tmp_path / "f.parquet")
     results = list(read_sources(["*"], "preferences", tmp_path))
-    assert [r.source for r in results] == ["a.jsonl", "b.jsonl.gz", "c.json.gz", "d.json", "e.csv", "f.parquet"]
+    assert [r.counts.source for r in results] == ["a.jsonl", "b.jsonl.gz", "c.json.gz", "d.json", "e.csv", "f.parquet"]
     assert [len(r.rows) for r in results] == [1, 1, 1, 2, 1, 1]
     assert len({(row["id"], row["margin"]) for r in results for row in r.rows}) == 1
 
@@ -180,7 +180,7 @@ def test_containers_hold_the_same_rows(tmp_path: Path) -> None:
 def test_ragged_csv_rows_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("prompt,chosen,rejected\na,b,c\na,b\na,b,c,d\n")
     (result,) = read_sources(["x.csv"], "preferences", tmp_path)
-    assert [row["reason"] for row in result.refused] == ["fewer fields than the header", "more fields than the header"]
+    assert [row.reason for row in result.refused] == ["fewer fields than the header", "more fields than the header"]
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_file_that_several_patterns_match_is_read_once(tmp_path: Path) -> None
     specs = ["*.jsonl", "a.jsonl", str(tmp_path / "b.jsonl"), named, "?.jsonl", *urls]
     files = source_files(specs, tmp_path)
     assert [(file.name, file.options.format) for file in files] == [("a.jsonl", None), ("b.jsonl", "standard")]
-    assert [result.source for result in read_sources(specs, "preferences", tmp_path)] == ["a.jsonl", "b.jsonl"]
+    assert [result.counts.source for result in read_sources(specs, "preferences", tmp_path)] == ["a.jsonl", "b.jsonl"]
     with pytest.raises(DataError, match=r"b\.jsonl is named with the formats standard and prompt"):
         source_files([named, DataSource(path="b.jsonl", format="prompt")], tmp_path)
 
@@ -251,7 +251,7 @@ def test_group_ignores_case_spaces_and_system() -> None:
 )
 def test_real_files(file: str, kind: str, shape: str, rows: int, refused: int) -> None:
     (result,) = read_sources([file], kind, SHARED)
-    assert (result.format, len(result.rows), len(result.refused)) == (shape, rows, refused)
+    assert (result.counts.format, len(result.rows), len(result.refused)) == (shape, rows, refused)
 
 
 def test_describe_tells_format_kinds_and_refusals(tmp_path: Path) -> None:

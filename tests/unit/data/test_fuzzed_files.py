@@ -12,10 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit.data.malformed.case import Row, arrow, lines, pairs, parquet, table_text
 from unit.data.malformed.compressed import PACK
+from unit.data.reading import records_of
 
 from rlhf_core.config.stages.collect import ReadOptions
 from rlhf_core.data.collection.rows import read_records
-from rlhf_core.data.readers.containers.records import Record, records_of
+from rlhf_core.data.readers.content import Record
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema
 from rlhf_core.errors import DataError
 
@@ -64,8 +65,10 @@ def require_answer(name: str, content: bytes) -> None:
     except DataError as error:
         assert str(error).startswith(name) and str(error).encode()
         return
-    assert all(row["position"] >= 1 and row["reason"].encode() and row["row"].encode() for row in read.refused)
-    assert read.records + read.expanded == len(read.rows) + len(read.refused) + read.dropped.total()
+    assert all(row.position >= 1 and row.reason.encode() and row.row.encode() for row in read.refused)
+    assert (
+        read.counts.records + read.counts.expanded == len(read.rows) + len(read.refused) + read.counts.dropped.total()
+    )
     assert pa.Table.from_pylist(read.rows, arrow_schema("preferences")).num_rows == len(read.rows)
 
 
@@ -122,11 +125,13 @@ def test_a_published_record_with_another_value_is_read_or_refused(sample: str, d
     except DataError as error:
         assert str(error).startswith("x.jsonl") and str(error).encode()
         return
-    assert read.records + read.expanded == len(read.rows) + len(read.refused) + read.dropped.total()
-    allowed = {odd + 1, *(row["position"] for row in as_written(sample, kind))}
+    assert (
+        read.counts.records + read.counts.expanded == len(read.rows) + len(read.refused) + read.counts.dropped.total()
+    )
+    allowed = {odd + 1, *(row.position for row in as_written(sample, kind))}
     if sample == "oasst-messages":  # the replies to a message go with it
         allowed |= set(range(1, len(rows) + 1))
-    assert {row["position"] for row in read.refused} <= allowed
+    assert {row.position for row in read.refused} <= allowed
     assert pa.Table.from_pylist(read.rows, arrow_schema(kind)).num_rows == len(read.rows)
 
 

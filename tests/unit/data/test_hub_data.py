@@ -36,7 +36,7 @@ for words in sys.argv[1:]:
     spec, _, limit = words.partition(" ")
     try:
         (read,) = read_sources([spec], "preferences", Path(), int(limit) if limit else None)
-        print(json.dumps([len(read.rows), read.unread, read.revision, read.rows[0]["chosen"]]))
+        print(json.dumps([len(read.rows), read.counts.unread, read.counts.revision, read.rows[0]["chosen"]]))
     except DataError as error:
         print(json.dumps(str(error)))
 """

@@ -58,13 +58,13 @@ def test_characters_are_counted_by_column_and_over_all_turns() -> None:
 
 def test_a_file_of_many_parts_is_described_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_core.data.collection.rows.CHUNK_RECORDS", 1000)
-    monkeypatch.setattr("rlhf_core.data.inspection.file_summary.SAMPLED_ROWS", 10)
+    monkeypatch.setattr("rlhf_core.data.inspection.describe.SAMPLED_ROWS", 10)
     odd = [PAIR | {"margin": "great"}] * 2
     write(tmp_path, *[PAIR | {"chosen": "x" * (1 + i % 100), "source": f"s{i}"} for i in range(1500)], *odd)
     (file,) = describe_sources(["pairs.jsonl"], tmp_path, show=2).files
-    assert (file.read.records, file.read.rows, len(file.read.examples)) == (1502, 1500, 2)
-    ((reason, refused),) = file.read.commonest_refusals()
-    assert (reason, refused.rows, refused.first) == ("margin 'great' is not a number", 2, 1501)
+    assert (file.read.counts.records, file.read.counts.kept, len(file.read.examples)) == (1502, 1500, 2)
+    (refused,) = file.read.counts.reasons.commonest()
+    assert (refused.reason, refused.rows, refused.first.position) == ("margin 'great' is not a number", 2, 1501)
     assert file.characters[1] == LengthPercentiles("chosen", (50, 90, 99, 100))
     # Every 128th row is left of those that were kept at first; the sample spreads over the whole file.
     kept = [row["source"] for row in file.read.sample.spread()]

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.data.readers.containers import json_list
-from rlhf_core.data.readers.containers.json_list import ExtraData, JsonValues
-from rlhf_core.data.readers.containers.record_stream import stream_records
-from rlhf_core.data.readers.containers.records import load_records
+from rlhf_core.data.readers import json_records as json_list
+from rlhf_core.data.readers.json_records import ExtraData, JsonValues
+from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.errors import DataError
 
 VALUES = st.recursive(
@@ -78,35 +77,40 @@ def test_what_is_cut_off_or_spoilt_is_refused_as_json_refuses_it(listed: list[An
 def test_messages_name_the_place_in_the_file(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
-    for read in (load_records, lambda path: list(stream_records(path, lambda count: None))):
-        with pytest.raises(DataError) as refused:
-            read(path)
-        assert str(refused.value) == f"{path} is not valid JSON: {message}"
+    with pytest.raises(DataError) as refused:
+        list(stream_records(path))
+    assert str(refused.value) == f"{path} is not valid JSON: {message}"
 
 
 def test_marked_values_are_refused_by_their_position(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(f'[{{"a": 1}}, {{"b": {{"a": 1, "a": 2}}}}, {{"a": {"9" * 5000}}}, {{"a": 3}}]')
-    records = list(stream_records(path, lambda count: None))
-    assert records == load_records(path)
+    records = list(stream_records(path))
     assert [record.problem for record in records] == ["", "the key 'a' occurs twice", "an integer of 5000 digits", ""]
 
 
 @pytest.mark.parametrize(
-    "text",
-    ['["a"]\n["b"]', '{"a": 1}\n{"a": 2}\n', '{"data": [{"a": 1}]}', '{"a": 1}', '"text"', "[]", "{", "[1", " "],
+    ("text", "expected"),
+    [
+        ('["a"]\n["b"]', [["a"], ["b"]]),
+        ('{"a": 1}\n{"a": 2}\n', [{"a": 1}, {"a": 2}]),
+        ('{"data": [{"a": 1}]}', [{"a": 1}]),
+        ('{"a": 1}', "holds a single JSON"),
+        ('"text"', "holds a single JSON"),
+        ("[]", "is empty"),
+        ("{", "is not valid JSON: Expecting property name"),
+        ("[1", "is not valid JSON: Expecting ',' delimiter"),
+        (" ", "is empty"),
+    ],
 )
-def test_what_is_no_list_is_read_as_before(tmp_path: Path, text: str) -> None:
+def test_json_that_is_no_list_of_rows(tmp_path: Path, text: str, expected: list[Any] | str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
-
-    def outcome(read: Any) -> Any:
-        try:
-            return read(path) or "empty"
-        except DataError as error:
-            return "empty" if "is empty" in str(error) else str(error)
-
-    assert outcome(lambda path: list(stream_records(path, lambda count: None))) == outcome(load_records)
+    if isinstance(expected, str):
+        with pytest.raises(DataError, match=expected):
+            list(stream_records(path))
+    else:
+        assert [record.value for record in stream_records(path)] == expected
 
 
 def test_lists_in_lines_are_told_from_a_list_while_its_rows_are_held(
@@ -114,10 +118,10 @@ def test_lists_in_lines_are_told_from_a_list_while_its_rows_are_held(
 ) -> None:
     path = tmp_path / "x.json"
     path.write_text('["a", "b"]\n["c"]')
-    assert [record.value for record in stream_records(path, lambda count: None)] == [["a", "b"], ["c"]]
-    monkeypatch.setattr("rlhf_core.data.readers.containers.record_stream.HELD_CHARACTERS", 3)
+    assert [record.value for record in stream_records(path)] == [["a", "b"], ["c"]]
+    monkeypatch.setattr("rlhf_core.data.readers.stream.HELD_CHARACTERS", 3)
     with pytest.raises(DataError, match=r"is not valid JSON: Extra data: line 2 column 1 \(char 11\)"):
-        list(stream_records(path, lambda count: None))
+        list(stream_records(path))
 
 
 def test_a_value_that_does_not_end_is_not_searched_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,4 +129,4 @@ def test_a_value_that_does_not_end_is_not_searched_for_ever(tmp_path: Path, monk
     path = tmp_path / "x.json"
     path.write_text('[{"a": 1}, {"a": "' + "b" * 400 + '"}]')
     with pytest.raises(DataError, match=r"a JSON value of more than .* \(line 1 column 12 \(char 11\)\)"):
-        list(stream_records(path, lambda count: None))
+        list(stream_records(path))

@@ -14,7 +14,7 @@ from unit.data.malformed.corpus import ODD_FILES
 from rlhf_core.config.stages.collect import DataSource, FormatName
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.collection.sources import read_sources
-from rlhf_core.data.readers.formats.unused_columns import BY_FORMAT
+from rlhf_core.data.readers.columns import BY_FORMAT
 from rlhf_core.errors import DataError
 
 MESSAGE_LENGTH, REASON_LENGTH = 6000, 400
@@ -48,16 +48,18 @@ def require_counts(result: FileRows, odd: OddFile) -> None:
     """Check that every row that was written is kept, refused or dropped, and for the expected reasons."""
     expected = odd.expected
     assert isinstance(expected, RowsRead)
-    require_reasons(Counter(row["reason"] for row in result.refused), expected.refused)
-    require_reasons(result.dropped, expected.dropped)
-    assert all(row["reason"].encode() and len(row["reason"]) < REASON_LENGTH for row in result.refused)
-    assert set(result.unused) == set(expected.unused)
-    assert result.records == odd.written
-    assert (len(result.rows), result.expanded) == (expected.kept, expected.expanded)
-    assert len(result.rows) - result.expanded + len(result.refused) + result.dropped.total() == odd.written
-    positions = [*result.positions, *(row["position"] for row in result.refused)]
+    require_reasons(Counter(row.reason for row in result.refused), expected.refused)
+    require_reasons(result.counts.dropped, expected.dropped)
+    assert all(row.reason.encode() and len(row.reason) < REASON_LENGTH for row in result.refused)
+    assert set(result.counts.unused) == set(expected.unused)
+    assert result.counts.records == odd.written
+    assert (len(result.rows), result.counts.expanded) == (expected.kept, expected.expanded)
+    assert (
+        len(result.rows) - result.counts.expanded + len(result.refused) + result.counts.dropped.total() == odd.written
+    )
+    positions = [*result.positions, *(row.position for row in result.refused)]
     assert all(position >= 1 for position in positions)
-    assert len(set(positions)) + result.dropped.total() == odd.written
+    assert len(set(positions)) + result.counts.dropped.total() == odd.written
 
 
 def require_reasons(reasons: Mapping[str, int], expected: Mapping[str, int]) -> None:

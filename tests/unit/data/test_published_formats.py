@@ -15,7 +15,7 @@ from rlhf_core.api.inputs import rows_of
 from rlhf_core.config.stages.collect import CollectConfig, DataSource, FileSources, ReadOptions
 from rlhf_core.data.collection.rows import FileRows, read_records
 from rlhf_core.data.collection.sources import read_sources
-from rlhf_core.data.readers.containers.records import Record
+from rlhf_core.data.readers.content import Record
 from rlhf_core.data.schema import Demonstration, Preference, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.stages import collect
@@ -32,8 +32,8 @@ ANSWERS = {
 
 def read(name: str, kind: str = "preferences", **options: Any) -> FileRows:
     (result,) = read_sources([DataSource(path=f"{name}.jsonl", **options)], kind, SAMPLES)
-    kept = len(result.rows) + len(result.refused) + result.dropped.total() + result.cut
-    assert result.records + result.expanded == kept and not result.refused
+    kept = len(result.rows) + len(result.refused) + result.counts.dropped.total() + result.counts.cut
+    assert result.counts.records + result.counts.expanded == kept and not result.refused
     assert len(result.positions) == len(result.rows)
     return result
 
@@ -64,8 +64,8 @@ def parse(value: Any, kind: str = "preferences", **options: Any) -> FileRows:
 def test_the_better_reply_is_chosen(name: str, options: dict[str, Any], rows: int, dropped: int) -> None:
     result = read(name, **options)
     others = {"ultrafeedback-binarized": "conversational-implicit", "ultrafeedback-system-prompts": "ultrafeedback"}
-    assert result.format == others.get(name, name)
-    assert (result.records, len(result.rows), result.dropped.total()) == (10, rows, dropped)
+    assert result.counts.format == others.get(name, name)
+    assert (result.counts.records, len(result.rows), result.counts.dropped.total()) == (10, rows, dropped)
     for row in result.rows:
         assert (row["chosen"], row["rejected"]) == ANSWERS[row["prompt"][-1]["content"]]
 
@@ -107,8 +107,8 @@ def test_categories_are_those_of_the_set() -> None:
 @pytest.mark.parametrize(("pairs", "count"), [("all", 27), ("adjacent", 18), ("best_worst", 9)])
 def test_a_ranking_gives_the_pairs_that_are_asked_for(pairs: str, count: int) -> None:
     result = read("ultrafeedback", pairs=pairs)
-    assert (len(result.rows), result.expanded) == (count, count - 9)
-    assert dict(result.dropped) == {"no reply is better than another": 1}
+    assert (len(result.rows), result.counts.expanded) == (count, count - 9)
+    assert dict(result.counts.dropped) == {"no reply is better than another": 1}
     better, worst = ANSWERS[result.rows[0]["prompt"][0]["content"]]
     middle = f"{better} I hope that this helps."
     expected = {"all": [(better, middle), (better, worst), (middle, worst)], "best_worst": [(better, worst)]}
@@ -141,7 +141,7 @@ def test_demonstrations_derived_from_a_ranking_are_its_best_replies(tmp_path: Pa
 
 def test_message_trees_give_a_pair_wherever_replies_are_ranked() -> None:
     result = read("oasst-trees")
-    assert (len(result.rows), result.expanded, result.dropped.total()) == (10, 1, 1)
+    assert (len(result.rows), result.counts.expanded, result.counts.dropped.total()) == (10, 1, 1)
     deep = result.rows[1]
     assert [turn["role"] for turn in deep["prompt"]] == ["user", "assistant", "user"]
     assert (deep["chosen"], deep["rejected"]) == ("Because it is so.", "No idea.")
@@ -153,11 +153,11 @@ def test_message_trees_give_a_pair_wherever_replies_are_ranked() -> None:
 @pytest.mark.parametrize("kind", ["preferences", "demonstrations", "prompts"])
 def test_messages_are_joined_into_the_trees_that_they_come_from(kind: str) -> None:
     joined, trees = read("oasst-messages", kind), read("oasst-trees", kind)
-    assert (joined.format, joined.records) == ("oasst-messages", 4)
+    assert (joined.counts.format, joined.counts.records) == ("oasst-messages", 4)
     assert [row | {"source": ""} for row in joined.rows] == [
         row | {"source": ""}
         for row, position in zip(trees.rows, trees.positions, strict=True)
-        if position <= joined.records
+        if position <= joined.counts.records
     ]
     assert joined.rows[0]["id"] == trees.rows[0]["id"] and joined.positions[0] == 1
 
@@ -175,7 +175,7 @@ def test_a_message_that_no_tree_reaches_is_refused() -> None:
     (row,) = result.rows
     assert (row["prompt"][0]["content"], row["chosen"], row["rejected"]) == ("text of q", "text of b", "text of a")
     leads = "its parents do not lead to the first message of a tree"
-    assert [(refused["position"], refused["reason"].partition(" of the")[0]) for refused in result.refused] == [
+    assert [(refused.position, refused.reason.partition(" of the")[0]) for refused in result.refused] == [
         (1, "its parent is not in the file"),
         (2, leads),
         (4, leads),
@@ -184,7 +184,7 @@ def test_a_message_that_no_tree_reaches_is_refused() -> None:
         (8, "does not match the format oasst-trees"),
         (9, "its message_id occurs twice"),
     ]
-    assert result.records + result.expanded == len(result.rows) + len(result.refused)
+    assert result.counts.records + result.counts.expanded == len(result.rows) + len(result.refused)
 
 
 def test_replies_to_different_system_prompts_are_paired_only_where_that_is_meant() -> None:
@@ -263,9 +263,9 @@ DIALOGUE = {
 )
 def test_a_record_that_cannot_be_used_is_refused_with_a_reason(value: Any, reason: str) -> None:
     result = parse(value, dimension="helpful" if "response_0" in value else None)
-    assert not result.rows and not result.dropped
+    assert not result.rows and not result.counts.dropped
     (refused,) = result.refused
-    assert reason in refused["reason"] and refused["position"] == 1
+    assert reason in refused.reason and refused.position == 1
 
 
 def test_the_library_names_records_that_prefer_no_reply() -> None:
@@ -279,7 +279,7 @@ def test_replies_may_be_the_whole_dialogue_after_an_explicit_prompt() -> None:
     (row,) = parse(DIALOGUE | {"prompt": [USER]}).rows
     assert (row["prompt"], row["chosen"], row["rejected"]) == ([USER], "a", "b")
     (refused,) = parse(DIALOGUE | {"prompt": [{"role": "user", "content": "Another?"}]}).refused
-    assert "chosen has 2 turns" in refused["reason"]
+    assert "chosen has 2 turns" in refused.reason
     (row,) = parse({"prompt": [USER], "completion": DIALOGUE["chosen"]}, "demonstrations").rows
     assert (row["prompt"], row["reply"]) == ([USER], "a")
 
@@ -296,7 +296,7 @@ def test_content_parts_are_text_and_nothing_else() -> None:
         ([], "has no parts"),
     ]:
         (refused,) = parse({"prompt": [{"role": "user", "content": content}]}, "prompts").refused
-        assert reason in refused["reason"]
+        assert reason in refused.reason
 
 
 WRITERS: dict[str, Callable[[str, str, str], Any]] = {

@@ -21,6 +21,7 @@ from rlhf_core.data.chat.encoding import (
     vocabulary_id,
 )
 from rlhf_core.data.schema import Demonstration, Message
+from rlhf_core.data.tokens import batch_encoding
 from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.training.examples import collate, fitting_examples
@@ -247,8 +248,117 @@ def test_templates_that_cannot_write_a_reply_are_refused() -> None:
         encode_reply(RealTemplate("x", silent, CHATML, "<|im_end|>", "<|im_end|>").tokenizer, "The")
 
 
+# As DeepSeek-R1 and its distills, Nemotron and Gemma 4 do: the generation prompt opens what no dialogue has.
+OPENS_REASONING = {
+    "deepseek-r1": ("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"),
+    "gemma-4": ("<|im_start|>model\n", "<|im_start|>model\n<|channel>thought\n<channel|>"),
+    "closed block": ("<|im_start|>assistant\n", "<|im_start|>assistant\n<think></think>"),
+    "other header": ("<|im_start|>assistant\n", "<|im_start|>assistant to=user\n"),
+}
+
+
+def chatml(header: str, prompt: str, content: str = "m['content']") -> str:
+    return (
+        (
+            "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ HEADER + CONTENT + '<|im_end|>\n' }}{% else %}"
+            "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}{{ PROMPT }}{% endif %}"
+        )
+        .replace("HEADER", repr(header))
+        .replace("CONTENT", content)
+        .replace("PROMPT", repr(prompt))
+    )
+
+
+def of_template(template: str) -> PreTrainedTokenizerBase:
+    return RealTemplate("x", template, CHATML, "<|im_end|>", "<|im_end|>").tokenizer
+
+
+@pytest.mark.parametrize("name", OPENS_REASONING)
+def test_a_generation_prompt_that_no_dialogue_has_is_refused(name: str) -> None:
+    header, prompt = OPENS_REASONING[name]
+    with pytest.raises(ModelError, match="the generation prompt of the chat template ends with") as refused:
+        reply_format(of_template(chatml(header, prompt)))
+    assert "\n" not in str(refused.value)
+    reply_format(of_template(chatml(prompt, prompt)))
+
+
+# Qwen/Qwen3-8B, without its branches for tools
+QWEN_3 = """
+{%- set ns = namespace(searching=true, last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.searching and message.role == "user" %}
+        {%- set ns.searching = false %}
+        {%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role != "assistant" %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- else %}
+        {%- set content = message.content %}
+        {%- set reasoning = '' %}
+        {%- if '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.index0 > ns.last %}{{- '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' }}{%- endif %}
+        {{- content.lstrip('\\n') + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+""".strip()
+DROPS_REASONING = chatml("<|im_start|>assistant\n", "<|im_start|>assistant\n", "m['content'].split('</think>')[-1]")
+THOUGHT = "<think>\nLet me see.\n</think>\n\nIt is blue."
+
+
+@pytest.mark.parametrize("template", [QWEN_3, DROPS_REASONING], ids=["qwen-3", "drops reasoning"])
+@pytest.mark.parametrize(
+    "reply", ["It is blue.", THOUGHT, THOUGHT.replace("\n\n", "\n"), "It is </think> blue.", "a <think> b"]
+)
+@pytest.mark.parametrize("earlier", ["Yes.", THOUGHT])
+def test_reasoning_in_a_reply_is_trained_as_the_template_writes_it(template: str, reply: str, earlier: str) -> None:
+    tokenizer = of_template(template)
+    for prompt in ([Message("user", "The sky?")], dialogue("The sky?", earlier, "Why?")):
+        ids = [*encode_prompt(tokenizer, prompt), *encode_reply(tokenizer, reply)]
+        whole = tokenizer.decode(joint(tokenizer, prompt, reply))
+        assert whole.startswith(tokenizer.decode(ids)) and tokenizer.decode(ids).count("</think>") <= 1
+        assert batch_encoding.encode_replies(tokenizer, [reply]) == [encode_reply(tokenizer, reply)]
+        assert decode_reply(tokenizer, encode_reply(tokenizer, reply))[0].endswith("blue.") or "think> b" in reply
+
+
+def test_a_sampled_reply_with_reasoning_is_read_and_written_again_as_it_was() -> None:
+    tokenizer = of_template(QWEN_3)
+    for text, end in ((THOUGHT, ["<|im_end|>"]), ("<think>\nLet me", []), ("<think>\nLet me see.\n</think>\n\nIt", [])):
+        ids = tokenizer.encode(text, add_special_tokens=False) + tokenizer.convert_tokens_to_ids(end)
+        reply, finished = decode_reply(tokenizer, ids)
+        assert reply == text and tokenizer.decode(encode_reply(tokenizer, reply, finished)) == tokenizer.decode(ids)
+
+
+def test_dialogues_in_which_a_reply_begins_otherwise_are_refused_by_kind() -> None:
+    system_first = chatml("<|im_start|>assistant\n", "X").replace("'X'", "'<|im_start|>assistant\n' + ('fast ' if "
+                          "messages[0]['role'] == 'system' else '')")  # fmt: skip
+    several = chatml("<|im_start|>assistant\n", "X").replace("'X'", "'<|im_start|>assistant\n' + ('again ' if "
+                     "messages|length > 2 else '')")  # fmt: skip
+    plain, more = [Message("user", "The?")], dialogue("The?", "It.", "Why?")
+    system = [Message("system", "Be brief."), *plain]
+    for template, fits, unfit in ((system_first, more, system), (several, system, more)):
+        tokenizer = of_template(template)
+        for prompt in (plain, fits):
+            assert batch_encoding.encode_prompts(tokenizer, [prompt]) == [encode_prompt(tokenizer, prompt)]
+        with pytest.raises(DataError, match="writes a reply otherwise"):
+            encode_prompt(tokenizer, unfit)
+        with pytest.raises(DataError, match="writes a reply otherwise"):
+            batch_encoding.encode_prompts(tokenizer, [unfit])
+        assert len(refused_dialogues(tokenizer)) == 1
+
+
 def test_another_template_on_the_same_tokenizer_is_seen() -> None:
-    real = RealTemplate("changing", "{{ messages[-1]['content'] }}", CHATML, "<|endoftext|>", "<|endoftext|>")
+    real = RealTemplate(
+        "changing", "{% for m in messages %}{{ m['content'] }}{% endfor %}", CHATML, "<|endoftext|>", "<|endoftext|>"
+    )
     tokenizer = real.tokenizer
     before = vocabulary_id(tokenizer)
     tokenizer.chat_template = SMOLLM_2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.data.collection.rows import FileRows, read_records
-from rlhf_core.data.readers.containers.records import Record
+from rlhf_core.data.readers.content import Record
 
 HH = {"chosen": "\n\nHuman: Hi?\n\nAssistant: yes", "rejected": "\n\nHuman: Hi?\n\nAssistant: no"}
 USER = {"role": "user", "content": "Hi?"}
@@ -23,7 +23,7 @@ def read(kind: str, *values: Any) -> FileRows:
 )
 def test_hh_rows_that_repeat_their_prompt_are_split_like_the_others(prompt: Any) -> None:
     result = read("preferences", HH | {"prompt": prompt})
-    assert result.format == "hh-rlhf" and not result.refused
+    assert result.counts.format == "hh-rlhf" and not result.refused
     (row,) = result.rows
     assert (row["prompt"], row["chosen"], row["rejected"]) == ([USER], "yes", "no")
 
@@ -37,7 +37,7 @@ def test_the_prompt_beside_hh_transcripts_may_be_their_first_or_last_question() 
 
 def test_a_prompt_that_hh_transcripts_do_not_hold_is_refused() -> None:
     result = read("preferences", HH, HH | {"prompt": "Something else?"})
-    assert [row["reason"] for row in result.refused] == ["the prompt is not that of the transcripts"]
+    assert [row.reason for row in result.refused] == ["the prompt is not that of the transcripts"]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_prompt_that_hh_transcripts_do_not_hold_is_refused() -> None:
 def test_a_transcript_never_becomes_a_reply(kind: str, row: dict[str, Any]) -> None:
     result = read(kind, row)
     assert not result.rows
-    assert all("is a whole transcript" in refused["reason"] for refused in result.refused)
+    assert all("is a whole transcript" in refused.reason for refused in result.refused)
 
 
 BAD_REPLIES = [
@@ -76,7 +76,7 @@ BAD_REPLIES = [
 def test_a_reply_labelled_false_is_nothing_to_imitate(kind: str, row: dict[str, Any]) -> None:
     result = read(kind, row)
     assert not result.rows and not result.refused, "it is no bad row"
-    assert dict(result.dropped) == {"the reply is labelled false: nothing to imitate": 1}
+    assert dict(result.counts.dropped) == {"the reply is labelled false: nothing to imitate": 1}
     (prompt,) = read("prompts", row).rows
     assert result.prompt_only == ([prompt | {"position": 1}] if kind == "demonstrations" else [])
 
@@ -100,8 +100,8 @@ def test_a_reply_whose_label_says_neither_is_not_imitated(kind: str, label: Any)
     row = {"prompt": "Q?", "completion": "reply", "label": label}
     result = read(kind, row)
     (refused,) = result.refused
-    assert not result.rows and "says neither that the reply is good nor that it is bad" in refused["reason"]
-    assert refused["reason"].startswith("label is ") and len(read("prompts", row).rows) == 1
+    assert not result.rows and "says neither that the reply is good nor that it is bad" in refused.reason
+    assert refused.reason.startswith("label is ") and len(read("prompts", row).rows) == 1
 
 
 CODE = "    if x:\n\treturn  1 \n"
@@ -117,7 +117,7 @@ def test_hh_keeps_the_white_space_of_turns_and_replies() -> None:
 
 def test_hh_prompts_that_differ_in_white_space_are_different_prompts() -> None:
     result = read("preferences", HH, HH | {"rejected": "\n\nHuman: Hi? \n\nAssistant: no"})
-    assert [row["reason"] for row in result.refused] == ["the prompts of the two replies differ"]
+    assert [row.reason for row in result.refused] == ["the prompts of the two replies differ"]
 
 
 @pytest.mark.parametrize(
@@ -170,13 +170,13 @@ def test_no_format_changes_a_text(row: dict[str, Any]) -> None:
 )
 def test_a_reply_of_another_role_than_the_assistant_is_refused(row: dict[str, Any]) -> None:
     (refused,) = read("preferences", row).refused
-    assert "not the assistant's" in refused["reason"]
+    assert "not the assistant's" in refused.reason
 
 
 @pytest.mark.parametrize("margin", [True, False])
 def test_a_margin_that_is_a_truth_value_is_refused(margin: bool) -> None:
     (refused,) = read("preferences", {"prompt": "Q?", "chosen": "a", "rejected": "b", "margin": margin}).refused
-    assert refused["reason"] == f"margin '{margin}' is not a number"
+    assert refused.reason == f"margin '{margin}' is not a number"
 
 
 @pytest.mark.parametrize("key", ["tool_calls", "function_call", "reasoning_content", "images"])
@@ -190,13 +190,13 @@ def test_a_turn_that_holds_more_than_its_text_is_refused(key: str) -> None:
         {"messages": [USER, turn | {key: None}]},
         {"messages": [USER, turn | more, USER, turn]},
     )
-    assert [(row["position"], key in row["reason"]) for row in result.refused] == [(2, True), (4, True)]
+    assert [(row.position, key in row.reason) for row in result.refused] == [(2, True), (4, True)]
 
 
 @pytest.mark.parametrize("reply", ["\u200b", " \ufeff\u200d\n", "\u2060\u00ad", "\u3164", "\ufe0f"], ids=ascii)
 def test_hh_replies_that_show_nothing_are_empty(reply: str) -> None:
     row = HH | {"chosen": f"\n\nHuman: Hi?\n\nAssistant: {reply}"}
-    assert [r["reason"] for r in read("preferences", row).refused] == ["the final reply of chosen is empty"]
+    assert [r.reason for r in read("preferences", row).refused] == ["the final reply of chosen is empty"]
 
 
 SAID = [USER, {"role": "assistant", "content": "yes"}]

@@ -10,7 +10,7 @@ from rlhf_core.cli import app
 from rlhf_core.config.stages.collect import CollectConfig
 from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.errors import DataError
-from rlhf_core.storage.remote_files import expand_url, read_url
+from rlhf_core.storage.remote_files import expand_url, local_copy
 from rlhf_core.storage.url_credentials import carries_credentials
 
 SECRET = "hunter2"
@@ -27,7 +27,7 @@ WITH_SECRET = (
 @pytest.mark.parametrize("url", WITH_SECRET)
 def test_credentials_are_refused_and_not_repeated(url: str) -> None:
     errors: list[str] = []
-    for call in (lambda: expand_url(url, ""), lambda: read_url(url)):
+    for call in (lambda: expand_url(url, ""), lambda: local_copy(url).__enter__()):
         with pytest.raises(DataError) as refused:
             call()
         errors.append(str(refused.value))

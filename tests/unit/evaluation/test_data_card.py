@@ -17,6 +17,7 @@ from memory_rows import origins_of
 from rlhf_core.config.stages.collect import CollectConfig, FileSources
 from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.dataset import data_metrics, write_clean
+from rlhf_core.data.row_counts import READABLE, RowFinding
 from rlhf_core.data.validation.checks import NOT_DERIVED
 from rlhf_core.data.validation.quarantine import Quarantined, write_refused
 from rlhf_core.data.validation.set_rules.check_set import SetFindings, apply_set_rules, check_set
@@ -77,7 +78,7 @@ def written(folder: Path) -> tuple[str, str, str]:
     write_refused(
         folder / "refused.parquet",
         [
-            {"kind": "preferences", "source": "a|b.jsonl", "position": line, "reason": reason, "row": content}
+            RowFinding(READABLE, "preferences", reason, "a|b.jsonl", line, row=content)
             for line, (reason, content) in enumerate(refused, 5)
         ],
     )

@@ -12,7 +12,6 @@ import pytest
 from browser import Browser, find_chromium
 
 from rlhf_core.evaluation.alternative_runs import INPUTS, AlternativeRun, evaluation_basis, save_alternatives
-from rlhf_core.evaluation.replies.replayed import ReplayOutcome, save_replay
 from rlhf_core.evaluation.report.parts.release import ReleaseDecision, UnmetCondition
 from rlhf_core.evaluation.report.render import with_release
 
@@ -64,13 +63,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     evaluation["verifiable"] = {"prompts": 8, "sft": checked, "policy": checked, "comparison": versus}
     evaluation["policy"]["safety"] = {"refuses_harmful": 0.31}
     write(root / "metrics/evaluation.json", json.dumps(evaluation))
-    replayed = {"prompt": LONG_WORD, "recorded": LONG_WORD, "replayed": ATTACK, "scores": [0.1, 0.2]}
-    texts = {"words": 12.0, "missing_eos": 0.0}
-    outcome = ReplayOutcome(
-        f"{LONG_WORD}:2", "requests.jsonl", "2026-02-01T09:00:00+00:00", {f"{LONG_WORD}:1": 3}, 1, "judge",
-        versus, texts, texts, [replayed],
-    )  # fmt: skip
-    save_replay(root, outcome)
     pair = {"category": "fact", "prompt": LONG_WORD, "chosen": LONG_WORD, "rejected": ATTACK, "margin": -2.3,
             "reward_chosen": -1.5, "reward_rejected": 0.8, "tokens_chosen": 6, "tokens_rejected": 2}  # fmt: skip
     write(root / "samples/reward_mistakes.jsonl", json.dumps(pair) + "\n")
@@ -95,7 +87,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "gets most wrong",
         "Against another",
         "dvc.lock sha256",
-        "Shadow mode",
         "verifiable prompts",
         "Was PPO worth it?",
         "judged on something else",

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from rlhf_core.config.stages.gates import Condition
-from rlhf_core.evaluation.replies.replayed import ReplayOutcome, save_replay
 from rlhf_core.gates import decide
 
 from .test_report import ATTACK, fill, render, write
@@ -52,29 +50,6 @@ def test_mistakes_groups_opponents_and_multiple_choice_are_shown(tmp_path: Path)
         tmp_path / "gates/reward.json"
     )
     assert "gets most wrong" in render(tmp_path), "they say why the reward gate failed"
-
-
-def test_recorded_requests_that_were_replayed_are_shown(tmp_path: Path) -> None:
-    fill(tmp_path)
-    versus = {"win": 0.5, "tie": 0.2, "lose": 0.3, "win_rate": 0.6, "win_rate_low95": 0.45, "win_rate_high95": 0.74}
-    pair = {"prompt": ATTACK, "recorded": "the sky is red", "replayed": f"the sky is {ATTACK}", "scores": [0.1, 0.9]}
-    judged = ReplayOutcome(
-        "policy:2", "requests.jsonl", "2026-02-01T09:00:00+00:00", {"policy:1": 39, "policy:0": 1}, 2, "judge",
-        versus | {"prompts": 40, "tie_margin": 0.1}, {"words": 12.0}, {"words": 14.5}, [pair],
-    )  # fmt: skip
-    save_replay(tmp_path, judged)
-    save_replay(tmp_path, replace(judged, policy="policy:3", judge="", comparison={}, replies=[]))
-    page = render(tmp_path)
-    assert "policy:2 on requests.<wbr>jsonl, 2026-02-01" in page and "by the judge: policy:2 wins" in page
-    assert "40 requests, answered for users by policy:0 (1), policy:1 (39);" in page and "2 more do not fit" in page
-    assert "wins 0.500, ties 0.200 and loses\n  0.300" in page and "0.60 (0.45 to 0.74), n 40" in page
-    assert "the sky is <mark>red</mark>" in page and "14.5" in page
-    assert "policy:3 on" in page and "neither judge nor referee" in page
-
-
-def test_nothing_of_shadow_mode_is_shown_where_nothing_was_replayed(tmp_path: Path) -> None:
-    fill(tmp_path)
-    assert "Shadow mode" not in render(tmp_path)
 
 
 def test_alarming_figures_stand_in_the_verdict_and_on_top_of_the_table(tmp_path: Path) -> None:

@@ -59,10 +59,6 @@ def test_an_address_that_is_taken_is_refused(folder: Path) -> None:
         assert f"port {port}" in refusal("--model", str(folder), "--port", port)
 
 
-def test_a_record_that_cannot_be_written_is_refused(folder: Path, tmp_path: Path) -> None:
-    assert "cannot record into" in refusal("--model", str(folder), "--port", "0", "--record", str(tmp_path))
-
-
 def test_a_folder_is_sampled_as_its_generation_config_says(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
     served = served_source(None, PolicyChoice(folder=folder))

@@ -92,10 +92,7 @@ class Served:
     def __init__(self, load: Callable[..., HeldPolicy], limits: ServingLimits, **settings: Any) -> None:
         self.source, self.metrics, self.now = ChangingSource(), ServingMetrics(), 0.0
         self.watch = PolicyWatch(self.source, self.metrics, load, clock=lambda: self.now)
-        recorder = settings.pop("recorder", None)
-        self.completions = Completions(
-            self.watch, limits, self.metrics, recorder, clock=lambda: self.now, now=lambda: 1e9
-        )
+        self.completions = Completions(self.watch, limits, self.metrics, clock=lambda: self.now, now=lambda: 1e9)
         self.app: FastAPI = create_app(self.completions, AppSettings(**settings))
 
     @property

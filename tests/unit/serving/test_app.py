@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +13,6 @@ from unit.serving.conftest import CONTEXT, JUDGED, Served
 
 from rlhf_core.chat.session import ChatSession
 from rlhf_core.serving.limits import MAX_BODY_BYTES, MAX_TOKEN_CHARACTERS, ServingLimits
-from rlhf_core.serving.recording import RequestRecorder
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "the sky"}
@@ -293,14 +291,62 @@ def test_a_moved_alias_takes_new_requests_and_lets_old_ones_end(served: Served) 
     assert served.metrics.registry.get_sample_value("rlhf_serve_policy", {"revision": "policy:1"}) is None
 
 
-def test_health_says_why_another_revision_is_not_served(served: Served) -> None:
+def test_health_says_that_another_revision_is_not_served_and_the_log_says_why(served: Served) -> None:
     healthy = {"status": "ok", "model": "policy:1", "in_flight": 0, "problem": None}
     assert served.get("/healthz").json() == healthy
-    served.source.error = "registry away"
+    served.source.error = "no answer from http://user:hunter2@registry"
     served.watch.check()
     health = served.get("/healthz").json()
-    assert health["status"] == "degraded" and "registry away" in health["problem"]
+    assert health["status"] == "degraded" and health["problem"].startswith("cannot find out which revision")
+    assert "registry" not in health["problem"] and "hunter2" not in served.watch.problem
     assert served.post(ASK).status_code == 200
+
+
+def test_health_is_not_told_to_pages_under_other_names(serve: Callable[..., Served]) -> None:
+    rebound = {"Host": "evil.example"}
+    assert serve().get("/healthz", headers=rebound).status_code == 403
+    assert serve(token="secret").get("/healthz", headers=rebound).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [' + b"0," * 1_000_000 + b"0]}",
+        b'{"messages": [' + b"{}," * 15_000 + b"{}]}",
+        b'{"messages": [' + b'{"role": "user"},' * 1_200 + b"{}]}",
+        b'{"messages": ' + b"[" * 100_000,
+        b'{"messages": [{"role": "user", "content": [' + b'{"type": "image"},' * 1_500 + b"{}]}]}",
+        b'{"messages": [{' + b",".join(b'"k%d": 1' % number for number in range(5_000)) + b"}]}",
+        b"{" + b",".join(b'"k%d": 1' % number for number in range(5_000)) + b"}",
+        b'{"messages": [{"role": "user", "content": "a"}], "stop": [' + b"0," * 9_000 + b"0]}",
+        b'{"messages": [{"role": "user", "content": "a"}], "model": "' + b"m" * 900_000 + b'"}',
+        b'{"messages": [{"role": "user", "content": "a"}], "' + b"k" * 900_000 + b'": 1}',
+        b'{"messages": [{"role": "' + b"r" * 900_000 + b'", "content": "a"}]}',
+        b'{"messages": [{"role": "user", "content": "a", "' + b"k" * 900_000 + b'": 1}]}',
+        b'{"messages": [{"role": "user", "content": "a"}], "seed": ' + b"9" * 4_000 + b"}",
+        b'{"metadata": ' + b'{"a":' * 15_000 + b"1" + b"}" * 15_000 + b"}",
+    ],
+)
+def test_whatever_is_sent_is_refused_with_a_short_answer(served: Served, body: bytes) -> None:
+    answer = served.run(lambda client: client.post(CHAT, content=body, headers={"Content-Type": "application/json"}))
+    assert answer.status_code in (400, 404) and len(answer.content) < 600
+    assert len(answer.json()["error"]["message"].splitlines()) == 1
+
+
+def test_what_a_client_has_of_a_reply_can_be_sent_back(served: Served) -> None:
+    nulls = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"))
+    before = {"role": "assistant", "content": "yes", **nulls}
+    empty = {"role": "assistant", "content": "no", "tool_calls": [], "annotations": [], "refusal": ""}
+    part = {"role": "user", "content": [{"type": "text", "text": "and?", "cache_control": None}], "name": None}
+    body = {
+        "messages": [USER, before, part, empty, USER],
+        "modalities": ["text"],
+        "stream_options": None,
+        "max_tokens": 2,
+    }
+    assert served.post(body).status_code == 200
+    refused = served.post({**body, "modalities": ["text", "audio"]})
+    assert refused.status_code == 400 and "modalities" in refused.json()["error"]["message"]
 
 
 def test_metrics_count_requests_and_tokens(served: Served) -> None:
@@ -313,18 +359,6 @@ def test_metrics_count_requests_and_tokens(served: Served) -> None:
     assert served.metric("rlhf_serve_completion_tokens_sum") == 2 * tokens["completion_tokens"]
     assert served.metric("rlhf_serve_first_token_seconds_count") == 2
     assert served.metric("rlhf_serve_in_flight") == 0
-
-
-def test_replies_are_recorded_only_where_that_was_asked_for(serve: Callable[..., Served], tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    served = serve(recorder=RequestRecorder(file))
-    answer = served.post(ASK).json()
-    served.post(STREAM)
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(rows) == 2 and file.stat().st_mode & 0o777 == 0o600
-    assert rows[0]["messages"] == [USER] and rows[0]["sampling"]["seed"] == 5
-    assert rows[0]["reply"] == rows[1]["reply"] == answer["choices"][0]["message"]["content"]
-    assert (rows[0]["id"], rows[0]["model"]) == (answer["id"], "policy:1")
 
 
 def test_the_life_of_the_app_ends_with_its_last_reply(serve: Callable[..., Served]) -> None:

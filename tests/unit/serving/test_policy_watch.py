@@ -15,8 +15,9 @@ from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.starting.base import save_policy
 from rlhf_core.serving.loaded_policy import LoadedPolicy, ReplySettings
+from rlhf_core.serving.metrics import ServingMetrics
 from rlhf_core.serving.policy_source import FolderSource, PolicyFiles, PolicyRevision, sampling_of_folder
-from rlhf_core.serving.policy_watch import RETRY_SECONDS
+from rlhf_core.serving.policy_watch import RETRY_SECONDS, PolicyWatch
 
 GREEDY = ReplySettings(temperature=0.0, top_p=1.0, repetition_penalty=1.0, max_new_tokens=8, seed=0)
 
@@ -101,3 +102,53 @@ def test_the_sampling_of_a_folder_is_that_of_its_generation_config(tmp_path: Pat
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(DataError, match=r"generation_config\.json holds no JSON object; correct it"):
         sampling_of_folder(tmp_path, JUDGED)
+
+
+def overwrite(file: Path) -> None:
+    """Zeros in place of the second half of ``file``, whose size and inode stay."""
+    with file.open("r+b") as opened:
+        size = file.stat().st_size
+        opened.seek(size // 2)
+        opened.write(bytes(size - size // 2))
+
+
+@pytest.mark.parametrize("change", ["overwritten", "truncated", "replaced", "removed"])
+def test_what_was_loaded_is_served_and_a_change_of_its_files_is_noticed(
+    change: str, served: Served, tmp_path: Path
+) -> None:
+    folder = tmp_path / "policy"
+    save_policy(folder, served.policy.model, served.policy._decoder)
+    watch = PolicyWatch(FolderSource(folder, JUDGED), ServingMetrics())
+    prompt = watch.policy.encode([Message("user", "Hello")])
+    before = watch.policy.reply(prompt, GREEDY)
+    watch.check()
+    assert not watch.problem
+    weights = folder / "model.safetensors"
+    if change == "overwritten":
+        overwrite(weights)
+    elif change == "truncated":
+        with weights.open("r+b") as opened:
+            opened.truncate(100)
+    elif change == "replaced":
+        content = weights.read_bytes()
+        weights.unlink()
+        weights.write_bytes(content)
+    else:
+        weights.unlink()
+    assert watch.policy.reply(prompt, GREEDY) == before
+    watch.check()
+    assert watch.trouble == "files of policy have changed since they were loaded"
+    assert watch.policy.reply(prompt, GREEDY) == before
+
+
+def test_files_that_change_while_they_are_loaded_are_not_served(served: Served, tmp_path: Path) -> None:
+    folder = tmp_path / "policy"
+    save_policy(folder, served.policy.model, served.policy._decoder)
+
+    def slow_load(revision: PolicyRevision, files: PolicyFiles) -> LoadedPolicy:
+        policy = LoadedPolicy.load(revision, files)
+        overwrite(folder / "model.safetensors")
+        return policy
+
+    with pytest.raises(ModelError, match="changed while they were loaded"):
+        PolicyWatch(FolderSource(folder, JUDGED), ServingMetrics(), slow_load)

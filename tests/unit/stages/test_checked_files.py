@@ -18,7 +18,7 @@ from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.collection.sources import kinds_of, source_files, sources_by_kind
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.models.starting.base import train_tokenizer
-from rlhf_core.stages.checked_files import CheckedFiles, as_text, check_files, reason_counts
+from rlhf_core.stages.checked_files import CheckedFiles, as_text, check_files
 from rlhf_core.storage.files import read_json
 
 NO_SYSTEM_TURN = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
@@ -45,20 +45,18 @@ def test_every_refused_row_has_its_file_its_line_and_all_reasons(tmp_path: Path)
     listed[3]["margin"] = "great"
     listed[4] = listed[5] | {"prompt": "Question 5?"}
     checked = check(tmp_path, write(tmp_path, listed, tail="{broken\n"))
-    assert [(row.source, row.position, row.reasons) for row in checked.refused] == [
-        ("pairs.jsonl", 2, ("chosen and rejected are the same text",)),
-        ("pairs.jsonl", 3, ("chosen is empty",)),
-        ("pairs.jsonl", 4, ("margin 'great' is not a number",)),
-        ("pairs.jsonl", 6, ("the same texts as an earlier row",)),
-        ("pairs.jsonl", 101, checked.refused[-1].reasons),
+    assert [(row["source"], row["position"], row["reasons"]) for row in checked.refused] == [
+        ("pairs.jsonl", 2, ["chosen and rejected are the same text"]),
+        ("pairs.jsonl", 3, ["chosen is empty"]),
+        ("pairs.jsonl", 4, ["margin 'great' is not a number"]),
+        ("pairs.jsonl", 6, ["the same texts as an earlier row"]),
+        ("pairs.jsonl", 101, checked.refused[-1]["reasons"]),
     ]
     (file,) = checked.files
     assert (file.kind, file.format, file.records, file.kept, file.refused) == ("preferences", "standard", 101, 96, 5)
     assert checked.kinds["preferences"] == {"raw": 101, "clean": 96}
-    assert reason_counts(checked.refused, "preferences", "pairs.jsonl")[0] == (
-        "chosen and rejected are the same text",
-        [2],
-    )
+    first = file.reasons.commonest()[0]
+    assert (first.reason, first.positions) == ("chosen and rejected are the same text", [2])
     assert checked.passed and list(checked.derived) == ["demonstrations", "prompts", "pretrain"]
     text = as_text(checked, width=80)
     assert "refused  5" in text and "is not a number (at line 4)" in text and "it would open" in text
@@ -76,8 +74,10 @@ def test_rows_that_the_chat_template_refuses_are_counted_and_the_first_is_named(
     checked = check(tmp_path, file, tokenizer=str(tmp_path / "tokenizer"))
     (unwritable,) = checked.unwritable
     reason = "the chat template refuses a dialogue of the turns system, user: System role not supported"
-    assert (unwritable.kind, unwritable.reason, unwritable.rows) == ("preferences", reason, 2)
-    assert (unwritable.source, unwritable.position) == ("pairs.jsonl", 8), "the first row is refused for other reasons"
+    assert (unwritable.first.kind, unwritable.reason, unwritable.rows) == ("preferences", reason, 2)
+    assert (unwritable.first.source, unwritable.first.position) == ("pairs.jsonl", 8), (
+        "the first row is refused for other reasons"
+    )
     assert checked.files[0].kept == 60 and checked.tokens["preferences"]["prompt"]["100"] == 14
     assert f"none for 2: {reason} (first at line 8 of pairs.jsonl)" in as_text(checked, 200)
     findings = pq.read_table(tmp_path / "out/data/card/findings.parquet").to_pylist()

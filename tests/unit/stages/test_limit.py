@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_core.config.stages.collect import CollectConfig, FileSources
 from rlhf_core.config.stages.validate import ValidateConfig
-from rlhf_core.data.collection.rows import fair_shares
+from rlhf_core.data.collection.raw_folder import fair_shares
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import read_json

@@ -23,7 +23,6 @@ COMMANDS = {
     "match": ["match", "--champion", "models/sft", "--challenger", "models/policy", "--output", "match.json"],
     "chat": ["chat", "models/policy"],
     "serve": ["serve", "--model", "models/policy", "--port", "0"],
-    "replay": ["replay", "requests.jsonl", "--model", "models/policy"],
 }
 
 
@@ -54,7 +53,7 @@ def test_a_workspace_limits_the_threads_of_other_commands(tmp_path: Path) -> Non
         limit_threads_of(tmp_path)
 
 
-@pytest.mark.parametrize("command", ["match", "chat", "serve", "replay"])
+@pytest.mark.parametrize("command", ["match", "chat", "serve"])
 def test_pytorch_is_loaded_after_the_threads_are_limited(command: str, tmp_path: Path) -> None:
     """OpenMP reads its settings once, when PyTorch loads it."""
     program = f"""

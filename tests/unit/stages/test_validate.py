@@ -14,6 +14,7 @@ from validation_rows import Rows, good_rows, make_row, run_validate
 
 from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.dataset import KindStatistics, data_metrics, split_parts
+from rlhf_core.data.row_counts import READABLE, RowFinding
 from rlhf_core.data.schema import ROW_TYPES, Preference, arrow_schema, read_rows, write_dicts
 from rlhf_core.data.validation.tables import RawData, Validated
 from rlhf_core.errors import EXIT_GATE_FAILED, DataError, GateFailed
@@ -22,7 +23,7 @@ from rlhf_core.stages import validate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
 
-REFUSED = {"kind": "preferences", "source": "x.jsonl", "position": 9, "reason": "no prompt", "row": "{}"}
+REFUSED = RowFinding(READABLE, "preferences", "no prompt", "x.jsonl", 9, row="{}")
 
 
 def test_bad_rows_are_quarantined_with_every_reason(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.world import corpus, gold
 from rlhf_core.world.annotators import AnnotatorConfig, preference_probability
 from rlhf_core.world.phrases import PREFIXES
-from rlhf_core.world.questions import all_questions
+from rlhf_core.world.questions import all_questions, content_of_group
 from rlhf_core.world.replies import MAX_WORDS, MODES, draw_draft
 from rlhf_core.world.streams import Draws
 
@@ -58,7 +58,10 @@ def test_prompts_are_the_same_set_in_another_order() -> None:
     assert one == corpus.prompts(1)
     assert one != other
     assert {row["id"] for row in one} == {row["id"] for row in other}
-    assert len({text(row) for row in one}) == len(one) == len(all_questions()) * len(PREFIXES)
+    assert len({text(row) for row in one}) == len(one) == len(all_questions()) * corpus.PROMPTS_PER_QUESTION
+    prefixes = Counter(text(row).removesuffix(without_prefix(text(row))).strip() for row in one)
+    assert set(prefixes) == set(PREFIXES)
+    assert len(set(prefixes.values())) == 1
 
 
 def test_streams_are_independent_of_each_other() -> None:
@@ -76,6 +79,10 @@ def test_enough_held_out_prompts_and_none_of_them_in_training(seed: int) -> None
         parts[split_of(row["group"], seed)].add(text(row))
     assert len(parts["test"]) >= 256
     assert len(parts["validation"]) >= 128
+    assert (
+        len({content_of_group(row["group"]) for row in corpus.prompts(seed) if split_of(row["group"], seed) == "test"})
+        >= 300
+    )
     bare = {name: {without_prefix(prompt) for prompt in prompts} for name, prompts in parts.items()}
     assert not bare["train"] & bare["test"]
     assert not bare["train"] & bare["validation"]
@@ -130,7 +137,7 @@ def test_sizes(demonstrations: list[Row]) -> None:
     assert max(words) <= MAX_WORDS
     assert 9 <= fmean(len(text(row).split()) for row in demonstrations) <= 12
     vocabulary = {word.strip(".,?:") for row in demonstrations for word in f"{text(row)} {row['reply']}".split()}
-    assert len(vocabulary) < 280
+    assert len(vocabulary) < 350
 
 
 def test_quality_is_mixed_in_the_stated_order(demonstrations: list[Row]) -> None:

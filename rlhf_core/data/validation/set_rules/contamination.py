@@ -112,12 +112,14 @@ def contamination(rows: SetRows, files: Sequence[FileRows], config: NearDuplicat
         files: The evaluation files, read as prompts.
     """
     prompts = [
-        EvaluationPrompt(file.source, position, tuple(t["content"] for t in row["prompt"] if t["role"] != "system"))
+        EvaluationPrompt(
+            file.counts.source, position, tuple(t["content"] for t in row["prompt"] if t["role"] != "system")
+        )
         for file in files
         for row, position in zip(file.rows, file.positions, strict=True)
     ]
     index = EvaluationIndex(prompts, config)
-    overlaps = {file.source: EvaluationOverlap(file.source, len(file.rows), len(file.refused)) for file in files}
+    overlaps = {f.counts.source: EvaluationOverlap(f.counts.source, f.counts.kept, f.counts.refused) for f in files}
     overlap_of: dict[int, Overlap | None] = {}  # by the hash of the turns: most prompts occur in several rows
     breaches = []
     for kind in rows.clean:

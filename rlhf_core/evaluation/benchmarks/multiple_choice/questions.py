@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.evaluation.multiple_choice import MultipleChoiceConfig
-from rlhf_core.data.readers.containers.records import Record, load_records
+from rlhf_core.data.readers.content import Record
+from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.schema import Message
 from rlhf_core.data.text.language_tag import language_tag
 from rlhf_core.data.text.visible_text import has_visible_text
@@ -112,7 +113,7 @@ def read_questions(file: Path) -> list[MultipleChoiceQuestion]:
     Raises:
         DataError: It cannot be read, or a row is no question; the message has path, line and column of the first.
     """
-    return [_question(record, file) for record in load_records(file)]
+    return [_question(record, file) for record in stream_records(file)]
 
 
 def _question(record: Record, file: Path) -> MultipleChoiceQuestion:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.data.readers.containers.foreign_content import require_text
-from rlhf_core.data.readers.containers.records import csv_records, json_line_records
+from rlhf_core.data.readers.content import require_text
+from rlhf_core.data.readers.csv_records import csv_records
+from rlhf_core.data.readers.json_records import json_line_records
 from rlhf_core.errors import DataError
 
 CHOICES = {"1": "1", "1.0": "1", "2": "2", "2.0": "2", "tie": "tie"}

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rlhf_core.data.chunks import bytes_in_memory, chunked
-from rlhf_core.data.readers.containers.records import Record
-from rlhf_core.data.readers.formats.comparisons import COMPARISONS
-from rlhf_core.data.readers.formats.format import Format
-from rlhf_core.data.readers.formats.message_trees import MESSAGE_TREES
-from rlhf_core.data.readers.formats.rankings import RANKINGS
-from rlhf_core.data.readers.formats.record_shape import record_shape
-from rlhf_core.data.readers.formats.shapes import GENERAL
+from rlhf_core.data.readers.comparisons import COMPARISONS
+from rlhf_core.data.readers.content import Record
+from rlhf_core.data.readers.format import Format, record_shape
+from rlhf_core.data.readers.general import GENERAL
+from rlhf_core.data.readers.rankings import MESSAGE_TREES, RANKINGS
 from rlhf_core.errors import DataError
 
 # The first that matches is used, so formats with more fields come first.

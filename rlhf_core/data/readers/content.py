@@ -1,11 +1,19 @@
-"""Content that is not what a file's name says: compressed or binary data, a web page, a pointer, UTF-16."""
+"""One row of a file as it is, the kinds of files that hold rows, and content that is not what a file's name says."""
 
 from __future__ import annotations
 
 import codecs
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
 
 from rlhf_core.errors import DataError
 
+KINDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz"}
+# Dialogues shrink to a tenth; what expands further than this was made to fill the memory, or is no text.
+MAX_EXPANSION = 200
+ALWAYS_ALLOWED = 64 * 2**20
 # The first bytes of files of other kinds, and the suffix that the readers know them by.
 MAGIC = (
     (b"\x1f\x8b", "gzip", ".gz"),
@@ -19,6 +27,45 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 WEB_PAGE = (b"<!doctype html", b"<html")
 WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 HEAD = 4096
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of a file, as it is.
+
+    Attributes:
+        position: Counted from 1: the line in jsonl and csv (of a row of several lines the first), the row elsewhere.
+        value: The parsed row, or its raw text if it could not be parsed.
+        problem: Why the row could not be parsed.
+    """
+
+    position: int
+    value: Any
+    problem: str = ""
+
+
+def no_rows(name: str) -> DataError:
+    """Return the error for a file without rows."""
+    return DataError(
+        f"{name} is empty: there are no rows in it; give a file that has some, or take it out of the sources"
+    )
+
+
+def kind_of(name: str) -> tuple[str, str]:
+    """Return the suffixes that tell what a file is and how it is compressed ("" where it is not)."""
+    suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
+    compression = suffixes.pop() if suffixes[-1:] and suffixes[-1] in COMPRESSIONS else ""
+    kind = suffixes[-1] if suffixes else ""
+    if kind not in KINDS:
+        given = kind or compression or "without suffix"
+        known = f"{', '.join(KINDS)}, each also with {', '.join(COMPRESSIONS)}"
+        raise DataError(f"{name}: unknown kind of file {given!r}; known are {known}")
+    return kind, compression
+
+
+def expansion_limit(size: int) -> int:
+    """Return how many bytes a compressed file of this size may expand to."""
+    return max(ALWAYS_ALLOWED, MAX_EXPANSION * size)
 
 
 def require_content(name: str, content: bytes) -> None:

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.config.stages.collect import ReadOptions
-from rlhf_core.data.readers.containers.records import Record
-from rlhf_core.data.readers.formats.turns import Refusal, Turn, text_of
+from rlhf_core.data.readers.content import Record
+from rlhf_core.data.readers.turns import Refusal, Turn, text_of
 
 PAIRS = frozenset({"preferences", "demonstrations", "prompts", "pretrain"})
 REPLIES = frozenset({"demonstrations", "prompts", "pretrain"})
 PROMPTS = frozenset({"prompts"})
 TEXTS = frozenset({"pretrain"})
 NUMBER_EXCERPT = 40
+SHOWN_KEYS = 20
+KEY_LENGTH = 60
 
 
 class Undecided(Exception):
@@ -111,3 +113,25 @@ def excerpt(value: Any) -> str:
         return repr(value)[:NUMBER_EXCERPT]
     except ValueError:  # an integer of thousands of digits
         return f"a long {type(value).__name__}"
+
+
+def printable(text: str) -> str:
+    """Return ``text`` as every terminal can print it: half of a surrogate pair as its escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def record_shape(value: Any) -> str:
+    """Return the keys of a record, with the types of values other than text, or the type of another value."""
+    if not isinstance(value, dict):
+        return type(value).__name__
+    names = [
+        str(name)[:KEY_LENGTH] + ("" if isinstance(item, str) else f" ({type(item).__name__})")
+        for name, item in value.items()
+    ]
+    return f"keys {listed(names)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first twenty names, and how many there are beside them."""
+    more = f" and {len(names) - SHOWN_KEYS} more" if len(names) > SHOWN_KEYS else ""
+    return printable(", ".join(names[:SHOWN_KEYS])) + more if names else "none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_core.data.readers.formats.dialogue_in_text import (
+from rlhf_core.data.readers.dialogue_in_text import (
     OPEN_REPLY,
     ROLE_NAMES,
     TRANSCRIPT_TURN,

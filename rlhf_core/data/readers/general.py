@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rlhf_core.data.readers.formats.dialogue_in_text import transcript_in
-from rlhf_core.data.readers.formats.format import PAIRS, PROMPTS, REPLIES, TEXTS, Format, Parsed, has, single
-from rlhf_core.data.readers.formats.turns import (
+from rlhf_core.data.readers.dialogue_in_text import transcript_in
+from rlhf_core.data.readers.format import PAIRS, PROMPTS, REPLIES, TEXTS, Format, Parsed, has, single
+from rlhf_core.data.readers.turns import (
     Refusal,
     Turn,
     prompt_of,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,7 +14,9 @@ import pyarrow as pa
 
 from rlhf_core.config.stages.collect import SourceOptions
 from rlhf_core.data.collection.derived import DERIVED_FROM, derive
-from rlhf_core.data.collection.rows import FileRows, fair_shares
+from rlhf_core.data.collection.rows import FileRows
+from rlhf_core.data.readers.columns import unused_summary
+from rlhf_core.data.row_counts import RowCounts
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, content_id, tables_of
 from rlhf_core.data.tables.table_stream import TableWriter, table_chunks
 from rlhf_core.data.validation.provenance import (
@@ -111,45 +112,56 @@ class RawFolder:
         return self.folder / kind / "provenance.parquet"
 
 
-@dataclass
-class SourceCounts:
-    """What the manifest says of a source; see :class:`~rlhf_core.data.collection.rows.FileRows`."""
+def fair_shares(sizes: Sequence[int], limit: int | None, weights: Sequence[float] | None = None) -> list[int]:
+    """Return how many of ``limit`` each source gives: in proportion to its weight, or all it has where that is less.
 
-    source: str
-    sha256: str
-    format: str
-    records: int = 0
-    rows: int = 0
-    refused: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    unused: dict[str, int] = field(default_factory=dict)
-    expanded: int = 0
-    cut: int = 0
-    unread: int | None = 0
-    revision: str = ""
-    weight: float = 1.0
-    cap: int | None = None
-    licence: str | None = None
-    category: str | None = None
-    derive: tuple[str, ...] | None = None
+    Args:
+        sizes: How many rows each source has.
+        limit: How many are wanted in all; None means all of them.
+        weights: By source; by default all sources weigh the same.
+    """
+    if limit is None:
+        return list(sizes)
+    weights = weights or [1.0] * len(sizes)
+    shares = [0] * len(sizes)
+    open_sources = list(range(len(sizes)))
+    left = min(limit, sum(sizes))
+    while open_sources:
+        total = sum(weights[i] for i in open_sources)
+        quotas = {i: round(left * weights[i] / total, 9) for i in open_sources}
+        exhausted = [i for i in open_sources if quotas[i] >= sizes[i]]
+        if not exhausted:
+            # The largest remainders are rounded up; of equal ones the first.
+            rounded_up = sorted(open_sources, key=lambda i: int(quotas[i]) - quotas[i])
+            rounded_up = rounded_up[: left - sum(map(int, quotas.values()))]
+            for i in open_sources:
+                shares[i] = int(quotas[i]) + (i in rounded_up)
+            break
+        for i in exhausted:
+            shares[i] = sizes[i]
+            left -= sizes[i]
+        open_sources = [i for i in open_sources if i not in exhausted]
+    return shares
+
+
+@dataclass
+class CountedSource:
+    """A source, what became of its rows, and how they are taken."""
+
+    counts: RowCounts
+    options: SourceOptions = field(default_factory=SourceOptions)
 
     def take(self, part: FileRows) -> list[dict[str, Any]]:
         """Count a part of the source; return its rows within the cap, with their ``path`` and ``position``."""
-        room = None if self.cap is None else max(self.cap - self.rows, 0)
-        rows = [
-            row | {"path": part.source, "position": position}
-            for row, position in zip(part.rows[:room], part.positions[:room], strict=True)
+        cap, before = self.options.cap, self.counts.kept
+        self.counts.take(part.counts)
+        if cap is not None:
+            self.counts.cut_to(cap)
+        kept = self.counts.kept - before
+        return [
+            row | {"path": part.counts.source, "position": position}
+            for row, position in zip(part.rows[:kept], part.positions[:kept], strict=True)
         ]
-        self.rows += len(rows)
-        self.cut += len(part.rows) - len(rows)
-        self.records += part.records
-        self.refused += len(part.refused)
-        self.dropped = dict(Counter(self.dropped) + part.dropped)
-        self.unused = dict(Counter(self.unused) + part.unused)
-        self.expanded += part.expanded
-        self.unread = None if self.unread is None or part.unread is None else self.unread + part.unread
-        self.revision = part.revision
-        return rows
 
     def prompts_within_cap(self, part: FileRows, taken: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the prompts that are all a record gives, up to the record that fills the cap, with their ``path``.
@@ -158,11 +170,20 @@ class SourceCounts:
             part: A part of the source.
             taken: What :meth:`take` returned of it.
         """
-        prompts = [row | {"path": part.source} for row in part.prompt_only]
-        if self.cap is None or self.rows < self.cap:
+        prompts = [row | {"path": part.counts.source} for row in part.prompt_only]
+        if self.options.cap is None or self.counts.kept < self.options.cap:
             return prompts
         last = taken[-1]["position"] if taken else 0
         return [row for row in prompts if row["position"] < last]
+
+    def about(self, rows: int, licence: str | None) -> dict[str, Any]:
+        """Return what the manifest says of the source: its share of the ``rows`` of its kind, and its licence."""
+        share = self.counts.kept / rows if rows else 0.0
+        options = {name: getattr(self.options, name) for name in ("weight", "cap", "category", "derive")}
+        about = self.counts.as_dict() | unused_summary(self.counts.unused) | options
+        about |= {"share": share, "licence": self.options.licence or licence}
+        unset = [name for name in ("licence", "category", "derive") if about[name] is None]
+        return {name: value for name, value in about.items() if name not in unset}
 
 
 class SourceWriter:
@@ -173,13 +194,13 @@ class SourceWriter:
 
     def __init__(self, kind: str, raw: RawFolder, refused: TableWriter) -> None:
         self.kind, self.raw, self.refused = kind, raw, refused
-        self.sources: list[SourceCounts] = []
+        self.sources: list[CountedSource] = []
         self._spools: list[Spool] = []
         self._prompt_spools: list[Spool] = []
 
     def add(self, parts: Iterable[FileRows], options: SourceOptions) -> None:
         """Write the rows of one source, which come in parts."""
-        counts: SourceCounts | None = None
+        source: CountedSource | None = None
         with ExitStack() as stack:
             append: Callable[[Sequence[dict[str, Any]]], None]
             append = partial(self.raw.append, self.kind, into=options.derive)
@@ -193,36 +214,27 @@ class SourceWriter:
                 self._prompt_spools.append(prompts)
                 append, append_prompts = spool.append, prompts.append
             for part in parts:
-                if counts is None:
-                    counts = SourceCounts(
-                        part.source,
-                        part.sha256,
-                        part.format,
-                        weight=options.weight,
-                        cap=options.cap,
-                        licence=options.licence,
-                        category=options.category,
-                        derive=options.derive,
-                    )
-                    self.sources.append(counts)
-                rows = counts.take(part)
+                if source is None:
+                    source = CountedSource(part.counts.empty(), options)
+                    self.sources.append(source)
+                rows = source.take(part)
                 append(rows)
-                append_prompts(counts.prompts_within_cap(part, rows))
-                self.refused.write(refused_table([{"kind": self.kind, **row} for row in part.refused]))
+                append_prompts(source.prompts_within_cap(part, rows))
+                self.refused.write(refused_table(part.refused))
 
-    def finish(self) -> list[SourceCounts]:
+    def finish(self) -> list[CountedSource]:
         """Write each source's share of the limit, where there is one, and return the counts of all sources."""
-        sizes, weights = [source.rows for source in self.sources], [source.weight for source in self.sources]
+        sizes = [source.counts.kept for source in self.sources]
+        weights = [source.options.weight for source in self.sources]
         shares = fair_shares(sizes, self.raw.limit, weights)
         for source, share, spool in zip(self.sources, shares, self._spools, strict=False):
             for rows in spool.first(share):
-                self.raw.append(self.kind, rows, source.derive)
-            source.cut += source.rows - share
-            source.rows = share
+                self.raw.append(self.kind, rows, source.options.derive)
+            source.counts.cut_to(share)
             spool.path.unlink()
         for source, spool in zip(self.sources, self._prompt_spools, strict=False):
             for rows in spool.first(spool.rows):
-                self.raw.append_prompts(rows, source.derive)
+                self.raw.append_prompts(rows, source.options.derive)
             spool.path.unlink()
         return self.sources
 

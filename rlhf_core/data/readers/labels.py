@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from rlhf_core.data.readers.formats.format import excerpt
-from rlhf_core.data.readers.formats.turns import Refusal
+from rlhf_core.data.readers.format import excerpt
+from rlhf_core.data.readers.turns import Refusal
 
 # TRL's name and LLaMA-Factory's.
 COLUMNS = ("label", "kto_tag")

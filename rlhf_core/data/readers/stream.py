@@ -1,4 +1,4 @@
-"""Read records one after the other, from files of any kind and size."""
+"""Read records one after the other, from files of any kind and size, compressed or not."""
 
 from __future__ import annotations
 
@@ -16,21 +16,27 @@ from typing import IO, Any, BinaryIO, cast
 
 import pyarrow as pa
 
-from rlhf_core.data.readers.containers.compression import COMPRESSIONS, XzStream, expansion_limit, too_large
-from rlhf_core.data.readers.containers.foreign_content import HEAD, require_content, require_text
-from rlhf_core.data.readers.containers.json_list import ExtraData, JsonValues
-from rlhf_core.data.readers.containers.json_values import problem_in
-from rlhf_core.data.readers.containers.records import (
+from rlhf_core.data.readers.content import (
+    COMPRESSIONS,
+    HEAD,
+    MAX_EXPANSION,
     Record,
-    csv_records,
+    expansion_limit,
+    kind_of,
+    no_rows,
+    require_content,
+    require_text,
+)
+from rlhf_core.data.readers.csv_records import csv_records
+from rlhf_core.data.readers.json_records import (
+    ExtraData,
+    JsonValues,
     json_line_records,
     json_value_records,
-    kind_of,
-    load_records,
-    no_rows,
+    problem_in,
     require_one_list,
 )
-from rlhf_core.data.readers.containers.table_records import OnRead, arrow_records, parquet_records
+from rlhf_core.data.readers.table_records import OnRead, arrow_records, parquet_records
 from rlhf_core.errors import DataError
 
 TABLES = (".parquet", ".arrow")
@@ -39,42 +45,12 @@ HELD_CHARACTERS = 2**23
 COPIED = 2**20
 
 
-class CountedFile(io.FileIO):
-    """A file that reports how much of it is read."""
-
-    def __init__(self, path: Path, on_read: OnRead) -> None:
-        super().__init__(path)
-        self._on_read = on_read
-
-    def readinto(self, buffer: object) -> int | None:
-        """Read into ``buffer`` and report the number of bytes."""
-        count = super().readinto(buffer)  # type: ignore[arg-type]
-        self._on_read(count or 0)
-        return count
+def uncounted(count: int) -> None:
+    """Do nothing with the number of bytes that were read."""
 
 
-class Decompressed(io.RawIOBase):
-    """A decompressed stream that must not expand beyond measure; see :func:`expansion_limit`."""
-
-    def __init__(self, name: str, stream: BinaryIO, limit: int) -> None:
-        self._name, self._stream, self._left = name, stream, limit
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Read into ``buffer``; ``DataError`` for more bytes than are allowed."""
-        content = self._stream.read(len(buffer))
-        buffer[: len(content)] = content
-        self._left -= len(content)
-        if self._left < 0:
-            raise too_large(self._name)
-        return len(content)
-
-
-def stream_records(path: Path, on_read: OnRead, name: str = "") -> Iterator[Record]:
-    """Yield every record of a file as ``load_records`` reads them, with a part of the file in memory at a time.
+def stream_records(path: Path, on_read: OnRead = uncounted, name: str = "") -> Iterator[Record]:
+    """Yield every record of a file, with a part of the file in memory at a time.
 
     Args:
         path: The file.
@@ -87,7 +63,9 @@ def stream_records(path: Path, on_read: OnRead, name: str = "") -> Iterator[Reco
     name = name or str(path)
     kind, compression = kind_of(name)
     if not path.is_file():
-        load_records(path)  # which says what is wrong
+        if path.exists():
+            raise DataError(f"cannot read {name}: it is no file; correct the path in collect.files")
+        raise DataError(f"{name} does not exist; correct the path in collect.files")
     record: Record | None = None
     for record in _records(_StoredFile(path, name, kind, compression, on_read)):
         yield record
@@ -116,7 +94,7 @@ def _records(file: _StoredFile) -> Iterator[Record]:
         with tempfile.NamedTemporaryFile(prefix="rlhf-unpacked-") as unpacked:
             with io.BufferedReader(CountedFile(file.path, file.on_read)) as stored:
                 _unpack(file, stored, unpacked)
-            yield from _table_records(replace(file, path=Path(unpacked.name), on_read=lambda count: None))
+            yield from _table_records(replace(file, path=Path(unpacked.name), on_read=uncounted))
 
 
 def _unpack(file: _StoredFile, stored: io.BufferedReader[Any], unpacked: IO[bytes]) -> None:
@@ -238,3 +216,87 @@ def _decompressing(name: str, file: io.BufferedReader[Any], compression: str) ->
     else:
         stream = cast(BinaryIO, pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd"))
     return io.BufferedReader(Decompressed(name, stream, limit))
+
+
+class CountedFile(io.FileIO):
+    """A file that reports how much of it is read."""
+
+    def __init__(self, path: Path, on_read: OnRead) -> None:
+        super().__init__(path)
+        self._on_read = on_read
+
+    def readinto(self, buffer: object) -> int | None:
+        """Read into ``buffer`` and report the number of bytes."""
+        count = super().readinto(buffer)  # type: ignore[arg-type]
+        self._on_read(count or 0)
+        return count
+
+
+class Decompressed(io.RawIOBase):
+    """A decompressed stream that must not expand beyond measure; see :func:`expansion_limit`."""
+
+    def __init__(self, name: str, stream: BinaryIO, limit: int) -> None:
+        self._name, self._stream, self._left = name, stream, limit
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Read into ``buffer``; ``DataError`` for more bytes than are allowed."""
+        content = self._stream.read(len(buffer))
+        buffer[: len(content)] = content
+        self._left -= len(content)
+        if self._left < 0:
+            raise too_large(self._name)
+        return len(content)
+
+
+def too_large(name: str) -> DataError:
+    """Return the error for a file that expands to more than its limit."""
+    return DataError(
+        f"{name} expands to more than {MAX_EXPANSION} times its size, which text does not; decompress it yourself if "
+        "that is meant"
+    )
+
+
+class XzStream(io.RawIOBase):
+    """The content of all streams of an xz file; :mod:`lzma` itself would ignore what follows the first if that is none.
+
+    Raises ``EOFError`` where a stream is cut off, and ``lzma.LZMAError`` for what is no stream.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._decompressor: lzma.LZMADecompressor | None = lzma.LZMADecompressor()
+        self._waiting = b""
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Read into ``buffer`` and return the number of bytes, 0 at the end."""
+        while True:
+            if self._decompressor is None:
+                self._skip_padding()
+                if not self._waiting:
+                    return 0
+                self._decompressor = lzma.LZMADecompressor()
+            elif self._decompressor.needs_input and not self._waiting:
+                self._waiting = self._file.read(COPIED)
+                if not self._waiting:
+                    raise EOFError("it ends before the end of the stream")
+            content = self._decompressor.decompress(self._waiting, len(buffer))
+            self._waiting = b""
+            if self._decompressor.eof:
+                self._waiting, self._decompressor = self._decompressor.unused_data, None
+            if content:
+                buffer[: len(content)] = content
+                return len(content)
+
+    def _skip_padding(self) -> None:
+        """Skip the zeros that may follow a stream."""
+        self._waiting = self._waiting.lstrip(b"\0")
+        while not self._waiting and (read := self._file.read(COPIED)):
+            self._waiting = read.lstrip(b"\0")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_core.config.stages.collect import ReadOptions
-from rlhf_core.data.readers.formats.format import (
+from rlhf_core.data.readers.format import (
     PAIRS,
     PROMPTS,
     REPLIES,
@@ -19,8 +19,8 @@ from rlhf_core.data.readers.formats.format import (
     single,
     system_turns,
 )
-from rlhf_core.data.readers.formats.shapes import is_hh
-from rlhf_core.data.readers.formats.turns import Refusal, Turn, prompt_of, reply_of, text_of, turns_of
+from rlhf_core.data.readers.general import is_hh
+from rlhf_core.data.readers.turns import Refusal, Turn, prompt_of, reply_of, text_of, turns_of
 
 STRONGEST_PREFERENCE = 3
 TIE = "tie"

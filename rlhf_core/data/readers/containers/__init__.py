@@ -1,1 +1,0 @@
-"""Containers: files of any kind and compression as records."""

@@ -1,0 +1,166 @@
+"""Rows of CSV files below their header; what a stray quote or carriage return makes uncertain is refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+from rlhf_core.data.readers.content import Record
+from rlhf_core.errors import DataError
+
+# The csv module refuses fields over 128 KiB by default, but transcripts may be longer.
+CSV_FIELD_LIMIT = 16 * 1024 * 1024
+LINE_ENDS = ("\r\n", "\n", "\r")
+LINE_BREAK = re.compile(r"\r\n|\n|\r")
+
+
+class CsvLines:
+    r"""The lines of a CSV file. ``end`` is how the latest ended: ``\n``, ``\r\n``, ``\r``, or "" at the file's end."""
+
+    def __init__(self, name: str, stream: BinaryIO) -> None:
+        """Read ``stream``, which messages call ``name``."""
+        self._name, self.end = name, ""
+        # Bytes that are not UTF-8 become surrogates, so that the line they are in can be named.
+        self._text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the lines with their ends; ``DataError`` for the first that is not UTF-8."""
+        for number, line in enumerate(self._text, 1):
+            if not line.isascii():
+                try:
+                    line.encode("utf-8")
+                except UnicodeEncodeError as error:
+                    byte = ord(line[error.start]) - 0xDC00
+                    raise DataError(
+                        f"{self._name}, line {number}, is not UTF-8 (byte 0x{byte:02x} after {error.start} "
+                        "characters); save the file as UTF-8"
+                    ) from error
+            self.end = next((end for end in LINE_ENDS if line.endswith(end)), "")
+            yield line
+
+
+class SwallowedRows:
+    r"""Tells rows between two stray quotes from quoted texts of several lines, by what the whole file looks like.
+
+    A row is in doubt where each of its lines would have as many fields as the header without the quotes, be it a table
+    or a piece of code within a text. To a CSV reader both are the same, so the rest of the file decides:
+
+    - The lines of a text may end otherwise (``\n``) than the rows (``\r\n``, as Python's csv module and spreadsheets
+      write them), but those of swallowed rows cannot: such rows are in no doubt.
+    - Software that quotes the text of one row also quotes that of others, wherever it has a delimiter or a line break.
+      Stray quotes are in files that need none otherwise. Rows in doubt are thus read as they are where they and other
+      quoted rows outnumber the plain ones, and refused, with the whole file, where they do not.
+    """
+
+    def __init__(self, name: str, delimiter: str) -> None:
+        """Begin with no rows of the file ``name``."""
+        self._name, self._delimiter = name, delimiter
+        self._plain = self._quoted = self._doubtful = 0
+        self._first: tuple[int, int] | None = None
+
+    def add(self, fields: Sequence[str], columns: int, lines: tuple[int, int], row_end: str) -> None:
+        """Look at one row.
+
+        Args:
+            fields: Its texts.
+            columns: How many the header has.
+            lines: The first and last line of the row in the file.
+            row_end: The line break behind the row.
+        """
+        if lines[0] != lines[1] and len(fields) == columns and self._could_be_rows(fields, row_end):
+            self._doubtful += 1
+            self._first = self._first or lines
+        elif any(self._delimiter in field or "\n" in field or "\r" in field for field in fields):
+            self._quoted += 1
+        else:
+            self._plain += 1
+
+    def require_none(self) -> None:
+        """Raise ``DataError`` where rows are in doubt; to be called once all rows are added."""
+        if self._first is None or self._quoted + self._doubtful > self._plain + 1:
+            return
+        first, last = self._first
+        raise DataError(
+            f"{self._name}, line {first}: a quoted field runs to line {last}, over lines that would each be a row "
+            'without the quotes: two stray quotes may have swallowed rows. Double the quotes inside text (""), or, if '
+            "the field is one text, save the file as .jsonl"
+        )
+
+    def _could_be_rows(self, fields: Sequence[str], row_end: str) -> bool:
+        """Return whether the lines of a field would be rows of as many fields without the quotes around it.
+
+        In files of one or two columns nearly every line of a text would be. A delimiter with a space behind it is
+        punctuation, unless the row has such spaces between its fields as well.
+        """
+        if len(fields) < 3:
+            return False
+        is_spaced = any(field.startswith(" ") for field in fields[1:])
+        others = len(fields) - 1
+        for index, field in enumerate(fields):
+            breaks = LINE_BREAK.findall(field)
+            if not breaks or set(breaks) != {row_end} or (f"{self._delimiter} " in field and not is_spaced):
+                continue
+            expected = [others - index, *[others] * (len(breaks) - 1), index]
+            if [line.count(self._delimiter) for line in LINE_BREAK.split(field)] == expected:
+                return True
+        return False
+
+
+def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]:
+    """Read rows below a header.
+
+    Raises:
+        DataError: A quote that is opened and not closed, or that may swallow rows, makes every later row uncertain; or
+            a carriage return in unquoted text splits a row.
+    """
+    csv.field_size_limit(CSV_FIELD_LIMIT)
+    lines = CsvLines(name, stream)
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    header: list[str] = []
+    header_end = ""
+    swallowed = SwallowedRows(name, delimiter)
+    while True:
+        line = rows.line_num + 1
+        try:
+            fields = next(rows)
+        except StopIteration:
+            swallowed.require_none()
+            return
+        except csv.Error as error:
+            fault = "a quote that is opened there is not closed"
+            if "field limit" in str(error):
+                fault = f"a field of more than {CSV_FIELD_LIMIT >> 20} MiB begins there, as where a quote is not closed"
+            raise DataError(
+                f"{name}, line {line}: not readable CSV ({error}); {fault}, or a quote inside quoted text is not "
+                'doubled (""): correct the line, or save the file as .jsonl'
+            ) from error
+        if header and lines.end == "\r" != header_end:
+            raise DataError(
+                f"{name}, line {line}: a carriage return in text without quotes splits the row, as some versions of "
+                "pandas write it; quote the text, or save the file as .jsonl"
+            )
+        if not fields:
+            continue
+        if not header:
+            header, header_end = fields, lines.end
+            require_distinct(name, header)
+            continue
+        problem = ""
+        if [field.removeprefix("\ufeff") for field in fields] == header:
+            problem = "the line repeats the header: files were joined; remove it"
+        elif len(fields) != len(header):
+            problem = "more fields than the header" if len(fields) > len(header) else "fewer fields than the header"
+        swallowed.add(fields, len(header), (line, rows.line_num), lines.end or header_end)
+        value: Any = dict(zip(header, fields, strict=True)) if not problem else fields
+        yield Record(line, value, problem)
+
+
+def require_distinct(name: str, columns: Sequence[str]) -> None:
+    """Refuse a table with two columns of one name: a row could hold only one of them."""
+    repeated = [column for column, count in Counter(columns).items() if count > 1 and column]
+    if repeated:
+        raise DataError(f"{name}: the header names {repeated[0]!r} twice; rename or remove one of the columns")

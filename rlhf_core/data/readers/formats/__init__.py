@@ -1,1 +1,0 @@
-"""Formats: records of a known shape as prompt and replies."""

@@ -1,0 +1,175 @@
+"""What became of the rows of a source: one counter, and one record of a row that broke a rule and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+# The rule of rows that a reader could not use; all others are those of rlhf_core.config.validation_rules.
+READABLE = "readable"
+# Reasons may quote the row: of more than so many different ones, the others are counted together.
+MOST_REASONS = 1000
+OTHER_REASONS = "other reasons"
+FIRST_POSITIONS = 8
+
+
+@dataclass(frozen=True)
+class RowFinding:
+    """Row X broke rule Y, because.
+
+    Attributes:
+        rule: ``READABLE``, or a rule of validation.
+        kind: One of ``ROW_TYPES``.
+        reason: What is wrong with the row.
+        source: The file that it was read from, as params.yaml spells it; None for rows of no file.
+        position: The line or number of the row there.
+        id: The row's id; empty where it never became a row.
+        number: Its place among the rows of its kind that the rule was checked on, where these are numbered.
+        severity: What follows: ``refuse``, ``warn`` or ``fail``.
+        row: The content as JSON, where it is kept.
+        other: What it resembles: the id of another row, or file and line of an evaluation prompt.
+        similarity: The estimated Jaccard similarity, where the rule goes by it.
+    """
+
+    rule: str
+    kind: str
+    reason: str
+    source: str | None = None
+    position: int | None = None
+    id: str = ""
+    number: int | None = None
+    severity: str = "refuse"
+    row: str = ""
+    other: str = ""
+    similarity: float | None = None
+
+
+@dataclass
+class ReasonCount:
+    """How many rows broke a rule for one reason, and where the first of them are.
+
+    Attributes:
+        first: The finding of the first of them.
+        positions: Of the first eight.
+    """
+
+    reason: str
+    first: RowFinding
+    rows: int = 0
+    positions: list[int] = field(default_factory=list)
+
+    def add(self, rows: int, positions: Iterable[int | None]) -> None:
+        """Count further rows, of which the first are at ``positions``."""
+        self.rows += rows
+        for position in positions:
+            if position is not None and len(self.positions) < FIRST_POSITIONS:
+                self.positions.append(position)
+
+
+class ReasonCounts(dict[str, ReasonCount]):
+    """Findings counted by their reasons."""
+
+    @classmethod
+    def of(cls, findings: Iterable[RowFinding]) -> ReasonCounts:
+        """Count some findings."""
+        counts = cls()
+        for finding in findings:
+            counts.add(finding)
+        return counts
+
+    def add(self, finding: RowFinding) -> None:
+        """Count one finding."""
+        self._of(finding.reason, finding).add(1, [finding.position])
+
+    def take(self, part: ReasonCounts) -> None:
+        """Add the counts of further findings."""
+        for reason, count in part.items():
+            self._of(reason, count.first).add(count.rows, count.positions)
+
+    def commonest(self) -> list[ReasonCount]:
+        """Return the reasons, commonest first; of equally common ones the one that was found first."""
+        return sorted(self.values(), key=lambda count: -count.rows)
+
+    def _of(self, reason: str, first: RowFinding) -> ReasonCount:
+        if reason not in self and len(self) >= MOST_REASONS:
+            reason = OTHER_REASONS
+        return self.setdefault(reason, ReasonCount(reason, first))
+
+
+@dataclass
+class RowCounts:
+    """What became of the records of a source, or of a part of it.
+
+    ``records + expanded`` is the number of ``kept``, ``refused`` and ``dropped`` ones, and of those that were ``cut``.
+    Messages that are joined into a tree are one record.
+
+    Attributes:
+        source: The file, URL or hub id, as params.yaml spells it.
+        kind: The kind of rows that it is read as.
+        format: The name of its format.
+        sha256: Of its bytes; empty for a hub data set.
+        revision: The commit of a hub data set.
+        records: How many were read.
+        expanded: Rows on top of one per record, as of a ranking.
+        kept: Rows that are used.
+        refused: Records, or rows, with a fault; ``reasons`` says which.
+        dropped: By reason, records without a fault that give no row, such as ties.
+        cut: Rows that a limit or cap left out.
+        unread: Rows of a hub data set on top of ``records``; None where the hub does not say how many.
+        unused: By column, the rows with a value there that is not read.
+    """
+
+    source: str
+    kind: str
+    format: str
+    sha256: str = ""
+    revision: str = ""
+    records: int = 0
+    expanded: int = 0
+    kept: int = 0
+    refused: int = 0
+    cut: int = 0
+    unread: int | None = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    unused: Counter[str] = field(default_factory=Counter)
+    reasons: ReasonCounts = field(default_factory=ReasonCounts)
+
+    def empty(self) -> RowCounts:
+        """Return the counter of the source before any part of it was read."""
+        return RowCounts(self.source, self.kind, self.format, self.sha256)
+
+    def take(self, part: RowCounts) -> None:
+        """Add the counts of a further part of the source, whose revision is that of all."""
+        for name in ("records", "expanded", "kept", "refused", "cut"):
+            setattr(self, name, getattr(self, name) + getattr(part, name))
+        self.unread = None if self.unread is None or part.unread is None else self.unread + part.unread
+        self.dropped.update(part.dropped)
+        self.unused.update(part.unused)
+        self.reasons.take(part.reasons)
+        self.revision = part.revision
+
+    def refuse(self, finding: RowFinding, was_kept: bool = False) -> None:
+        """Count a refused row, which may have been counted as kept before."""
+        self.refused += 1
+        self.kept -= was_kept
+        self.reasons.add(finding)
+
+    def cut_to(self, kept: int) -> None:
+        """Count as cut what is more than ``kept`` rows."""
+        self.cut += max(self.kept - kept, 0)
+        self.kept = min(self.kept, kept)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counts as the manifest of ``data/raw`` has them: without reasons, which the quarantine tells."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("kind", "kept", "reasons")}
+        return values | {"rows": self.kept, "dropped": dict(self.dropped), "unused": dict(self.unused)}
+
+    @classmethod
+    def of_manifest(cls, kind: str, file: Mapping[str, Any]) -> RowCounts:
+        """Return the counts that the manifest of ``data/raw`` says of a file of ``kind``."""
+        known = {f.name for f in fields(cls)} - {"kind", "kept", "reasons"}
+        values = {name: value for name, value in file.items() if name in known}
+        values |= {name: Counter(file.get(name, {})) for name in ("dropped", "unused")}
+        return cls(kind=kind, kept=file["rows"], **values)

@@ -1,0 +1,73 @@
+"""Secrets taken out of texts that people read: passwords in URLs, tokens of known shapes, secrets of the environment.
+
+Libraries quote addresses and headers in their errors, and those hold passwords. Every message of this program goes
+through :func:`redacted` before it is shown, logged or sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from urllib.parse import unquote
+
+MASK = "***"
+# The ends of names: X-Amz-Signature, access_token, sig, but not author.
+SECRET_NAME = r"(?:key|token|secret|passw(?:or)?d|signature|sig|auth|authorization|credentials?)"
+# Shorter values of the environment are words that occur in ordinary texts.
+SHORTEST_SECRET = 6
+_SECRET_VARIABLE = re.compile(r"(?:KEY|TOKEN|SECRET|PASSW(?:OR)?D|AUTH_STRING|CREDENTIALS?)$", re.IGNORECASE)
+_WITH_PASSWORD = re.compile(r"://[^\s/@:]*:(.+)@[^\s@]*$")
+_TOKEN_SHAPES = (
+    r"hf_[A-Za-z0-9]{16,}",
+    r"gh[oprsu]_[A-Za-z0-9]{16,}",
+    r"github_pat_\w{16,}",
+    r"glpat-[\w-]{16,}",
+    r"sk-[\w-]{16,}",
+    r"(?:AKIA|ASIA)[0-9A-Z]{16}",
+    r"AIza[\w-]{30,}",
+    r"xox[abeoprs]-[\w-]{10,}",
+    r"pn[bu]_[A-Za-z0-9]{16,}",
+    r"dapi[0-9a-f]{32}",
+    r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
+)
+_RULES = (
+    # A password ends at the last @ before the path; one that holds a slash ends at the first @ that follows, unless
+    # what looks like it is a port.
+    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@:'\"]*:[^\s/'\"]*@", re.IGNORECASE), rf"\1{MASK}@"),
+    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@:'\"]*:(?!\d+[/?#\s])[^\s@'\"]*@", re.IGNORECASE), rf"\1{MASK}@"),
+    # The user of a web server is a token, as a rule; other stores write names there.
+    (re.compile(r"(\b(?:https?|ftps?)://)[^\s/@:'\"]+@", re.IGNORECASE), rf"\1{MASK}@"),
+    (re.compile(r"(%3A%2F%2F)(?:(?!%2F|%40)[^\s&])*%3A(?:(?!%40)[^\s&])*%40", re.IGNORECASE), rf"\1{MASK}%40"),
+    (re.compile(rf"([?&;][\w.-]*{SECRET_NAME}=)[^\s&;#'\"]+", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1 {MASK}"),
+    (re.compile(rf"(?<![\w-])(?:{'|'.join(_TOKEN_SHAPES)})"), MASK),
+)
+
+
+def redacted(text: str) -> str:
+    """``text`` with :data:`MASK` in place of everything that looks like a secret, or is one of this process."""
+    for secret in environment_secrets():
+        text = text.replace(secret, MASK)
+    for pattern, replacement in _RULES:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def environment_secrets() -> list[str]:
+    """Values of environment variables named as secrets, and passwords of URLs in others; the longest first."""
+    found = set()
+    for name, value in os.environ.items():
+        if _SECRET_VARIABLE.search(name) and not os.path.exists(value):  # no key's file
+            found |= {value, *value.split(":", 1)[1:]}  # user:password, as Prefect's is
+        elif "://" in value and (match := _WITH_PASSWORD.search(value)):
+            found |= {match[1], unquote(match[1])}
+    return sorted((secret for secret in found if len(secret) >= SHORTEST_SECRET), key=len, reverse=True)
+
+
+class RedactingFormatter(logging.Formatter):
+    """Writes log records, tracebacks among them, without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a redacted line."""
+        return redacted(super().format(record))

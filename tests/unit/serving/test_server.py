@@ -1,0 +1,82 @@
+"""Connections that say nothing take no place for long, and none from those that ask."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from rlhf_core.serving import server
+from rlhf_core.serving.server import OncePerMinute, connection_limit, limited_protocol
+
+REQUEST = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+
+
+@asynccontextmanager
+async def listening(most: int) -> AsyncIterator[int]:
+    app = FastAPI()
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    config = uvicorn.Config(app, http=limited_protocol(most), port=0, log_config=None, lifespan="off")
+    running = uvicorn.Server(config)
+    config.load()
+    running.lifespan = config.lifespan_class(config)
+    await running.startup()
+    try:
+        yield running.servers[0].sockets[0].getsockname()[1]
+    finally:
+        await running.shutdown()
+
+
+async def asks(port: int) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(REQUEST)
+    answer = await asyncio.wait_for(reader.readuntil(b"}"), 30)
+    writer.close()
+    return answer
+
+
+def test_silent_connections_give_way_to_those_that_ask() -> None:
+    async def story() -> None:
+        async with listening(most=3) as port:
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]
+            for _ in range(5):
+                assert b"200 OK" in await asks(port)
+            ended = [reader for reader, _ in silent[:9]]
+            for reader in ended:
+                with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+                    await asyncio.wait_for(reader.readexactly(1), 30)
+            for _, writer in silent:
+                writer.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("begins", [b"", b"GET /healthz HTTP/1.1\r\nX: ", REQUEST + b"GET /"])
+def test_a_head_that_does_not_come_ends_its_connection(begins: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.2)
+
+    async def story() -> None:
+        async with listening(most=8) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(begins)
+            await asyncio.wait_for(reader.read(), 30)  # to its end
+            writer.close()
+
+    asyncio.run(story())
+
+
+def test_a_message_is_logged_once_a_minute() -> None:
+    once = OncePerMinute()
+    texts = ["socket.accept() out of system resource", "socket.accept() out of system resource", "another"]
+    records = [logging.LogRecord("asyncio", logging.ERROR, "f", 1, text, (), None) for text in texts]
+    assert [once.filter(record) for record in records] == [True, False, True]
+    assert connection_limit() >= 2

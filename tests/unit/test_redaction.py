@@ -1,0 +1,114 @@
+"""No secret reaches a message, a log line or a traceback, whichever library wrote it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+
+from flows import cli
+from rlhf_core.errors import ConfigError, first_line, is_full_disk, named_line
+from rlhf_core.redaction import RedactingFormatter, redacted
+
+SECRET = "hunter2-and-more"
+WITH_SECRET = (
+    f"http://user:{SECRET}@localhost:5000",
+    f"Max retries: HTTPConnection(host='http://user:{SECRET}@localhost:5000/api', port=80)",
+    f"postgresql+psycopg2://rlhf:{SECRET}@db:5432/mlflow?sslmode=off",
+    f"redis://:{SECRET}@localhost",
+    f"http://user:{SECRET}@more@localhost/x",
+    f"http://user:{SECRET}/more@localhost/x",
+    f"https://{SECRET}@github.com/a/b.git",
+    f"git+https://x-access-token:{SECRET}@github.com/a/b.git",
+    f"next=http%3A%2F%2Fuser%3A{SECRET}%40localhost%3A5000",
+    f"GET https://store/x?X-Amz-Credential=a&X-Amz-Signature={SECRET}&v=1",
+    f"https://store/x?sp=r&sig={SECRET}",
+    f"https://store/x?access_token={SECRET}",
+    f"headers: {{'Authorization': 'Bearer {SECRET}'}}",
+    f"authorization: Basic {SECRET}==",
+)
+TOKENS = (
+    "hf_" + "aB3" * 10, "ghp_" + "aB3" * 12, "github_pat_" + "aB3_" * 10, "sk-proj-" + "aB3-" * 8, "AKIA" + "ABCD" * 4,
+    "xoxb-" + "123-" * 6, "pnu_" + "aB3" * 12, "eyJhbGciOiJI.eyJzdWIiOiIx.c2lnbmF0dXJl", "glpat-" + "aB3" * 8,
+    "AIza" + "aB3" * 12,
+)  # fmt: skip
+ORDINARY = (
+    "cannot listen on 127.0.0.1 port 5000",
+    "http://localhost:5000/#/models/rlhf-policy@champion",
+    "hub:owner/name@revision, abfs://container@account/x, github://owner:repository@ref",
+    "the token budget=512 of sk-learn; max_tokens=3, author=someone",
+    "s3://bucket/key.jsonl: 3 rows; mail someone@example.com",
+)
+
+
+@pytest.mark.parametrize("text", WITH_SECRET)
+def test_secrets_in_addresses_and_headers_are_masked(text: str) -> None:
+    for shown in (redacted(text), str(ConfigError(text)), first_line(OSError(text)), named_line(OSError(text))):
+        assert SECRET not in shown and "***" in shown
+
+
+@pytest.mark.parametrize("token", TOKENS)
+def test_tokens_of_known_shapes_are_masked(token: str) -> None:
+    assert token not in redacted(f"401 for {token}, try again")
+
+
+@pytest.mark.parametrize("text", ORDINARY[:2] + ORDINARY[3:])
+def test_ordinary_texts_stay(text: str) -> None:
+    assert redacted(text) == text
+
+
+def test_secrets_of_the_environment_are_masked_wherever_a_library_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:pa%20ss#word@localhost:1")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "correct horse")
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "admin:battery staple")
+    text = redacted("Port 'pa%20ss#word' and 'pa ss#word'; correct horse; admin:battery staple; 'battery staple'")
+    assert text == "Port '***' and '***'; ***; ***; '***'"
+
+
+def test_log_lines_and_tracebacks_are_redacted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def crash(**_: object) -> None:
+        raise ValueError(f"no answer from http://user:{SECRET}@localhost")
+
+    try:
+        crash()
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, "f", 1, "failed", (), sys.exc_info())
+    assert SECRET not in RedactingFormatter("%(message)s").format(record)
+    monkeypatch.setattr(cli, "app", crash)
+    for arguments in (["rlhf"], ["rlhf", "--debug"]):
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        shown = capsys.readouterr().err
+        assert ended.value.code == 1 and "user" not in shown and "***@localhost" in shown
+        assert ("Traceback" in shown) == ("--debug" in arguments)
+
+
+@pytest.mark.parametrize("number", [28, 122, 27])
+def test_a_full_disk_ends_any_command_with_one_line(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(**_: object) -> None:
+        raise OSError(number, "no more room", "models/policy")
+
+    monkeypatch.setattr(cli, "app", full)
+    monkeypatch.setattr(sys, "argv", ["rlhf", "promote"])
+    stdout = sys.stdout
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and shown.count("\n") == 1 and "models/policy" in shown and "make room" in shown
+    assert not is_full_disk(ConfigError("No space left on device")), "its message says already what to do"
+
+
+@pytest.mark.parametrize("redirection", [">&-", "> /dev/full", ">&- 2>&1"])
+def test_output_that_cannot_be_written_is_an_error_of_the_user(redirection: str) -> None:
+    import subprocess
+
+    shell = f"{sys.executable} -m flows.cli --version {redirection}"
+    ran = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2 and ran.stderr.count("\n") <= 1 and "Traceback" not in ran.stderr
