@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.registry.evidence.gate_evidence import GATES
-from flows.registry.governance.identity import workspace_id
+from flows.registry.governance.identity import OWNER_TAG, workspace_id
 from flows.registry.governance.printed_line import printed_line
-from flows.registry.mlflow_client import OWNER_TAG, connect
+from flows.registry.mlflow_client import connect
 from flows.registry.transactions.alias_transaction import AliasTransaction
 from flows.registry.transactions.aliases import registered_model
 from flows.registry.transactions.session import registry_session

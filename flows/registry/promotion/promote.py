@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from flows.registry.approval.decide import request_transaction, withdraw_transaction
 from flows.registry.approval.request import latest_request
 from flows.registry.evidence.gate_evidence import gate_conditions
+from flows.registry.governance.identity import OWNER_TAG
 from flows.registry.governance.owner import not_the_owner, ownership
 from flows.registry.governance.printed_line import printed_line
-from flows.registry.mlflow_client import OWNER_TAG
 from flows.registry.promotion.attempt import make_attempt
 from flows.registry.promotion.match import PlayMatch, decided_by, play_match
 from flows.registry.promotion.obstacles import promotion_obstacle

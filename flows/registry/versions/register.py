@@ -26,6 +26,7 @@ from flows.registry.mlflow_client import (
     experiment_id,
     flatten,
     fluent,
+    log_data_input,
     log_numbers,
 )
 from flows.registry.transactions.alias_transaction import AliasMove, AliasTransaction, commit
@@ -294,6 +295,7 @@ def _create_version(
         for path in files.values():
             client.log_artifact(own_run, str(path), "metrics")
         log_data_card(client, own_run, workspace)
+        log_data_input(client, own_run, workspace)
         numbers = {
             f"{path.stem}.{key}": value for path in files.values() for key, value in flatten(read_json(path)).items()
         }
