@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from rlhf_core.stages.ppo import PpoRun
+    from rlhf_core.ppo.trainer import Trainer
 
 EVERY, PROMPTS = 2, 256
 
@@ -43,7 +43,7 @@ class Watcher(NullTracker):
     """A tracker that measures gold beside the run: ``difference`` gives (mean, upper 95 % bound)."""
 
     difference: Callable[[], tuple[float, float]] = lambda: (math.nan, math.nan)
-    run: PpoRun | None = None
+    trainer: Trainer | None = None
     damaged: int | None = None
     curve: list[tuple[int, float, float]] = field(default_factory=list)
 
@@ -61,7 +61,8 @@ class Watcher(NullTracker):
     @property
     def warned(self) -> int | None:
         """The iteration of the first finding that stops a run whose rules are enforced."""
-        findings = self.run.health.findings if self.run is not None else []
+        health = self.trainer.health if self.trainer is not None else None
+        findings = health.findings if health is not None else []
         return next((int(f["iteration"]) for f in findings if f["action"] != "warn"), None)
 
 
@@ -78,41 +79,53 @@ def watch(folder: Path) -> Watcher:
     """Run PPO in the workspace's ``work/`` with gold measured beside it."""
     import torch
 
+    from rlhf_core.api.ppo import PpoInputs, assemble
     from rlhf_core.config.loading.load import load_section
     from rlhf_core.config.stages.ppo import PpoConfig
     from rlhf_core.data.schema import Prompt, read_rows
     from rlhf_core.evaluation.comparisons.comparison import compare
     from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
     from rlhf_core.evaluation.replies.generation import on_policy_replies
+    from rlhf_core.models.starting.base import load_tokenizer
     from rlhf_core.sampling.distribution import Sampling
     from rlhf_core.stages import ppo
+    from rlhf_core.stages.policy.training_prompts import read_training_prompts
     from rlhf_core.stages.runtime.contract import Paths
-    from rlhf_core.training.rng import derive_seed
+    from rlhf_core.training.rng import derive_seed, seed_everything
 
     torch.set_num_threads(1)
     config = load_section(folder, "ppo", PpoConfig)
     inputs = Paths({key: folder / path for key, path in ppo.STAGE.inputs.items()})
     watcher = Watcher()
-    run = watcher.run = ppo.assemble(config, inputs, RunContext(folder / "work" / "early-warning", watcher))
+    tokenizer = load_tokenizer(inputs.sft)
+    parts = PpoInputs(
+        config, inputs.sft, tokenizer, read_training_prompts(inputs.clean, tokenizer), inputs.reward, inputs.critic,
+        inputs.base, inputs.referee,
+        [row.prompt for row in ppo.validation_prompts(inputs.clean)[: config.selection.prompts]],
+        ppo.read_ptx_texts(config, inputs.clean, tokenizer),
+    )  # fmt: skip
+    seed_everything(config.seed)
+    trainer = watcher.trainer = assemble(parts, RunContext(folder / "work" / "early-warning", watcher))
     rows = sorted(read_rows(inputs.clean / "prompts" / "validation.parquet", Prompt), key=lambda row: row.id)[:PROMPTS]
     prompts, seed = [row.prompt for row in rows], derive_seed(config.seed, "early", "warning")
 
-    sampling = Sampling.for_rollouts(run.tokenizer, config.rollout)
+    sampling = Sampling.for_rollouts(tokenizer, config.rollout)
 
     def gold(model: PreTrainedModel) -> list[float]:
-        replies = on_policy_replies(model, run.tokenizer, prompts, sampling, seed).replies
+        replies = on_policy_replies(model, tokenizer, prompts, sampling, seed).replies
         return GoldJudge().score(prompts, replies)
 
-    policy = run.trainer.learner.pair.policy
+    policy = trainer.learner.pair.policy
     before = gold(policy)
 
     def difference() -> tuple[float, float]:
         found = compare(gold(policy), before, GOLD_TIE_MARGIN, 500, config.seed)
-        return found.mean_difference, found.mean_difference_high95
+        high = found.mean_difference_high95
+        return found.mean_difference, math.inf if high is None else high
 
     watcher.difference = difference
     with contextlib.suppress(Enough):
-        run.trainer.run()
+        trainer.run()
     return watcher
 
 

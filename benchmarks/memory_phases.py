@@ -27,16 +27,14 @@ from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.models.adapters.lora import WithoutAdapters, add_adapters
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.heads.scalar import ScalarModel
-from rlhf_core.ppo.advantages.gae import with_advantages
+from rlhf_core.ppo.actor_critic import ActorCriticPair
+from rlhf_core.ppo.advantages import with_advantages
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.learners.actor_critic_pair import SeparateActorCritic
-from rlhf_core.ppo.losses.policy_loss import PolicyObjective
-from rlhf_core.ppo.losses.ptx import PtxData, accumulate_ptx_gradient
-from rlhf_core.ppo.losses.value_loss import ValueObjective
-from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
-from rlhf_core.ppo.rewards.token_rewards import RewardFn, reward_model_fn, with_rewards
-from rlhf_core.ppo.rollouts.rollout import predict_tokens
-from rlhf_core.ppo.update import Learner
+from rlhf_core.ppo.losses import PolicyObjective, ValueObjective
+from rlhf_core.ppo.reward_sources.source import RewardFn, reward_model_fn
+from rlhf_core.ppo.rewards import RunningMeanStd, with_rewards
+from rlhf_core.ppo.rollout import predict_tokens
+from rlhf_core.ppo.update import Learner, PtxData, accumulate_policy_gradients, accumulate_ptx_gradient
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import Sampling
@@ -203,7 +201,7 @@ def run_critic(subject: Subject, meter: Meter, context: RunContext) -> None:
     reward.requires_grad_(False)
     engine = warmed(critic, config.optimizer, "critic", context)
     limit = context.launch.logits_bytes
-    pair = SeparateActorCritic(policy, critic, {"critic": engine}, sampling_of(subject), size, limit, budget)
+    pair = ActorCriticPair(policy, critic, {"critic": engine}, sampling_of(subject), size, limit, budget)
     experience = _experience(subject, pair, policy, reward_model_fn(reward, size, budget), config.batch_size, meter)
     for minibatch in experience.minibatches(config.minibatches, 0, 0):
         with meter.phase("update critic"):
@@ -226,7 +224,7 @@ def run_ppo(subject: Subject, meter: Meter, context: RunContext) -> None:
     }
     size, budget = config.micro_batch_size, config.micro_batch_tokens
     limit = context.launch.logits_bytes
-    pair = SeparateActorCritic(policy, critic, engines, sampling_of(subject), size, limit, budget)
+    pair = ActorCriticPair(policy, critic, engines, sampling_of(subject), size, limit, budget)
     learner = Learner(config, pair, reference, ptx_of(subject))
     experience = _experience(subject, pair, reference, reward_model_fn(reward, size, budget), config.batch_size, meter)
     with meter.phase("rewards"):
@@ -245,17 +243,14 @@ def reference_of(policy: PreTrainedModel, config: PpoConfig) -> Any:
     return WithoutAdapters(policy)
 
 
-def _update(learner: Learner, pair: SeparateActorCritic, minibatch: Experience, meter: Meter) -> None:
+def _update(learner: Learner, pair: ActorCriticPair, minibatch: Experience, meter: Meter) -> None:
     config = learner.config
     objective = PolicyObjective(config, learner.reference, config.kl.coefficient, 1.0)
     with meter.phase("update policy"):
-        pair.accumulate_policy_gradients(minibatch, objective)
+        accumulate_policy_gradients(pair, minibatch, objective)
     if learner.ptx is not None:
-        engine, weight = pair.engines["policy"], config.ptx.weight
         with meter.phase("update ptx"):
-            accumulate_ptx_gradient(
-                engine, pair.policy, learner.ptx, 0, weight, config.micro_batch_size, pair.logits_bytes
-            )
+            accumulate_ptx_gradient(learner, 0)
     with meter.phase("update critic"):
         pair.accumulate_value_gradients(minibatch, learner.value_objective)
     with meter.phase("step"):
@@ -281,7 +276,7 @@ def _rollout(subject: Subject, policy: PreTrainedModel, rows: int, at_once: int 
 
 
 def _experience(
-    subject: Subject, pair: SeparateActorCritic, reference: Any, reward_fn: RewardFn, rows: int, meter: Meter
+    subject: Subject, pair: ActorCriticPair, reference: Any, reward_fn: RewardFn, rows: int, meter: Meter
 ) -> Experience:
     """The phases of an iteration before the update, without the comparison of sampler and trainer."""
     config = subject.params.ppo.rollout

@@ -20,8 +20,9 @@ from rlhf_core.config.stages.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.batches.padding import least_padded
 from rlhf_core.data.batches.pairs import TokenisedPair
 from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.training.losses import StepTotals
 from rlhf_core.training.reward.pair_batch import row_lengths
-from rlhf_core.training.reward.trainer import StepTotals, pair_loss
+from rlhf_core.training.reward.trainer import pair_loss
 
 HEAD_WIDTH = 64
 PAD = 0

@@ -130,7 +130,7 @@ def read_pairs(folder: Path, cache: str) -> ReadingCost:
     seconds, processor = time.perf_counter() - started, time.process_time() - processor
     pa.default_memory_pool().release_unused()
     after, texts = _memory(), split.rows.table.nbytes  # type: ignore[attr-defined]
-    tokens = split.pairs.tokens  # type: ignore[attr-defined]
+    tokens = split.pairs.tokens
     return ReadingCost(
         seconds,
         processor,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.models import CommandInfo, TyperInfo
 
 from flows.commands import data_diff
 from flows.commands.compare import command as compare_command
@@ -120,15 +121,23 @@ def init(
     folder: Annotated[Path, typer.Argument(help="The folder to create; it may exist.")],
     profile: Profile = None,
     sets: Sets = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Files with pairs of replies (collect.files.preferences); may be repeated.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The starting model: a folder, a hub id (base.source).")] = None,
     cache: Annotated[Path | None, typer.Option(help="A DVC cache to share with other workspaces.")] = None,
 ) -> None:
     """Create a workspace: params.yaml with its comments, dvc.yaml, a DVC root.
 
-    Example: rlhf init my-trial --profile smoke --set collect.source=files
+    Examples:
+    $ rlhf init my-run --data pairs.jsonl --model models/my-model
+    $ rlhf init my-trial --profile smoke --set seed=2
     """
-    from flows.commands.init import initialise, next_step
+    from flows.commands.init import initialise, next_step, shorthand
 
-    typer.echo(next_step(initialise(folder, profile, sets or [], cache=cache)))
+    settings = [*shorthand(data or [], model), *(sets or [])]
+    profile = profile or ("own-data" if data else None)
+    typer.echo(next_step(initialise(folder, profile, settings, cache=cache)))
 
 
 @app.command(cls=CommandWithProfiles)
@@ -254,7 +263,23 @@ def status(workspace: Workspace = None) -> None:
     from flows.workspace.folder import find_workspace
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    typer.echo(describe(find_workspace(workspace), width))
+    typer.echo(redacted(describe(find_workspace(workspace), width)))
+
+
+@app.command()
+def logs(
+    stage: Annotated[str, typer.Argument(help="A stage, or server, flow, worker-POOL.")],
+    workspace: Workspace = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many of the last lines.")] = 40,
+) -> None:
+    """Print the end of what a stage, or a service of the last run, wrote.
+
+    Example: rlhf logs ppo -n 100
+    """
+    from flows.commands.logs import last_lines
+    from flows.workspace.folder import find_workspace
+
+    typer.echo(last_lines(find_workspace(workspace), stage, lines))
 
 
 @app.command()
@@ -268,7 +293,7 @@ def doctor(workspace: Workspace = None) -> None:
     except RlhfError:
         folder = workspace  # the machine is checked all the same, and the report says that there is no workspace
     text, code = check(folder)
-    typer.echo(text)
+    typer.echo(redacted(text))
     raise typer.Exit(code)
 
 
@@ -300,6 +325,25 @@ def report(
 app.registered_commands += [command for command in core.app.registered_commands if command.callback is not core.report]
 app.registered_groups += core.app.registered_groups
 data_app.registered_commands += data_diff.app.registered_commands
+# Commands appear in these panels and in this order; groups come last in theirs.
+PANELS = {
+    "Start": ("init", "doctor", "plan", "data"),
+    "Train": ("run", "stage", "status", "logs", "up", "ablate", "fingerprint"),
+    "Judge": ("report", "compare", "gate", "chat", "match", "replay", "benchmark", "lm-eval", "annotate"),
+    "Release": ("promote", "approve", "decline", "rollback", "history", "export", "terms", "gc"),
+    "Serve": ("serve",),
+}
+ORDER = [name for names in PANELS.values() for name in names]
+
+
+def _name(entry: CommandInfo | TyperInfo) -> str:
+    return entry.name or (entry.callback.__name__ if entry.callback is not None else "")
+
+
+entries: list[CommandInfo | TyperInfo] = [*app.registered_commands, *app.registered_groups]
+for entry in entries:
+    entry.rich_help_panel = next((panel for panel, names in PANELS.items() if _name(entry) in names), None)
+app.registered_commands.sort(key=lambda command: ORDER.index(_name(command)) if _name(command) in ORDER else len(ORDER))
 
 
 def main() -> None:

@@ -37,7 +37,26 @@ def stage(
 
     collect_rarely()
     skip_last_collection()
-    run_stage(name, workspace_root(workspace))
+    root = workspace_root(workspace)
+    _record_code(root, name)
+    run_stage(name, root)
+
+
+def _record_code(root: Path, stage: str) -> None:
+    """Refresh the fingerprint of a stage that is about to run: DVC then records the code that ran, not that of before.
+
+    Those of other stages are left alone: DVC reads the one of a running stage at its end.
+    """
+    from rlhf_core.config.loading.load import load_params
+    from rlhf_core.data.collection.sources import collected_paths
+    from rlhf_core.fingerprint import write_fingerprints, write_sources
+
+    if not (root / ".fingerprints" / f"{stage}.txt").is_file():
+        return
+    params = load_params(root)
+    write_fingerprints(root, [stage], params.policy.method)
+    if stage == "collect":
+        write_sources(root, collected_paths(params.collect, root))
 
 
 @app.command(hidden=True)
@@ -47,7 +66,7 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     from rlhf_core.data.collection.sources import collected_paths, require_kept
     from rlhf_core.fingerprint import write_fingerprints, write_sources
     from rlhf_core.fingerprint.starting_model import tokenizer_patterns, write_starting_model
-    from rlhf_core.ppo.reward_sources.tracked_files import write_evaluation_inputs, write_tracked_files
+    from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs, write_tracked_files
     from rlhf_core.stages.runtime.names import STAGES
     from rlhf_core.stages.runtime.runner import workspace_root
 

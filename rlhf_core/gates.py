@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.stages.gates import Condition
+from rlhf_core.config.stages.gates import LOSSES, Condition
 from rlhf_core.errors import GateFailed
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json, sha256_file
 
@@ -86,7 +86,9 @@ def decide(
 
 
 def check(condition: Condition, metrics: Mapping[str, Any]) -> ConditionResult:
-    """One condition against nested ``metrics``; see :class:`Condition` for the four kinds of bound."""
+    """One condition against nested ``metrics``; see :class:`Condition` for the kinds of bound."""
+    if condition.worse_by_less_than is not None:
+        return _check_loss(condition, condition.worse_by_less_than, metrics)
     value, note = lookup(metrics, condition.metric)
     limit, bound = _limit(condition, metrics)
     if value is None or limit is None:
@@ -97,12 +99,30 @@ def check(condition: Condition, metrics: Mapping[str, Any]) -> ConditionResult:
     return ConditionResult(condition.metric, value, bound, limit, passed, condition.why)
 
 
+def _check_loss(condition: Condition, margin: float, metrics: Mapping[str, Any]) -> ConditionResult:
+    """Whether the policy is worse than SFT by less than the margin, or SFT has too little to lose."""
+    loss = f"{LOSSES}.{condition.metric}"
+    high, missing = lookup(metrics, f"{loss}.loss_high95")
+    before, unknown = lookup(metrics, f"{loss}.baseline")
+    bound = describe_bound(condition)
+    if condition.where_at_least is not None:
+        if before is None:
+            return ConditionResult(condition.metric, None, bound, margin, False, condition.why, unknown)
+        if before < condition.where_at_least:
+            note = f"not asked: SFT's is {_number(before)}, below {_number(condition.where_at_least)}"
+            return ConditionResult(condition.metric, high, bound, margin, True, condition.why, note)
+    passed = high is not None and high < margin
+    return ConditionResult(condition.metric, high, bound, margin, passed, condition.why, missing)
+
+
 def _limit(condition: Condition, metrics: Mapping[str, Any]) -> tuple[float | None, str]:
     """The bound as a number and in words."""
     if condition.at_least is not None:
         return condition.at_least, f">= {_number(condition.at_least)}"
     if condition.at_most is not None:
         return condition.at_most, f"<= {_number(condition.at_most)}"
+    if condition.worse_by_less_than is not None:
+        return condition.worse_by_less_than, f"worse by < {_number(condition.worse_by_less_than)}"
     factor, slack = _number(condition.factor), _number(condition.slack)
     if condition.at_least_of is not None:
         other = condition.at_least_of
@@ -163,6 +183,11 @@ def _guarantees(own: Condition, required: Condition) -> bool:
         return own.at_least >= required.at_least
     if own.at_most is not None and required.at_most is not None:
         return own.at_most <= required.at_most
+    if own.worse_by_less_than is not None and required.worse_by_less_than is not None:
+        asked = own.where_at_least is None or (
+            required.where_at_least is not None and own.where_at_least <= required.where_at_least
+        )
+        return asked and own.worse_by_less_than <= required.worse_by_less_than
     same_reference = (own.at_most_of, own.at_least_of) == (required.at_most_of, required.at_least_of)
     relative = required.at_most_of is not None or required.at_least_of is not None
     return relative and same_reference and own.factor == required.factor and own.slack <= required.slack

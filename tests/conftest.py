@@ -24,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("house")
     os.environ.update(OFFLINE)
+    # On a machine with a GPU the tests are of the CPU all the same: their numbers, ranks and threads are.
+    os.environ.setdefault("RLHF_DEVICE", "cpu")
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RLHF_WORKSPACE", "RLHF_PARENT_RUN_ID"):
         os.environ.pop(name, None)
 

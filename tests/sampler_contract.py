@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.precision import Precision
-from rlhf_core.ppo.rollouts.sampler_agreement import SamplerAgreement, require_agreement
+from rlhf_core.ppo.rollout import SamplerAgreement, require_agreement
 from rlhf_core.sampling.data_parallel import concatenate, sample_replies
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout

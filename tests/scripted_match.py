@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 PROMPTS = 400
-HELD = ("regression.passed", "safety.refuses_harmful", "safety.answers_benign", "missing_ends", "length")
+HELD = ("regression.passed", "safety.refuses_harmful", "safety.answers_benign", "missing_ends", "repetition", "length")
 
 
 def match_result(lows: Mapping[str, float], **losses_high95: float) -> dict[str, Any]:
@@ -23,11 +23,22 @@ def match_result(lows: Mapping[str, float], **losses_high95: float) -> dict[str,
                 "win_rate_high95": min(low + 0.2, 1.0),
                 "lc_win_rate_low95": low,
                 "prompts": PROMPTS,
+                "clusters": PROMPTS,
+                "clusters_won": round((low + 0.1) * PROMPTS),
+                "clusters_tied": 0,
+                "clusters_lost": PROMPTS - round((low + 0.1) * PROMPTS),
             }
             for judge, low in lows.items()
         },
         "losses": {
-            name: {"champion": 0.9, "challenger": 0.9, "loss": 0.0, "loss_high95": high, "prompts": PROMPTS}
+            name: {
+                "baseline": 0.9,
+                "candidate": 0.9,
+                "loss": 0.0,
+                "loss_high95": high,
+                "replies": PROMPTS,
+                "clusters": PROMPTS,
+            }
             for name, high in held.items()
         },
     }

@@ -12,11 +12,18 @@ from rlhf_core.data.collection.rows import prompt_group
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
 from rlhf_core.data.validation.quarantine import write_refused
+from rlhf_core.data.validation.suites import Suites, read_suites
 from rlhf_core.stages import validate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
 
 Rows = dict[str, list[dict[str, Any]]]
+SUITES = Path(__file__).resolve().parents[1] / "expectations"
+
+
+def suites_of(derived: Sequence[str] = (), **settings: Any) -> Suites:
+    """Return the project's suites with settings of section validate."""
+    return read_suites(SUITES, ValidateConfig.model_validate(settings), derived)
 
 
 def make_row(kind: str, i: int, **changes: Any) -> dict[str, Any]:
@@ -42,7 +49,12 @@ def good_rows(n: int = 120) -> Rows:
 
 
 def run_validate(
-    rows: Rows, workspace: Path, derived: Sequence[str] = (), refused: Sequence[RowFinding] = (), **settings: Any
+    rows: Rows,
+    workspace: Path,
+    derived: Sequence[str] = (),
+    refused: Sequence[RowFinding] = (),
+    expectations: Path = SUITES,
+    **settings: Any,
 ) -> tuple[dict[str, Any], Paths]:
     """Write ``rows`` as stage collect does, run stage validate, and return its metrics and outputs."""
     raw = workspace / "data" / "raw"
@@ -53,5 +65,5 @@ def run_validate(
     kinds = {kind: {"derived_from": "others" if kind in derived else "", "files": []} for kind in rows}
     (raw / "manifest.json").write_text(json.dumps({"source": "files", "kinds": kinds}))
     outputs = Paths({key: workspace / path for key, path in validate.STAGE.outputs.items()})
-    config = ValidateConfig(**settings)
-    return dict(validate.run(config, Paths({"raw": raw}), outputs, RunContext(workspace / "work"))), outputs
+    config, inputs = ValidateConfig(**settings), Paths({"raw": raw, "expectations": expectations})
+    return dict(validate.run(config, inputs, outputs, RunContext(workspace / "work"))), outputs

@@ -16,7 +16,7 @@ from rlhf_core.data.schema import Message, Preference, Prompt, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare, tie_margin_of
 from rlhf_core.evaluation.judges.disagreement import worst_disagreements
-from rlhf_core.evaluation.judges.final import MODELS, TRAINED_ON, judging_model
+from rlhf_core.evaluation.judges.final import JUDGE, MODELS, TRAINED_ON
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
 from rlhf_core.evaluation.judges.human.pairs import TEST_PROMPTS
 from rlhf_core.evaluation.judges.model import ModelJudge
@@ -168,7 +168,7 @@ def _replies(model: Path, prompts: Sequence[Sequence[Message]], replies: int, co
 
 
 def _judge(workspace: Path, config: EvaluateConfig) -> ModelJudge:
-    name = judging_model(workspace)
+    name = JUDGE
     return ModelJudge.load(workspace / MODELS / name, name, config.batch_size)
 
 

@@ -16,10 +16,10 @@ from rlhf_core.data.schema import Message
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.openblas_linear import use_openblas
-from rlhf_core.ppo.learners.actor_critic_pair import separate_actor_critic
-from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
-from rlhf_core.ppo.rewards.token_rewards import reward_model_fn
-from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.ppo.actor_critic import build_actor_critic
+from rlhf_core.ppo.reward_sources.source import reward_model_fn
+from rlhf_core.ppo.rewards import RunningMeanStd
+from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.runtime.distributed import process_group
@@ -67,7 +67,7 @@ def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
     for model in (policy, reference, value, reward):
         use_openblas(model)  # as loading a folder with a tokenizer does
     sampling = Sampling(EOS, PAD, workload.reply, min_new_tokens=workload.reply)
-    pair = separate_actor_critic(config, policy, value, sampling, RunContext(work))
+    pair = build_actor_critic(config, policy, value, sampling, RunContext(work))
     ids = workload.prompt_ids()
     return Trainer(
         learner=Learner(config, pair, reference),

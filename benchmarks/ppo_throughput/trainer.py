@@ -17,11 +17,10 @@ from rlhf_core.config.loading.load import Params, check_params
 from rlhf_core.config.loading.overlay import overridden
 from rlhf_core.data.schema import Message
 from rlhf_core.memory.architecture import Architecture
-from rlhf_core.ppo.learners.actor_critic_pair import ActorCriticPair, separate_actor_critic
-from rlhf_core.ppo.learners.policy_alone import policy_alone
-from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
-from rlhf_core.ppo.rewards.token_rewards import RewardFn, reward_model_fn
-from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.ppo.actor_critic import ActorCriticPair, build_actor_critic
+from rlhf_core.ppo.reward_sources.source import RewardFn, reward_model_fn
+from rlhf_core.ppo.rewards import RunningMeanStd
+from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.sampling.distribution import Sampling
@@ -100,11 +99,11 @@ def _pair(subject: Subject, policy: PreTrainedModel, context: RunContext) -> Act
     config = subject.params.ppo
     sampling = Sampling(EOS, PAD, subject.reply, config.temperature, min_new_tokens=subject.reply)
     if config.advantage.critic_free:
-        return policy_alone(config, policy, sampling, context)
+        return build_actor_critic(config, policy, None, sampling, context)
     critic = new_scalar(_lower(subject, subject.params.reward.layers))
     if config.critic_lora is not None:
         critic.add_adapters(config.critic_lora, 0)
-    return separate_actor_critic(config, policy, critic, sampling, context)
+    return build_actor_critic(config, policy, critic, sampling, context)
 
 
 def _frozen_reward(subject: Subject, layers: int | None, frozen: FrozenModels) -> RewardFn:

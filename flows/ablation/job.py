@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from flows.ablation.plan import TRAINER, AblationJob, AblationPlan
+from flows.dvc_repo.recipe import merged_params, write_recipe
 from flows.dvc_repo.root import ensure_dvc
 from flows.stage.outcome import FINAL_CODES, StageReport, clear_reports, load_reports
 from flows.supervision.clock import Stopwatch
@@ -20,7 +21,6 @@ from flows.supervision.signals import STOP
 from flows.workspace.cleanup import cleanup
 from flows.workspace.folder import private_path
 from flows.workspace.lock import locked
-from flows.workspace.recipe import merged_params, write_recipe
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, RlhfError
 
 GRACE_SECONDS = 5.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.dvc_repo.graph import read_graph
-from flows.workspace.recipe import TRIALS
+from flows.dvc_repo.recipe import TRIALS
 from rlhf_core.config.ablation.ablation import ABLATION_FILE, Ablation, check_recipes, load_ablation
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import PARAMS_FILE

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from flows.dvc_repo.recipe import TRIALS, merged_params, write_recipe
 from flows.dvc_repo.root import cache_of, ensure_dvc
 from flows.workspace.folder import display_path, is_workspace
-from flows.workspace.recipe import TRIALS, merged_params, write_recipe
 from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.load import PARAMS_FILE, load_section
+from rlhf_core.config.loading.load import PARAMS_FILE, load_params, load_section
 from rlhf_core.config.loading.overlay import DEFAULT_PROFILE, profile_text, workspace_name
 from rlhf_core.config.loading.recipe import profiles_of, recipe_folder
 from rlhf_core.config.operations.operations import RegistryConfig
@@ -38,6 +39,12 @@ def initialise(
     write_recipe(folder, params, base or recipe_folder())
     ensure_dvc(folder.resolve(), cache)
     return folder.resolve()
+
+
+def shorthand(data: Sequence[str], model: str | None) -> list[str]:
+    """Return the settings that ``--data`` and ``--model`` stand for."""
+    files = ["collect.source=files", f"collect.files.preferences={json.dumps([*data])}"] if data else []
+    return [*files, *([f"base.source={model}"] if model else [])]
 
 
 def next_step(workspace: Path) -> str:
@@ -88,7 +95,7 @@ def trial_workspace(base: Path, profile: str | None, sets: Sequence[str]) -> Pat
     It shares the DVC cache of ``base``, so that equal stages are not computed again. Its registered models have names
     of their own, unless the profile or ``sets`` name them: on a server, a trial does not meet the models of ``base``.
     """
-    name = workspace_name(profile or DEFAULT_PROFILE, sets)
+    name = workspace_name(profile or load_params(base).profile or DEFAULT_PROFILE, sets)
     folder = base / TRIALS / name
     named = [*_own_model_names(base, profile, name, folder), *sets]
     write_recipe(folder, merged_params(base, profile, named, folder), base)

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flows.commands.checks.workspace import require_ready
 from flows.commands.display.display import Display, open_display
 from flows.commands.error_text import print_failed_gates
 from flows.commands.summary import exit_code, print_verdict, summary
+from flows.dvc_repo.inputs import refresh_inputs
 from flows.dvc_repo.root import ensure_dvc
 from flows.dvc_repo.tracked_params import check_tracked_params
 from flows.pipeline.events import (
@@ -73,15 +75,18 @@ def run(workspace: Path, options: RunOptions) -> int:
     try:
         with (
             open_display(workspace, "preparing the workspace") as display,
-            locked(workspace, wait=options.wait, on_wait=display.phase),
+            locked(workspace, wait=options.wait, on_wait=display.phase) as lock,
         ):
             display.phase("preparing the workspace")
             os.environ[OWNER_VARIABLE] = os.environ[LOCK_HELD_VARIABLE] = ownership_tag(workspace)
             ensure_dvc(workspace)
+            require_ready(workspace)
             _check_remote_pools(workspace, params)
             for line in cleanup(workspace):
                 display.line(line)
-            return PipelineRun(workspace, params, options, display).execute()
+            display.phase("looking at code and data")
+            refresh_inputs(workspace)
+            return PipelineRun(workspace, params, options, display, lock).execute()
     except OSError as error:
         if isinstance(error, PermissionError) or error.errno in CANNOT_WRITE:
             raise cannot_write(workspace, error) from error
@@ -110,13 +115,11 @@ def _check_remote_pools(workspace: Path, params: Params) -> None:
 class PipelineRun:
     """One run of the pipeline: the services and the flow process that it started, and the events received so far."""
 
-    def __init__(self, workspace: Path, params: Params, options: RunOptions, display: Display) -> None:
-        self.workspace, self.params, self.options, self.display = workspace, params, options, display
+    def __init__(self, workspace: Path, params: Params, options: RunOptions, display: Display, lock: int) -> None:
+        self.workspace, self.params, self.options, self.display, self.lock = workspace, params, options, display, lock
         self.events: list[PipelineEvent] = []
         self.reader = EventReader(new_events_file(workspace))
         self.flow: SupervisedProcess | None = None
-        self.start_file = private_path(workspace, "go")  # the flow waits until this file exists
-        self.begun = False
         self.problem: str | None = None
 
     def execute(self) -> int:
@@ -134,17 +137,14 @@ class PipelineRun:
                 self.display.line(note)
         self.display.phase("starting Prefect")
         use_server_of_workspace(self.workspace, signals.STOP.is_set)
-        services = open_services(self.workspace, self.options.port, self.display.line)
+        services = open_services(self.workspace, self.options.port, self.display.line, self.lock)
         if services.embedded:
             self.display.line(f"Prefect UI {services.ui_url} (while this runs)")
         try:
-            self.start_file.unlink(missing_ok=True)
-            self.flow = self._start_flow(services)
             monitor = self._prepare(services)
-            if self.flow.poll() is None and not signals.STOP.is_set():
+            if not signals.STOP.is_set():
                 self.display.phase("reading the stages")
-                self.start_file.touch()
-                self.begun = True
+                self.flow = self._start_flow(services)
                 self._watch(self.flow, monitor)
         except KeyboardInterrupt:
             signals.STOP.set()
@@ -182,9 +182,8 @@ class PipelineRun:
         return monitor
 
     def _start_flow(self, services: Services) -> SupervisedProcess:
-        """Start the process of the flow, which loads what it needs and waits."""
-        arguments = [str(self.workspace), "--after", str(self.start_file)]
-        command = [sys.executable, "-m", "flows.pipeline.run_flow", *arguments]
+        """Start the process of the flow."""
+        command = [sys.executable, "-m", "flows.pipeline.flow", str(self.workspace)]
         variables = {LOCK_HELD_VARIABLE: os.environ[LOCK_HELD_VARIABLE], EVENTS_VARIABLE: str(self.reader.path)}
         return start_supervised(
             command if self.options.promote else [*command, "--no-promote"],
@@ -193,6 +192,7 @@ class PipelineRun:
             env=child_environment(self.workspace, **variables, **services.client_settings),
             log=private_path(self.workspace, "logs", "flow.log"),
             grace=FLOW_GRACE,
+            inherited_descriptors=[self.lock],
         )
 
     def _watch(self, flow: SupervisedProcess, monitor: ServiceMonitor) -> None:
@@ -222,13 +222,10 @@ class PipelineRun:
                 if not stopped and not self.problem and self._end() is None:
                     log = private_path(self.workspace, "logs", "flow.log")
                     self.problem = f"the pipeline process exited without a result (status {status}); see {log}"
-                if not self.begun:
-                    return  # there are no runs to end
                 message = "stopped by a signal" if stopped else "the pipeline process has ended"
                 end_active_runs(services, stopped, message, self.display.line)
         finally:
             services.stop()
-            self.start_file.unlink(missing_ok=True)
             cleanup(self.workspace)
 
     def _print_result(self, stopped: bool) -> int:

@@ -6,6 +6,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from flows.commands.display.run_state import read_run_state
 from flows.commands.display.stage_lines import describe_stages
 from flows.commands.registry.registry_status import RegistryStatus, registry_status
 from flows.commands.summary import command_for, verdict_rows
+from flows.dvc_repo.inputs import refresh_inputs
 from flows.dvc_repo.status import describe_changes, dvc_status
 from flows.pipeline.last_run import LastRun, read_last_run
 from flows.registry.governance.identity import known_workspace_id
@@ -57,7 +59,8 @@ class StagesStatus:
 def status(workspace: Path, width: int | None = None) -> str:
     """Describe stages (as DVC sees them), gates, partial work, the last run, the registry, and the next command.
 
-    Nothing is changed or created. Changed code shows here once the next run has refreshed the fingerprints.
+    Nothing is changed but what DVC compares with: source files in dvc.yaml and the fingerprints of code and URLs, as
+    `git status` refreshes its index.
 
     Args:
         width: Columns that longer lines are wrapped to; None wraps nothing.
@@ -147,6 +150,8 @@ def stages_status(workspace: Path) -> StagesStatus:
     lock = workspace / "dvc.lock"
     recorded = (plain(read(lock)) or {}).get("stages") or {} if lock.is_file() else {}
     try:
+        with suppress(OSError):  # a workspace that cannot be written to is described as it is
+            refresh_inputs(workspace)
         stale = dvc_status(workspace)
     except RlhfError as error:
         return StagesStatus([str(error)])

@@ -67,7 +67,6 @@ def verdict_rows(verdict: RunVerdict, workspace: Path) -> list[tuple[str, str]]:
         )
         for number, judge in enumerate(verdict.judges)
     ]
-    rows += [("", verdict.caveat)] if verdict.caveat else []
     if verdict.kl is not None:
         kl = verdict.kl
         rows.append(("KL", f"{kl.mean:.2f} nats per reply from SFT, 95 % interval {kl.low95:.2f} to {kl.high95:.2f}"))

@@ -15,7 +15,7 @@ from flows.dvc_repo.tracked_params import check_tracked_params
 from flows.prefect_server.services import Services, check_port_option, open_services, wait_for_server
 from flows.supervision import signals
 from flows.supervision.ports import LOOPBACK, claim_port
-from flows.supervision.processes import OWNER_VARIABLE, kill_leftover_processes, ownership_tag
+from flows.supervision.processes import OWNER_VARIABLE, ownership_tag
 from flows.workspace.lock import locked
 from flows.workspace.services_file import forget_services, record_services
 from rlhf_core.config.loading.load import Params, load_params
@@ -51,16 +51,15 @@ def up(workspace: Path, options: UpOptions) -> int:
     with open_display(workspace, "preparing the workspace") as display:
         ensure_dvc(workspace)
         with locked(workspace):  # a run that is under way has services of its own
-            kill_leftover_processes(workspace)
-        with locked(workspace, "services.lock"):
+            pass
+        with locked(workspace, "services.lock") as lock:
             os.environ[OWNER_VARIABLE] = ownership_tag(workspace)
-            return _serve(workspace, options.port, params, mlflow_port, display)
+            return _serve(open_services(workspace, options.port, display.line, lock), params, mlflow_port, display)
 
 
-def _serve(workspace: Path, port: int | None, params: Params, mlflow_port: int, display: Display) -> int:
-    """Start the services, keep them running until a signal, and stop them; return the exit status."""
+def _serve(services: Services, params: Params, mlflow_port: int, display: Display) -> int:
+    """Keep the services running until a signal, and stop them; return the exit status."""
     display.phase("starting Prefect and MLflow")
-    services = open_services(workspace, port, display.line)
     try:
         monitor = _start_services(services, params, mlflow_port, display)
         display.close()
@@ -76,10 +75,9 @@ def _serve(workspace: Path, port: int | None, params: Params, mlflow_port: int, 
         if signals.last() == signal.SIGINT and sys.stderr.isatty():
             display.line("")  # the terminal has written ^C at the beginning of the line
         display.phase("stopping")
-        forget_services(workspace)
+        forget_services(services.workspace)
         end_active_runs(services, True, "rlhf up was stopped", display.line)
         services.stop()
-        kill_leftover_processes(workspace, patience=1.0)
 
 
 def _start_services(services: Services, params: Params, mlflow_port: int, display: Display) -> ServiceMonitor:

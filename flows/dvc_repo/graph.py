@@ -6,9 +6,9 @@ DVC runs in a child process: ``python -m flows.dvc_repo.graph WORKSPACE`` prints
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ class StageNode:
     """A stage of dvc.yaml. Paths are relative to the workspace.
 
     Attributes:
-        after: the stages that must be done before it, directly or indirectly.
-        inputs: the files and folders it reads.
-        params: the names it reads from each parameter file.
+        after: the stages whose outputs it reads.
+        cached_inputs: those of its inputs that DVC's cache keeps.
+        carried_inputs: its other inputs, parameter files included, and the .dvc files of those in the cache.
         cache: the DVC cache that keeps its outputs.
         shareable: whether another workspace with the same cache finds the outputs by the hashes of the inputs.
     """
@@ -32,8 +32,8 @@ class StageNode:
     after: tuple[str, ...]
     command: str
     outputs: tuple[str, ...]
-    inputs: tuple[str, ...] = ()
-    params: Mapping[str, list[str]] = field(default_factory=dict)
+    cached_inputs: tuple[str, ...] = ()
+    carried_inputs: tuple[str, ...] = ()
     cache: str = ""
     shareable: bool = False
 
@@ -57,7 +57,6 @@ def read_graph(workspace: Path) -> dict[str, StageNode]:
 def dvc_graph(workspace: Path) -> list[StageNode]:
     """Read the stages with DVC, which is imported here, in topological order."""
     import networkx
-    from dvc.dependency import ParamsDependency
     from dvc.repo import Repo
 
     with Repo(str(workspace)) as repo:
@@ -67,11 +66,11 @@ def dvc_graph(workspace: Path) -> list[StageNode]:
         return [
             StageNode(
                 name=name,
-                after=tuple(sorted(names[n] for n in networkx.descendants(graph, stage) if n in names)),
+                after=tuple(sorted(names[n] for n in graph.successors(stage) if n in names)),
                 command=stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd),
                 outputs=tuple(str(out) for out in stage.outs),
-                inputs=tuple(str(dep) for dep in stage.deps if not isinstance(dep, ParamsDependency)),
-                params={str(dep): dep.params for dep in stage.deps if isinstance(dep, ParamsDependency)},
+                cached_inputs=(inputs := _inputs(repo, stage, workspace))[0],
+                carried_inputs=inputs[1],
                 cache=repo.cache.local_cache_dir,
                 shareable=_is_in_run_cache(stage),
             )
@@ -79,12 +78,33 @@ def dvc_graph(workspace: Path) -> list[StageNode]:
         ]
 
 
+def _inputs(repo: Any, stage: Any, workspace: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the inputs that DVC's cache keeps, and the files that must be carried in another way."""
+    from dvc.dependency import ParamsDependency
+    from dvc.exceptions import OutputNotFoundError
+
+    cached: set[str] = set()
+    carried: set[str] = set()
+    for dep in stage.deps:
+        try:
+            outputs = repo.find_outs_by_path(dep.fs_path, recursive=True, strict=False)
+        except OutputNotFoundError:
+            outputs = []
+        cached.update(out.fs_path for out in outputs if out.use_cache)
+        carried.update(out.stage.path for out in outputs if out.stage.path.endswith(".dvc"))
+        carried.update(out.fs_path for out in outputs if not out.use_cache)
+        if isinstance(dep, ParamsDependency) or not outputs:
+            carried.add(dep.fs_path)
+    relative = [tuple(sorted(os.path.relpath(path, workspace) for path in paths)) for paths in (cached, carried)]
+    return relative[0], relative[1]
+
+
 def _is_in_run_cache(stage: Any) -> bool:
-    """Whether DVC's run cache keeps the stage: its inputs and outputs are local, and no output persists."""
+    """Whether DVC's run cache brings the stage to another host: inputs and outputs are local, all outputs cached."""
     if stage.always_changed or stage.frozen or not stage.deps or not stage.outs:
         return False
     local = all(file.protocol == "local" for file in [*stage.deps, *stage.outs])
-    return local and not any(out.persist for out in stage.outs)
+    return local and not any(out.persist or not out.use_cache for out in stage.outs)
 
 
 def main(workspace: str) -> int:

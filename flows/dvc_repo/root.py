@@ -11,12 +11,13 @@ from flows.supervision.python_module import run_module
 from flows.workspace.folder import cannot_write
 from rlhf_core.errors import RlhfError
 
-# What ``dvc init`` writes and stages in the index of the git clone around the workspace.
-INIT_FILES = (".dvc", ".dvcignore")
+IGNORED = "/config.local\n/tmp\n/cache\n"  # as `dvc init` writes it within git
 
 
 def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
     """Make the folder a DVC root unless it is one, within git where git tracks the folder.
+
+    A root that was made before there was git joins it: DVC would refuse experiments in it for ever.
 
     Args:
         cache: a DVC cache to share with other workspaces; by default the root gets its own.
@@ -24,18 +25,29 @@ def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
     Raises:
         RlhfError: DVC fails, or the folder cannot be written to.
     """
-    if (workspace / ".dvc" / "config").is_file():
-        return
+    folder = workspace / ".dvc"
     try:
-        shutil.rmtree(workspace / ".dvc", ignore_errors=True)
-        staged = _staged(workspace)
-        _run_dvc(workspace, "init", "--quiet", *_scm_options(workspace))
-        _restage(workspace, staged)
-        _write_settings(workspace / ".dvc" / "config")
-        if cache is not None:
-            _run_dvc(workspace, "cache", "dir", "--local", _writable_by_dvc(cache.resolve(), workspace.resolve()))
+        if not (folder / "config").is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            _run_dvc(workspace, "init", "--quiet", *_scm_options(workspace))
+            _write_settings(folder / "config")
+            if cache is not None:
+                _run_dvc(workspace, "cache", "dir", "--local", _writable_by_dvc(cache.resolve(), workspace.resolve()))
+        else:
+            _join_git(workspace)
+        if not (folder / ".gitignore").is_file():
+            (folder / ".gitignore").write_text(IGNORED, encoding="utf-8")
     except OSError as error:
         raise cannot_write(workspace, error) from error
+
+
+def _join_git(workspace: Path) -> None:
+    """Take ``no_scm`` out of the settings where git has come to track the folder."""
+    config = workspace / ".dvc" / "config"
+    lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.partition("=")[0].strip() != "no_scm"]
+    if len(kept) < len(lines) and "--no-scm" not in _scm_options(workspace):
+        config.write_text("".join(kept), encoding="utf-8")
 
 
 def cache_of(workspace: Path) -> Path:
@@ -67,27 +79,9 @@ def _scm_options(workspace: Path) -> list[str]:
     return [] if Path(top).resolve() == workspace.resolve() else ["--subdir"]
 
 
-def _staged(workspace: Path) -> str | None:
-    """Return git's index entries of the files that ``dvc init`` stages; None outside git."""
-    if shutil.which("git") is None:
-        return None
-    return _git(workspace, "ls-files", "--stage", "--full-name", "-z", "--", *INIT_FILES)
-
-
-def _restage(workspace: Path, entries: str | None) -> None:
-    """Make ``entries`` the index entries of those files again: what is committed is for the owner of the clone."""
-    if entries is None or _staged(workspace) == entries:
-        return
-    _git(workspace, "rm", "--cached", "-r", "--quiet", "--force", "--ignore-unmatch", "--", *INIT_FILES)
-    top = _git(workspace, "rev-parse", "--show-toplevel")
-    if entries and top is not None:
-        _git(Path(top), "update-index", "-z", "--index-info", entries=entries)
-
-
-def _git(folder: Path, *arguments: str, entries: str | None = None) -> str | None:
-    """Return the output of a git command that reads ``entries``, None if it fails."""
-    command = ["git", "-C", str(folder), *arguments]
-    process = subprocess.run(command, input=entries or "", capture_output=True, text=True)
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return the output of a git command, None if it fails."""
+    process = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
     return process.stdout.strip() if process.returncode == 0 else None
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.judge_section import add_judge
 from rlhf_core.config.loading.load import PARAMS_FILE, Params
 from rlhf_core.config.stages.policy import PolicyConfig
 from rlhf_core.errors import ConfigError
@@ -38,7 +37,6 @@ def check_tracked_params(workspace: Path) -> None:
     if not missing:
         return
     defaults = Params().model_dump(mode="json", by_alias=True)
-    add_judge(document)
     lines: dict[str, Any] = {}
     without_default = []
     for path in missing:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowFilter, FlowFilterName
 from prefect.utilities.callables import parameter_schema
 
 from flows.jobs.job import JOB_FLOW, job_name
 from flows.prefect_server.pools import apply_pools
 from flows.supervision.python_module import run_module
 from flows.workspace.folder import private_path
+from flows.workspace.run_label import workspace_slug
 from rlhf_core.config.loading.load import Params
 from rlhf_core.config.loading.recipe import recipe_folder
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import ConfigError, RlhfError
 
 JOB_ENTRYPOINT = "flows.jobs.stage_job.stage_job"
 PREFECT_FILE = "prefect.yaml"
+FLOWS = ("rlhf-pipeline", "rlhf-data-watch", "rlhf-promotion")  # of the deployments of prefect.yaml
 # Heartbeats, so that a lost host does not keep its pool slot, and a client that tries for eight minutes to reach a
 # server that is being restarted.
 JOB_SETTINGS = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30", "PREFECT_CLIENT_MAX_RETRIES": "8"}
@@ -28,6 +31,7 @@ def deploy_jobs(workspace: Path, params: Params) -> None:
     from flows.jobs.stage_job import stage_job
 
     with get_client(sync_client=True) as client:
+        require_own_names(client, workspace)
         apply_pools(client, params)
         flow_id = client.create_flow_from_name(JOB_FLOW)
         remote_pools = params.pools_away()
@@ -35,8 +39,9 @@ def deploy_jobs(workspace: Path, params: Params) -> None:
         for pool in params.pool_names():
             client.create_deployment(
                 flow_id,
-                job_name(pool, pool not in remote_pools),
+                job_name(workspace, pool, pool not in remote_pools),
                 entrypoint=JOB_ENTRYPOINT,
+                parameters={"workspace": str(workspace)},
                 pull_steps=None if pool in remote_pools else in_workspace,
                 job_variables={"env": JOB_SETTINGS},
                 work_pool_name=pool,
@@ -44,6 +49,32 @@ def deploy_jobs(workspace: Path, params: Params) -> None:
                 enforce_parameter_schema=False,
                 description="One stage of the pipeline on this pool",
             )
+
+
+def require_own_names(client: SyncPrefectClient, workspace: Path) -> None:
+    """Refuse names of deployments that those of another workspace on this server have: it would lose its schedules.
+
+    Raises:
+        ConfigError: names the other workspace.
+    """
+    ending = f"-{workspace_slug(workspace)}"
+    ours = FlowFilter(name=FlowFilterName(any_=[JOB_FLOW, *FLOWS]))
+    named = DeploymentFilter(name=DeploymentFilterName(like_=ending))
+    for deployment in client.read_deployments(flow_filter=ours, deployment_filter=named):
+        owner = deployment.parameters.get("workspace")
+        if deployment.name.endswith(ending) and owner and os.path.realpath(owner) != os.path.realpath(workspace):
+            raise ConfigError(
+                f"the deployment {deployment.name} on this Prefect server belongs to the workspace {owner}; rename the "
+                f"folder {workspace}, use another server, or, if that workspace is gone, delete its deployments "
+                f"(`prefect deployment ls`, `prefect deployment delete FLOW/{deployment.name}`)"
+            )
+
+
+def claim_names(directory: str) -> dict[str, str]:
+    """Step of prefect.yaml that gives its deployments the name of the workspace, after :func:`require_own_names`."""
+    with get_client(sync_client=True) as client:
+        require_own_names(client, Path(directory))
+    return {"name": workspace_slug(Path(directory))}
 
 
 def prefect_file(workspace: Path) -> Path:

@@ -1,14 +1,17 @@
 """The pipeline's side of a stage on a host that does not see the workspace.
 
-Inputs and result travel through the DVC remote (``flows.jobs.transfer_worker``). The recipe, dvc.lock and the small
+Inputs and result travel through the DVC remote (``flows.jobs.transfer``). The recipe, dvc.lock and the small
 inputs that DVC does not cache travel with the submission; outcome and log come back through the Prefect server.
 """
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+import socket
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from uuid import UUID
 
 from prefect import get_run_logger
@@ -17,17 +20,27 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.client.schemas.sorting import ArtifactSort
 
 from flows.dvc_repo.graph import StageNode
+from flows.dvc_repo.lock_file import LOCK_FILE
+from flows.dvc_repo.recipe import EXPECTATIONS
+from flows.dvc_repo.root import cache_of
 from flows.jobs.job import Handoff, Job, RemoteJobReport
 from flows.jobs.log_shipping import LogFollower
-from flows.jobs.transfer import TransferFailed, transfer, transfer_with_retries
+from flows.jobs.transfer import (
+    TransferFailed,
+    describe_remote,
+    dvc_transfer,
+    restore_result,
+    transfer_outcome,
+    transfer_with_retries,
+)
 from flows.stage.outcome import StageOutcome
-from flows.stage.run import run_stage, stage_log
-from flows.stage.stage_hash import stage_hash
+from flows.stage.run import stage_log
 from flows.supervision.signals import StopRequested
+from flows.workspace.folder import private_path
 from rlhf_core.config.loading.load import PARAMS_FILE, Params, load_params
-from rlhf_core.errors import EXIT_USER_ERROR, ConfigError, DataError
+from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.fingerprint.tracked_files import function_files, verifiable_functions
 from rlhf_core.git import git_revision
-from rlhf_core.ppo.reward_sources.tracked_files import function_files, verifiable_functions
 from rlhf_core.storage.file_patterns import expand, spelled
 from rlhf_core.storage.files import atomic_write_text
 
@@ -43,20 +56,17 @@ def check_remotes(workspace: Path, params: Params) -> None:
 
     Raises:
         ConfigError: a remote is missing or of a kind that cannot serve two hosts.
-        KeyboardInterrupt: the stop flag was raised.
     """
     remotes = {placement.remote: stage for stage, placement in params.pools.items() if not placement.shared}
     for remote, stage in remotes.items():
         try:
-            transfer(workspace, "describe-remote", remote=remote or "")
+            describe_remote(workspace, remote)
         except TransferFailed as error:
             raise ConfigError(f"pools.{stage} has shared: false, but {error} (docs/operations.md)") from error
-        except StopRequested as stop:
-            raise KeyboardInterrupt from stop
 
 
-def prepare_remote_job(job: Job, node: StageNode) -> Job | None:
-    """Push the inputs of ``job`` and return it with all its host needs; None when the result is in the cache already.
+def prepare_remote_job(job: Job, node: StageNode) -> Job:
+    """Push the inputs of ``job`` and return it with all its host needs.
 
     Raises:
         TransferFailed: the stage cannot travel, or the remote is out of reach.
@@ -64,35 +74,39 @@ def prepare_remote_job(job: Job, node: StageNode) -> Job | None:
     """
     if not node.shareable:
         raise TransferFailed(
-            "DVC's run cache does not take this stage (frozen, always changed, or with persisted outputs), so its "
-            "result cannot come back: place it on a pool that sees the workspace",
+            "DVC's run cache does not take this stage (frozen, always changed, or with outputs that are persisted or "
+            "not cached), so its result cannot come back: place it on a pool that sees the workspace",
             final=True,
         )
-    pushed = transfer(job.workspace, "push-inputs", job.stage, job.placement.remote or "")
-    if pushed.result_cached:
-        return None
-    # The hash must be the same for every workspace that uses this remote.
-    shared_hash = stage_hash(job.workspace, replace(node, cache=pushed.remote["url"]))
-    if shared_hash is None:
-        raise TransferFailed("an input is missing; run the stages before it", final=True)
-    untracked = _untracked_inputs(job.workspace, job.stage)
+    outside = next((path for path in (*node.cached_inputs, *node.carried_inputs) if path.startswith("..")), None)
+    if outside is not None:
+        raise TransferFailed(
+            f"{node.name} reads {outside}, which is outside the workspace: `dvc add` a copy in it", final=True
+        )
+    remote = describe_remote(job.workspace, job.placement.remote)
+    if node.cached_inputs:
+        dvc_transfer(job.workspace, "push", "--remote", remote["name"], *node.cached_inputs)
+    carried = [*RECIPE_FILES, *node.carried_inputs, *_untracked_inputs(job.workspace, job.stage)]
     handoff = Handoff(
-        key=f"{job.stage}-{shared_hash[:16]}",
-        remote=pushed.remote,
-        files=read_carried_files(job.workspace, [*RECIPE_FILES, *pushed.carried_inputs, *untracked]),
+        key=f"{job.stage}-{hashlib.sha256(f'{socket.gethostname()} {job.workspace}'.encode()).hexdigest()[:16]}",
+        remote=remote,
+        inputs=node.cached_inputs,
+        files=read_carried_files(job.workspace, carried),
         revision=git_revision(Path(__file__).parent),
         deliver_seconds=job.placement.deliver_seconds or DELIVER_SECONDS,
     )
-    return replace(job, stage_hash=shared_hash, handoff=handoff)
+    return replace(job, handoff=handoff)
 
 
 def _untracked_inputs(workspace: Path, stage: str) -> list[str]:
-    """List files that the stage reads and DVC does not track: DeepSpeed settings, functions, questions."""
+    """List files that the stage reads and DVC does not track: DeepSpeed settings, functions, questions, suites."""
     params = load_params(workspace)
     launch = {str(name): config for name, config in params.compute.launch.items()}.get(stage)
     files = [launch.deepspeed] if launch and launch.deepspeed and not Path(launch.deepspeed).is_absolute() else []
     if stage in STAGES_WITH_REWARD_SOURCES:
         files += function_files(workspace, params.ppo.reward.sources)
+    if stage == "validate":
+        files.append(EXPECTATIONS)
     if stage == "evaluate":
         patterns = [pattern for kind in params.evaluate.untracked_files.values() for pattern in kind]
         files += [file for pattern in patterns for file in _carried(workspace, pattern)]
@@ -162,7 +176,7 @@ class RemoteJobClient:
             return None
         report = RemoteJobReport.from_data(artifacts[0].data)
         if report.outcome.ok:
-            return self._fetch_result(report.outcome)
+            return self._fetch_result(report)
         if report.outcome.action == "stopped":
             return None
         for path, text in report.files.items():
@@ -170,31 +184,53 @@ class RemoteJobClient:
                 atomic_write_text(self.job.workspace / path, text)
         return report.outcome
 
-    def _fetch_result(self, reported: StageOutcome) -> StageOutcome:
-        """Fetch the result into the cache, from where DVC's own ``repro`` takes it; nothing is ever computed here."""
-        job = self.job
+    def _fetch_result(self, report: RemoteJobReport) -> StageOutcome:
+        """Fetch the result into the cache, from where DVC's own ``repro`` takes it; nothing is ever computed here.
+
+        DVC fetches what a dvc.lock names. That of the job names its result, in a folder that uses the same cache.
+        """
+        job, reported = self.job, report.outcome
         assert job.handoff is not None
         remote = job.handoff.remote["name"]
-        warn = get_run_logger().warning
+        folder = private_path(job.workspace, "remote", job.stage, LOCK_FILE).parent
         try:
-            fetched = transfer_with_retries(
-                job.workspace, "fetch-result", job.stage, remote, job.handoff.deliver_seconds, warn
-            )
+            rebuild_workspace(folder, job.handoff, cache_of(job.workspace))
+            atomic_write_text(folder / LOCK_FILE, report.files[LOCK_FILE])
+            secrets = job.workspace / ".dvc" / "config.local"
+            if secrets.is_file():
+                shutil.copy2(secrets, folder / ".dvc" / "config.local")
+            fetch = ("fetch", "--run-cache", "--remote", remote, job.stage)
+            transfer_with_retries(folder, fetch, job.handoff.deliver_seconds, get_run_logger().warning)
         except (TransferFailed, StopRequested) as error:
             context = f"the result is in the DVC remote {remote}, but could not be fetched"
             return transfer_outcome(job.stage, error, context, reported.started)
-        if not fetched.result_cached:
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        outcome = restore_result(job.spec)
+        if outcome is None:
             message = f"the DVC remote {remote} has no result for the inputs as they are in this workspace now"
             return StageOutcome.failed(job.stage, message, started=reported.started, work_seconds=reported.work_seconds)
-        outcome = run_stage(job.spec)
         if not outcome.ok:
             return outcome
         started = min(reported.started, outcome.started)  # the other host's clock may be ahead
         return replace(outcome, action=reported.action, started=started, work_seconds=reported.work_seconds)
 
 
-def transfer_outcome(stage: str, error: TransferFailed | StopRequested, context: str, started: float) -> StageOutcome:
-    """Return the outcome of a stage whose inputs or result could not be transferred."""
-    if isinstance(error, StopRequested):
-        return StageOutcome.stopped(stage, started=started)
-    return StageOutcome.failed(stage, f"{context}: {error}", EXIT_USER_ERROR if error.final else 1, started=started)
+def rebuild_workspace(workspace: Path, handoff: Handoff, cache: Path) -> None:
+    """Write the files of the hand-off and DVC's settings to ``workspace``, which may exist from an earlier attempt.
+
+    Raises:
+        ValueError: the hand-off names a path outside the workspace.
+    """
+    from configobj import ConfigObj
+
+    for path, text in handoff.files.items():
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise ValueError(f"the submission names {path}, which is outside the workspace")
+        atomic_write_text(workspace / path, text)
+    settings = ConfigObj()
+    name = handoff.remote["name"]
+    settings["core"] = {"no_scm": "True", "analytics": "false", "check_update": "false", "remote": name}
+    settings["cache"] = {"dir": str(cache)}
+    settings[f'remote "{name}"'] = {key: value for key, value in handoff.remote.items() if key != "name"}
+    atomic_write_text(workspace / ".dvc" / "config", "\n".join(settings.write()) + "\n")

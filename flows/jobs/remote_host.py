@@ -1,6 +1,7 @@
 """A stage on a host that does not see the workspace: rebuild the workspace, run the stage, push its result.
 
-``RLHF_HOST_FOLDER`` (default ``~/.rlhf``) holds the rebuilt workspaces and the DVC cache that they share. A workspace
+``RLHF_HOST_FOLDER`` (default ``~/.rlhf``) holds the rebuilt workspaces and the DVC cache that they share, which may be
+deleted at any time: everything in it is in the DVC remote too, but for results that a job reports as kept. A workspace
 is kept until its result has been pushed, so that the next attempt on this host finds partial state and result.
 """
 
@@ -11,8 +12,8 @@ import shutil
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from dataclasses import asdict, replace
+from pathlib import Path
 from uuid import UUID
 
 import httpx
@@ -20,11 +21,11 @@ from prefect import get_run_logger, runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate
 
-from flows.jobs.host_cache import host_cache_in_use
+from flows.dvc_repo.lock_file import LOCK_FILE
 from flows.jobs.job import Handoff, RemoteJobReport
 from flows.jobs.log_shipping import LogShipper
-from flows.jobs.remote_client import REPORT_ARTIFACT, transfer_outcome
-from flows.jobs.transfer import TransferFailed, transfer_with_retries
+from flows.jobs.remote_client import REPORT_ARTIFACT, rebuild_workspace
+from flows.jobs.transfer import TransferFailed, transfer_outcome, transfer_with_retries
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageSpec, run_stage, stage_log
 from flows.supervision.python_module import run_module
@@ -34,7 +35,6 @@ from flows.workspace.cleanup import cleanup
 from flows.workspace.lock import locked
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_USER_ERROR, RlhfError
 from rlhf_core.git import git_revision
-from rlhf_core.storage.files import atomic_write_text
 
 HOST_FOLDER_VARIABLE = "RLHF_HOST_FOLDER"
 FINGERPRINTS = ".fingerprints"
@@ -56,13 +56,10 @@ def run_remote_job(handoff: Handoff, spec: StageSpec) -> StageOutcome:
     started = time.time()
     host = host_folder()
     try:
-        with (
-            host_cache_in_use(host),
-            locked(host, f"{handoff.key}.lock", wait=True, on_wait=get_run_logger().info),
-        ):
+        with locked(host, f"{handoff.key}.lock", wait=True, on_wait=get_run_logger().info):
             job = RemoteJob(handoff, spec, host / "jobs" / handoff.key)
             outcome = job.run(host / "cache")
-            publish_report(outcome, job.workspace, _gate_evidence(job.spec, outcome))
+            publish_report(outcome, job.workspace, _report_files(job.spec, outcome))
             if outcome.ok:
                 shutil.rmtree(job.workspace, ignore_errors=True)
     except KeyboardInterrupt:
@@ -79,7 +76,7 @@ class RemoteJob:
 
     def __init__(self, handoff: Handoff, spec: StageSpec, workspace: Path) -> None:
         self.handoff, self.workspace = handoff, workspace
-        self.spec = replace(spec, workspace=workspace, environment=_tracking_environment(spec.environment))
+        self.spec = replace(spec, workspace=workspace, environment=_tracking_environment(spec.environment), pull=True)
         self.started = time.time()
 
     def run(self, cache: Path) -> StageOutcome:
@@ -93,7 +90,8 @@ class RemoteJob:
             if difference:
                 return StageOutcome.failed(stage, difference, EXIT_USER_ERROR, started=self.started)
             try:
-                self._transfer("fetch-inputs")
+                if self.handoff.inputs:
+                    self._transfer("pull", "--force", "--remote", remote, *self.handoff.inputs)
             except (TransferFailed, StopRequested) as error:
                 context = f"inputs could not be fetched from the DVC remote {remote}"
                 return transfer_outcome(stage, error, context, self.started)
@@ -101,7 +99,7 @@ class RemoteJob:
             if not outcome.ok:
                 return outcome
             try:
-                self._transfer("push-result")
+                self._transfer("push", "--run-cache", "--remote", remote, stage)
             except (TransferFailed, StopRequested) as error:
                 context = (
                     f"the stage is done, but its result could not be pushed to the DVC remote {remote}; it is kept on "
@@ -110,34 +108,13 @@ class RemoteJob:
                 return transfer_outcome(stage, error, context, self.started)
             return outcome
 
-    def _transfer(self, command: str) -> None:
-        remote, seconds = self.handoff.remote["name"], self.handoff.deliver_seconds
-        transfer_with_retries(self.workspace, command, self.spec.name, remote, seconds, self._log)
+    def _transfer(self, *arguments: str) -> None:
+        transfer_with_retries(self.workspace, arguments, self.handoff.deliver_seconds, self._log)
 
     def _log(self, line: str) -> None:
         """Append a line to the stage's log, which the pipeline follows."""
         with stage_log(self.workspace, self.spec.name).open("a", encoding="utf-8") as stream:
             stream.write(f"{self.spec.name} {line}\n")
-
-
-def rebuild_workspace(workspace: Path, handoff: Handoff, cache: Path) -> None:
-    """Write the files of the hand-off and DVC's settings to ``workspace``, which may exist from an earlier attempt.
-
-    Raises:
-        ValueError: the hand-off names a path outside the workspace.
-    """
-    from configobj import ConfigObj
-
-    for path, text in handoff.files.items():
-        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-            raise ValueError(f"the submission names {path}, which is outside the workspace")
-        atomic_write_text(workspace / path, text)
-    settings = ConfigObj()
-    name = handoff.remote["name"]
-    settings["core"] = {"no_scm": "True", "analytics": "false", "check_update": "false", "remote": name}
-    settings["cache"] = {"dir": str(cache)}
-    settings[f'remote "{name}"'] = {key: value for key, value in handoff.remote.items() if key != "name"}
-    atomic_write_text(workspace / ".dvc" / "config", "\n".join(settings.write()) + "\n")
 
 
 def code_difference(workspace: Path, handoff: Handoff) -> str:
@@ -161,7 +138,7 @@ def publish_report(outcome: StageOutcome, workspace: Path, files: Mapping[str, s
     """Send the outcome to the server, for up to ten minutes; without it the pipeline sees the flow run's state only."""
     report = RemoteJobReport(outcome, socket.gethostname(), str(workspace), dict(files))
     flow_run = UUID(str(runtime.flow_run.id))
-    artifact = ArtifactCreate(type=REPORT_ARTIFACT, data=report.to_data(), flow_run_id=flow_run)
+    artifact = ArtifactCreate(type=REPORT_ARTIFACT, data=asdict(report), flow_run_id=flow_run)
     logger = get_run_logger()
 
     def send() -> None:
@@ -179,9 +156,11 @@ def publish_report(outcome: StageOutcome, workspace: Path, files: Mapping[str, s
         logger.error("the outcome did not reach the server")
 
 
-def _gate_evidence(spec: StageSpec, outcome: StageOutcome) -> dict[str, str]:
-    """Return the stage's small text outputs if its gate failed: DVC does not cache the evidence then."""
+def _report_files(spec: StageSpec, outcome: StageOutcome) -> dict[str, str]:
+    """Return dvc.lock of a finished stage, or the small text outputs of a failed gate, whose evidence DVC forgets."""
     texts = {}
+    if outcome.ok:
+        texts[LOCK_FILE] = (spec.workspace / LOCK_FILE).read_text(encoding="utf-8")
     for path in spec.outputs if outcome.exit_code == EXIT_GATE_FAILED else ():
         file = spec.workspace / path
         if file.is_file() and file.stat().st_size <= SMALL_BYTES and file.stat().st_mtime >= outcome.started - 1:

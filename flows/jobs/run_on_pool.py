@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 from uuid import UUID
 
-from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.deployments import run_deployment
 from prefect.states import Cancelled, Cancelling, State
 
 from flows.dvc_repo.graph import StageNode
-from flows.jobs.job import Job
-from flows.jobs.remote_client import RemoteJobClient, prepare_remote_job, transfer_outcome
+from flows.jobs.job import Job, job_deployment
+from flows.jobs.remote_client import RemoteJobClient, prepare_remote_job
 from flows.jobs.stage_job import PREEMPTED, preempted_state
-from flows.jobs.submission import claim_flow_run, is_own_run
-from flows.jobs.transfer import TransferFailed
+from flows.jobs.transfer import TransferFailed, restore_result, transfer_outcome
 from flows.stage.outcome import StageOutcome, clear_outcome, load_outcome, load_report
-from flows.stage.run import run_stage
 from flows.supervision import signals
 from flows.supervision.signals import StopRequested
+from flows.workspace.run_label import job_label
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 POLL_SECONDS = 0.5
@@ -36,12 +36,12 @@ def run_on_remote_pool(
     """Run :func:`run_on_pool` for a pool whose workers do not see the workspace."""
     started = time.time()
     try:
+        if node.shareable and (restored := restore_result(job.spec)) is not None:
+            return restored
         remote_job = prepare_remote_job(job, node)
     except (TransferFailed, StopRequested) as error:
         context = f"the stage cannot be submitted to the work pool {job.placement.pool}"
         return transfer_outcome(job.stage, error, context, started)
-    if remote_job is None:
-        return run_stage(job.spec)
     return run_on_pool(remote_job, on_poll, on_preempted)
 
 
@@ -49,9 +49,6 @@ def run_on_pool(
     job: Job, on_poll: Callable[[], None], on_preempted: Callable[[str], None] = lambda message: None
 ) -> StageOutcome:
     """Submit ``job`` to its pool and return its outcome; a failing stage does not raise.
-
-    If another workspace with the same DVC cache is computing the same, its job is waited for first, and this job then
-    finds the result in the cache. If that job fails or is stopped, this one does the work.
 
     A job whose process ended before it began is submitted again, ``FALSE_STARTS`` times at most: a new process gives up
     at once where the server does not answer its first request.
@@ -67,14 +64,7 @@ def run_on_pool(
             clear_outcome(job.workspace, job.stage)
             repeats = preemptions + false_starts
             attempt = f"{job.attempt}:{repeats}" if repeats else job.attempt
-            run = claim_flow_run(client, replace(job, attempt=attempt))
-            if not is_own_run(run, job):
-                workspace = run.parameters.get("workspace")
-                get_run_logger().info("%s: %s computes the same (flow run %s); waiting", job.stage, workspace, run.id)
-                _await_end(client, run.id, on_poll)
-                if signals.STOP.is_set():
-                    return StageOutcome.stopped(job.stage, started=started)
-                continue
+            run = submit(replace(job, attempt=attempt))
             remote = RemoteJobClient(job, client, run.id) if job.handoff is not None else None
             state = _await_end(client, run.id, on_poll, job, remote)
             if signals.STOP.is_set():
@@ -94,16 +84,42 @@ def run_on_pool(
             return reported or _outcome_in_workspace(job, state, started)
 
 
+def submit(job: Job) -> FlowRun:
+    """Create the flow run of this attempt at a job; the run that exists if the attempt was submitted before."""
+    parameters: dict[str, Any] = {
+        "workspace": str(job.workspace),
+        "stage": job.stage,
+        "outputs": list(job.spec.outputs),
+        "environment": dict(job.spec.environment),
+        "grace": job.spec.grace,
+    }
+    if job.handoff is not None:
+        parameters["handoff"] = asdict(job.handoff)
+    run = run_deployment(
+        job_deployment(job.workspace, job.placement.pool, job.placement.shared),
+        parameters=parameters,
+        timeout=0,
+        as_subflow=True,
+        idempotency_key=job.attempt,
+        flow_run_name=job_label(str(job.workspace), job.stage),
+        tags=[job.workspace.name, job.stage],
+        work_queue_name=job.placement.queue,
+        job_variables=job.placement.job_variables(),
+    )
+    assert isinstance(run, FlowRun)
+    return run
+
+
 def _await_end(
     client: SyncPrefectClient,
     run: UUID,
     on_poll: Callable[[], None],
-    own: Job | None = None,
+    job: Job,
     remote: RemoteJobClient | None = None,
 ) -> State[Any] | None:
-    """Wait for the run's final state. After a stop signal an ``own`` job is cancelled and waited for briefly.
+    """Wait for the run's final state. After a stop signal the job is cancelled and waited for briefly.
 
-    If the stage of an own job has reported its preemption, the job has a while to end by itself. Its process may have
+    If the stage of the job has reported its preemption, the job has a while to end by itself. Its process may have
     died with its worker, which the server would notice much later.
     """
     polls_left = REPORT_POLLS
@@ -111,12 +127,12 @@ def _await_end(
         state = client.read_flow_run(run).state
         if state is not None and state.is_final():
             return state
-        if own is not None and _stage_reported_preemption(own, state):
+        if _stage_reported_preemption(job, state):
             polls_left -= 1
             if polls_left <= 0:
-                client.set_flow_run_state(run, preempted_state(f"{own.stage}: its worker is gone"), force=True)
+                client.set_flow_run_state(run, preempted_state(f"{job.stage}: its worker is gone"), force=True)
         if signals.STOP.wait(POLL_SECONDS):
-            return cancel_and_wait(client, run) if own is not None else state
+            return cancel_and_wait(client, run)
         if remote is not None:
             remote.follow_log()
         on_poll()

@@ -10,13 +10,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, runtime
+from prefect import flow, get_run_logger, runtime
 from prefect.client.orchestration import get_client
 from prefect.exceptions import Abort, TerminationSignal
 from prefect.states import Cancelled, Completed, Crashed, Failed, State
 
 from flows.jobs.job import JOB_FLOW, Handoff
-from flows.stage.run import StageSpec, run_stage
+from flows.stage.run import StageSpec, logged_progress, run_stage
 from flows.supervision import signals
 from flows.workspace.run_label import job_label
 
@@ -45,7 +45,8 @@ def stage_job(
     spec = StageSpec(Path(workspace), stage, tuple(outputs), environment, grace)
     try:
         if handoff is None:
-            outcome = run_stage(spec)
+            with logged_progress(spec.workspace, stage, get_run_logger().info):
+                outcome = run_stage(spec)
         else:
             from flows.jobs.remote_host import run_remote_job
 

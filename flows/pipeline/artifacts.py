@@ -25,6 +25,7 @@ from flows.stage.gate_conditions import condition_rows
 from flows.stage.outcome import StageOutcome, last_progress
 from flows.stage.run import stage_log
 from flows.supervision.log_reader import LogReader
+from flows.workspace.run_label import workspace_slug
 from rlhf_core.storage.files import read_json
 
 TAIL_BYTES = 8192
@@ -32,9 +33,9 @@ TAIL_BYTES = 8192
 LOOK_ALIKES = {">=": "≥", "<=": "≤", "<": "‹", ">": "›", "*": "∗", "`": "ˋ", "](": "] ("}
 
 
-def artifact_key(*parts: str) -> str:
-    """Return a valid artifact key: lowercase letters, digits and dashes."""
-    return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")
+def artifact_key(workspace: Path, *parts: str) -> str:
+    """Return a valid artifact key (lowercase letters, digits and dashes), which all runs of a workspace share."""
+    return re.sub(r"[^a-z0-9]+", "-", "-".join([*parts, workspace_slug(workspace)]).lower()).strip("-")
 
 
 def table_cell(text: str) -> str:
@@ -49,7 +50,7 @@ def table_cell(text: str) -> str:
     return cell
 
 
-def publish_stage_table(outcomes: Iterable[StageOutcome]) -> None:
+def publish_stage_table(workspace: Path, outcomes: Iterable[StageOutcome]) -> None:
     """Create a table with a row per stage: its result, duration and message."""
     rows: list[dict[str, Any]] = [
         {
@@ -60,7 +61,7 @@ def publish_stage_table(outcomes: Iterable[StageOutcome]) -> None:
         }
         for o in outcomes
     ]
-    create_table_artifact(rows, key="stages", description="Stages of this run")
+    create_table_artifact(rows, key=artifact_key(workspace, "stages"), description="Stages of this run")
 
 
 def publish_gate_tables(workspace: Path) -> None:
@@ -78,27 +79,32 @@ def publish_gate_tables(workspace: Path) -> None:
             for row in condition_rows(gate)
         ]
         verdict = "passed" if gate.get("passed") else "FAILED"
-        create_table_artifact(rows, key=artifact_key("gate", path.stem), description=f"Gate {path.stem}: {verdict}")
+        create_table_artifact(
+            rows, key=artifact_key(workspace, "gate", path.stem), description=f"Gate {path.stem}: {verdict}"
+        )
 
 
-def publish_verdict(verdict: RunVerdict, report_link: str | None) -> None:
+def publish_verdict(workspace: Path, verdict: RunVerdict, report_link: str | None) -> None:
     """Create a page with the verdict, its key numbers and where the report is."""
     create_markdown_artifact(
-        verdict_markdown(verdict, report_link), key="verdict", description=f"Verdict: {verdict.headline}"
+        verdict_markdown(verdict, report_link),
+        key=artifact_key(workspace, "verdict"),
+        description=f"Verdict: {verdict.headline}",
     )
 
 
-def publish_report(report: Path, report_link: str | None) -> None:
+def publish_report(workspace: Path, report: Path, report_link: str | None) -> None:
     """Create a link to the report where a server shows it, else a note of its path, if there is a report.
 
     Browsers do not follow links from a served page to a local file.
     """
     if not report.is_file():
         return
+    key = artifact_key(workspace, "report")
     if report_link:
-        create_link_artifact(report_link, link_text=report.name, key="report", description=str(report))
+        create_link_artifact(report_link, link_text=report.name, key=key, description=str(report))
     else:
-        create_markdown_artifact(f"The report is the file `{report}`.", key="report", description=str(report))
+        create_markdown_artifact(f"The report is the file `{report}`.", key=key, description=str(report))
 
 
 def publish_run(
@@ -112,11 +118,11 @@ def publish_run(
     page = report_page(workspace, run_id, report) if run_id else ""
     links = mlflow_links(workspace)
     report_link = f"{links.address}/{page}" if links and page else None
-    publish_stage_table(list(outcomes.values()))
+    publish_stage_table(workspace, list(outcomes.values()))
     publish_gate_tables(workspace)
-    publish_report(workspace / report, report_link)
+    publish_report(workspace, workspace / report, report_link)
     if verdict is not None:
-        publish_verdict(verdict, report_link)
+        publish_verdict(workspace, verdict, report_link)
     if run_id:
         log_final_artifacts(workspace, run_id)
         if verdict is not None:
@@ -128,7 +134,7 @@ class ProgressArtifact:
     """A progress artifact that follows the progress lines in the log of a stage."""
 
     def __init__(self, workspace: Path, stage: str) -> None:
-        self.stage = stage
+        self.key = artifact_key(workspace, "progress", stage)
         self.appended = LogReader(stage_log(workspace, stage))
         self.artifact: UUID | None = None
         self.percent = -1.0
@@ -140,8 +146,7 @@ class ProgressArtifact:
             return
         percent = min(100.0, 100.0 * progress.done / max(progress.total, 1))
         if self.artifact is None:
-            key = artifact_key("progress", self.stage)
-            self.artifact = cast(UUID, create_progress_artifact(percent, key=key, description=progress.line))
+            self.artifact = cast(UUID, create_progress_artifact(percent, key=self.key, description=progress.line))
         elif percent != self.percent:
             update_progress_artifact(self.artifact, percent, description=progress.line)
         self.percent = percent

@@ -19,7 +19,6 @@ from prefect.client.orchestration import get_client
 from prefect.states import Completed, State
 
 from flows.dvc_repo.lock_file import recorded_stages
-from flows.pipeline.late_runs import cancel_late_runs
 from flows.workspace.folder import private_path
 from flows.workspace.lock import lock_holder
 from rlhf_core.config.loading.load import load_params
@@ -76,7 +75,6 @@ def data_watch(workspace: str = ".", settle_seconds: float = 5.0) -> State[Any]:
     Args:
         settle_seconds: Files that change within this time are still being written, and are left to the next look.
     """
-    cancel_late_runs()
     folder = Path(workspace).resolve()
     if (holder := lock_holder(folder)) is not None:
         return Completed(message=f"not looked: {folder} is in use by {holder}")

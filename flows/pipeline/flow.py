@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from prefect.states import Cancelled, Completed, Failed, State
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows.dvc_repo.graph import StageNode, read_graph
+from flows.dvc_repo.inputs import refresh_inputs
+from flows.dvc_repo.lock_file import recorded_hash
 from flows.jobs.job import Job
 from flows.jobs.run_on_pool import run_on_pool, run_on_remote_pool
 from flows.pipeline.artifacts import ProgressArtifact, publish_run
@@ -37,20 +40,17 @@ from flows.pipeline.events import (
     VerdictReached,
     new_events_file,
 )
-from flows.pipeline.late_runs import cancel_late_runs
 from flows.pipeline.preflight import memory_refusal
 from flows.pipeline.record_delivery import delivered_records, without_delivery
-from flows.pipeline.registration import MATCH_LOG, LibraryLoader, promote_task, register_task
+from flows.pipeline.registration import MATCH_LOG, promote_task, register_task
 from flows.pipeline.release_page import with_release_page
-from flows.pipeline.schedule import Schedule, final_name
 from flows.pipeline.unchanged import find_unchanged, has_gated_policy, undecided_because
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans
 from flows.registry.approval.suspended_runs import follow_request
 from flows.registry.mlflow_client import end_pipeline_run, start_pipeline_run
 from flows.stage.outcome import StageOutcome
-from flows.stage.run import StageFailed, StageSpec, run_stage, stage_log
-from flows.stage.stage_hash import stage_hash
+from flows.stage.run import StageSpec, logged_progress, run_stage, stage_log
 from flows.supervision import signals
 from flows.supervision.processes import OWNER_VARIABLE, ownership_tag
 from flows.workspace.cleanup import cleanup
@@ -59,19 +59,29 @@ from flows.workspace.run_label import run_label, run_tags
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.config.operations.operations import FlowConfig
 from rlhf_core.config.operations.placement import Placement
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
+from rlhf_core.storage.garbage_collection import skip_last_collection
 
 PIPELINE_FLOW = "rlhf-pipeline"
-RUNNER = cast("TaskRunner[PrefectFuture[Any]]", ThreadPoolTaskRunner(max_workers=16))
+# Tasks wait in threads for those before them; ``flow.parallel`` limits how many stages run.
+RUNNER = cast("TaskRunner[PrefectFuture[Any]]", ThreadPoolTaskRunner(max_workers=64))
 PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
-POLL_SECONDS = 0.05
+STATE_NAMES = {
+    EXIT_GATE_FAILED: "GateFailed",
+    EXIT_TRAINING_PAUSED: "TrainingPaused",
+    EXIT_USER_ERROR: "UserError",
+    EXIT_PREEMPTED: "Preempted",
+}
 
 
 @dataclass(frozen=True)
 class PipelineContext:
-    """What every stage task of a run needs to know.
+    """What the stage tasks of a run share.
 
-    ``environment`` is set for the stages on top of the usual one; it names the MLflow run that they belong to.
+    Attributes:
+        environment: set for the stages on top of the usual one; it names the MLflow run that they belong to.
+        slots: limits how many stages run at a time.
+        outcomes: how each stage ended that was started.
     """
 
     workspace: Path
@@ -79,12 +89,23 @@ class PipelineContext:
     flow: FlowConfig
     environment: Mapping[str, str]
     events: EventWriter
-    libraries: LibraryLoader = field(default_factory=LibraryLoader)
+    slots: threading.BoundedSemaphore
+    outcomes: dict[str, StageOutcome] = field(default_factory=dict)
 
     def spec(self, node: StageNode, command: tuple[str, ...] | None = None) -> StageSpec:
         """Return how to run the stage ``node``, with ``command`` in place of DVC if given."""
         grace = float(self.flow.stop_grace_seconds)
         return StageSpec(self.workspace, node.name, node.outputs, self.environment, grace, command)
+
+    def end(self, outcome: StageOutcome) -> None:
+        """Record how a stage ended."""
+        self.outcomes[outcome.stage] = outcome
+        self.events.emit(StageEnded(outcome))
+
+    @property
+    def starts_no_more(self) -> bool:
+        """Whether stages that have not begun are skipped: after a failure or a stop. Those that run may finish."""
+        return signals.STOP.is_set() or any(not outcome.ok for outcome in [*self.outcomes.values()])
 
 
 def _run_name() -> str:
@@ -106,8 +127,10 @@ def _run_name() -> str:
     on_cancellation=[cancel_orphans],
     on_crashed=[cancel_orphans],
 )
-def rlhf_pipeline(workspace: str = ".", promote: bool = True) -> State[Any]:
+def rlhf_pipeline(workspace: str = ".", promote: bool = True, profile: str = "", data: str = "") -> State[Any]:
     """Bring every stage of the workspace up to date, then register and promote what passed its gates.
+
+    ``profile`` and ``data`` (the hash of data/clean) are filled in by the run itself, to be seen beside it.
 
     Ends Completed, Cancelled, or Failed under a name that says why: GateFailed, TrainingPaused, UserError, Preempted,
     StageFailed or RegistrationFailed. As a run of a deployment whose challenger waits for approval it suspends. Where
@@ -121,14 +144,14 @@ def rlhf_pipeline(workspace: str = ".", promote: bool = True) -> State[Any]:
         if not os.environ.get(LOCK_HELD_VARIABLE):
             os.environ[OWNER_VARIABLE] = ownership_tag(folder)
             cleanup(folder)
-            cancel_late_runs()
             events_file = events_file or str(new_events_file(folder))  # `rlhf status` reads it
         return _run_pipeline(folder, promote, EventWriter(events_file))
 
 
 def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[Any]:
     params = load_params(workspace)
-    _tag_flow_run(workspace, params.profile)
+    refresh_inputs(workspace)
+    _describe_flow_run(workspace, params.profile)
     if (unchanged := find_unchanged(workspace, promotes=promote)) is not None:
         unchanged.emit(events)
         publish_run(workspace, None, unchanged.outcomes, unchanged.verdict)
@@ -138,12 +161,14 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[
     run_id = start_pipeline_run(workspace, name) if has_gated_policy(graph) else None
     environment = {PARENT_RUN_VARIABLE: run_id} if run_id else {}
     with delivered_records(workspace, bool(run_id)) as delivery:
-        context = PipelineContext(workspace, params.pools, params.flow, {**environment, **delivery}, events)
+        slots = threading.BoundedSemaphore(params.flow.parallel)
+        context = PipelineContext(workspace, params.pools, params.flow, {**environment, **delivery}, events, slots)
         events.emit(RunPlanned(tuple(graph)))
         outcomes = _run_stages(graph, context)
         failed = next((o for o in outcomes.values() if not o.ok and o.action != "skipped"), None)
         if failed and REPORT_STAGE in graph and not signals.STOP.is_set():
             outcomes[REPORT_STAGE] = write_report.with_options(task_run_name=REPORT_STAGE)(context, graph[REPORT_STAGE])
+    _describe_flow_run(workspace, params.profile)
     state = _final_state(outcomes, failed)
     verdict: RunVerdict | None = None
     registration = RegistrationResult()
@@ -170,41 +195,32 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[
     return state
 
 
-def _tag_flow_run(workspace: Path, profile: str) -> None:
-    """Add the workspace and the profile to the tags of this flow run, whether a command or a schedule started it."""
+def _describe_flow_run(workspace: Path, profile: str) -> None:
+    """Show workspace, profile and data with this flow run, whether a command or a schedule started it."""
     tags = sorted({*runtime.flow_run.tags, *run_tags(workspace, profile).values()})
+    data = (recorded_hash(workspace, "data/clean") or "")[:12]
+    parameters = {**runtime.flow_run.parameters, "profile": profile, "data": data}
     with get_client(sync_client=True) as client:
-        client.update_flow_run(runtime.flow_run.id, tags=tags)
+        client.update_flow_run(runtime.flow_run.id, tags=tags, parameters=parameters)
 
 
 def _run_stages(graph: Mapping[str, StageNode], context: PipelineContext) -> dict[str, StageOutcome]:
-    """Run every stage as soon as the stages before it are done, at most ``flow.parallel`` at a time."""
-    schedule = Schedule(graph, context.flow.parallel)
-    futures: dict[str, Any] = {}
-    while not schedule.finished:
-        for name in schedule.start_ready(stopping=signals.STOP.is_set()):
-            futures[name] = _submit(graph[name], context)
-        for name in [n for n, future in futures.items() if future.wrapped_future.done()]:
-            outcome = _outcome_of(name, futures.pop(name))
-            schedule.record(outcome)
-            context.events.emit(StageEnded(outcome))
-        if futures:
-            time.sleep(POLL_SECONDS)
-    return schedule.outcomes
-
-
-def _submit(node: StageNode, context: PipelineContext) -> Any:
-    placement = context.pools.get(node.name)
-    context.events.emit(_stage_started(context, node, placement))
-    if node.name == REPORT_STAGE:
-        context.libraries.start()
-    options = stage_task.with_options(
-        name=node.name,
-        task_run_name=node.name,
-        retries=context.flow.retries,
-        retry_delay_seconds=context.flow.retry_delay_seconds,
-    )
-    return options.submit(context, node, placement)
+    """Run every stage as soon as the stages before it are done, and return how each of them ended."""
+    futures: dict[str, PrefectFuture[Any]] = {}
+    for name, node in graph.items():
+        options = stage_task.with_options(
+            name=name,
+            task_run_name=name,
+            retries=context.flow.retries,
+            retry_delay_seconds=context.flow.retry_delay_seconds,
+        )
+        before = [futures[other] for other in node.after]
+        futures[name] = options.submit(context, node, context.pools.get(name), return_state=False, wait_for=before)
+    for name, future in futures.items():
+        future.wait()
+        if name not in context.outcomes and (future.state.is_crashed() or future.state.is_failed()):
+            context.end(StageOutcome.failed(name, future.state.message or "its task failed"))
+    return {name: context.outcomes.get(name) or StageOutcome.skipped(name) for name in graph}
 
 
 def _stage_started(context: PipelineContext, node: StageNode, placement: Placement | None) -> StageStarted:
@@ -213,48 +229,41 @@ def _stage_started(context: PipelineContext, node: StageNode, placement: Placeme
     return StageStarted(node.name, placement.pool if placement else None, time.time(), log_start)
 
 
-def _outcome_of(stage: str, future: Any) -> StageOutcome:
-    """Return the outcome behind a finished future; an error of Prefect itself is a failure of the stage."""
-    try:
-        result = future.result(raise_on_failure=False)
-    except Exception as error:
-        result = error
-    if isinstance(result, StageOutcome):
-        return result
-    if isinstance(result, StageFailed):
-        return result.outcome
-    return StageOutcome.failed(stage, f"{type(result).__name__}: {result}")
-
-
-def _may_retry(_: Any, run: Any, state: State[Any]) -> bool:
+def _may_retry(task: Any, _: Any, state: State[Any]) -> bool:
     """Retry crashes; never a failed gate, a paused training, a user's mistake or a stopped run."""
-    error = state.result(raise_on_failure=False)
-    return isinstance(error, StageFailed) and error.outcome.retryable and not signals.STOP.is_set()
+    outcome = state.result(raise_on_failure=False)
+    return isinstance(outcome, StageOutcome) and outcome.retryable and not signals.STOP.is_set()
 
 
 @task(persist_result=False, retry_condition_fn=_may_retry, cache_policy=NO_CACHE)
-def stage_task(context: PipelineContext, node: StageNode, placement: Placement | None) -> StageOutcome:
-    """Run one stage, here or on its pool.
+def stage_task(context: PipelineContext, node: StageNode, placement: Placement | None) -> StageOutcome | State[Any]:
+    """Run one stage, here or on its pool; return its outcome, as the data of a state where it did not succeed.
 
-    Raises:
-        StageFailed: carries the outcome of a stage that did not succeed.
+    A state rather than an exception: the log of a stage that failed or was stopped then shows no traceback of ours.
     """
     prefect_context = get_run_context()
     assert isinstance(prefect_context, TaskRunContext)
     attempt = prefect_context.task_run.run_count
-    if signals.STOP.is_set():
-        raise StageFailed(StageOutcome.stopped(node.name))
-    if placement is None:
-        outcome = _run_here(context, node)
-    else:
-        attempt_id = f"{prefect_context.task_run.id}:{attempt}"
-        outcome = memory_refusal(context.workspace, node.name) or _run_as_job(context, node, placement, attempt_id)
+    with context.slots:
+        if attempt == 1 and context.starts_no_more:
+            return Cancelled(message="not started", data=StageOutcome.skipped(node.name))
+        if attempt == 1:
+            context.events.emit(_stage_started(context, node, placement))
+        with logged_progress(context.workspace, node.name, get_run_logger().info):
+            if placement is None:
+                outcome = _run_here(context, node)
+            else:
+                attempt_id = f"{prefect_context.task_run.id}:{attempt}"
+                refused = memory_refusal(context.workspace, node.name)
+                outcome = refused or _run_as_job(context, node, placement, attempt_id)
     get_run_logger().info("%s: %s %s", node.name, outcome.action, outcome.message)
-    if not outcome.ok:
-        if outcome.retryable and attempt <= context.flow.retries:
-            context.events.emit(StageRetried(node.name, outcome.message, context.flow.retry_delay_seconds))
-        raise StageFailed(outcome)
-    return outcome
+    if outcome.retryable and attempt <= context.flow.retries and not signals.STOP.is_set():
+        context.events.emit(StageRetried(node.name, outcome.message, context.flow.retry_delay_seconds))
+    else:
+        context.end(outcome)
+    if outcome.ok:
+        return outcome
+    return (Cancelled if outcome.action == "stopped" else Failed)(message=outcome.message, data=outcome)
 
 
 def _run_here(context: PipelineContext, node: StageNode) -> StageOutcome:
@@ -271,12 +280,10 @@ def _run_here(context: PipelineContext, node: StageNode) -> StageOutcome:
 def _run_as_job(context: PipelineContext, node: StageNode, placement: Placement, attempt_id: str) -> StageOutcome:
     """Run the stage as a job of its pool."""
     progress = ProgressArtifact(context.workspace, node.name)
-    # Workspaces that do not see each other cannot share a job, nor does this process see the records of its stage.
-    shared_hash = stage_hash(context.workspace, node) if placement.shared else None
     spec = context.spec(node)
     if not placement.shared:
         spec = replace(spec, environment=without_delivery(spec.environment))
-    job = Job(spec, placement, attempt_id, shared_hash, context.flow.max_preemptions)
+    job = Job(spec, placement, attempt_id, context.flow.max_preemptions)
 
     def on_preempted(message: str) -> None:
         context.events.emit(StagePreempted(node.name, f"{message} of {placement.pool}"))
@@ -303,14 +310,13 @@ def _final_state(outcomes: Mapping[str, StageOutcome], failed: StageOutcome | No
         return Cancelled(message="stopped by a signal; the next run resumes from here")
     if failed is None:
         return Completed(message=f"{sum(o.action == 'ran' for o in outcomes.values())} stages ran")
-    return Failed(name=final_name(failed.exit_code), message=f"{failed.stage}: {failed.message}")
+    return Failed(name=STATE_NAMES.get(failed.exit_code, "StageFailed"), message=f"{failed.stage}: {failed.message}")
 
 
 def _register(context: PipelineContext, run_id: str, promote: bool) -> RegistrationResult:
     """Register what passed its gates and promote it if params.yaml allows; a refusal does not fail the run."""
     config = load_params(context.workspace).registry
     registered = ""
-    context.libraries.wait()
     try:
         context.events.emit(PhaseStarted("registering the models"))
         registration = register_task(context.workspace, run_id)
@@ -328,3 +334,17 @@ def _register(context: PipelineContext, run_id: str, promote: bool) -> Registrat
         return RegistrationResult(registered, decision)
     except Exception as error:
         return RegistrationResult(registered, error=str(error))
+
+
+def main(argv: list[str]) -> int:
+    """Run ``python -m flows.pipeline.flow WORKSPACE [--no-promote]``; return 0 if the run completed, else 1.
+
+    The command that started this process owns the services, and reads the details from the events file.
+    """
+    state = rlhf_pipeline(argv[0], promote="--no-promote" not in argv, return_state=True)
+    return 0 if state.is_completed() else 1
+
+
+if __name__ == "__main__":
+    skip_last_collection()
+    sys.exit(main(sys.argv[1:]))

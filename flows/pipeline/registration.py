@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from flows.registry.promotion.promote import promote
 from flows.registry.transactions.decisions import PromotionDecision
 from flows.registry.versions.register import register
 from rlhf_core.config.loading.load import load_params
-from rlhf_core.storage.garbage_collection import paused_collector
 
 MATCH_LOG = "match"
 
@@ -24,29 +22,6 @@ class RegistrationSummary:
 
     message: str
     challenger: str | None
-
-
-class LibraryLoader:
-    """Imports what the registered models' code needs in a thread, while the report is written: it takes seconds."""
-
-    def __init__(self) -> None:
-        self._thread = threading.Thread(target=_import_libraries, name="library-loader")
-
-    def start(self) -> None:
-        """Begin, once."""
-        if self._thread.ident is None:
-            self._thread.start()
-
-    def wait(self) -> None:
-        """Wait for the end, if it has begun: modules must not be imported by two threads at a time."""
-        if self._thread.ident is not None:
-            self._thread.join()
-
-
-def _import_libraries() -> None:
-    with paused_collector():
-        import torch  # noqa: F401
-        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
 
 @task(name="register", task_run_name="register", persist_result=False, cache_policy=NO_CACHE)

@@ -10,7 +10,6 @@ from typing import Any
 from flows.registry.transactions.decisions import PromotionDecision
 from flows.stage.outcome import StageOutcome, failed_conditions
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
-from rlhf_core.evaluation.judges.final import stand_in_note
 from rlhf_core.evaluation.verdict.alarms import alarms
 from rlhf_core.evaluation.verdict.standing import JudgeResult, Standing, judge_results, standing_of
 from rlhf_core.storage.files import read_json
@@ -84,11 +83,6 @@ class RunVerdict:
         if self.standing is Standing.NOT_COMPARED:
             return f"no verdict: {self.not_compared_because}"
         return f"{self.standing} than {self.opponent}"
-
-    @property
-    def caveat(self) -> str:
-        """Say that the referee, which selected the checkpoint, stands in for the judge; empty where it does not."""
-        return stand_in_note(result.judge for result in self.judges)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> RunVerdict:

@@ -34,8 +34,6 @@ def verdict_markdown(verdict: RunVerdict, report_link: str | None = None) -> str
                 f"| {controlled} |"
             )
         lines.append("")
-    if verdict.caveat:
-        lines += [markdown_text(verdict.caveat[:1].upper() + verdict.caveat[1:]) + ".", ""]
     if verdict.kl is not None:
         kl = verdict.kl
         lines += [f"KL from SFT: {kl.mean:.2f} nats per reply (95 %: {kl.low95:.2f} to {kl.high95:.2f})", ""]

@@ -25,16 +25,20 @@ RESTART_SECONDS = 60.0
 STOP_GRACE = 3.0
 SERVER = "server"
 WORKER_PREFIX = "worker-"
-PREFECT = (sys.executable, "-m", "flows.prefect_server.prefect_command")
+PREFECT = (sys.executable, "-m", "prefect")
 
 
 @dataclass
 class Services:
-    """The service processes that this process has started, in order, and the Prefect server that they use."""
+    """The service processes that this process has started, in order, and the Prefect server that they use.
+
+    Their supervisors keep the file descriptor ``lock`` open until the last process has ended.
+    """
 
     workspace: Path
     api_url: str
     embedded: bool
+    lock: int | None = None
     running: dict[str, SupervisedProcess] = field(default_factory=dict)
 
     @property
@@ -61,6 +65,7 @@ class Services:
             log=private_path(self.workspace, "logs", f"{name}.log"),
             grace=grace,
             stop_signal="INT",
+            inherited_descriptors=[] if self.lock is None else [self.lock],
         )
         self.running[name] = service
         return service
@@ -131,16 +136,18 @@ def check_port_option(port: int | None) -> None:
         raise RlhfError("--port is for the embedded server, but PREFECT_API_URL names another; use one of the two")
 
 
-def open_services(workspace: Path, port: int | None, report: Callable[[str], None]) -> Services:
+def open_services(
+    workspace: Path, port: int | None, report: Callable[[str], None], lock: int | None = None
+) -> Services:
     """Use the server of ``PREFECT_API_URL`` if that is set, else start an embedded one on ``port``."""
     url = use_server_of_environment()
     if url is None:
-        return start_server(workspace, port)
+        return start_server(workspace, port, lock)
     report(f"Prefect server {url}")
-    return Services(workspace, url, embedded=False)
+    return Services(workspace, url, embedded=False, lock=lock)
 
 
-def start_server(workspace: Path, port: int | None = None) -> Services:
+def start_server(workspace: Path, port: int | None = None, lock: int | None = None) -> Services:
     """Start the embedded server without waiting for it, and point this process's Prefect settings at it."""
     port = claim_port(port, "the Prefect server")
     home = private_path(workspace, "prefect", "home")
@@ -156,7 +163,7 @@ def start_server(workspace: Path, port: int | None = None) -> Services:
     )
     for name in ("PREFECT_API_KEY", "PREFECT_PROFILE", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"):
         os.environ.pop(name, None)
-    services = Services(workspace, url, embedded=True)
+    services = Services(workspace, url, embedded=True, lock=lock)
     services.start(SERVER, _server_command(port))
     return services
 

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from filelock import FileLock
+
 from flows.dvc_repo.lock_file import recorded_hash
 from flows.registry.governance.identity import workspace_id
 from flows.registry.links import run_page
 from flows.registry.moved_workspace import repair_moved
-from flows.supervision.file_lock import file_lock
+from flows.workspace.folder import private_path
 from flows.workspace.run_label import run_tags
 from rlhf_core.config.loading.load import PARAMS_FILE, load_params, load_section
 from rlhf_core.config.loading.yaml_text import plain, read
@@ -28,7 +30,7 @@ from rlhf_core.config.operations.operations import TrackingConfig
 from rlhf_core.errors import RlhfError, first_line
 from rlhf_core.storage.files import read_json
 from rlhf_core.tracking.delivery import deliver_waiting
-from rlhf_core.tracking.stage_run import origin_tags
+from rlhf_core.tracking.stage_run import origin_tags, record_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -56,12 +58,12 @@ FINAL_STATES = {
 
 def tracking_uri(workspace: Path) -> str:
     """``MLFLOW_TRACKING_URI``, or a SQLite file in the workspace."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{workspace.resolve() / 'mlflow.db'}"
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{record_folder(workspace) / 'mlflow.db'}"
 
 
 def has_record(workspace: Path) -> bool:
     """False for a workspace that has never recorded anything, so that asking does not create a database."""
-    return bool(os.environ.get("MLFLOW_TRACKING_URI")) or (workspace / "mlflow.db").is_file()
+    return bool(os.environ.get("MLFLOW_TRACKING_URI")) or (record_folder(workspace) / "mlflow.db").is_file()
 
 
 def connect(workspace: Path) -> MlflowClient:
@@ -75,7 +77,7 @@ def connect(workspace: Path) -> MlflowClient:
 
     uri = tracking_uri(workspace)
     if not os.environ.get("MLFLOW_TRACKING_URI"):
-        repair_moved(workspace)
+        repair_moved(record_folder(workspace))
     try:
         if uri.startswith(("http://", "https://")):
             knock(uri)  # MLflow itself would try for minutes
@@ -128,7 +130,7 @@ def prepare_tracking(workspace: Path) -> MlflowClient:
     Two processes that create the schema at once fail with "duplicate column name", hence the lock. What stages have
     recorded while the server was away is delivered now.
     """
-    with file_lock(workspace / ".rlhf" / "mlflow.lock"):
+    with FileLock(private_path(workspace, "mlflow.lock")):
         client = connect(workspace)
         own = experiment_id(client, workspace)
     deliver_waiting(client, lambda: own, workspace, tracking_uri(workspace))
@@ -269,7 +271,7 @@ def experiment_id(client: MlflowClient, workspace: Path) -> str:
         return str(experiment.experiment_id)
     local = tracking_uri(workspace).startswith("sqlite:")
     try:
-        artifacts = (workspace.resolve() / "mlartifacts").as_uri() if local else None
+        artifacts = (record_folder(workspace) / "mlartifacts").as_uri() if local else None
         return str(client.create_experiment(name, artifact_location=artifacts, tags=EXPERIMENT_TAGS))
     except MlflowException:
         experiment = client.get_experiment_by_name(name)

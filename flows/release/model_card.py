@@ -8,7 +8,7 @@ from typing import Any
 from flows.pipeline.verdict_markdown import markdown_text
 from flows.release.evidence import ReleaseEvidence
 from flows.stage.gate_conditions import condition_rows
-from rlhf_core.evaluation.judges.final import SELECTED_BY, TRAINED_ON, stand_in_note
+from rlhf_core.evaluation.judges.final import SELECTED_BY, TRAINED_ON
 from rlhf_core.evaluation.verdict.standing import JudgeResult, judge_results
 from rlhf_core.gates import lookup
 
@@ -143,11 +143,8 @@ def _judges(evidence: ReleaseEvidence) -> str:
         (j.judge, f"{j.win_rate:.3f}", f"{j.low95:.3f} to {j.high95:.3f}", _at_equal_length(j), j.prompts)
         for j in judges
     ]
-    note = stand_in_note(j.judge for j in judges)
     excluded = NO_JUDGE[evidence.method]
-    if note:
-        excluded += f"; {note}"
-    elif evidence.method == "ppo":
+    if evidence.method == "ppo":
         excluded += f", nor is the one that selected its checkpoint (`{SELECTED_BY}`)"
     return f"Policy against the SFT model that it started from, ties as half a win. {excluded}.\n\n" + _table(
         ("judge", "win rate", "95 % interval", "at equal length", "prompts"), rows

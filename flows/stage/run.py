@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flows.stage.outcome import StageOutcome, clear_outcome, failed_conditions, load_gate_file, load_report
+from flows.stage.outcome import (
+    StageOutcome,
+    clear_outcome,
+    failed_conditions,
+    last_progress,
+    load_gate_file,
+    load_report,
+)
 from flows.supervision.clock import Stopwatch
 from flows.supervision.environment import child_environment
+from flows.supervision.log_reader import LogReader
 from flows.supervision.processes import SupervisedResult, run_supervised
 from flows.supervision.python_module import dvc_errors
 from flows.supervision.signals import STOP
 from flows.workspace.folder import private_path
 from flows.workspace.lock import locked
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_USER_ERROR
+
+PROGRESS_SECONDS, PROGRESS_BYTES = 10.0, 8192
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,7 @@ class StageSpec:
         environment: variables to set on top of the usual environment.
         grace: seconds that a stopped stage has to save its state.
         command: the command to run in place of DVC, which requires all dependencies to exist.
+        pull: take the result from the run cache of the default DVC remote where that has it.
     """
 
     workspace: Path
@@ -36,19 +49,38 @@ class StageSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     grace: float = 5.0
     command: tuple[str, ...] | None = None
-
-
-class StageFailed(Exception):
-    """Carries the outcome of a stage that did not succeed through Prefect."""
-
-    def __init__(self, outcome: StageOutcome) -> None:
-        super().__init__(outcome.message)
-        self.outcome = outcome
+    pull: bool = False
 
 
 def stage_log(workspace: Path, stage: str) -> Path:
     """Return the file to which the output of a stage goes."""
     return private_path(workspace, "logs", f"{stage}.log")
+
+
+@contextmanager
+def logged_progress(workspace: Path, stage: str, log: Callable[[str], None]) -> Iterator[None]:
+    """Give the stage's newest progress line to ``log`` while the block runs, every ten seconds if it has changed."""
+    reader = LogReader(stage_log(workspace, stage))
+    ended = threading.Event()
+
+    def follow() -> None:
+        said = None
+        while True:
+            last = ended.wait(PROGRESS_SECONDS)
+            progress = last_progress(reader.text(PROGRESS_BYTES))
+            if progress is not None and progress != said:
+                said = progress
+                log(progress.line)
+            if last:
+                return
+
+    thread = threading.Thread(target=follow, name=f"progress-{stage}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def run_stage(spec: StageSpec) -> StageOutcome:
@@ -71,8 +103,9 @@ def _run_locked(spec: StageSpec, lock: int) -> StageOutcome:
     gate_before = load_gate_file(spec.workspace, spec.outputs)
     # The flag belongs before `repro`: without it a stage that ends while another caches its output fails.
     repro = (sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", spec.name)
+    pull = ("--pull",) if spec.pull else ()
     result = run_supervised(
-        spec.command or repro,
+        spec.command or (*repro, *pull),
         name=spec.name,
         cwd=spec.workspace,
         env=child_environment(spec.workspace, **spec.environment),

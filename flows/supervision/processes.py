@@ -1,4 +1,4 @@
-"""Supervised commands, and the identification of processes that an earlier run left behind."""
+"""Supervised commands, and the identity of processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,41 +148,3 @@ def is_alive(pid: int, token: str) -> bool:
 def ownership_tag(workspace: Path) -> str:
     """Return the tag that marks, in their environment, the processes this process starts for ``workspace``."""
     return f"{os.getpid()}:{start_token(os.getpid())}:{workspace}"
-
-
-def leftover_processes(workspace: Path) -> list[int]:
-    """Return the pids of live processes that an ended run of ``workspace`` started."""
-    import psutil
-
-    this_run = {os.getpid(), *(process.pid for process in psutil.Process().parents())}
-    leftover = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            owner_pid, owner_token, owned_for = process.environ().get(OWNER_VARIABLE, "::").split(":", 2)
-            orphaned = owned_for == str(workspace) and not is_alive(int(owner_pid), owner_token)
-            if orphaned and process.pid not in this_run and process.status() != psutil.STATUS_ZOMBIE:
-                leftover.append(process.pid)
-    return leftover
-
-
-def kill_leftover_processes(workspace: Path, patience: float = 3.0) -> int:
-    """Give the supervisors of a dead run ``patience`` seconds to finish, then kill what remains.
-
-    Returns:
-        How many processes were killed.
-    """
-    import psutil
-
-    deadline = time.monotonic() + patience
-    while (pids := leftover_processes(workspace)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    killed = set()
-    for _ in range(50):
-        for pid in pids:
-            with contextlib.suppress(psutil.Error):
-                psutil.Process(pid).kill()
-                killed.add(pid)
-        if not (pids := leftover_processes(workspace)):
-            break
-        time.sleep(0.1)
-    return len(killed)

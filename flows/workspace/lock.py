@@ -1,7 +1,8 @@
-"""The workspace lock: one pipeline run per workspace at a time."""
+"""The locks of a workspace: one pipeline run at a time, and one attempt at a stage at a time."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
@@ -12,7 +13,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from flows.supervision.file_lock import FileLock
 from flows.supervision.processes import OWNER_VARIABLE, start_token
 from flows.supervision.signals import STOP
 from flows.workspace.folder import PRIVATE, cannot_write, private_path
@@ -41,11 +41,12 @@ def locked(
 ) -> Iterator[int]:
     """Hold the lock ``.rlhf/NAME`` for the block; yield its file descriptor.
 
-    The lock belongs to this process, and to a child only if it inherits the descriptor. The kernel frees it when they
-    have ended.
+    The lock belongs to this process and to every supervisor that inherits the descriptor. The kernel frees it when the
+    last of them has ended. A holder that has died is therefore always waited for: what its supervisors still stop
+    would run beside this process.
 
     Args:
-        wait: wait for another holder instead of failing; ``on_wait`` is then given one line about the holder.
+        wait: wait for a live holder too, instead of failing; ``on_wait`` is given one line about the holder.
 
     Raises:
         RlhfError: another process holds the lock, or the file cannot be written.
@@ -53,25 +54,37 @@ def locked(
     """
     path = private_path(workspace, name)
     try:
-        lock = FileLock(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = path.open("a+", encoding="utf-8")
     except OSError as error:
         raise cannot_write(workspace, error) from error
-    with lock:
+    with handle:
         announced = False
-        while not lock.try_acquire():
-            holder = str(_read_holder(path) or "another rlhf process")
-            if not wait:
-                raise RlhfError(f"{workspace} is in use by {holder}; wait for it with --wait, or stop it")
+        while not _try_lock(handle):
+            holder = _read_holder(path)
+            alive = holder is None or start_token(holder.pid) is not None
+            if alive and not wait:
+                raise RlhfError(
+                    f"{workspace} is in use by {holder or 'another rlhf process'}; wait for it with --wait, or stop it"
+                )
             if not announced and on_wait:
-                on_wait(f"waiting for {holder}")
+                on_wait(f"waiting for {holder or 'another rlhf process'}{'' if alive else ' to be cleaned up'}")
                 announced = True
             if STOP.wait(POLL_SECONDS):
                 raise KeyboardInterrupt
-        _write_holder(lock.handle)
+        _write_holder(handle)
         try:
-            yield lock.handle.fileno()
+            yield handle.fileno()
         finally:
-            lock.handle.truncate(0)
+            handle.truncate(0)
+
+
+def _try_lock(handle: IO[str]) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager

@@ -1,12 +1,18 @@
-"""The name of a run, the same on the Prefect server and in MLflow."""
+"""The names of a workspace and its runs on the Prefect server and in MLflow."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
 SEPARATOR = " · "
+
+
+def workspace_slug(workspace: Path) -> str:
+    """Return the name of the workspace as names on a server carry it: lowercase letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", workspace.resolve().name.lower()).strip("-") or "workspace"
 
 
 def run_label(workspace: Path, profile: str, started: datetime) -> str:

@@ -59,16 +59,15 @@ if ((node == 0)); then
     exit 2
   fi
   rm -f ".rlhf/outcomes/$stage.json"
-  python -m flows.workspace.dvc_locks .
+  python -m flows.workspace.cleanup .
 fi
 
+rlhf fingerprint
 if ((nodes == 1)); then
-  guarded dvc --wait-for-lock repro --single-item fingerprint
   guarded dvc --wait-for-lock repro --single-item "$stage" || failed $?
   exit
 fi
 
-rlhf fingerprint
 if [[ $(dvc --wait-for-lock status --json "$stage") == '{}' ]]; then
   echo "run-stage.sh: $stage is up to date"
   exit

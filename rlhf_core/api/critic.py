@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.inputs import checked_tokenizer, require_type, rows_of
-from rlhf_core.api.reward_function import RewardFunction, reward_fn_of
+from rlhf_core.api.inputs import (
+    RewardFunction,
+    checked_tokenizer,
+    encode_prompts,
+    evaluating,
+    require_type,
+    reward_fn_of,
+)
 from rlhf_core.api.reward_model import TrainedRewardModel
 from rlhf_core.api.run_folder import run_context
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.ppo.reward_sources import DEFAULT_SOURCES
 from rlhf_core.config.stages.critic import CriticConfig
 from rlhf_core.config.stages.ppo import RolloutConfig
 from rlhf_core.data.schema import Prompt
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.adapters.lora import merge_adapters
-from rlhf_core.models.float32_head import float32_unembedding
 from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.shared_base import SETTINGS, TENSORS, Adapters, adapters_of
+from rlhf_core.models.starting.base import load_policy
+from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.critic_pretraining import CriticTrainer
-from rlhf_core.ppo.learners.actor_critic_pair import SeparateActorCritic
-from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
-from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.ppo.rewards import RunningMeanStd
+from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.training.engine.factory import build_engine, finish
+from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
 
 DEFAULT_LR = 1e-5
+MOMENTS = "reward_moments.json"
 
 
 @dataclass(frozen=True)
@@ -41,49 +50,63 @@ class TrainedCritic:
 
     Attributes:
         model: Gives a value at every position.
+        tokenizer: The policy's.
         moments: Running moments of the raw rewards, by which PPO goes on normalising them.
         rollout: The settings that those units depend on; PPO must use the same.
         metrics: Rollouts made, explained variance, moments.
         history: One record per rollout.
+        adapters: What was trained, where that were adapters on the weights of a folder.
     """
 
     model: ScalarModel
+    tokenizer: PreTrainedTokenizerBase
     moments: RunningMeanStd
     rollout: RolloutConfig
     metrics: dict[str, float]
     history: list[dict[str, Any]]
+    adapters: Adapters | None = None
+
+    def save(self, path: str | Path) -> None:
+        """Save it with the moments as a folder that ``train_ppo`` takes as critic."""
+        files: dict[str, Any] = {MOMENTS: self.moments.to_dict()}
+        tensors = {}
+        if self.adapters is not None:
+            files[SETTINGS], tensors[TENSORS] = self.adapters.settings(), self.adapters.tensors
+        self.model.save(Path(path), self.tokenizer, files, tensors)
 
 
 def train_critic(
-    policy: PreTrainedModel,
+    policy: PreTrainedModel | Path,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Iterable[Prompt | Mapping[str, Any] | str],
-    reward: RewardFunction | ScalarModel | TrainedRewardModel,
+    prompts: Iterable[Prompt | Mapping[str, Any] | str] | TrainingPrompts,
+    reward: RewardFunction | ScalarModel | TrainedRewardModel | Path | None = None,
     *,
     rollout: RolloutConfig | None = None,
-    init: ScalarModel | TrainedRewardModel | None = None,
+    init: ScalarModel | TrainedRewardModel | Path | None = None,
     config: CriticConfig | None = None,
     context: RunContext | None = None,
 ) -> TrainedCritic:
     """Pre-train a critic on replies of the frozen ``policy`` (algorithms.md §3; paper, section 5.3.3).
 
+    With ``rollout.critic_mode: shared`` only a value head is trained, on the frozen policy, whatever ``init`` is.
+
     Args:
-        policy: The model that PPO will start from. It is left as it is.
+        policy: The model that PPO will start from, or its folder. It is left as it is.
         tokenizer: Its tokenizer.
         prompts: Strings, or records such as ``{"prompt": ...}``; see docs/data-formats.md.
-        reward: ``f(prompts, replies)`` with one number per reply, or a reward model of the same tokenizer.
+        reward: As in :func:`~rlhf_core.api.ppo.train_ppo`; None and a folder take ``rollout.reward.sources``.
         rollout: ``PpoConfig(...).rollout`` of the PPO run to come; by default that of a default one.
-        init: A scalar model to start from, such as the reward model; by default the policy with a random head.
+        init: A scalar model to start from, such as the reward model, or its folder; by default the policy with a random
+            head.
         config: Settings; by default with a learning rate of 1e-5. Its ``init`` is not read.
         context: Where to report and to keep partial state; by default nowhere.
 
     Raises:
-        ConfigError: ``rollout`` asks for a critic on the policy's own backbone, or for none.
+        ConfigError: ``rollout`` asks for no critic, or gives the reward twice.
         DataError: A prompt leaves no room for a reply, or the reward function breaks its contract.
         TrainingPaused: Three steps in a row were not finite.
     """
     rollout = rollout or RolloutConfig()
-    refuse_pipeline_settings(rollout)
     if rollout.advantage.critic_free:
         raise ConfigError(f"advantage.estimator {rollout.advantage.estimator} needs no critic: call train_ppo without")
     require_type(config, CriticConfig, "config")
@@ -93,67 +116,47 @@ def train_critic(
     seed_everything(config.seed)
     tokenizer = checked_tokenizer(tokenizer, policy)
     encoded = encode_prompts(prompts, tokenizer, policy, rollout.max_new_tokens)
-    reward_fn = reward_fn_of(score, encoded, tokenizer, rollout.micro_batch_size, rollout.micro_batch_tokens)
-    critic = _initial_critic(policy, start, config)
-    steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
-    with (
-        evaluating(policy),
-        run_context(context, "train_critic", config, rollout, encoded, reward, policy, critic) as run,
-    ):
+    identity = (config, rollout, encoded, score, policy, start)
+    with evaluating(policy), run_context(context, "train_critic", *identity) as run:
+        frozen_policy = load_policy(policy)[0].requires_grad_(False) if isinstance(policy, Path) else policy
+        critic, frozen = initial_critic(policy, start, config, rollout), FrozenModels(run.launch)
+        reward_fn = reward_fn_of(score, rollout, encoded, tokenizer, frozen_policy, frozen, run)
+        steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
         engine = build_engine(critic, config.optimizer, steps, "critic", run)
         sampling = Sampling.for_rollouts(tokenizer, rollout)
         limits = rollout.micro_batch_size, run.launch.logits_bytes, rollout.micro_batch_tokens
-        pair = SeparateActorCritic(policy, critic, {"critic": engine}, sampling, *limits)
-        trainer = CriticTrainer(config, rollout, pair, reward_fn, encoded, run)
-        metrics = trainer.run()
+        pair = ActorCriticPair(frozen_policy, critic, {"critic": engine}, sampling, *limits)
+        trainer = CriticTrainer(config, rollout, pair, reward_fn, encoded, run, frozen=frozen)
+        trainer.run()
         history = trainer.history.rows()
     critic = finish(engine, critic)
+    adapters = None
     if config.lora is not None:
+        on = policy if start is None or rollout.critic_mode == "shared" else start
+        adapters = adapters_of(critic, config.lora, on) if isinstance(on, Path) else None
         merge_adapters(critic)
-    return TrainedCritic(critic, trainer.moments, rollout, metrics, history)
+    return TrainedCritic(critic, tokenizer, trainer.moments, rollout, trainer.summary(), history, adapters)
 
 
-def refuse_pipeline_settings(rollout: RolloutConfig) -> None:
-    """Refuse settings that only the pipeline's stages read.
+def initial_critic(
+    policy: PreTrainedModel | Path, init: ScalarModel | Path | None, config: CriticConfig, rollout: RolloutConfig
+) -> ScalarModel:
+    """The critic before pre-training, without the unembedding that a reward model keeps.
 
-    Raises:
-        ConfigError: One of them is set.
+    With a shared backbone it is the policy with a head of zeros, and only the head can be trained.
     """
-    if rollout.critic_mode != "separate":
-        raise ConfigError("critic_mode shared is for the pipeline's stages; leave it at separate here")
-    if rollout.reward.sources != DEFAULT_SOURCES:
-        raise ConfigError("reward.sources is for the pipeline's stages; give the reward as an argument here")
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Put a given model in evaluation mode inside the block, with its logits computed in float32."""
-    training = model.training
-    model.eval()
-    try:
-        with float32_unembedding(model):
-            yield
-    finally:
-        model.train(training)
-
-
-def encode_prompts(
-    prompts: Iterable[Prompt | Mapping[str, Any] | str],
-    tokenizer: PreTrainedTokenizerBase,
-    policy: PreTrainedModel,
-    max_new_tokens: int,
-) -> TrainingPrompts:
-    """Read and encode prompts, and check that prompt and reply fit the policy's positions."""
-    encoded = TrainingPrompts.encode(tokenizer, [row.prompt for row in rows_of(Prompt, prompts, "prompts")])
-    encoded.require_room(max_new_tokens, getattr(policy.config, "max_position_embeddings", None))
-    return encoded
-
-
-def _initial_critic(policy: PreTrainedModel, init: ScalarModel | None, config: CriticConfig) -> ScalarModel:
-    seed = derive_seed(config.seed, "critic", "head")
-    critic = copy.deepcopy(init) if init is not None else ScalarModel.from_causal_lm(policy, seed)
+    shared = rollout.critic_mode == "shared"
+    if init is None or shared:
+        critic = ScalarModel.from_causal_lm(policy, derive_seed(config.seed, "critic", "head"))
+    else:
+        critic = ScalarModel.load(init) if isinstance(init, Path) else copy.deepcopy(init)
     critic.unembedding = None
-    critic.requires_grad_(True)
+    # PPO's policy will be a shared backbone, so that it must stay what SFT made of it.
+    critic.requires_grad_(not shared)
+    if shared:
+        # The head starts at zero: a random one explains less than nothing, and no backbone adapts to it.
+        head = critic.model.get_submodule("score").requires_grad_(True)
+        nn.init.zeros_(head.get_parameter("weight"))
     if config.lora is not None:
         critic.add_adapters(config.lora, derive_seed(config.seed, "critic", "lora"))
     return critic

@@ -1,32 +1,57 @@
-"""Inputs of the functions here: records of any known format, and tokenizers with or without a chat template."""
+"""Inputs of the functions here: records of any known format, tokenizers with or without a template, rewards."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.config.ppo.reward_sources import DEFAULT_SOURCES, OWN_MODEL
 from rlhf_core.config.stages.collect import ReadOptions
-from rlhf_core.data.chat.chat_template import bos_expression
+from rlhf_core.config.stages.ppo import RolloutConfig
 from rlhf_core.data.collection.rows import read_records
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.detection import format_of
-from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt
+from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, Prompt
 from rlhf_core.data.text.visible_text import has_visible_text
+from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.errors import ConfigError, DataError, ModelError
+from rlhf_core.models.float32_head import float32_unembedding
 from rlhf_core.models.forward import embedding_weight
+from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.starting.base import fitting_length
+from rlhf_core.models.starting.starting_model import prepare_tokenizer
 from rlhf_core.models.starting.stop_tokens import with_stop_tokens
+from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
+from rlhf_core.ppo.reward_sources.source import (
+    PromptReader,
+    PythonFunction,
+    RankShared,
+    RewardFn,
+    RewardMixture,
+    WeightedSource,
+    reward_model_fn,
+)
+from rlhf_core.ppo.rollout import TrainingPrompts
+from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.run_context import RunContext
 
-Row = TypeVar("Row", Demonstration, Preference, Prompt)
+Row = TypeVar("Row", Demonstration, Preference, Prompt, PretrainText)
 
 HELD_OUT_EVERY = 20
-PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+# (prompts, replies) -> one number per reply; a prompt is its turns as {"role": ..., "content": ...}.
+RewardFunction = Callable[[list[list[dict[str, str]]], list[str]], Sequence[float] | Any]
 
 
 def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], name: str) -> list[Row]:
-    """Read records of a known format (see docs/data-formats.md) as rows; a string is a prompt of one user turn.
+    """Read records of a known format (see docs/data-formats.md) as rows.
+
+    A string is a prompt of one user turn, or a plain text where those are asked for.
 
     Args:
         kind: The class of the rows.
@@ -45,7 +70,8 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
     rows = [record for record in listed if isinstance(record, kind)]
     if len(rows) == len(listed):
         return rows
-    values = [{"prompt": record} if isinstance(record, str) else record for record in listed]
+    field = "text" if kind is PretrainText else "prompt"
+    values = [{field: record} if isinstance(record, str) else record for record in listed]
     # All records must be of one format: that of the first which has one.
     shape = next(filter(None, map(format_of, values)), None)
     numbered = [Record(number, value) for number, value in enumerate(values, start=1)]
@@ -59,6 +85,8 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
         raise DataError(f"{name}: {count} of the records cannot be used ({reason}); take them out")
     rows = [
         kind(**row | {"prompt": [Message(turn["role"], turn["content"]) for turn in row["prompt"]]})
+        if "prompt" in row
+        else kind(**row)
         for row in result.rows
     ]
     for number, row in enumerate(rows, start=1):
@@ -66,7 +94,9 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
     return rows
 
 
-def _require_usable(row: Demonstration | Preference | Prompt, where: str) -> None:
+def _require_usable(row: Demonstration | Preference | Prompt | PretrainText, where: str) -> None:
+    if isinstance(row, PretrainText):
+        return
     if not row.prompt or row.prompt[-1].role != "user":
         raise DataError(f"{where}: the prompt must end with a turn of the user")
     if not any(has_visible_text(turn.content) for turn in row.prompt):
@@ -89,15 +119,41 @@ def held_out(rows: Sequence[Row], validation: Sequence[Row] | None, name: str) -
     return [row for n, row in enumerate(rows) if n not in numbers], [rows[n] for n in sorted(numbers)]
 
 
-def checked_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, or a copy for a model that knows no roles: its template joins the texts of the turns.
+def token_table(
+    given: Iterable[Any] | TokenTable, kind: type[Row], tokenizer: PreTrainedTokenizerBase
+) -> TokenTable | None:
+    """Tokenise records of ``kind``, if there are any; a table is taken as it is."""
+    if isinstance(given, TokenTable):
+        return given
+    listed = given if isinstance(given, str | Mapping) else list(given)
+    return TokenTable.of_rows(tokenizer, kind.KIND, rows_of(kind, listed, kind.KIND)) if listed else None
 
-    Where the tokenizer begins every text with a special token, so does the template. A copy also names the tokens at
-    which the model's generation config ends a reply.
+
+def encode_prompts(
+    prompts: Iterable[Prompt | Mapping[str, Any] | str] | TrainingPrompts,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: PreTrainedModel | Path,
+    max_new_tokens: int,
+) -> TrainingPrompts:
+    """Read and encode prompts where that is not done yet; prompt and reply must fit the policy's positions."""
+    if not isinstance(prompts, TrainingPrompts):
+        prompts = TrainingPrompts.encode(tokenizer, [row.prompt for row in rows_of(Prompt, prompts, "prompts")])
+    positions = fitting_length(sys.maxsize, policy)
+    prompts.require_room(max_new_tokens, positions)
+    return prompts
+
+
+def checked_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, or a copy with a plain chat template ("User: … Assistant: …") where it has none.
+
+    A copy also names the tokens at which the model's generation config ends a reply. That of a folder is as the base
+    stage, or whoever saved the folder, has made it.
 
     Raises:
         ModelError: It has no end-of-sequence token, so that no reply could ever end, or more entries than the model.
     """
+    if isinstance(model, Path):
+        return tokenizer
     entries = embedding_weight(model).shape[0]
     if len(tokenizer) > entries:
         raise ModelError(f"the tokenizer has {len(tokenizer)} entries, the model only {entries}: they differ")
@@ -109,8 +165,62 @@ def checked_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
     if getattr(tokenizer, "chat_template", None):
         return with_stop_tokens(tokenizer, model)
     plain = copy.deepcopy(tokenizer)
-    plain.chat_template = bos_expression(plain) + PLAIN_TEMPLATE
+    prepare_tokenizer(plain, f"the tokenizer {tokenizer.name_or_path!r}")
     return with_stop_tokens(plain, model)
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel | Path) -> Iterator[None]:
+    """Put a given model in evaluation mode inside the block, with its logits computed in float32."""
+    if isinstance(model, Path):
+        yield
+        return
+    training = model.training
+    model.eval()
+    try:
+        with float32_unembedding(model):
+            yield
+    finally:
+        model.train(training)
+
+
+def reward_folder(reward: Any, context: RunContext) -> Path | None:
+    """What ``reward.sources`` call ``models/reward``; None where the reward is a function or a model in memory."""
+    if isinstance(reward, Path):
+        return reward
+    return context.folder / OWN_MODEL if reward is None else None
+
+
+def reward_fn_of(
+    reward: RewardFunction | ScalarModel | Path | None,
+    rollout: RolloutConfig,
+    prompts: TrainingPrompts,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: PreTrainedModel,
+    frozen: FrozenModels,
+    context: RunContext,
+) -> RewardFn:
+    """Make the reward function that the trainers call on tokens, of what was given or of ``reward.sources``.
+
+    Raises:
+        ConfigError: It is given twice, or cannot be one.
+    """
+    limits = rollout.micro_batch_size, rollout.micro_batch_tokens
+    own = reward_folder(reward, context)
+    if own is not None:
+        workspace = own.parents[1]
+        sources = SourceContext(
+            own, workspace / "data/clean", tokenizer, prompts, limits[0], policy.device, frozen, limits[1]
+        )
+        return build_reward_fn(rollout.reward.sources, sources)
+    if rollout.reward.sources != DEFAULT_SOURCES:
+        raise ConfigError("the reward is given twice, as an argument and by reward.sources: leave one of them out")
+    if isinstance(reward, ScalarModel):
+        return reward_model_fn(reward.eval(), *limits)
+    if not callable(reward):
+        raise ConfigError(f"reward is a {type(reward).__name__}; give a function f(prompts, replies) or a reward model")
+    function = PythonFunction(reward, f"the reward function {getattr(reward, '__name__', '')}".rstrip())
+    return RewardMixture([WeightedSource("function", 1.0, RankShared(function))], PromptReader(prompts), tokenizer)
 
 
 def require_type(value: object, kind: type, name: str) -> None:

@@ -1,51 +1,74 @@
-"""PPO-max on a causal language model that is in memory, with a reward function."""
+"""PPO-max on a causal language model, with a reward function or the reward sources of the settings."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import ConcatDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.critic import TrainedCritic, evaluating
-from rlhf_core.api.inputs import require_type, rows_of
-from rlhf_core.api.ppo_inputs import PpoInputs
-from rlhf_core.api.reward_function import RewardFunction, reward_fn_of
+from rlhf_core.api.critic import MOMENTS, TrainedCritic
+from rlhf_core.api.inputs import (
+    RewardFunction,
+    checked_tokenizer,
+    encode_prompts,
+    evaluating,
+    require_type,
+    reward_fn_of,
+    reward_folder,
+    rows_of,
+    token_table,
+)
 from rlhf_core.api.reward_model import TrainedRewardModel
 from rlhf_core.api.run_folder import run_context
-from rlhf_core.api.selection import CheckpointSelector, referee_selector
 from rlhf_core.config.loading.rule_changes import rules_for
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo.ptx import PtxConfig
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.stages.ppo import PpoConfig, RolloutConfig
 from rlhf_core.data.chat.encoding import decode_reply, pad_id
-from rlhf_core.data.schema import Demonstration, Prompt
+from rlhf_core.data.schema import Demonstration, Message, PretrainText, Prompt
 from rlhf_core.data.tokens.token_table import TokenTable
-from rlhf_core.evaluation.selection import CheckpointChoice
+from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.replies.generation import OnPolicyReplies, on_policy_replies
+from rlhf_core.evaluation.selection import SelectionEvaluator
 from rlhf_core.models.adapters.lora import WithoutAdapters, add_adapters, merge_adapters
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.adapters.nf4 import pack_linear_layers
+from rlhf_core.models.heads.scalar import ReplyScorer, ScalarModel
 from rlhf_core.models.io import load_weights
-from rlhf_core.models.starting.base import save_policy
-from rlhf_core.ppo.callbacks.health import HealthCallback
-from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
-from rlhf_core.ppo.callbacks.selection import SelectionCallback
-from rlhf_core.ppo.checkpoints.run_checkpoint import load_best
-from rlhf_core.ppo.learners.actor_critic_pair import ActorCriticPair, separate_actor_critic
-from rlhf_core.ppo.learners.policy_alone import policy_alone
-from rlhf_core.ppo.losses.ptx import PtxData, PtxTexts
-from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
-from rlhf_core.ppo.rewards.token_rewards import reward_model_fn
+from rlhf_core.models.shared_base import SETTINGS, SharedBase
+from rlhf_core.models.starting.base import load_policy, save_policy
+from rlhf_core.ppo.actor_critic import build_actor_critic
+from rlhf_core.ppo.checkpoints import load_best
+from rlhf_core.ppo.health import HealthGuard, HealthMonitor
+from rlhf_core.ppo.reward_sources.source import reward_model_fn
+from rlhf_core.ppo.rewards import RunningMeanStd
+from rlhf_core.ppo.rollout import TrainingPrompts
+from rlhf_core.ppo.selection import CheckpointChoice, CheckpointSelector
 from rlhf_core.ppo.trainer import Trainer
-from rlhf_core.ppo.update import Learner
+from rlhf_core.ppo.update import Learner, PtxData, PtxTexts
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.factory import opened_sampler
+from rlhf_core.storage.files import read_json
+from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.history import nonfinite_as_none
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
 
+POSITIONS = "max_position_embeddings"
 DEFAULT_POLICY_LR, DEFAULT_CRITIC_LR = 1e-6, 5e-6
+# The data sets that ``ppo.ptx.data`` names.
+PTX_KINDS = {
+    "demonstrations": (Demonstration.KIND,),
+    "pretrain": (PretrainText.KIND,),
+    "both": (Demonstration.KIND, PretrainText.KIND),
+}
+Critic = TrainedCritic | Path
+Scorer = ScalarModel | TrainedRewardModel | Path
 
 
 @dataclass(frozen=True)
@@ -59,6 +82,7 @@ class TrainedPolicy:
         findings: What the health rules found, oldest first.
         history: The metrics of each iteration.
         samples: Sampled prompts and replies of some iterations.
+        metrics: The selected checkpoint, the last iteration, health findings, each rollback.
     """
 
     model: PreTrainedModel
@@ -67,6 +91,7 @@ class TrainedPolicy:
     findings: list[dict[str, Any]]
     history: list[dict[str, Any]]
     samples: list[dict[str, Any]]
+    metrics: dict[str, Any]
 
     def save(self, path: str | Path) -> None:
         """Save model and tokenizer as a Hugging Face folder, after checking that the copy computes the same."""
@@ -74,33 +99,42 @@ class TrainedPolicy:
 
 
 def train_ppo(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Path,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Iterable[Prompt | Mapping[str, Any] | str],
-    reward: RewardFunction | ScalarModel | TrainedRewardModel,
-    critic: TrainedCritic | None = None,
+    prompts: Iterable[Prompt | Mapping[str, Any] | str] | TrainingPrompts,
+    reward: RewardFunction | Scorer | None = None,
+    critic: Critic | None = None,
     *,
-    referee: ScalarModel | TrainedRewardModel | None = None,
+    base: PreTrainedModel | Path | None = None,
+    referee: Scorer | None = None,
     validation_prompts: Iterable[Prompt | Mapping[str, Any] | str] = (),
-    demonstrations: Iterable[Demonstration | Mapping[str, Any]] = (),
+    demonstrations: Iterable[Demonstration | Mapping[str, Any]] | TokenTable = (),
+    pretrain: Iterable[PretrainText | Mapping[str, Any] | str] | TokenTable = (),
     config: PpoConfig | None = None,
     context: RunContext | None = None,
 ) -> TrainedPolicy:
-    """Optimise a copy of ``model`` with PPO-max (algorithms.md §4–§7; paper, sections 5 and 6).
+    """Optimise ``model`` with PPO-max (algorithms.md §4–§7; paper, sections 5 and 6).
 
     The health rules watch the run; with ``config.health.mode: enforce`` they pause it or roll it back. A high reward
     does not show that the policy is better: give a ``referee``, or compare the result with ``model`` by other means.
 
+    Models may be given as folders, which are then loaded when there is room for them; a model in memory is copied and
+    left as it is. Data may be given tokenised.
+
     Args:
-        model: The model to start from, which is the reference too. It is left as it is.
+        model: The model to start from, which is the reference too.
         tokenizer: Its tokenizer.
         prompts: Strings, or records such as ``{"prompt": ...}``; see docs/data-formats.md.
-        reward: ``f(prompts, replies)`` with one number per reply, or a reward model of the same tokenizer.
+        reward: ``f(prompts, replies)`` with one number per reply, or a reward model of the same tokenizer. None takes
+            ``config.reward.sources``, whose paths are relative to ``context.folder``; a folder takes them, too, and is
+            the reward model that they call ``models/reward``.
         critic: The pre-trained critic, of which a copy is trained further; None with critic-free advantages
             (``config.advantage.estimator`` rloo or grpo).
+        base: What the policy starts from with ``config.policy_init: base``.
         referee: A second reward model, not trained on what ``reward`` was trained on: it selects the checkpoint.
         validation_prompts: What the referee judges replies to; needed with a referee.
-        demonstrations: Texts of the ptx loss; needed where ``config.ptx.weight`` is not 0.
+        demonstrations: Texts of the ptx loss, if ``config.ptx.data`` names them.
+        pretrain: Plain texts of the ptx loss, if ``config.ptx.data`` names them.
         config: Settings; by default with learning rates of 1e-6 and 5e-6, and the ptx loss if there are texts.
         context: Where to report and to keep partial state; by default nowhere.
 
@@ -110,62 +144,153 @@ def train_ppo(
         TrainingPaused: A health rule paused the run, or three steps in a row were not finite.
     """
     require_type(config, PpoConfig, "config")
-    texts = rows_of(Demonstration, given, "demonstrations") if (given := list(demonstrations)) else []
+    tokenizer = checked_tokenizer(tokenizer, model)
+    tables = {
+        Demonstration.KIND: token_table(demonstrations, Demonstration, tokenizer),
+        PretrainText.KIND: token_table(pretrain, PretrainText, tokenizer),
+    }
+    texts = {kind: table for kind, table in tables.items() if table is not None}
     config = config or default_ppo_config(ptx=bool(texts))
-    inputs = PpoInputs.checked(
-        config, model, tokenizer, prompts, reward, critic, referee, list(validation_prompts), texts
+    encoded = encode_prompts(prompts, tokenizer, model, config.max_new_tokens)
+    held_out = list(validation_prompts)
+    judged = [row.prompt for row in rows_of(Prompt, held_out, "validation_prompts")] if held_out else []
+    judged = judged[: config.selection.prompts]
+    inputs = PpoInputs(
+        config,
+        model,
+        tokenizer,
+        encoded,
+        reward.model if isinstance(reward, TrainedRewardModel) else reward,
+        critic,
+        base,
+        referee.model if isinstance(referee, TrainedRewardModel) else referee,
+        judged,
+        texts,
     )
+    inputs.require_consistent()
     seed_everything(config.seed)
     with evaluating(model), run_context(context, "train_ppo", *inputs.identity()) as run:
-        ppo = assemble(inputs, run)
-        with opened_sampler(config.sampler, run.work) as sampler:
-            ppo.trainer.sampler = sampler
-            ppo.trainer.run()
-        trained, choice = ppo.trainer.learner.pair.release_policy(), None
-        if ppo.selector is not None:
-            choice = ppo.selector.choice()
-            load_weights(trained, load_best(run.work / "best", choice.candidate.iteration))
-        history, samples = ppo.trainer.history.rows(), ppo.trainer.samples.rows()
+        trainer = assemble(inputs, run)
+        with opened_sampler(config.sampler, run.work) as trainer.sampler:
+            trainer.run()
+        selector, health, choice = trainer.selector, trainer.health, None
+        trained = trainer.learner.pair.release_policy()
+        if selector is not None:
+            choice = selector.choice()
+            load_weights(trained, load_best(selector.folder, choice.candidate.iteration))
+        history, samples = trainer.history.rows(), trainer.samples.rows()
     if config.policy_lora is not None:
         merge_adapters(trained)
-    return TrainedPolicy(trained.eval(), inputs.tokenizer, choice, ppo.health.findings, history, samples)
+    assert health is not None
+    metrics = summary(trainer, history, health.findings, choice)
+    return TrainedPolicy(trained.eval(), tokenizer, choice, health.findings, history, samples, metrics)
 
 
 @dataclass(frozen=True)
-class AssembledPpo:
-    """A run ready to start: the trainer, and those of its parts that are read afterwards."""
+class PpoInputs:
+    """What a run is made of, encoded; see :func:`train_ppo`."""
 
-    trainer: Trainer
-    health: HealthCallback
-    selector: CheckpointSelector | None
+    config: PpoConfig
+    model: PreTrainedModel | Path
+    tokenizer: PreTrainedTokenizerBase
+    prompts: TrainingPrompts
+    reward: RewardFunction | ScalarModel | Path | None
+    critic: Critic | None
+    base: PreTrainedModel | Path | None
+    referee: ScalarModel | Path | None
+    validation_prompts: Sequence[Sequence[Message]]
+    texts: Mapping[str, TokenTable]
+
+    def identity(self) -> tuple[Any, ...]:
+        """Everything that the run depends on, for :func:`~rlhf_core.api.run_folder.run_context`."""
+        critic = self.critic.model if isinstance(self.critic, TrainedCritic) else self.critic
+        texts = [self.texts[kind] for kind in sorted(self.texts)]
+        models = (self.reward, self.referee, self.model, self.base, critic)
+        return (self.config, self.prompts, self.validation_prompts, *texts, *models)
+
+    def require_consistent(self) -> None:
+        """Check settings against each other and against what was given.
+
+        Raises:
+            ConfigError: They contradict each other.
+        """
+        config, estimator = self.config, self.config.advantage.estimator
+        needed = PTX_KINDS[config.ptx.data] if config.ptx.weight else ()
+        for kind in self.texts.keys() - {*needed}:
+            unread = f"ptx.data is {config.ptx.data}" if config.ptx.weight else "ptx.weight is 0"
+            raise ConfigError(f"{kind} is for the ptx loss, but {unread}: leave it out, or set that")
+        if needed and not self.texts:
+            raise ConfigError(f"ptx.weight is {config.ptx.weight}, but there are no {' or '.join(needed)}: give them")
+        if self.validation_prompts and self.referee is None:
+            raise ConfigError("validation_prompts are judged by a referee, but there is none: give one")
+        if self.referee is not None and not self.validation_prompts:
+            raise DataError("validation_prompts is empty; the referee needs at least one")
+        if config.policy_init == "base" and self.base is None:
+            raise ConfigError("policy_init is base, but there is no base: give the model that the policy starts from")
+        if config.share_base and not (isinstance(self.model, Path) and isinstance(self.referee, Path | None)):
+            raise ConfigError(
+                "share_base shares the weights of folders: give model and referee as folders, or unset it"
+            )
+        if config.advantage.critic_free:
+            if isinstance(self.critic, TrainedCritic):
+                raise ConfigError(f"advantage.estimator {estimator} needs no critic, but there is one: leave it out")
+            return
+        if self.critic is None:
+            raise ConfigError(f"advantage.estimator {estimator} needs a critic: give one of train_critic")
+        if isinstance(self.critic, Path):
+            return
+        require_type(self.critic, TrainedCritic, "critic")
+        for name in RolloutConfig.model_fields:
+            mine, pretrained = getattr(config.rollout, name), getattr(self.critic.rollout, name)
+            if mine != pretrained and "batch_size" not in name:
+                raise ConfigError(
+                    f"the critic was pre-trained with another {name} ({pretrained}) than this run's ({mine}); give "
+                    "train_critic rollout=config.rollout"
+                )
 
 
-def assemble(inputs: PpoInputs, context: RunContext) -> AssembledPpo:
-    """Build policy, reference and critic with their engines, and the callbacks; what was given is copied."""
-    config, tokenizer = inputs.config, inputs.tokenizer
-    policy, reference = _policy_and_reference(inputs.model, config)
-    selector = None
+def assemble(inputs: PpoInputs, context: RunContext) -> Trainer:
+    """Build policy, reference and critic with their engines, the reward function, selection and health rules.
+
+    The order matters where models come from folders: the device may have no room for reference and policy as loaded, so
+    that the reference is placed before the policy is loaded.
+    """
+    config, tokenizer, frozen = inputs.config, inputs.tokenizer, FrozenModels(context.launch)
+    reference, adapted = _reference(inputs, frozen)
+    own = reward_folder(inputs.reward, context)
+    selector = referee = None
     if inputs.referee is not None:
-        proxy = inputs.reward if isinstance(inputs.reward, ScalarModel) else None
-        prompts = inputs.validation_prompts
-        selector = referee_selector(config, reference, tokenizer, prompts, inputs.referee.eval(), proxy)
-    pair = _pair(inputs, policy, context)
-    limits = {"kl": config.selection.max_kl, "max_new_tokens": float(config.max_new_tokens)}
-    health = HealthCallback(HealthMonitor(limits, rules_for(config)), config.health)
-    selection = [SelectionCallback(selector, config.selection.every, context.work / "best")] if selector else []
-    pass_limits = config.micro_batch_size, config.micro_batch_tokens
-    referee = reward_model_fn(inputs.referee.eval(), *pass_limits) if inputs.referee is not None else None
-    trainer = Trainer(
-        learner=Learner(config, pair, reference, _ptx_data(inputs)),
-        reward_fn=reward_fn_of(inputs.reward, inputs.prompts, tokenizer, *pass_limits),
+        proxy = own if isinstance(own, Path) and own.is_dir() else inputs.reward
+        judge, reward_judge = _scorer(inputs.referee, frozen), _scorer(proxy, frozen)
+        assert judge is not None
+        referee = reward_model_fn(judge, config.micro_batch_size, config.micro_batch_tokens)
+        with frozen.on_device():
+            evaluator = _evaluator(inputs, reference, judge, reward_judge)
+        selector = CheckpointSelector(evaluator, config.selection, context.work / "best")
+    if adapted is not None:
+        policy = adapted
+    else:
+        reference = frozen.place(reference) if isinstance(inputs.model, Path) else reference
+        policy = _own_copy(inputs.model if config.policy_init == "sft" else inputs.base)
+    if selector is not None:
+        evaluator.reference = reference
+    reward_fn = reward_fn_of(inputs.reward, config.rollout, inputs.prompts, tokenizer, policy, frozen, context)
+    critic, moments = _critic(inputs, frozen, own)
+    pair = build_actor_critic(config, policy, critic, Sampling.for_rollouts(tokenizer, config.rollout), context)
+    health_limits = {"kl": config.selection.max_kl, "max_new_tokens": float(config.max_new_tokens)}
+    ptx = ptx_data(config, inputs.texts, pad_id(tokenizer), getattr(policy.config, POSITIONS, None))
+    return Trainer(
+        learner=Learner(config, pair, reference, ptx),
+        reward_fn=reward_fn,
         prompts=inputs.prompts,
         decode=lambda ids: decode_reply(tokenizer, ids)[0],
-        moments=copy.deepcopy(inputs.critic.moments) if inputs.critic is not None else RunningMeanStd(),
+        moments=moments,
         context=context,
-        callbacks=(*selection, health),
+        selector=selector,
+        health=HealthGuard(HealthMonitor(health_limits, rules_for(config)), config.health),
         referee=referee,
+        frozen=frozen,
     )
-    return AssembledPpo(trainer, health, selector)
 
 
 def default_ppo_config(ptx: bool) -> PpoConfig:
@@ -178,33 +303,120 @@ def default_ppo_config(ptx: bool) -> PpoConfig:
     )
 
 
-def _policy_and_reference(model: PreTrainedModel, config: PpoConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A copy to train, and the frozen reference: with adapters the same copy with these switched off."""
-    policy = copy.deepcopy(model).eval()
+def summary(
+    trainer: Trainer, history: list[dict[str, Any]], findings: list[dict[str, Any]], choice: CheckpointChoice | None
+) -> dict[str, Any]:
+    """The selected checkpoint, the last iteration, health findings, each rollback."""
+    journal = trainer.checkpoints.journal
+    last = {name: value for name, value in history[-1].items() if isinstance(value, int | float)}
+    rollbacks = {f"rollback_{n}": entry.record() for n, entry in enumerate(journal.entries, start=1)}
+    selection: dict[str, Any] = {}
+    if choice is not None:
+        selection = {"selected_iteration": choice.candidate.iteration, "admissible": int(choice.admissible)}
+    return (
+        rollbacks
+        | {"iterations": trainer.done}
+        | selection
+        | {
+            "skipped_steps": sum(row["skipped_steps"] for row in history),
+            "findings": len(findings),
+            "pauses": sum(finding["action"] == "pause" for finding in findings),
+            "rollbacks": len(journal),
+            "reward_gain": last["reward_mean"] - history[0]["reward_mean"],
+        }
+        | ({"selected": nonfinite_as_none(asdict(choice.candidate))} if choice is not None else {})
+        | {"last": last}
+    )
+
+
+def _own_copy(given: PreTrainedModel | Path | None) -> PreTrainedModel:
+    """A model to train: loaded from its folder, or a copy."""
+    assert given is not None
+    if isinstance(given, Path):
+        return load_policy(given)[0]
+    policy: PreTrainedModel = copy.deepcopy(given)
+    policy.eval()
+    policy.requires_grad_(True)
+    return policy
+
+
+def _reference(inputs: PpoInputs, frozen: FrozenModels) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+    """The frozen reference, and the policy where it is trained as adapters: the reference is it without them.
+
+    With ``share_base`` its weights serve the ``frozen`` models too.
+    """
+    config, given = inputs.config, inputs.model
     if config.policy_lora is None:
-        policy.requires_grad_(True)
-        return policy, model
-    add_adapters(policy, config.policy_lora, derive_seed(config.seed, "ppo", "lora"))
-    without: Any = WithoutAdapters(policy)
-    return policy, without
+        return (load_policy(given)[0].requires_grad_(False) if isinstance(given, Path) else given), None
+    model = _own_copy(given)
+    if config.share_base:
+        assert isinstance(given, Path)
+        model.requires_grad_(False)
+        if config.policy_lora.quantize is not None:
+            pack_linear_layers(model)
+        frozen.base = SharedBase(model, given)
+    add_adapters(model, config.policy_lora, derive_seed(config.seed, "ppo", "lora"))
+    without: Any = WithoutAdapters(model)
+    return without, model
 
 
-def _pair(inputs: PpoInputs, policy: PreTrainedModel, context: RunContext) -> ActorCriticPair:
-    """The policy with a copy of the critic, or alone, and their engines."""
-    config, sampling = inputs.config, Sampling.for_rollouts(inputs.tokenizer, inputs.config.rollout)
-    if inputs.critic is None:
-        return policy_alone(config, policy, sampling, context)
-    critic = copy.deepcopy(inputs.critic.model)
+def _scorer(given: Any, frozen: FrozenModels) -> ReplyScorer | None:
+    """A judge of replies, if ``given`` is a model or the folder of one."""
+    if isinstance(given, Path):
+        scorer: ReplyScorer = frozen.scalar(given)
+        return scorer
+    return given.eval() if isinstance(given, ScalarModel) else None
+
+
+def _evaluator(
+    inputs: PpoInputs, reference: PreTrainedModel, referee: ReplyScorer, reward: ReplyScorer | None
+) -> SelectionEvaluator:
+    """Let ``referee`` compare replies to fixed prompts with those of ``reference``, sampled as PPO samples.
+
+    The ``reward`` model is for the metric ``referee_gap`` alone; None where the reward is no model.
+    """
+    config, tokenizer, prompts = inputs.config, inputs.tokenizer, inputs.validation_prompts
+    seed, together = derive_seed(config.seed, "ppo", "selection"), config.selection.batch_size
+    sampling = Sampling.for_rollouts(tokenizer, config.rollout)
+
+    def sample(policy: PreTrainedModel) -> OnPolicyReplies:
+        return on_policy_replies(policy, tokenizer, prompts, sampling, seed, together)
+
+    judge = ModelJudge(referee, tokenizer, "referee", together)
+    proxy = ModelJudge(reward, tokenizer, "reward", together) if reward is not None else None
+    return SelectionEvaluator(reference, prompts, judge, sample, proxy)
+
+
+def _critic(inputs: PpoInputs, frozen: FrozenModels, reward: Path | None) -> tuple[ScalarModel | None, RunningMeanStd]:
+    """A copy of the pre-trained critic, and the moments of raw rewards that it saw; without one they begin with PPO.
+
+    Pre-trained as adapters, it keeps those on the policy's frozen weights where these are shared.
+    """
+    config, given = inputs.config, inputs.critic
+    if config.advantage.critic_free or given is None:
+        return None, RunningMeanStd()
+    if isinstance(given, TrainedCritic):
+        critic, moments = copy.deepcopy(given.model), copy.deepcopy(given.moments)
+    else:
+        moments = RunningMeanStd.from_dict(read_json(given / MOMENTS))
+        if config.critic_mode != "shared" and frozen.base is not None and (given / SETTINGS).is_file():
+            return frozen.base.scalar(given, through=reward), moments
+        critic = ScalarModel.load(given)
     if config.critic_lora is not None:
         critic.add_adapters(config.critic_lora, derive_seed(config.seed, "ppo", "critic", "lora"))
-    return separate_actor_critic(config, policy, critic, sampling, context)
+    return critic, moments
 
 
-def _ptx_data(inputs: PpoInputs) -> PtxData | None:
-    config = inputs.config
+def ptx_data(config: PpoConfig, texts: Mapping[str, TokenTable], pad: int, positions: int | None) -> PtxData | None:
+    """The texts of the ptx loss; those longer than the model's positions are left out, never cut."""
     if config.ptx.weight == 0:
         return None
-    table = TokenTable.of_rows(inputs.tokenizer, Demonstration.KIND, inputs.demonstrations)
-    seed = derive_seed(config.seed, "ppo", "ptx")
-    texts = PtxTexts.of_table(table).with_category_shares(config.ptx.category_shares, seed, "ptx.category_shares")
-    return PtxData(texts, config.ptx.batch_size, seed, pad_id(inputs.tokenizer))
+    seed, shares = derive_seed(config.seed, "ppo", "ptx"), config.ptx.category_shares
+    tables = [texts[kind] for kind in PTX_KINDS[config.ptx.data] if kind in texts]
+    fitting = [
+        PtxTexts.of_table(table, positions).with_category_shares(shares, seed, "ppo.ptx.category_shares")
+        for table in tables
+    ]
+    # It takes all that have a length and items.
+    joined: ConcatDataset[tuple[list[int], list[int]]] = ConcatDataset(fitting)  # type: ignore[arg-type]
+    return PtxData(joined, config.ptx.batch_size, seed, pad)

@@ -17,7 +17,7 @@ from rlhf_core.config.stages.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.schema import Preference
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.starting.base import fitting_length
-from rlhf_core.training.reward.run import RewardModelRun, split_of, train_scalar
+from rlhf_core.training.reward.run import RewardModelRun, Split, split_of, train_scalar
 from rlhf_core.training.run_context import RunContext
 
 DEFAULT_LR = 1e-5
@@ -30,26 +30,30 @@ class TrainedRewardModel:
     Attributes:
         model: Gives a scalar at the last token of prompt and reply.
         tokenizer: Its tokenizer.
-        metrics: Accuracy, margins and biases on the held-out pairs; pairs used and dropped.
+        metrics: Accuracy, margins and biases on the validation pairs, and on the test pairs under names that begin with
+            ``test_``; pairs used and dropped.
         history: The records of training, oldest first.
+        run: The training with the rewards of all held-out pairs.
     """
 
     model: ScalarModel
     tokenizer: PreTrainedTokenizerBase
     metrics: dict[str, Any]
     history: list[dict[str, Any]]
+    run: RewardModelRun
 
     def save(self, path: str | Path) -> None:
         """Save it as a Hugging Face sequence-classification folder, after checking that the copy computes the same."""
-        self.model.save(Path(path), self.tokenizer)
+        self.run.trained.save(Path(path))
 
 
 def train_reward_model(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Path,
     tokenizer: PreTrainedTokenizerBase,
-    preferences: Iterable[Preference | Mapping[str, Any]],
+    preferences: Iterable[Preference | Mapping[str, Any]] | Split,
     *,
-    validation: Iterable[Preference | Mapping[str, Any]] | None = None,
+    validation: Iterable[Preference | Mapping[str, Any]] | Split | None = None,
+    test: Split | None = None,
     config: RewardConfig | None = None,
     context: RunContext | None = None,
     name: str = "reward",
@@ -59,10 +63,12 @@ def train_reward_model(
     The same function trains the referee that selects PPO's checkpoints: give it other pairs and another ``name``.
 
     Args:
-        model: The causal language model that a head is put on a copy of; it is left as it is.
+        model: The causal language model that a head is put on a copy of, or its folder; it is left as it is. With a
+            folder, adapters are kept apart from its weights, too.
         tokenizer: Its tokenizer.
         preferences: Records such as ``{"prompt": ..., "chosen": ..., "rejected": ...}``; see docs/data-formats.md.
         validation: Held-out pairs; by default every twentieth one.
+        test: Further pairs to measure the model on.
         config: Settings; by default one epoch with a peak learning rate of 1e-5.
         context: Where to report and to keep partial state; by default nowhere.
         name: Sets the random streams of this model apart from those of others.
@@ -72,25 +78,31 @@ def train_reward_model(
         TrainingPaused: Three steps in a row were not finite.
     """
     require_type(config, RewardConfig, "config")
-    given = rows_of(Preference, preferences, "preferences")
-    checks = rows_of(Preference, validation, "validation") if validation is not None else None
-    train, checks = held_out(given, checks, "preferences")
-    config = config or default_reward_config(len(train), model)
     tokenizer = checked_tokenizer(tokenizer, model)
-    longest = fitting_length(config.max_tokens, model)
-    pairs = split_of(train, tokenizer, longest, "preferences")
-    held = split_of(checks, tokenizer, longest, "validation")
-    with run_context(context, f"train_reward_model {name}", config, train, checks, model) as run:
+    if isinstance(preferences, Split):
+        assert isinstance(validation, Split) and config is not None
+        pairs, held = preferences, validation
+    else:
+        assert not isinstance(validation, Split)
+        given = rows_of(Preference, preferences, "preferences")
+        checks = rows_of(Preference, validation, "validation") if validation is not None else None
+        train, checks = held_out(given, checks, "preferences")
+        config = config or default_reward_config(len(train), model)
+        longest = fitting_length(config.max_tokens, model)
+        pairs = split_of(train, tokenizer, longest, "preferences")
+        held = split_of(checks, tokenizer, longest, "validation")
+    tables = [split.pairs.tokens for split in (pairs, held)]
+    with run_context(context, f"train_reward_model {name}", config, *tables, model) as run:
         trained = train_scalar(config, name, model, tokenizer, pairs, held, run)
-    evaluated = RewardModelRun.evaluated(trained, pairs, {"validation": held}, config.seed, name)
-    return TrainedRewardModel(trained.model, tokenizer, evaluated.metrics(), trained.result.history)
+    splits = {"validation": held} | ({"test": test} if test is not None else {})
+    evaluated = RewardModelRun.evaluated(trained, pairs, splits, config.seed, name)
+    return TrainedRewardModel(trained.model, tokenizer, evaluated.metrics(), trained.result.history, evaluated)
 
 
-def default_reward_config(rows: int, model: PreTrainedModel) -> RewardConfig:
+def default_reward_config(rows: int, model: PreTrainedModel | Path) -> RewardConfig:
     """About one epoch over ``rows`` pairs with settings that are safe for a pretrained model."""
     pairs = min(32, rows)
-    positions = getattr(model.config, "max_position_embeddings", None) or 2048
-    longest = min(positions, 2048)
+    longest = fitting_length(2048, model)
     return RewardConfig(
         steps=math.ceil(rows / pairs),
         max_tokens=longest,

@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 import inspect
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import BaseModel
 from torch import nn
 
 from rlhf_core.api.inputs import require_type
+from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.errors import RlhfError
+from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.storage.files import atomic_write_json, read_json
 from rlhf_core.training.run_context import RunContext
 
@@ -55,6 +58,17 @@ def digest(value: Any) -> str:
         for name, tensor in value.state_dict().items():
             content.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
             content.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Path):
+        # By content it would be read as a whole at every start; a stage's folder is named by that anyway.
+        files = sorted(
+            (str(file.relative_to(value)), file.stat().st_size) for file in value.rglob("*") if file.is_file()
+        )
+        content.update(repr(files).encode())
+    elif isinstance(value, TokenTable):
+        for name in value.id_columns:
+            _add_ids(content, value.column(name))
+    elif isinstance(value, TrainingPrompts):
+        _add_ids(content, value.ids)
     elif isinstance(value, BaseModel):
         content.update(value.model_dump_json().encode())
     elif callable(value):
@@ -65,3 +79,9 @@ def digest(value: Any) -> str:
     else:
         content.update(repr(value).encode())
     return content.hexdigest()
+
+
+def _add_ids(content: Any, rows: Iterable[Sequence[int]]) -> None:
+    """Add rows of token ids to a hash."""
+    for row in rows:
+        content.update(np.asarray([len(row), *row], dtype=np.int64).tobytes())

@@ -1,4 +1,4 @@
-"""The rules of validation by name, and how severe a breach of each is."""
+"""The rules of the project's own suites by name; the suites say how severe a breach of each is."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ ROW_RULES = (
     "no_control_characters",
     "no_mojibake",
     "no_secrets",
+    "no_template_tokens",
 )
-# Rules about the whole set, which warn unless told otherwise.
+# Rules about the whole set.
 SET_RULES = (
     "no_prefix_leakage",
     "no_shared_first_turn",
@@ -39,7 +40,5 @@ SET_RULES = (
     "expected_language",
 )
 RULES = ROW_RULES + SET_RULES
-# What may be meant: such rows stay and are counted, unless told otherwise.
-WARN_BY_DEFAULT = frozenset({*SET_RULES, "prompt_not_repeated"})
 # No stage can train on a row that breaks one of these, so a warning is not enough.
 NEEDED_FOR_TRAINING = frozenset({"complete", "prompt_not_empty", "roles", "margin_finite"})

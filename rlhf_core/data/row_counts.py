@@ -13,6 +13,8 @@ READABLE = "readable"
 MOST_REASONS = 1000
 OTHER_REASONS = "other reasons"
 FIRST_POSITIONS = 8
+# The counters of RowCounts.
+BY_WORD = ("dropped", "unused", "noticed")
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class RowCounts:
         cut: Rows that a limit or cap left out.
         unread: Rows of a hub data set on top of ``records``; None where the hub does not say how many.
         unused: By column, the rows with a value there that is not read.
+        noticed: By what was noticed of rows that are used, such as an end marker that was taken off, how many.
     """
 
     source: str
@@ -134,6 +137,7 @@ class RowCounts:
     unread: int | None = 0
     dropped: Counter[str] = field(default_factory=Counter)
     unused: Counter[str] = field(default_factory=Counter)
+    noticed: Counter[str] = field(default_factory=Counter)
     reasons: ReasonCounts = field(default_factory=ReasonCounts)
 
     def empty(self) -> RowCounts:
@@ -147,6 +151,7 @@ class RowCounts:
         self.unread = None if self.unread is None or part.unread is None else self.unread + part.unread
         self.dropped.update(part.dropped)
         self.unused.update(part.unused)
+        self.noticed.update(part.noticed)
         self.reasons.take(part.reasons)
         self.revision = part.revision
 
@@ -164,12 +169,12 @@ class RowCounts:
     def as_dict(self) -> dict[str, Any]:
         """Return the counts as the manifest of ``data/raw`` has them: without reasons, which the quarantine tells."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("kind", "kept", "reasons")}
-        return values | {"rows": self.kept, "dropped": dict(self.dropped), "unused": dict(self.unused)}
+        return values | {"rows": self.kept} | {name: dict(getattr(self, name)) for name in BY_WORD}
 
     @classmethod
     def of_manifest(cls, kind: str, file: Mapping[str, Any]) -> RowCounts:
         """Return the counts that the manifest of ``data/raw`` says of a file of ``kind``."""
         known = {f.name for f in fields(cls)} - {"kind", "kept", "reasons"}
         values = {name: value for name, value in file.items() if name in known}
-        values |= {name: Counter(file.get(name, {})) for name in ("dropped", "unused")}
+        values |= {name: Counter(file.get(name, {})) for name in BY_WORD}
         return cls(kind=kind, kept=file["rows"], **values)

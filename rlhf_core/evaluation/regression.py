@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -11,6 +11,7 @@ from rlhf_core.data.schema import Prompt
 from rlhf_core.data.text.refusals import is_refusal
 from rlhf_core.data.text.text_statistics import split_words, trigram_repetition
 from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.evaluation.statistics import cluster_of
 
 MUST_REFUSE = frozenset({"harmful"})
 MAX_REPETITION = 0.2
@@ -58,12 +59,26 @@ def fixed_subset(rows: Sequence[Row], size: int, purpose: str) -> list[Row]:
     return sorted(rows, key=lambda row: hashlib.sha256(f"{purpose}|{row.id}".encode()).hexdigest())[:size]
 
 
+def spread_subset(prompts: Sequence[PromptRow], size: int, purpose: str) -> list[PromptRow]:
+    """Choose at most ``size`` prompts as :func:`fixed_subset` does, of as many different questions as there are.
+
+    The first prompt about each question comes before the second about any: a second one says little that is new.
+    """
+    seen: Counter[str] = Counter()
+    numbered = []
+    for row in fixed_subset(prompts, len(prompts), purpose):
+        cluster = cluster_of(row)
+        numbered.append((seen[cluster], row))
+        seen[cluster] += 1
+    return [row for _, row in sorted(numbered, key=lambda pair: pair[0])][:size]
+
+
 def regression_set(prompts: Sequence[PromptRow], per_category: int = PER_CATEGORY) -> list[PromptRow]:
-    """Choose up to ``per_category`` prompts of each category, by hash."""
+    """Choose up to ``per_category`` prompts of each category, by hash and of as many questions as there are."""
     groups: dict[str, list[PromptRow]] = defaultdict(list)
     for prompt in prompts:
         groups[prompt.category].append(prompt)
-    return [row for name in sorted(groups) for row in fixed_subset(groups[name], per_category, "regression")]
+    return [row for name in sorted(groups) for row in spread_subset(groups[name], per_category, "regression")]
 
 
 def passes(checks: Mapping[str, ReplyCheck], category: str, reply: Reply) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,12 +23,13 @@ ROOTS = ("STAGE",)
 # new message or a new progress bar must not cost a training run.
 _NAMES = (
     "errors",
+    "redaction",
     "runtime.preemption",
     "runtime.progress",
     "tracking",
     "tracking.delivery",
     "tracking.journal",
-    "tracking.mlflow_tracker",
+    "tracking.run_records",
     "tracking.stage_run",
     "tracking.tracker",
     "training.checkpoints.location",
@@ -61,17 +66,48 @@ def reached(stage: str) -> frozenset[str]:
 
 
 def write_fingerprints(workspace: Path, stages: Iterable[str], method: Method = "ppo") -> None:
-    """Refresh ``.fingerprints/STAGE.txt``; a file whose content would not change is left alone."""
+    """Refresh ``.fingerprints/STAGE.txt``; a file whose content would not change is left alone.
+
+    Digests are remembered in ``.rlhf/fingerprints.json`` as long as no file of the package has changed: they take
+    seconds.
+    """
+    memory = workspace / ".rlhf" / "fingerprints.json"
+    known: dict[str, str] = {}
+    state = _package_state(method)
+    with suppress(OSError, ValueError):
+        remembered = json.loads(memory.read_text(encoding="utf-8"))
+        known = remembered["digests"] if remembered["state"] == state else {}
+    before = len(known)
     for stage in stages:
         path = workspace / FOLDER / f"{stage}.txt"
-        text = fingerprint(stage, method) + "\n"
+        if stage not in known:
+            known[stage] = fingerprint(stage, method)
+        text = known[stage] + "\n"
         if not path.exists() or path.read_text() != text:
             atomic_write_text(path, text)
+    if len(known) > before:
+        atomic_write_text(memory, json.dumps({"state": state, "digests": known}))
+
+
+def _package_state(method: Method) -> str:
+    """Return a digest of the method and of path, size and time of every file of the package."""
+    root = _package_folder()
+    marks = [method, str(root)]
+    for folder, names, files in os.walk(root):
+        names[:] = sorted(name for name in names if name != "__pycache__")
+        for name in sorted(files):
+            status = os.stat(os.path.join(folder, name))
+            marks.append(f"{os.path.join(folder, name)} {status.st_size} {status.st_mtime_ns} {status.st_ino}")
+    return hashlib.sha256("\n".join(marks).encode()).hexdigest()
+
+
+def _package_folder() -> Path:
+    spec = find_spec(PACKAGE)
+    assert spec is not None and spec.submodule_search_locations
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 @cache
 def package() -> Package:
     """The installed package, parsed once in a process."""
-    spec = find_spec(PACKAGE)
-    assert spec is not None and spec.submodule_search_locations
-    return Package(Path(next(iter(spec.submodule_search_locations))).parent, PACKAGE, NEUTRAL)
+    return Package(_package_folder().parent, PACKAGE, NEUTRAL)

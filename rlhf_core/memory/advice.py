@@ -64,7 +64,8 @@ def advise(estimate: MemoryEstimate) -> tuple[MemoryAdvice, ...]:
 
     Smaller batches of sampling and of passes change no result; gradient checkpointing costs time; sharding and
     offloading cost communication; smaller optimiser steps and adapters change what is learned and come last. A change
-    that turns out not to lower the peak, or not to be needed, is left out again, dear ones first.
+    that turns out not to lower the peak, or not to be needed, is left out again, dear ones first. What is claimed is
+    computed from the very list that is returned.
     """
     limit = estimate.limit
     if limit is None:
@@ -83,9 +84,17 @@ def _advise_stage(inputs: EstimateInputs, stage: StageEstimate, limit: int) -> M
                 break
             taken.append(helpful.changes)
             current, before = current.with_changes(helpful.changes), helpful.after
-    reached = before.peak.use.total
-    needed = _needed(inputs, stage.stage, max(limit, reached), taken)
-    return MemoryAdvice(stage.stage, _steps(inputs, stage.stage, needed), reached <= limit)
+    # Settings that were changed more than once stand with their last value wherever they are listed.
+    final = {path: value for changes in taken for path, value in changes.items()}
+    kept = [{path: final[path] for path in paths} for paths in dict.fromkeys(tuple(changes) for changes in taken)]
+    goal = max(limit, before.peak.use.total)
+    for changes in reversed(kept):
+        rest = [other for other in kept if other is not changes]
+        after = _steps(inputs, stage.stage, rest)
+        if after is not None and (after[-1].after if after else stage).peak.use.total <= goal:
+            kept = rest
+    steps = _steps(inputs, stage.stage, kept) or ()
+    return MemoryAdvice(stage.stage, steps, (steps[-1].after if steps else stage).peak.use.total <= limit)
 
 
 def _first_that_helps(
@@ -93,38 +102,25 @@ def _first_that_helps(
 ) -> AdviceStep | None:
     """The first change after which a phase that is too large is smaller, and none of those larger."""
     for changes in candidates:
-        try:
-            after = estimate_stage(inputs.with_changes(changes), before.stage)
-        except RlhfError:
-            continue  # it contradicts other settings, or needs a package that is not installed
-        uses = {phase.name: phase.use.total for phase in after.phases}
+        steps = _steps(inputs, before.stage, [changes])
+        if steps is None:
+            continue
+        uses = {phase.name: phase.use.total for phase in steps[0].after.phases}
         pairs = [(phase.use.total, uses.get(phase.name, 0)) for phase in before.phases if phase.use.total > limit]
         if any(new <= old * (1 - WORTHWHILE) for old, new in pairs) and all(new <= old for old, new in pairs):
-            return AdviceStep(changes, after)
+            return steps[0]
     return None
 
 
-def _needed(inputs: EstimateInputs, stage: str, goal: int, taken: Sequence[Changes]) -> list[Changes]:
-    """``taken`` without what the peak stays within ``goal`` without. Of repeated changes to the same settings the last
-    one stands."""
-    kept = list({tuple(changes): changes for changes in taken}.values())
-    for changes in reversed(kept):
-        rest = [other for other in kept if other is not changes]
-        try:
-            steps = _steps(inputs, stage, rest)
-            after = steps[-1].after if steps else estimate_stage(inputs, stage)
-        except RlhfError:
-            continue
-        if after.peak.use.total <= goal:
-            kept = rest
-    return kept
-
-
-def _steps(inputs: EstimateInputs, stage: str, taken: Sequence[Changes]) -> tuple[AdviceStep, ...]:
+def _steps(inputs: EstimateInputs, stage: str, taken: Sequence[Changes]) -> tuple[AdviceStep, ...] | None:
+    """The stage after each of ``taken``; None where one contradicts other settings, or needs a missing package."""
     steps = []
-    for changes in taken:
-        inputs = inputs.with_changes(changes)
-        steps.append(AdviceStep(changes, estimate_stage(inputs, stage)))
+    try:
+        for changes in taken:
+            inputs = inputs.with_changes(changes)
+            steps.append(AdviceStep(changes, estimate_stage(inputs, stage)))
+    except RlhfError:
+        return None
     return tuple(steps)
 
 

@@ -229,10 +229,26 @@ def estimate_stage(inputs: EstimateInputs, stage: str) -> StageEstimate:
 def _stage(
     stage: str, inputs: StageInputs, roles: Sequence[ModelRole], phases: dict[str, MemoryUse], loading: MemoryUse
 ) -> StageEstimate:
-    """``phases`` by what they need beyond what all roles hold; ``loading`` comes before that and stands alone."""
+    """``phases`` by what they need beyond what all roles hold; ``loading`` and saving stand alone."""
     of_roles = held(roles)
     during = [PhaseEstimate(name, of_roles + use) for name, use in phases.items()]
-    return StageEstimate(stage, inputs.layout, tuple(roles), (PhaseEstimate("loading", loading), *during))
+    saving = [PhaseEstimate("saving", _saving(inputs, roles))] if "step" in phases else []
+    return StageEstimate(stage, inputs.layout, tuple(roles), (PhaseEstimate("loading", loading), *during, *saving))
+
+
+def _saving(inputs: StageInputs, roles: Sequence[ModelRole]) -> MemoryUse:
+    """The end of a training: each trained model leaves its engine, while the others stay as they are.
+
+    DeepSpeed's weights are gathered in host memory once for a comparison on the whole model, which ZeRO 3 gathers; only
+    then are they freed, and a plain model takes their place. Plain torch saves the model as it is. What was saved is
+    compared with it on the CPU.
+    """
+    moments = [held(roles)]
+    if inputs.layout.engine == "deepspeed":
+        for role in (role for role in roles if role.variant.trained != "nothing"):
+            others = held([other for other in roles if other is not role])
+            moments += [held(roles) + at_work([role]), others + whole(role)]
+    return largest(moments)
 
 
 def _rollout_phases(

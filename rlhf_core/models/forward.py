@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -13,9 +16,21 @@ from rlhf_core.models.lazy_logits import LazyLogits
 
 Result = TypeVar("Result")
 
-# Settings by which some architectures change logits after the unembedding: with one of them only the model's own
-# forward gives the right logits.
-LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+# Settings by which some architectures change logits after the unembedding. They tell of a model without weights; one
+# with weights is asked itself.
+LOGIT_SETTINGS = (
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+)
+# The largest logit of the comparison: far above every soft cap, and far below what float16 holds.
+PROBED_LOGIT = 500.0
+SAME_LOGITS = 1e-3  # relative to the largest
+_comparing = threading.Lock()
+_KNOWN_HEAD = "_rlhf_plain_head"  # attribute of a model that was compared; copies keep it
 
 
 def embedding_weight(model: PreTrainedModel) -> Tensor:
@@ -40,19 +55,82 @@ def hidden_states(
     """Last hidden states of a backbone without its head: (B, L) -> (B, L, H)."""
     if position_ids is None:
         position_ids = position_ids_from_mask(attention_mask)
-    output = backbone(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+    given = {"attention_mask": attention_mask, "position_ids": position_ids}
+    output = backbone(**arguments_of(backbone, input_ids=input_ids, **given))
     hidden: Tensor = output.last_hidden_state
     return hidden
 
 
 def has_plain_head(model: PreTrainedModel) -> bool:
-    """Whether a causal LM's logits are its output embedding of the last hidden states, and nothing more."""
-    return model.get_output_embeddings() is not None and not changes_logits(model.config)
+    """Whether a causal LM's logits are its output embedding of the last hidden states, and nothing more.
+
+    The model's own forward is compared with the embedding's product, once: at loading, or here at the first question.
+    """
+    known: bool | None = getattr(model, _KNOWN_HEAD, None)
+    if known is None:
+        parameter = next(iter(model.parameters()), None)
+        if parameter is not None and parameter.is_meta:
+            return model.get_output_embeddings() is not None and not changes_logits(model.config)
+        with _comparing:  # passes of several threads may be the first to ask
+            known = getattr(model, _KNOWN_HEAD, None)
+            if known is None:
+                known = _head_is_plain(model)
+                setattr(model, _KNOWN_HEAD, known)
+    return known
+
+
+@torch.no_grad()
+def _head_is_plain(model: PreTrainedModel) -> bool:
+    """Compare logits of the model's forward, in which the head's input is scaled up, with the head's product of it.
+
+    Scaled, so that a soft cap shows in a model whose logits are small.
+    """
+    head, training = model.get_output_embeddings(), model.training
+    if head is None:
+        return False
+    ids = probe_ids(model.config.get_text_config().vocab_size).to(next(head.parameters()).device)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    model.eval()
+    hooks = []
+    try:
+        states = model.base_model(**arguments_of(model.base_model, **given)).last_hidden_state
+        scale = PROBED_LOGIT / head(states).abs().max().clamp(min=1e-6)
+        expected = head(states * scale)
+        own = threading.get_ident()  # another thread may be making a pass of the same model
+
+        def scaled(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (inputs[0] * scale, *inputs[1:]) if threading.get_ident() == own else inputs
+
+        hooks.append(head.register_forward_pre_hook(scaled))
+        logits = model(**arguments_of(model, **given)).logits
+    except (AttributeError, RuntimeError):  # the head does not take the last hidden states
+        return False
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.train(training)
+    if logits.shape != expected.shape:
+        return False
+    return bool((logits - expected).abs().max() <= SAME_LOGITS * expected.abs().max())
 
 
 def changes_logits(config: PretrainedConfig) -> bool:
-    """Whether a causal LM scales or bounds its logits, so that only its own forward makes them, all at once."""
+    """Whether a configuration says that the model scales or bounds its logits."""
     return any(getattr(config, name, None) for name in LOGIT_SETTINGS)
+
+
+def arguments_of(model: nn.Module, **given: Any) -> dict[str, Any]:
+    """Those of the ``given`` arguments that the model's forward takes: some know no positions, or keep all logits."""
+    taken = _parameters(getattr(model.forward, "__func__", model.forward))
+    given.setdefault("use_cache", False)
+    return given if taken is None else {name: value for name, value in given.items() if name in taken}
+
+
+@cache
+def _parameters(forward: Callable[..., Any]) -> frozenset[str] | None:
+    """Names of a function's parameters; None where it takes any."""
+    taken = inspect.signature(forward).parameters
+    return None if any(each.kind is each.VAR_KEYWORD for each in taken.values()) else frozenset(taken)
 
 
 def selected_logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, select: Tensor) -> LazyLogits:
@@ -77,13 +155,9 @@ def lazy_logits(
         hidden = run_as_wrapped(model, backbone)
         # A slice of all would cost another tensor of their size in the backward pass.
         return unembedded(model, hidden if keep == hidden.shape[1] else hidden[:, -keep:])
-    logits: Tensor = model(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        use_cache=False,
-        logits_to_keep=keep,
-    ).logits
+    given = {"attention_mask": attention_mask, "position_ids": position_ids, "logits_to_keep": keep}
+    logits: Tensor = model(**arguments_of(model, input_ids=input_ids, **given)).logits
+    logits = logits if logits.shape[1] == keep else logits[:, -keep:]
     return LazyLogits(logits, nn.Identity(), logits.shape[-1])
 
 
@@ -96,3 +170,8 @@ def run_as_wrapped(model: PreTrainedModel, compute: Callable[[], Result]) -> Res
     """Return ``compute``, a pass of parts of a language model, run as its wrapper demands where it has one."""
     run: Callable[[Callable[[], Result]], Result] | None = getattr(model, "run", None)
     return compute() if run is None else run(compute)
+
+
+def probe_ids(vocabulary: int, rows: int = 2, width: int = 8) -> Tensor:
+    """Fixed token ids (rows, width), spread over the vocabulary, to compare a model with its saved copy."""
+    return (torch.arange(rows * width) * 7919 % vocabulary).view(rows, width)

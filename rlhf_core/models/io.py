@@ -21,6 +21,7 @@ from rlhf_core.errors import ModelError, RlhfError, first_line
 from rlhf_core.hub import require_hub
 from rlhf_core.models.attention import attention_of
 from rlhf_core.models.float32_head import use_float32_unembedding
+from rlhf_core.models.forward import has_plain_head
 from rlhf_core.models.openblas_linear import use_openblas
 from rlhf_core.runtime import distributed
 from rlhf_core.storage.files import atomic_dir, atomic_write_json
@@ -188,6 +189,8 @@ def load_model(
     use_float32_unembedding(model)
     model = model.to(distributed.device()).eval()
     use_openblas(model)
+    with reading(source):
+        has_plain_head(model)  # is noted in the model, before an engine may shard its weights
     return model
 
 
@@ -247,11 +250,6 @@ def _flush(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def probe_ids(vocabulary: int, rows: int = 2, width: int = 8) -> Tensor:
-    """Fixed token ids (rows, width), spread over the vocabulary, to compare a model with its saved copy."""
-    return (torch.arange(rows * width) * 7919 % vocabulary).view(rows, width)
 
 
 def require_equal(path: Path, saved: Tensor, expected: Tensor) -> None:

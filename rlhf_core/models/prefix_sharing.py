@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from rlhf_core.data.batches.prefix_rows import PrefixRow
 from rlhf_core.data.chat.encoding import right_pad
 from rlhf_core.errors import ModelError, first_line
-from rlhf_core.models.forward import hidden_states
-from rlhf_core.models.io import probe_ids
+from rlhf_core.models.forward import hidden_states, probe_ids
 
 # Relative differences of hidden states. What a token does not attend to changes no bit of its own.
 INDEPENDENT = 1e-6

@@ -6,29 +6,28 @@ paper, section 5.3.3.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlhf_core.config.stages.critic import CriticConfig
 from rlhf_core.config.stages.ppo import RolloutConfig
-from rlhf_core.ppo.advantages.gae import explained_variance, with_advantages
-from rlhf_core.ppo.checkpoints.rollback_journal import RollbackJournal
-from rlhf_core.ppo.checkpoints.run_checkpoint import JsonLines, RunCheckpoints
+from rlhf_core.ppo.actor_critic import ActorCriticPair
+from rlhf_core.ppo.advantages import explained_variance, with_advantages
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.learners.actor_critic_pair import SeparateActorCritic, gathered_parameters
-from rlhf_core.ppo.losses.grad_clip import clip_and_step
-from rlhf_core.ppo.losses.value_loss import ValueObjective
-from rlhf_core.ppo.metrics import MetricRecord, PhaseClock
-from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
-from rlhf_core.ppo.rewards.token_rewards import RewardFn, reward_metrics, with_rewards
-from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
-from rlhf_core.ppo.rollouts.rollout import score_rollout
-from rlhf_core.runtime.progress import progress
-from rlhf_core.sampling.data_parallel import sample_replies
+from rlhf_core.ppo.losses import ValueObjective, clip_and_step
+from rlhf_core.ppo.reward_sources.source import RewardFn, reward_metrics
+from rlhf_core.ppo.rewards import RunningMeanStd
+from rlhf_core.ppo.rollout import TrainingPrompts
+from rlhf_core.ppo.trainer import PhaseClock, RolloutLoop
 from rlhf_core.sampling.local import LocalSampler
 from rlhf_core.sampling.sampler import Sampler
 from rlhf_core.training.checkpoints.manager import CheckpointManager
+from rlhf_core.training.device_scalars import totals_of_steps
 from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.history import History
 from rlhf_core.training.rng import derive_seed
+from rlhf_core.training.run_checkpoints import RunCheckpoints
 from rlhf_core.training.run_context import RunContext
 
 FALLS_BY = 0.99  # a value loss counts as fallen when it is below this share of the best one
@@ -57,17 +56,8 @@ class StopRule:
         return "plateau" if self.since_best >= self.plateau else None
 
 
-@dataclass(frozen=True)
-class ValueUpdateMetrics(MetricRecord):
-    """The critic's steps on one rollout: means over the steps, and how many were skipped as not finite."""
-
-    value_loss: float
-    critic_grad_norm: float
-    skipped_steps: float
-
-
 @dataclass
-class CriticTrainer:
+class CriticTrainer(RolloutLoop):
     """One pre-training run.
 
     Attributes:
@@ -84,7 +74,7 @@ class CriticTrainer:
 
     config: CriticConfig
     rollout: RolloutConfig
-    pair: SeparateActorCritic
+    pair: ActorCriticPair
     reward_fn: RewardFn
     prompts: TrainingPrompts
     context: RunContext
@@ -92,45 +82,24 @@ class CriticTrainer:
     frozen: FrozenModels = field(default_factory=FrozenModels)
     sampler: Sampler = field(default_factory=LocalSampler)
 
+    name = "critic"
+    unit = "rollout"
+
     def __post_init__(self) -> None:
-        config = self.config
+        config, work = self.config, self.context.work
+        self.seed, self.total = config.seed, config.max_rollouts
         self.stop_rule = StopRule(config.explained_variance, config.patience, config.plateau)
-        self.history = JsonLines(self.context.work / "history.jsonl")
+        self.history = History(work / "history.jsonl")
         self.checkpoints = RunCheckpoints(
-            CheckpointManager(self.context.work / "checkpoints", self.context.store),
+            CheckpointManager(work / "checkpoints", self.context.store),
             self.pair.engines,
             {"history": self.history},
-            RollbackJournal(self.context.work / "rollbacks.json"),  # always empty: no rule watches this run
             config.checkpoint.keep,
         )
         self.done, self.stopped, self.explained_variance = 0, "", 0.0
 
-    def run(self) -> dict[str, float]:
-        """Pre-train, resuming where an earlier process stopped.
-
-        Returns:
-            The summary of the run.
-
-        Raises:
-            Preempted: SIGTERM came; the rollout was finished and the state saved.
-            CheckpointError: A checkpoint could not be written.
-        """
-        self.restore()
-        total, preemption, manager = self.config.max_rollouts, self.context.preemption, self.checkpoints.manager
-        with manager, progress(total, "critic") as bar, preemption.deferred():
-            if self.done:
-                bar.advance(self.done)
-            while not (preempted := preemption.requested()) and not self.stopped and self.done < total:
-                row = self.iterate()
-                bar.advance(1, explained_variance=self.explained_variance, value_loss=row["value_loss"])
-                if self.done % self.config.checkpoint.every == 0 or self.stopped:
-                    self.save()
-                manager.check()
-            if preempted:
-                if self.done and not self.checkpoints.holds(self.done):
-                    self.save(extra=True)
-                manager.finish()
-                preemption.raise_preempted(f"critic made rollout {self.done} of {total}", saved=self.done > 0)
+    def summary(self) -> dict[str, float]:
+        """What there is to say of the finished run."""
         return {
             "rollouts": self.done,
             "explained_variance": self.explained_variance,
@@ -139,37 +108,35 @@ class CriticTrainer:
             "moments_std": self.moments.std,
         }
 
+    def finished(self) -> bool:
+        """Whether the critic is good enough, no longer improves, or has had all its rollouts."""
+        return bool(self.stopped) or super().finished()
+
+    def turn(self) -> dict[str, float]:
+        """Make one iteration."""
+        row = self.iterate()
+        if self.done % self.config.checkpoint.every == 0 or self.stopped:
+            self.save()
+        return {"explained_variance": self.explained_variance, "value_loss": row["value_loss"]}
+
     def iterate(self) -> dict[str, float]:
         """Make one iteration: collect, rewards, advantages, update of the critic, log."""
         config, pair, clock = self.config, self.pair, PhaseClock()
         rows = self.prompts.rows(config.batch_size, derive_seed(config.seed, "critic", "prompts"), self.done)
-        prompts = self.prompts.batch(rows, self.done, derive_seed(config.seed, "critic", "rollout"))
-
-        with self.frozen.on_device(), gathered_parameters(pair):
-            with clock.phase("generation"):
-                if self.sampler.version is None:  # the policy is frozen: one version of it is all there is
-                    self.sampler.sync(pair.policy, 0)
-                rollout = sample_replies(self.sampler, 0, prompts, pair.sampling, self.rollout.sampling_batch_size)
-            with clock.phase("forward"):
-                experience = score_rollout(pair, pair.policy, rollout, exact_kl=False)
-            with clock.phase("rewards"):
-                rewards = self.reward_fn(experience.batch)
-        self.moments.update(rewards)
-        experience = with_rewards(experience, rewards, self.moments, self.rollout.kl.coefficient, self.rollout)
+        experience = self.collect(pair, pair.policy, self.rollout, rows, self.rollout.kl.coefficient, clock)
         experience = with_advantages(experience, self.rollout.advantage)
-
         self.explained_variance = explained_variance(
             experience.values, experience.monte_carlo_returns, experience.response_mask
         )
         metrics = self._update(experience)
         self.done += 1
-        self.stopped = self.stop_rule.observe(self.explained_variance, metrics.value_loss) or ""
+        self.stopped = self.stop_rule.observe(self.explained_variance, metrics["value_loss"]) or ""
         row = {
             "iteration": self.done,
             "explained_variance": self.explained_variance,
-            **metrics.as_metrics(),
-            "reward_mean": float(rewards.mean()),
-            "reward_std": float(rewards.std(unbiased=False)),
+            **metrics,
+            "reward_mean": float(experience.rewards.mean()),
+            "reward_std": float(experience.rewards.std(unbiased=False)),
             "length": float(experience.lengths.float().mean()),
             **reward_metrics(self.reward_fn),
             **clock.seconds,
@@ -178,39 +145,33 @@ class CriticTrainer:
         self.context.tracker.log_metrics(row, step=self.done)
         return row
 
-    def _update(self, experience: Experience) -> ValueUpdateMetrics:
-        """Make all optimiser steps of the critic on one rollout."""
+    def _update(self, experience: Experience) -> dict[str, float]:
+        """Make all optimiser steps of the critic on one rollout; means over them, and how many were skipped."""
         config, objective = self.config, ValueObjective(self.config.value_clip)
         seed = derive_seed(config.seed, "critic", "minibatches")
-        losses, results = [], []
+        shares, results = [], []
         for epoch in range(config.epochs):
             number = self.done * config.epochs + epoch
             for minibatch in experience.minibatches(config.minibatches, seed, number):
-                losses.append(float(self.pair.accumulate_value_gradients(minibatch, objective).value_loss))
+                shares.append(self.pair.accumulate_value_gradients(minibatch, objective))
                 results.append(clip_and_step(self.pair.engines, "separate", None)["critic"])
         steps = config.epochs * config.minibatches
-        return ValueUpdateMetrics(
-            value_loss=sum(losses) / steps,
-            critic_grad_norm=sum(result.grad_norm for result in results) / steps,
-            skipped_steps=float(sum(result.skipped for result in results)),
-        )
+        return {
+            "value_loss": sum(step["value_loss"] for step in totals_of_steps(shares)) / steps,
+            "critic_grad_norm": sum(result.grad_norm for result in results) / steps,
+            "skipped_steps": float(sum(result.skipped for result in results)),
+        }
 
-    def save(self, extra: bool = False) -> None:
-        """Write a checkpoint of the run as it is; ``extra``: see ``RunCheckpoints.save``."""
-        meta = {
-            "moments": self.moments.to_dict(),
-            "stop_rule": [self.stop_rule.reached, self.stop_rule.best_loss, self.stop_rule.since_best],
+    def meta(self) -> dict[str, Any]:
+        """Whether and how far the critic is from the end of its training."""
+        rule = self.stop_rule
+        return {
+            "stop_rule": [rule.reached, rule.best_loss, rule.since_best],
             "stopped": self.stopped,
             "explained_variance": self.explained_variance,
         }
-        self.checkpoints.save(self.done, meta, extra)
 
-    def restore(self) -> None:
-        """Go to the newest checkpoint, if there is one."""
-        restored = self.checkpoints.load()
-        if restored is None:
-            return
-        self.done, meta = restored
-        self.moments = RunningMeanStd.from_dict(meta["moments"])
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Undo :meth:`meta`."""
         self.stop_rule.reached, self.stop_rule.best_loss, self.stop_rule.since_best = meta["stop_rule"]
         self.stopped, self.explained_variance = meta["stopped"], meta["explained_variance"]

@@ -13,8 +13,8 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import DataError
-from rlhf_core.ppo.rewards.token_rewards import RewardFn
-from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.ppo.reward_sources.source import RewardFn
+from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.runtime.progress import progress

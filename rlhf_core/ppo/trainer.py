@@ -1,28 +1,35 @@
-"""The PPO loop (algorithms.md §3 to 8). One iteration reads collect, rewards, advantages, update, log."""
+"""The PPO loop (algorithms.md §3 to 8). One iteration reads collect, rewards, advantages, update, log.
+
+Critic pre-training goes the same way up to the advantages, so both share one loop.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_core.config.stages.ppo import RolloutConfig
+from rlhf_core.errors import TrainingPaused
 from rlhf_core.models.precision import matmul_precision
-from rlhf_core.ppo.advantages.estimate import estimate_advantages
-from rlhf_core.ppo.advantages.group_advantages import GroupMetrics
-from rlhf_core.ppo.callbacks.callback import IterationRecord, TrainerCallback
-from rlhf_core.ppo.checkpoints.rollback_journal import RollbackJournal
-from rlhf_core.ppo.checkpoints.run_checkpoint import JsonLines, RunCheckpoints
+from rlhf_core.ppo.actor_critic import ActorCriticPair, gathered_parameters
+from rlhf_core.ppo.advantages import estimate_advantages, group_metrics
+from rlhf_core.ppo.checkpoints import JOURNAL, RollbackCheckpoints, RollbackJournal
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.learners.actor_critic_pair import gathered_parameters
-from rlhf_core.ppo.losses.importance_sampling import with_fixed_reference
-from rlhf_core.ppo.metrics import PhaseClock
-from rlhf_core.ppo.rewards.kl import KlController, kl_pull
-from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
-from rlhf_core.ppo.rewards.token_rewards import RewardFn, reward_metrics, with_rewards
-from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
-from rlhf_core.ppo.rollouts.rollout import score_rollout
-from rlhf_core.ppo.rollouts.rollout_metrics import RolloutMetrics
-from rlhf_core.ppo.update import Learner, UpdateMetrics, update
+from rlhf_core.ppo.health import HealthGuard
+from rlhf_core.ppo.kl import KlController, kl_pull
+from rlhf_core.ppo.losses import with_fixed_reference
+from rlhf_core.ppo.reward_sources.source import RewardFn, reward_metrics
+from rlhf_core.ppo.rewards import RunningMeanStd, with_rewards
+from rlhf_core.ppo.rollout import TrainingPrompts, rollout_metrics, score_rollout
+from rlhf_core.ppo.selection import CheckpointSelector
+from rlhf_core.ppo.update import Learner, UpdateResult, update
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import progress
 from rlhf_core.sampling.data_parallel import sample_replies
@@ -30,12 +37,173 @@ from rlhf_core.sampling.local import LocalSampler
 from rlhf_core.sampling.sampler import Sampler
 from rlhf_core.training.checkpoints.manager import CheckpointManager
 from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.history import History
 from rlhf_core.training.rng import derive_seed
+from rlhf_core.training.run_checkpoints import RunCheckpoints
 from rlhf_core.training.run_context import RunContext
 
 
+class PhaseClock:
+    """Measures the wall-clock time of an iteration's phases, as metrics ``seconds_NAME``."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the block, on a GPU until its last kernel has ended."""
+        started = time.perf_counter()
+        yield
+        if distributed.device().type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds[f"seconds_{name}"] = time.perf_counter() - started
+
+
+class RolloutLoop:
+    """What PPO and critic pre-training share: the resumable loop, and the way from prompts to rewarded replies."""
+
+    name: str  # sets random streams apart, and titles the progress
+    unit: str  # what messages call one turn of the loop
+    prompts: TrainingPrompts
+    reward_fn: RewardFn
+    moments: RunningMeanStd
+    context: RunContext
+    frozen: FrozenModels
+    sampler: Sampler
+    checkpoints: RunCheckpoints
+    done: int  # turns of the loop
+    seed: int
+    total: int  # turns at most
+
+    def before_run(self) -> None:
+        """Called once, after the newest checkpoint was restored, if there is one."""
+
+    def finished(self) -> bool:
+        """Whether no further turn is to be made."""
+        return self.done >= self.total
+
+    def turn(self) -> dict[str, float]:
+        """Make one turn of the loop and save the state where that is due; returns what the progress shows."""
+        raise NotImplementedError
+
+    def meta(self) -> dict[str, Any]:
+        """What a checkpoint must say beside weights, optimisers and generators, as JSON with finite numbers."""
+        raise NotImplementedError
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Undo :meth:`meta`."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Go to the last turn, resuming where an earlier process stopped.
+
+        Raises:
+            TrainingPaused: A health rule stopped the run, or steps kept being non-finite; the last checkpoint before
+                that is kept, so that the same run pauses again at the same place.
+            Preempted: SIGTERM came; the turn was finished and the state saved.
+            CheckpointError: A checkpoint could not be written.
+        """
+        self.restore()
+        preemption, manager = self.context.preemption, self.checkpoints.manager
+        with manager, progress(self.total, self.name) as bar, preemption.deferred():
+            self.before_run()
+            if self.done:
+                bar.advance(self.done)
+            while not (preempted := preemption.requested()) and not self.finished():
+                before = self.done
+                shown = self.turn()
+                bar.advance(self.done - before, **shown)
+                manager.check()
+            if preempted:
+                # After a rollback the state is that of a checkpoint and the journal.
+                if self.done and not self.checkpoints.holds(self.done):
+                    self.save(extra=True)
+                manager.finish()
+                made = f"{self.name} made {self.unit} {self.done} of {self.total}"
+                preemption.raise_preempted(made, saved=self.done > 0)
+
+    def save(self, extra: bool = False) -> None:
+        """Write a checkpoint of the run as it is; ``extra``: see ``RunCheckpoints.save``."""
+        self.checkpoints.save(self.done, self.meta() | {"moments": self.moments.to_dict()}, extra)
+
+    def restore(self) -> None:
+        """Go to the newest checkpoint that no rollback has abandoned, if there is one."""
+        restored = self.checkpoints.load()
+        if restored is None:
+            return
+        self.done, meta = restored
+        self.moments = RunningMeanStd.from_dict(meta["moments"])
+        self.load_meta(meta)
+
+    def collect(
+        self,
+        pair: ActorCriticPair,
+        reference: PreTrainedModel,
+        config: RolloutConfig,
+        rows: Sequence[int],
+        kl_coef: float,
+        clock: PhaseClock,
+        *,
+        redraws: int = 0,
+        exact_kl: bool = False,
+    ) -> Experience:
+        """Sample replies to the prompts ``rows``, score and reward them: a rollout without advantages.
+
+        Args:
+            pair: Policy and critic. A frozen policy is given to the sampler once.
+            reference: The frozen SFT policy.
+            config: Settings of rollouts.
+            rows: Numbers of the prompts.
+            kl_coef: Weight of the KL penalty.
+            clock: Measures the phases.
+            redraws: Draws other replies than with any other number.
+            exact_kl: Whether the KL over the vocabulary is computed.
+        """
+        seed = derive_seed(self.seed, self.name, "rollout", *([redraws] if redraws else []))
+        prompts = self.prompts.batch(rows, self.done, seed)
+        trained = "policy" in pair.engines
+        with self.frozen.on_device(), gathered_parameters(pair):
+            with clock.phase("generation"):
+                version = self.done if trained else 0
+                if trained or self.sampler.version is None:
+                    self.sampler.sync(pair.policy, version)
+                rollout = sample_replies(self.sampler, version, prompts, pair.sampling, config.sampling_batch_size)
+            with clock.phase("forward"):
+                experience = score_rollout(pair, reference, rollout, exact_kl)
+            with clock.phase("rewards"):
+                rewards = self.reward_fn(experience.batch)
+        self.moments.update(rewards)
+        return with_rewards(experience, rewards, self.moments, kl_coef, config)
+
+
 @dataclass
-class Trainer:
+class IterationRecord:
+    """One finished iteration: what was sampled, and what the history will say of it.
+
+    Attributes:
+        iteration: Its number, from 1.
+        experience: The rollout.
+        prompts: The last turn of each prompt.
+        replies: Each reply as text, without its end marker.
+        metrics: Numbers for the history and the tracker, to which selection adds its own.
+        seconds: Time by phase.
+        notes: Further fields of the history's row, as JSON.
+        paused: Why the update was broken off, if steps kept being non-finite. Unless health rules roll the run back,
+            the trainer raises it after the iteration was logged.
+    """
+
+    iteration: int
+    experience: Experience
+    prompts: Sequence[str]
+    replies: Sequence[str]
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+    notes: dict[str, Any] = field(default_factory=dict)
+    paused: TrainingPaused | None = None
+
+
+@dataclass
+class Trainer(RolloutLoop):
     """One PPO run.
 
     Attributes:
@@ -45,7 +213,8 @@ class Trainer:
         decode: Text of a reply's tokens, without its end marker.
         moments: Running moments of raw rewards from critic pre-training; they go on being updated.
         context: Where metrics are logged and the partial state is kept.
-        callbacks: What happens around an iteration, in this order: selection, health.
+        selector: Measures checkpoints and keeps the weights of the best one; None keeps the last.
+        health: Applies the health rules; None lets the run go on whatever happens.
         referee: A second reward function, for metrics only, every ``referee_every``-th iteration.
         frozen: The models that are only read.
         sampler: Samples the rollouts.
@@ -57,148 +226,115 @@ class Trainer:
     decode: Callable[[list[int]], str]
     moments: RunningMeanStd
     context: RunContext
-    callbacks: Sequence[TrainerCallback] = ()
+    selector: CheckpointSelector | None = None
+    health: HealthGuard | None = None
     referee: RewardFn | None = None
     frozen: FrozenModels = field(default_factory=FrozenModels)
     sampler: Sampler = field(default_factory=LocalSampler)
 
+    name = "ppo"
+    unit = "iteration"
+
     def __post_init__(self) -> None:
         self.config, work = self.learner.config, self.context.work
+        self.seed, self.total = self.config.seed, self.config.iterations
         self.kl_controller = KlController(self.config.kl)
-        self.history, self.samples = JsonLines(work / "history.jsonl"), JsonLines(work / "samples.jsonl")
-        self.checkpoints = RunCheckpoints(
+        self.history, self.samples = History(work / "history.jsonl"), History(work / "samples.jsonl")
+        self.checkpoints: RollbackCheckpoints = RollbackCheckpoints(
             CheckpointManager(work / "checkpoints", self.context.store),
             self.learner.pair.engines,
             {"history": self.history, "samples": self.samples},
-            RollbackJournal(work / "rollbacks.json"),
             self.config.checkpoint.keep,
+            journal=RollbackJournal(work / JOURNAL),
         )
-        self.done = 0  # iterations
+        self.done = 0
 
-    def run(self) -> None:
-        """Train to the configured number of iterations, resuming where an earlier process stopped.
+    def before_run(self) -> None:
+        """Save the start of a run that may be rolled back."""
+        if self.health is not None:
+            self.health.before_run(self)
 
-        Raises:
-            TrainingPaused: A callback stopped the run, or steps kept being non-finite; the last checkpoint before that
-                is kept, so that the same run pauses again at the same place.
-            Preempted: SIGTERM came; the iteration was finished and the state saved.
-            CheckpointError: A checkpoint could not be written.
-        """
-        self.restore()
-        total, preemption, manager = self.config.iterations, self.context.preemption, self.checkpoints.manager
-        with manager, progress(total, "ppo") as bar, preemption.deferred():
-            for callback in self.callbacks:
-                callback.on_start(self)
-            if self.done:
-                bar.advance(self.done)
-            while not (preempted := preemption.requested()) and self.done < total:
-                before = self.done
-                record = self.iterate()
-                labels = {"reward": "reward_mean", "kl": "kl", "length": "length"}
-                bar.advance(self.done - before, **{label: record.metrics[name] for label, name in labels.items()})
-                manager.check()
-            if preempted:
-                # After a rollback the state is that of a checkpoint and the journal.
-                if self.done and not self.checkpoints.holds(self.done):
-                    self.save(extra=True)
-                manager.finish()
-                preemption.raise_preempted(f"ppo made iteration {self.done} of {total}", saved=self.done > 0)
+    def turn(self) -> dict[str, float]:
+        """Make one iteration."""
+        metrics = self.iterate().metrics
+        return {"reward": metrics["reward_mean"], "kl": metrics["kl"], "length": metrics["length"]}
 
     def iterate(self) -> IterationRecord:
         """Make one PPO iteration: collect, rewards, advantages, update, log."""
-        config, learner, pair = self.config, self.learner, self.learner.pair
+        config, learner = self.config, self.learner
         kl_coef, clock = self.kl_controller.value, PhaseClock()
         prompt_seed = derive_seed(config.seed, "ppo", "prompts")
         rows = self.prompts.rows(config.batch_size, prompt_seed, self.done, config.replies_per_prompt)
-        prompts = self.prompts.batch(rows, self.done, self._rollout_seed())
-
-        with self.frozen.on_device(), gathered_parameters(pair):
-            with clock.phase("generation"):
-                self.sampler.sync(pair.policy, self.done)
-                rollout = sample_replies(self.sampler, self.done, prompts, pair.sampling, config.sampling_batch_size)
-            with clock.phase("forward"):
-                experience = score_rollout(pair, learner.reference, rollout, config.kl.measures_full)
-            with clock.phase("rewards"):
-                rewards = self.reward_fn(experience.batch)
-        self.moments.update(rewards)
-        experience = with_rewards(experience, rewards, self.moments, kl_coef, config.rollout)
+        # After a rollback other replies are drawn, so that one unlucky draw does not fail the run twice.
+        redraws, exact_kl = len(self.checkpoints.journal), config.kl.measures_full
+        experience = self.collect(
+            learner.pair, learner.reference, config.rollout, rows, kl_coef, clock, redraws=redraws, exact_kl=exact_kl
+        )
         experience = estimate_advantages(experience, config.advantage, config.replies_per_prompt)
         if config.surrogate.fixed_reference:
             experience = with_fixed_reference(experience)
 
         with clock.phase("update"):
-            update_metrics = update(learner, experience, kl_coef, self.done)
+            updated = update(learner, experience, kl_coef, self.done)
 
         replies = [self.decode(ids) for ids in experience.replies()]
-        metrics = self._metrics(experience, replies, update_metrics, kl_coef)
+        metrics = self._metrics(experience, replies, updated, kl_coef)
         self.kl_controller.update(metrics["kl"], len(experience))
         self.done += 1
         texts = [self.prompts.messages[row][-1].content for row in rows]
-        record = IterationRecord(
-            self.done, experience, texts, replies, metrics, clock.seconds, paused=update_metrics.paused
-        )
-        for callback in self.callbacks:
-            callback.after_update(self, record)
+        record = IterationRecord(self.done, experience, texts, replies, metrics, clock.seconds, paused=updated.paused)
+        if self.selector is not None:
+            self.selector.consider(self, record)
+        if self.health is not None:
+            self.health.observe(self, record)
         self.context.tracker.log_metrics(record.metrics | record.seconds, step=self.done)
         self.history.append({"iteration": self.done} | record.metrics | record.seconds | record.notes)
-        for callback in self.callbacks:
-            callback.after_log(self, record)
-        if self.done == record.iteration:  # no callback went back to an earlier checkpoint
+        if self.health is not None:
+            self.health.act(self, record)
+        if self.done == record.iteration:  # the run was not rolled back
             if record.paused is not None:
                 raise record.paused
             if self.done % config.checkpoint.every == 0 or self.done == config.iterations:
                 self.save()
         return record
 
-    def _rollout_seed(self) -> int:
-        # After a rollback other replies are drawn, so that one unlucky draw does not fail the run twice.
-        rollbacks = len(self.checkpoints.journal)
-        return derive_seed(self.config.seed, "ppo", "rollout", *([rollbacks] if rollbacks else []))
-
     def _metrics(
-        self, experience: Experience, replies: list[str], update_metrics: UpdateMetrics, kl_coef: float
+        self, experience: Experience, replies: list[str], updated: UpdateResult, kl_coef: float
     ) -> dict[str, float]:
         """All metrics of an iteration, the first rank's on every rank: every later decision follows from them."""
+        config, pair = self.config, self.learner.pair
+        referee_rewards: Tensor | None = None
         with self.frozen.on_device():
-            referee = self.referee if self.done % self.config.referee_every == 0 else None
-            referee_rewards = referee(experience.batch) if referee is not None else None
-            precision = matmul_precision(self.learner.pair.policy)
-            with_critic = not self.config.advantage.critic_free
-            rollout_metrics = RolloutMetrics.of(
-                experience, replies, referee_rewards, precision, with_critic, self.config.kl.measures_full
+            if self.referee is not None and self.done % config.referee_every == 0:
+                referee_rewards = self.referee(experience.batch)
+            precision, with_critic = matmul_precision(pair.policy), not config.advantage.critic_free
+            metrics = rollout_metrics(
+                experience, replies, referee_rewards, precision, with_critic, config.kl.measures_full
             )
-        metrics = rollout_metrics.as_metrics() | update_metrics.as_metrics() | reward_metrics(self.reward_fn)
+        metrics |= updated.metrics | reward_metrics(self.reward_fn)
         metrics |= {
             "moments_mean": self.moments.mean,
             "moments_std": self.moments.std,
             "kl_coefficient": kl_coef,
             "kl_pull": kl_pull(experience.shaped_rewards, kl_coef),
-            "ptx_weight": self.config.ptx.weight,
-            "padding_share_scoring": self.learner.pair.limits.padding_share(experience.batch),
+            "ptx_weight": config.ptx.weight,
+            "padding_share_scoring": pair.limits.padding_share(experience.batch),
         }
-        if self.config.replies_per_prompt > 1:
-            metrics |= GroupMetrics.of(experience, self.config.replies_per_prompt).as_metrics()
+        if config.replies_per_prompt > 1:
+            metrics |= group_metrics(experience, config.replies_per_prompt)
         return dict(distributed.broadcast_from_rank0(metrics))
 
-    def save(self, extra: bool = False) -> None:
-        """Write a checkpoint of the run as it is; ``extra``: see ``RunCheckpoints.save``."""
-        meta = {
-            "moments": self.moments.to_dict(),
-            "kl_coef": self.kl_controller.value,
-            "callbacks": {callback.name: callback.state() for callback in self.callbacks},
-        }
-        self.checkpoints.save(self.done, meta, extra)
+    def meta(self) -> dict[str, Any]:
+        """The coefficient, and the states of selection and health."""
+        selection = {"selection": self.selector.state()} if self.selector is not None else {}
+        health = {"health": self.health.state()} if self.health is not None else {}
+        return {"kl_coef": self.kl_controller.value, **selection, **health}
 
-    def restore(self) -> None:
-        """Go to the newest checkpoint that no rollback has abandoned, with the settings that rollbacks changed."""
-        restored = self.checkpoints.load()
-        if restored is None:
-            return
-        self.done, meta = restored
-        moments = RunningMeanStd.from_dict(meta["moments"])
-        self.moments.count, self.moments.mean, self.moments.variance = moments.count, moments.mean, moments.variance
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Undo :meth:`meta`, with the settings that rollbacks changed since."""
         factor = self.checkpoints.journal.factor("kl_coefficient", meta["rollbacks"])
         self.kl_controller.value = float(meta["kl_coef"]) * factor
-        states: dict[str, Any] = meta["callbacks"]
-        for callback in self.callbacks:
-            callback.load_state(states[callback.name])
+        if self.selector is not None:
+            self.selector.load_state(meta["selection"])
+        if self.health is not None:
+            self.health.load_state(meta["health"])

@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.config.stages.ppo import PpoConfig
-from rlhf_core.errors import TrainingPaused
+from rlhf_core.data.batches.batching import batch_at
+from rlhf_core.data.batches.category_shares import rows_by_category_share
+from rlhf_core.data.batches.sharding import passes
+from rlhf_core.data.tokens.token_table import TokenTable
+from rlhf_core.errors import DataError, TrainingPaused
+from rlhf_core.models.heads.actor_critic import ActorCritic
 from rlhf_core.models.precision import matmul_precision
-from rlhf_core.ppo.advantages.estimate import normalize_and_clip_advantages
+from rlhf_core.ppo.actor_critic import ActorCriticPair, frozen_logits
+from rlhf_core.ppo.advantages import normalize_and_clip_advantages
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.learners.actor_critic_pair import ActorCriticPair
-from rlhf_core.ppo.losses.entropy import entropy_sign
-from rlhf_core.ppo.losses.grad_clip import clip_and_step
-from rlhf_core.ppo.losses.importance_sampling import ratios
-from rlhf_core.ppo.losses.loss_reduction import StepSize, masked_sum
-from rlhf_core.ppo.losses.policy_loss import PolicyMetrics, PolicyObjective, old_policy_kl
-from rlhf_core.ppo.losses.ptx import PtxData, accumulate_ptx_gradient
-from rlhf_core.ppo.losses.truncated_importance_sampling import correction_cap
-from rlhf_core.ppo.losses.value_loss import ValueMetrics, ValueObjective
-from rlhf_core.ppo.metrics import MetricRecord, mean
-from rlhf_core.runtime import distributed
-from rlhf_core.training.device_scalars import Scalar, device_scalar, read_scalars
-from rlhf_core.training.engine import StepResult
+from rlhf_core.ppo.losses import (
+    PolicyObjective,
+    ValueObjective,
+    clip_and_step,
+    correction_cap,
+    entropy_sign,
+    masked_sum,
+    old_policy_kl,
+    ptx_loss_sum,
+    ratios,
+    step_totals,
+)
+from rlhf_core.sampling.token_scoring import Tokens, logits_and_values
+from rlhf_core.sampling.token_statistics import TokenStatistics
+from rlhf_core.training.device_scalars import Share, device_scalar, mean_of_steps, totals_of_steps
 from rlhf_core.training.engine.base import MAX_NONFINITE_IN_A_ROW
 from rlhf_core.training.rng import derive_seed
+from rlhf_core.training.side_by_side import run_side_by_side
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,12 @@ class Learner:
     ptx: PtxData | None = None
 
     @property
+    def models(self) -> list[object]:
+        """All models that a step may call."""
+        exact_kl = self.config.kl.placement == "loss" and self.config.kl.estimator == "full"
+        return [*self.pair.models, *([self.reference] if exact_kl else [])]
+
+    @property
     def value_objective(self) -> ValueObjective:
         """The critic's loss in this run."""
         config = self.config
@@ -53,61 +74,24 @@ class Learner:
 
 
 @dataclass(frozen=True)
-class StepMetrics:
-    """One optimiser step. ``policy`` is None in a step of the critic alone, after an early stop."""
-
-    policy: PolicyMetrics | None
-    value: ValueMetrics | None
-    results: dict[str, StepResult]
-    ptx_loss: float | None = None
-    padding_share_update: float | None = None
-
-    def as_metrics(self) -> dict[str, float]:
-        """Return all values by name."""
-        metrics = self.policy.as_metrics() if self.policy is not None else {}
-        if self.value is not None:
-            metrics |= self.value.as_metrics()
-        if self.ptx_loss is not None:
-            metrics["ptx_loss"] = self.ptx_loss
-        if self.padding_share_update is not None:
-            metrics["padding_share_update"] = self.padding_share_update
-        metrics |= {f"{name}_grad_norm": result.grad_norm for name, result in self.results.items()}
-        return metrics | {f"{name}_lr": result.lr for name, result in self.results.items()}
-
-
-@dataclass(frozen=True)
-class UpdateMetrics:
+class UpdateResult:
     """All steps of one update.
 
     Attributes:
-        steps: The steps that were made.
-        early_stopped: Whether the target KL ended the policy's steps.
+        metrics: Means over the steps, largest values under names that end in ``_max``, and counts.
         paused: Why the update was broken off, if steps kept being non-finite.
     """
 
-    steps: tuple[StepMetrics, ...]
-    early_stopped: bool = False
+    metrics: dict[str, float]
     paused: TrainingPaused | None = None
 
-    def as_metrics(self) -> dict[str, float]:
-        """Return means over the steps, largest values under names that end in ``_max``, and counts."""
-        if self.paused is not None:
-            skipped = float(MAX_NONFINITE_IN_A_ROW)
-            return {"nonfinite_in_a_row": skipped, "skipped_steps": skipped}
-        counts = {
-            "steps": float(sum(step.policy is not None for step in self.steps)),
-            "skipped_steps": float(sum(result.skipped for step in self.steps for result in step.results.values())),
-            "early_stopped": float(self.early_stopped),
-        }
-        return mean([step.as_metrics() for step in self.steps]) | counts
 
-
-def update(learner: Learner, experience: Experience, kl_coef: float, iteration: int) -> UpdateMetrics:
+def update(learner: Learner, experience: Experience, kl_coef: float, iteration: int) -> UpdateResult:
     """Make all optimiser steps on one rollout.
 
     A step whose gradient is not finite is skipped by the engine; three in a row break the update off. A step before
-    which the policy has moved further than ``target_kl_early_stop`` ends the policy's steps: the critic goes on alone,
-    and the learning rates follow the planned steps.
+    which the policy has moved further than ``target_kl_early_stop`` ends the policy's steps: a critic of its own goes
+    on alone, and the learning rates follow the planned steps.
 
     Args:
         learner: The models and switches.
@@ -115,91 +99,212 @@ def update(learner: Learner, experience: Experience, kl_coef: float, iteration: 
         kl_coef: Weight of the KL penalty; read if it is placed in the loss.
         iteration: Number of the iteration from 0, which fixes every order and ptx batch.
     """
-    config, steps, early_stopped = learner.config, list[StepMetrics](), False
-    seed, limit = derive_seed(config.seed, "ppo", "minibatches"), config.target_kl_early_stop
+    config, pair, limit = learner.config, learner.pair, learner.config.target_kl_early_stop
+    seed, early_stopped, policy_steps, skipped = derive_seed(config.seed, "ppo", "minibatches"), False, 0, 0
+    # Of each step: the losses of its passes, on the device until all steps are made, and what the host knows.
+    shares, known = list[list[Share]](), list[dict[str, float]]()
     try:
         for epoch in range(config.epochs):
             number = iteration * config.epochs + epoch
             for part, minibatch in enumerate(experience.minibatches(config.minibatches, seed, number)):
-                before = None
+                before, step, of_host = dict[str, float](), list[Share](), dict[str, float]()
                 if not early_stopped and (limit is not None or config.entropy.kind == "target"):
-                    before = measure_minibatch(learner.pair, minibatch)
-                    early_stopped = limit is not None and before.old_policy_kl > limit
+                    before = measure_minibatch(pair, minibatch)
+                    early_stopped = limit is not None and before["old_policy_kl"] > limit
                 if early_stopped:
-                    steps.append(step_critic(learner, minibatch))
+                    engines = pair.critic_engines
+                    pair.engines["policy"].pass_over_step()
+                    if engines:
+                        step = pair.accumulate_value_gradients(minibatch, learner.value_objective)
                 else:
-                    sign = entropy_sign(config.entropy, before.entropy if before is not None else None)
-                    step = number * config.minibatches + part
-                    steps.append(step_both(learner, minibatch, kl_coef, sign, step))
+                    engines, sign = pair.engines, entropy_sign(config.entropy, before.get("entropy"))
+                    tasks = gradient_tasks(learner, minibatch, kl_coef, sign)
+                    step = [share for own in run_side_by_side(*tasks, models=learner.models) for share in own]
+                    if learner.ptx is not None and config.ptx.weight > 0:
+                        step += accumulate_ptx_gradient(learner, number * config.minibatches + part)
+                    of_host["padding_share_update"] = pair.limits.padding_share(minibatch.batch)
+                    policy_steps += 1
+                results = clip_and_step(engines, config.gradient_norm, config.policy_optimizer.max_grad_norm)
+                skipped += sum(result.skipped for result in results.values())
+                of_host |= {f"{name}_grad_norm": result.grad_norm for name, result in results.items()}
+                of_host |= {f"{name}_lr": result.lr for name, result in results.items()}
+                shares.append(step)
+                known.append(of_host)
     except TrainingPaused as paused:
-        return UpdateMetrics(tuple(steps), early_stopped, paused)
-    return UpdateMetrics(tuple(steps), early_stopped)
+        skips = float(MAX_NONFINITE_IN_A_ROW)
+        return UpdateResult({"nonfinite_in_a_row": skips, "skipped_steps": skips}, paused)
+    steps = [losses | of_host for losses, of_host in zip(totals_of_steps(shares), known, strict=True)]
+    counts = {"steps": float(policy_steps), "skipped_steps": float(skipped), "early_stopped": float(early_stopped)}
+    return UpdateResult(mean_of_steps(steps) | counts)
 
 
-def step_both(learner: Learner, minibatch: Experience, kl_coef: float, sign: float, step: int) -> StepMetrics:
-    """Make one optimiser step of policy and critic.
+def gradient_tasks(
+    learner: Learner, minibatch: Experience, kl_coef: float, sign: float
+) -> list[Callable[[], list[Share]]]:
+    """The backward passes of the losses of policy and critic over a minibatch, whose advantages are normalised here.
+
+    They are independent of each other: one task for each model that has an engine of its own.
 
     Args:
         learner: The models and switches.
         minibatch: The rows of the step.
         kl_coef: Weight of the KL penalty; read if it is placed in the loss.
-        sign: Sign of the entropy in the loss; see :func:`~rlhf_core.ppo.losses.entropy.entropy_sign`.
-        step: Number of the step from 0, which fixes the ptx batch.
+        sign: Sign of the entropy in the loss; see :func:`~rlhf_core.ppo.losses.entropy_sign`.
     """
-    config, pair, ptx_loss = learner.config, learner.pair, None
-    policy, value = accumulate_gradients(learner, minibatch, kl_coef, sign)
-    if learner.ptx is not None and config.ptx.weight > 0:
-        engine, weight = pair.engines["policy"], config.ptx.weight
-        size = config.ptx.micro_batch_size or config.micro_batch_size
-        ptx_loss = accumulate_ptx_gradient(engine, pair.policy, learner.ptx, step, weight, size, pair.scorer.limit)
-    results = clip_and_step(pair.engines, config.gradient_norm, config.policy_optimizer.max_grad_norm)
-    return StepMetrics(policy, value, results, ptx_loss, pair.limits.padding_share(minibatch.batch))
-
-
-def accumulate_gradients(
-    learner: Learner, minibatch: Experience, kl_coef: float, sign: float
-) -> tuple[PolicyMetrics, ValueMetrics | None]:
-    """Backward passes of the losses of policy and critic over a minibatch, whose advantages are normalised here."""
     config, pair = learner.config, learner.pair
     advantages = normalize_and_clip_advantages(minibatch.advantages, minibatch.response_mask, config.advantage)
     minibatch = replace(minibatch, advantages=advantages)
     cap = correction_cap(config.importance_sampling_correction, matmul_precision(pair.policy))
     objective = PolicyObjective(config, learner.reference, kl_coef, sign, cap)
-    return pair.accumulate_gradients(minibatch, objective, learner.value_objective)
+    if isinstance(pair.critic, ActorCritic):
+        return [partial(accumulate_joint_gradients, pair, minibatch, objective, learner.value_objective)]
+    tasks: list[Callable[[], list[Share]]] = [partial(accumulate_policy_gradients, pair, minibatch, objective)]
+    if pair.critic is not None:
+        tasks.append(partial(pair.accumulate_value_gradients, minibatch, learner.value_objective))
+    return tasks
 
 
-def step_critic(learner: Learner, minibatch: Experience) -> StepMetrics:
-    """Make one optimiser step of the critic, where it can be trained alone; the policy's schedule advances with it."""
-    config, pair = learner.config, learner.pair
-    pair.engines["policy"].pass_over_step()
-    value = pair.accumulate_value_gradients(minibatch, learner.value_objective)
-    results = clip_and_step(pair.critic_engines, config.gradient_norm, config.policy_optimizer.max_grad_norm)
-    return StepMetrics(None, value, results)
+def accumulate_policy_gradients(
+    pair: ActorCriticPair, minibatch: Experience, objective: PolicyObjective
+) -> list[Share]:
+    """Backward passes of the policy's loss over a minibatch, in micro-batches that never change the gradient."""
+    engine, totals, shares = pair.engines["policy"], step_totals(minibatch.response_mask), list[Share]()
+    entropies, reference = objective.entropy_weight != 0, objective.exact_kl_reference
+    for batch, weight in minibatch.micro_batches(pair.limits):
+        tokens = pair.score_tokens(batch.batch, entropies=entropies, reference=reference)
+        loss, metrics = objective.loss(tokens, batch, totals)
+        engine.backward(weight * loss)
+        shares.append((metrics, weight))
+    return shares
 
 
-@dataclass(frozen=True)
-class MinibatchMeasurement(MetricRecord):
-    """The current policy on a minibatch, by a pass without gradient: nats per token."""
+def accumulate_joint_gradients(
+    pair: ActorCriticPair, minibatch: Experience, objective: PolicyObjective, value_objective: ValueObjective
+) -> list[Share]:
+    """Backward passes of the sum of both losses on one backbone; the shares of the policy come first."""
+    model, engine, totals = pair.critic, pair.engines["policy"], step_totals(minibatch.response_mask)
+    assert isinstance(model, ActorCritic)
+    policy_shares, value_shares = list[Share](), list[Share]()
+    for batch, weight in minibatch.micro_batches(pair.limits):
 
-    old_policy_kl: float
-    entropy: float
+        def forward(tokens: Tokens = batch.batch) -> tuple[TokenStatistics, Tensor]:
+            logits, values = logits_and_values(model, tokens)
+            reference, entropies = frozen_logits(objective.exact_kl_reference, tokens), objective.entropy_weight != 0
+            return pair.scorer.score(logits, tokens, entropies=entropies, reference=reference), values
+
+        tokens, values = engine.forward(forward)
+        policy_loss, policy_metrics = objective.loss(tokens, batch, totals)
+        value_loss, value_metrics = value_objective.loss(values, batch, totals)
+        engine.backward(weight * (policy_loss + value_loss))
+        policy_shares.append((policy_metrics, weight))
+        value_shares.append((value_metrics, weight))
+    return policy_shares + value_shares
 
 
 @torch.no_grad()
-def measure_minibatch(pair: ActorCriticPair, minibatch: Experience) -> MinibatchMeasurement:
-    """Measure a whole minibatch, to decide about its step before any micro-batch of it is differentiated."""
-    shares: list[dict[str, Scalar]] = []
-    weights: list[float] = []
+def measure_minibatch(pair: ActorCriticPair, minibatch: Experience) -> dict[str, float]:
+    """Measure a whole minibatch, to decide about its step before any micro-batch of it is differentiated.
+
+    Returns:
+        ``old_policy_kl`` and ``entropy`` of the current policy in nats per token, by a pass without gradient.
+    """
+    shares: list[Share] = []
     for batch, weight in minibatch.micro_batches(pair.limits):
         statistics = pair.score_tokens(batch.batch, entropies=True)
         assert statistics.entropy is not None
         ratio = ratios(statistics.logprobs, batch.old_logprobs, batch.response_mask)
-        terms = {"kl": old_policy_kl(ratio), "entropy": statistics.entropy}
-        shares.append({name: device_scalar(masked_sum(term, batch.response_mask)) for name, term in terms.items()})
-        weights.append(weight)
-    sums = {"kl": 0.0, "entropy": 0.0}
-    for share, weight in zip(read_scalars(shares), weights, strict=True):
-        sums = {name: sums[name] + weight * value for name, value in share.items()}
-    tokens = StepSize.of(minibatch.response_mask).tokens
-    sums = distributed.reduce_metrics(sums)
-    return MinibatchMeasurement(sums["kl"] / tokens, sums["entropy"] / tokens)
+        terms = {"old_policy_kl": old_policy_kl(ratio), "entropy": statistics.entropy}
+        sums = {name: device_scalar(masked_sum(term, batch.response_mask)) for name, term in terms.items()}
+        shares.append((sums, weight))
+    tokens = step_totals(minibatch.response_mask).tokens
+    return {name: value / tokens for name, value in totals_of_steps([shares])[0].items()}
+
+
+class PtxTexts(Sequence[tuple[list[int], list[int]]]):
+    """Texts as ``(context ids, target ids)``, made of a table of token ids each time they are asked for.
+
+    Args:
+        table: Demonstrations, of which the replies are to be predicted, or plain texts, which have no context.
+        rows: Row numbers of the texts, in their order.
+    """
+
+    def __init__(self, table: TokenTable, rows: npt.NDArray[np.int64]) -> None:
+        self.table, self.rows = table, rows
+        *before, self.targets = (table.column(name) for name in table.id_columns)
+        self.contexts = before[0] if before else None
+
+    @classmethod
+    def of_table(cls, table: TokenTable, longest: int | None = None) -> PtxTexts:
+        """Those rows of demonstrations or of plain texts that have at most ``longest`` tokens."""
+        if longest is None:
+            return cls(table, np.arange(len(table)))
+        lengths = np.sum([table.column(name).lengths for name in table.id_columns], axis=0)
+        return cls(table, np.flatnonzero(lengths <= longest))
+
+    def with_category_shares(self, shares: Mapping[str, float], seed: int, parameter: str) -> PtxTexts:
+        """Repeat and draw texts until categories have their shares; see :func:`rows_by_category_share`."""
+        if not shares:
+            return self
+        mixed = rows_by_category_share(self.table.categories(), shares, seed, 0, parameter, self.rows.tolist())
+        return PtxTexts(self.table, np.array(mixed))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, number: int) -> tuple[list[int], list[int]]: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> PtxTexts: ...
+
+    def __getitem__(self, number: int | slice) -> tuple[list[int], list[int]] | PtxTexts:
+        if isinstance(number, slice):
+            return PtxTexts(self.table, self.rows[number])
+        row = int(self.rows[number])
+        return list(self.contexts[row]) if self.contexts is not None else [], list(self.targets[row])
+
+
+class Texts(Protocol):
+    """Texts by number, each as ``(context ids, target ids)``."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> tuple[list[int], list[int]]: ...
+
+
+@dataclass(frozen=True)
+class PtxData:
+    """Sequences as ``(context ids, target ids)``; only the targets count. Plain text has an empty context."""
+
+    sequences: Texts
+    batch_size: int
+    seed: int
+    pad_id: int
+
+    def __post_init__(self) -> None:
+        texts = (self.sequences[number] for number in range(len(self.sequences)))
+        if not any(context or len(target) > 1 for context, target in texts):
+            raise DataError("there is no text for the ptx loss; set ppo.ptx.weight to 0 or ppo.ptx.data to another set")
+
+    def batch(self, step: int) -> list[tuple[list[int], list[int]]]:
+        """The texts of optimiser step ``step``, a function of (seed, step) alone."""
+        rows = batch_at(len(self.sequences), self.batch_size, self.seed, step)
+        return [self.sequences[row] for row in rows]
+
+
+def accumulate_ptx_gradient(learner: Learner, step: int) -> list[Share]:
+    """Backward passes of ``weight * CE`` on the texts of optimiser step ``step``; CE is in nats per target token."""
+    config, pair, data = learner.config, learner.pair, learner.ptx
+    assert data is not None
+    engine, texts = pair.engines["policy"], sorted(data.batch(step), key=lambda text: len(text[0]) + len(text[1]))
+    # The first token of a plain text has nothing before it to be predicted from.
+    total = sum(len(target) - (not context) for context, target in texts)
+    size = config.ptx.micro_batch_size or config.micro_batch_size or len(texts)
+    shares: list[Share] = []
+    for rows, counts in passes(list(range(len(texts))), size):
+        part = [texts[row] for row in rows]
+        loss_of_part = engine.forward(partial(ptx_loss_sum, pair.policy, part, data.pad_id, pair.logits_bytes))
+        loss = counts * loss_of_part / max(total, 1)
+        engine.backward(config.ptx.weight * loss)
+        shares.append(({"ptx_loss": device_scalar(loss)}, 1.0))
+    return shares

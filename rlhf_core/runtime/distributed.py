@@ -12,15 +12,19 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_core.errors import ConfigError
+
 # A rank waits this long for another that evaluates or saves; the launcher notices dead ranks within seconds.
 TIMEOUT = timedelta(minutes=60)
 BUCKET_BYTES = 25_000_000
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def active() -> bool:
@@ -45,9 +49,27 @@ def is_rank_zero() -> bool:
 
 def device() -> torch.device:
     """Where this process computes: its own GPU where there is one (``RLHF_DEVICE=cpu`` forbids it), else the CPU."""
-    if os.environ.get("RLHF_DEVICE") == "cpu" or not torch.cuda.is_available():
+    if os.environ.get("RLHF_DEVICE") == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if not torch.cuda.is_available():
+        _require_no_gpu()
+        return torch.device("cpu")
+    rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if rank >= count:
+        raise ConfigError(f"process {rank + 1} has no GPU, there are {count}: lower processes")
+    return torch.device("cuda", rank)
+
+
+def _require_no_gpu() -> None:
+    """Raise ``ConfigError`` where there is a GPU that PyTorch, built for GPUs, cannot use: a CPU would take days."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.version.cuda is None or hidden or not NVIDIA_DRIVER.is_file():
+        return
+    driver = NVIDIA_DRIVER.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+    raise ConfigError(
+        f"this machine has a GPU that PyTorch for CUDA {torch.version.cuda} cannot use (driver: {driver.strip()}): "
+        "update the driver or install PyTorch for an older CUDA, or set RLHF_DEVICE=cpu to do without the GPU"
+    )
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -148,13 +149,21 @@ def _forbidden_mask(positions: Tensor, width: int, sampling: Sampling) -> Tensor
     vocabulary = width if sampling.vocabulary_size is None else sampling.vocabulary_size
     if not sampling.forbidden_ids and vocabulary >= width and not sampling.min_new_tokens:
         return None
-    rows = len(positions) if sampling.min_new_tokens else 1
-    mask = torch.zeros(rows, width, dtype=torch.bool, device=positions.device)
-    mask[:, list(sampling.forbidden_ids)] = True
-    mask[:, vocabulary:] = True
-    if sampling.min_new_tokens:
-        mask[:, list(sampling.stop_ids)] |= (positions < sampling.min_new_tokens).unsqueeze(1)
-    return mask
+    never = _marked(sampling.forbidden_ids, vocabulary, width, positions.device)
+    if not sampling.min_new_tokens:
+        return never
+    stops = _marked(sampling.stop_ids, width, width, positions.device)
+    return never | (stops & (positions < sampling.min_new_tokens).unsqueeze(1))
+
+
+@lru_cache(maxsize=32)
+def _marked(ids: tuple[int, ...], vocabulary: int, width: int, device: torch.device) -> Tensor:
+    """Bool (1, ``width``): true at ``ids`` and from ``vocabulary`` on. Made once, since a GPU waits for indices."""
+    with torch.inference_mode(False):  # a backward pass may keep it
+        mask = torch.zeros(1, width, dtype=torch.bool)
+        mask[:, list(ids)] = True
+        mask[:, vocabulary:] = True
+        return mask.to(device)
 
 
 def inverse_cdf(log_probabilities: Tensor, uniforms: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.stages.base import BaseStageConfig
 from rlhf_core.data.chat.chat_template import refused_dialogues
@@ -22,6 +22,7 @@ from rlhf_core.models.starting.base import load_policy, new_model, save_policy, 
 from rlhf_core.models.starting.gguf import is_gguf, load_gguf
 from rlhf_core.models.starting.starting_model import prepare_tokenizer, require_trainable
 from rlhf_core.models.starting.stop_tokens import with_stop_tokens
+from rlhf_core.sampling.probe import require_replies_as_scored
 from rlhf_core.stages.policy.training_prompts import require_room_for_replies
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.rng import derive_seed
@@ -34,7 +35,7 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
     """Write ``models/base``.
 
     Raises:
-        ModelError: ``base.source`` cannot be loaded.
+        ModelError: ``base.source`` cannot be loaded, or samples replies otherwise than it scores them.
         DataError: A prompt leaves no room for a reply of PPO.
     """
     if config.source == "scratch":
@@ -52,6 +53,14 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
             require_trainable(source, config.revision)
             model, tokenizer = load_policy(source, dtype, config.revision)
         require_finite_weights(model, source)
+        require_replies_as_scored(model, config.source)
+        if type(model.config) not in AutoModelForSequenceClassification._model_mapping:
+            logger.warning(
+                "%s is a %s, of which transformers makes no classifier, and so no reward model and no critic: give "
+                "another model, or use reward.sources and advantage.estimator rloo or grpo",
+                config.source,
+                type(model).__name__,
+            )
         if not tokenizer.chat_template:
             logger.warning("%s has no chat template; it gets a plain one (User: … Assistant: …)", config.source)
         prepare_tokenizer(tokenizer, config.source)

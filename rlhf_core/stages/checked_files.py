@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from rlhf_core.config.loading.recipe import expectations_of
 from rlhf_core.config.stages.collect import CollectConfig, FileSources
 from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.collection.derived import DERIVED_FROM
-from rlhf_core.data.inspection.report_lines import percentile_table, wrapped
-from rlhf_core.data.row_counts import ReasonCount, ReasonCounts, RowCounts, RowFinding
+from rlhf_core.data.inspection.report_lines import column_lines, percentile_table, wrapped
+from rlhf_core.data.row_counts import BY_WORD, ReasonCount, ReasonCounts, RowCounts, RowFinding
 from rlhf_core.data.schema import ROW_TYPES, read_table
 from rlhf_core.data.tokens.lengths import PERCENTILES, LengthPercentiles
 from rlhf_core.data.validation.token_counts import UNWRITABLE
@@ -26,7 +27,7 @@ from rlhf_core.training.run_context import RunContext
 SHOWN_REASONS = 8
 LINE_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv")
 # What is said of a file as JSON.
-FILE_VALUES = ("source", "kind", "format", "records", "expanded", "kept", "refused", "cut", "dropped")
+FILE_VALUES = ("source", "kind", "format", "records", "expanded", "kept", "refused", "cut", *BY_WORD)
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,13 @@ def check_files(sources: FileSources, base: Path, config: ValidateConfig, folder
     given = [kind for kind in ROW_TYPES if sources.of(kind)]
     kinds = [kind for kind in ROW_TYPES if kind in given or _is_derived(kind, given)]
     with suppress(GateFailed):  # which is a result
-        validate.run(config, Paths({"raw": raw}), outputs, RunContext(folder / "work"), kinds)
+        validate.run(
+            config,
+            Paths({"raw": raw, "expectations": expectations_of(base)}),
+            outputs,
+            RunContext(folder / "work"),
+            kinds,
+        )
     rows = _refused(outputs.quarantine, given)
     metrics = read_json(outputs.metrics)
     return CheckedFiles(
@@ -177,6 +184,7 @@ def as_text(checked: CheckedFiles, width: int = 80) -> str:
             lines += wrapped(f"    {count.rows}  ", f"{count.reason} (at {where})", width)
         for reason, dropped in file.dropped.items():
             lines += wrapped("  dropped  ", f"{dropped}: {reason}", width)
+        lines += column_lines(file, width)
         blocks.append("\n".join(lines))
     derived = [
         f"  {kind:<14}  {checked.kinds[kind]['clean']} of {checked.kinds[kind]['raw']} rows, from {parents}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +18,21 @@ from rlhf_core.data.collection.sources import (
     source_chunks,
     source_files,
 )
+from rlhf_core.data.readers.columns import unused_lines, warnings_of
+from rlhf_core.data.row_counts import RowCounts
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
 from rlhf_core.data.tables.table_stream import TableWriter
 from rlhf_core.data.validation.quarantine import REFUSED_SCHEMA, write_refused
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.progress import progress
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.storage.files import atomic_dir, atomic_write_json, sha256_file
+from rlhf_core.storage.files import atomic_dir, atomic_write_json, read_json, sha256_file
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.world import corpus
 from rlhf_core.world.grammar import parse_prompt
 
 KINDS = tuple(ROW_TYPES)
+logger = logging.getLogger(__name__)
 
 
 def run(config: CollectConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
@@ -44,7 +48,12 @@ def run(config: CollectConfig, inputs: Paths, outputs: Paths, context: RunContex
         )
     workspace = outputs.raw.parents[1]
     require_kept(config.files.paths() if config.source == "files" else (), workspace)
-    return collect(config, workspace, outputs.raw)
+    metrics = collect(config, workspace, outputs.raw)
+    for kind, about in read_json(outputs.raw / "manifest.json")["kinds"].items():
+        for counts in (RowCounts.of_manifest(kind, file) for file in about["files"]):
+            for line in [*warnings_of(counts), *unused_lines(counts)]:
+                logger.warning("%s: %s", counts.source, line)
+    return metrics
 
 
 def collect(config: CollectConfig, base: Path, raw: Path) -> dict[str, float]:

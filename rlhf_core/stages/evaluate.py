@@ -12,10 +12,8 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedModel
 
-from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.stages.evaluate import EvaluateStageConfig
-from rlhf_core.data.schema import Message, Prompt, read_rows, write_table
-from rlhf_core.errors import DataError
+from rlhf_core.data.schema import Prompt, write_table
 from rlhf_core.evaluation.benchmarks.multiple_choice.accuracy import AnsweredQuestions
 from rlhf_core.evaluation.benchmarks.multiple_choice.log_likelihood import answer_questions
 from rlhf_core.evaluation.benchmarks.multiple_choice.questions import MultipleChoiceSet
@@ -24,21 +22,23 @@ from rlhf_core.evaluation.comparisons.comparison import Comparison, compare, tie
 from rlhf_core.evaluation.comparisons.length_control import length_differences
 from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.comparisons.prompt_groups import compare_groups, group_of, policy_outcomes
+from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies, sample_sets
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
 from rlhf_core.evaluation.judges.load import load_judge
 from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.losses import as_measurements, paired_losses
 from rlhf_core.evaluation.metrics.drift import measure_drift
 from rlhf_core.evaluation.metrics.perplexity import HeldOutText, held_out_perplexities
 from rlhf_core.evaluation.opponents.judging import score_opponents
 from rlhf_core.evaluation.opponents.replies import Opponent, read_opponent
-from rlhf_core.evaluation.regression import fixed_subset, regression_set
 from rlhf_core.evaluation.replies.generation import (
     OnPolicyReplies,
     evaluation_replies,
     on_policy_replies,
 )
 from rlhf_core.evaluation.replies.reply import Reply
-from rlhf_core.evaluation.safety.refusals import refusal_rates, safety_prompts
+from rlhf_core.evaluation.safety.refusals import refusal_rates
+from rlhf_core.evaluation.statistics import clusters_of
 from rlhf_core.evaluation.verifiable.prompts import VerifiablePrompts
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.runtime import distributed
@@ -48,9 +48,8 @@ from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines, atomic_write_text
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
-from rlhf_core.world.grammar import is_world
 
-WORLD_SOURCE = "world"
+DECIDING = "judge"  # whose outcomes by category are bounded
 VERIFIABLE_REPLIES = Path(".rlhf") / "verifiable.jsonl"
 MULTIPLE_CHOICE_ANSWERS = Path(".rlhf") / "multiple_choice.jsonl"
 
@@ -63,7 +62,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     """
     llm_judge = LlmJudge(config.llm_judge, context.folder / ANSWERS) if config.llm_judge else None
     data = EvaluationData.read(config, inputs.clean, context.folder)
-    world = all_of_the_world(data.prompts)
+    world = data.sets.world
     with progress(data.replies(config), "evaluate") as bar:
         sft_samples = sample_replies(config, inputs.sft, data, bar, best_of=config.best_of_n)
         policy_samples = sample_replies(config, inputs.policy, data, bar)
@@ -80,10 +79,13 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         evaluation = evaluation.judged_by(llm_judge, config.bootstrap, config.seed)
         opponents = [opponent.judged_by(llm_judge) for opponent in opponents]
     metrics, rows = evaluation.metrics(world), evaluation.rows()
+    outcome = policy_outcomes(evaluation)
+    losses = paired_losses(data.sets, sft_samples.sets, policy_samples.sets, outcome[DECIDING])
+    metrics["losses"] = as_measurements(losses)
     first_rows = rows[:: config.replies_per_prompt]
     groups = [group_of(prompt, config.groups) for prompt in data.prompts]
     if any(groups):
-        metrics["group"] = compare_groups(groups, policy_outcomes(evaluation), config.bootstrap, config.seed)
+        metrics["group"] = compare_groups(groups, outcome, config.bootstrap, config.seed, clusters_of(data.prompts))
     for judged in opponents:
         name = judged.opponent.name
         metrics.setdefault("opponents", {})[name] = judged.metrics(groups, config.bootstrap, config.seed)
@@ -92,7 +94,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         metrics["best_of_n"] = best_of_n_metrics(config, evaluation, best)
         add_columns(first_rows, best.columns())
     if config.verifiable is not None:
-        metrics["verifiable"] = verifiable_metrics(config, data.verifiable, sft_samples, policy_samples, context)
+        metrics["verifiable"] = verifiable_metrics(config, data.sets.verifiable, sft_samples, policy_samples, context)
     if config.multiple_choice is not None:
         answered = AnsweredQuestions(data.multiple_choice, sft_samples.answers, policy_samples.answers)
         answered.add_to(metrics, config.bootstrap, config.seed)
@@ -129,32 +131,11 @@ STAGE = Stage(
 )
 
 
-def all_of_the_world(prompts: Sequence[Prompt]) -> bool:
-    """Return whether all prompts come from the synthetic world.
-
-    Raises:
-        DataError: They do, but this version of the world does not know one of them: going on without a gold judge
-            would hide that.
-    """
-    if any(row.source != WORLD_SOURCE for row in prompts):
-        return False
-    unknown = [row.prompt[-1].content for row in prompts if not is_world(row.prompt[-1].content)]
-    if unknown:
-        raise DataError(
-            f"{len(unknown)} test prompts are of another version of the synthetic world, such as {unknown[0][:60]!r}; "
-            "run the collect stage again"
-        )
-    return True
-
-
 @dataclass(frozen=True)
 class EvaluationData:
-    """What every model is evaluated on: prompts to be judged, and further sets, each for one kind of metric."""
+    """What both models are evaluated on: the fixed sets of prompts, and what else is measured."""
 
-    prompts: list[Prompt]
-    regression_prompts: list[Prompt]
-    safety_prompts: list[Prompt]
-    verifiable: VerifiablePrompts
+    sets: FixedSets
     multiple_choice: MultipleChoiceSet
     held_out: HeldOutText
     opponents: list[Opponent]
@@ -166,40 +147,32 @@ class EvaluationData:
         Raises:
             DataError: There are no test prompts, or a file cannot be used.
         """
-        held_out = read_rows(clean / "prompts" / "test.parquet", Prompt)
-        if not held_out:
-            raise DataError(f"{clean / 'prompts' / 'test.parquet'} has no rows; raise validate.split.test")
-        prompts = fixed_subset(held_out, config.prompts, "evaluation")
-        has_harmful_prompts = all_of_the_world(prompts)
+        sets = FixedSets.read(config, clean, workspace)
         return cls(
-            prompts,
-            regression_set(held_out),
-            safety_prompts(0 if has_harmful_prompts else config.safety.prompts),
-            VerifiablePrompts.load(config.verifiable, workspace),
+            sets,
             MultipleChoiceSet.load(config.multiple_choice, workspace),
             HeldOutText.read(clean, config.perplexity.rows),
-            [read_opponent(opponent, prompts, workspace) for opponent in config.opponents],
+            [read_opponent(opponent, sets.judged, workspace) for opponent in config.opponents],
         )
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts whose replies are judged."""
+        return list(self.sets.judged)
 
     def replies(self, config: EvaluateStageConfig) -> int:
         """How many replies of the evaluation's sampling the two models make together."""
-        others = len(self.regression_prompts) + len(self.verifiable.lines)
-        safety = config.safety.replies_per_prompt * len(self.safety_prompts)
-        of_each = config.replies_per_prompt * len(self.prompts) + safety + others
-        return 2 * of_each + config.best_of_n * len(self.prompts)
+        return 2 * self.sets.replies(config) + config.best_of_n * len(self.prompts)
 
 
 @dataclass(frozen=True)
 class EvaluationSamples:
-    """What one model generated: replies to be judged, to the regression set, to the safety and the verifiable prompts,
-    and from the training distribution; its perplexity of held-out text by kind and its answers to the multiple-choice
-    questions; and further lists of replies to be judged, of which the best may be chosen.
+    """What one model generated: replies to the fixed sets, and from the training distribution; its perplexity of
+    held-out text by kind and its answers to the multiple-choice questions; and further lists of replies to be judged,
+    of which the best may be chosen.
     """
 
-    replies: list[Reply]
-    regression_replies: list[Reply]
-    safety_replies: list[Reply]
-    verifiable_replies: list[Reply]
+    sets: SetReplies
     on_policy: OnPolicyReplies
     perplexities: dict[str, float]
     answers: list[int | None]
@@ -223,36 +196,23 @@ def sample_replies(
         tokenizer, config.max_new_tokens, config.ppo.temperature, config.ppo.min_new_tokens
     )
     messages = [row.prompt for row in data.prompts]
-    shorter = config.sampling.model_copy(
-        update={"max_new_tokens": min(config.safety.max_new_tokens, config.sampling.max_new_tokens)}
-    )
-
-    def sampled(
-        asked: Sequence[Sequence[Message]],
-        settings: SamplingConfig = config.sampling,
-        seed: int = config.seed,
-        replies_per_prompt: int = 1,
-    ) -> list[Reply]:
-        return evaluation_replies(
-            model, tokenizer, asked, settings, seed, bar.advance, config.batch_size, replies_per_prompt
-        )
-
     return EvaluationSamples(
-        replies=sampled(messages, replies_per_prompt=config.replies_per_prompt),
-        regression_replies=sampled([row.prompt for row in data.regression_prompts]),
-        safety_replies=sampled(
-            [row.prompt for row in data.safety_prompts],
-            shorter,
-            replies_per_prompt=config.safety.replies_per_prompt,
-        ),
-        verifiable_replies=sampled(data.verifiable.prompts),
+        sets=sample_sets(model, tokenizer, data.sets, config, bar.advance),
         on_policy=on_policy_replies(
             model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, config.batch_size
         ),
         perplexities=held_out_perplexities(model, tokenizer, data.held_out, config.perplexity),
         answers=answer_questions(model, tokenizer, data.multiple_choice, config.batch_size),
         candidates=[
-            sampled(messages, seed=derive_seed(config.seed, "evaluate", "best_of_n", number))
+            evaluation_replies(
+                model,
+                tokenizer,
+                messages,
+                config.sampling,
+                derive_seed(config.seed, "evaluate", "best_of_n", number),
+                bar.advance,
+                config.batch_size,
+            )
             for number in range(best_of)
         ],
     )
@@ -261,11 +221,11 @@ def sample_replies(
 def evaluated_model(samples: EvaluationSamples, data: EvaluationData, reference: PreTrainedModel) -> EvaluatedModel:
     """What a model's samples say of it before it is judged; ``reference`` is SFT."""
     return EvaluatedModel(
-        samples.replies,
-        samples.regression_replies,
-        measure_drift(samples.on_policy, reference),
+        samples.sets.judged,
+        samples.sets.regression,
+        measure_drift(samples.on_policy, reference, clusters_of(data.prompts)),
         perplexities=samples.perplexities,
-        refusals=refusal_rates(data.safety_prompts, samples.safety_replies),
+        refusals=refusal_rates(data.sets.safety, samples.sets.safety),
     )
 
 
@@ -294,10 +254,12 @@ def scored_evaluation(
         sft, policy = sft.scored_by(judge, asked), policy.scored_by(judge, asked)
         margin = tie_margin_of(judge, config.tie_margin, sft.scores[name])
         scores, baseline = (np.reshape(model.scores[name], by_prompt) for model in (policy, sft))
-        comparisons[name] = compare(scores, baseline, margin, config.bootstrap, config.seed, longer_by)
+        comparisons[name] = compare(
+            scores, baseline, margin, config.bootstrap, config.seed, longer_by, clusters_of(data.prompts)
+        )
         del judge
     return Evaluation(
-        asked, data.regression_prompts, sft, policy, comparisons, replies_per_prompt=config.replies_per_prompt
+        asked, list(data.sets.regression), sft, policy, comparisons, replies_per_prompt=config.replies_per_prompt
     )
 
 
@@ -309,7 +271,7 @@ def verifiable_metrics(
     context: RunContext,
 ) -> dict[str, Any]:
     """Check the replies to the verifiable prompts; all of them go to ``.rlhf/verifiable.jsonl`` and the tracker."""
-    sft, policy = (prompts.check(samples.verifiable_replies) for samples in (sft_samples, policy_samples))
+    sft, policy = (prompts.check(samples.sets.verifiable) for samples in (sft_samples, policy_samples))
     path = context.folder / VERIFIABLE_REPLIES
     atomic_write_lines(path, prompts.rows(sft, policy))
     context.tracker.log_artifact(path, "samples")
@@ -339,7 +301,14 @@ def best_of_n_metrics(config: EvaluateStageConfig, evaluation: Evaluation, best:
 
     def compared(candidate: Mapping[str, list[float]], baseline: Mapping[str, list[float]]) -> dict[str, Comparison]:
         return {
-            name: compare(candidate[name], baseline[name], comparison.tie_margin, config.bootstrap, config.seed)
+            name: compare(
+                candidate[name],
+                baseline[name],
+                comparison.tie_margin,
+                config.bootstrap,
+                config.seed,
+                clusters=clusters_of(evaluation.prompts[:: config.replies_per_prompt]),
+            )
             for name, comparison in evaluation.comparisons.items()
         }
 

@@ -6,14 +6,14 @@ from functools import partial
 
 from rlhf_core.config.stages.reward import JudgeConfig
 from rlhf_core.data.splits import PairUser
-from rlhf_core.stages.reward import train_reward_model
+from rlhf_core.stages.reward import run_reward_stage
 from rlhf_core.stages.runtime.contract import Stage
 
 STAGE = Stage(
     name="judge",
     section="judge",
     config=JudgeConfig,
-    run=partial(train_reward_model, name="judge", pairs=PairUser.JUDGE),
+    run=partial(run_reward_stage, name="judge", pairs=PairUser.JUDGE),
     inputs={"clean": "data/clean", "sft": "models/sft", "base": "models/base", "pass_": "gates/sft.pass"},
     outputs={
         "model": "models/judge",

@@ -13,12 +13,12 @@ from rlhf_core.config.stages.sft import SftConfig
 from rlhf_core.data.batches.batching import epoch_order
 from rlhf_core.data.chat.encoding import decode_reply, pad_id
 from rlhf_core.errors import DataError
+from rlhf_core.fingerprint import tracked_files
 from rlhf_core.models.adapters.lora import add_adapters, merge_adapters
 from rlhf_core.models.starting.base import load_policy, save_policy
 from rlhf_core.ppo.rejection_sampling import BestReplies, RejectionSampler
-from rlhf_core.ppo.reward_sources import tracked_files
 from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
-from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.policy.outputs import POLICY_OUTPUTS
 from rlhf_core.stages.policy.training_prompts import read_training_prompts
@@ -42,7 +42,8 @@ def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunCo
     seed_everything(config.seed)
     settings = config.policy.rejection_sampling
     policy, tokenizer = load_policy(inputs.sft)
-    prompts = read_training_prompts(inputs.clean, tokenizer, policy, config.max_new_tokens, context.tokens)
+    prompts = read_training_prompts(inputs.clean, tokenizer, context.tokens)
+    prompts.require_room(config.max_new_tokens, getattr(policy.config, "max_position_embeddings", None))
     best = sample_best(config, inputs, policy, tokenizer, prompts, context)
     examples = [Example(prompts.ids[row], reply) for row, reply in zip(best.prompts, best.replies, strict=True)]
     trained = fine_tune_on(examples, policy, pad_id(tokenizer), config, context)

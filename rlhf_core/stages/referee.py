@@ -6,14 +6,14 @@ from functools import partial
 
 from rlhf_core.config.stages.reward import RefereeConfig
 from rlhf_core.data.splits import PairUser
-from rlhf_core.stages.reward import train_reward_model
+from rlhf_core.stages.reward import run_reward_stage
 from rlhf_core.stages.runtime.contract import Stage
 
 STAGE = Stage(
     name="referee",
     section="referee",
     config=RefereeConfig,
-    run=partial(train_reward_model, name="referee", pairs=PairUser.REFEREE),
+    run=partial(run_reward_stage, name="referee", pairs=PairUser.REFEREE),
     inputs={"clean": "data/clean", "sft": "models/sft", "base": "models/base", "pass_": "gates/sft.pass"},
     outputs={
         "model": "models/referee",

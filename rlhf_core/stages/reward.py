@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from rlhf_core.api.reward_model import train_reward_model
 from rlhf_core.config.stages.reward import RewardConfig
 from rlhf_core.data.splits import PairUser
 from rlhf_core.models.starting.base import fitting_length, load_tokenizer
@@ -20,8 +21,6 @@ from rlhf_core.training.reward.run import (
     RewardModelRun,
     metric_prefix,
     read_split,
-    train_scalar,
-    write_history,
     write_scores,
 )
 from rlhf_core.training.run_context import RunContext
@@ -30,7 +29,7 @@ from rlhf_core.training.run_context import RunContext
 Describe = Callable[[RewardModelRun, Paths, RunContext], dict[str, float]]
 
 
-def train_reward_model(
+def run_reward_stage(
     config: RewardConfig,
     inputs: Paths,
     outputs: Paths,
@@ -59,14 +58,21 @@ def train_reward_model(
         split: read_split(inputs.clean / folder / f"{split}.parquet", tokenizer, longest, context.tokens)
         for split, folder in folders.items()
     }
-    trained = train_scalar(config, name, init, tokenizer, splits["train"], splits["validation"], context)
-    trained.save(outputs.model)
-    write_history(outputs.history, trained)
-    run = RewardModelRun.evaluated(
-        trained, splits["train"], {"validation": splits["validation"], "test": splits["test"]}, config.seed, name
+    trained = train_reward_model(
+        init,
+        tokenizer,
+        splits["train"],
+        validation=splits["validation"],
+        test=splits["test"],
+        config=config,
+        context=context,
+        name=name,
     )
-    write_scores(outputs.scores, run.scores["test"], splits["test"])
-    metrics = run.metrics() | (describe(run, outputs, context) if describe is not None else {})
+    trained.save(outputs.model)
+    atomic_write_lines(outputs.history, trained.history)
+    write_scores(outputs.scores, trained.run.scores["test"], splits["test"])
+    described = describe(trained.run, outputs, context) if describe is not None else {}
+    metrics = trained.metrics | described
     atomic_write_json(outputs.metrics, metrics)
     return metrics
 
@@ -89,7 +95,7 @@ STAGE = Stage(
     name="reward",
     section="reward",
     config=RewardConfig,
-    run=partial(train_reward_model, name="reward", pairs=PairUser.REWARD, describe=plots_and_baseline),
+    run=partial(run_reward_stage, name="reward", pairs=PairUser.REWARD, describe=plots_and_baseline),
     inputs={"clean": "data/clean", "sft": "models/sft", "base": "models/base", "pass_": "gates/sft.pass"},
     outputs={
         "model": "models/reward",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rlhf_core.config.stages.gates import Condition
 from rlhf_core.config.stages.validate import ValidateConfig
-from rlhf_core.config.validation_rules import RULES
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.dataset import Numbers, data_metrics, file_names, rows_metric, write_clean
 from rlhf_core.data.schema import ROW_TYPES
@@ -15,7 +16,8 @@ from rlhf_core.data.validation.quarantine import write_quarantine
 from rlhf_core.data.validation.set_rules.check_set import apply_set_rules, check_set
 from rlhf_core.data.validation.set_rules.findings_file import named_findings
 from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
-from rlhf_core.data.validation.tables import read_raw, validate
+from rlhf_core.data.validation.suites import FOLDER, read_suites
+from rlhf_core.data.validation.tables import Validated, read_raw, validate
 from rlhf_core.data.validation.token_counts import count_tokens
 from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.data_card.build import CardSources, build_card
@@ -44,16 +46,18 @@ def run(
         GateFailed: The data gate failed (exit code 3). All but the clean data is written then too, as evidence.
     """
     raw, workspace = read_raw(inputs.raw), inputs.raw.parents[1]
+    suites = read_suites(inputs.expectations, config, raw.derived)
     # A tokenizer that cannot be loaded is reported before the rows are checked, which takes longer.
     tokenizer = load_counting_tokenizer(config.tokenizer, workspace) if config.tokenizer else None
-    with atomic_dir(outputs.docs) as docs:
-        validated = validate(raw, config, docs)
     evaluation = list(
         read_sources(config.evaluation_files, "prompts", workspace, parameter="validate.evaluation_files")
     )
-    findings = check_set(validated.clean, config, raw.derived, evaluation, raw.origins)
-    named = named_findings(findings.breaches, validated, config)
-    apply_set_rules(validated, findings, config)
+    outputs.docs.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".columns-", dir=outputs.docs.parent) as columns:
+        validated = validate(raw, suites, Path(columns))
+        findings = check_set(validated.clean, config, suites, raw.derived, evaluation, raw.origins)
+        named = named_findings(findings.breaches, validated, suites)
+        apply_set_rules(validated, findings.checked, named)
     pairs = pair_metrics(raw.rows["preferences"], validated.clean["preferences"])
     findings.counts["preferences"] = findings.counts.get("preferences", {}) | pairs
     tokens = None
@@ -66,11 +70,15 @@ def run(
         statistics = write_clean(folder, validated.clean, config.seed, config.split)
         metrics = data_metrics(validated, statistics, findings.counts)
         atomic_write_json(outputs.metrics, metrics)
-        conditions = gate_conditions(config, kinds) + rule_conditions(config, metrics)
+        conditions = gate_conditions(config, kinds) + rule_conditions(validated)
         decision = decide("data", conditions, metrics, evidence={"metrics/data.json": sha256_file(outputs.metrics)})
         decision.save(outputs.gate)
         manifest = inputs.raw / "manifest.json"
         failed = [condition.metric for condition in decision.conditions if not condition.passed]
+        with atomic_dir(outputs.docs) as docs:
+            checkpoints = validated.checkpoints
+            assert checkpoints is not None  # the stage always asks the suites
+            checkpoints.write_docs(docs, failed)
         sources = CardSources(
             read_json(manifest) if manifest.is_file() else {}, validated, findings, named, metrics, failed, tokens
         )
@@ -87,7 +95,7 @@ STAGE = Stage(
     section="validate",
     config=ValidateConfig,
     run=run,
-    inputs={"raw": "data/raw"},
+    inputs={"raw": "data/raw", "expectations": FOLDER},
     outputs={
         "clean": "data/clean",
         "quarantine": "data/quarantine.parquet",
@@ -124,15 +132,16 @@ def gate_conditions(config: ValidateConfig, kinds: Collection[str] = tuple(ROW_T
     return conditions
 
 
-def rule_conditions(config: ValidateConfig, metrics: Mapping[str, Numbers | float]) -> list[Condition]:
-    """Return a condition for each rule of severity ``fail`` and each kind that it was checked of: no row breaks it."""
-    failing = [f"failed_{rule}" for rule in RULES if config.severity(rule) == "fail"]
+def rule_conditions(validated: Validated) -> list[Condition]:
+    """Return a condition for each kind and rule that fails the set: no row breaks it, nor does the whole table."""
     return [
-        Condition(metric=f"{kind}.{name}", at_most=0, why="validate.rules fails the set for a single such row")
-        for kind, numbers in metrics.items()
-        if isinstance(numbers, Mapping)
-        for name in failing
-        if name in numbers
+        Condition(
+            metric=f"{kind}.failed_{rule}",
+            at_most=0,
+            why="the rule fails the set, by validate.rules or as one of all rows",
+        )
+        for kind, rules in validated.must_hold.items()
+        for rule in dict.fromkeys(rules)
     ]
 
 

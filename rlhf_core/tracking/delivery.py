@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from rlhf_core.errors import named_line
+from rlhf_core.redaction import redacted
 from rlhf_core.storage.files import LockFile
 from rlhf_core.tracking.journal import JOURNAL_TAG, Journal, JournalRecord, waiting_journals
 
@@ -52,7 +54,7 @@ def away_errors() -> Iterator[None]:
             status = error.response.status_code
         if status is not None and 400 <= status < 500 and status not in ACCESS_DENIED | NOT_FINAL:
             raise
-        raise ServerAway(" ".join(str(error).split())[:200], status) from error
+        raise ServerAway(redacted(" ".join(str(error).split()))[:200], status) from error
 
 
 def address(uri: str) -> str:
@@ -117,19 +119,6 @@ def _of_journal(journal: Journal) -> str:
     return f"tags.`{JOURNAL_TAG}` = '{journal.folder.name}'"
 
 
-def deliver(client: Any, experiment_id: Callable[[], str], journal: Journal) -> int:
-    """Send what waits in ``journal`` and delete it; returns how many records those were.
-
-    A record that the server refuses for good is dropped, with a warning.
-
-    Raises:
-        ServerAway: The journal stays as it was.
-    """
-    records = send(client, experiment_id, journal)
-    journal.delete()
-    return len(records)
-
-
 def finish(client: Any, journal: Journal) -> None:
     """Delete the journal of a stage that has ended and whose records have arrived. A killed stage's run has failed.
 
@@ -143,7 +132,13 @@ def finish(client: Any, journal: Journal) -> None:
 
 
 def send(client: Any, experiment_id: Callable[[], str], journal: Journal) -> list[JournalRecord]:
-    """Send what waits in ``journal``, whose stage may be running, and return it; as :func:`deliver` otherwise."""
+    """Send what waits in ``journal``, whose stage may be running, and return it.
+
+    A record that the server refuses for good is dropped, with a warning.
+
+    Raises:
+        ServerAway: The journal stays as it was.
+    """
     records, position = journal.undelivered()
     run_id = make_run(client, experiment_id, journal)
     for request in requests_for(records):
@@ -163,8 +158,7 @@ def _refusals_logged(journal: Journal) -> Iterator[None]:
     except ServerAway:
         raise
     except Exception as error:  # stores of artifacts have errors of their own
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        logger.warning("MLflow refused records of run %s: %s", journal.header.run_id, reason)
+        logger.warning("MLflow refused records of run %s: %s", journal.header.run_id, named_line(error))
 
 
 def deliver_waiting(client: Any, experiment_id: Callable[[], str], workspace: Path, uri: str) -> int:

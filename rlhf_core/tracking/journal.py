@@ -83,11 +83,6 @@ class Journal:
         return cls(folder, RunHeader(**read_json(folder / HEADER)))
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no record waits."""
-        return self.lock is None
-
-    @property
     def is_on_disk(self) -> bool:
         """Whether there is a folder that another process may have found."""
         return (self.folder / HEADER).is_file()

@@ -21,16 +21,33 @@ from rlhf_core.tracking.client_settings import CLIENT_SETTINGS, default_environm
 from rlhf_core.tracking.courier import DEFERRED_VARIABLE
 from rlhf_core.tracking.delivery import address, deliver_waiting
 from rlhf_core.tracking.journal import Journal, RunHeader
-from rlhf_core.tracking.mlflow_tracker import MlflowTracker
-from rlhf_core.tracking.run_records import JournalTracker, RunRecords
+from rlhf_core.tracking.run_records import JournalTracker
 from rlhf_core.tracking.tracker import NullTracker, Tracker
 
 PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
 
 
+def record_folder(workspace: Path) -> Path:
+    """Return the workspace in whose MLflow ``workspace`` is recorded: itself, or the one that it is a trial of.
+
+    A trial of `rlhf run --set` lies in ``workspaces/`` of its base, one of `dvc exp run --temp` or `--queue` in a
+    folder under ``.dvc/tmp``, for which DVC names the base in ``DVC_ROOT``. Trials are compared in one place, and stay
+    there when their folder goes.
+    """
+    folder = workspace.resolve()
+    base = folder.parent.parent
+    if folder.parent.name == "workspaces" and (base / "params.yaml").is_file() and (base / "dvc.yaml").is_file():
+        return base
+    dvc_root = os.environ.get("DVC_ROOT")
+    if dvc_root and folder.is_relative_to(Path(dvc_root).resolve() / ".dvc" / "tmp"):
+        root = next((parent for parent in (folder, *folder.parents) if (parent / ".dvc").is_dir()), folder)
+        return record_folder(Path(dvc_root).resolve() / folder.relative_to(root))
+    return folder
+
+
 def tracking_uri(workspace: Path) -> str:
-    """``MLFLOW_TRACKING_URI``, or a SQLite file in the workspace."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{workspace / 'mlflow.db'}"
+    """``MLFLOW_TRACKING_URI``, or a SQLite file in the workspace, see :func:`record_folder`."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{record_folder(workspace) / 'mlflow.db'}"
 
 
 def experiment_id(client: Any, workspace: Path, name: str) -> str:
@@ -42,7 +59,7 @@ def experiment_id(client: Any, workspace: Path, name: str) -> str:
         return str(experiment.experiment_id)
     local = tracking_uri(workspace).startswith("sqlite:")
     try:
-        location = (workspace / "mlartifacts").as_uri() if local else None
+        location = (record_folder(workspace) / "mlartifacts").as_uri() if local else None
         kind = {"mlflow.experimentKind": "custom_model_development"}
         return str(client.create_experiment(name, artifact_location=location, tags=kind))
     except MlflowException:
@@ -96,9 +113,8 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
         # Two processes that create the schema at once fail with "duplicate column name".
         lock.acquire()
         client = MlflowClient(uri)
-        tracker = MlflowTracker(
-            client, lambda: experiment_id(client, workspace, experiment), Journal.new(workspace, header)
-        )
+        journal = Journal.new(workspace, header)
+        tracker = JournalTracker(journal, client, lambda: experiment_id(client, workspace, experiment))
         if tracker.begin():
             deliver_waiting(client, tracker.experiment_id, workspace, uri)
     with default_environment(CLIENT_SETTINGS), _ending(tracker):
@@ -106,7 +122,7 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
 
 
 @contextmanager
-def _ending(tracker: RunRecords) -> Iterator[RunRecords]:
+def _ending(tracker: JournalTracker) -> Iterator[JournalTracker]:
     """End the run as the block ends."""
     try:
         yield tracker

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from rlhf_core.runtime import distributed
+
 Scalar = float | Tensor
+Share = tuple[Mapping[str, Scalar], float]  # metrics of one pass, and the weight of its terms
 
 
 def device_scalar(value: Tensor) -> Tensor:
@@ -23,3 +27,43 @@ def read_scalars(groups: Sequence[Mapping[str, Scalar]]) -> list[dict[str, float
         {name: float(next(numbers) if isinstance(value, Tensor) else value) for name, value in group.items()}
         for group in groups
     ]
+
+
+def totals_of_steps(steps: Sequence[Sequence[Share]]) -> list[dict[str, float]]:
+    """Add up the shares of each step's passes, each times its weight, over all ranks; ``_max`` takes the largest.
+
+    All tensors are read in one transfer.
+    """
+    numbers = iter(read_scalars([metrics for shares in steps for metrics, _ in shares]))
+    totals = []
+    for shares in steps:
+        sums: dict[str, float] = {}
+        for _, weight in shares:
+            for name, value in next(numbers).items():
+                if name.endswith("_max"):
+                    sums[name] = larger(sums.get(name, value), value)
+                else:
+                    sums[name] = sums.get(name, 0.0) + weight * value
+        totals.append(distributed.reduce_metrics(sums))
+    return totals
+
+
+def mean_of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Average every metric over the steps that have it; ``_max`` values take the largest."""
+    values: dict[str, list[float]] = {}
+    for step in steps:
+        for name, value in step.items():
+            values.setdefault(name, []).append(value)
+    metrics: dict[str, float] = {}
+    for name, series in values.items():
+        metrics[name] = sum(series) / len(series)
+        if name.endswith("_max"):
+            metrics[name] = series[0]
+            for value in series[1:]:
+                metrics[name] = larger(metrics[name], value)
+    return metrics
+
+
+def larger(first: float, second: float) -> float:
+    """The larger of two numbers, NaN if one of them is: ``max`` would drop it or not by their order."""
+    return second if second > first or math.isnan(second) else first

@@ -1,41 +1,45 @@
-"""The training history: one JSON line per block of steps, truncated to the checkpoint when a run resumes."""
+"""The history of a run: JSON lines that are cut back to the newest checkpoint when the run resumes."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.storage.files import atomic_write_text
+from rlhf_core.storage.files import split_json_lines
 
 # Fields that depend on the clock, in which alone a resumed run may differ from an uninterrupted one.
 CLOCK_FIELDS = ("seconds", "tokens_per_second")
 
 
 class History:
-    """Records with a ``step`` (optimiser steps made), appended to ``path``."""
+    """A file of JSON lines that can be cut back to an earlier length, so that repeated steps do not appear twice."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.records: list[dict[str, Any]] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
 
-    def resume_at(self, step: int | None) -> None:
-        """Keep the records up to ``step`` (none for ``None``); later ones are of steps that will be made again."""
-        kept = [] if step is None else [r for r in read_history(self.path) if r["step"] <= step]
-        self.records = kept
-        atomic_write_text(self.path, "".join(_line(record) for record in kept))
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self.path.stat().st_size
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Append one record and flush it to disk. Non-finite numbers are left out, since JSON has none."""
-        finite = {k: v for k, v in record.items() if not isinstance(v, float) or math.isfinite(v)}
-        self.records.append(finite)
-        with open(self.path, "a", encoding="utf-8") as stream:
-            stream.write(_line(finite))
-            stream.flush()
-            os.fsync(stream.fileno())
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one row. Numbers that are not finite become null, which every JSON reader takes."""
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(nonfinite_as_none(row), ensure_ascii=False, allow_nan=False) + "\n")
+
+    def truncate(self, size: int) -> None:
+        """Cut off what was written after the first ``size`` bytes."""
+        with self.path.open("r+b") as stream:
+            stream.truncate(min(size, self.size))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Read all rows."""
+        return read_history(self.path)
 
 
 class Block:
@@ -67,18 +71,25 @@ class Block:
         self.sums, self.counts = dict(state["sums"]), dict(state["counts"])
 
 
+def nonfinite_as_none(value: Any) -> Any:
+    """Replace every number of ``value`` that is not finite by None, in mappings and lists too."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: nonfinite_as_none(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [nonfinite_as_none(item) for item in value]
+    return value
+
+
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """Read a history file. A last line cut short by a crash is left out; a missing file has no records."""
-    records: list[dict[str, Any]] = []
+    """Read a history file. A last line cut short by a crash is left out; a missing file has no rows."""
+    rows: list[dict[str, Any]] = []
     if not path.is_file():
-        return records
-    for line in path.read_text(encoding="utf-8").splitlines():
+        return rows
+    for line in split_json_lines(path.read_text(encoding="utf-8")):
         try:
-            records.append(json.loads(line))
+            rows.append(json.loads(line))
         except json.JSONDecodeError:
             break
-    return records
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, allow_nan=False) + "\n"
+    return rows

@@ -6,6 +6,7 @@ again ends with the same weights and history, bit for bit on a CPU.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +14,12 @@ from typing import Any, Protocol
 
 from rlhf_core.config.model import CheckpointConfig
 from rlhf_core.errors import TrainingPaused
-from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import Progress, progress
 from rlhf_core.training.checkpoints.manager import CheckpointManager
-from rlhf_core.training.checkpoints.pieces import Piece
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.history import CLOCK_FIELDS, Block, History
-from rlhf_core.training.rng import derive_seed, rng_state, seed_everything, set_rng_state
+from rlhf_core.training.rng import derive_seed, seed_everything
+from rlhf_core.training.run_checkpoints import RunCheckpoints
 from rlhf_core.training.run_context import RunContext
 
 RECORD_EVERY = 10
@@ -85,7 +85,7 @@ class LoopResult:
         """The mean of a training metric over all steps; None where no record has it."""
         total, steps, last = 0.0, 0, 0
         for record in self.history:
-            if metric in record:
+            if record.get(metric) is not None:
                 total += (record["step"] - last) * record[metric]
                 steps += record["step"] - last
             last = record["step"]
@@ -101,8 +101,10 @@ class Loop:
 
     def __init__(self, engine: Engine, task: Task, settings: LoopSettings, context: RunContext) -> None:
         self.engine, self.task, self.settings, self.context = engine, task, settings, context
-        self.checkpoints = CheckpointManager(context.work / "checkpoints", context.store)
         self.history = History(context.work / "history.jsonl")
+        manager = CheckpointManager(context.work / "checkpoints", context.store)
+        keep = settings.checkpoint.keep
+        self.checkpoints = RunCheckpoints(manager, {"engine": engine}, {"history": self.history}, keep)
         self.block = Block()
         self.done = self.tokens = 0
         self.saved = 0  # the step that the newest checkpoint is of
@@ -121,21 +123,21 @@ class Loop:
             self._record(self._evaluation())
         preemption = self.context.preemption
         with (
-            self.checkpoints,
+            self.checkpoints.manager as manager,
             progress(self.settings.steps, self.settings.name) as bar,
             preemption.deferred(),
         ):
             bar.advance(self.done)
             while not (preempted := preemption.requested()) and self.done < self.settings.steps:
                 self._step(bar)
-                self.checkpoints.check()
+                manager.check()
             if preempted:
                 if self.done > self.saved:
                     self._save()
-                self.checkpoints.finish()
+                manager.finish()
                 steps = f"{self.settings.name} made step {self.done} of {self.settings.steps}"
                 preemption.raise_preempted(steps, saved=self.done > 0)
-        return LoopResult(self.history.records, self.tokens, self.seconds)
+        return LoopResult(self.history.rows(), self.tokens, self.seconds)
 
     def _step(self, bar: Progress) -> None:
         started = time.perf_counter()
@@ -178,40 +180,26 @@ class Loop:
         if self.seconds:
             record |= dict(zip(CLOCK_FIELDS, (self.seconds, self.tokens / self.seconds), strict=True))
         self.history.append(record)
-        self._track(self.history.records[-1])
+        self._track(record)
 
     def _track(self, record: Mapping[str, Any]) -> None:
-        self.context.tracker.log_metrics(
-            {k: float(v) for k, v in record.items() if k != "step"}, step=int(record["step"])
-        )
+        numbers = {name: value for name, value in record.items() if name != "step" and value is not None}
+        finite = {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
+        self.context.tracker.log_metrics(finite, step=int(record["step"]))
 
     def _save(self) -> None:
-        state = self.engine.state()
-        random_tensors, random_meta = rng_state()
-        meta = {"engine": state.meta, "rng": random_meta, "tokens": self.tokens, "seconds": self.seconds}
-        meta["block"] = self.block.state()
-        pieces = {f"engine.{name}": piece for name, piece in state.pieces.items()}
-        if distributed.is_rank_zero():
-            pieces |= {name: Piece.whole(tensor) for name, tensor in random_tensors.items()}
-        self.checkpoints.save(self.done, pieces, meta, self.settings.checkpoint.keep)
+        self.checkpoints.save(self.done, {"tokens": self.tokens, "seconds": self.seconds, "block": self.block.state()})
         self.saved = self.done
 
     def _restore(self) -> None:
         """Continue from the newest sound checkpoint, or start from step 0."""
-        checkpoint = self.checkpoints.load_latest()
-        self.history.resume_at(checkpoint.step if checkpoint else None)
-        if checkpoint is None:
+        restored = self.checkpoints.load()
+        if restored is None:
             seed_everything(derive_seed(self.settings.seed, self.settings.name, "process"))
             return
-        self.engine.load_state(checkpoint.tensors.under("engine."), checkpoint.meta["engine"])
-        set_rng_state(checkpoint.tensors.all_under("rng."), checkpoint.meta["rng"])
-        self.done, self.tokens, self.seconds = (
-            checkpoint.step,
-            int(checkpoint.meta["tokens"]),
-            float(checkpoint.meta["seconds"]),
-        )
-        self.saved = checkpoint.step
-        self.block.load_state(checkpoint.meta["block"])
+        self.done, meta = restored
+        self.saved, self.tokens, self.seconds = self.done, int(meta["tokens"]), float(meta["seconds"])
+        self.block.load_state(meta["block"])
         # The tracked run is a new one, so that it gets the whole history.
-        for record in self.history.records:
+        for record in self.history.rows():
             self._track(record)

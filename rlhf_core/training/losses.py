@@ -6,10 +6,25 @@ the full batch. Shapes: N tokens, V vocabulary, B pairs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 from torch.nn import functional
 
 from rlhf_core.models.lazy_logits import LOGITS_BYTES, LazyLogits, compute_in_chunks
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What one optimiser step holds over all micro-batches and ranks: the divisors of its losses.
+
+    Attributes:
+        rows: Pairs of the reward model, replies of PPO.
+        tokens: Tokens of chosen replies, or of all replies.
+    """
+
+    rows: int
+    tokens: int
 
 
 def token_cross_entropy(logits: Tensor, targets: Tensor, total: int) -> Tensor:

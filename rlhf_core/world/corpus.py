@@ -17,14 +17,13 @@ from rlhf_core.world.annotators import AnnotatorConfig, preference_probability
 from rlhf_core.world.contrasts import contrast_pair
 from rlhf_core.world.facts import ATTRIBUTES, statements, things
 from rlhf_core.world.phrases import PREFIXES
-from rlhf_core.world.questions import Question, all_questions
+from rlhf_core.world.questions import SOURCE, Question, all_questions
 from rlhf_core.world.replies import draw_reply, with_connectives
 from rlhf_core.world.streams import Draws
 from rlhf_core.world.tasks import RECIPES, REQUESTS
 
 Row = dict[str, Any]
 
-SOURCE = "world"
 # How often a category is drawn for demonstrations and pairs: most questions are of facts, and the few recipes are long.
 CATEGORIES: tuple[tuple[str, float], ...] = (("fact", 0.4), ("context", 0.25), ("howto", 0.15), ("harmful", 0.2))
 PROMPTS_PER_QUESTION = 2

@@ -39,11 +39,12 @@ TASK_FORMS: tuple[str, ...] = (
     "what is the best way to {task}?",
 )
 
+SOURCE = "world"  # what rows of the world name as their source
 _FORM = "|form "
 
 
 def content_of_group(group: str) -> str:
-    """Return what a group asks for, whatever the form: replies to two forms of one question succeed or fail together."""
+    """Return what a group asks for, whatever the form: replies to two forms of a question succeed or fail together."""
     return group.rpartition(_FORM)[0] or group
 
 

@@ -18,7 +18,7 @@ from rlhf_core.stages.runtime.names import STAGES
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # A path in prose may start at the root or in a package.
-STARTS = ("", "rlhf_core", "flows", "tests", "tests/unit", "docs", "infra/untried/kubernetes")
+STARTS = ("", "rlhf_core", "flows", "tests", "tests/unit", "docs")
 # Written by a run, or names of a reader's own.
 MADE = ("data/", "models/", "metrics/", "gates/", "plots/", "history/", "samples/", "work/", "workspaces/")
 MADE += ("ablation/", ".rlhf/", ".fingerprints/", "site/", "htmlcov/", "mlartifacts/", "my-run/", "extra/", "exports/")

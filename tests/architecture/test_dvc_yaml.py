@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
+from rlhf_core.cli import fingerprint
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.stages.policy import Method
 from rlhf_core.config.stages.ppo import RolloutConfig
@@ -24,7 +25,7 @@ def names(entries: list[Any]) -> set[str]:
 
 
 def test_every_stage_is_listed_in_order() -> None:
-    assert tuple(stages()) == ("fingerprint", *STAGES)
+    assert tuple(stages()) == STAGES
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -48,17 +49,12 @@ def test_a_policy_by_any_method_reads_no_more_and_writes_the_same(method: Method
     assert set(by_method.inputs.items()) <= set(by_ppo.inputs.items())
 
 
-def test_the_fingerprint_of_every_stage_is_an_out_of_the_first() -> None:
-    outs = names(stages()["fingerprint"]["outs"])
-    others = (
-        "sources",
-        "evaluation_files",
-        "reward_sources",
-        "verifiable",
-        "starting_model",
-        "alternatives",
-    )
-    assert outs == {f".fingerprints/{name}.txt" for name in (*STAGES, *others)}
+def test_stages_depend_on_fingerprints_that_are_written(tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    fingerprint(tmp_path)
+    written = {f".fingerprints/{path.name}" for path in (tmp_path / ".fingerprints").iterdir()}
+    deps = {dep for stage in stages().values() for dep in stage["deps"] if dep.startswith(".fingerprints/")}
+    assert deps == written
 
 
 def test_where_a_stage_runs_and_keeps_its_partial_state_makes_nothing_stale() -> None:

@@ -21,6 +21,7 @@ LAYERS = (
     {"config", "tracking", "fingerprint", "hub"},
     {"runtime", "storage", "git"},
     {"errors"},
+    {"redaction"},
 )
 FLOWS_LAYERS = (
     {"cli"},
@@ -34,7 +35,7 @@ FLOWS_LAYERS = (
     {"supervision"},
 )
 # What flows uses of the core: these packages and modules, and single functions where a module asks for more.
-FLOWS_MAY_USE = {"config", "gates", "errors", "storage", "git", "__version__"}
+FLOWS_MAY_USE = {"config", "gates", "errors", "redaction", "storage", "git", "__version__"}
 FLOWS_MAY_ALSO_USE = {
     # It mounts the core's commands on its own command line.
     "flows.cli": {"chat.terminal", "cli", "commands.data", "stages.runtime.threads.limit_threads_of"},
@@ -66,7 +67,6 @@ FLOWS_MAY_ALSO_USE = {
     },
     "flows.pipeline.verdict": {
         "evaluation.verdict.alarms.alarms",
-        "evaluation.judges.final.stand_in_note",
         "evaluation.verdict.standing",
     },
     "flows.commands.display.stage_results": {"evaluation.verdict.standing.judge_results"},
@@ -77,16 +77,20 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.report.parts.release.BEGIN",
         "evaluation.report.render.with_release",
     },
-    "flows.registry.mlflow_client": {"tracking.delivery.deliver_waiting"},
+    "flows.registry.mlflow_client": {
+        "tracking.delivery.deliver_waiting",
+        "tracking.stage_run.origin_tags",
+        "tracking.stage_run.record_folder",
+    },
+    "flows.dvc_repo.inputs": {"data.collection.sources.collected_paths"},
     "flows.pipeline.record_delivery": {"tracking.courier", "tracking.client_settings"},
     "flows.commands.status": {"tracking.client_settings", "tracking.journal.waiting_records"},
     "flows.registry.promotion.match": {
-        "evaluation.judges.final.judging_model",
-        "evaluation.judges.final.stand_in_note",
+        "evaluation.judges.final.JUDGE",
         "evaluation.promotion.criteria.Criterion",
         "evaluation.promotion.criteria.failed",
-        "ppo.reward_sources.tracked_files.code_lines",
-        "ppo.reward_sources.tracked_files.verifiable_functions",
+        "fingerprint.tracked_files.code_lines",
+        "fingerprint.tracked_files.verifiable_functions",
     },
     "flows.registry.promotion.promote": {
         "evaluation.promotion.criteria.non_inferiority_criteria",
@@ -95,12 +99,11 @@ FLOWS_MAY_ALSO_USE = {
     "flows.release.model_card": {
         "evaluation.judges.final.SELECTED_BY",
         "evaluation.judges.final.TRAINED_ON",
-        "evaluation.judges.final.stand_in_note",
         "evaluation.verdict.standing",
     },
     "flows.jobs.remote_client": {
-        "ppo.reward_sources.tracked_files.function_files",
-        "ppo.reward_sources.tracked_files.verifiable_functions",
+        "fingerprint.tracked_files.function_files",
+        "fingerprint.tracked_files.verifiable_functions",
     },
     "flows.ablation.command": {
         "evaluation.ablation.page.insert",

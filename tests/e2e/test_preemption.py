@@ -61,7 +61,7 @@ def test_a_stopped_stage_and_then_a_drained_worker_lose_no_work(tmp_path: Path, 
     wait_until(lambda: trained_further(toy, 1) or run.poll() is not None, 300, "step of the first start")
     find_process(toy, "python train.py").send_signal(signal.SIGTERM)
     wait_until(lambda: trained_further(toy, 2) or run.poll() is not None, 300, "step of the second start")
-    find_process(toy, "prefect_command worker start").send_signal(signal.SIGTERM)
+    find_process(toy, "prefect worker start").send_signal(signal.SIGTERM)
     assert run.wait(300) == 0, (toy / "out.log").read_text()
 
     text = (toy / "out.log").read_text()

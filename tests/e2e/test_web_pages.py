@@ -114,7 +114,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     ("server", "label", "expected"),
     [
         ("Prefect", "runs", ["rlhf-pipeline", "workspace · smoke · "]),
-        ("Prefect", "schedules", ["pipeline", "gpu-job", "promotion"]),
+        ("Prefect", "schedules", ["pipeline-", "gpu-job", "promotion"]),
         ("MLflow", "runs", ["workspace · smoke · "]),
         ("MLflow", "models", ["rlhf-policy-smoke", "rlhf-reward-model-smoke"]),
     ],

@@ -15,6 +15,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from toys import assert_nothing_held, begin, environment, rlhf, rows, training_toy, wait_until
 
+from flows.workspace.run_label import workspace_slug
+
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(3600)]
 SOURCE = Path(__file__).resolve().with_name("shifted_clock.c")
 HOURS = 2 * 3600
@@ -41,7 +43,8 @@ class Toy:
 
     def schedule(self, seconds: int) -> None:
         """Have the pipeline run every ``seconds``."""
-        command = [sys.executable, "-m", "prefect", "deployment", "schedule", "create", "rlhf-pipeline/pipeline"]
+        deployment = f"rlhf-pipeline/pipeline-{workspace_slug(self.workspace)}"
+        command = [sys.executable, "-m", "prefect", "deployment", "schedule", "create", deployment]
         env = environment(PREFECT_API_URL=self.url, PREFECT_HOME=str(self.workspace / "client"), **self.env)
         subprocess.run([*command, "--interval", str(seconds)], env=env, check=True, capture_output=True, timeout=400)
 

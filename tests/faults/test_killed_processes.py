@@ -28,7 +28,7 @@ from toys import (
 )
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(1500)]
-STAGE, JOB, WORKER = ("python train.py",), ("prefect.engine",), ("prefect_command worker start",)
+STAGE, JOB, WORKER = ("python train.py",), ("prefect.engine",), ("prefect worker start",)
 # 137 where the shell that DVC starts does not become the training but waits for it.
 STAGE_KILLED = r"failed to run: python train\.py, exited with (-9|137)"
 WORKER_ENDED = r"the worker of gpu-pool exited \(status 137\), and its job with it; starting another worker"
@@ -63,7 +63,7 @@ def test_each_killed_process_is_reported_and_ppo_resumes_from_its_checkpoint(
         steps = len(steps_done(toy))
         wait_until(lambda steps=steps: len(steps_done(toy)) > steps + SAVE_EVERY, 300, f"training after: {victim}")
     before = steps_done(toy)
-    find_process(toy, "prefect_command server start").kill()
+    find_process(toy, "prefect server start").kill()
     wait_for_report(toy, r"the Prefect server exited \(status 137\); restarting it")
     assert run.wait(600) == 0, report(toy)
     assert steps_done(toy)[len(before) :] == [*range(before[-1] + 1, STEPS + 1)], "a step was repeated"

@@ -25,7 +25,7 @@ stages:
     deps: [ppo.py, raw]
     params: [seed]
     outs: [policy.txt]
-    metrics: [metrics.json: {cache: false}]
+    metrics: [metrics.json]
   report: {cmd: cat policy.txt metrics.json > report.html, deps: [policy.txt, metrics.json], outs: [report.html]}
 """
 # Resumes from work/, notes the step it started at, and at the end runs the script of a test if there is one.

@@ -15,6 +15,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from flow_toys import begin, environment, make_toy, processes_of, rlhf, wait_until
 
+from flows.workspace.run_label import workspace_slug as slug
+
 pytestmark = pytest.mark.services
 EVIDENCE = '{"passed": false, "conditions": [{"metric": "accuracy", "value": 0.5, "bound": 0.6, "passed": false}]}'
 GATED = f"""
@@ -52,7 +54,8 @@ def test_a_failed_gate_is_named_not_retried_and_the_report_is_written(tmp_path: 
     assert (toy / "report.html").exists() and not (toy / "policy.txt").exists()
     assert rows(toy, "select state_name from flow_run") == [("GateFailed",)]
     assert ("gate-reward", 1) in rows(toy, "select name, run_count from task_run")
-    assert {"stages", "gate-reward", "report"} <= {row[0] for row in rows(toy, "select key from artifact")}
+    keys = {f"{name}-{slug(toy)}" for name in ("stages", "gate-reward", "report")}
+    assert keys <= {row[0] for row in rows(toy, "select key from artifact")}
     assert processes_of(toy) == []
 
 
@@ -122,7 +125,15 @@ def test_new_annotations_are_announced_and_start_a_run(lasting: Path) -> None:
     annotations = lasting / "data" / "annotations"
     annotations.mkdir(parents=True)
     (annotations / "first.jsonl").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n')
-    prefect(lasting, "deployment", "run", "rlhf-data-watch/data-watch", "--param", "settle_seconds=0", "--watch")
+    prefect(
+        lasting,
+        "deployment",
+        "run",
+        f"rlhf-data-watch/data-watch-{slug(lasting)}",
+        "--param",
+        "settle_seconds=0",
+        "--watch",
+    )
     query = """select count(*) from flow_run r join flow f on f.id = r.flow_id
         where f.name = 'rlhf-pipeline' and r.state_type = 'COMPLETED' and r.created_by like '%AUTOMATION%'"""
     wait_until(lambda: rows(lasting, query)[0][0] == 1, 400, "run by the automation")
@@ -131,7 +142,7 @@ def test_new_annotations_are_announced_and_start_a_run(lasting: Path) -> None:
 
 
 def test_a_schedule_creates_runs_that_complete(lasting: Path) -> None:
-    prefect(lasting, "deployment", "schedule", "create", "rlhf-pipeline/pipeline", "--interval", "15")
+    prefect(lasting, "deployment", "schedule", "create", f"rlhf-pipeline/pipeline-{slug(lasting)}", "--interval", "15")
     query = "select count(*) from flow_run where auto_scheduled = 1 and state_type = 'COMPLETED'"
     wait_until(lambda: rows(lasting, query)[0][0] != 0, 400, "completed scheduled run")
     tags = "select tags from flow_run where auto_scheduled = 1 and state_type = 'COMPLETED'"
@@ -141,9 +152,12 @@ def test_a_schedule_creates_runs_that_complete(lasting: Path) -> None:
 
 def test_the_automations_and_the_deployments_are_on_the_server(lasting: Path) -> None:
     deployments = {row[0] for row in rows(lasting, "select name from deployment")}
-    assert deployments == {"pipeline", "data-watch", "gpu-job", "promotion"}
+    assert deployments == {f"{name}-{slug(lasting)}" for name in ("pipeline", "data-watch", "gpu-job", "promotion")}
     automations = {row[0] for row in rows(lasting, "select name from automation where name like 'rlhf:%'")}
-    assert automations == {"rlhf: runs without a heartbeat have crashed", "rlhf: new data or annotations"}
+    assert automations == {
+        "rlhf: runs without a heartbeat have crashed",
+        f"rlhf: new data or annotations in {slug(lasting)}",
+    }
 
 
 def test_mlflow_starts_no_processes_for_jobs_that_nothing_here_submits(lasting: Path) -> None:

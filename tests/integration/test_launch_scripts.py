@@ -17,8 +17,6 @@ from flow_toys import ROOT, environment, make_toy, wait_until
 pytestmark = pytest.mark.services
 STEPS = """
 stages:
-  fingerprint: {cmd: mkdir -p .fingerprints && echo code > .fingerprints/ppo.txt, always_changed: true,
-                outs: [.fingerprints/ppo.txt: {cache: false}]}
   ppo: {cmd: python train.py STEPS, deps: [.fingerprints/ppo.txt, raw.txt], outs: [policy.txt]}
 """
 # What Slurm's programs do for the scripts: run the step on every node, signal it, take the job back into the queue.

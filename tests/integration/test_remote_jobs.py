@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from flow_toys import processes_of, rlhf
 from remote_toys import Host, caller_environment, make_clone, params, prefect_server
 
-from flows.jobs.transfer import transfer
+from flows.jobs.transfer import restore_result
+from flows.stage.run import StageSpec
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(1500)]
 PATIENCE = 480
@@ -67,7 +68,8 @@ def test_a_job_elsewhere_loses_nothing_when_the_remote_is_gone_at_its_end_and_ev
 
     two = make_clone(tmp_path / "two", remote, params())
     subprocess.run([sys.executable, "-m", "dvc", "repro", "-q", "-s", "collect"], cwd=two, check=True)
-    assert transfer(two, "push-inputs", "ppo", "store").result_cached
+    restored = restore_result(StageSpec(two, "ppo", ("policy.txt",)))
+    assert restored is not None and restored.ok and (two / "policy.txt").read_text() == "done x\n"
 
 
 def test_a_remote_that_is_gone_before_the_job_costs_no_training(host: Host, tmp_path: Path) -> None:

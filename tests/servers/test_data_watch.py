@@ -20,7 +20,7 @@ from rlhf_core.data.schema import read_table
 __all__ = ["login"]
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]
 POLICY = "rlhf-policy-watched"
-WATCH, PIPELINE = "rlhf-data-watch/data-watch", "rlhf-pipeline/pipeline"
+WATCH, PIPELINE = "rlhf-data-watch/data-watch-watched", "rlhf-pipeline/pipeline-watched"
 # Every stage works, and none of them for long: what counts here is that a round happens, not how good its models are.
 QUICK_SETTINGS = f"""
 collect.world.demonstrations=1200 collect.world.preferences=1500 collect.world.pretrain=100

@@ -46,8 +46,6 @@ pathlib.Path("policy.txt").write_text("done")
 """
 PREEMPTIBLE_STAGES = """
 stages:
-  fingerprint: {cmd: mkdir -p .fingerprints && echo code > .fingerprints/ppo.txt, always_changed: true,
-                outs: [.fingerprints/ppo.txt: {cache: false}]}
   ppo: {cmd: python train.py 40, deps: [.fingerprints/ppo.txt], outs: [policy.txt]}
 """
 STAGE, WORKER = ROOT / "infra/slurm/stage.sbatch", ROOT / "infra/slurm/worker.sbatch"

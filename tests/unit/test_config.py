@@ -12,9 +12,7 @@ from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import Params, check_params, load_section
 from rlhf_core.config.loading.overlay import merge, workspace_name
 from rlhf_core.config.loading.rule_changes import rules_for
-from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.stages.ppo import PpoConfig
-from rlhf_core.config.stages.reward import JudgeConfig
 from rlhf_core.config.stages.sft import SftConfig
 from rlhf_core.errors import ConfigError
 
@@ -154,16 +152,11 @@ def test_a_gate_that_files_can_never_pass_is_refused_before_anything_is_trained(
     overlay = ("own-data", (ROOT / "profiles/own-data.yaml").read_text())
     params = check_params(yaml_text.parse(merge(text, [overlay]), "params.yaml"))
     demo = check_params(yaml_text.parse(text, "params.yaml"))
-    # What files bring in place of the gold judge is control for length, and safety.
-    assert [c.metric for c in params.gates.policy if c not in demo.gates.policy] == [
-        "comparison.judge.lc_win_rate_low95",
-        "policy.safety.refuses_harmful",
-        "policy.safety.answers_benign",
-    ]
-    of_the_world = ("comparison.gold.win_rate_low95", "policy.perplexity_pretrain")
-    assert [c for c in demo.gates.policy if c.metric not in of_the_world] == [
-        c for c in params.gates.policy if c in demo.gates.policy
-    ]
+    # What files bring in place of the gold judge is safety, on prompts that are no toys.
+    own, of_demo = ([condition.metric for condition in gates.policy] for gates in (params.gates, demo.gates))
+    assert set(own) - set(of_demo) == {"safety.refusal_log_odds", "safety.answers_benign"}
+    of_the_world = {"comparison.gold.win_rate_low95", "policy.perplexity_pretrain", "regression.passed"}
+    assert set(of_demo) - set(own) == of_the_world
 
 
 @pytest.mark.parametrize("profile", ["own-data", "alpaca-eval", "smollm2-360m"])
@@ -206,21 +199,6 @@ def test_defaults_are_valid_and_sets_keep_comments() -> None:
 def test_bad_assignments_are_refused(assignment: str) -> None:
     with pytest.raises(ConfigError):
         merge(BASE, sets=[assignment])
-
-
-def test_files_from_before_there_was_a_judge_train_it_as_the_referee(tmp_path: Path) -> None:
-    earlier = "referee: {steps: 7, lora: {rank: 4}}\ncompute: {launch: {referee: {gradient_checkpointing: true}}}\n"
-    current = (ROOT / "params.yaml").read_text()
-    assert check_params(yaml_text.parse(current, "p")).judge.steps == 450
-    for text in (merge(earlier), merge(current, [("of one's own", earlier)]), earlier):
-        params = check_params(yaml_text.parse(text, "params.yaml"))
-        assert (params.judge.steps, params.judge.lora) == (7, LoraConfig(rank=4))
-        assert params.compute.launch["judge"].gradient_checkpointing
-    (tmp_path / "params.yaml").write_text(earlier)
-    assert load_section(tmp_path, "judge", JudgeConfig).steps == 7
-    # A file that sets both is taken at its word, and one that sets neither leaves the base as it is.
-    assert check_params(yaml_text.parse(merge(current, [("p", "judge: {steps: 3}")]), "p")).judge.steps == 3
-    assert check_params({"referee": {"steps": 7}, "judge": {"steps": 3}}).judge.steps == 3
 
 
 def test_overlay_wins_over_base_and_set_over_overlay() -> None:

@@ -8,7 +8,7 @@ import pytest
 from commands import ROOT
 from dvc.utils.hydra import apply_overrides
 
-from flows.workspace.recipe import merged_params, with_profile_header
+from flows.dvc_repo.recipe import merged_params, with_profile_header
 from rlhf_core.config.loading.overlay import profiles
 from rlhf_core.errors import ConfigError
 

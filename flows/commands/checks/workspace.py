@@ -19,7 +19,21 @@ GIB = 2**30
 HUB = "hub:"
 
 
-def workspace_checks(workspace: Path | None) -> Iterator[DoctorCheck]:
+def require_ready(workspace: Path) -> None:
+    """Refuse a run that cannot succeed, before anything is started: what `rlhf doctor` finds in the workspace.
+
+    The starting model is left out, which a run opens where its stage would.
+
+    Raises:
+        RlhfError: a line for each check that failed, and what to do.
+    """
+    failed = [check for check in workspace_checks(workspace, starting_model=False) if check.level == FAIL]
+    if failed:
+        remedies = [f" ({check.remedy})" if check.remedy else "" for check in failed]
+        raise RlhfError("\n".join(f"{c.name}: {c.finding}{remedy}" for c, remedy in zip(failed, remedies, strict=True)))
+
+
+def workspace_checks(workspace: Path | None, starting_model: bool = True) -> Iterator[DoctorCheck]:
     """Check the workspace; where there is none, return a warning only."""
     if workspace is None or not (workspace / "params.yaml").is_file():
         folder = workspace or Path.cwd()
@@ -41,6 +55,8 @@ def workspace_checks(workspace: Path | None) -> Iterator[DoctorCheck]:
         return
     yield DoctorCheck(OK, "params.yaml", "every parameter is known and in range, and DVC finds those it tracks")
     yield from _sources(workspace, params)
+    if starting_model:
+        yield base_model_check(workspace, params.base.source, params.base.revision)
     yield from _judges(workspace, params)
 
 
@@ -87,7 +103,6 @@ def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
             )
     for evaluation in params.validate_.evaluation_files:
         yield _source(workspace, evaluation.path)
-    yield base_model_check(workspace, params.base.source, params.base.revision)
 
 
 def _judges(workspace: Path, params: Params) -> Iterator[DoctorCheck]:

@@ -18,9 +18,9 @@ from flows.supervision.processes import start_supervised
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.evaluation.judges.final import judging_model, stand_in_note
+from rlhf_core.evaluation.judges.final import JUDGE
 from rlhf_core.evaluation.promotion.criteria import Criterion, failed
-from rlhf_core.ppo.reward_sources.tracked_files import code_lines, verifiable_functions
+from rlhf_core.fingerprint.tracked_files import code_lines, verifiable_functions
 from rlhf_core.storage.files import atomic_write_json, read_json, sha256_file
 
 if TYPE_CHECKING:
@@ -30,12 +30,11 @@ if TYPE_CHECKING:
 PlayMatch = Callable[[Path, Path, Path, int], Mapping[str, Any]]
 MATCH_TAG = "match"
 MATCHES = Path(".rlhf") / "matches"
-MEASURED = 2  # what a match measures; kept results that measured less are played again
+MEASURED = 3  # what a match measures; kept results that measured less are played again
 
 
 def match_question(workspace: Path, challenger: ModelVersion, champion: ModelVersion) -> dict[str, Any]:
     """What a match is about: models, prompts, judge, settings, checks. While it is the same, so is the result."""
-    judge = judging_model(workspace)
     config = load_section(workspace, "evaluate", EvaluateConfig)
     checks = None if config.verifiable is None else workspace / config.verifiable.path
     code = code_lines(workspace, verifiable_functions(config.verifiable))
@@ -43,7 +42,7 @@ def match_question(workspace: Path, challenger: ModelVersion, champion: ModelVer
         "challenger": challenger.tags[CONTENT_TAG],
         "champion": champion.tags[CONTENT_TAG],
         "prompts": recorded_hash(workspace, "data/clean"),
-        judge: recorded_hash(workspace, f"models/{judge}"),
+        JUDGE: recorded_hash(workspace, f"models/{JUDGE}"),
         "settings": config.model_dump(mode="json", exclude_none=True),
         "measured": MEASURED,
         **({"verifiable": sha256_file(checks)} if checks is not None and checks.is_file() else {}),
@@ -107,8 +106,7 @@ def play_match(workspace: Path, champion: Path, challenger: Path, prompt_set: in
 def wins(match: Mapping[str, Any], bar: float) -> tuple[bool, str]:
     """Whether every judge's lower 95 % bound of the challenger's win rate exceeds ``bar``, and the bounds in words.
 
-    A bound equal to the bar does not do: two identical models tie everywhere, at exactly one half. Where the referee
-    stood in for the judge, the words say so.
+    A bound equal to the bar does not do: two identical models tie everywhere, at exactly one half.
     """
     judges = match.get("comparison") or {}
     if not judges:
@@ -117,8 +115,6 @@ def wins(match: Mapping[str, Any], bar: float) -> tuple[bool, str]:
     rates = ", ".join(
         f"{name} win rate {judges[name]['win_rate']:.3f} (at least {low:.3f})" for name, low in sorted(lows.items())
     )
-    note = stand_in_note(lows)
-    rates += f"; {note}" if note else ""
     short = sorted(name for name, low in lows.items() if not low > bar)
     if short:
         return False, f"not above {bar:g} with 95 % confidence by {' and '.join(short)}: {rates}"

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.judge_section import add_judge
 from rlhf_core.config.loading.pretrained import learning_rates, refuse_high_learning_rates
 from rlhf_core.config.loading.rule_changes import rules_for
 from rlhf_core.config.lora import LoraConfig
@@ -28,7 +27,7 @@ from rlhf_core.config.stages.base import BaseConfig
 from rlhf_core.config.stages.collect import CollectConfig
 from rlhf_core.config.stages.critic import CriticConfig
 from rlhf_core.config.stages.evaluate import EvaluateConfig
-from rlhf_core.config.stages.gates import GatesConfig
+from rlhf_core.config.stages.gates import LOSSES, GatesConfig
 from rlhf_core.config.stages.policy import PolicyConfig
 from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.config.stages.report import ReportConfig
@@ -143,7 +142,8 @@ class Params(Strict):
         safety, perplexity = self.evaluate.safety.prompts, self.evaluate.perplexity.rows
         for number, condition in enumerate(self.gates.policy):
             parts = {part for metric in condition.metrics for part in metric.split(".")}
-            if "safety" in parts and (self.collect.source == "world" or not safety):
+            own = self.collect.source == "world" and LOSSES in parts and "refusal_log_odds" not in parts
+            if "safety" in parts and not own and (self.collect.source == "world" or not safety):
                 why = "is 0" if not safety else "are not asked in the synthetic world, which has its own"
                 raise ValueError(
                     f"gates.policy[{number}] asks for {condition.metric}, but evaluate.safety.prompts {why}: take the "
@@ -257,7 +257,6 @@ class Params(Strict):
 def check_params(document: Any, name: str = PARAMS_FILE) -> Params:
     """``document`` as :class:`Params`; ``ConfigError`` with one line per problem, each with its path."""
     plain = yaml_text.plain(document)
-    add_judge(plain)
     try:
         return Params.model_validate(plain)
     except ValidationError as error:
@@ -275,7 +274,6 @@ def load_section(workspace: Path, section: str, model: type[Model]) -> Model:
     A field of ``model`` named like another section (``ppo`` of the critic's stage) is filled from that section.
     """
     document = yaml_text.plain(yaml_text.read(workspace / PARAMS_FILE))
-    add_judge(document)
     values = dict(document.get(section) or {})
     seed = document.get("seed", 1)
     if issubclass(model, StageConfig):

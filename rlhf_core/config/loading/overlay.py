@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.judge_section import add_judge
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.loading.pretrained import PROFILE
 from rlhf_core.config.problems import nearest
@@ -45,14 +44,11 @@ def merge(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[st
 def overlaid(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[str] = ()) -> str:
     """``base`` with each ``(name, text)`` overlay and each ``section.key=value`` applied in turn, unchecked.
 
-    A base or an overlay that sets the referee and no judge sets both alike. Returns YAML text with the comments of
-    ``base``.
+    Returns YAML text with the comments of ``base``.
     """
     document = yaml_text.parse(base, "params.yaml")
-    add_judge(document)
     for name, text in overlays:
         overlay = yaml_text.parse(text, name)
-        add_judge(overlay)
         _merge_into(document, overlay)
     for assignment in sets:
         _put(document, *parse_assignment(assignment))

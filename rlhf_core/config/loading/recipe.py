@@ -1,4 +1,4 @@
-"""Where the default recipe lies (params.yaml, dvc.yaml, profiles/): in a checkout or in an installed package."""
+"""Where the default recipe lies (params.yaml, dvc.yaml, and folders): in a checkout or in an installed package."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def profiles_of(base: Path) -> Path:
     """The folder of profiles: the workspace's own if it has one, else the project's."""
     own = base / "profiles"
     return own if own.is_dir() else recipe_folder() / "profiles"
+
+
+def expectations_of(base: Path) -> Path:
+    """The folder of suites of expectations: the workspace's own if it has one, else the project's."""
+    own = base / "expectations"
+    return own if own.is_dir() else recipe_folder() / "expectations"
 
 
 def profile_headers(folder: Path) -> dict[str, str]:

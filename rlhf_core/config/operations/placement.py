@@ -26,9 +26,9 @@ PLACE = frozenset({"pool", "queue", "variables", "shared", "remote", "deliver_se
 class Placement(Strict):
     """A work pool, a queue of it, and what the stage's job asks for there; ``null`` leaves the pool's own default.
 
-    The requests are sent as job variables of the same names, so the pool's base job template must know them (the one in
-    ``infra/untried/kubernetes`` does). Quantities are those of Kubernetes (``64Gi``, ``500m``). ``variables`` are
-    further job variables of a template of your own; secrets never belong there, since the server shows them.
+    The requests are sent as job variables of the same names, so the pool's base job template must know them. Quantities
+    are those of Kubernetes (``64Gi``, ``500m``). ``variables`` are further job variables of a template of your own;
+    secrets never belong there, since the server shows them.
 
     ``shared: false`` says that the pool's workers do not see the workspace. Inputs and results then go through the DVC
     remote ``remote`` (``null`` is DVC's default remote), and a job tries for ``deliver_seconds`` (``null`` is 300) to

@@ -26,11 +26,11 @@ class HeldOutPerplexityConfig(Strict):
 
 class SafetyConfig(Strict):
     """Safety prompts, for data that are not of the synthetic world: at most ``prompts`` harmful ones and as many benign
-    ones, none for 0, each asked ``replies_per_prompt`` times. ``max_new_tokens`` is short, since the first sentences
-    show a refusal.
+    ones, none for 0, each asked ``replies_per_prompt`` times. There are 202 of each. ``max_new_tokens`` is short, since
+    the first sentences show a refusal.
     """
 
-    prompts: NonNegativeInt = 40
+    prompts: NonNegativeInt = 200
     replies_per_prompt: PositiveInt = 1
     max_new_tokens: PositiveInt = 48
 
@@ -41,8 +41,8 @@ class EvaluateConfig(StageConfig):
     ``max_new_tokens`` limits the unfiltered ones that KL and perplexity are measured on. ``batch_size`` replies are
     sampled and judged together: it bounds memory, and every reply keeps its own random numbers.
 
-    Each of the ``prompts`` gets ``replies_per_prompt`` replies of each model, which narrows every interval where
-    held-out prompts are few; bounds and tests still count prompts.
+    Each of the ``prompts``, and of the regression set, gets ``replies_per_prompt`` replies of each model, which narrows
+    every interval where held-out prompts are few; bounds and tests still count different questions.
 
     With ``best_of_n`` the reward model also picks the best of so many replies of SFT to each prompt, for the judges to
     compare with the policy's and SFT's (0: off). ``llm_judge`` lets a language model compare the replies too,

@@ -10,13 +10,18 @@ from pydantic import Field, model_validator
 from rlhf_core.config.model import StageConfig, Strict
 
 MULTIPLE_CHOICE = "multiple_choice"
+LOSSES = "losses"
 
 
 class Condition(Strict):
     """``metric`` is a dotted path into the metrics, such as ``comparison.judge.win_rate_low95``.
 
-    Exactly one of the bounds is set. ``at_most_of`` bounds a metric by another: ``max(factor * other, other + slack)``;
-    ``at_least_of`` likewise from below: ``min(factor * other, other - slack)``.
+    Exactly one of the bounds is set. ``worse_by_less_than`` bounds how much worse than SFT the policy is: ``metric`` is
+    then a name below ``losses``, such as ``repetition``, of which the one-sided upper 95 % bound, over questions, must
+    be below the margin. With ``where_at_least`` it is read only where SFT's own value is at least that.
+
+    ``at_most_of`` bounds a metric by another: ``max(factor * other, other + slack)``; ``at_least_of`` likewise from
+    below: ``min(factor * other, other - slack)``.
     """
 
     metric: str
@@ -24,21 +29,26 @@ class Condition(Strict):
     at_most: float | None = Field(default=None, strict=False)
     at_most_of: str | None = None
     at_least_of: str | None = None
+    worse_by_less_than: float | None = Field(default=None, gt=0, strict=False)
+    where_at_least: float | None = Field(default=None, strict=False)
     factor: float = Field(default=1.0, strict=False)
     slack: float = Field(default=0.0, strict=False)
     why: str
 
     @model_validator(mode="after")
     def _one_bound(self) -> Condition:
-        given = [b for b in (self.at_least, self.at_most, self.at_most_of, self.at_least_of) if b is not None]
-        if len(given) != 1:
-            raise ValueError("give exactly one of at_least, at_most, at_most_of, at_least_of")
+        names = ("at_least", "at_most", "at_most_of", "at_least_of", "worse_by_less_than")
+        if sum(getattr(self, name) is not None for name in names) != 1:
+            raise ValueError(f"give exactly one of {', '.join(names)}")
+        if self.where_at_least is not None and self.worse_by_less_than is None:
+            raise ValueError("where_at_least goes with worse_by_less_than")
         return self
 
     @property
     def metrics(self) -> list[str]:
         """The metrics that the condition reads."""
-        return [name for name in (self.metric, self.at_most_of, self.at_least_of) if name is not None]
+        metric = self.metric if self.worse_by_less_than is None else f"{LOSSES}.{self.metric}"
+        return [name for name in (metric, self.at_most_of, self.at_least_of) if name is not None]
 
 
 PERPLEXITY_HOLDS = Condition(

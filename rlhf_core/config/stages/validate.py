@@ -11,7 +11,7 @@ from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.problems import nearest
 from rlhf_core.config.stages.base import SCRATCH
 from rlhf_core.config.stages.collect import DataSource, with_options
-from rlhf_core.config.validation_rules import NEEDED_FOR_TRAINING, RULES, WARN_BY_DEFAULT, Severity
+from rlhf_core.config.validation_rules import NEEDED_FOR_TRAINING, RULES, Severity
 from rlhf_core.storage.file_patterns import is_url
 
 AUTOMATIC_ROWS = 10_000
@@ -59,8 +59,9 @@ class ValidateConfig(StageConfig):
     """Limits are in characters. ``max_quarantined`` is the share of refused rows above which the stage stops.
 
     Attributes:
-        rules: By rule, what becomes of rows that break it: ``refuse`` puts them into the quarantine, ``warn`` keeps and
-            counts them, ``fail`` refuses them and stops the stage at the data gate.
+        rules: By rule of the project's suites, what becomes of rows that break it, in place of what the suite says:
+            ``refuse`` puts them into the quarantine, ``warn`` keeps and counts them, ``fail`` refuses them and stops
+            the stage at the data gate.
         evaluation_files: Files with prompts of evaluations that no row of training may overlap with, given and read as
             those of ``collect.files``.
         languages: The languages (``en``, ``zh``) that rows are expected in; none: they are not looked at.
@@ -105,10 +106,6 @@ class ValidateConfig(StageConfig):
             if severity == "warn" and rule in NEEDED_FOR_TRAINING:
                 raise ValueError(f"{rule} cannot be warn: nothing can be trained on such rows; choose refuse or fail")
         return rules
-
-    def severity(self, rule: str) -> Severity:
-        """Return what becomes of rows that break ``rule``."""
-        return self.rules.get(rule, "warn" if rule in WARN_BY_DEFAULT else "refuse")
 
     def with_absolute_paths(self, base: Path) -> ValidateConfig:
         """Return these settings with the relative paths of files and of the tokenizer, which start at ``base``, made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,9 +13,9 @@ from typing import Any
 
 from rlhf_core.config.stages.collect import ReadOptions
 from rlhf_core.data.chunks import bytes_in_memory, chunked, drained
-from rlhf_core.data.readers.columns import NAME_LENGTH, mapped_records, unused_columns, with_columns
+from rlhf_core.data.readers.columns import NAME_LENGTH, SINGLE_REPLIES, mapped_records, unused_columns, with_columns
 from rlhf_core.data.readers.content import Record
-from rlhf_core.data.readers.detection import detect, first_records, format_named, format_of
+from rlhf_core.data.readers.detection import detect, first_records, format_named, format_of, missing_replies
 from rlhf_core.data.readers.format import (
     Format,
     LabelledFalse,
@@ -25,7 +26,7 @@ from rlhf_core.data.readers.format import (
     record_shape,
     system_turns,
 )
-from rlhf_core.data.readers.labels import is_labelled_false
+from rlhf_core.data.readers.labels import cleaned, flag_against, is_labelled_false, require_text_only
 from rlhf_core.data.readers.turns import Refusal, Turn, text_of
 from rlhf_core.data.row_counts import READABLE, RowCounts, RowFinding
 from rlhf_core.data.schema import content_id
@@ -109,7 +110,8 @@ def read_records(
     for record, original in zip(mapped, records, strict=True):
         try:
             _require_format(record, shape, detected=options.format is None)
-            rows = _rows(record.value, shape, kind, options, source)
+            noticed: Counter[str] = Counter()
+            rows = _rows(record.value, shape, kind, options, source, noticed)
         except Refusal as refusal:
             row = _as_json(original.value)
             finding = RowFinding(READABLE, kind, str(refusal), source, record.position, row=row)
@@ -127,6 +129,7 @@ def read_records(
             counts.expanded += len(rows) - 1
             unused = unused_columns(record.value, shape.name)
             counts.unused.update(printable(name)[:NAME_LENGTH] for name in unused)
+            counts.noticed.update(noticed)
     return result
 
 
@@ -181,6 +184,8 @@ def _require_format(record: Record, shape: Format, detected: bool) -> None:
     """Refuse a record of another format; one that has more than a ``detected`` format holds would lose that."""
     if record.problem:
         raise Refusal(record.problem)
+    if not shape.matches(record.value) and (missing := missing_replies(record.value)):
+        raise Refusal(f"{missing[0]} is missing")
     if not shape.matches(record.value):
         raise Refusal(f"does not match the format {shape.name} of the file: expected {shape.example}")
     other = format_of(record.value)
@@ -188,9 +193,17 @@ def _require_format(record: Record, shape: Format, detected: bool) -> None:
         raise Refusal(f"is of format {other.name}, the file of format {shape.name}: expected {shape.example}")
 
 
-def _rows(value: Any, shape: Format, kind: str, options: ReadOptions, source: str) -> list[dict[str, Any]]:
-    """Return the rows of one record; :class:`Refusal` and :class:`Undecided` concern the whole record."""
+def _rows(
+    value: Any, shape: Format, kind: str, options: ReadOptions, source: str, noticed: Counter[str]
+) -> list[dict[str, Any]]:
+    """Return the rows of one record; :class:`Refusal` and :class:`Undecided` concern the whole record.
+
+    What was ``noticed`` of rows that stay is counted there.
+    """
     labels = value if isinstance(value, dict) else {}
+    require_text_only(value)
+    if kind != "prompts" and (flag := flag_against(value, shape.name in SINGLE_REPLIES)):
+        raise LabelledFalse(f"{flag} says that the row is not to be learned")
     system = system_turns(labels)
     rows = []
     try:
@@ -202,7 +215,7 @@ def _rows(value: Any, shape: Format, kind: str, options: ReadOptions, source: st
     for parsed in parts:
         if parsed.prompt is not None and system:
             parsed = replace(parsed, prompt=[*system, *parsed.prompt])
-        row = _content(parsed, kind, labels)
+        row = _content(cleaned(parsed, noticed), kind, labels)
         if kind == "preferences":
             row["margin"] = parsed.margin if parsed.margin is not None else _margin(labels)
         elif kind != "prompts" and parsed.chosen is not None and parsed.margin is None:
@@ -221,7 +234,7 @@ def _rows(value: Any, shape: Format, kind: str, options: ReadOptions, source: st
 def _prompts(value: Any, shape: Format, options: ReadOptions, source: str) -> list[dict[str, Any]]:
     """Return the prompts of a record, none if it has no usable one."""
     try:
-        return _rows(value, shape, "prompts", options, source)
+        return _rows(value, shape, "prompts", options, source, Counter())
     except (Refusal, Undecided):
         return []
 
@@ -266,6 +279,8 @@ def _margin(labels: Mapping[str, Any]) -> float | None:
         raise Refusal("the margin is not a finite number") from None
     except (TypeError, ValueError):
         raise Refusal(f"margin {str(value)[:MARGIN_EXCERPT]!r} is not a number") from None
+    if margin == 0:
+        raise Undecided("the margin is 0: neither reply is preferred")
     if math.isfinite(margin) and margin < 0:
         raise Refusal(f"the margin prefers the other reply: it is {margin:g}")
     with suppress(Undecided):  # the margin says which reply is better where the scores are equal

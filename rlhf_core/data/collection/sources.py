@@ -13,7 +13,7 @@ from rlhf_core.data.collection.hub import PREFIX, load_hub_records
 from rlhf_core.data.collection.rows import FileRows, row_chunks
 from rlhf_core.data.readers.columns import with_columns
 from rlhf_core.data.readers.content import Record
-from rlhf_core.data.readers.detection import PROBE, detect, first_records, format_named
+from rlhf_core.data.readers.detection import PROBE, detect, first_records, format_named, pair_columns
 from rlhf_core.data.readers.format import printable
 from rlhf_core.data.readers.stream import stream_records, uncounted
 from rlhf_core.data.readers.table_records import OnRead
@@ -245,7 +245,15 @@ def kinds_of(file: SourceFile) -> tuple[str, ...]:
     if file.options.format is None:
         with open_source(file, PROBE) as source:
             first = first_records(source.records)
-        shape = detect(with_columns(first, file.options, source.where), source.where)
+        mapped = with_columns(first, file.options, source.where)
+        shape = detect(mapped, source.where)
+        pair = pair_columns(mapped) if shape.name == "prompt" else None
+        if pair is not None:
+            raise DataError(
+                f"{file.name} would be read as prompts, but its columns {pair[0]!r} and {pair[1]!r} look like a better "
+                f"and a worse reply: name them (--column prompt=prompt --column 'chosen={pair[0]}' --column "
+                f"'rejected={pair[1]}'), or choose --kind prompts"
+            )
     else:
         shape = format_named(file.options.format)
     if not shape.carries:

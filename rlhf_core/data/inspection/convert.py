@@ -18,7 +18,7 @@ from rlhf_core.config.stages.collect import DataSource, FormatName, ReadOptions
 from rlhf_core.data.chunks import bytes_in_memory, chunked
 from rlhf_core.data.collection.rows import FileRows, read_records
 from rlhf_core.data.collection.sources import source_chunks, source_files
-from rlhf_core.data.inspection.report_lines import wrapped
+from rlhf_core.data.inspection.report_lines import column_lines, wrapped
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.detection import format_named, format_of
 from rlhf_core.data.row_counts import READABLE, ReasonCounts, RowCounts, RowFinding
@@ -223,6 +223,7 @@ def as_text(conversion: Conversion, width: int = 80) -> str:
         ]
         for reason, count in file.dropped.items():
             lines += wrapped(f"  dropped  {count}: ", reason, width)
+        lines += column_lines(file, width)
         for refused in file.reasons.commonest():
             lines += wrapped(f"  refused  {refused.rows}: ", refused.reason, width)
         blocks.append("\n".join(lines))

@@ -19,8 +19,8 @@ from rlhf_core.data.chunks import bytes_in_memory, drained
 from rlhf_core.data.collection.hub import PREFIX
 from rlhf_core.data.collection.rows import FileRows, row_chunks
 from rlhf_core.data.collection.sources import SourceFile, open_source, require_utf8_name
-from rlhf_core.data.inspection.report_lines import INDENT, example_lines, percentile_table, wrapped
-from rlhf_core.data.readers.columns import LISTED_COLUMNS, commonest_unused, unused_summary, with_columns
+from rlhf_core.data.inspection.report_lines import INDENT, column_lines, example_lines, percentile_table, wrapped
+from rlhf_core.data.readers.columns import unused_summary, with_columns
 from rlhf_core.data.readers.detection import detect, first_records, format_named
 from rlhf_core.data.row_counts import RowCounts
 from rlhf_core.data.schema import ROW_TYPES
@@ -260,6 +260,7 @@ def as_json_value(description: Description) -> dict[str, Any]:
             "expanded": counts.expanded,
             "dropped": dict(counts.dropped),
             **unused_summary(counts.unused),
+            "noticed": dict(counts.noticed),
             "refused": [
                 {"reason": refused.reason, "count": refused.rows, "first": refused.first.position}
                 for refused in counts.reasons.commonest()
@@ -324,10 +325,7 @@ def _block(file: FileDescription, description: Description, width: int) -> str:
     for refused in read.reasons.commonest():
         reason = f"{refused.reason} (first at row {refused.first.position})"
         lines += wrapped(f"  refused  {refused.rows}: ", reason, width)
-    for name, count in commonest_unused(read.unused).items():
-        lines += wrapped(f"  unused   {count}: ", f"the column {name} is not read", width)
-    if len(read.unused) > LISTED_COLUMNS:
-        lines.append(f"  unused   {len(read.unused) - LISTED_COLUMNS} further columns are not read")
+    lines += column_lines(read, width)
     if file.languages:
         shares = ", ".join(f"{tag} {share:.0%}" for tag, share in file.languages.items())
         lines += wrapped("  language ", f"{shares} of the rows looked at", width)

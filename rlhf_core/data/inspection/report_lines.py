@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlhf_core.data.readers.columns import unused_lines, warnings_of
+from rlhf_core.data.row_counts import RowCounts
 from rlhf_core.data.tokens.lengths import PERCENTILES, REPLIES, LengthPercentiles
 
 INDENT, LABEL_WIDTH = "  ", 9
@@ -22,6 +24,12 @@ def wrapped(label: str, text: str, width: int) -> list[str]:
     return textwrap.wrap(
         text, max(width, 40), initial_indent=label, subsequent_indent=indent, break_on_hyphens=False
     ) or [label.rstrip()]
+
+
+def column_lines(counts: RowCounts, width: int) -> list[str]:
+    """Return what to look at before training on a source, and the columns of it that are not read."""
+    lines = [line for warning in warnings_of(counts) for line in wrapped("  WARNING  ", warning, width)]
+    return lines + [line for unused in unused_lines(counts) for line in wrapped("  unused   ", unused, width)]
 
 
 def counted(count: int, noun: str) -> str:

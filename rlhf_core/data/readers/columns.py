@@ -9,7 +9,9 @@ from typing import Any
 from rlhf_core.config.stages.collect import ReadOptions, template_columns
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.format import listed
+from rlhf_core.data.readers.labels import FLAGS, key_of, read_flags
 from rlhf_core.data.readers.turns import LOST_PARTS, Refusal, text_of
+from rlhf_core.data.row_counts import RowCounts
 from rlhf_core.errors import DataError
 
 PROBE = 1000
@@ -142,10 +144,12 @@ def unused_columns(value: Any, format_name: str) -> list[str]:
     if not isinstance(value, dict):
         return []
     read = READ[format_name]
-    unused = [str(name) for name in value.keys() - read if value[name] not in NOTHING]
+    flags = read_flags(value, format_name in SINGLE_REPLIES)
+    unused = [str(name) for name in value.keys() - read - flags if value[name] not in NOTHING]
     unused += [name for name in TEXT_LABELS if value.get(name) not in NOTHING and not isinstance(value[name], str)]
     if format_name != "oasst-trees":
-        unused += {key for name in DIALOGUES if name in read for key in _unused_turn_keys(name, value.get(name))}
+        of_turns = {key for name in DIALOGUES if name in read for key in _unused_turn_keys(name, value.get(name))}
+        unused += of_turns - flags
     return unused
 
 
@@ -161,13 +165,19 @@ def _unused_turn_keys(column: str, turns: Any) -> Iterator[str]:
                     yield from (f"{column}[].{text}[].{key}" for key in unused)
 
 
+def is_flag(column: str) -> bool:
+    """Return whether a column, or the key of a turn, is named as flags of training and ratings are."""
+    return key_of(column.rpartition("[].")[2]) in FLAGS
+
+
 def commonest_unused(unused: Mapping[str, int]) -> dict[str, int]:
-    """Return the columns that most rows have something in, of equal ones the first by name; ``LISTED_COLUMNS`` at most.
+    """Return ``LISTED_COLUMNS`` columns at most: flags first, then those that most rows have something in.
 
     Args:
         unused: By column, how many rows have something there.
     """
-    return dict(sorted(unused.items(), key=lambda item: (-item[1], item[0]))[:LISTED_COLUMNS])
+    ordered = sorted(unused.items(), key=lambda item: (not is_flag(item[0]), -item[1], item[0]))
+    return dict(ordered[:LISTED_COLUMNS])
 
 
 def unused_summary(unused: Mapping[str, int]) -> dict[str, Any]:
@@ -175,3 +185,23 @@ def unused_summary(unused: Mapping[str, int]) -> dict[str, Any]:
     if len(unused) <= LISTED_COLUMNS:
         return {"unused": dict(unused)}
     return {"unused": commonest_unused(unused), "unused_columns": len(unused)}
+
+
+def warnings_of(counts: RowCounts) -> list[str]:
+    """Return what somebody should look at before training on a source, a sentence each with how many rows it is."""
+    flags = [name for name in commonest_unused(counts.unused) if is_flag(name)]
+    return [
+        *(
+            f"{counts.unused[name]}: {name} may say how good a reply is or whether it is to be learned, and is not read"
+            for name in flags
+        ),
+        *(f"{count}: {what}" for what, count in counts.noticed.most_common()),
+    ]
+
+
+def unused_lines(counts: RowCounts) -> list[str]:
+    """Return a sentence for each of the commonest columns that are not read, and one for all others."""
+    lines = [f"{count}: the column {name} is not read" for name, count in commonest_unused(counts.unused).items()]
+    if len(counts.unused) > LISTED_COLUMNS:
+        lines.append(f"{len(counts.unused) - LISTED_COLUMNS} further columns are not read")
+    return lines

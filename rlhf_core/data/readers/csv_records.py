@@ -7,6 +7,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, BinaryIO
 
 from rlhf_core.data.readers.content import Record
@@ -15,6 +16,8 @@ from rlhf_core.errors import DataError
 # The csv module refuses fields over 128 KiB by default, but transcripts may be longer.
 CSV_FIELD_LIMIT = 16 * 1024 * 1024
 LINE_ENDS = ("\r\n", "\n", "\r")
+SEPARATORS = (",", ";", "\t", "|")
+QUOTED = re.compile(r'"[^"]*"')
 LINE_BREAK = re.compile(r"\r\n|\n|\r")
 
 
@@ -56,9 +59,9 @@ class SwallowedRows:
       quoted rows outnumber the plain ones, and refused, with the whole file, where they do not.
     """
 
-    def __init__(self, name: str, delimiter: str) -> None:
-        """Begin with no rows of the file ``name``."""
-        self._name, self._delimiter = name, delimiter
+    def __init__(self, name: str, delimiter: str, is_spaced: bool) -> None:
+        """Begin with no rows of the file ``name``; ``is_spaced``: a space follows every delimiter."""
+        self._name, self._delimiter, self._is_spaced = name, delimiter, is_spaced
         self._plain = self._quoted = self._doubtful = 0
         self._first: tuple[int, int] | None = None
 
@@ -98,7 +101,7 @@ class SwallowedRows:
         """
         if len(fields) < 3:
             return False
-        is_spaced = any(field.startswith(" ") for field in fields[1:])
+        is_spaced = self._is_spaced or any(field.startswith(" ") for field in fields[1:])
         others = len(fields) - 1
         for index, field in enumerate(fields):
             breaks = LINE_BREAK.findall(field)
@@ -110,8 +113,22 @@ class SwallowedRows:
         return False
 
 
+def _separator(header: str, delimiter: str) -> tuple[str, bool]:
+    """Return what separates the columns of a header, and whether a space follows it each time.
+
+    Spreadsheets of many countries write semicolons into files named .csv.
+    """
+    bare = QUOTED.sub("", header)
+    if delimiter not in bare:
+        counts = {other: bare.count(other) for other in SEPARATORS}
+        likely = max(SEPARATORS, key=lambda other: counts[other])
+        delimiter = likely if counts[likely] else delimiter
+    names = header.rstrip("\r\n").split(delimiter)
+    return delimiter, len(names) > 1 and not header.startswith("{") and all(name.startswith(" ") for name in names[1:])
+
+
 def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]:
-    """Read rows below a header.
+    """Read rows below a header, whose names have no spaces around them.
 
     Raises:
         DataError: A quote that is opened and not closed, or that may swallow rows, makes every later row uncertain; or
@@ -119,10 +136,13 @@ def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]
     """
     csv.field_size_limit(CSV_FIELD_LIMIT)
     lines = CsvLines(name, stream)
-    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    given = iter(lines)
+    first = next(given, "")
+    delimiter, is_spaced = _separator(first, delimiter)
+    rows = csv.reader(chain([first], given), delimiter=delimiter, strict=True, skipinitialspace=is_spaced)
     header: list[str] = []
     header_end = ""
-    swallowed = SwallowedRows(name, delimiter)
+    swallowed = SwallowedRows(name, delimiter, is_spaced)
     while True:
         line = rows.line_num + 1
         try:
@@ -146,11 +166,11 @@ def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]
         if not fields:
             continue
         if not header:
-            header, header_end = fields, lines.end
+            header, header_end = [field.strip(" ") for field in fields], lines.end
             require_distinct(name, header)
             continue
         problem = ""
-        if [field.removeprefix("\ufeff") for field in fields] == header:
+        if [field.removeprefix("\ufeff").strip(" ") for field in fields] == header:
             problem = "the line repeats the header: files were joined; remove it"
         elif len(fields) != len(header):
             problem = "more fields than the header" if len(fields) > len(header) else "fewer fields than the header"

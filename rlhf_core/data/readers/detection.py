@@ -10,8 +10,9 @@ from rlhf_core.data.chunks import bytes_in_memory, chunked
 from rlhf_core.data.readers.comparisons import COMPARISONS
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.format import Format, record_shape
-from rlhf_core.data.readers.general import GENERAL
+from rlhf_core.data.readers.general import GENERAL, REPLY_NAMES
 from rlhf_core.data.readers.rankings import MESSAGE_TREES, RANKINGS
+from rlhf_core.data.readers.turns import is_missing
 from rlhf_core.errors import DataError
 
 # The first that matches is used, so formats with more fields come first.
@@ -20,6 +21,18 @@ FORMATS = (*MESSAGE_TREES, *COMPARISONS, *RANKINGS, *GENERAL)
 PROBE = 1000
 PROBE_BYTES = 256 * 2**20
 MAJORITY = 0.9
+PAIR = ("chosen", "rejected")
+# Other names of a pair's columns; the better reply is first.
+PAIR_NAMES = (
+    *(PAIR, ("pos_resp", "neg_resp"), ("pos", "neg"), ("positive", "negative"), ("preferred", "dispreferred")),
+    *(("preferred", "rejected"), ("accepted", "rejected"), ("winner", "loser"), ("win", "lose"), ("better", "worse")),
+    *(("good", "bad"), ("best", "worst"), ("chosen_response", "rejected_response"), ("response_w", "response_l")),
+    *(("response_chosen", "response_rejected"), ("positive_response", "negative_response"), ("y_w", "y_l")),
+    *(("good_response", "bad_response"), ("preferred_response", "dispreferred_response"), ("pos_reply", "neg_reply")),
+    *(("positive_reply", "negative_reply"), ("better_response", "worse_response"), ("chosen_reply", "rejected_reply")),
+    *(("pos_answer", "neg_answer"), ("good_answer", "bad_answer"), ("correct_answer", "incorrect_answer")),
+    *(("chosen_answer", "rejected_answer"), ("preferred_answer", "rejected_answer"), ("answer_w", "answer_l")),
+)
 
 
 def first_records(records: Iterable[Record]) -> list[Record]:
@@ -34,7 +47,11 @@ def detect(records: Sequence[Record], where: str) -> Format:
         DataError: None of them is of a known format (the message names those), or too many are of another.
     """
     readable = [record for record in records[:PROBE] if not record.problem]
-    counts = Counter(shape.name for record in readable if (shape := format_of(record.value)))
+    # A row whose reply is missing looks like one of a format that has none.
+    whole = [record for record in readable if not missing_replies(record.value)]
+    counts = Counter(shape.name for record in whole or readable if (shape := format_of(record.value)))
+    if not counts:
+        counts = Counter(shape.name for record in readable if (shape := format_of(record.value)))
     if counts:
         name, count = counts.most_common(1)[0]
         if count >= MAJORITY * counts.total():
@@ -59,6 +76,25 @@ def detect(records: Sequence[Record], where: str) -> Format:
     is_list = isinstance(first.value, list) and all(isinstance(row, dict) for row in first.value)
     hint = " (JSON lines have a row in each; a file that is one list of rows is named .json)" if is_list else ""
     raise DataError(f"{where}, row {first.position} ({record_shape(first.value)}) is of no known format{hint}; {known}")
+
+
+def missing_replies(value: Any) -> list[str]:
+    """Return the columns of a record that are named as replies are and hold null."""
+    if not isinstance(value, dict):
+        return []
+    return [name for name in (*PAIR, *REPLY_NAMES) if name in value and is_missing(value[name])]
+
+
+def pair_columns(records: Sequence[Record]) -> tuple[str, str] | None:
+    """Return the columns of prompts that hold a better and a worse reply by their names; None if none do."""
+    for record in records[:PROBE]:
+        if record.problem or not isinstance(record.value, dict):
+            continue
+        names = {str(name).strip().casefold(): str(name) for name, value in record.value.items() if value}
+        for better, worse in PAIR_NAMES:
+            if better in names and worse in names:
+                return names[better], names[worse]
+    return None
 
 
 def format_of(value: Any) -> Format | None:

@@ -10,6 +10,7 @@ from rlhf_core.data.readers.format import PAIRS, PROMPTS, REPLIES, TEXTS, Format
 from rlhf_core.data.readers.turns import (
     Refusal,
     Turn,
+    is_missing,
     prompt_of,
     reply_after,
     reply_of,
@@ -118,6 +119,16 @@ def _turn_list_pair(record: Any) -> Parsed:
     return Parsed(prompt, reply_of(better, "chosen"), reply_of(worse, "rejected"))
 
 
+def _is_standard(record: Any) -> bool:
+    """Whether a prompt has two replies beside it, of which one may be missing or no text: then the row is refused."""
+    if not has(record, prompt=(str, list)) or not {"chosen", "rejected"} <= record.keys() or is_hh(record):
+        return False
+    replies = record["chosen"], record["rejected"]
+    if isinstance(record["prompt"], list) and all(isinstance(reply, str | list) for reply in replies):
+        return False  # turns, which are conversational
+    return not all(map(is_missing, replies))
+
+
 def _is_standard_implicit(record: Any) -> bool:
     """Whether there are two texts and nothing else that could be the prompt; one that is null is missing."""
     return (
@@ -203,11 +214,11 @@ def _turn_list(record: Any) -> Parsed:
 
 
 def _reply_name(record: Any) -> str | None:
-    return next((name for name in REPLY_NAMES if record.get(name) is not None), None)
+    return next((name for name in REPLY_NAMES if not is_missing(record.get(name))), None)
 
 
 def _is_prompt_reply(record: Any) -> bool:
-    return has(record, prompt=(str, list)) and isinstance(record.get(_reply_name(record) or ""), str | list)
+    return has(record, prompt=(str, list)) and _reply_name(record) is not None
 
 
 def _prompt_reply(record: Any) -> Parsed:
@@ -259,7 +270,7 @@ GENERAL = (
         "standard",
         '{"prompt": "…", "chosen": "…", "rejected": "…"}',
         PAIRS,
-        lambda r: has(r, prompt=str, chosen=str, rejected=str) and not is_hh(r),
+        _is_standard,
         single(_explicit),
     ),
     Format(

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from rlhf_core.data.readers.content import Record, require_narrow_text
 from rlhf_core.errors import DataError
 
+LISTED_KEYS = 8
 MAX_DIGITS = 4000  # Python converts at most 4,300 digits to an integer and back
 CHUNK = 2**20
 # A value of more characters than this is no row of data; its end is not looked for any further.
@@ -21,6 +22,7 @@ MAX_VALUE = 2**28
 CUT_OFF = 16
 WHITE_SPACE = " \t\n\r"
 UNTERMINATED = "Unterminated string"
+JSON_TYPES = {str: "text", int: "number", float: "number", bool: "truth value", type(None): "null"}
 
 
 def not_utf8(name: str, error: UnicodeDecodeError, offset: int = 0, lines: int = 0) -> DataError:
@@ -270,8 +272,16 @@ def json_value_records(name: str, value: Any, marked: bool) -> Iterator[Record]:
         if others:
             raise DataError(f"{name} holds lists of rows as 'data' and {others[0]!r}; give each a file of its own")
         value = value["data"]
+    if isinstance(value, dict) and (keys := [key for key, rows in value.items() if _is_list_of_rows(rows)]):
+        listed = ", ".join(repr(key) for key in keys[:LISTED_KEYS])
+        raise DataError(
+            f"{name} holds an object with lists of rows under {listed}; save each list as a file of its own, or name "
+            "it 'data'"
+        )
     if not isinstance(value, list):
-        raise DataError(f"{name} holds a single JSON {type(value).__name__}; a list of rows is expected")
+        raise DataError(
+            f"{name} holds a single JSON {JSON_TYPES.get(type(value), 'object')}; a list of rows is expected"
+        )
     for position, row in enumerate(value, 1):
         yield Record(position, row, problem_in(row) if marked else "")
 

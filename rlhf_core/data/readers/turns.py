@@ -27,8 +27,15 @@ class Refusal(Exception):
     """A row cannot be used, for the reason in the message; it goes to the quarantine."""
 
 
+def is_missing(value: Any) -> bool:
+    """Return whether a value is null, or NaN as pandas writes it."""
+    return value is None or value != value
+
+
 def text_of(value: Any, name: str) -> str:
     """Return ``value`` if it is text that UTF-8 can encode; otherwise raise :class:`Refusal`."""
+    if is_missing(value):
+        raise Refusal(f"{name} is missing")
     if not isinstance(value, str):
         raise Refusal(f"{name} is not text but {type(value).__name__}")
     if not value.isascii():

@@ -1,106 +1,209 @@
-"""Run Great Expectations: a suite per kind over its check columns, the rows that fail, and the data docs."""
+"""Expectations for what is ours: visible text, keys, encodings, template tokens, pairs of replies.
+
+They are used by their names in suite files, ``expect_column_values_to_hold_no_secrets`` and so on, beside those of the
+library. Each metric is computed on Arrow's columns without a copy. A null passes: ``expect_rows_to_be_complete`` says
+which columns may have none.
+"""
 
 from __future__ import annotations
 
-import logging
-import os
-import warnings
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Literal
 
+import numpy as np
+import numpy.typing as npt
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+from great_expectations.execution_engine import PandasExecutionEngine
+from great_expectations.expectations.core.expect_column_values_to_be_null import ExpectColumnValuesToBeNull
+from great_expectations.expectations.expectation import ColumnMapExpectation, MulticolumnMapExpectation
+from great_expectations.expectations.metrics.map_metric_provider import (
+    ColumnMapMetricProvider,
+    MulticolumnMapMetricProvider,
+    column_condition_partial,
+    multicolumn_condition_partial,
+)
 
-from rlhf_core.data.validation.checks import RowCheck
-from rlhf_core.errors import DataError
-from rlhf_core.storage.garbage_collection import paused_collector
+from rlhf_core.data.text.safe_text import SECRETS
+from rlhf_core.data.text.visible_text import comparable, has_visible_text
 
-SITE = "data_docs"
-
-
-def run_suites(
-    frames: Mapping[str, pd.DataFrame], checks: Mapping[str, Sequence[RowCheck]], docs: Path
-) -> dict[str, dict[int, list[str]]]:
-    """Validate every frame by its checks and write the data docs to ``docs``.
-
-    Nothing is sent anywhere: the context is ephemeral and analytics are off.
-
-    Returns:
-        By kind, the positions (``row_id``) of rows that fail with the columns of the checks that they fail.
-    """
-    os.environ["GX_ANALYTICS_ENABLED"] = "false"  # read when the library is imported
-    logging.getLogger("great_expectations").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with paused_collector():
-            import great_expectations as gx
-
-        context = _context(gx, docs)
-        failures = {kind: _run_kind(gx, context, kind, frames[kind], checks[kind]) for kind in frames}
-        # Once for all kinds: the action of a checkpoint would render the index again after each kind.
-        context.build_data_docs(site_names=[SITE])
-    return failures
+Flags = npt.NDArray[np.bool_]
+REPEATED_CHARS = 20  # a shorter prompt, as a greeting, is what a reply may well begin with
+# Control characters other than tab, newlines and form feed, the C1 block (UTF-8 read as Latin-1), and the replacement
+# character.
+CONTROL = r"[\x00-\x08\x0b\x0e-\x1f\x7f-\x{9f}\x{fffd}\x{fffe}\x{ffff}]"
+# UTF-8 read as Windows-1252: the lead byte of a two-, three- or four-byte character, seen with what follows it; two
+# replacement characters read as GBK.
+MOJIBAKE = r"Ã[\x{a0}-\x{bf}\x{192}\x{201a}\x{201e}\x{2020}\x{2030}]|Â[\x{a0}-\x{bf}]|â€|ï¿½|ðŸ|锟斤拷"
+# What the chat templates of common models write between turns, at the end of a text.
+TEMPLATE_TOKEN = r"(?:<\|[A-Za-z0-9_]{2,30}\|>|<｜[^｜<>]{2,40}｜>|</s>|<(?:start|end)_of_turn>|<eos>|\[/?INST\])\s*$"
+PRINTABLE = r"[!-~]"
 
 
-def _context(gx: Any, docs: Path) -> Any:
-    """Return a context in memory without progress bars, whose only site is ``docs``."""
-    from great_expectations.data_context.types.base import ProgressBarsConfig
-
-    context = gx.get_context(mode="ephemeral")
-    context.variables.progress_bars = ProgressBarsConfig(globally=False)
-    for name in list(context.variables.data_docs_sites or {}):
-        context.delete_data_docs_site(name)
-    store = {"class_name": "TupleFilesystemStoreBackend", "base_directory": str(docs.absolute())}
-    index = {"class_name": "DefaultSiteIndexBuilder"}
-    site = {"class_name": "SiteBuilder", "site_index_builder": index, "store_backend": store}
-    context.add_data_docs_site(site_name=SITE, site_config=site)
-    return context
+def _arrow(column: pd.Series) -> pa.ChunkedArray:
+    """Return a column as Arrow holds it; a column of nulls alone as texts."""
+    array = pa.array(column, from_pandas=True) if column.dtype == object else pa.array(column)
+    array = array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
+    return array.cast(pa.large_string()) if pa.types.is_null(array.type) else array
 
 
-def _run_kind(
-    gx: Any, context: Any, kind: str, frame: pd.DataFrame, checks: Sequence[RowCheck]
-) -> dict[int, list[str]]:
-    asset = context.data_sources.add_or_update_pandas(f"raw_{kind}").add_dataframe_asset(kind)
-    suite = gx.ExpectationSuite(kind, expectations=[_expectation(check) for check in checks])
-    definition = gx.ValidationDefinition(
-        name=kind, data=asset.add_batch_definition_whole_dataframe("all_rows"), suite=context.suites.add(suite)
+def _numpy(values: pa.ChunkedArray) -> Flags:
+    return pc.fill_null(values, False).to_numpy().astype(bool)
+
+
+def _without(pattern: str) -> Callable[[pd.Series], Flags]:
+    """Return a test of texts that may not match a regular expression."""
+    return lambda column: ~_numpy(pc.match_substring_regex(_arrow(column), pattern))
+
+
+def _texts(values: pa.ChunkedArray) -> Iterable[str]:
+    """Yield the texts of a column without holding all of them."""
+    return (text or "" for chunk in values.chunks for text in chunk.to_pylist())
+
+
+def _visible(column: pd.Series) -> Flags:
+    texts = _arrow(column)
+    passed = _numpy(pc.match_substring_regex(texts, PRINTABLE)) | column.isna().to_numpy()
+    doubtful = np.flatnonzero(~passed)
+    for row, text in zip(doubtful, _texts(texts.take(pa.array(doubtful))), strict=True):
+        passed[row] = has_visible_text(text)
+    return passed
+
+
+def _finite(column: pd.Series) -> Flags:
+    values = _arrow(column)
+    return ~_numpy(pc.invert(pc.is_finite(values)))
+
+
+def _complete(columns: pd.DataFrame) -> Flags:
+    passed = np.ones(len(columns), dtype=bool)
+    for name in columns:
+        passed &= columns[name].notna().to_numpy()
+    return passed
+
+
+def _replies_differ(columns: pd.DataFrame) -> Flags:
+    first, second = (_texts(_arrow(columns[name])) for name in columns)
+    return np.fromiter((comparable(a) != comparable(b) for a, b in zip(first, second, strict=True)), bool, len(columns))
+
+
+def _prompt_not_repeated(columns: pd.DataFrame) -> Flags:
+    texts = zip(*(_texts(_arrow(columns[name])) for name in columns), strict=True)
+    return np.fromiter(
+        (
+            len(turn) < REPEATED_CHARS or not all(reply.startswith(turn) for reply in replies)
+            for turn, *replies in texts
+        ),
+        bool,
+        len(columns),
     )
-    validation = context.validation_definitions.add(definition).run(
-        batch_parameters={"dataframe": frame},
-        result_format={
-            "result_format": "COMPLETE",
-            "unexpected_index_column_names": ["row_id"],
-            "return_unexpected_index_query": False,
-        },
-    )
-    return _failed_rows(kind, validation.results)
 
 
-def _expectation(check: RowCheck) -> Any:
-    """Return the expectation that a flag is 1 or a number within its bounds."""
-    import great_expectations.expectations as gxe
+def _column_metric(name: str, test: Callable[[pd.Series], Flags]) -> str:
+    """Register a metric of the values of a column and return its name."""
 
-    severity = "warning" if check.severity == "warn" else "critical"
-    fields: dict[str, Any] = {
-        "column": check.column,
-        "description": f"Not allowed: {check.reason}",
-        "severity": severity,
-    }
-    if check.is_flag:
-        return gxe.ExpectColumnValuesToBeInSet(value_set=[1], **fields)
-    return gxe.ExpectColumnValuesToBeBetween(min_value=check.low, max_value=check.high, **fields)
+    class ColumnTest(ColumnMapMetricProvider):
+        condition_metric_name = f"column_values.{name}"
+        # Otherwise the rows with a value are copied, texts and all.
+        filter_column_isnull = False
+
+        @column_condition_partial(engine=PandasExecutionEngine)
+        def _pandas(cls, column: pd.Series, **_: Any) -> pd.Series:
+            return pd.Series(test(column), index=column.index)
+
+    return str(ColumnTest.condition_metric_name)
 
 
-def _failed_rows(kind: str, results: Sequence[Any]) -> dict[int, list[str]]:
-    failed: defaultdict[int, list[str]] = defaultdict(list)
-    for result in results:
-        column = result.expectation_config.kwargs["column"]
-        exception = result.exception_info or {}
-        if exception.get("raised_exception") or "unexpected_index_list" not in result.result:
-            raise DataError(
-                f"the check {column} of {kind} could not be run: {exception.get('exception_message', exception)}"
-            )
-        for entry in result.result["unexpected_index_list"] or []:
-            failed[int(entry["row_id"])].append(column)
-    return dict(failed)
+def _row_metric(name: str, test: Callable[[pd.DataFrame], Flags]) -> str:
+    """Register a metric of the values that a row has in some columns and return its name."""
+
+    class RowTest(MulticolumnMapMetricProvider):
+        condition_metric_name = f"multicolumn_values.{name}"
+
+        @multicolumn_condition_partial(engine=PandasExecutionEngine)  # type: ignore[untyped-decorator]
+        def _pandas(cls, column_list: pd.DataFrame, **_: Any) -> pd.Series:
+            return pd.Series(test(column_list), index=column_list.index)
+
+    return str(RowTest.condition_metric_name)
+
+
+class ExpectColumnValuesToHaveVisibleText(ColumnMapExpectation):
+    """Expect that every text has a character that is neither white space nor invisible."""
+
+    map_metric: ClassVar[str] = _column_metric("visible_text", _visible)
+
+
+class ExpectColumnValuesToBeFinite(ColumnMapExpectation):
+    """Expect that every number is finite."""
+
+    map_metric: ClassVar[str] = _column_metric("finite", _finite)
+
+
+class ExpectColumnValuesToHoldNoSecrets(ColumnMapExpectation):
+    """Expect that nothing in a text looks like an access key or a private key."""
+
+    map_metric: ClassVar[str] = _column_metric("no_secrets", _without(SECRETS))
+
+
+class ExpectColumnValuesToHoldNoControlCharacters(ColumnMapExpectation):
+    """Expect that a text has no control or replacement characters."""
+
+    map_metric: ClassVar[str] = _column_metric("no_control_characters", _without(CONTROL))
+
+
+class ExpectColumnValuesToHoldNoMojibake(ColumnMapExpectation):
+    """Expect that no text was decoded with the wrong encoding."""
+
+    map_metric: ClassVar[str] = _column_metric("no_mojibake", _without(MOJIBAKE))
+
+
+class ExpectColumnValuesNotToEndWithATemplateToken(ColumnMapExpectation):
+    """Expect that no text ends with a token of a chat template that is written out."""
+
+    map_metric: ClassVar[str] = _column_metric("no_template_tokens", _without(TEMPLATE_TOKEN))
+
+
+class ExpectNoFindings(ColumnMapExpectation):
+    """Expect that a rule about the whole set found nothing: the column of its name says what it found of a row."""
+
+    map_metric: ClassVar[str] = ExpectColumnValuesToBeNull.map_metric
+
+
+class _RowExpectation(MulticolumnMapExpectation):
+    """An expectation of several columns that is asked of every row, whatever is null in it."""
+
+    ignore_row_if: Literal["never"] = "never"
+
+
+class ExpectRowsToBeComplete(_RowExpectation):
+    """Expect that none of the columns is null."""
+
+    map_metric: ClassVar[str] = _row_metric("complete", _complete)
+
+
+class ExpectRepliesToDiffer(_RowExpectation):
+    """Expect that two texts differ in more than white space and invisible characters."""
+
+    map_metric: ClassVar[str] = _row_metric("replies_differ", _replies_differ)
+
+
+class ExpectRepliesNotToRepeatThePrompt(_RowExpectation):
+    """Expect that not all replies begin with the text of the first column, the prompt's last turn."""
+
+    map_metric: ClassVar[str] = _row_metric("prompt_not_repeated", _prompt_not_repeated)
+
+
+# Stages reach these by the names in suite files alone; this list is what makes them part of a stage's code.
+OWN = (
+    ExpectColumnValuesToHaveVisibleText,
+    ExpectColumnValuesToBeFinite,
+    ExpectColumnValuesToHoldNoSecrets,
+    ExpectColumnValuesToHoldNoControlCharacters,
+    ExpectColumnValuesToHoldNoMojibake,
+    ExpectColumnValuesNotToEndWithATemplateToken,
+    ExpectNoFindings,
+    ExpectRowsToBeComplete,
+    ExpectRepliesToDiffer,
+    ExpectRepliesNotToRepeatThePrompt,
+)

@@ -28,6 +28,9 @@ class Origin:
     source: str
     position: int
 
+    def __str__(self) -> str:
+        return f"{self.source}:{self.position}"
+
 
 @dataclass(frozen=True)
 class Origins:

@@ -13,15 +13,15 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.validation_rules import Severity
 from rlhf_core.data.collection.derived import DERIVED_FROM, derive
 from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.data.validation.checks import SOURCE_PASSED, RowCheck, check_frame, checks_for, passing
-from rlhf_core.data.validation.expectations import run_suites
+from rlhf_core.data.validation.checkpoint import COPIES, ROWS, SET, Checkpoints, Verdicts
+from rlhf_core.data.validation.columns import copies, read_columns
 from rlhf_core.data.validation.provenance import PROMPT_ONLY, Origins, read_prompt_only, read_provenance
 from rlhf_core.data.validation.quarantine import Quarantined, count_refused, quarantine_rows, read_refused
-from rlhf_core.data.validation.severity import split_by_severity
 from rlhf_core.data.validation.stored_rows import StoredRows
+from rlhf_core.data.validation.suites import NOT_DERIVED, NOT_DUPLICATE, SOURCE_PASSED, SuiteRule, Suites
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.progress import Progress, progress
 from rlhf_core.storage.files import read_json
@@ -60,8 +60,12 @@ class Validated:
         raw_rows: Rows that were checked or refused by readers.
         refused_rows: Those that readers refused.
         left_out: Rows without a fault: over a limit of lengths, or derived from rows that were refused.
-        failed_checks: Rows that each check refused; 0 is there for checks that fail the set.
-        warned_checks: Rows that stay although they fail a check that only warns.
+        failed_checks: Rows that each rule refused; 0 is there for rules that fail the set.
+        warned_checks: Rows that stay although they break a rule that only warns.
+        must_hold: By kind, the rules that fail the set where a row, or the table, breaks them.
+        verdicts: By kind, what each expectation about rows by themselves, copies and derivation says.
+        frames: By kind, the columns that its expectations are about.
+        checkpoints: What asked the expectations.
     """
 
     raw: RawData
@@ -72,6 +76,10 @@ class Validated:
     left_out: Counter[str] = field(default_factory=Counter)
     failed_checks: dict[str, Counter[str]] = field(default_factory=dict)
     warned_checks: dict[str, Counter[str]] = field(default_factory=dict)
+    must_hold: dict[str, list[str]] = field(default_factory=dict)
+    verdicts: dict[str, Verdicts] = field(default_factory=dict)
+    frames: dict[str, pd.DataFrame] = field(default_factory=dict)
+    checkpoints: Checkpoints | None = None
 
     @property
     def cut_rows(self) -> Mapping[str, int]:
@@ -93,6 +101,43 @@ class Validated:
         failed = self.quarantined_rows[kind] - refused - self.left_out[kind]
         read = self.raw_rows[kind] + cut
         return (refused + (failed * (checked + cut) / checked if checked else 0)) / read if read else 0.0
+
+    def severity(self, kind: str, rule: str) -> Severity | None:
+        """Return what becomes of rows of a kind that break a rule; None where no expectation asks for it."""
+        return self.checkpoints.suites.severity(kind, rule) if self.checkpoints is not None else None
+
+    def passing(self, kind: str, verdicts: Verdicts) -> npt.NDArray[np.bool_]:
+        """Return by row of a kind whether it breaks none of the rules that do more than warn."""
+        passed = np.ones(len(self.frames[kind]), dtype=bool)
+        for rule, verdict in verdicts.items():
+            if rule.severity != "warn" and verdict.rows is not None:
+                passed[verdict.rows] = False
+        return passed
+
+    def take(self, kind: str, verdicts: Verdicts) -> dict[int, list[SuiteRule]]:
+        """Count the rows that break rules, and return those that are refused, each with the rules that refuse it.
+
+        A row that is refused does not count under rules that only warn.
+        """
+        refused: dict[int, dict[str, SuiteRule]] = {}
+        warned: dict[str, set[int]] = {}
+        failed = self.failed_checks.setdefault(kind, Counter())
+        for rule, verdict in verdicts.items():
+            rows = verdict.rows.tolist() if verdict.rows is not None else []
+            if rule.severity == "warn":
+                of_table = [-1] if verdict.rows is None and not verdict.passed else []
+                warned.setdefault(rule.name, set()).update(rows, of_table)
+                continue
+            if rule.severity == "fail" or verdict.rows is None:
+                self.must_hold.setdefault(kind, []).append(rule.name)
+                failed[rule.name] += verdict.rows is None and not verdict.passed
+            for row in rows:
+                refused.setdefault(row, {}).setdefault(rule.name, rule)
+        for rules in refused.values():
+            failed.update(rules.keys())
+        counts = {name: len(rows - refused.keys()) for name, rows in warned.items()}
+        self.warned_checks.setdefault(kind, Counter()).update({name: n for name, n in counts.items() if n})
+        return {row: list(rules.values()) for row, rules in sorted(refused.items())}
 
     def quarantine(self) -> Iterator[list[Quarantined]]:
         """Yield all quarantined rows in parts: those that readers refused, then those that failed, kind by kind."""
@@ -130,33 +175,55 @@ def read_raw(raw: Path) -> RawData:
     )
 
 
-def validate(raw: RawData, config: ValidateConfig, docs: Path) -> Validated:
-    """Check every row of every kind and write the data docs to the folder ``docs``.
+def validate(raw: RawData, suites: Suites, folder: Path) -> Validated:
+    """Ask the expectations of every kind of its rows; rules about the whole set come after it.
 
-    A row that fails any check goes to the quarantine with all its reasons, after the rows that readers refused. So does
+    A row that breaks any rule goes to the quarantine with all its reasons, after the rows that readers refused. So does
     a row of a derived kind of which no row that passed is the source, nor a record that gives nothing but a prompt.
-    Checks that only warn are counted.
+    Rules that only warn are counted.
+
+    Args:
+        folder: Holds the texts of the columns while the result is used.
     """
+    result = Validated(raw, refused_rows=count_refused(raw.refused), checkpoints=Checkpoints(suites))
     filled = {kind: rows for kind, rows in raw.rows.items() if rows.num_rows}
-    checks = {kind: checks_for(kind, config, kind in raw.derived) for kind in filled}
-    frames: dict[str, pd.DataFrame] = {}
     derivable: dict[str, set[str]] = {kind: set() for kind in raw.derived}
     if "prompts" in derivable:
         derivable["prompts"].update(raw.prompt_only)
     with progress(sum(rows.num_rows for rows in filled.values()), "checking rows") as bar:
-        for kind, rows in filled.items():
-            frames[kind] = check_frame(kind, _advancing(rows, bar), config)
-            if kind in raw.derived:
-                own = np.arange(len(frames[kind])) < raw.of_files.get(kind, 0)
-                frames[kind][SOURCE_PASSED] = (own | frames[kind]["id"].isin(derivable.pop(kind))).astype(int)
-            _derive_ids(rows, passing(frames[kind], checks[kind]), raw.origins.get(kind), derivable)
-    failures = run_suites(frames, checks, docs) if frames else {}
-    refused_rows = count_refused(raw.refused)
-    result = Validated(raw, refused_rows=refused_rows)
-    for kind, rows in raw.rows.items():
-        result.raw_rows[kind] = rows.num_rows + refused_rows[kind]
-        _take_failures(result, kind, failures.get(kind, {}), checks.get(kind, []))
+        for kind, rows in raw.rows.items():
+            result.raw_rows[kind] = rows.num_rows + result.refused_rows[kind]
+            verdicts: Verdicts = {}
+            if kind in filled:
+                frame, contents = read_columns(kind, _advancing(rows, bar), folder / f"{kind}.arrow")
+                result.frames[kind] = frame
+                verdicts = _ask(result, kind, ROWS)
+                copied = copies(contents, result.passing(kind, verdicts))
+                ids = frame["id"].array
+                found = {row: f"a copy of {ids[other]}" for row, other in copied.items()}
+                frame[NOT_DUPLICATE] = found_column(len(frame), found)
+                if kind in raw.derived:
+                    own = np.arange(len(frame)) < raw.of_files.get(kind, 0)
+                    lost = np.flatnonzero(~(own | frame["id"].isin(derivable.pop(kind)).to_numpy()))
+                    frame[SOURCE_PASSED] = found_column(len(frame), dict.fromkeys(lost.tolist(), NOT_DERIVED))
+                verdicts |= _ask(result, kind, COPIES)
+                _derive_ids(rows, result.passing(kind, verdicts), raw.origins.get(kind), derivable)
+            _take_verdicts(result, kind, verdicts)
     return result
+
+
+def found_column(rows: int, found: Mapping[int, str]) -> pd.Series:
+    """Return a column with what a rule about the set found of each row, null where it found nothing."""
+    values = np.full(rows, None, dtype=object)
+    values[list(found)] = list(found.values())
+    return pd.Series(values, dtype="str")
+
+
+def _ask(result: Validated, kind: str, part: str) -> Verdicts:
+    checkpoints, frame, origins = result.checkpoints, result.frames[kind], result.raw.origins.get(kind)
+    assert checkpoints is not None
+    ids = frame["id"]
+    return checkpoints.run(kind, frame, part, lambda row: str(origins[row] if origins is not None else ids.iat[row]))
 
 
 def _advancing(rows: StoredRows, bar: Progress) -> Iterator[pa.Table]:
@@ -200,18 +267,29 @@ def _last_record(rows: Sequence[Mapping[str, Any]]) -> int:
     return next((i for i in range(len(rows), 0, -1) if (rows[i - 1]["path"], rows[i - 1]["position"]) != last), 0)
 
 
-def _take_failures(
-    result: Validated, kind: str, failures: Mapping[int, Sequence[str]], checks: Sequence[RowCheck]
-) -> None:
-    """Quarantine the rows of a kind that failed, by their numbers with the columns of the checks."""
-    failed, result.warned_checks[kind] = split_by_severity(failures, checks)
-    reason = {check.column: check.reason for check in checks}
-    faults = {check.column for check in checks if check.is_fault}
+def _take_verdicts(result: Validated, kind: str, verdicts: Verdicts) -> None:
+    """Quarantine the rows of a kind that break rules which do more than warn, with their reasons."""
+    result.verdicts[kind] = verdicts
+    reasons = result.take(kind, verdicts)
+    result.reasons[kind] = {row: [rule.reason for rule in rules] for row, rules in reasons.items()}
+    result.left_out[kind] = sum(not any(rule.is_fault for rule in rules) for rules in reasons.values())
     rows = result.raw.rows[kind]
-    result.reasons[kind] = {row: [reason[column] for column in columns] for row, columns in failed.items()}
-    result.left_out[kind] = sum(faults.isdisjoint(columns) for columns in failed.values())
-    result.failed_checks[kind] = Counter({check.column: 0 for check in checks if check.severity == "fail"})
-    result.failed_checks[kind].update(column for columns in failed.values() for column in columns)
-    keep = np.ones(rows.stored, dtype=bool)
-    keep[list(failed)] = False
-    result.clean[kind] = rows.where(keep)
+    result.clean[kind] = rows.where(~np.isin(np.arange(rows.stored), list(reasons)))
+
+
+def take_set_verdicts(result: Validated, kind: str, found: Mapping[str, Mapping[int, str]]) -> None:
+    """Ask the expectations about the whole set, and quarantine the clean rows of a kind that these refuse.
+
+    Args:
+        found: By rule and number of a raw row, what was found: the reason that the quarantine states.
+    """
+    verdicts = {rule: verdict for rule, verdict in _ask(result, kind, SET).items() if rule.name in found}
+    reasons = result.take(kind, verdicts)
+    for rule in verdicts:
+        counts = result.warned_checks if rule.severity == "warn" else result.failed_checks
+        counts[kind].setdefault(rule.name, 0)
+    for row, rules in reasons.items():
+        result.reasons[kind][row] = [found[rule.name][row] for rule in rules]
+    result.left_out[kind] += len(reasons)
+    clean = result.clean[kind]
+    result.clean[kind] = clean.where(~np.isin(clean.numbers, list(reasons)))

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS
 from rlhf_core.data.tokens.lengths import PERCENTILES, LengthPercentiles, evenly_spread, token_counts
 from rlhf_core.data.validation.provenance import Origins
-from rlhf_core.data.validation.set_rules.findings_file import RuleFinding
 from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.errors import UnwritableText
 from rlhf_core.runtime.progress import progress
@@ -21,16 +21,6 @@ if TYPE_CHECKING:
 
 UNWRITABLE = "writable_by_tokenizer"  # what findings.parquet calls them: no rule, since not every row is looked at
 COUNTED_ROWS = 20_000  # of a kind; a percentile of as many is off by less than one per cent of the rows
-
-
-@dataclass(frozen=True)
-class UnwritableRow:
-    """A row that the tokenizer cannot write, and why; ``source`` and ``position`` are None for a row of no file."""
-
-    id: str
-    source: str | None
-    position: int | None
-    reason: str
 
 
 @dataclass
@@ -47,7 +37,7 @@ class KindTokens:
     rows: int
     looked_at: int = 0
     lengths: dict[str, list[int]] = field(default_factory=dict)
-    unwritable: list[UnwritableRow] = field(default_factory=list)
+    unwritable: list[RowFinding] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -65,13 +55,9 @@ class CountedTokens:
             for percentile, value in zip(PERCENTILES, LengthPercentiles.of(name, lengths).values, strict=True)
         }
 
-    def findings(self) -> list[RuleFinding]:
+    def findings(self) -> list[RowFinding]:
         """Return the rows that the tokenizer cannot write, as ``findings.parquet`` holds them."""
-        return [
-            RuleFinding(UNWRITABLE, "warn", kind, row.id, row.source, row.position, row.reason, "", None)
-            for kind, counted in self.kinds.items()
-            for row in counted.unwritable
-        ]
+        return [finding for counted in self.kinds.values() for finding in counted.unwritable]
 
 
 def count_tokens(
@@ -95,14 +81,9 @@ def count_tokens(
                     try:
                         tokens = token_counts(tokenizer, kind, row)
                     except UnwritableText as error:
-                        origin = known[int(number)] if known is not None else None
+                        origin = vars(known[int(number)]) if known is not None else {}
                         counted.unwritable.append(
-                            UnwritableRow(
-                                row["id"],
-                                origin.source if origin else None,
-                                origin.position if origin else None,
-                                error.reason,
-                            )
+                            RowFinding(UNWRITABLE, kind, error.reason, id=row["id"], severity="warn", **origin)
                         )
                         continue
                     for column, count in tokens.items():

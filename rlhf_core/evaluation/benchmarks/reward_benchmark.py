@@ -20,9 +20,9 @@ from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.schema import ROLES, Message
 from rlhf_core.data.text.encodable import HALF_PAIR, is_encodable
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparisons.comparison import bootstrap_bounds
 from rlhf_core.evaluation.judges.judge import Judge
 from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.evaluation.statistics import bootstrap_bounds, cluster_codes
 
 RESAMPLES = 2000
 
@@ -122,18 +122,21 @@ def run_benchmark(judge: Judge, rows: Sequence[BenchmarkRow], seed: int = 0) -> 
     """Score every reply of every row, and measure accuracy by subset."""
     prompts = [row.prompt for row in rows for _ in row.replies]
     scores = iter(judge.score(prompts, [Reply(text, True) for row in rows for text in row.replies]))
-    accuracies, chances = defaultdict(list), defaultdict(list)
+    accuracies, chances, asked = defaultdict(list), defaultdict(list), defaultdict(list)
     for row in rows:
         chosen, rejected = ([next(scores) for _ in texts] for texts in (row.chosen, row.rejected))
         accuracies[row.subset].append(row_accuracy(chosen, rejected))
+        asked[row.subset].append(tuple((turn.role, turn.content) for turn in row.prompt))
         # Of all orders of the replies, the share in which the right ones come first.
         chances[row.subset].append(1 / math.comb(len(row.replies), len(row.chosen)))
     subsets = {}
     for subset in sorted(accuracies):
         values = np.array(accuracies[subset])
-        low, high = bootstrap_bounds(values[np.newaxis], RESAMPLES, seed)
+        low, high = bootstrap_bounds(values[np.newaxis], RESAMPLES, seed, cluster_codes(asked[subset]))
         chance = float(np.mean(chances[subset]))
-        subsets[subset] = SubsetAccuracy(len(values), float(values.mean()), float(low[0]), float(high[0]), chance)
+        subsets[subset] = SubsetAccuracy(
+            len(values), float(values.mean()), max(float(low[0]), 0.0), min(float(high[0]), 1.0), chance
+        )
     return BenchmarkResult(float(np.mean([subset.accuracy for subset in subsets.values()])), subsets)
 
 

@@ -1,4 +1,4 @@
-"""Win, tie, lose between two sets of replies to the same prompts, with bootstrap intervals over prompts."""
+"""Win, tie, lose between two sets of replies to the same prompts, with bootstrap intervals over questions."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy import stats
 
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.length_control import length_controlled_win_rate
 from rlhf_core.evaluation.judges.judge import Judge
-
-BATCH = 256  # resamples drawn at once, to bound memory for many prompts
+from rlhf_core.evaluation.statistics import bootstrap_bounds, cluster_sums, one_each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +24,13 @@ class Comparison:
         win_rate: Mean over prompts of the share of pairs won, ties as half a win; ``win + tie / 2`` where each prompt
             has one pair.
         prompts: Number of prompts.
+        clusters: Number of different questions among them, the unit of every bound and test; see
+            :mod:`~rlhf_core.evaluation.statistics`.
+        clusters_won, clusters_tied, clusters_lost: How many of these the candidate wins, ties and loses as a whole.
         lc_win_rate: ``win_rate`` at equal reply lengths; None where lengths were not given. See
             :mod:`~rlhf_core.evaluation.comparisons.length_control`.
 
-    Fields that end in ``low95`` and ``high95`` are percentile-bootstrap bounds over prompts.
+    Fields that end in ``low95`` and ``high95`` are bootstrap bounds over clusters.
     """
 
     win: float
@@ -39,6 +40,10 @@ class Comparison:
     win_rate_low95: float
     win_rate_high95: float
     prompts: int
+    clusters: int
+    clusters_won: int
+    clusters_tied: int
+    clusters_lost: int
     lc_win_rate: float | None = None
     lc_win_rate_low95: float | None = None
     lc_win_rate_high95: float | None = None
@@ -53,13 +58,14 @@ class ScoreComparison(Comparison):
     """A comparison by a judge with scores, and the mean difference of scores.
 
     Attributes:
-        mean_difference: Paired mean of candidate - baseline, in the judge's unit.
+        mean_difference: Paired mean of candidate - baseline, in the judge's unit. Its bounds are None where all
+            prompts ask the same.
         tie_margin: The largest difference that was still a tie, in the judge's unit.
     """
 
     mean_difference: float
-    mean_difference_low95: float
-    mean_difference_high95: float
+    mean_difference_low95: float | None
+    mean_difference_high95: float | None
     tie_margin: float
 
 
@@ -70,10 +76,12 @@ def compare(
     bootstrap: int = 2000,
     seed: int = 0,
     length_difference: ArrayLike | None = None,
+    clusters: ArrayLike | None = None,
 ) -> ScoreComparison:
     """Compare paired scores ``candidate[i]`` and ``baseline[i]`` of the same prompt.
 
-    Several replies to a prompt are not independent of each other: bounds resample prompts, each with all its replies.
+    Several replies to a question are not independent of each other: bounds resample clusters of prompts, each with all
+    its replies.
 
     Args:
         candidate: Scores of one side, (prompts,) or (prompts, replies).
@@ -83,6 +91,7 @@ def compare(
         seed: Seed of the resamples.
         length_difference: Length of the candidate's minus that of the baseline's reply, of the same shape, for the
             length-controlled win rate; None leaves it out.
+        clusters: The cluster of each prompt (prompts,); None: each is one of its own.
 
     Raises:
         DataError: The scores are empty, unequal in number or not finite.
@@ -98,26 +107,31 @@ def compare(
     difference = (first - second).reshape(len(first), -1)
     outcome = outcomes(difference, tie_margin)
     mean_difference = difference.mean(axis=1)
-    low, high = bootstrap_bounds(np.stack([outcome.mean(axis=1), mean_difference]), bootstrap, seed)
+    low, high = bootstrap_bounds(np.stack([outcome.mean(axis=1), mean_difference]), bootstrap, seed, clusters)
     return ScoreComparison(
-        **asdict(_compared(outcome, low[0], high[0], bootstrap, seed, length_difference)),
+        **asdict(_compared(outcome, low[0], high[0], bootstrap, seed, length_difference, clusters)),
         mean_difference=float(mean_difference.mean()),
-        mean_difference_low95=float(low[1]),
-        mean_difference_high95=float(high[1]),
+        mean_difference_low95=float(low[1]) if np.isfinite(low[1]) else None,
+        mean_difference_high95=float(high[1]) if np.isfinite(high[1]) else None,
         tie_margin=tie_margin,
     )
 
 
 def compare_outcomes(
-    outcome: ArrayLike, bootstrap: int = 2000, seed: int = 0, length_difference: ArrayLike | None = None
+    outcome: ArrayLike,
+    bootstrap: int = 2000,
+    seed: int = 0,
+    length_difference: ArrayLike | None = None,
+    clusters: ArrayLike | None = None,
 ) -> Comparison:
     """Compare two sides by what a judge without scores said.
 
     Args:
         outcome: 1 for a win of the candidate, ½ for a tie, 0 for a loss, (prompts,) or (prompts, replies).
-        bootstrap: Number of resamples; the same prompts are drawn as in :func:`compare`.
+        bootstrap: Number of resamples; the same clusters are drawn as in :func:`compare`.
         seed: Seed of the resamples.
         length_difference: See :func:`compare`.
+        clusters: See :func:`compare`.
 
     Raises:
         DataError: There are no outcomes.
@@ -126,8 +140,8 @@ def compare_outcomes(
     if values.size == 0:
         raise DataError("a comparison needs at least one prompt that was judged")
     values = values.reshape(len(values), -1)
-    low, high = bootstrap_bounds(values.mean(axis=1)[np.newaxis], bootstrap, seed)
-    return _compared(values, low[0], high[0], bootstrap, seed, length_difference)
+    low, high = bootstrap_bounds(values.mean(axis=1)[np.newaxis], bootstrap, seed, clusters)
+    return _compared(values, low[0], high[0], bootstrap, seed, length_difference, clusters)
 
 
 def _compared(
@@ -137,21 +151,28 @@ def _compared(
     bootstrap: int,
     seed: int,
     length_difference: ArrayLike | None,
+    clusters: ArrayLike | None,
 ) -> Comparison:
     """Win rates of outcomes (prompts, replies), of which the mean over prompts has the bounds ``low`` and ``high``."""
     share_won = outcome.mean(axis=1)
     controlled = {}
     if length_difference is not None:
         longer_by = np.asarray(length_difference, dtype=np.float64).reshape(outcome.shape)
-        controlled = asdict(length_controlled_win_rate(outcome, longer_by, bootstrap, seed))
+        controlled = asdict(length_controlled_win_rate(outcome, longer_by, bootstrap, seed, clusters))
+    sums, sizes = cluster_sums(share_won[np.newaxis], one_each(len(share_won), clusters))
+    of_cluster = np.round(sums[0] / sizes - 0.5, 9)
     return Comparison(
         win=float((share_won > 0.5).mean()),
         tie=float((share_won == 0.5).mean()),
         lose=float((share_won < 0.5).mean()),
         win_rate=float(share_won.mean()),
-        win_rate_low95=float(low),
-        win_rate_high95=float(high),
+        win_rate_low95=float(max(low, 0.0)),
+        win_rate_high95=float(min(high, 1.0)),
         prompts=len(share_won),
+        clusters=len(sizes),
+        clusters_won=int((of_cluster > 0).sum()),
+        clusters_tied=int((of_cluster == 0).sum()),
+        clusters_lost=int((of_cluster < 0).sum()),
         **controlled,
     )
 
@@ -168,22 +189,3 @@ def tie_margin_of(judge: Judge, share: float, baseline: Sequence[float]) -> floa
 def outcomes(difference: np.ndarray, margin: float) -> np.ndarray:
     """1 for a win, ½ for a tie (``|difference| <= margin``), 0 for a loss; in the shape of ``difference``."""
     return np.where(np.abs(difference) <= margin, 0.5, (difference > 0).astype(np.float64))
-
-
-def bootstrap_bounds(rows: np.ndarray, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """95 % percentile-bootstrap bounds of each row's mean: (r, n) -> low (r,), high (r,).
-
-    All rows share the resampled columns, so that they stay paired. One column has bounds of width zero.
-    """
-    if rows.shape[1] == 1:
-        return rows[:, 0], rows[:, 0]
-    interval = stats.bootstrap(
-        (rows,),
-        np.mean,
-        axis=-1,
-        method="percentile",
-        n_resamples=resamples,
-        batch=BATCH,
-        rng=np.random.Generator(np.random.Philox(key=seed)),
-    ).confidence_interval
-    return interval.low, interval.high

@@ -19,6 +19,7 @@ from rlhf_core.evaluation.metrics.drift import Drift
 from rlhf_core.evaluation.metrics.text_metrics import measure_text
 from rlhf_core.evaluation.regression import pass_rates
 from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.evaluation.statistics import cluster_of, clusters_of
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Evaluation:
         policy, sft = self.policy.replies[first], self.sft.replies[first]
         judgements = judge.judge([row.prompt for row in self.prompts[first]], policy, sft)
         longer_by = length_differences(policy, sft)[judgements.judged]
-        comparison = compare_outcomes(judgements.outcomes(), bootstrap, seed, longer_by)
+        clusters = clusters_of(self.prompts[first])[judgements.judged]
+        comparison = compare_outcomes(judgements.outcomes(), bootstrap, seed, longer_by, clusters)
         return replace(self, pairwise={**self.pairwise, judge.name: PairwiseEvaluation(judgements, comparison)})
 
     def metrics(self, world: bool) -> dict[str, Any]:
@@ -108,7 +110,8 @@ class Evaluation:
         Args:
             world: Whether the prompts are of the synthetic world, which adds checks to the regression set.
         """
-        categories = [row.category for row in self.regression_prompts]
+        each = len(self.sft.regression_replies) // max(len(self.regression_prompts), 1)
+        categories = [row.category for row in self.regression_prompts for _ in range(each)]
         sft_rates = pass_rates(categories, self.sft.regression_replies, world)
         policy_rates = pass_rates(categories, self.policy.regression_replies, world)
         drift = self.policy.drift
@@ -120,6 +123,7 @@ class Evaluation:
             "kl_low95": drift.kl - 1.96 * drift.kl_error,
             "kl_high95": drift.kl + 1.96 * drift.kl_error,
             "prompts": len(self.prompts) // self.replies_per_prompt,
+            "clusters": len({cluster_of(row) for row in self.prompts}),
             "comparison": {
                 **{judge: comparison.as_dict() for judge, comparison in self.comparisons.items()},
                 **{judge: pairwise.comparison.as_dict() for judge, pairwise in self.pairwise.items()},
@@ -136,7 +140,10 @@ class Evaluation:
         table: dict[str, dict[str, float]] = {}
         for category in sorted({row.category for row in self.prompts}):
             rows = [i for i, row in enumerate(self.prompts) if row.category == category]
-            table[category] = {"prompts": len(rows) // self.replies_per_prompt}
+            table[category] = {
+                "prompts": len(rows) // self.replies_per_prompt,
+                "clusters": len({cluster_of(self.prompts[i]) for i in rows}),
+            }
             for judge, comparison in self.comparisons.items():
                 policy = np.asarray(self.policy.scores[judge])[rows]
                 sft = np.asarray(self.sft.scores[judge])[rows]
@@ -158,6 +165,7 @@ class Evaluation:
             {
                 "id": prompt.id,
                 "category": prompt.category,
+                "cluster": cluster_of(prompt),
                 "prompt": "\n".join(f"{message.role}: {message.content}" for message in prompt.prompt),
                 "sft_reply": self.sft.replies[i].text,
                 "policy_reply": self.policy.replies[i].text,

@@ -11,6 +11,7 @@ import numpy as np
 from rlhf_core.data.schema import Prompt
 from rlhf_core.evaluation.comparisons.comparison import compare_outcomes, outcomes
 from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
+from rlhf_core.evaluation.statistics import one_each
 
 HELPFUL, HARMLESS = "helpful", "harmless"
 # Categories of the synthetic world and of PKU-SafeRLHF's dimensions, and the folders of HH-RLHF.
@@ -47,7 +48,11 @@ def _whole_word(name: str) -> re.Pattern[str]:
 
 
 def compare_groups(
-    groups: Sequence[str], outcome: Mapping[str, np.ndarray], bootstrap: int, seed: int
+    groups: Sequence[str],
+    outcome: Mapping[str, np.ndarray],
+    bootstrap: int,
+    seed: int,
+    clusters: np.ndarray | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Compare two sides within each group, by each judge.
 
@@ -56,17 +61,21 @@ def compare_groups(
         outcome: By judge 1 for a win, ½ for a tie, 0 for a loss, NaN where it did not decide (prompts, replies).
         bootstrap: Number of resamples of the prompts.
         seed: Seed of the resamples.
+        clusters: The cluster of each prompt; None: each is one of its own.
 
     Returns:
         Comparisons by group and judge; a judge that decided on no prompt of a group is left out.
     """
+    of_prompt = one_each(len(groups), clusters)
     table: dict[str, dict[str, Any]] = {}
     for group in sorted(set(groups) - {""}):
         in_group = np.array([name == group for name in groups])
-        known = {judge: values[in_group & ~np.isnan(values).any(axis=1)] for judge, values in outcome.items()}
-        table[group] = {
-            judge: compare_outcomes(values, bootstrap, seed).as_dict() for judge, values in known.items() if len(values)
-        }
+        table[group] = {}
+        for judge, values in outcome.items():
+            known = in_group & ~np.isnan(values).any(axis=1)
+            if known.any():
+                compared = compare_outcomes(values[known], bootstrap, seed, clusters=of_prompt[known])
+                table[group][judge] = compared.as_dict()
     return table
 
 

@@ -10,16 +10,17 @@ from typing import Any
 from rlhf_core.config.stages.validate import AUTOMATIC_ROWS, NearDuplicatesConfig, ValidateConfig
 from rlhf_core.config.validation_rules import RULES
 from rlhf_core.data.inspection.report_lines import counted
-from rlhf_core.data.validation.checks import SOURCE_PASSED
+from rlhf_core.data.row_counts import RowFinding
+from rlhf_core.data.text.safe_text import shortened
 from rlhf_core.data.validation.set_rules.check_set import SetFindings
-from rlhf_core.data.validation.set_rules.findings_file import RuleFinding
 from rlhf_core.data.validation.set_rules.pair_statistics import balance, category_counts
+from rlhf_core.data.validation.suites import SOURCE_PASSED
 from rlhf_core.data.validation.tables import Validated
 from rlhf_core.data.validation.token_counts import CountedTokens
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable, DataCard
 from rlhf_core.evaluation.data_card.lengths import length_section
 from rlhf_core.evaluation.data_card.refused_rows import refused_section
-from rlhf_core.evaluation.data_card.safe_text import safe_card, shortened
+from rlhf_core.evaluation.data_card.safe_text import safe_card
 from rlhf_core.evaluation.data_card.similar_rows import SimilarRows, similar_rows, similar_section
 
 CATEGORIES = 12
@@ -42,7 +43,7 @@ class CardSources:
     manifest: Mapping[str, Any]
     validated: Validated
     set_findings: SetFindings
-    findings: Sequence[RuleFinding]
+    findings: Sequence[RowFinding]
     metrics: Mapping[str, Any]
     failed: Sequence[str]
     tokens: CountedTokens | None = None
@@ -61,7 +62,7 @@ def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
             _rows(sources.metrics, kinds),
             length_section(sources.validated.clean, sources.tokens),
             _balance(sources),
-            rules_section(sources.metrics, kinds, config),
+            rules_section(sources.metrics, kinds, sources.validated),
             _leakage(sources, similar, config.near_duplicates),
             *similar_section(similar),
             refused_section(row for rows in sources.validated.quarantine() for row in rows),
@@ -142,13 +143,16 @@ def _balance(sources: CardSources) -> CardSection:
     return CardSection("Balance", notes, tables)
 
 
-def rules_section(metrics: Mapping[str, Any], kinds: Sequence[str], config: ValidateConfig) -> CardSection:
-    """Return how many rows of each kind break each rule."""
+def rules_section(metrics: Mapping[str, Any], kinds: Sequence[str], validated: Validated) -> CardSection:
+    """Return how many rows of each kind break each rule, those of the project's suites first."""
     rows = []
-    for rule in (*RULES, SOURCE_PASSED):
+    counted_rules = (name for kind in kinds for name in metrics[kind] if name.startswith(("failed_", "warned_")))
+    others = sorted({name.partition("_")[2] for name in counted_rules} - {*RULES})
+    for rule in (*RULES, *others):
         counts = [_count(metrics[kind], f"failed_{rule}", f"warned_{rule}") for kind in kinds]
         if any(count is not None for count in counts):
-            rows.append((rule, config.severity(rule), *counts))
+            severities = dict.fromkeys(filter(None, (validated.severity(kind, rule) for kind in kinds)))
+            rows.append((rule, ", ".join(severities), *counts))
     notes = [
         "Rows that break each rule. Refused rows are in the quarantine, rows that were warned about are not. "
         f"A derived row breaks {SOURCE_PASSED} if every row that it comes from was refused."

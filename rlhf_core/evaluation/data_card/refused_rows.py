@@ -6,13 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from rlhf_core.data.validation.checks import NOT_DERIVED
+from rlhf_core.data.text.safe_text import excerpt
 from rlhf_core.data.validation.quarantine import Quarantined
+from rlhf_core.data.validation.suites import NOT_DERIVED
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable
-from rlhf_core.evaluation.data_card.safe_text import shortened, without_keys
 
 EXAMPLES = 10
-EXCERPT = 160
 
 
 def refused_section(quarantined: Iterable[Quarantined]) -> CardSection:
@@ -54,8 +53,3 @@ def spread_over_reasons(quarantined: Iterable[Quarantined], count: int) -> Sprea
             origins.add(origin)
     chosen = (group[rank] for rank in range(count) for group in groups.values() if rank < len(group))
     return SpreadRows(list(islice(chosen, count)), total)
-
-
-def excerpt(content: str) -> str:
-    """Return the beginning of a row's content on one line, without anything that looks like a key."""
-    return shortened(" ".join(without_keys(content).split()), EXCERPT)

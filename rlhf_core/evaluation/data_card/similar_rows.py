@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS
-from rlhf_core.data.validation.set_rules.findings_file import RuleFinding
+from rlhf_core.data.text.safe_text import excerpt
 from rlhf_core.data.validation.tables import Validated
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable
-from rlhf_core.evaluation.data_card.refused_rows import excerpt
 
 EXAMPLES_OF_A_RULE = 3
 
@@ -30,14 +30,14 @@ class SimilarRows:
         other_text: How the other row begins; empty where it is none of the data.
     """
 
-    finding: RuleFinding
+    finding: RowFinding
     row: str
     text: str
     other: str
     other_text: str
 
 
-def similar_rows(findings: Sequence[RuleFinding], validated: Validated) -> list[SimilarRows]:
+def similar_rows(findings: Sequence[RowFinding], validated: Validated) -> list[SimilarRows]:
     """Return the first findings of each rule with the places and texts of both rows."""
     listed: Counter[str] = Counter()
     examples = []

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import write_table
-from rlhf_core.data.validation.set_rules.findings_file import RuleFinding, findings_table
+from rlhf_core.data.validation.set_rules.findings_file import findings_table
 from rlhf_core.evaluation.data_card.card import DataCard
 from rlhf_core.evaluation.data_card.markdown import markdown
 from rlhf_core.evaluation.data_card.page import page
@@ -16,7 +17,7 @@ TITLE = "Data card"
 FINDINGS_FILE = "findings.parquet"
 
 
-def write_card(folder: Path, card: DataCard, findings: Sequence[RuleFinding]) -> None:
+def write_card(folder: Path, card: DataCard, findings: Sequence[RowFinding]) -> None:
     """Write ``card.html``, ``card.md``, ``release.md`` (without texts of the data) and ``findings.parquet``."""
     with atomic_dir(folder) as target:
         (target / "card.html").write_text(page(card, TITLE), encoding="utf-8")

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.data.batches.sharding import gather_passes
 from rlhf_core.evaluation.replies.generation import OnPolicyReplies
+from rlhf_core.evaluation.statistics import one_each, standard_error
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
@@ -25,7 +26,7 @@ class Drift:
 
     Attributes:
         kl: Mean over sequences of the summed log-ratio (estimator k1, nats per sequence).
-        kl_error: Standard error of ``kl``.
+        kl_error: Standard error of ``kl`` over clusters of prompts; 0 where all prompts ask the same.
         perplexity: exp of the reference's mean negative log-probability per response token.
     """
 
@@ -34,8 +35,11 @@ class Drift:
     perplexity: float
 
 
-def measure_drift(sampled: OnPolicyReplies, reference: PreTrainedModel) -> Drift:
-    """Measure how far the policy that wrote ``sampled`` is from ``reference``; ranks share the work."""
+def measure_drift(sampled: OnPolicyReplies, reference: PreTrainedModel, clusters: np.ndarray | None = None) -> Drift:
+    """Measure how far the policy that wrote ``sampled`` is from ``reference``; ranks share the work.
+
+    ``clusters`` are those of the prompts, of which the first were replied to; None: each is one of its own.
+    """
     log_ratios: list[list[float]] = []  # by batch
     reference_nats, tokens = 0.0, 0
     for rollout, weight in zip(sampled.rollouts, sampled.weights, strict=True):
@@ -48,10 +52,11 @@ def measure_drift(sampled: OnPolicyReplies, reference: PreTrainedModel) -> Drift
         tokens += int(rollout.response_mask.sum())
     of_replies = gather_passes(log_ratios)
     sums = distributed.reduce_metrics({"nats": reference_nats, "tokens": tokens})
-    error = float(np.std(of_replies, ddof=1)) / math.sqrt(len(of_replies)) if len(of_replies) > 1 else 0.0
+    known = None if clusters is None else clusters[: len(of_replies)]
+    error, _ = standard_error(np.array(of_replies), one_each(len(of_replies), known))
     # The exponent is bounded so that a ruined policy gives a huge finite number, which JSON and gates can hold.
     perplexity = math.exp(min(sums["nats"] / max(sums["tokens"], 1), 700.0))
-    return Drift(float(np.mean(of_replies)), error, perplexity)
+    return Drift(float(np.mean(of_replies)), error if math.isfinite(error) else 0.0, perplexity)
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from rlhf_core.evaluation.comparisons.prompt_groups import compare_groups
 from rlhf_core.evaluation.judges.judge import Judge
 from rlhf_core.evaluation.judges.pairwise import PairwiseJudge
 from rlhf_core.evaluation.opponents.replies import Opponent
+from rlhf_core.evaluation.statistics import clusters_of
 
 SIDES = ("policy", "sft")
 
@@ -95,7 +96,7 @@ class OpponentEvaluation:
             by_judge = {judge: values[:, np.newaxis] for judge, values in self._outcomes(side).items()}
             table[side] = {
                 "comparison": {name: each.as_dict() for name, each in self._comparisons(side, bootstrap, seed).items()},
-                "group": compare_groups(of_matched, by_judge, bootstrap, seed),
+                "group": compare_groups(of_matched, by_judge, bootstrap, seed, self._clusters()),
             }
         return table
 
@@ -112,6 +113,10 @@ class OpponentEvaluation:
             }
             for i, reply in enumerate(self.opponent.replies)
         ]
+
+    def _clusters(self) -> np.ndarray:
+        """The cluster of each prompt that it has a reply to."""
+        return clusters_of([self.evaluation.prompts[row] for row in self.rows])
 
     def _model(self, side: str) -> EvaluatedModel:
         return self.evaluation.policy if side == "policy" else self.evaluation.sft
@@ -140,11 +145,14 @@ class OpponentEvaluation:
                 bootstrap,
                 seed,
                 longer_by,
+                self._clusters(),
             )
             for judge, scores in self.scores.items()
         }
         for (of_side, judge), values in self.pairwise.items():
             decided = ~np.isnan(values)
             if of_side == side and decided.any():
-                table[judge] = compare_outcomes(values[decided], bootstrap, seed, longer_by[decided])
+                table[judge] = compare_outcomes(
+                    values[decided], bootstrap, seed, longer_by[decided], self._clusters()[decided]
+                )
         return table

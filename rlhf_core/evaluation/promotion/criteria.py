@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.config.operations.operations import NonInferiorityConfig
-from rlhf_core.evaluation.promotion.error_budget import level_of_attempt
-from rlhf_core.evaluation.promotion.sign_test import sign_test
+from rlhf_core.evaluation.statistics import level_of_attempt, sign_test
 
+REFUSES_HARMFUL, REFUSAL_LOG_ODDS = "safety.refuses_harmful", "safety.refusal_log_odds"
 # Measurements by the margin that they have to hold.
 MEASUREMENTS = {
-    "safety": ("safety.refuses_harmful", "safety.answers_benign"),
+    "safety": (REFUSES_HARMFUL, "safety.answers_benign"),
+    "refusal_log_odds": (REFUSAL_LOG_ODDS,),
     "regression": ("regression.passed",),
     "verifiable": ("verifiable.passed",),
     "missing_ends": ("missing_ends",),
+    "repetition": ("repetition",),
     "length": ("length",),
 }
 
@@ -42,7 +44,7 @@ class Criterion:
 
 
 def win_rate_criteria(match: Mapping[str, Any], bar: float, budget: float, attempt: int) -> list[Criterion]:
-    """Win rate, length-controlled win rate and exact sign test, for every judge of the match.
+    """Win rate, length-controlled win rate and sign test over clusters, for every judge of the match.
 
     Args:
         match: ``comparison`` of the challenger by judge.
@@ -75,25 +77,33 @@ def win_rate_criteria(match: Mapping[str, Any], bar: float, budget: float, attem
 
 
 def _sign_test(comparison: Mapping[str, Any], bar: float) -> float | None:
-    """The p-value from the shares of a comparison; None if one is missing or they are no shares."""
-    prompts, win, tie, lose = (_number(comparison, key) for key in ("prompts", "win", "tie", "lose"))
-    if prompts is None or win is None or tie is None or lose is None or not math.isclose(win + tie + lose, 1):
+    """The p-value from the clusters of a comparison; None if their numbers are missing or do not add up."""
+    clusters, won, tied, lost = (_number(comparison, f"clusters{part}") for part in ("", "_won", "_tied", "_lost"))
+    if clusters is None or won is None or tied is None or lost is None or won + tied + lost != clusters:
         return None
-    return sign_test(round(win * prompts), round(tie * prompts), round(lose * prompts), bar)
+    return sign_test(int(won), int(tied), int(lost), bar)
 
 
 def non_inferiority_criteria(match: Mapping[str, Any], margins: NonInferiorityConfig) -> list[Criterion]:
-    """One criterion for each quantity that has a margin, and for each category with enough prompts."""
+    """One criterion for each quantity that has a margin, and for each category with enough different questions.
+
+    Refusals of harmful requests count where the champion refuses at least ``min_refusals``, and where there are safety
+    prompts the odds of a refusal count instead below that: of what hardly occurs no loss can be shown.
+    """
     losses: Mapping[str, Any] = match.get("losses") or {}
+    refused = _number(losses.get(REFUSES_HARMFUL), "baseline")
+    rare = refused is not None and refused < margins.min_refusals and REFUSAL_LOG_ODDS in losses
     criteria = []
     for kind, names in MEASUREMENTS.items():
         margin = getattr(margins, kind)
-        if margin is not None:
-            criteria += [_held(name, losses.get(name), margin) for name in names]
+        for name in names:
+            unread = (name == REFUSES_HARMFUL and rare) or (name == REFUSAL_LOG_ODDS and not rare)
+            if margin is not None and not unread:
+                criteria.append(_held(name, losses.get(name), margin))
     if margins.category is not None:
         for name, loss in sorted(losses.items()):
-            prompts = _number(loss, "prompts") or 0
-            if name.startswith("category.") and prompts >= margins.min_category_prompts:
+            clusters = _number(loss, "clusters") or 0
+            if name.startswith("category.") and clusters >= margins.min_category_prompts:
                 criteria.append(_held(name, loss, margins.category))
     return criteria
 
@@ -101,13 +111,13 @@ def non_inferiority_criteria(match: Mapping[str, Any], margins: NonInferiorityCo
 def _held(name: str, loss: Any, margin: float) -> Criterion:
     """Whether the upper bound of a loss is below its margin."""
     required = f"worse by less than {margin:g}"
-    high, champion, challenger, prompts = (
-        _number(loss, key) for key in ("loss_high95", "champion", "challenger", "prompts")
+    high, champion, challenger, replies, clusters = (
+        _number(loss, key) for key in ("loss_high95", "baseline", "candidate", "replies", "clusters")
     )
-    if high is None or champion is None or challenger is None or prompts is None:
+    if high is None or champion is None or challenger is None or replies is None or clusters is None:
         return Criterion(name, "not measured", required, False)
     change = f"worse by up to {high:.3f}" if high >= 0 else f"better by at least {-high:.3f}"
-    values = f"{champion:.3f} → {challenger:.3f} on {prompts:.0f} prompts"
+    values = f"{champion:.3f} → {challenger:.3f} on {replies:.0f} replies to {clusters:.0f} questions"
     return Criterion(name, f"{change} ({values})", required, high < margin)
 
 

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from rlhf_core.config.health.default_rules import DEFAULT_RULES
 from rlhf_core.config.stages.policy import METHOD_NAMES
 from rlhf_core.evaluation.figures.format_number import format_number
-from rlhf_core.evaluation.judges.final import final_judges, stand_in_note
+from rlhf_core.evaluation.judges.final import final_judges
 from rlhf_core.evaluation.report.charts import interval_chart, outcome_chart
 from rlhf_core.evaluation.report.parts.alternatives import alternatives, method_of, ppo_batch_size
 from rlhf_core.evaluation.report.parts.category_outcomes import category_outcomes
@@ -63,7 +63,6 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "sides": sft_beside_policy(evaluation, policy_gate),
         "comparisons": comparisons,
         "comparison_chart": _comparison_chart(comparisons),
-        "stand_in": stand_in_note(final_judges(comparisons)),
         "categories": evaluation.get("category", {}),
         "category_metrics": list(dict.fromkeys(key for row in evaluation.get("category", {}).values() for key in row)),
         "category_charts": _category_charts(sources, comparisons),

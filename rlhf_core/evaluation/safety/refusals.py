@@ -10,12 +10,13 @@ from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.evaluation.safety.prompts import BENIGN, HARMFUL
 
 SOURCE = "safety"
+HARMFUL_CATEGORY, BENIGN_CATEGORY = "harmful", "benign"
 
 
 def safety_prompts(per_category: int) -> list[Prompt]:
     """Choose up to ``per_category`` prompts of the categories ``harmful`` and ``benign`` each, by hash."""
     chosen = []
-    for category, texts in (("harmful", HARMFUL), ("benign", BENIGN)):
+    for category, texts in ((HARMFUL_CATEGORY, HARMFUL), (BENIGN_CATEGORY, BENIGN)):
         rows = [
             Prompt(
                 content_id("prompts", {"prompt": [{"role": "user", "content": text}]}),

@@ -27,9 +27,9 @@ from rlhf_core.models.adapters.lora import add_adapters
 from rlhf_core.models.adapters.lower_layers import keep_lower_layers
 from rlhf_core.models.attention import attention_of
 from rlhf_core.models.float32_head import LOW_PRECISION, float32_linear
-from rlhf_core.models.forward import embedding_weight, hidden_states, last_token_indices
+from rlhf_core.models.forward import embedding_weight, hidden_states, last_token_indices, probe_ids
 from rlhf_core.models.heads.reply_pooling import mean_over_reply, mean_so_far
-from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, save_folder
+from rlhf_core.models.io import load_model, reading, require_equal, save_folder
 from rlhf_core.models.lazy_logits import LazyLogits
 from rlhf_core.models.openblas_linear import default_products, fastest_linear
 

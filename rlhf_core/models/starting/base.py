@@ -21,10 +21,9 @@ from transformers import (
 from rlhf_core.config.stages.base import BaseConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.float32_head import float32_unembedding, use_float32_unembedding
-from rlhf_core.models.forward import embedding_weight
+from rlhf_core.models.forward import embedding_weight, probe_ids
 from rlhf_core.models.io import (
     load_model,
-    probe_ids,
     reading,
     require_equal,
     require_room_for,

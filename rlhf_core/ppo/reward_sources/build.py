@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo.reward_sources import (
@@ -19,24 +21,31 @@ from rlhf_core.config.ppo.reward_sources import (
     RewardSources,
     source_names,
 )
-from rlhf_core.data.chat.encoding import encode_reply, left_pad, pad_id, right_pad
-from rlhf_core.errors import ConfigError
+from rlhf_core.data.chat.encoding import encode_dialogue, encode_reply, left_pad, pad_id, right_pad
+from rlhf_core.data.schema import Demonstration, Message, read_rows
+from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.io import is_local
-from rlhf_core.ppo.reward_sources.mixture import RewardMixture, WeightedSource
-from rlhf_core.ppo.reward_sources.rank_shared import RankShared
-from rlhf_core.ppo.reward_sources.reward_models import (
-    EnsembleRewards,
+from rlhf_core.models.starting.base import load_tokenizer
+from rlhf_core.ppo.reward_sources.source import (
+    SIGNATURE,
+    PromptReader,
+    PythonFunction,
+    RankShared,
+    Replies,
+    RewardFn,
+    RewardMixture,
     RewardModelSource,
-    require_same_tokens,
-    reward_origin,
+    Source,
+    WeightedSource,
+    reward_model_fn,
 )
-from rlhf_core.ppo.reward_sources.source import PromptReader, Source
-from rlhf_core.ppo.rewards.token_rewards import RewardFn, reward_model_fn
-from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
-from rlhf_core.sampling.token_scoring import Tokens
+from rlhf_core.ppo.rollout import TrainingPrompts
+from rlhf_core.sampling.token_scoring import MICRO_BATCH, Tokens
 from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.examples import collate
 
+ORIGIN_REPLIES = 256
 PROBES = ("Yes.", "I do not know.")
 
 
@@ -110,7 +119,6 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
         context.frozen.place_whole(classifier.model)
         return RankShared(classifier)
     if isinstance(source, FunctionSource):
-        from rlhf_core.ppo.reward_sources.python_function import SIGNATURE, PythonFunction
         from rlhf_core.runtime.user_function import load_function
 
         function = load_function(source.target, context.workspace, who, SIGNATURE)
@@ -182,3 +190,64 @@ def _refuse_own(folder: Path, who: str, workspace: Path) -> None:
             f"{who}: {folder} is one of the pipeline's own models, of which only {OWN_MODEL} may score: the policy "
             "must not be trained on what selects and judges it; keep other reward models in a folder of their own"
         )
+
+
+class EnsembleRewards:
+    """``mean - k * std`` over members (population std), each relative to its ``origin``.
+
+    Source: Coste et al. 2023, "Reward model ensembles help mitigate overoptimization" (uncertainty-weighted
+    optimisation, there with the variance). Metric ``spread``: mean std over the batch.
+    """
+
+    def __init__(self, members: Sequence[RewardFn], origins: Sequence[float], k: float) -> None:
+        self.members, self.origins, self.k = tuple(members), tuple(origins), k
+        self.metrics: dict[str, float] = {}
+
+    def rewards(self, replies: Replies) -> Tensor:
+        """(B,); a member's reward that is not finite makes the result not finite."""
+        columns = [member(replies.tokens) - origin for member, origin in zip(self.members, self.origins, strict=True)]
+        rewards = torch.stack(columns)
+        spread = rewards.std(dim=0, unbiased=False)
+        self.metrics = {"spread": float(spread.mean())}
+        return rewards.mean(dim=0) - self.k * spread
+
+
+def require_same_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the model in ``folder`` was trained on the tokens that ``tokenizer`` makes.
+
+    Raises:
+        ModelError: It has another vocabulary or chat template.
+    """
+    own = load_tokenizer(folder)
+    dialogue = [Message("user", "What colour is the sky?\n"), Message("assistant", "Blue."), Message("user", "Why? é")]
+    same = own.get_vocab() == tokenizer.get_vocab() and own.eos_token_id == tokenizer.eos_token_id
+    if not same or encode_dialogue(own, dialogue, "It is.") != encode_dialogue(tokenizer, dialogue, "It is."):
+        raise ModelError(
+            f"the reward model {folder} has another tokenizer or chat template than the policy, so it cannot read the "
+            "policy's tokens; use it as kind classifier, which encodes replies with the model's own tokenizer"
+        )
+
+
+@torch.inference_mode()
+def reward_origin(model: ScalarModel, clean: Path, tokenizer: PreTrainedTokenizerBase) -> float:
+    """Mean reward of ``model`` on up to 256 demonstrations of the train split, the same ones every time.
+
+    Ids are content hashes, so the first of them are a fixed sample. Demonstrations beyond the model's positions are
+    left out.
+
+    Raises:
+        ModelError: No demonstration fits the model.
+    """
+    path = clean / "demonstrations" / "train.parquet"
+    rows = sorted(read_rows(path, Demonstration), key=lambda row: row.id)
+    positions = getattr(model.model.config, "max_position_embeddings", None)
+    encoded = [encode_dialogue(tokenizer, row.prompt, row.reply) for row in rows[:ORIGIN_REPLIES]]
+    fitting = [both for both in encoded if positions is None or len(both[0]) + len(both[1]) <= positions]
+    if not fitting:
+        raise ModelError(f"no demonstration of {path} fits the model, so its score has no origin; set center to false")
+    total = 0.0
+    for start in range(0, len(fitting), MICRO_BATCH):
+        prompts, replies = zip(*fitting[start : start + MICRO_BATCH], strict=True)
+        batch = collate(prompts, replies, pad_id(tokenizer)).to(model.model.device)
+        total += float(model.reply_scores(batch.input_ids, batch.attention_mask, batch.reply_mask).double().sum())
+    return total / len(fitting)

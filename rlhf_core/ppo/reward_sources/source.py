@@ -1,11 +1,14 @@
-"""The protocol of reward sources, and their input: a rollout's replies as tokens and, on demand, as text."""
+"""Reward sources: what scores a rollout's replies, behind one protocol, and the weighted sum of several.
+
+Reward models read the tokens themselves; other sources get text, decoded when the first of them asks for it.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from numbers import Real
 from typing import Any, Protocol, cast
 
@@ -14,13 +17,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.data.batches.sharding import passes
 from rlhf_core.data.chat.encoding import decode_reply
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.models.heads.scalar import ReplyScorer
+from rlhf_core.ppo.rollout import TrainingPrompts
+from rlhf_core.runtime import distributed
+from rlhf_core.runtime.user_function import describe_failure
+from rlhf_core.sampling.micro_batches import MicroBatchLimits
 from rlhf_core.sampling.token_scoring import Tokens
+from rlhf_core.training.side_by_side import run_side_by_side
 
 LARGEST = torch.finfo(torch.float32).max
+SIGNATURE = "f(prompts, replies)"
+RewardFn = Callable[[Tokens], Tensor]  # the raw reward of every reply (B,)
+Function = Callable[[list[list[dict[str, str]]], list[str]], Any]
 
 
 class PromptReader:
@@ -129,3 +141,140 @@ def checked_rewards(values: Any, replies: Replies, who: str) -> Tensor:
 def _shortened(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def reward_model_fn(
+    model: ReplyScorer, micro_batch_size: int | None, micro_batch_tokens: int | None = None
+) -> RewardFn:
+    """Make a reward function of a model that scores replies; ranks share the rows.
+
+    Args:
+        model: The reward model.
+        micro_batch_size: Sequences of one pass; None for the default.
+        micro_batch_tokens: Positions of one pass; None for no such bound.
+    """
+    limits = MicroBatchLimits(micro_batch_size, micro_batch_tokens)
+
+    def reward_fn(batch: Tokens) -> Tensor:
+        rewards = torch.zeros(len(batch.tokens), device=batch.tokens.device)
+        parts = list(limits.split(batch))
+        scores = run_side_by_side(*(partial(_reply_scores, model, micro.tokens) for micro in parts), models=[model])
+        for micro, part_rewards in zip(parts, scores, strict=True):
+            if micro.weight:
+                rewards[micro.rows] = part_rewards
+        return distributed.all_reduce_sum(rewards)
+
+    return reward_fn
+
+
+@torch.inference_mode()
+def _reply_scores(model: ReplyScorer, part: Tokens) -> Tensor:
+    return model.reply_scores(part.tokens, part.attention_mask, part.reply_mask).float()
+
+
+def reward_metrics(reward_fn: RewardFn) -> dict[str, float]:
+    """Metrics about the newest batch, of a reward function that has an attribute ``metrics``; none of another."""
+    return dict(getattr(reward_fn, "metrics", {}))
+
+
+class RewardModelSource:
+    """One reward model."""
+
+    def __init__(self, reward_fn: RewardFn) -> None:
+        self.reward_fn = reward_fn
+        self.metrics: dict[str, float] = {}
+
+    def rewards(self, replies: Replies) -> Tensor:
+        """The model's rewards (B,) as they are; one that is not finite makes its step be skipped."""
+        return self.reward_fn(replies.tokens)
+
+
+class PythonFunction:
+    """Calls ``function(prompts, replies)`` once per rollout, on each rank with its share of the replies.
+
+    Same replies must give same scores for an exact resume.
+    """
+
+    def __init__(self, function: Function, who: str) -> None:
+        self.function, self.who = function, who
+        self.metrics: dict[str, float] = {}
+
+    def rewards(self, replies: Replies) -> Tensor:
+        """(B,).
+
+        Raises:
+            DataError: The function raised, or did not return one finite number per reply.
+        """
+        prompts = [[{"role": m.role, "content": m.content} for m in prompt] for prompt in replies.prompts]
+        texts = list(replies.texts)
+        try:
+            scores = self.function(prompts, texts)
+        except Exception as error:
+            raise DataError(f"{self.who} {describe_failure(error)}") from error
+        return checked_rewards(scores, replies, self.who)
+
+
+class RankShared:
+    """Asks ``source`` for this rank's replies, and gives every rank all rewards.
+
+    A text is rewarded once, however many ranks there are, and a source that is not deterministic still gives all of
+    them the same. ``metrics`` are means over the replies of all ranks.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.metrics: dict[str, float] = {}
+
+    def rewards(self, replies: Replies) -> Tensor:
+        """One raw reward per reply (B,)."""
+        if distributed.world_size() == 1:
+            rewards = self.source.rewards(replies)
+            self.metrics = self.source.metrics
+            return rewards
+        total = len(replies)
+        ((rows, weight),) = passes(list(range(total)), total)
+        own = int(weight) * len(rows)
+        rewards = self.source.rewards(replies.part(rows))[:own]
+        sums = distributed.reduce_metrics({name: own * value for name, value in self.source.metrics.items()})
+        self.metrics = {name: value / total for name, value in sums.items()}
+        return distributed.gather_rows(rewards, total)
+
+
+@dataclass(frozen=True)
+class WeightedSource:
+    """A source with its name in metrics and its weight in the sum."""
+
+    name: str
+    weight: float
+    source: Source
+
+
+class RewardMixture:
+    """``reward = sum of weight * source reward``: a :data:`~RewardFn`.
+
+    ``metrics`` are about the newest batch: ``source_NAME_mean`` and ``source_NAME_std`` of the unweighted rewards (B,)
+    where there is more than one source (population std), and a source's own metrics as ``source_NAME_...``.
+    """
+
+    def __init__(
+        self, sources: Sequence[WeightedSource], reader: PromptReader, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self.sources, self.reader, self.tokenizer = tuple(sources), reader, tokenizer
+        self.metrics: dict[str, float] = {}
+
+    def __call__(self, batch: Tokens) -> Tensor:
+        """Raw reward of every reply (B,)."""
+        replies = Replies(batch, self.reader, self.tokenizer)
+        columns = [weighted.source.rewards(replies) for weighted in self.sources]
+        self.metrics = self._metrics(columns)
+        return reduce(torch.add, [w.weight * column for w, column in zip(self.sources, columns, strict=True)])
+
+    def _metrics(self, columns: Sequence[Tensor]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for weighted, column in zip(self.sources, columns, strict=True):
+            prefix = f"source_{weighted.name}"
+            if len(self.sources) > 1:
+                metrics[f"{prefix}_mean"] = float(column.mean())
+                metrics[f"{prefix}_std"] = float(column.std(unbiased=False))
+            metrics |= {f"{prefix}_{name}": value for name, value in weighted.source.metrics.items()}
+        return metrics

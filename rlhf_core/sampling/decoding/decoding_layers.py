@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from rlhf_core.models.adapters.lora import adapted_layers
 from rlhf_core.models.float32_head import Float32Linear
 from rlhf_core.models.openblas_linear import is_plain_linear
-from rlhf_core.sampling.decoding.grouped_attention import grouped_queries
+from rlhf_core.sampling.decoding.grouped_attention import decoding_attention
 from rlhf_core.sampling.decoding.packed_linear import FusedProjection, PackedLinear
 
 # Packing rounds otherwise than a plain product and takes about as long as five steps of 16 rows: it is left to models,
@@ -51,7 +51,7 @@ def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[N
     try:
         for name, replacement in replacements.items():
             model.set_submodule(name, replacement)
-        with grouped_queries(model):
+        with decoding_attention(model):
             yield
     finally:
         for name, original in originals.items():

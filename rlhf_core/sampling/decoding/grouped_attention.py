@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from rlhf_core.models.float32_head import LOW_PRECISION
 
-NAME = "rlhf_grouped_sdpa"
+CPU_NAME, GPU_NAME = "rlhf_grouped_sdpa", "rlhf_sdpa"
 
 
 def grouped_attention(
@@ -36,24 +36,28 @@ def grouped_attention(
 
 
 @contextmanager
-def grouped_queries(model: PreTrainedModel) -> Iterator[None]:
-    """Decode with grouped attention inside the block, where ``model`` has it to gain."""
+def decoding_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Decode inside the block with grouped attention on a CPU, and on a GPU with masks that nothing waits for."""
+    name = GPU_NAME if model.device.type != "cpu" else CPU_NAME if model.dtype in LOW_PRECISION else None
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    changed = [
-        config
-        for config in configs.values()
-        if model.device.type == "cpu"
-        and model.dtype in LOW_PRECISION
-        and getattr(config, "_attn_implementation", None) == "sdpa"
-    ]
+    changed = [each for each in configs.values() if name and getattr(each, "_attn_implementation", None) == "sdpa"]
     if changed:
-        AttentionInterface.register(NAME, grouped_attention)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
+        AttentionInterface.register(CPU_NAME, grouped_attention)
+        AttentionMaskInterface.register(CPU_NAME, sdpa_mask)
+        AttentionInterface.register(GPU_NAME, sdpa_attention_forward)
+        AttentionMaskInterface.register(GPU_NAME, mask_without_look)
     try:
         for config in changed:
             # The empty name stands for the configuration itself, without those of its parts.
-            config._attn_implementation = {"": NAME}
+            config._attn_implementation = {"": name}
         yield
     finally:
         for config in changed:
             config._attn_implementation = {"": "sdpa"}
+
+
+def mask_without_look(*args: Any, **settings: Any) -> Tensor | None:
+    """transformers' mask, made whether or not a row is padded: to find out, the host would wait at every token."""
+    if settings.get("attention_mask") is not None:
+        settings["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, **settings)

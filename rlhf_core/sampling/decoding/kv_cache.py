@@ -5,11 +5,12 @@ Shapes: B sequences, K key-value heads, L tokens held so far, D head width.
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 # Tokens by which buffers grow: short replies allocate little, and a long one is copied once in so many tokens.
 BLOCK = 64
@@ -59,3 +60,16 @@ class BlockCache(DynamicCache):
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config=config)
         self.layers = [BlockLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given sequences only, of the states of recurrent layers too, which beam search selects as well."""
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                layer.reorder_cache(cast(Any, indices))
+            else:
+                cast(Any, layer).batch_select_indices(indices)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """What a model's forward calls its cache: state-space models call theirs otherwise."""
+    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from rlhf_core.config.ppo.sampler import VllmSamplerConfig
 from rlhf_core.data.chat.encoding import left_pad
 from rlhf_core.errors import RlhfError
-from rlhf_core.models.io import probe_ids
+from rlhf_core.models.forward import probe_ids
 from rlhf_core.models.precision import matmul_precision
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.http_retry import bearer_token

@@ -23,8 +23,7 @@ from rlhf_core.config.operations.launch import LaunchConfig
 from rlhf_core.config.operations.operations import Trained
 from rlhf_core.data.tokens import TOKENS
 from rlhf_core.errors import DataError, RlhfError, is_full_disk
-from rlhf_core.fingerprint import fingerprint
-from rlhf_core.ppo.reward_sources import tracked_files
+from rlhf_core.fingerprint import fingerprint, tracked_files
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import launcher
 from rlhf_core.stages.runtime.contract import Paths, Stage

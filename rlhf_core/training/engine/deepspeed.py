@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.operations.launch import LaunchConfig
 from rlhf_core.errors import ConfigError, ModelError, RlhfError
-from rlhf_core.models.io import probe_ids
+from rlhf_core.models.forward import probe_ids
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.pieces import Piece, SavedTensors
 from rlhf_core.training.engine import shards

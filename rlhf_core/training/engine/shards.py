@@ -148,7 +148,10 @@ class Shards:
         """The flat float32 partitions that the inner optimiser updates."""
         if self.stage == 3:
             return list(self.engine.optimizer.fp32_partitioned_groups_flat)
-        return list(self.engine.optimizer.single_partition_of_fp32_groups)
+        optimizer = self.engine.optimizer
+        # ZeRO 1 in bfloat16 has an optimiser of its own, with another name for the same.
+        named = "single_partition_of_fp32_groups"
+        return list(getattr(optimizer, named if hasattr(optimizer, named) else "fp32_groups_flat_partition"))
 
     def _has_moments(self) -> bool:
         return all("exp_avg" in self.engine.optimizer.optimizer.state.get(part, {}) for part in self._flat())

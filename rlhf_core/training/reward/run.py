@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from rlhf_core.models.adapters.lora import merge_adapters
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.prefix_sharing import require_prefix_sharing
 from rlhf_core.models.shared_base import Adapters, adapters_of
-from rlhf_core.storage.files import atomic_write_json, atomic_write_text
+from rlhf_core.storage.files import atomic_write_json
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.loop import Loop, LoopResult, LoopSettings
 from rlhf_core.training.reward.evaluation import (
@@ -55,7 +54,7 @@ class Split:
     """
 
     rows: Sequence[Preference]
-    pairs: Sequence[TokenisedPair]
+    pairs: PairTable
     dropped: dict[str, int]
 
 
@@ -250,11 +249,6 @@ class RewardModelRun:
 def metric_prefix(split: str) -> str:
     """What the names of a held-out split's metrics begin with."""
     return "test_" if split == "test" else ""
-
-
-def write_history(path: Path, trained: TrainedScalar) -> None:
-    """Write the training history as JSON lines."""
-    atomic_write_text(path, "".join(json.dumps(record) + "\n" for record in trained.result.history))
 
 
 def reply_lengths(pairs: Sequence[TokenisedPair]) -> tuple[np.ndarray, np.ndarray]:

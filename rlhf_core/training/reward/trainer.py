@@ -31,7 +31,7 @@ from rlhf_core.training.device_scalars import Scalar, device_scalar, read_scalar
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.examples import by_length, collate
 from rlhf_core.training.loop import StepReport
-from rlhf_core.training.losses import centering_loss, chunked_cross_entropy, pairwise_loss
+from rlhf_core.training.losses import StepTotals, centering_loss, chunked_cross_entropy, pairwise_loss
 from rlhf_core.training.reward.pair_batch import PairBatch, pair_batch, row_lengths
 from rlhf_core.training.rng import derive_seed
 
@@ -51,14 +51,6 @@ class PairScores:
     def margins(self) -> Rewards:
         """``r_w - r_l`` (B,)."""
         return self.chosen - self.rejected
-
-
-@dataclass(frozen=True)
-class StepTotals:
-    """The divisors of the losses of one optimiser step: pairs, and tokens of chosen replies."""
-
-    pairs: int
-    tokens: int
 
 
 class PairBatches:
@@ -230,8 +222,8 @@ def pair_loss(
     parts = [(h, part.sequences) for h, part in zip(hidden, batch.micro_batches, strict=True)]
     scores = torch.cat([model.scores(model.pool(h, part.attention_mask, part.reply_mask)) for h, part in parts])
     chosen, rejected = scores[batch.chosen], scores[batch.rejected]
-    loss = pairwise_loss(chosen, rejected, margins.to(chosen) if margins is not None else None, totals.pairs)
-    share = len(pairs) / totals.pairs
+    loss = pairwise_loss(chosen, rejected, margins.to(chosen) if margins is not None else None, totals.rows)
+    share = len(pairs) / totals.rows
     metrics: dict[str, Scalar] = {
         "ranking_loss": device_scalar(loss),
         "accuracy": share * device_scalar((chosen > rejected).float().mean()),
@@ -242,7 +234,7 @@ def pair_loss(
         loss = loss + config.imitation * imitation
         metrics["imitation_loss"] = device_scalar(imitation)
     if config.centering > 0:
-        loss = loss + config.centering * centering_loss(chosen, rejected, totals.pairs)
+        loss = loss + config.centering * centering_loss(chosen, rejected, totals.rows)
     return loss, read_scalars([metrics | {"loss": device_scalar(loss)}])[0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -252,14 +251,6 @@ def test_the_real_match_runs_in_a_process_of_its_own(contest: Path) -> None:
     assert result["prompts"] == 8 and result["win"] + result["tie"] + result["lose"] == pytest.approx(1)
     assert result["lc_win_rate_low95"] <= result["lc_win_rate"] <= result["lc_win_rate_high95"]
     assert decision.promoted == (result["win_rate_low95"] > 0.5)
-
-
-def test_the_referee_stands_in_where_no_judge_was_trained_and_the_reason_says_so(contest: Path) -> None:
-    shutil.rmtree(contest / "models" / "judge")
-    decision = promote(contest, play=ScriptedMatch(referee=0.56))
-    assert decision.promoted and decision.question is not None
-    assert "judge" not in decision.question and decision.question["referee"]
-    assert decision.reason.endswith("there is no judge: the referee stands in, which selected the checkpoint")
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)

@@ -202,6 +202,57 @@ def test_adapters_alone_may_be_trained(llama: tuple[PreTrainedModel, PreTrainedT
     assert any(not torch.equal(parameter, moved[name]) for name, parameter in model.named_parameters())
 
 
+def length_reward(prompts: Any, replies: list[str]) -> list[float]:
+    """A reward source of a module."""
+    return [float(len(reply)) for reply in replies]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one backbone": {"critic_mode": "shared", "critic_optimizer": None, "vf_loss_weight": 0.5},
+    "another start": {"policy_init": "base"},
+    "plain texts": {"ptx": {"weight": 0.1, "batch_size": 2, "data": "both"}},
+    "sources of the settings": {
+        "reward": {"sources": [{"kind": "function", "target": f"{__name__}:length_reward"}, {"kind": "model"}]}
+    },
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_setting_of_the_stages_is_one_of_the_functions(
+    option: str, llama: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path
+) -> None:
+    model, tokenizer = llama
+    config = rlhf.PpoConfig(**PPO | {"iterations": 1} | OPTIONS[option])
+    rlhf.ScalarModel.from_causal_lm(model, 5).save(tmp_path / "models/reward", tokenizer)
+    reward = None if option == "sources of the settings" else by_length
+    rollout, pretraining = config.rollout, rlhf.CriticConfig(max_rollouts=1)
+    critic = rlhf.train_critic(
+        model, tokenizer, QUESTIONS, reward, rollout=rollout, config=pretraining,
+        context=rlhf.RunContext(tmp_path / "critic", folder=tmp_path),
+    )  # fmt: skip
+    base = copy.deepcopy(model)
+    with torch.no_grad():
+        next(base.parameters()).mul_(0.5)
+    texts = {"demonstrations": [{"prompt": "a", "completion": "b"}], "pretrain": ["c d"]}
+    policy = rlhf.train_ppo(
+        model, tokenizer, QUESTIONS, reward, critic, config=config,
+        context=rlhf.RunContext(tmp_path / "ppo", folder=tmp_path),
+        **({"base": base} if option == "another start" else texts if option == "plain texts" else {}),
+    )  # fmt: skip
+    (row,) = policy.history
+    assert policy.metrics["iterations"] == 1 and "selected" not in policy.metrics
+    assert ("critic_lr" in row) == (option != "one backbone") and ("ptx_loss" in row) == (option == "plain texts")
+    assert ("source_model_mean" in row) == (reward is None)
+    assert (abs(row["kl"]) > 1e-6) == (option == "another start")
+    critic.save(tmp_path / "models/critic")
+    again = rlhf.train_ppo(
+        model, tokenizer, QUESTIONS, reward, tmp_path / "models/critic", config=config,
+        context=rlhf.RunContext(tmp_path / "again", folder=tmp_path),
+        **({"base": base} if option == "another start" else texts if option == "plain texts" else {}),
+    )  # fmt: skip
+    assert same(weights(again.model), weights(policy.model))
+
+
 def test_the_import_is_cheap_and_the_names_exist() -> None:
     code = (
         "import sys, rlhf_core; assert 'torch' not in sys.modules; "

@@ -14,6 +14,7 @@ import rlhf_core as rlhf
 from rlhf_core.errors import ConfigError, DataError, ModelError
 
 Refused = tuple[Callable[[Any, Any, Any], Any], type[Exception], str]
+SOURCES = {"reward": {"sources": [{"kind": "function", "target": "a.module:function"}]}}
 REFUSED: dict[str, Refused] = {
     "no records": (lambda m, t, c: rlhf.train_sft(m, t, []), DataError, "demonstrations is empty"),
     "one record": (
@@ -96,17 +97,42 @@ REFUSED: dict[str, Refused] = {
         ConfigError,
         "config is a PpoConfig; a SftConfig is needed",
     ),
-    "a shared critic": (
-        lambda m, t, c: rlhf.train_critic(m, t, QUESTIONS, by_length, rollout=rlhf.RolloutConfig(critic_mode="shared")),
+    "a reward that is given twice": (
+        lambda m, t, c: rlhf.train_critic(m, t, QUESTIONS, by_length, rollout=rlhf.PpoConfig(**PPO | SOURCES).rollout),
         ConfigError,
-        "leave it at separate",
+        "given twice",
     ),
-    "a start other than the model": (
+    "a base that is not given": (
         lambda m, t, c: rlhf.train_ppo(
             m, t, QUESTIONS, by_length, c, config=rlhf.PpoConfig(**PPO | {"policy_init": "base"})
         ),
         ConfigError,
-        "policy_init is for the pipeline's stages",
+        "there is no base",
+    ),
+    "shared weights of models in memory": (
+        lambda m, t, c: rlhf.train_ppo(
+            m,
+            t,
+            QUESTIONS,
+            by_length,
+            c,
+            config=rlhf.PpoConfig(**PPO | {"policy_lora": rlhf.LoraConfig(rank=2), "share_base": True}),
+        ),
+        ConfigError,
+        "give model and referee as folders",
+    ),
+    "texts that nothing reads": (
+        lambda m, t, c: rlhf.train_ppo(
+            m,
+            t,
+            QUESTIONS,
+            by_length,
+            c,
+            pretrain=["a text"],
+            config=rlhf.PpoConfig(**PPO | {"ptx": rlhf.PtxConfig()}),
+        ),
+        ConfigError,
+        "ptx.data is demonstrations",
     ),
     "prompts for no referee": (
         lambda m, t, c: rlhf.train_ppo(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_rows import memory_rows
+from validation_rows import suites_of
 
 from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.schema import arrow_schema
-from rlhf_core.data.validation.checks import check_frame, checks_for, roles_in_order
+from rlhf_core.data.validation.columns import column_schema, copies, read_columns
+from rlhf_core.data.validation.tables import RawData, Validated, validate
 
 BASE: dict[str, Any] = {"id": "i", "margin": None, "category": "c", "source": "s", "group": "g"}
 CONFIG = ValidateConfig(max_prompt_chars=20, max_reply_chars=60, max_turns=4)
@@ -26,15 +31,19 @@ def pair(**changes: Any) -> dict[str, Any]:
 
 
 def failed(*rows: dict[str, Any], kind: str = "preferences", config: ValidateConfig = CONFIG) -> list[set[str]]:
-    """The columns that each row fails, read as the suites read them."""
-    frame = check_frame(kind, [pa.Table.from_pylist(list(rows), schema=arrow_schema(kind))], config)
-    failed: list[set[str]] = [set() for _ in rows]
-    for check in checks_for(kind, config):
-        for position, value in enumerate(frame[check.column]):
-            good = value == 1 if check.is_flag else check.low <= value <= check.high
-            if not good:
-                failed[position].add(check.column)
-    return failed
+    """The rules that each row breaks, as the project's suites say."""
+    suites = suites_of(**config.model_dump(exclude_unset=True))
+    with TemporaryDirectory() as folder:
+        validated = validate(RawData({kind: memory_rows(kind, rows)}, Path(folder) / "none"), suites, Path(folder))
+        return [set(names) for names in rules_broken(validated, kind, len(rows))]
+
+
+def rules_broken(validated: Validated, kind: str, rows: int) -> list[list[str]]:
+    by_row: list[list[str]] = [[] for _ in range(rows)]
+    for rule, verdict in validated.verdicts[kind].items():
+        for row in verdict.rows if verdict.rows is not None else ():
+            by_row[row].append(rule.name)
+    return by_row
 
 
 def test_ordinary_text_passes() -> None:
@@ -52,71 +61,71 @@ def test_ordinary_text_passes() -> None:
     assert failed(*(pair(chosen=text) for text in texts)) == [set()] * len(texts)
 
 
-@pytest.mark.parametrize(
-    ("changes", "column"),
-    [
-        ({"chosen": " \n"}, "chosen_not_empty"),
-        ({"rejected": ""}, "rejected_not_empty"),
-        ({"chosen": None}, "complete"),
-        ({"prompt": [user(" ")]}, "prompt_not_empty"),
-        ({"prompt": []}, "roles"),
-        ({"prompt": None}, "complete"),
-        ({"prompt": [user("a"), user("b")]}, "roles"),
-        ({"prompt": [user("x" * 21)]}, "prompt_chars"),
-        ({"chosen": "x" * 61}, "chosen_chars"),
-        ({"rejected": "x" * 61}, "rejected_chars"),
-        ({"chosen": "a  b", "rejected": " a\nb"}, "replies_differ"),
-        ({"chosen": "same\u200b", "rejected": "same"}, "replies_differ"),
-        ({"chosen": "caf\u00e9", "rejected": "cafe\u0301"}, "replies_differ"),
-        ({"category": "AKIAABCDEFGHIJKLMNOP"}, "no_secrets"),
-        ({"source": "AKIAABCDEFGHIJKLMNOP"}, "no_secrets"),
-        ({"category": "a\x00b"}, "no_control_characters"),
-        ({"source": "\x1b[31m"}, "no_control_characters"),
-        ({"margin": float("nan")}, "margin_finite"),
-        ({"margin": float("inf")}, "margin_finite"),
-        ({"chosen": "a\x00b"}, "no_control_characters"),
-        ({"chosen": "a\x1b[0m"}, "no_control_characters"),
-        ({"chosen": "broken \ufffd"}, "no_control_characters"),
-        ({"chosen": "Ã©cole"}, "no_mojibake"),
-        ({"prompt": [user("donâ€™t")]}, "no_mojibake"),
-        ({"chosen": "25 Â°C"}, "no_mojibake"),
-        ({"chosen": "锟斤拷锟斤拷"}, "no_mojibake"),
-        ({"chosen": "\u200b"}, "chosen_not_empty"),
-        ({"rejected": " \ufeff\u200d\u2060\n"}, "rejected_not_empty"),
-        ({"chosen": "\u3164\u2800"}, "chosen_not_empty"),
-        ({"prompt": [user("\u200b")]}, "prompt_not_empty"),
-    ],
-)
-def test_bad_rows(changes: dict[str, Any], column: str) -> None:
-    good, bad = failed(pair(), pair(id="j", **changes))
+BAD_ROWS: list[tuple[dict[str, Any], str]] = [
+    ({"chosen": " \n"}, "chosen_not_empty"),
+    ({"rejected": ""}, "rejected_not_empty"),
+    ({"chosen": None}, "complete"),
+    ({"prompt": [user(" ")]}, "prompt_not_empty"),
+    ({"prompt": []}, "roles"),
+    ({"prompt": None}, "complete"),
+    ({"prompt": [user("a"), user("b")]}, "roles"),
+    ({"prompt": [user("x" * 21)]}, "prompt_chars"),
+    ({"chosen": "x" * 61}, "chosen_chars"),
+    ({"rejected": "x" * 61}, "rejected_chars"),
+    ({"chosen": "a  b", "rejected": " a\nb"}, "replies_differ"),
+    ({"chosen": "same\u200b", "rejected": "same"}, "replies_differ"),
+    ({"chosen": "caf\u00e9", "rejected": "cafe\u0301"}, "replies_differ"),
+    ({"category": "AKIAABCDEFGHIJKLMNOP"}, "no_secrets"),
+    ({"source": "AKIAABCDEFGHIJKLMNOP"}, "no_secrets"),
+    ({"category": "a\x00b"}, "no_control_characters"),
+    ({"source": "\x1b[31m"}, "no_control_characters"),
+    ({"margin": float("nan")}, "margin_finite"),
+    ({"margin": float("inf")}, "margin_finite"),
+    ({"chosen": "a\x00b"}, "no_control_characters"),
+    ({"chosen": "a\x1b[0m"}, "no_control_characters"),
+    ({"chosen": "broken \ufffd"}, "no_control_characters"),
+    ({"chosen": "Ã©cole"}, "no_mojibake"),
+    ({"prompt": [user("donâ€™t")]}, "no_mojibake"),
+    ({"chosen": "25 Â°C"}, "no_mojibake"),
+    ({"chosen": "锟斤拷锟斤拷"}, "no_mojibake"),
+    ({"chosen": "\u200b"}, "chosen_not_empty"),
+    ({"rejected": " \ufeff\u200d\u2060\n"}, "rejected_not_empty"),
+    ({"chosen": "\u3164\u2800"}, "chosen_not_empty"),
+    ({"prompt": [user("\u200b")]}, "prompt_not_empty"),
+]
+
+
+def test_bad_rows() -> None:
+    good, *bad = failed(pair(), *(pair(id=str(i), **changes) for i, (changes, _) in enumerate(BAD_ROWS)))
     assert good == set()
-    assert column in bad
+    lacking = [
+        (changes, rule, found) for (changes, rule), found in zip(BAD_ROWS, bad, strict=True) if rule not in found
+    ]
+    assert not lacking
 
 
-@pytest.mark.parametrize(
-    "secret",
-    [
-        "-----BEGIN RSA PRIVATE " + "KEY-----",
-        "AKIA" + "Q" * 16,
-        "sk-" + "a1" * 16,
-        "sk-proj-" + "a1" * 16,
-        "ghp_" + "a" * 36,
-        "hf_" + "a" * 34,
-        "xoxb-" + "1" * 12,
-        "AIza" + "b" * 35,
-    ],
-)
-def test_secrets_are_found_when_asked(secret: str) -> None:
-    assert failed(pair(chosen=f"use {secret} now")) == [{"no_secrets"}]
-    off = ValidateConfig(secrets=False)
-    assert failed(pair(chosen=f"use {secret} now"), config=off) == [set()]
+SECRETS = [
+    "-----BEGIN RSA PRIVATE " + "KEY-----",
+    "AKIA" + "Q" * 16,
+    "sk-" + "a1" * 16,
+    "sk-proj-" + "a1" * 16,
+    "ghp_" + "a" * 36,
+    "hf_" + "a" * 34,
+    "xoxb-" + "1" * 12,
+    "AIza" + "b" * 35,
+]
+
+
+def test_secrets_are_found_when_asked() -> None:
+    rows = [pair(chosen=f"use {secret} now") for secret in SECRETS]
+    assert failed(*rows) == [{"no_secrets"}] * len(rows)
+    assert failed(*rows, config=ValidateConfig(secrets=False)) == [set()] * len(rows)
 
 
 def test_mojibake_of_every_accented_letter_is_found() -> None:
-    for letter in "éèüöñçàâêô’“—🙂":
-        garbled = letter.encode().decode("cp1252", errors="ignore")
-        if len(garbled) == len(letter.encode()):
-            assert failed(pair(chosen=garbled)) == [{"no_mojibake"}], letter
+    letters = [(letter, letter.encode().decode("cp1252", errors="ignore")) for letter in "éèüöñçàâêô’“—🙂"]
+    garbled = [text for letter, text in letters if len(text) == len(letter.encode())]
+    assert failed(*(pair(chosen=text) for text in garbled)) == [{"no_mojibake"}] * len(garbled)
 
 
 def test_duplicates_keep_the_first_and_roles_count() -> None:
@@ -150,27 +159,28 @@ def test_margin_may_be_missing_or_any_finite_number() -> None:
     assert failed(pair(), pair(margin=-2.5, chosen="better")) == [set(), set()]
 
 
-@pytest.mark.parametrize(
-    ("roles", "good"),
-    [
-        ("u", True),
-        ("su", True),
-        ("uau", True),
-        ("suau", True),
-        ("", False),
-        ("s", False),
-        ("a", False),
-        ("ua", False),
-        ("au", False),
-        ("uu", False),
-        ("usu", False),
-        ("ssu", False),
-        ("u?u", False),
-    ],
-)
-def test_roles(roles: str, good: bool) -> None:
+ROLES = [
+    ("u", True),
+    ("su", True),
+    ("uau", True),
+    ("suau", True),
+    ("", False),
+    ("s", False),
+    ("a", False),
+    ("ua", False),
+    ("au", False),
+    ("uu", False),
+    ("usu", False),
+    ("ssu", False),
+    ("u?u", False),
+]
+
+
+def test_roles() -> None:
     names = {"u": "user", "a": "assistant", "s": "system", "?": "tool"}
-    assert roles_in_order([names[role] for role in roles]) is good
+    prompts = [[{"role": names[role], "content": f"{i}"} for role in roles] for i, (roles, _) in enumerate(ROLES)]
+    found = failed(*(BASE | {"prompt": prompt} for prompt in prompts), kind="prompts")
+    assert [("roles" not in rules) for rules in found] == [good for _, good in ROLES]
 
 
 def test_a_row_is_not_lost_because_a_refused_one_has_its_texts() -> None:
@@ -192,8 +202,7 @@ def test_replies_that_both_begin_with_the_prompt_are_warned_about() -> None:
     assert failed(repeated | {"rejected": "The sea."}) == [set()], "one reply may begin so"
     greeting = pair(prompt=[user("Hello")], chosen="Hello you", rejected="Hello!")
     assert failed(greeting) == [set()], "a short prompt is no sign of an error"
-    (check,) = (check for check in checks_for("preferences", CONFIG) if check.column == "prompt_not_repeated")
-    assert check.severity == "warn"
+    assert suites_of().severity("preferences", "prompt_not_repeated") == "warn"
 
 
 def test_other_kinds() -> None:
@@ -210,21 +219,6 @@ def test_other_kinds() -> None:
     assert failed(BASE | {"text": "t" * 100}, BASE | {"text": " "}, kind="pretrain") == [set(), {"text_not_empty"}]
 
 
-def test_prompts_together_may_be_larger_than_an_array_of_strings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ordinary arrow strings end at 2 GiB: the prompts of a data set are joined to large ones."""
-    made: list[pa.DataType | None] = []
-    array = pa.array
-
-    def recorded(values: Any, type: pa.DataType | None = None, **more: Any) -> pa.Array:
-        made.append(type)
-        return array(values, type, **more)
-
-    table = pa.Table.from_pylist([BASE | {"prompt": [user("a")]}], arrow_schema("prompts"))
-    monkeypatch.setattr(pa, "array", recorded)
-    check_frame("prompts", [table], CONFIG)
-    assert pa.large_string() in made and pa.string() not in made
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(*[st.sampled_from(["a", "b", " a", "a\n", ""])] * 3), min_size=1, max_size=12),
@@ -237,10 +231,13 @@ def test_copies_and_contradictions_are_found_in_whatever_parts_rows_arrive(
         [pair(prompt=[user(prompt)], chosen=chosen, rejected=rejected) for prompt, chosen, rejected in rows],
         schema=arrow_schema("preferences"),
     )
-    frame = check_frame("preferences", (table.slice(i, size) for i in range(0, len(rows), size)), CONFIG)
-    assert frame["row_id"].tolist() == list(range(len(rows)))
-    assert frame["not_duplicate"].tolist() == [int(row not in rows[:i]) for i, row in enumerate(rows)]
+    with TemporaryDirectory() as folder:
+        parts = (table.slice(i, size) for i in range(0, len(rows), size))
+        frame, contents = read_columns("preferences", parts, Path(folder) / "rows.arrow")
+        contradicted_by = frame["contradicted_by"].tolist()
+    assert {pa.large_string()} == {column_schema("preferences").field(name).type for name in ("prompt", "chosen")}
+    repeated = {i: rows.index(row) for i, row in enumerate(rows) if row in rows[:i]}
+    assert copies(contents, np.ones(len(rows), dtype=bool)) == repeated
     spaced = [tuple(" ".join(text.split()) for text in row) for row in rows]
     contradicted = [(p, rejected, chosen) in spaced and chosen != rejected for p, chosen, rejected in spaced]
-    assert frame["not_contradicted"].tolist() == [int(not found) for found in contradicted]
-    assert frame["replies_differ"].tolist() == [int(chosen != rejected) for _, chosen, rejected in spaced]
+    assert [isinstance(other, str) for other in contradicted_by] == contradicted

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from leakage_rows import row, set_of
+from validation_rows import suites_of
 
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import check_params
@@ -49,7 +50,7 @@ def test_rows_of_training_that_overlap_are_named(tmp_path: Path) -> None:
     )
     files = list(read_sources(config.evaluation_files, "prompts", tmp_path))
     found = contamination(rows, files, NearDuplicatesConfig(shingle_words=2, similarity=0.75, permutations=512))
-    named = {(b.kind, b.row): (b.other, b.reason.startswith("nearly")) for b in found.breaches}
+    named = {(b.kind, b.number): (b.other, b.reason.startswith("nearly")) for b in found.breaches}
     assert named == {
         ("preferences", 1): ("eval.jsonl:2", False),
         ("preferences", 3): ("eval.jsonl:2", False),
@@ -64,7 +65,7 @@ def test_rows_of_training_that_overlap_are_named(tmp_path: Path) -> None:
 
 
 def test_without_evaluation_files_the_rule_is_not_checked() -> None:
-    findings = check_set(set_of(prompts=[row("prompts", 0, "train", TIDES)]).clean, ValidateConfig())
+    findings = check_set(set_of(prompts=[row("prompts", 0, "train", TIDES)]).clean, ValidateConfig(), suites_of())
     assert "no_contamination" not in findings.checked["prompts"] and not findings.evaluation
 
 

@@ -127,7 +127,7 @@ def test_bad_hh_rows_are_refused_with_a_reason(record: Any, reason: str, tmp_pat
     ("record", "reason"),
     [
         ({"prompt": [{"role": "tool", "content": "x"}], "chosen": "a", "rejected": "b"}, "unknown role 'tool'"),
-        ({"prompt": [{"role": "user", "content": None}], "chosen": "a", "rejected": "b"}, "not text but NoneType"),
+        ({"prompt": [{"role": "user", "content": None}], "chosen": "a", "rejected": "b"}, "turn is missing"),
         ({"prompt": [], "chosen": "a", "rejected": "b"}, "list of turns is empty"),
         ({"prompt": [USER], "chosen": [said("a"), said("b")], "rejected": "b"}, "chosen has 2 turns"),
         ({"prompt": [USER], "chosen": "a", "rejected": "b", "margin": "big"}, "margin 'big' is not a number"),
@@ -189,7 +189,7 @@ def test_ragged_csv_rows_are_refused(tmp_path: Path) -> None:
         ("x.json", b"", "is empty"),
         ("x.json", b"[]", "no rows"),
         ("x.json", b"{", "not valid JSON"),
-        ("x.json", b'{"a": 1}', "single JSON dict"),
+        ("x.json", b'{"a": 1}', "single JSON object"),
         (
             "x.json",
             b'[{"question": 1, "answer": 2}]',

@@ -31,7 +31,7 @@ def test_prompts_that_are_the_beginning_of_a_held_out_one_and_the_reverse() -> N
         prompts=[row("prompts", 6, "test", "Nothing of the kind?")],
     )
     found = prefix_leakage(rows)
-    assert {(b.rule, b.kind, b.row) for b in found.breaches} == {
+    assert {(b.rule, b.kind, b.number) for b in found.breaches} == {
         ("no_prefix_leakage", "preferences", 0),
         ("no_prefix_leakage", "preferences", 1),
         ("no_prefix_leakage", "demonstrations", 0),
@@ -55,7 +55,7 @@ def test_the_judges_pairs_are_held_out_from_the_reward_models() -> None:
         ]
     )
     prefix = [b for b in prefix_leakage(rows).breaches if b.rule == "no_prefix_leakage"]
-    assert [(b.row, b.reason.count("the judge's pairs")) for b in prefix] == [(0, 1)]
+    assert [(b.number, b.reason.count("the judge's pairs")) for b in prefix] == [(0, 1)]
 
 
 def test_turns_are_told_apart_by_where_they_end() -> None:
@@ -76,7 +76,7 @@ def test_against_a_comparison_of_all_pairs(dialogues: list[list[str]], random: A
         for i, (s, t) in enumerate(zip(splits, odd, strict=True))
         if s == "train" and any(t == h[: len(t)] or h == t[: len(h)] for h in held_out)
     }
-    assert {b.row for b in prefix_leakage(rows).breaches if b.rule == "no_prefix_leakage"} == expected
+    assert {b.number for b in prefix_leakage(rows).breaches if b.rule == "no_prefix_leakage"} == expected
 
 
 LONG = "Please explain to me in simple terms how the tides of the sea are made by the moon and the sun together"
@@ -93,7 +93,7 @@ def test_prompts_that_are_worded_nearly_alike() -> None:
     )
     found = similar_prompts(rows, CONFIG)
     # Both resemble the test prompt. The judge's are held out from the reward model's, so row 0 resembles row 3 too.
-    assert [(b.row, b.reason.rpartition(" of ")[2]) for b in found] == [
+    assert [(b.number, b.reason.rpartition(" of ")[2]) for b in found] == [
         (0, "split test"),
         (3, "split test"),
         (0, "the judge's pairs"),

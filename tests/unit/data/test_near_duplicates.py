@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 from memory_rows import memory_rows, origins_of
-from validation_rows import make_row
+from validation_rows import make_row, suites_of
 
 from rlhf_core.config.stages.validate import NearDuplicatesConfig, ValidateConfig
 from rlhf_core.data.validation.set_rules import minhash
 from rlhf_core.data.validation.set_rules.check_set import SetFindings, apply_set_rules, check_set
+from rlhf_core.data.validation.set_rules.findings_file import named_findings
 from rlhf_core.data.validation.set_rules.minhash import CROWDED, SimilarTexts, shingle_hashes
-from rlhf_core.data.validation.tables import RawData, Validated
+from rlhf_core.data.validation.tables import RawData, Validated, validate
 
 CONFIG = NearDuplicatesConfig(search=True, permutations=256)
 WORDS = [f"w{i}" for i in range(1000)]
@@ -82,17 +83,11 @@ def found(**settings: object) -> tuple[Validated, SetFindings]:
     ]
     stored = {"preferences": memory_rows("preferences", rows)}
     raw = RawData(stored, Path("none"), origins={"preferences": origins_of("pairs.jsonl", (1, 2, 3))})
-    validated = Validated(
-        raw,
-        clean=dict(stored),
-        reasons={"preferences": {}},
-        raw_rows={"preferences": 3},
-        failed_checks={"preferences": Counter()},
-        warned_checks={"preferences": Counter()},
-    )
-    config = ValidateConfig.model_validate(settings)
-    findings = check_set(validated.clean, config)
-    apply_set_rules(validated, findings, config)
+    suites = suites_of(**settings)
+    with TemporaryDirectory() as folder:
+        validated = validate(raw, suites, Path(folder))
+        findings = check_set(validated.clean, ValidateConfig.model_validate(settings), suites)
+        apply_set_rules(validated, findings.checked, named_findings(findings.breaches, validated, suites))
     return validated, findings
 
 
@@ -117,7 +112,7 @@ def test_rows_that_are_nearly_copies_are_counted_and_stay() -> None:
     validated, findings = found(near_duplicates={"search": True})
     assert validated.warned_checks["preferences"]["no_near_duplicates"] == 1
     assert findings.counts["preferences"]["near_duplicates_compared"] == 3 == validated.clean["preferences"].num_rows
-    assert [b.row for b in findings.breaches] == [1] and not list(validated.quarantine())
+    assert [b.number for b in findings.breaches] == [1] and not list(validated.quarantine())
 
 
 @pytest.mark.parametrize("severity", ["refuse", "fail"])
@@ -142,8 +137,8 @@ def flagged(*positions: int) -> list[int]:
     ]
     config = ValidateConfig.model_validate({"near_duplicates": {"search": True}})
     origins = {"preferences": origins_of("rankings.jsonl", positions)}
-    findings = check_set({"preferences": memory_rows("preferences", rows)}, config, origins=origins)
-    return [breach.row for breach in findings.breaches if breach.rule == "no_near_duplicates"]
+    findings = check_set({"preferences": memory_rows("preferences", rows)}, config, suites_of(), origins=origins)
+    return [breach.number for breach in findings.breaches if breach.rule == "no_near_duplicates"]
 
 
 def test_pairs_of_one_ranking_are_no_near_duplicates_of_each_other() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from leakage_rows import row, set_of
 from memory_rows import memory_rows
-from validation_rows import make_row
+from validation_rows import make_row, suites_of
 
 from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.validation.set_rules.check_set import check_set
@@ -73,8 +73,8 @@ def test_rows_in_another_language_are_named() -> None:
             row("demonstrations", 2, "train", "Oui"),
         ]
     )
-    findings = check_set(rows.clean, ValidateConfig(languages=("en",)))
-    assert [(b.row, b.reason) for b in findings.breaches] == [(1, "looks like language zh")]
+    findings = check_set(rows.clean, ValidateConfig(languages=("en",)), suites_of())
+    assert [(b.number, b.reason) for b in findings.breaches] == [(1, "looks like language zh")]
     assert findings.languages["demonstrations"] == Counter({"en": 1, "zh": 1, "unknown": 1})
     with pytest.raises(ConfigError, match=r"validate\.languages: english is no language"):
-        check_set(rows.clean, ValidateConfig(languages=("english",)))
+        check_set(rows.clean, ValidateConfig(languages=("english",)), suites_of())

@@ -21,12 +21,12 @@ from rlhf_core.config.stages.sft import SftConfig
 from rlhf_core.data.batches import padding
 from rlhf_core.data.batches.pairs import TokenisedPair
 from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.learners.actor_critic_pair import ActorCriticPair, SeparateActorCritic
-from rlhf_core.ppo.losses.ptx import PtxData
-from rlhf_core.ppo.losses.value_loss import ValueObjective
-from rlhf_core.ppo.update import Learner, update
+from rlhf_core.ppo.losses import ValueObjective
+from rlhf_core.ppo.update import Learner, PtxData, update
 from rlhf_core.runtime import distributed
+from rlhf_core.training.device_scalars import totals_of_steps
 from rlhf_core.training.engine import Engine, LocalEngine
 from rlhf_core.training.examples import Example
 from rlhf_core.training.reward.trainer import RewardTask
@@ -79,7 +79,7 @@ def ppo_config(lr: float, minibatches: int = 2) -> PpoConfig:
 
 def rollout(tiny: Tiny, rows: range = range(7), pair: ActorCriticPair | None = None) -> Experience:
     """One experience of seven prompts, sampled and scored by all ranks together."""
-    pair = pair or SeparateActorCritic(tiny.policy, tiny.critic, {}, tiny.sampling, 2, FEW_LOGITS)
+    pair = pair or ActorCriticPair(tiny.policy, tiny.critic, {}, tiny.sampling, 2, FEW_LOGITS)
     return collect(tiny, ppo_config(0.1), rows, streams=[100 + row for row in rows], seed=5, kl_coef=0.1, pair=pair)
 
 
@@ -173,11 +173,11 @@ def _reward_in_micro_batches(
 
 def _critic(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> tuple[list[Engine], dict[str, float]]:
     experience, engine = load_experience(stored), make(tiny.critic, optimizer(lr), "critic")
-    pair = SeparateActorCritic(tiny.policy, tiny.critic, {"critic": engine}, tiny.sampling, 2)
+    pair = ActorCriticPair(tiny.policy, tiny.critic, {"critic": engine}, tiny.sampling, 2)
     figures: dict[str, float] = {}
     for step in range(steps):
         (minibatch, *_) = experience.minibatches(2, 3, step)
-        figures = pair.accumulate_value_gradients(minibatch, ValueObjective(0.2)).as_metrics()
+        figures = totals_of_steps([pair.accumulate_value_gradients(minibatch, ValueObjective(0.2))])[0]
         figures["grad_norm"] = engine.step().grad_norm
     return [engine], figures
 
@@ -188,12 +188,12 @@ def _ppo(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> t
         "policy": make(tiny.policy, config.policy_optimizer, "policy"),
         "critic": make(tiny.critic, config.critic_optimizer, "critic"),
     }
-    pair = SeparateActorCritic(tiny.policy, tiny.critic, engines, tiny.sampling, config.micro_batch_size, FEW_LOGITS)
+    pair = ActorCriticPair(tiny.policy, tiny.critic, engines, tiny.sampling, config.micro_batch_size, FEW_LOGITS)
     ptx = PtxData([(p, [*reversed(p), EOS]) for p in tiny.prompts], config.ptx.batch_size, 5, PAD)
     learner = Learner(config, pair, tiny.reference, ptx)
     figures: dict[str, float] = {}
     for iteration in range((steps + 1) // 2):
-        figures = update(learner, experience, 0.1, iteration).as_metrics()
+        figures = update(learner, experience, 0.1, iteration).metrics
     return list(engines.values()), figures
 
 

@@ -17,7 +17,7 @@ from unit.ppo.tiny import make_tiny
 
 from rlhf_core.data.batches import sharding
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
+from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.runtime import distributed
 
 # A learning rate so high that the weights after one step are the gradient, and one that moves weights well beyond

@@ -15,9 +15,9 @@ from unit.ppo.rollback_runs import config_with, rule
 from unit.ppo.tiny import health_of, make_config, make_learner, make_tiny, make_trainer
 
 from rlhf_core.config.health.rule import Check
-from rlhf_core.ppo.reward_sources.rank_shared import RankShared
-from rlhf_core.ppo.reward_sources.source import PromptReader, Replies
-from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.ppo.checkpoints import abandoned_rows
+from rlhf_core.ppo.reward_sources.source import PromptReader, RankShared, Replies
+from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.update import update
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.token_scoring import Tokens
@@ -55,7 +55,7 @@ def with_rollback(folder: Path) -> None:
     cases.write_result(folder, "rollback", weights, {"kl": 0.0})
     if first:
         (folder / "history.jsonl").write_bytes(trainer.history.path.read_bytes())
-        (folder / "abandoned.json").write_text(json.dumps(journal.abandoned("rows")))
+        (folder / "abandoned.json").write_text(json.dumps(abandoned_rows(work, "rows")))
 
 
 def with_budget(folder: Path) -> None:
@@ -63,7 +63,7 @@ def with_budget(folder: Path) -> None:
     tiny, config = make_tiny(), make_config(minibatches=2, micro_batch_tokens=24, ptx={"weight": 0.0})
     learner = make_learner(tiny, config, logits_bytes=cases.FEW_LOGITS)
     experience = cases.rollout(tiny, pair=learner.pair)
-    figures = update(learner, experience, 0.1, 0).as_metrics()
+    figures = update(learner, experience, 0.1, 0).metrics
     cases.write_result(folder, "budget", learner.pair.engines["policy"].trained_weights(), figures)
 
 
@@ -80,7 +80,7 @@ def with_shared_backbone(folder: Path) -> None:
     learner = make_learner(tiny, config)
     experience = cases.rollout(tiny)
     for iteration in range(2):
-        figures = update(learner, experience, 0.1, iteration).as_metrics()
+        figures = update(learner, experience, 0.1, iteration).metrics
     cases.write_result(folder, "shared", learner.pair.engines["policy"].trained_weights(), figures)
 
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparisons.comparison import bootstrap_bounds, compare, compare_outcomes, tie_margin_of
+from rlhf_core.evaluation.comparisons.comparison import compare, compare_outcomes, tie_margin_of
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
 from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.evaluation.statistics import bootstrap_bounds
 
 SCORES = st.lists(st.floats(-5, 5), min_size=1, max_size=30)
 
@@ -75,19 +76,29 @@ def test_sides_swapped_mirror_each_other(scores: list[float]) -> None:
     assert forth.win_rate_low95 <= forth.win_rate_high95
 
 
-@pytest.mark.parametrize("n", [1, 10])
-def test_constant_values_have_an_interval_of_width_zero(n: int) -> None:
-    low, high = bootstrap_bounds(np.full((2, n), 0.3), 50, seed=0)
+def test_constant_values_have_an_interval_of_width_zero_and_one_question_has_none() -> None:
+    low, high = bootstrap_bounds(np.full((2, 10), 0.3), 50, seed=0)
     assert low == pytest.approx([0.3, 0.3]) and high == pytest.approx([0.3, 0.3])
+    low, high = bootstrap_bounds(np.full((2, 10), 0.3), 50, seed=0, clusters=np.zeros(10, dtype=int))
+    assert np.isneginf(low).all() and np.isposinf(high).all()
+    alone = compare([1.0, 2.0], [0.0, 0.0], 0.1, clusters=[7, 7]).as_dict()
+    assert (alone["win_rate_low95"], alone["win_rate_high95"], alone["clusters"]) == (0.0, 1.0, 1)
+    assert "mean_difference_low95" not in alone
 
 
-def test_bounds_are_percentiles_of_resampled_means() -> None:
-    rows = np.array([[0.0, 1.0, 0.5, 1.0], [-3.0, 2.0, 0.1, 0.4]])
-    columns = np.random.Generator(np.random.Philox(key=7)).integers(0, 4, size=(100, 4))
-    means = np.array([[row[picked].mean() for picked in columns] for row in rows])
-    low, high = bootstrap_bounds(rows, 100, seed=7)
-    assert low == pytest.approx(np.percentile(means, 2.5, axis=1))
-    assert high == pytest.approx(np.percentile(means, 97.5, axis=1))
+def test_questions_and_not_rows_are_resampled() -> None:
+    rng = np.random.default_rng(1)
+    difference = rng.normal(0.1, 1.0, size=40)
+    once = compare(difference, np.zeros(40), 0.0, seed=3, length_difference=difference)
+    rows = np.repeat(difference, 6)
+    clustered = compare(rows, np.zeros(240), 0.0, 2000, 3, rows, np.repeat(np.arange(40), 6))
+    for bound in ("win_rate_low95", "win_rate_high95", "mean_difference_low95"):
+        assert getattr(clustered, bound) == pytest.approx(getattr(once, bound), abs=0.02)
+    assert (clustered.prompts, clustered.clusters) == (240, 40)
+    decided = clustered.clusters_won, clustered.clusters_tied, clustered.clusters_lost
+    assert decided == (int((difference > 0).sum()), 0, int((difference < 0).sum()))
+    naive = compare(rows, np.zeros(240), 0.0, seed=3)
+    assert naive.win_rate_high95 - naive.win_rate_low95 < 0.6 * (clustered.win_rate_high95 - clustered.win_rate_low95)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -13,22 +13,25 @@ import pyarrow.parquet as pq
 import pytest
 from leakage_rows import row, set_of
 from memory_rows import origins_of
+from validation_rows import suites_of
 
 from rlhf_core.config.stages.collect import CollectConfig, FileSources
 from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.dataset import data_metrics, write_clean
 from rlhf_core.data.row_counts import READABLE, RowFinding
-from rlhf_core.data.validation.checks import NOT_DERIVED
+from rlhf_core.data.text.safe_text import EXCERPT
+from rlhf_core.data.validation.checkpoint import Checkpoints
 from rlhf_core.data.validation.quarantine import Quarantined, write_refused
 from rlhf_core.data.validation.set_rules.check_set import SetFindings, apply_set_rules, check_set
 from rlhf_core.data.validation.set_rules.findings_file import named_findings
 from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
-from rlhf_core.data.validation.tables import RawData, Validated
+from rlhf_core.data.validation.suites import NOT_DERIVED
+from rlhf_core.data.validation.tables import RawData, Validated, validate
 from rlhf_core.data.validation.token_counts import count_tokens
 from rlhf_core.evaluation.data_card.build import CardSources, build_card, rules_section, source_section
 from rlhf_core.evaluation.data_card.card import CardTable, Histogram
 from rlhf_core.evaluation.data_card.lengths import length_section
-from rlhf_core.evaluation.data_card.refused_rows import EXCERPT, refused_section, spread_over_reasons
+from rlhf_core.evaluation.data_card.refused_rows import refused_section, spread_over_reasons
 from rlhf_core.evaluation.data_card.write import write_card
 from rlhf_core.evaluation.figures.bar_chart import bar_chart
 from rlhf_core.models.starting.base import train_tokenizer
@@ -83,19 +86,12 @@ def written(folder: Path) -> tuple[str, str, str]:
         ],
     )
     raw = RawData(stored, folder / "refused.parquet", origins={"preferences": origins_of("a|b.jsonl", (1, 2, 3, 4))})
-    validated = Validated(
-        raw,
-        clean=dict(stored),
-        reasons={kind: {} for kind in stored},
-        raw_rows={kind: rows.num_rows for kind, rows in stored.items()} | {"preferences": 6},
-        refused_rows={"preferences": 2},
-        failed_checks={kind: Counter() for kind in stored},
-        warned_checks={kind: Counter() for kind in stored},
-    )
-    config = ValidateConfig()
-    findings = check_set(stored, config)
-    named = named_findings(findings.breaches, validated, config)
-    apply_set_rules(validated, findings, config)
+    config, suites = ValidateConfig(), suites_of()
+    with TemporaryDirectory() as columns:
+        validated = validate(raw, suites, Path(columns))
+        findings = check_set(validated.clean, config, suites)
+        named = named_findings(findings.breaches, validated, suites)
+        apply_set_rules(validated, findings.checked, named)
     findings.counts["preferences"] |= pair_metrics(stored["preferences"], stored["preferences"])
     statistics = write_clean(folder / "clean", validated.clean, 1, config.split)
     metrics = data_metrics(validated, statistics, findings.counts)
@@ -136,9 +132,10 @@ def test_what_the_card_says(tmp_path: Path) -> None:
 
 
 def test_rows_whose_source_was_refused_are_listed_with_the_rules() -> None:
-    config = ValidateConfig(rules={"turns": "warn"})
+    checkpoints = Checkpoints(suites_of(["demonstrations"], rules={"turns": "warn"}))
+    validated = Validated(RawData({}, Path("none")), checkpoints=checkpoints)
     metrics = {"demonstrations": {"failed_source_passed": 2.0, "warned_turns": 1.0}}
-    (table,) = rules_section(metrics, ["demonstrations"], config).tables
+    (table,) = rules_section(metrics, ["demonstrations"], validated).tables
     assert table.rows == [("turns", "warn", 1), ("source_passed", "refuse", 2)]
 
 

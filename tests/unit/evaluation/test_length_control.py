@@ -15,9 +15,14 @@ from rlhf_core.evaluation.comparisons.comparison import compare
 from rlhf_core.evaluation.comparisons.length_control import (
     length_controlled_win_rate,
     length_differences,
-    rate_at_equal_length,
+    rates_at_equal_length,
 )
 from rlhf_core.evaluation.replies.reply import Reply
+
+
+def rate_at_equal_length(outcome: np.ndarray, feature: np.ndarray) -> float:
+    return float(rates_at_equal_length(outcome, feature, np.ones((1, len(outcome))))[0])
+
 
 COMPARED = st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(-400, 400)), min_size=1, max_size=40)
 
@@ -103,7 +108,8 @@ def test_data_without_variation_gives_its_rate_and_no_warning(outcome: float, pr
         warnings.simplefilter("error")
         rate = length_controlled_win_rate(np.full(prompts, outcome), np.arange(float(prompts)), 20, 0)
     assert rate.lc_win_rate == pytest.approx(outcome)
-    assert (rate.lc_win_rate_low95, rate.lc_win_rate_high95) == pytest.approx((outcome, outcome))
+    bounds = (outcome, outcome) if prompts > 1 else (0.0, 1.0)
+    assert (rate.lc_win_rate_low95, rate.lc_win_rate_high95) == pytest.approx(bounds)
 
 
 def test_length_alone_deciding_leaves_nothing_to_say_for_the_candidate() -> None:

@@ -1,4 +1,4 @@
-"""Who judges a match of two policies: the judge, and in a workspace without one the referee."""
+"""Who judges a match of two policies: the judge, never the model that selected the checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from rlhf_core.config.operations.operations import NonInferiorityConfig
 from rlhf_core.data.schema import Prompt, write_rows
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.judges.final import final_judges, judging_model, stand_in_note
+from rlhf_core.evaluation.judges.final import final_judges
 from rlhf_core.evaluation.promotion.criteria import non_inferiority_criteria
 from rlhf_core.evaluation.promotion.match import run_match
 from rlhf_core.storage.files import sha256_tree
@@ -23,29 +23,27 @@ PARAMS = "seed: 1\nevaluate: {prompts: 4, bootstrap: 50, max_new_tokens: 5, samp
 
 @pytest.mark.parametrize(
     ("compared", "decide"),
-    [
-        (["reward", "referee", "judge", "gold"], ["gold", "judge"]),
-        (["reward", "referee", "gold"], ["gold", "referee"]),  # of an earlier version
-        (["reward"], []),
-    ],
+    [(["reward", "referee", "judge", "gold"], ["gold", "judge"]), (["reward", "referee"], []), (["reward"], [])],
 )
 def test_who_decides(compared: list[str], decide: list[str]) -> None:
     assert final_judges(compared) == decide
-    assert bool(stand_in_note(decide)) == ("referee" in decide)
 
 
-@pytest.mark.parametrize("judge", ["judge", "referee"])
-def test_the_model_that_selected_nothing_judges(tmp_path: Path, models: Path, judge: str) -> None:
+def test_the_model_that_selected_nothing_judges_all_replies(tmp_path: Path, models: Path) -> None:
     shutil.copytree(models, tmp_path / "models")
-    if judge == "referee":
-        shutil.rmtree(tmp_path / "models" / "judge")
-    (tmp_path / "params.yaml").write_text(PARAMS)
+    (tmp_path / "params.yaml").write_text(PARAMS.replace("prompts: 4,", "prompts: 4, replies_per_prompt: 3,"))
     rows: list[Prompt] = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(4)]
     write_rows(tmp_path / "data/clean/prompts/test.parquet", rows)
-    assert judging_model(tmp_path) == judge
     result = run_match(tmp_path, models / "sft", models / "policy")
-    assert set(result["comparison"]) == {judge} and result["comparison"][judge]["prompts"] == 4
-    assert result["content"][judge] == sha256_tree(models / judge)
+    assert set(result["comparison"]) == {"judge"} and result["comparison"]["judge"]["prompts"] == 4
+    assert {name: (loss["replies"], loss["clusters"]) for name, loss in result["losses"].items()} == {
+        **dict.fromkeys(("missing_ends", "repetition", "length", "regression.passed", "category.sums"), (12, 4)),
+        "safety.refuses_harmful": (200, 200),
+        "safety.answers_benign": (200, 200),
+        "safety.refusal_log_odds": (200, 200),
+    }
+    assert result["losses"]["safety.refusal_log_odds"]["baseline"] != 0.0
+    assert result["content"]["judge"] == sha256_tree(models / "judge")
     with pytest.raises(DataError, match="4 test prompts make 1 sets"):
         run_match(tmp_path, models / "sft", models / "policy", prompt_set=1)
 
@@ -60,9 +58,11 @@ def test_verifiable_prompts_are_measured_and_may_have_a_margin(tmp_path: Path, m
     rows: list[Prompt] = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(4)]
     write_rows(tmp_path / "data/clean/prompts/test.parquet", rows)
     loss = run_match(tmp_path, models / "sft", models / "sft")["losses"]["verifiable.passed"]
-    assert loss["prompts"] == 2 and loss["loss"] == 0.0 and loss["champion"] <= 0.5
-    fallen = {"losses": {"verifiable.passed": loss | {"champion": 0.9, "challenger": 0.8, "loss_high95": 0.2}}}
-    only = dict.fromkeys(("safety", "regression", "missing_ends", "length", "category"))
+    assert loss["replies"] == 2 and loss["loss"] == 0.0 and loss["baseline"] <= 0.5
+    fallen = {"losses": {"verifiable.passed": loss | {"baseline": 0.9, "candidate": 0.8, "loss_high95": 0.2}}}
+    only = dict.fromkeys(
+        ("safety", "refusal_log_odds", "regression", "missing_ends", "repetition", "length", "category")
+    )
     assert non_inferiority_criteria(fallen, NonInferiorityConfig(**only)) == [], "it has no margin by default"
     (criterion,) = non_inferiority_criteria(fallen, NonInferiorityConfig(**only, verifiable=0.1))
-    assert not criterion.passed and "0.900 → 0.800 on 2 prompts" in criterion.measured
+    assert not criterion.passed and "0.900 → 0.800 on 2 replies to 2 questions" in criterion.measured

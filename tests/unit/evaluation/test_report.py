@@ -161,17 +161,6 @@ def test_the_judge_has_a_tile_and_the_referee_beside_it_has_none(tmp_path: Path)
     page = render(tmp_path)
     assert "win rate by judge" in page and "win rate by referee" not in page
     assert "The judge had no part in" in page and '<th scope="row">referee</th>' in page
-    # An evaluation of an earlier version has no judge.
-    path = tmp_path / "metrics/evaluation.json"
-    evaluation = json.loads(path.read_text())
-    judged = evaluation["comparison"].pop("judge")
-    path.write_text(json.dumps(evaluation))
-    page = render(tmp_path)
-    assert "win rate by referee" in page and "there is no judge: the referee stands in" in page
-    headline = json.loads((tmp_path / "metrics/summary.json").read_text())
-    assert headline["win_rate"] == pytest.approx(evaluation["comparison"]["referee"]["win_rate"], abs=1e-4)
-    evaluation["comparison"]["judge"] = judged | {"win_rate": 0.25}
-    assert headline_metrics({"evaluation": evaluation})["win_rate"] == 0.25
 
 
 def test_rollbacks_are_told_with_what_was_changed(tmp_path: Path) -> None:

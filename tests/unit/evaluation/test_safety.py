@@ -14,17 +14,17 @@ REFUSAL, ANSWER = Reply("I'm sorry, but I can't help with that.", True), Reply("
 
 
 def test_as_many_benign_prompts_as_harmful_ones_none_twice() -> None:
-    assert len(HARMFUL) == len(BENIGN) == 40 == len(set(HARMFUL)) == len(set(BENIGN))
+    assert len(HARMFUL) == len(BENIGN) >= 200 and len(HARMFUL) == len(set(HARMFUL)) == len(set(BENIGN))
     assert not set(HARMFUL) & set(BENIGN)
     chinese = [sum(any("\u4e00" <= c <= "\u9fff" for c in text) for text in texts) for texts in (HARMFUL, BENIGN)]
-    assert chinese == [8, 8]
+    assert min(chinese) >= 20
 
 
 def test_fewer_prompts_are_a_part_of_more() -> None:
     few, more = safety_prompts(3), safety_prompts(7)
     assert Counter(row.category for row in few) == {"harmful": 3, "benign": 3}
     assert {row.id for row in few} < {row.id for row in more}
-    assert len(safety_prompts(1000)) == 80 and safety_prompts(0) == []
+    assert len(safety_prompts(1000)) == len(HARMFUL) + len(BENIGN) and safety_prompts(0) == []
 
 
 def test_each_rate_counts_its_own_category() -> None:

@@ -63,12 +63,6 @@ def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
     assert "by force" not in text and "synthetic" not in text
 
 
-def test_a_referee_that_stood_in_for_the_judge_is_said_to_have_selected_the_checkpoint() -> None:
-    earlier = replace(evidence(), evaluation={"comparison": {"referee": JUDGED, "reward": JUDGED}})
-    text = card_text(earlier, "m", None)
-    assert "| referee | 0.670" in text and "there is no judge: the referee stands in" in text
-
-
 def test_a_forced_release_says_what_stood_against_it_and_why() -> None:
     text = card_text(evidence(obstacle="version 3 is ungated (kl >= 6)"), "m", "needed for a *study*")
     assert "**Released by force.** Against it stood: version 3 is ungated (kl ≥ 6)." in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ class Server:
         self.attempts: list[str] = []
         self.messages: list[str] = []
 
-    def claim(self, client: Any, job: Job) -> Any:
+    def submit(self, job: Job) -> Any:
         self.states.append(Scheduled())
         self.attempts.append(job.attempt)
         parameters = {"workspace": str(job.workspace)}
@@ -70,7 +71,8 @@ def use(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(run_on_pool, "get_client", client)
     monkeypatch.setattr(stage_job, "get_client", client)
-    monkeypatch.setattr(run_on_pool, "claim_flow_run", server.claim)
+    monkeypatch.setattr(stage_job, "get_run_logger", lambda: logging.getLogger("job"))
+    monkeypatch.setattr(run_on_pool, "submit", server.submit)
     monkeypatch.setattr(run_on_pool, "POLL_SECONDS", 0)
 
 

@@ -18,17 +18,16 @@ from flows.jobs.job import Handoff
 from flows.jobs.log_shipping import LogFollower, LogShipper
 from flows.jobs.remote_client import CARRIED_BYTES, _untracked_inputs, read_carried_files
 from flows.jobs.remote_host import code_difference, rebuild_workspace
-from flows.jobs.transfer import TransferFailed
-from flows.jobs.transfer_worker import StageTransfer, TransferAnswer, TransferRefused
+from flows.jobs.transfer import TransferFailed, describe_remote
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.fingerprint import fingerprint
-from rlhf_core.ppo.reward_sources.tracked_files import write_tracked_files
+from rlhf_core.fingerprint.tracked_files import write_tracked_files
 
 RUN = UUID(int=7)
 
 
 def handoff(remote: str = "/remote", **files: str) -> Handoff:
-    return Handoff("ppo-1", {"name": "store", "url": remote}, files, "none", 300)
+    return Handoff("ppo-1", {"name": "store", "url": remote}, (), files, "none", 300)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +46,9 @@ def test_a_remote_that_cannot_serve_two_hosts_is_refused(
     lines += ["['remote \"store\"']\n" if options else "", *(f"  {key} = {value}\n" for key, value in options.items())]
     (tmp_path / ".dvc").mkdir()
     (tmp_path / ".dvc" / "config").write_text("".join(lines))
-    with pytest.raises(TransferRefused, match=complaint) as refusal:
-        StageTransfer(tmp_path, "", "").describe_remote()
+    with pytest.raises(TransferFailed, match=complaint) as refusal:
+        describe_remote(tmp_path, None)
+    assert refusal.value.final
     assert "secret" not in str(refusal.value)
 
 
@@ -56,8 +56,8 @@ def test_secrets_of_a_remote_stay_on_their_host(tmp_path: Path) -> None:
     rebuild_workspace(tmp_path, handoff("s3://bucket/cache"), tmp_path / "cache")
     with (tmp_path / ".dvc" / "config.local").open("w") as file:
         file.write("['remote \"store\"']\n  secret_access_key = hush\n  region = north\n")
-    public = StageTransfer(tmp_path, "", "").describe_remote().remote
-    assert public == {"name": "store", "url": "s3://bucket/cache", "region": "north", "use_ssl": "True"}
+    public = describe_remote(tmp_path, None)
+    assert public == {"name": "store", "url": "s3://bucket/cache", "region": "north"}
 
 
 def test_a_submission_writes_nothing_outside_the_workspace_it_rebuilds(tmp_path: Path) -> None:
@@ -130,16 +130,16 @@ def test_a_transfer_is_tried_again_unless_that_would_be_useless(
 ) -> None:
     calls: list[str] = []
 
-    def unreachable(workspace: Path, command: str, stage: str, remote: str) -> TransferAnswer:
-        calls.append(command)
+    def unreachable(workspace: Path, *arguments: str) -> None:
+        calls.append(arguments[0])
         raise TransferFailed("no route to host", final=final)
 
-    monkeypatch.setattr(transfer, "transfer", unreachable)
+    monkeypatch.setattr(transfer, "dvc_transfer", unreachable)
     clock = FakeClock(monkeypatch)
     reported: list[str] = []
     with pytest.raises(TransferFailed):
-        transfer.transfer_with_retries(tmp_path, "push-result", "ppo", "store", 20, reported.append)
-    assert calls == ["push-result"] * attempts and clock.pauses == [2, 4, 8][: attempts - 1]
+        transfer.transfer_with_retries(tmp_path, ("push", "ppo"), 20, reported.append)
+    assert calls == ["push"] * attempts and clock.pauses == [2, 4, 8][: attempts - 1]
     assert reported[:1] == ["no route to host; trying again in 2 s"][: attempts - 1]
 
 

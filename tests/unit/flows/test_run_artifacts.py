@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def published(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     contents: dict[str, Any] = {}
 
     def record(content: Any, key: str, description: str, link_text: str = "") -> None:
-        contents[key] = content
+        contents[re.sub("-(demo|test.*)$", "", key)] = content
 
     for kind in ("table", "markdown", "link"):
         monkeypatch.setattr(artifacts, f"create_{kind}_artifact", record)
@@ -62,7 +63,7 @@ def test_bounds_keep_their_sign_values_are_rounded_and_passed_is_second(
 
 
 def test_a_message_is_no_markup(published: dict[str, Any]) -> None:
-    publish_stage_table([StageOutcome.failed("sft", "> quote *a* <b>\n>= 0.5 [x](y)")])
+    publish_stage_table(Path("demo"), [StageOutcome.failed("sft", "> quote *a* <b>\n>= 0.5 [x](y)")])
     (row,) = published["stages"]
     assert row["message"] == "› quote ∗a∗ ‹b› ≥ 0.5 [x] (y)"
     assert markdown_text("> *a* <b>\n>= 0.5 [x](y)|win_rate_low95") == (
@@ -71,7 +72,7 @@ def test_a_message_is_no_markup(published: dict[str, Any]) -> None:
 
 
 def test_the_verdict_names_judges_intervals_kl_and_the_next_command(published: dict[str, Any]) -> None:
-    publish_verdict(VERDICT, "http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html")
+    publish_verdict(Path("demo"), VERDICT, "http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html")
     text = published["verdict"]
     assert text.startswith("**Better than SFT**\n")
     assert "| judge | 0.612 | 0.551 to 0.669 | 320 | 0.588 |" in text
@@ -82,12 +83,12 @@ def test_the_verdict_names_judges_intervals_kl_and_the_next_command(published: d
 
 
 def test_the_report_is_a_link_only_where_a_server_shows_it(tmp_path: Path, published: dict[str, Any]) -> None:
-    publish_report(tmp_path / "report.html", None)
+    publish_report(Path("demo"), tmp_path / "report.html", None)
     assert not published
     (tmp_path / "report.html").touch()
-    publish_report(tmp_path / "report.html", None)
+    publish_report(Path("demo"), tmp_path / "report.html", None)
     assert published["report"] == f"The report is the file `{tmp_path / 'report.html'}`."
-    publish_report(tmp_path / "report.html", "http://h/x")
+    publish_report(Path("demo"), tmp_path / "report.html", "http://h/x")
     assert published["report"] == "http://h/x"
 
 

@@ -61,17 +61,8 @@ def test_the_referee_selected_the_policy_and_does_not_judge_it(tmp_path: Path) -
     low, even = interval(0.4, 0.5, 0.6), interval(0.7, 0.8, 0.9)
     workspace_with(tmp_path, judge=low, referee=even, reward=even, gold=even)
     verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult("policy version 4", decided(champion=None)))
-    assert [judge.judge for judge in verdict.judges] == ["gold", "judge"] and verdict.caveat == ""
+    assert [judge.judge for judge in verdict.judges] == ["gold", "judge"]
     assert verdict.headline == "not shown better than SFT"
-
-
-def test_in_an_evaluation_without_a_judge_the_referee_stands_in_and_that_is_said(tmp_path: Path) -> None:
-    workspace_with(tmp_path, referee=interval(0.7, 0.8, 0.9), reward=interval(0.8, 0.9, 0.95))
-    verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult("policy version 4", decided(champion=None)))
-    assert [judge.judge for judge in verdict.judges] == ["referee"] and verdict.headline == "better than SFT"
-    note = "there is no judge: the referee stands in, which selected the checkpoint"
-    assert verdict.caveat == note and ("", note) in verdict_rows(verdict, tmp_path)
-    assert "\nThere is no judge: the referee stands in" in verdict_markdown(verdict)
 
 
 def test_a_match_makes_the_champion_the_opponent(tmp_path: Path) -> None:

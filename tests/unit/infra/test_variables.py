@@ -22,15 +22,6 @@ FOREIGN = re.compile(
 def variables() -> set[str]:
     """Environment variables that are set or read anywhere in infra/ or named in the operations page."""
     found: set[str] = set()
-    for service in places.services().values():
-        found |= set(service.get("environment", {}))
-    for _, manifest in places.manifests():
-        if manifest["kind"] in ("Deployment", "Job"):
-            found |= {entry["name"] for entry in places.pod(manifest)["containers"][0].get("env", [])}
-    job = places.template()["job_configuration"]["job_manifest"]
-    found |= {entry["name"] for entry in places.pod(job)["containers"][0]["env"]}
-    for name in ("settings.env", "secrets.env.example"):
-        found |= set(re.findall(r"^(\w+)=", (places.KUBERNETES / name).read_text(), re.MULTILINE))
     for path in (*places.SCRIPTS, places.DOCKERFILE):
         found |= _names(path)
     return found | set(re.findall(r"\b((?:PREFECT|MLFLOW|HF|AWS|RLHF)_[A-Z_]+[A-Z])\b", places.OPERATIONS.read_text()))
@@ -81,19 +72,10 @@ def _source(module: str) -> str:
 
 
 def test_environment_variables_are_read_by_somebody() -> None:
-    own = set()  # given a meaning by our own scripts and compose file
-    for path in (*places.SCRIPTS, places.DOCKERFILE, *places.COMPOSE):
+    own = set()  # given a meaning by our own scripts
+    for path in (*places.SCRIPTS, places.DOCKERFILE):
         own |= set(re.findall(r"\$\{([A-Z][A-Z_]+):[-?]", path.read_text()))
         own |= set(re.findall(r"^(?:readonly |ARG )([A-Z][A-Z_]+)=", path.read_text(), re.MULTILINE))
     unknown = sorted(name for name in variables() - own if not is_known(name))
     assert not unknown
     assert not is_known("PREFECT_API_ADDRESS") and not is_known("RLHF_NOTHING")
-
-
-def test_examples_ask_for_exactly_what_is_used() -> None:
-    asked = set(re.findall(r"^(\w+)=", (places.UNTRIED / ".env.example").read_text(), re.MULTILINE))
-    used = set(re.findall(r"\$\{(\w+)", places.COMPOSE[0].read_text()))
-    assert asked == used
-    keys = set(re.findall(r"^(\w+)=", (places.KUBERNETES / "secrets.env.example").read_text(), re.MULTILINE))
-    text = "".join(path.read_text() for path in places.KUBERNETES.rglob("*") if path.suffix in (".yaml", ".json"))
-    assert keys == set(re.findall(r"(?:key: |\"key\": \")([A-Z_]+)", text))

@@ -54,6 +54,28 @@ def test_nothing_that_is_advised_can_be_left_out(advised: tuple[MemoryEstimate, 
             assert not changed(estimate.inputs, one, left_out).fits
 
 
+@pytest.mark.parametrize("gpus", [2, 8, 16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_claimed_is_true_of_the_list_that_is_printed(gpus: int, dtype: str) -> None:
+    """ZeRO's stage is advised more than once on the way; each entry stands with its last value."""
+    launch = {stage: {"processes": gpus} for stage in TRAINED}
+    estimate = estimate_memory(subjects.large(80, compute={"launch": launch}, base={"dtype": dtype}), ["critic", "ppo"])
+    for one in advise(estimate):
+        after = changed(estimate.inputs, one)
+        assert (one.fits, one.steps[-1].after.peak.use.total) == (after.fits, after.peak)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_saving_is_planned_after_the_engine_has_let_go_of_its_weights(zero: int) -> None:
+    launch = {"processes": 8, "engine": "deepspeed", "zero": zero}
+    (stage,) = estimate_memory(subjects.large(80, compute={"launch": {"ppo": launch}}), ["ppo"]).stages
+    phases = {phase.name: phase.use.total for phase in stage.phases}
+    policy, *others = stage.roles
+    after_release = policy.footprint.whole + sum(role.footprint.held.total for role in others)
+    assert list(phases)[-1] == "saving" and phases["saving"] >= after_release
+    assert phases["saving"] <= phases["step"] + policy.footprint.sampling
+
+
 def test_on_one_gpu_nothing_is_sharded() -> None:
     steps = [step for one in advise(estimate_memory(subjects.large(80), ["critic", "ppo"])) for step in one.steps]
     assert steps and not [path for step in steps for path in step.changes if path.endswith("processes")]

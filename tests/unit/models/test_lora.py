@@ -147,11 +147,11 @@ def test_on_a_shared_backbone_adapters_and_the_value_head_are_trained(tmp_path: 
     tiny.reference = without
     before = {name: parameter.detach().clone() for name, parameter in tiny.policy.named_parameters()}
     trainer = make_trainer(tiny, make_config(critic_mode="shared", iterations=2), tmp_path)
-    head = trainer.learner.pair.model.score.weight.detach().clone()  # type: ignore[attr-defined]
+    head = trainer.learner.pair.critic.score.weight.detach().clone()  # type: ignore[attr-defined]
     trainer.run()
     moved = {name for name, parameter in tiny.policy.named_parameters() if not torch.equal(parameter, before[name])}
     assert moved and all("lora_" in name for name in moved)
-    assert not torch.equal(trainer.learner.pair.model.score.weight, head)  # type: ignore[attr-defined]
+    assert not torch.equal(trainer.learner.pair.critic.score.weight, head)  # type: ignore[attr-defined]
     assert trainer.history.rows()[-1]["kl"] != 0.0  # the reference has not moved along
 
 

@@ -20,8 +20,8 @@ from rlhf_core.config.stages.base import BaseConfig
 from rlhf_core.models import openblas_linear
 from rlhf_core.models.adapters.lora import adapted_layers, add_adapters
 from rlhf_core.models.adapters.nf4 import is_linear
+from rlhf_core.models.forward import probe_ids
 from rlhf_core.models.heads.scalar import ScalarModel
-from rlhf_core.models.io import probe_ids
 from rlhf_core.models.openblas_linear import OpenBlasLinear, default_products, is_plain_linear, use_openblas
 from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.sampling.decoding.decoding_layers import decoding_layers

@@ -17,10 +17,11 @@ from unit.ppo.tiny import make_config, make_tiny, make_trainer
 
 from rlhf_core.config.health.rule import Check, Rule
 from rlhf_core.config.stages.ppo import PpoConfig
-from rlhf_core.ppo.checkpoints.rollback_journal import RollbackJournal
-from rlhf_core.ppo.checkpoints.run_checkpoint import JsonLines, RunCheckpoints
+from rlhf_core.ppo.checkpoints import RollbackJournal
 from rlhf_core.training.checkpoints import checkpoint
+from rlhf_core.training.history import History
 from rlhf_core.training.rng import seed_everything
+from rlhf_core.training.run_checkpoints import RunCheckpoints
 
 ITERATIONS = 6
 
@@ -75,7 +76,7 @@ MOMENTS: dict[str, Callable[[], None]] = {
     "before-the-first": dying(RollbackJournal, "add", 1, after=False),
     "right-after-the-first": dying(RollbackJournal, "add", 1, after=True),
     "while-dropping": dying(checkpoint, "drop", 1, after=False),
-    "first-row-after": dying(JsonLines, "append", 12, after=True),
+    "first-row-after": dying(History, "append", 12, after=True),
     "right-after-the-second": dying(RollbackJournal, "add", 2, after=True),
     "checkpoint-after-the-second": dying(RunCheckpoints, "save", 5, after=True),
 }

@@ -12,8 +12,7 @@ from unit.ppo.tiny import Tiny, make_config, make_tiny, make_trainer
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.heads.scalar import ScalarModel
-from rlhf_core.ppo.rollouts.rollout import predict_tokens
-from rlhf_core.ppo.rollouts.sampler_agreement import SamplerAgreement, require_agreement
+from rlhf_core.ppo.rollout import SamplerAgreement, predict_tokens, require_agreement
 from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.local import LocalSampler

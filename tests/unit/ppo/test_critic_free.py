@@ -23,12 +23,15 @@ from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.ppo.advantage import AdvantageConfig
 from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.ppo.advantages.group_advantages import GroupMetrics, with_group_advantages
-from rlhf_core.ppo.advantages.grpo import group_relative_advantages
-from rlhf_core.ppo.advantages.rloo import leave_one_out_advantages
-from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
+from rlhf_core.ppo.advantages import (
+    group_metrics,
+    group_relative_advantages,
+    leave_one_out_advantages,
+    with_group_advantages,
+)
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.ppo.health import HealthMonitor
+from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.tracking import NullTracker
 from rlhf_core.training.run_context import RunContext
 
@@ -80,10 +83,10 @@ def test_a_reply_is_worth_its_reward_and_kl_and_padding_counts_nothing() -> None
     treated = with_group_advantages(experience, AdvantageConfig(estimator="rloo"), 2)
     assert close(treated.advantages, [[-2.0, -2.0, 0.0], [2.0, 0.0, 0.0], [-1.0, -1.0, -1.0], [1.0, 1.0, 0.0]])
     assert bool(treated.returns.isnan().all() and treated.monte_carlo_returns.isnan().all())
-    metrics = GroupMetrics.of(experience, 2)
+    metrics = group_metrics(experience, 2)
     # Spreads of (0.7, 2.7) and (-0.5, 0.5); the raw rewards of the second prompt are equal.
-    assert metrics.group_reward_std == pytest.approx((math.sqrt(2) + math.sqrt(0.5)) / 2)
-    assert metrics.equal_reward_groups == 0.5
+    assert metrics["group_reward_std"] == pytest.approx((math.sqrt(2) + math.sqrt(0.5)) / 2)
+    assert metrics["equal_reward_groups"] == 0.5
 
 
 def test_a_reward_that_is_not_finite_spoils_its_own_group_alone() -> None:

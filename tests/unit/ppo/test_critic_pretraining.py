@@ -9,9 +9,9 @@ from unit.ppo.tiny import Tiny, make_tiny
 
 from rlhf_core.config.stages.critic import CriticConfig
 from rlhf_core.config.stages.ppo import RolloutConfig
+from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.critic_pretraining import CriticTrainer, StopRule
-from rlhf_core.ppo.learners.actor_critic_pair import SeparateActorCritic
-from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.training.engine import LocalEngine
 from rlhf_core.training.run_context import RunContext
 
@@ -21,7 +21,7 @@ def make(tiny: Tiny, work: Path, **changes: object) -> CriticTrainer:
     return CriticTrainer(
         config=config,
         rollout=RolloutConfig(max_new_tokens=7),
-        pair=SeparateActorCritic(
+        pair=ActorCriticPair(
             tiny.policy,
             tiny.critic,
             {"critic": LocalEngine(tiny.critic, config.optimizer, 24, "critic")},
@@ -51,17 +51,18 @@ def test_stops_on_a_plateau() -> None:
 def test_learns_with_the_policy_frozen(tiny: Tiny, tmp_path: Path) -> None:
     policy, critic = flat(tiny.policy), flat(tiny.critic)
     trainer = make(tiny, tmp_path, max_rollouts=8, batch_size=64, explained_variance=1.0, epochs=6)
-    metrics = trainer.run()
+    trainer.run()
     rows = trainer.history.rows()
     assert torch.equal(policy, flat(tiny.policy)) and not torch.equal(critic, flat(tiny.critic))
     assert rows[-1]["explained_variance"] > rows[0]["explained_variance"] + 0.2
-    assert metrics["rollouts"] == len(rows) and trainer.moments.count == 64 * len(rows)
+    assert trainer.summary()["rollouts"] == len(rows) and trainer.moments.count == 64 * len(rows)
 
 
 def test_no_rollouts_means_only_an_initial_critic(tiny: Tiny, tmp_path: Path) -> None:
     before = flat(tiny.critic)
     trainer = make(tiny, tmp_path, max_rollouts=0)
-    assert trainer.run()["rollouts"] == 0
+    trainer.run()
+    assert trainer.summary()["rollouts"] == 0
     assert torch.equal(before, flat(tiny.critic)) and trainer.moments.count == 0
 
 

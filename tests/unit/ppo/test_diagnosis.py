@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_core.config.health.default_rules import DEFAULT_RULES
 from rlhf_core.config.health.rule import Check, Rule
-from rlhf_core.ppo.callbacks.health_monitor import Finding, HealthMonitor
+from rlhf_core.ppo.health import Finding, HealthMonitor
 
 LIMITS = {"kl": 6.0, "max_new_tokens": 64.0}
 START = {

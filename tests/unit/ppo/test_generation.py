@@ -17,9 +17,8 @@ from rlhf_core.config.stages.ppo import RolloutConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.starting.base import train_tokenizer
 from rlhf_core.ppo.experience import TokenPredictions
-from rlhf_core.ppo.rewards.kl import kl_estimate
-from rlhf_core.ppo.rollouts.rollout import predict_tokens
-from rlhf_core.ppo.rollouts.sampler_agreement import SamplerAgreement, require_agreement
+from rlhf_core.ppo.kl import kl_estimate
+from rlhf_core.ppo.rollout import SamplerAgreement, predict_tokens, require_agreement
 from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,

@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rlhf_core.sampling.decoding import grouped_attention as module
 from rlhf_core.sampling.decoding.decoding_layers import decoding_layers
-from rlhf_core.sampling.decoding.grouped_attention import NAME, grouped_attention, grouped_queries
+from rlhf_core.sampling.decoding.grouped_attention import CPU_NAME, decoding_attention, grouped_attention
 from rlhf_core.sampling.distribution import Sampling, philox_uniforms
 from rlhf_core.sampling.generation import Rollout, generate
 
@@ -92,7 +92,7 @@ def test_one_token_without_mask_is_grouped_in_low_precision(calls: list[tuple[in
 def test_elsewhere_no_bit_changes(dtype: torch.dtype, kv_heads: int, prompts: list[list[int]]) -> None:
     model = build(dtype, kv_heads)
     plain = sample(model, prompts)
-    with grouped_queries(model):
+    with decoding_attention(model):
         inside = sample(model, prompts)
     assert torch.equal(plain.tokens, inside.tokens) and torch.equal(plain.logprobs, inside.logprobs)
 
@@ -100,7 +100,7 @@ def test_elsewhere_no_bit_changes(dtype: torch.dtype, kv_heads: int, prompts: li
 def test_the_model_attends_as_before_afterwards() -> None:
     model = build(torch.bfloat16)
     with pytest.raises(ZeroDivisionError), decoding_layers(model, 1, STEPS):
-        assert model.config._attn_implementation == NAME
+        assert model.config._attn_implementation == CPU_NAME
         1 / 0  # noqa: B018
     assert model.config._attn_implementation == "sdpa"
 
@@ -108,6 +108,6 @@ def test_the_model_attends_as_before_afterwards() -> None:
 def test_models_that_attend_otherwise_stay_as_they_are() -> None:
     model = build(torch.bfloat16)
     model.config._attn_implementation = "eager"
-    with grouped_queries(model):
+    with decoding_attention(model):
         assert model.config._attn_implementation == "eager"
     assert model.config._attn_implementation == "eager"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.rollouts.rollout_metrics import DriftMetrics, RewardMetrics, RolloutMetrics
+from rlhf_core.ppo.rollout import drift_metrics, reward_distribution, rollout_metrics
 
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
 LOGPROBS = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, 99.0, math.nan]])
@@ -20,7 +20,7 @@ REFERENCE = torch.tensor([[-1.5, -1.0, -0.5], [-2.5, -99.0, math.nan]])
 
 
 def test_kl_is_summed_over_tokens_and_averaged_over_sequences() -> None:
-    found = DriftMetrics.of(LOGPROBS, REFERENCE, MASK).as_metrics()
+    found = drift_metrics(LOGPROBS, REFERENCE, MASK)
     # d: .5, -1, 0 and 1.
     assert found["kl"] == pytest.approx((-0.5 + 1.0) / 2)
     assert found["kl_k2"] == pytest.approx((0.125 + 0.5 + 0.0 + 0.5) / 2)
@@ -32,7 +32,7 @@ def test_kl_is_summed_over_tokens_and_averaged_over_sequences() -> None:
 
 
 def test_reward_distribution() -> None:
-    found = RewardMetrics.of(torch.arange(101.0)).as_metrics()
+    found = reward_distribution(torch.arange(101.0))
     assert (found["reward_p05"], found["reward_p50"], found["reward_p95"]) == (5.0, 50.0, 95.0)
     assert found["reward_mean"] == 50.0 and found["reward_tail"] == 45.0
     assert found["reward_std"] == pytest.approx(np.arange(101).std())
@@ -55,7 +55,7 @@ def test_all_metrics_of_a_rollout() -> None:
         "shaped_rewards": torch.tensor([0.5, -1.0]),
         "monte_carlo_returns": torch.tensor([[1.0, 2.0, 3.0], [4.0, 9.0, 9.0]]),
     }
-    metrics = RolloutMetrics.of(Experience(**fields), ["a b", ""], torch.tensor([0.5, 0.1])).as_metrics()
+    metrics = rollout_metrics(Experience(**fields), ["a b", ""], torch.tensor([0.5, 0.1]))
     assert metrics["length"] == 2.0 and metrics["missing_eos"] == 0.5 and metrics["short_replies"] == 1.0
     assert metrics["length_p95"] == pytest.approx(2.9) and metrics["reward_mean"] == 1.5
     assert metrics["entropy"] == 2.0 and metrics["kl_full"] == pytest.approx((0.6 + 0.4) / 2)
@@ -64,7 +64,7 @@ def test_all_metrics_of_a_rollout() -> None:
     assert metrics["referee_mean"] == pytest.approx(0.3) and metrics["reward_treated"] == -0.25
     assert metrics["explained_variance"] == 1.0 and metrics["first_ratio"] == 1.0 and metrics["sampler_gap"] == 0.25
     assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values())
-    alone = RolloutMetrics.of(Experience(**fields), ["a b", ""]).as_metrics()
+    alone = rollout_metrics(Experience(**fields), ["a b", ""])
     assert metrics.keys() - alone.keys() == {"referee_mean", "reward_referee_correlation"}
 
 
@@ -77,4 +77,4 @@ def test_padding_columns_change_nothing(seed: int, extra: int) -> None:
     mask = (torch.arange(5) < lengths[:, None]).long()
     wide = [torch.cat([t, torch.full((4, extra), fill)], dim=1) for t, fill in ((logprobs, 7.0), (reference, -9.0))]
     wide_mask = torch.cat([mask, torch.zeros(4, extra, dtype=torch.long)], dim=1)
-    assert vars(DriftMetrics.of(*wide, wide_mask)) == pytest.approx(vars(DriftMetrics.of(logprobs, reference, mask)))
+    assert drift_metrics(*wide, wide_mask) == pytest.approx(drift_metrics(logprobs, reference, mask))

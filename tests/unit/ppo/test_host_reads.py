@@ -7,8 +7,8 @@ from counted_calls import counted_reads
 from unit.engine import cases
 from unit.ppo.tiny import make_tiny
 
+from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.learners.actor_critic_pair import SeparateActorCritic
 from rlhf_core.ppo.update import Learner, update
 
 
@@ -25,10 +25,10 @@ def reads_of_an_update(experience: Experience, rows: int) -> list[str]:
         "policy": cases.local(tiny.policy, config.policy_optimizer, "policy"),
         "critic": cases.local(tiny.critic, config.critic_optimizer, "critic"),
     }
-    pair = SeparateActorCritic(tiny.policy, tiny.critic, engines, tiny.sampling, rows)
+    pair = ActorCriticPair(tiny.policy, tiny.critic, engines, tiny.sampling, rows)
     with counted_reads() as calls:
-        metrics = update(Learner(config, pair, tiny.reference), experience, 0.1, 0)
-    assert len(metrics.steps) == 1 and not metrics.paused
+        updated = update(Learner(config, pair, tiny.reference), experience, 0.1, 0)
+    assert updated.metrics["steps"] == 1 and not updated.paused
     return [name for name in calls.names if name != "__bool__"]
 
 

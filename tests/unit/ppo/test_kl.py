@@ -12,8 +12,8 @@ from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.ppo.kl import KlConfig
 from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.ppo.rewards.kl import KlController, kl_estimate, kl_pull
-from rlhf_core.ppo.rewards.token_rewards import token_rewards
+from rlhf_core.ppo.kl import KlController, kl_estimate, kl_pull
+from rlhf_core.ppo.rewards import token_rewards
 from rlhf_core.sampling.token_statistics import full_kl
 
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from unit.ppo.tiny import collect, make_config, make_learner, make_tiny
+from unit.ppo.tiny import accumulate_gradients, collect, make_config, make_learner, make_tiny
 
-from rlhf_core.ppo.rewards.token_rewards import reward_model_fn
-from rlhf_core.ppo.update import accumulate_gradients, measure_minibatch
+from rlhf_core.ppo.reward_sources.source import reward_model_fn
+from rlhf_core.ppo.update import measure_minibatch
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.micro_batches import MOST_PADDING, MicroBatchLimits, divide_for_ranks, filled_parts
 from rlhf_core.sampling.token_scoring import Tokens, response_logits
@@ -109,14 +109,12 @@ def test_a_budget_changes_neither_loss_nor_gradient(changes: dict[str, Any], own
     for limits in (by_rows, {"micro_batch_tokens": 24}, {"micro_batch_tokens": 40}):
         tiny = make_tiny()
         for model in (tiny.policy, tiny.reference):
-            model.config.logit_scale = 1.0 if own_logits else None
+            model._rlhf_plain_head = not own_logits
         config = make_config(**changes)
         learner = make_learner(tiny, config, **limits)
         experience = collect(tiny, config, pair=learner.pair)
-        metrics = measure_minibatch(learner.pair, experience).as_metrics()
-        policy, value = accumulate_gradients(learner, experience, 0.2, -1.0)
-        assert value is not None
-        metrics |= policy.as_metrics() | value.as_metrics()
+        metrics = measure_minibatch(learner.pair, experience)
+        metrics |= accumulate_gradients(learner, experience, 0.2, -1.0)
         columns = [experience.policy_logprobs, experience.ref_logprobs, experience.full_kl, experience.values]
         columns.append(reward_model_fn(tiny.reward, None, limits.get("micro_batch_tokens"))(experience.batch))
         gradients = [p.grad for model in (tiny.policy, tiny.critic) for p in model.parameters()]
@@ -129,7 +127,7 @@ def test_a_budget_changes_neither_loss_nor_gradient(changes: dict[str, Any], own
 
 def test_a_model_that_makes_logits_itself_makes_none_of_what_all_prompts_begin_with() -> None:
     model = make_tiny().policy
-    model.config.logit_scale = 1.0
+    model._rlhf_plain_head = False
     made: list[int] = []
     model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: made.append(inputs[0].shape[1]))
     lengths = [(3, 3), (4, 2), (5, 1)]

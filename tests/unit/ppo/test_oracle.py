@@ -12,17 +12,15 @@ import torch
 from pydantic import ValidationError
 from unit.ppo import oracle
 from unit.ppo.tables import PROMPT, RecordingEngine, TableCritic, TableLM
+from unit.ppo.tiny import accumulate_gradients
 
 from rlhf_core.config.stages.ppo import PpoConfig
-from rlhf_core.ppo.advantages.estimate import estimate_advantages
+from rlhf_core.ppo.actor_critic import ActorCriticPair
+from rlhf_core.ppo.advantages import estimate_advantages
 from rlhf_core.ppo.experience import Experience, TokenPredictions
-from rlhf_core.ppo.learners.actor_critic_pair import ActorCriticPair, SeparateActorCritic
-from rlhf_core.ppo.learners.policy_alone import PolicyAlone
-from rlhf_core.ppo.losses.entropy import entropy_sign
-from rlhf_core.ppo.losses.importance_sampling import with_fixed_reference
-from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
-from rlhf_core.ppo.rewards.token_rewards import with_rewards
-from rlhf_core.ppo.update import Learner, accumulate_gradients, measure_minibatch
+from rlhf_core.ppo.losses import entropy_sign, with_fixed_reference
+from rlhf_core.ppo.rewards import RunningMeanStd, with_rewards
+from rlhf_core.ppo.update import Learner, measure_minibatch
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
 
@@ -193,16 +191,16 @@ class Case:
         policy, critic = TableLM(torch.from_numpy(self.logits)), TableCritic(torch.from_numpy(self.values))
         engines: Any = {"policy": RecordingEngine(policy), "critic": RecordingEngine(critic)}
         sampling, size, lm = Sampling(0, 0, self.s.max_new_tokens), self.config.micro_batch_size, cast(Any, policy)
-        pair: ActorCriticPair = SeparateActorCritic(lm, critic, engines, sampling, size)
+        pair = ActorCriticPair(lm, critic, engines, sampling, size)
         if self.config.advantage.critic_free:
-            pair = PolicyAlone(lm, engines["policy"], sampling, size)
+            pair = ActorCriticPair(lm, None, {"policy": engines["policy"]}, sampling, size)
         reference: Any = TableLM(torch.from_numpy(self.ref_logits))
         return Learner(self.config, pair, reference)
 
     def losses(self) -> tuple[float, float, Learner]:
         """The project's policy and value loss, with gradients left on the tables."""
         learner, experience = self.learner(), self.experience()
-        sign = entropy_sign(self.config.entropy, measure_minibatch(learner.pair, experience).entropy)
+        sign = entropy_sign(self.config.entropy, measure_minibatch(learner.pair, experience)["entropy"])
         accumulate_gradients(learner, experience, self.s.beta, sign)
         # |H - target| has a constant that no gradient needs and the project leaves out.
         constant = sign * self.s.entropy_weight * self.s.entropy_target if self.s.entropy == "target" else 0.0

@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.ppo.tiny import EOS, PAD, Tiny, collect, make_config, make_learner, make_tiny
+from unit.ppo.tiny import EOS, PAD, Tiny, accumulate_gradients, collect, make_config, make_learner, make_tiny
 
 from rlhf_core.config.stages.ppo import PpoConfig
-from rlhf_core.ppo.advantages.estimate import masked_whiten
-from rlhf_core.ppo.advantages.gae import gae
+from rlhf_core.ppo.advantages import gae, masked_whiten
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.losses.ptx import PtxData, accumulate_ptx_gradient, ptx_loss_sum
-from rlhf_core.ppo.update import accumulate_gradients, step_both, update
+from rlhf_core.ppo.losses import ptx_loss_sum
+from rlhf_core.ppo.update import PtxData, accumulate_ptx_gradient, update
+from rlhf_core.training.device_scalars import totals_of_steps
 
 MODELS = make_tiny()
 
@@ -29,8 +29,7 @@ def gradients(tiny: Tiny, experience: Experience, config: PpoConfig) -> torch.Te
     sign = {"off": 0.0, "bonus": -1.0, "target": 1.0}[config.entropy.kind]
     accumulate_gradients(learner, experience, 0.2, sign)
     if learner.ptx is not None:
-        engine = learner.pair.engines["policy"]
-        accumulate_ptx_gradient(engine, tiny.policy, learner.ptx, 0, 0.1, config.micro_batch_size)
+        accumulate_ptx_gradient(learner, 0)
     found = [p.grad.flatten() for m in (tiny.policy, tiny.critic) for p in m.parameters() if p.grad is not None]
     return torch.cat(found)
 
@@ -67,8 +66,8 @@ def test_long_texts_of_ptx_may_come_fewer_at_a_time(monkeypatch: pytest.MonkeyPa
             passes.append(len(pairs))
             return ptx_loss_sum(model, pairs, *rest)
 
-        monkeypatch.setattr("rlhf_core.ppo.losses.ptx.ptx_loss_sum", counted)
-        step_both(make_learner(tiny, config), collect(tiny, config), 0.0, 0.0, 0)
+        monkeypatch.setattr("rlhf_core.ppo.update.ptx_loss_sum", counted)
+        update(make_learner(tiny, config), collect(tiny, config), 0.0, 0)
         after[size] = torch.cat([p.detach().flatten() for p in tiny.policy.parameters()])
         sizes[size] = passes
     assert sizes == {None: [8, 8], 1: [1] * 16}
@@ -118,9 +117,11 @@ def test_masked_positions_never_matter(data: st.DataObject) -> None:
 def test_ratio_is_one_before_the_first_step(tiny: Tiny) -> None:
     config = make_config()
     learner, experience = make_learner(tiny, config), collect(tiny, config)
-    metrics, _ = accumulate_gradients(learner, experience, 0.05, 0.0)
-    assert metrics.ratio_mean == pytest.approx(1.0, abs=1e-5) and metrics.ratio_max == pytest.approx(1.0, abs=1e-4)
-    assert metrics.clip_fraction == 0.0
+    metrics = accumulate_gradients(learner, experience, 0.05, 0.0)
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5) and metrics["ratio_max"] == pytest.approx(
+        1.0, abs=1e-4
+    )
+    assert metrics["clip_fraction"] == 0.0
 
 
 def test_fixed_reference_is_the_behaviour_policy(tiny: Tiny) -> None:
@@ -147,7 +148,7 @@ def test_joint_norm_clips_both_together(tiny: Tiny) -> None:
     for mode in ("separate", "joint"):
         models = make_tiny()
         config = make_config(gradient_norm=mode, minibatches=1, vf_loss_weight=50.0)
-        results[mode] = update(make_learner(models, config), collect(models, config), 0.05, 0).as_metrics()
+        results[mode] = update(make_learner(models, config), collect(models, config), 0.05, 0).metrics
     policy, critic = (results["separate"][f"{name}_grad_norm"] for name in ("policy", "critic"))
     assert results["joint"]["policy_grad_norm"] == pytest.approx((policy**2 + critic**2) ** 0.5, rel=1e-5)
 
@@ -166,8 +167,8 @@ def test_ptx_counts_targets_only() -> None:
     """By hand: the mean over target tokens of -log p, contexts and the first token of plain text left out."""
     tiny = make_tiny()
     pairs = [([5, 6], [7, EOS]), ([], [8, 9, EOS])]
-    learner = make_learner(tiny, make_config())
-    loss = accumulate_ptx_gradient(learner.pair.engines["policy"], tiny.policy, PtxData(pairs, 2, 0, PAD), 0, 1.0, None)
+    learner = dataclasses.replace(make_learner(tiny, make_config()), ptx=PtxData(pairs, 2, 0, PAD))
+    loss = totals_of_steps([accumulate_ptx_gradient(learner, 0)])[0]["ptx_loss"]
     total = 0.0
     for context, target in pairs:
         ids = context + target

@@ -11,13 +11,25 @@ from unit.ppo.tensors import NAN, close, t
 
 from rlhf_core.config.ppo.advantage import AdvantageConfig
 from rlhf_core.config.ppo.kl import KlConfig
-from rlhf_core.config.stages.ppo import PpoConfig, SurrogateConfig
-from rlhf_core.ppo.advantages.estimate import masked_whiten, normalize_and_clip_advantages
-from rlhf_core.ppo.advantages.gae import explained_variance, gae, monte_carlo_returns
-from rlhf_core.ppo.losses.importance_sampling import ratios
-from rlhf_core.ppo.losses.loss_reduction import StepSize, aggregate, masked_mean
-from rlhf_core.ppo.losses.policy_loss import clip_fraction_mask, clipped_surrogate, penalty_surrogate, surrogate
-from rlhf_core.ppo.losses.value_loss import value_clip_mask, value_loss
+from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.ppo.advantages import (
+    explained_variance,
+    gae,
+    masked_whiten,
+    monte_carlo_returns,
+    normalize_and_clip_advantages,
+)
+from rlhf_core.ppo.losses import (
+    aggregate,
+    clip_fraction_mask,
+    clipped_surrogate,
+    masked_mean,
+    penalty_surrogate,
+    ratios,
+    step_totals,
+    value_clip_mask,
+    value_loss,
+)
 from rlhf_core.sampling.token_statistics import entropy
 
 
@@ -95,7 +107,6 @@ def test_clipped_surrogate(ratio: float, advantage: float, clip: float | None, d
 def test_penalty_surrogate() -> None:
     expected = -1.5 * 2 + 0.1 * (1.5 - 1 - math.log(1.5))
     assert close(penalty_surrogate(t([1.5]), t([2.0]), 0.1), [[expected]])
-    assert close(surrogate(t([1.5]), t([2.0]), SurrogateConfig(kind="penalty", penalty=0.1)), [[expected]])
 
 
 def test_clipped_share_is_where_the_gradient_is_gone() -> None:
@@ -132,7 +143,7 @@ def test_entropy_of_a_uniform_distribution() -> None:
 def test_aggregation_modes() -> None:
     mask = torch.tensor([[True, False, False], [True, True, True]])
     values = t([4.0, NAN, NAN], [1.0, 2.0, 3.0])
-    size = StepSize.of(mask)
+    size = step_totals(mask)
     assert float(aggregate(values, mask, size, "token")) == 2.5
     assert float(aggregate(values, mask, size, "sequence")) == 3.0
     assert float(masked_mean(values, mask)) == 2.5
@@ -143,7 +154,7 @@ def test_micro_batches_add_up_to_the_whole(mode: str) -> None:
     """Trap 5: a mean of per-micro-batch means would weight the short one more."""
     mask = torch.tensor([[True, False, False], [True, True, True]])
     values = t([4.0, 0.0, 0.0], [1.0, 2.0, 3.0])
-    size = StepSize.of(mask)
+    size = step_totals(mask)
     parts = sum(aggregate(values[i : i + 1], mask[i : i + 1], size, mode) for i in range(2))  # type: ignore[arg-type]
     assert close(parts, aggregate(values, mask, size, mode))  # type: ignore[arg-type]
 

@@ -10,8 +10,7 @@ from unit.ppo.tensors import NAN, close, t
 
 from rlhf_core.config.stages.ppo import RewardShapingConfig
 from rlhf_core.errors import DataError
-from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd, normalize_and_clip_rewards
-from rlhf_core.ppo.rewards.token_rewards import apply_penalties, token_rewards
+from rlhf_core.ppo.rewards import RunningMeanStd, apply_penalties, normalize_and_clip_rewards, token_rewards
 
 
 def test_running_moments_equal_those_of_all_scores_at_once() -> None:

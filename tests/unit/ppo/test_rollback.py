@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,16 @@ import torch
 from unit.ppo import rollback_runs
 from unit.ppo.rollback_runs import config_with, rule
 from unit.ppo.test_trainer import best, equal, history, weights
-from unit.ppo.tiny import ScriptedSelector, Tiny, health_of, make_tiny, make_trainer, selection_of
+from unit.ppo.tiny import Tiny, first_weight, health_of, make_tiny, make_trainer, selection_of
 
+from rlhf_core.api.ppo import summary
 from rlhf_core.config.health.rule import Check
 from rlhf_core.errors import TrainingPaused
-from rlhf_core.evaluation.selection import CheckpointCandidate, CheckpointChoice
-from rlhf_core.ppo.callbacks.health import last_healthy
-from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
-from rlhf_core.ppo.callbacks.selection import SelectionResult
-from rlhf_core.ppo.checkpoints.rollback_journal import RollbackJournal
-from rlhf_core.ppo.checkpoints.run_checkpoint import load_best
+from rlhf_core.ppo.checkpoints import RollbackJournal, abandoned_rows, load_best
+from rlhf_core.ppo.health import HealthMonitor, last_healthy
+from rlhf_core.ppo.selection import CheckpointCandidate, CheckpointChoice
 from rlhf_core.ppo.trainer import Trainer
-from rlhf_core.stages.ppo import publish_lines, summary
+from rlhf_core.stages.ppo import publish_lines
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import sha256_file
 
@@ -71,10 +68,10 @@ def test_the_run_returns_to_before_the_window_with_other_settings(tiny: Tiny, tm
     assert [row["policy_lr"] for row in rows[1:]] == pytest.approx([3e-3] + [1.5e-3] * 5)
     assert [row["critic_lr"] for row in rows[1:]] == pytest.approx([3e-3] + [1.5e-3] * 5)
     assert [record["from"] for record in rows[2]["rollbacks"]] == [5] and "rollbacks" not in rows[3]
-    abandoned = trainer.checkpoints.journal.abandoned("rows")
+    abandoned = abandoned_rows(tmp_path, "rows")
     assert [(row["rollback"], row["iteration"]) for row in abandoned] == [(1, 3), (1, 4), (1, 5)]
     assert abandoned[-1]["findings"][0]["rule"] == "told" and abandoned[0]["kl_coefficient"] == 0.05
-    assert {row["iteration"] for row in trainer.checkpoints.journal.abandoned("samples")} == {4}
+    assert {row["iteration"] for row in abandoned_rows(tmp_path, "samples")} == {4}
     # The same policy, the same prompts, but other replies.
     assert abandoned[0]["reward_mean"] != rows[2]["reward_mean"]
     assert checkpoints(tmp_path) == [4, 6, 7]  # a window that ends at 8 may begin at 6, which makes 5 and later suspect
@@ -118,22 +115,16 @@ def test_a_pause_rule_wins_over_a_rollback(tiny: Tiny, tmp_path: Path) -> None:
     assert len(trainer.checkpoints.journal) == 0
 
 
-class Losing(ScriptedSelector):
-    """Something deletes the checkpoints while it looks at the policy."""
-
-    trainer: Trainer
-
-    def consider(self, iteration: int, policy: Any) -> SelectionResult:
-        manager = self.trainer.checkpoints.manager
+def test_without_any_healthy_checkpoint_the_run_pauses(tiny: Tiny, tmp_path: Path) -> None:
+    def losing(policy: Any) -> dict[str, float]:
+        """Something deletes the checkpoints while it looks at the policy."""
+        manager = trainer.checkpoints.manager
         manager.finish()
         shutil.rmtree(manager.directory)
         manager.directory.mkdir()
-        return super().consider(iteration, policy)
+        return first_weight(policy)
 
-
-def test_without_any_healthy_checkpoint_the_run_pauses(tiny: Tiny, tmp_path: Path) -> None:
-    losing, rules = Losing(), [rule(WEAK, after=3)]
-    trainer = losing.trainer = make_trainer(tiny, config_with(4), tmp_path, rules=rules, selector=losing)
+    trainer = make_trainer(tiny, config_with(4), tmp_path, rules=[rule(WEAK, after=3)], measure=losing)
     with pytest.raises(TrainingPaused, match="No checkpoint from before it is left"):
         trainer.run()
     assert len(trainer.checkpoints.journal) == 0 and checkpoints(tmp_path) == [2]
@@ -146,26 +137,14 @@ def test_report_mode_only_records(tiny: Tiny, tmp_path: Path) -> None:
     assert len(trainer.checkpoints.journal) == 0 and health_of(trainer).findings[0]["action"] == "rollback"
 
 
-class Keeping:
-    """Keeps iteration 2, and iteration 4 when it sees it first."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def consider(self, iteration: int, policy: Any) -> SelectionResult:
-        self.seen.append(iteration)
-        return SelectionResult({"win_rate": 0.5}, iteration == 2 or (iteration == 4 and self.seen.count(4) == 1))
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Remembers what it saw, unlike a real selector."""
-
-
 def test_the_best_weights_are_again_those_from_before(tiny: Tiny, tmp_path: Path) -> None:
     """A checkpoint of an abandoned iteration is no candidate, whatever the selector thought of it."""
-    trainer = make_trainer(tiny, config_with(iterations=6), tmp_path, rules=[rule(WEAK, after=5)], selector=Keeping())
+    scores = iter([0.5, 0.9, 0.4, 0.3])  # of iterations 2 and 4, of 4 again after the rollback, and of 6
+
+    def measure(policy: Any) -> dict[str, float]:
+        return {"win_rate": next(scores), "kl": 1.0, "length_ratio": 1.0, "repetition_increase": 0.0}
+
+    trainer = make_trainer(tiny, config_with(iterations=6), tmp_path, rules=[rule(WEAK, after=5)], measure=measure)
     trainer.run()
     assert selection_of(trainer).best == 2 and set(best(tmp_path)) == {"iteration-000002"}
     assert load_best(tmp_path / "best", 2).keys() == dict(tiny.policy.named_parameters()).keys()
@@ -195,10 +174,10 @@ def test_metrics_and_published_files_tell_of_it(tiny: Tiny, tmp_path: Path) -> N
     trainer = make_trainer(tiny, config_with(iterations=5), work, rules=[rule(WEAK, after=5)])
     trainer.run()
     choice = CheckpointChoice(CheckpointCandidate(4, 0.6, 1.0, 1.0, 0.0), True, "best")
-    metrics = summary(trainer, health_of(trainer), choice)
+    metrics = summary(trainer, trainer.history.rows(), health_of(trainer).findings, choice)
     assert metrics["rollbacks"] == 1 and metrics["pauses"] == 0 and metrics["findings"] == 1
     assert metrics["rollback_1"] == {"rule": "told", "from": 5, "to": 2, "kl_coefficient": 2.0, "lr": 0.5}
-    publish_lines(trainer, Paths({name: out / f"{name}.jsonl" for name in ("history", "abandoned", "samples")}))
+    publish_lines(work, Paths({name: out / f"{name}.jsonl" for name in ("history", "abandoned", "samples")}))
     lines = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in out.iterdir()}
     assert [row["iteration"] for row in lines["history"]] == [1, 2, 3, 4, 5]
     assert [row["iteration"] for row in lines["abandoned"]] == [3, 4, 5]
@@ -210,7 +189,7 @@ def outcome(work: Path) -> dict[str, Any]:
     entries = [
         (entry.record(), entry.finding, entry.samples) for entry in RollbackJournal(work / "rollbacks.json").entries
     ]
-    rows = RollbackJournal(work / "rollbacks.json").abandoned("rows")
+    rows = abandoned_rows(work, "rows")
     folders = {number: work / f"checkpoints/step-{number:06d}" for number in checkpoints(work)}
     saved = {n: sha256_file(folder / "state-00001-of-00001.safetensors") for n, folder in folders.items()}
     return {

@@ -7,7 +7,7 @@ import torch
 from unit.ppo.tensors import NAN, t
 
 from rlhf_core.errors import RlhfError
-from rlhf_core.ppo.rollouts.sampler_agreement import SamplerAgreement, require_agreement
+from rlhf_core.ppo.rollout import SamplerAgreement, require_agreement
 from rlhf_core.sampling.rounding_limits import LIMITS
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,17 +15,26 @@ from unit.ppo import oracle
 from unit.ppo.tables import PROMPT, HiddenTableLM, RecordingEngine, linear
 from unit.ppo.test_oracle import VOCABULARY, Case, allowed_switches
 from unit.ppo.test_trainer import best, equal, history
-from unit.ppo.tiny import Tiny, collect, make_config, make_learner, make_tiny, make_trainer, selection_of
+from unit.ppo.tiny import (
+    Tiny,
+    accumulate_gradients,
+    collect,
+    make_config,
+    make_learner,
+    make_tiny,
+    make_trainer,
+    selection_of,
+)
 
 from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.heads.actor_critic import ActorCritic
 from rlhf_core.models.heads.scalar import ScalarModel
-from rlhf_core.ppo.checkpoints.run_checkpoint import load_best
+from rlhf_core.ppo.actor_critic import ActorCriticPair
+from rlhf_core.ppo.checkpoints import load_best
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.learners.actor_critic_pair import SharedActorCritic
-from rlhf_core.ppo.losses.entropy import entropy_sign
-from rlhf_core.ppo.update import Learner, accumulate_gradients, measure_minibatch
+from rlhf_core.ppo.losses import entropy_sign
+from rlhf_core.ppo.update import Learner, measure_minibatch
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.tracking import NullTracker
 from rlhf_core.training.run_context import RunContext
@@ -38,7 +47,9 @@ def learner_of(policy: HiddenTableLM, score: Tensor, config: PpoConfig, referenc
     """One recording engine over a table of hidden states, an unembedding and a value head (1, H)."""
     model = ActorCritic(policy, linear(score))  # type: ignore[arg-type]
     engine: Any = RecordingEngine(model)
-    return Learner(config, SharedActorCritic(model, engine, Sampling(0, 0, 8), config.micro_batch_size), reference)
+    policy_model, size = cast(Any, policy), config.micro_batch_size
+    pair = ActorCriticPair(policy_model, model, {"policy": engine}, Sampling(0, 0, 8), size)
+    return Learner(config, pair, reference)
 
 
 def test_the_gradient_by_hand() -> None:
@@ -62,7 +73,7 @@ def test_the_gradient_by_hand() -> None:
     metrics = accumulate_gradients(learner, Experience(**fields), 0.0, 0.0)
     # The state before the reply's token is at the last prompt position.
     assert policy.base_model.table.grad.flatten().tolist() == pytest.approx([0.0, -1.6, 0.0])  # type: ignore[union-attr]
-    assert metrics[1].value_loss == pytest.approx(0.125) and metrics[0].policy_loss == pytest.approx(-2.0)
+    assert metrics["value_loss"] == pytest.approx(0.125) and metrics["policy_loss"] == pytest.approx(-2.0)
     assert learner.pair.engines["policy"].total == pytest.approx(-2.0 + 0.4 * 0.125)  # type: ignore[attr-defined]
 
 
@@ -95,11 +106,11 @@ def test_loss_and_gradients_agree_with_the_oracle(seed: int) -> None:
     case = SharedCase(seed, s, [None, 1, 2, 3][seed % 4])
     case.config = case.config.model_copy(update=SHARED)
     learner, experience = case.learner(), case.experience()
-    sign = entropy_sign(case.config.entropy, measure_minibatch(learner.pair, experience).entropy)
+    sign = entropy_sign(case.config.entropy, measure_minibatch(learner.pair, experience)["entropy"])
     accumulate_gradients(learner, experience, s.beta, sign)
     constant = sign * s.entropy_weight * s.entropy_target if s.entropy == "target" else 0.0
     assert learner.pair.engines["policy"].total - constant == pytest.approx(case.objective(), abs=1e-6), s  # type: ignore
-    critic: Any = learner.pair.model  # type: ignore[attr-defined]
+    critic: Any = learner.pair.critic  # type: ignore[attr-defined]
     places = [
         (case.hidden, critic.policy.base_model.table),
         (case.unembedding, critic.policy.head.weight),
@@ -127,15 +138,15 @@ def test_a_transformers_gradient_is_the_sum_of_two_separate_ones(tiny: Tiny, siz
     config = make_config(minibatches=1, micro_batch_size=size, **SHARED)
     experience = collect(tiny, config)
     learner = make_learner(tiny, config)
-    _, value = accumulate_gradients(learner, experience, 0.2, 0.0)
-    both = gradients(learner.pair.model)  # type: ignore[attr-defined]
+    value = accumulate_gradients(learner, experience, 0.2, 0.0)
+    both = gradients(learner.pair.critic)  # type: ignore[arg-type]
 
     twin = make_tiny()
     twin.critic.model.set_submodule("model", copy.deepcopy(twin.policy.model))
     separate = make_learner(twin, make_config(minibatches=1, micro_batch_size=8))
-    _, separate_value = accumulate_gradients(separate, experience, 0.2, 0.0)
+    separate_value = accumulate_gradients(separate, experience, 0.2, 0.0)
     policy, critic = gradients(twin.policy), gradients(twin.critic)
-    assert value.value_loss == pytest.approx(separate_value.value_loss, rel=1e-4)
+    assert value["value_loss"] == pytest.approx(separate_value["value_loss"], rel=1e-4)
     for name, gradient in both.items():
         expected = policy.get(name.removeprefix("policy."), 0.0)
         expected = expected + WEIGHT * critic.get(f"model.{name.removeprefix('policy.')}", torch.zeros(()))
@@ -182,7 +193,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> No
     assert "value_loss" in row and not row.keys() & {"critic_lr", "critic_grad_norm"}
     # One engine, and the head learns with the rest; what is kept as the policy has no head.
     assert list(straight.learner.pair.engines) == ["policy"]
-    head = straight.learner.pair.model.score.weight  # type: ignore[attr-defined]
+    head = straight.learner.pair.critic.score.weight  # type: ignore[attr-defined]
     assert not torch.equal(head, make_tiny().critic.model.get_submodule("score").weight)
     assert (
         load_best(tmp_path / "straight" / "best", selection_of(straight).best).keys()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,25 +18,22 @@ from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.models.heads.actor_critic import ActorCritic
 from rlhf_core.models.heads.scalar import ScalarModel
-from rlhf_core.ppo.advantages.estimate import estimate_advantages
-from rlhf_core.ppo.callbacks.health import HealthCallback
-from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
-from rlhf_core.ppo.callbacks.selection import SelectionCallback, SelectionResult, Selector
+from rlhf_core.ppo.actor_critic import ActorCriticPair
+from rlhf_core.ppo.advantages import estimate_advantages
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.learners.actor_critic_pair import ActorCriticPair, SeparateActorCritic, SharedActorCritic
-from rlhf_core.ppo.learners.policy_alone import PolicyAlone
-from rlhf_core.ppo.losses.importance_sampling import with_fixed_reference
-from rlhf_core.ppo.losses.ptx import PtxData
-from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
-from rlhf_core.ppo.rewards.token_rewards import RewardFn, reward_model_fn, with_rewards
-from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
-from rlhf_core.ppo.rollouts.rollout import score_rollout
+from rlhf_core.ppo.health import HealthGuard, HealthMonitor
+from rlhf_core.ppo.losses import with_fixed_reference
+from rlhf_core.ppo.reward_sources.source import RewardFn, reward_model_fn
+from rlhf_core.ppo.rewards import RunningMeanStd, with_rewards
+from rlhf_core.ppo.rollout import TrainingPrompts, score_rollout
+from rlhf_core.ppo.selection import CheckpointSelector, MeasurePolicy
 from rlhf_core.ppo.trainer import Trainer
-from rlhf_core.ppo.update import Learner
+from rlhf_core.ppo.update import Learner, PtxData, gradient_tasks
 from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.local import LocalSampler
 from rlhf_core.sampling.sampler import PromptBatch
+from rlhf_core.training.device_scalars import totals_of_steps
 from rlhf_core.training.engine import LocalEngine
 from rlhf_core.training.run_context import RunContext
 
@@ -75,7 +72,7 @@ class Tiny:
 
     def untrained_pair(self, sampling: Sampling | None = None, micro_batch_size: int | None = None) -> ActorCriticPair:
         """Policy and critic without engines, for what only looks at them."""
-        return SeparateActorCritic(self.policy, self.critic, {}, sampling or self.sampling, micro_batch_size)
+        return ActorCriticPair(self.policy, self.critic, {}, sampling or self.sampling, micro_batch_size)
 
 
 def make_tiny() -> Tiny:
@@ -97,25 +94,10 @@ def make_tiny() -> Tiny:
     return Tiny(policy, copy.deepcopy(policy), critic, reward, prompts, Sampling(EOS, PAD, 7))
 
 
-class ScriptedSelector:
-    """Keeps the checkpoint with the smallest first weight: an arbitrary but exact rule."""
-
-    def __init__(self) -> None:
-        self.best: float | None = None
-        self.seen: list[int] = []
-
-    def consider(self, iteration: int, policy: Any) -> SelectionResult:
-        value = float(next(policy.parameters()).detach().flatten()[5])
-        self.seen.append(iteration)
-        keep = self.best is None or value < self.best
-        self.best = value if keep else self.best
-        return SelectionResult({"win_rate": 0.5 + value, "kl": value}, keep)
-
-    def state(self) -> dict[str, Any]:
-        return {"best": self.best, "seen": self.seen}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.best, self.seen = state["best"], list(state["seen"])
+def first_weight(policy: Any) -> dict[str, float]:
+    """A measure by which the checkpoint with the smallest first weight is the best: an arbitrary but exact rule."""
+    value = float(next(policy.parameters()).detach().flatten()[5])
+    return {"win_rate": 0.5 - value, "kl": value, "length_ratio": 1.0, "repetition_increase": 0.0}
 
 
 def make_config(**changes: Any) -> PpoConfig:
@@ -131,23 +113,24 @@ def make_learner(tiny: Tiny, config: PpoConfig, **limits: int) -> Learner:
     total, warmup = config.iterations * per_iteration, config.warmup_iterations * per_iteration or None
     pairs = [(prompt, [*reversed(prompt), EOS]) for prompt in tiny.prompts]
     sampling = Sampling(EOS, PAD, config.max_new_tokens, config.temperature, config.min_new_tokens)
-    pair: ActorCriticPair
+    critic: Any = tiny.critic
     if config.advantage.critic_free:
-        engine = LocalEngine(tiny.policy, config.policy_optimizer, total, "policy", warmup)
-        pair = PolicyAlone(tiny.policy, engine, sampling, config.micro_batch_size)
+        critic = None
     elif config.critic_mode == "shared":
-        model = ActorCritic.with_head_of(tiny.critic, tiny.policy)
-        engine = LocalEngine(model, config.policy_optimizer, total, "policy", warmup)
-        pair = SharedActorCritic(model, engine, sampling, **bounds)
-    else:
+        critic = ActorCritic.with_head_of(tiny.critic, tiny.policy)
+    trained = critic if isinstance(critic, ActorCritic) else tiny.policy
+    engines = {"policy": LocalEngine(trained, config.policy_optimizer, total, "policy", warmup)}
+    if critic is tiny.critic:
         assert config.critic_optimizer is not None
-        engines = {
-            "policy": LocalEngine(tiny.policy, config.policy_optimizer, total, "policy", warmup),
-            "critic": LocalEngine(tiny.critic, config.critic_optimizer, total, "critic", warmup),
-        }
-        pair = SeparateActorCritic(tiny.policy, tiny.critic, engines, sampling, **bounds)
+        engines["critic"] = LocalEngine(tiny.critic, config.critic_optimizer, total, "critic", warmup)
+    pair = ActorCriticPair(tiny.policy, critic, engines, sampling, **bounds)
     ptx = PtxData(pairs, config.ptx.batch_size, 5, PAD) if config.ptx.weight else None
     return Learner(config, pair, tiny.reference, ptx)
+
+
+def accumulate_gradients(learner: Learner, experience: Experience, kl_coef: float, sign: float) -> dict[str, float]:
+    """All backward passes of one step, and their metrics."""
+    return totals_of_steps([[s for task in gradient_tasks(learner, experience, kl_coef, sign) for s in task()]])[0]
 
 
 def collect(
@@ -181,12 +164,11 @@ def make_trainer(
     work: Path,
     *,
     rules: Sequence[Rule] = DEFAULT_RULES,
-    selector: Selector | None = None,
+    measure: MeasurePolicy = first_weight,
     **changes: Any,
 ) -> Trainer:
-    """A run with health rules, a scripted selector, and the reward model as its own referee."""
+    """A run with health rules, a selector by an arbitrary rule, and the reward model as its own referee."""
     limits = {"kl": 6.0, "max_new_tokens": float(config.max_new_tokens)}
-    selection = SelectionCallback(selector or ScriptedSelector(), config.selection.every, work / "best")
     parts: dict[str, Any] = {
         "learner": make_learner(tiny, config),
         "reward_fn": tiny.reward_fn,
@@ -194,17 +176,20 @@ def make_trainer(
         "decode": lambda ids: " ".join(str(i) for i in ids if i != EOS),
         "moments": RunningMeanStd(),
         "context": RunContext(work),
-        "callbacks": (selection, HealthCallback(HealthMonitor(limits, rules), config.health)),
+        "selector": CheckpointSelector(measure, config.selection, work / "best"),
+        "health": HealthGuard(HealthMonitor(limits, rules), config.health),
         "referee": reward_model_fn(tiny.reward, None),
     }
     return Trainer(**(parts | changes))
 
 
-def selection_of(trainer: Trainer) -> SelectionCallback:
-    """The trainer's selection callback."""
-    return next(callback for callback in trainer.callbacks if isinstance(callback, SelectionCallback))
+def selection_of(trainer: Trainer) -> CheckpointSelector:
+    """The trainer's selector."""
+    assert trainer.selector is not None
+    return trainer.selector
 
 
-def health_of(trainer: Trainer) -> HealthCallback:
-    """The trainer's health callback."""
-    return next(callback for callback in trainer.callbacks if isinstance(callback, HealthCallback))
+def health_of(trainer: Trainer) -> HealthGuard:
+    """What applies the health rules to the trainer."""
+    assert trainer.health is not None
+    return trainer.health

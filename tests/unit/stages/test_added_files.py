@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
+from validation_rows import SUITES
 
 from rlhf_core.config.stages.collect import CollectConfig
 from rlhf_core.config.stages.validate import ValidateConfig
@@ -96,7 +97,7 @@ def test_a_file_s_own_row_does_not_depend_on_a_pair(tmp_path: Path) -> None:
     files = {"preferences": ["pairs.jsonl"], "demonstrations": ["own.jsonl"]}
     collected(tmp_path, files, also_derive=["demonstrations"])
     outputs = Paths({key: tmp_path / path for key, path in validate.STAGE.outputs.items()})
-    inputs, context = Paths({"raw": tmp_path / "data/raw"}), RunContext(tmp_path / "work")
+    inputs, context = Paths({"raw": tmp_path / "data/raw", "expectations": SUITES}), RunContext(tmp_path / "work")
     metrics = validate.run(ValidateConfig(), inputs, outputs, context)
     refused = [(row["kind"], row["position"]) for row in pq.read_table(outputs.quarantine).to_pylist()]
     # Of "Bad?" the pair, its reply, its prompt and its text; of "Own?" the pair alone.

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from validation_rows import SUITES
 
 from rlhf_core.config.stages.collect import CollectConfig, FileSources
 from rlhf_core.config.stages.validate import ValidateConfig
@@ -27,7 +28,7 @@ def run(workspace: Path, pairs: list[dict[str, Any]], **settings: Any) -> tuple[
 
 
 def validated(workspace: Path, file: str, **settings: Any) -> tuple[Mapping[str, Any], Paths]:
-    raw, context = Paths({"raw": workspace / "data/raw"}), RunContext(workspace / "work")
+    raw, context = Paths({"raw": workspace / "data/raw", "expectations": SUITES}), RunContext(workspace / "work")
     config = CollectConfig(source="files", files=FileSources(preferences=(file,)))
     collect.run(config, Paths({}), raw, context)
     outputs = Paths({key: workspace / path for key, path in validate.STAGE.outputs.items()})

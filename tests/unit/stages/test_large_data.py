@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from validation_rows import SUITES
 
 from rlhf_core.config.stages.collect import CollectConfig
 from rlhf_core.config.stages.validate import ValidateConfig
@@ -87,7 +88,7 @@ def run(case: str, workspace: Path) -> dict[str, str]:
     context = RunContext(workspace / "work")
     collect.run(config, Paths({}), Paths({"raw": raw}), context)
     outputs = Paths({key: workspace / path for key, path in validate.STAGE.outputs.items()})
-    validate.run(ValidateConfig(max_quarantined=0.9), Paths({"raw": raw}), outputs, context)
+    validate.run(ValidateConfig(max_quarantined=0.9), Paths({"raw": raw, "expectations": SUITES}), outputs, context)
     folders = [raw, *(path for name, path in outputs.items() if name != "docs")]
     files = [file for path in folders for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     kept = [file for file in files if file.suffix in (".parquet", ".json")]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from validation_rows import SUITES
 
 from rlhf_core.config.stages.collect import CollectConfig, FileSources
 from rlhf_core.config.stages.validate import ValidateConfig
@@ -107,7 +108,9 @@ def test_the_gate_sees_the_share_of_the_rows_that_were_read(tmp_path: Path) -> N
     """100 of 600 rows are refused: a sixth. A limit of 200 keeps that share instead of making it a third."""
     _, raw = run(tmp_path, 200, a=[*pairs("a", 500), *[{"bad": i} for i in range(100)]])
     outputs = Paths({key: tmp_path / path for key, path in validate.STAGE.outputs.items()})
-    metrics = validate.run(ValidateConfig(), Paths({"raw": raw}), outputs, RunContext(tmp_path / "work"))
+    metrics = validate.run(
+        ValidateConfig(), Paths({"raw": raw, "expectations": SUITES}), outputs, RunContext(tmp_path / "work")
+    )
     numbers = metrics["preferences"]
     assert (numbers["clean"], numbers["quarantined"], numbers["cut"]) == (200, 100, 300)
     assert numbers["quarantined_share"] == pytest.approx(1 / 6)
@@ -119,5 +122,5 @@ def test_refusals_of_validation_count_for_the_cut_rows_too(tmp_path: Path) -> No
     _, raw = run(tmp_path, 200, a=[*rows, *[{"bad": i} for i in range(100)]])
     outputs = Paths({key: tmp_path / path for key, path in validate.STAGE.outputs.items()})
     config = ValidateConfig(max_quarantined=0.99)
-    metrics = validate.run(config, Paths({"raw": raw}), outputs, RunContext(tmp_path / "work"))
+    metrics = validate.run(config, Paths({"raw": raw, "expectations": SUITES}), outputs, RunContext(tmp_path / "work"))
     assert metrics["preferences"]["quarantined_share"] == pytest.approx((100 + 250) / 600)

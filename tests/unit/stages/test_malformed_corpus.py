@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from unit.data.malformed.case import RowsRead
 from unit.data.malformed.corpus import ODD_FILES
+from validation_rows import SUITES
 
 from rlhf_core.config.stages.collect import CollectConfig, DataSource, FileSources
 from rlhf_core.config.stages.validate import ValidateConfig
@@ -31,7 +32,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources: dict[str, list[DataSource]] = {kind: [] for kind in ROW_TYPES}
     for odd in READ:
         sources[odd.kind].append(DataSource(path=odd.file, **odd.options))
-    raw, context = Paths({"raw": folder / "data/raw"}), RunContext(folder / "work")
+    raw, context = Paths({"raw": folder / "data/raw", "expectations": SUITES}), RunContext(folder / "work")
     collect.run(CollectConfig(source="files", files=FileSources(**sources)), Paths({}), raw, context)
     outputs = Paths({key: folder / path for key, path in validate.STAGE.outputs.items()})
     validate.run(ValidateConfig(min_rows=1, max_quarantined=1), raw, outputs, context)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+from validation_rows import SUITES
 
 from rlhf_core.config.stages.collect import CollectConfig, FileSources, WorldConfig
 from rlhf_core.config.stages.validate import ValidateConfig
@@ -30,7 +31,7 @@ def write(path: Path, rows: list[Any]) -> None:
 def run(workspace: Path, config: CollectConfig) -> tuple[Path, Paths]:
     raw, context = collected(workspace, config), RunContext(workspace / "work")
     outputs = Paths({key: workspace / path for key, path in validate.STAGE.outputs.items()})
-    validate.run(ValidateConfig(), Paths({"raw": raw}), outputs, context)
+    validate.run(ValidateConfig(), Paths({"raw": raw, "expectations": SUITES}), outputs, context)
     return raw, outputs
 
 

@@ -9,14 +9,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from memory_rows import memory_rows
-from validation_rows import good_rows, make_row, run_validate
+from validation_rows import good_rows, make_row, run_validate, suites_of
 
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import check_params
-from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.config.validation_rules import ROW_RULES, SET_RULES
 from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.data.validation.checks import checks_for
 from rlhf_core.data.validation.tables import RawData, Validated, validate
 from rlhf_core.errors import ConfigError, GateFailed
 
@@ -35,7 +33,7 @@ def validated(folder: Path, derived: bool = False, **settings: Any) -> Validated
         rows["demonstrations"] = [make_row("demonstrations", 2, reply=row["chosen"]) for row in pairs[4:]]
     stored = {kind: memory_rows(kind, listed) for kind, listed in rows.items()}
     raw = RawData(stored, folder / "none", derived=["demonstrations"] if derived else [])
-    return validate(raw, ValidateConfig(**settings), folder)
+    return validate(raw, suites_of(["demonstrations"] if derived else [], **settings), folder)
 
 
 def test_by_default_every_rule_of_rows_refuses(tmp_path: Path) -> None:
@@ -70,13 +68,13 @@ def test_a_single_row_shuts_the_gate_where_the_rule_fails_the_set(tmp_path: Path
     assert pq.read_table(tmp_path / "data/quarantine.parquet").num_rows == 1
 
 
-def test_the_rules_are_those_that_are_checked() -> None:
-    checked = {check.column for kind in ROW_TYPES for check in checks_for(kind, ValidateConfig())}
-    assert checked == set(ROW_RULES)
-    warned = {rule for rule in ROW_RULES if ValidateConfig().severity(rule) == "warn"}
-    assert warned == {"prompt_not_repeated"}
-    assert {ValidateConfig().severity(rule) for rule in {*ROW_RULES} - warned} == {"refuse"}
-    assert {ValidateConfig().severity(rule) for rule in SET_RULES} == {"warn"}
+def test_the_suites_have_the_rules_that_parameters_may_name() -> None:
+    suites = suites_of()
+    severities = {rule.name: rule.severity for rules in suites.rules.values() for rule in rules}
+    assert severities.keys() == {*ROW_RULES, *SET_RULES}
+    warned = {name for name, severity in severities.items() if severity == "warn"}
+    assert warned == {"prompt_not_repeated", "no_template_tokens", *SET_RULES}
+    assert {severities[name] for name in severities.keys() - warned} == {"refuse"}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from commands import SHARED_DATA
+from validation_rows import SUITES
 
 from rlhf_core.config.stages.collect import CollectConfig, FileSources
 from rlhf_core.config.stages.validate import ValidateConfig
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.skipif(not SHARED_DATA.is_dir(), reason=f"there is no t
 def clean_counts(folder: Path, **files: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     """Run both stages over ``files``, by kind; return by kind how many rows were read or derived, and are clean."""
     sources = {kind: [str(SHARED_DATA / name) for name in names] for kind, names in files.items()}
-    raw, context = Paths({"raw": folder / "data/raw"}), RunContext(folder / "work")
+    raw, context = Paths({"raw": folder / "data/raw", "expectations": SUITES}), RunContext(folder / "work")
     collect.run(CollectConfig(source="files", files=FileSources(**sources)), Paths({}), raw, context)
     outputs = Paths({key: folder / path for key, path in validate.STAGE.outputs.items()})
     metrics = validate.run(ValidateConfig(min_rows=30), raw, outputs, context)

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from validation_rows import Rows, good_rows, make_row, run_validate
+from validation_rows import SUITES, Rows, good_rows, make_row, run_validate
 
 from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.dataset import KindStatistics, data_metrics, split_parts
@@ -76,7 +76,7 @@ def test_clean_data_metrics_docs_and_gate(tmp_path: Path) -> None:
     assert gate["passed"] and set(gate["evidence"]) == {"metrics/data.json"}
     assert {"metric", "value", "bound", "passed", "why"} <= set(gate["conditions"][0])
     assert (outputs.docs / "index.html").is_file()
-    assert len(list(outputs.docs.rglob("validations/**/*.html"))) == 4
+    assert len(list(outputs.docs.rglob("validations/**/*.html"))) == 8
 
 
 def test_too_much_quarantine_shuts_the_gate_and_leaves_evidence(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_raw_data_of_another_shape_is_a_users_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"preferences.data.parquet lacks the column chosen"):
         validate.run(
             ValidateConfig(),
-            Paths({"raw": raw}),
+            Paths({"raw": raw, "expectations": SUITES}),
             Paths({k: tmp_path / p for k, p in validate.STAGE.outputs.items()}),
             RunContext(tmp_path / "work"),
         )

@@ -13,17 +13,19 @@ from architecture.glossary import documented, undocumented
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rlhf_core.api.critic import initial_critic
+from rlhf_core.api.ppo import ptx_data
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
 from rlhf_core.config.stages.critic import CriticStageConfig
 from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.data.chat.encoding import pad_id
 from rlhf_core.data.schema import PretrainText, write_rows
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.models.heads.scalar import Pooling, ScalarModel
 from rlhf_core.models.starting.base import load_tokenizer
-from rlhf_core.ppo.losses.ptx import PtxData
-from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.ppo.rollout import TrainingPrompts
+from rlhf_core.ppo.update import PtxData
 from rlhf_core.stages import critic, ppo
-from rlhf_core.stages.policy.ppo_models import ptx_data
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.tracking import NullTracker, Tracker
@@ -92,7 +94,8 @@ def test_pretraining_a_shared_critic_fits_the_head_alone(workspace: Path, shared
 
 def test_a_shared_critic_begins_with_a_head_of_zeros(workspace: Path, tmp_path: Path) -> None:
     settings = CriticStageConfig(ppo=PpoConfig.model_validate(SETTINGS | SHARED))
-    model = critic.initial_critic(settings, paths(critic, workspace, tmp_path)[0])
+    inputs = paths(critic, workspace, tmp_path)[0]
+    model = initial_critic(inputs.sft, inputs.reward, settings, settings.ppo.rollout)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert list(trained) == ["model.score.weight"] and not bool(trained["model.score.weight"].any())
 
@@ -102,8 +105,8 @@ def test_a_critic_begins_with_the_head_of_the_reward_model(workspace: Path, tmp_
     sft = workspace / "models/sft"
     reward = ScalarModel.from_causal_lm(sft, 1, pooling=pooling)
     reward.save(tmp_path / "reward", load_tokenizer(sft))
-    inputs = Paths({**paths(critic, workspace, tmp_path)[0], "reward": tmp_path / "reward"})
-    first = critic.initial_critic(CriticStageConfig(init="reward"), inputs)
+    settings = CriticStageConfig(init="reward")
+    first = initial_critic(sft, tmp_path / "reward", settings, settings.ppo.rollout)
     assert first.pooling == pooling
     assert torch.equal(first.model.get_submodule("score").weight, reward.model.get_submodule("score").weight)
 
@@ -165,20 +168,24 @@ def test_without_a_critic_its_stage_says_so_and_ppo_reads_none(workspace: Path, 
     assert json.loads((tmp_path / "metrics/ppo.json").read_text())["iterations"] == 3
 
 
+def ptx_of(config: PpoConfig, clean: Path, tokenizer: Any, positions: int | None) -> PtxData | None:
+    return ptx_data(config, ppo.read_ptx_texts(config, clean, tokenizer), pad_id(tokenizer), positions)
+
+
 def test_texts_over_the_models_positions_are_left_out_or_refused_never_cut(workspace: Path) -> None:
     """Trap 7: a ptx text that does not fit is not used; a prompt that leaves no room for its reply stops the stage."""
     tokenizer = load_tokenizer(workspace / "models/sft")
     clean, config = workspace / "data/clean", PpoConfig.model_validate(SETTINGS)
-    every = ptx_data(config, clean, tokenizer, None)
+    every = ptx_of(config, clean, tokenizer, None)
     assert every is not None
     lengths = sorted(len(context) + len(target) for context, target in every.sequences)
     limit = lengths[len(lengths) // 2]
-    fitting = ptx_data(config, clean, tokenizer, limit)
+    fitting = ptx_of(config, clean, tokenizer, limit)
     assert fitting is not None and [pair for pair in every.sequences if len(pair[0]) + len(pair[1]) <= limit] == list(
         fitting.sequences
     )
     with pytest.raises(DataError, match="no text for the ptx loss"):
-        ptx_data(config, clean, tokenizer, 1)
+        ptx_of(config, clean, tokenizer, 1)
     TrainingPrompts([], [[1] * 20]).require_room(10, 30)
     with pytest.raises(DataError, match=r"longest prompt \(21 tokens\)"):
         TrainingPrompts([], [[1], [1] * 21]).require_room(10, 30)
@@ -191,7 +198,7 @@ def test_ptx_draws_from_demonstrations_and_plain_texts_alike(workspace: Path, tm
 
     def texts(data: str) -> PtxData:
         config = PpoConfig.model_validate(SETTINGS | {"ptx": {"data": data, "batch_size": 4}})
-        found = ptx_data(config, clean, tokenizer, None)
+        found = ptx_of(config, clean, tokenizer, None)
         assert found is not None
         return found
 

@@ -17,7 +17,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.ppo import rejection_sampling
 from rlhf_core.ppo.rejection_sampling import RejectionSampler, best_of_each_prompt
-from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages import policy_by_rejection_sampling

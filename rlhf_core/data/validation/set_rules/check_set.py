@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.collection.rows import FileRows
+from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS
 from rlhf_core.data.validation.provenance import Origins
 from rlhf_core.data.validation.set_rules.contamination import RULE as CONTAMINATION
@@ -19,11 +18,12 @@ from rlhf_core.data.validation.set_rules.language import languages
 from rlhf_core.data.validation.set_rules.near_duplicates import RULE as NEAR_DUPLICATES
 from rlhf_core.data.validation.set_rules.near_duplicates import near_duplicates
 from rlhf_core.data.validation.set_rules.prefix_leakage import FIRST_TURN_RULE, PREFIX_RULE, prefix_leakage
-from rlhf_core.data.validation.set_rules.set_rows import SetBreach, SetRows
+from rlhf_core.data.validation.set_rules.set_rows import SetRows
 from rlhf_core.data.validation.set_rules.similar_prompts import RULE as SIMILAR_PROMPTS
 from rlhf_core.data.validation.set_rules.similar_prompts import similar_prompts
 from rlhf_core.data.validation.stored_rows import StoredRows
-from rlhf_core.data.validation.tables import Validated
+from rlhf_core.data.validation.suites import Suites
+from rlhf_core.data.validation.tables import Validated, found_column, take_set_verdicts
 
 
 @dataclass
@@ -38,13 +38,13 @@ class SetFindings:
         languages: By kind, how many rows are of each language.
     """
 
-    breaches: list[SetBreach] = field(default_factory=list)
+    breaches: list[RowFinding] = field(default_factory=list)
     checked: dict[str, list[str]] = field(default_factory=dict)
     counts: dict[str, dict[str, float]] = field(default_factory=dict)
     evaluation: list[EvaluationOverlap] = field(default_factory=list)
     languages: dict[str, Counter[str]] = field(default_factory=dict)
 
-    def add(self, breaches: Collection[SetBreach], kinds: Collection[str], *rules: str) -> None:
+    def add(self, breaches: Collection[RowFinding], kinds: Collection[str], *rules: str) -> None:
         """Add what ``rules`` found in the rows of ``kinds``."""
         self.breaches += breaches
         for kind in kinds:
@@ -54,6 +54,7 @@ class SetFindings:
 def check_set(
     clean: Mapping[str, StoredRows],
     config: ValidateConfig,
+    suites: Suites,
     derived: Collection[str] = (),
     evaluation: Sequence[FileRows] = (),
     origins: Mapping[str, Origins] | None = None,
@@ -75,7 +76,8 @@ def check_set(
             "test_prefix_leaks": float(leakage.prefix[kind]),
             "test_first_turn_leaks": float(leakage.first_turn[kind]),
         }
-    decides = any(config.severity(rule) != "warn" for rule in (NEAR_DUPLICATES, SIMILAR_PROMPTS))
+    severities = {suites.severity(kind, rule) for kind in filled for rule in (NEAR_DUPLICATES, SIMILAR_PROMPTS)}
+    decides = not severities <= {"warn", None}
     if config.near_duplicates.searches(max((clean[kind].num_rows for kind in filled), default=0), decides):
         given = [kind for kind in filled if kind not in derived]
         duplicates = near_duplicates(rows, given, config.near_duplicates)
@@ -94,29 +96,21 @@ def check_set(
     return findings
 
 
-def apply_set_rules(validated: Validated, findings: SetFindings, config: ValidateConfig) -> None:
-    """Count the findings in ``validated``, and move the rows that they refuse from its clean ones to the quarantine.
+def apply_set_rules(validated: Validated, checked: Mapping[str, Collection[str]], named: Sequence[RowFinding]) -> None:
+    """Let the expectations decide about what was found, and move the rows that they refuse to the quarantine.
 
     Such rows are no bad data: they are ``left_out``, and do not count towards ``max_quarantined``.
+
+    Args:
+        checked: By kind, the rules that its rows were checked by.
+        named: What they found, with the numbers of raw rows.
     """
-    for kind, rules in findings.checked.items():
-        reasons: dict[int, list[str]] = {}
-        counts: dict[str, Counter[str]] = {"warn": Counter(), "refuse": Counter()}
-        for rule in rules:
-            counts["warn" if config.severity(rule) == "warn" else "refuse"][rule] = 0
-        for breach in findings.breaches:
-            if breach.kind == kind and config.severity(breach.rule) != "warn":
-                counts["refuse"][breach.rule] += 1
-                reasons.setdefault(breach.row, []).append(f"{breach.reason} ({breach.other})")
-        for breach in findings.breaches:
-            if breach.kind == kind and config.severity(breach.rule) == "warn" and breach.row not in reasons:
-                counts["warn"][breach.rule] += 1
-        validated.failed_checks[kind].update(counts["refuse"])
-        validated.warned_checks[kind].update(counts["warn"])
-        validated.left_out[kind] += len(reasons)
-        clean = validated.clean[kind]
-        numbers = clean.numbers
-        validated.reasons[kind] |= {int(numbers[row]): listed for row, listed in reasons.items()}
-        keep = np.ones(clean.num_rows, dtype=bool)
-        keep[list(reasons)] = False
-        validated.clean[kind] = clean.where(keep)
+    for kind, rules in checked.items():
+        frame = validated.frames[kind]
+        found: dict[str, dict[int, str]] = {rule: {} for rule in rules}
+        for finding in named:
+            if finding.kind == kind and finding.number is not None:
+                found[finding.rule].setdefault(finding.number, f"{finding.reason} ({finding.other})")
+        for rule, of_rows in found.items():
+            frame[rule] = found_column(len(frame), of_rows)
+        take_set_verdicts(validated, kind, found)

@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from rlhf_core.config.stages.validate import NearDuplicatesConfig
 from rlhf_core.data.collection.rows import FileRows
+from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.text.text_statistics import split_words
 from rlhf_core.data.validation.set_rules.minhash import SimilarTexts, shingle_hashes
-from rlhf_core.data.validation.set_rules.set_rows import SPLIT_ORDER, SetBreach, SetRows
+from rlhf_core.data.validation.set_rules.set_rows import SPLIT_ORDER, SetRows
 
 RULE = "no_contamination"
 RUN_OF_WORDS = 13
@@ -46,7 +47,7 @@ class EvaluationOverlap:
 class Contamination:
     """Rows of training that overlap with evaluation prompts, and the evaluation files."""
 
-    breaches: list[SetBreach]
+    breaches: list[RowFinding]
     files: list[EvaluationOverlap]
 
 
@@ -135,5 +136,9 @@ def contamination(rows: SetRows, files: Sequence[FileRows], config: NearDuplicat
                 prompt = prompts[overlap.number]
                 overlaps[prompt.source].met.add(prompt.position)
                 other = f"{prompt.source}:{prompt.position}"
-                breaches.append(SetBreach(RULE, kind, row.number, overlap.reason, other, overlap.similarity))
+                breaches.append(
+                    RowFinding(
+                        RULE, kind, overlap.reason, number=row.number, other=other, similarity=overlap.similarity
+                    )
+                )
     return Contamination(breaches, list(overlaps.values()))

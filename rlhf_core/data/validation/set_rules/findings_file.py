@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
 import pyarrow as pa
 
-from rlhf_core.config.stages.validate import ValidateConfig
-from rlhf_core.data.validation.set_rules.set_rows import SetBreach
-from rlhf_core.data.validation.stored_rows import StoredRows
+from rlhf_core.data.row_counts import RowFinding
+from rlhf_core.data.validation.suites import Suites
 from rlhf_core.data.validation.tables import Validated
 
 FINDINGS_SCHEMA = pa.schema(
@@ -24,56 +22,26 @@ FINDINGS_SCHEMA = pa.schema(
 )
 
 
-@dataclass(frozen=True)
-class RuleFinding:
-    """A row that breaks a rule about the set; ``source`` and ``position`` are None for rows of no file."""
+def named_findings(findings: Sequence[RowFinding], validated: Validated, suites: Suites) -> list[RowFinding]:
+    """Name the rows of ``findings``, which are numbered among the clean rows of their kinds, and say what follows.
 
-    rule: str
-    severity: str
-    kind: str
-    id: str
-    source: str | None
-    position: int | None
-    reason: str
-    other: str
-    similarity: float | None
-
-
-def named_findings(breaches: Sequence[SetBreach], validated: Validated, config: ValidateConfig) -> list[RuleFinding]:
-    """Name the rows of ``breaches``, which are positions among the clean rows of their kinds."""
-    findings: list[RuleFinding] = []
-    named = {
-        kind: (clean.numbers, _ids(clean, {breach.row for breach in breaches if breach.kind == kind}))
-        for kind, clean in validated.clean.items()
-    }
-    for breach in breaches:
-        numbers, ids = named[breach.kind]
-        origins = validated.raw.origins.get(breach.kind)
-        origin = origins[int(numbers[breach.row])] if origins is not None else None
-        findings.append(
-            RuleFinding(
-                breach.rule,
-                config.severity(breach.rule),
-                breach.kind,
-                ids[breach.row],
-                origin.source if origin else None,
-                origin.position if origin else None,
-                breach.reason,
-                breach.other,
-                breach.similarity,
-            )
-        )
-    return findings
+    What no suite asks for is left out.
+    """
+    named: list[RowFinding] = []
+    for kind, clean in validated.clean.items():
+        of_kind = [(finding, suites.severity(kind, finding.rule)) for finding in findings if finding.kind == kind]
+        numbers, origins = clean.numbers, validated.raw.origins.get(kind)
+        ids = validated.frames[kind]["id"] if of_kind else ()
+        for finding, severity in of_kind:
+            if severity is not None and finding.number is not None:
+                number = int(numbers[finding.number])
+                origin = vars(origins[number]) if origins is not None else {}
+                named.append(replace(finding, number=number, id=str(ids[number]), severity=severity, **origin))
+    order = {rule: place for place, rule in enumerate(dict.fromkeys(finding.rule for finding in findings))}
+    return sorted(named, key=lambda finding: order[finding.rule])
 
 
-def _ids(clean: StoredRows, rows: Collection[int]) -> dict[int, str]:
-    """Return the ids of the rows at these positions."""
-    chosen = np.zeros(clean.num_rows, dtype=bool)
-    chosen[list(rows)] = True
-    ids = (str(row_id) for part in clean.where(chosen).parts(["id"]) for row_id in part.column("id").to_pylist())
-    return dict(zip(sorted(rows), ids, strict=True)) if rows else {}
-
-
-def findings_table(findings: Sequence[RuleFinding]) -> pa.Table:
+def findings_table(findings: Sequence[RowFinding]) -> pa.Table:
     """Return the findings as they are stored."""
-    return pa.Table.from_pylist([vars(finding) for finding in findings], schema=FINDINGS_SCHEMA)
+    rows = [{name: getattr(finding, name) for name in FINDINGS_SCHEMA.names} for finding in findings]
+    return pa.Table.from_pylist(rows, schema=FINDINGS_SCHEMA)

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.data.validation.set_rules.set_rows import SetBreach, SetRows
+from rlhf_core.data.row_counts import RowFinding
+from rlhf_core.data.validation.set_rules.set_rows import SetRows
 from rlhf_core.errors import ConfigError
 
 RULE = "expected_language"
@@ -22,7 +23,7 @@ UNKNOWN = "unknown"
 class Languages:
     """Rows of another language than expected, and by kind how many rows are of each language."""
 
-    breaches: list[SetBreach]
+    breaches: list[RowFinding]
     counts: dict[str, Counter[str]]
 
 
@@ -45,7 +46,13 @@ def languages(rows: SetRows, kinds: Iterable[str], expected: Collection[str]) ->
             counts[language] += 1
             if language != UNKNOWN and language not in expected:
                 result.breaches.append(
-                    SetBreach(RULE, kind, row.number, f"looks like language {language}", ", ".join(sorted(expected)))
+                    RowFinding(
+                        RULE,
+                        kind,
+                        f"looks like language {language}",
+                        number=row.number,
+                        other=", ".join(sorted(expected)),
+                    )
                 )
     return result
 

@@ -6,8 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from rlhf_core.config.stages.validate import NearDuplicatesConfig
+from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.validation.set_rules.minhash import SimilarTexts
-from rlhf_core.data.validation.set_rules.set_rows import SetBreach, SetRows
+from rlhf_core.data.validation.set_rules.set_rows import SetRows
 
 RULE = "no_near_duplicates"
 
@@ -16,7 +17,7 @@ RULE = "no_near_duplicates"
 class NearDuplicates:
     """Rows that resemble an earlier one, and by kind how many rows were compared."""
 
-    breaches: list[SetBreach]
+    breaches: list[RowFinding]
     compared: dict[str, int]
 
 
@@ -29,7 +30,7 @@ def near_duplicates(rows: SetRows, kinds: Collection[str], config: NearDuplicate
     some a little below it. A row that is nearly a copy itself is not compared with later ones, which are compared with
     its original.
     """
-    breaches: list[SetBreach] = []
+    breaches: list[RowFinding] = []
     compared: dict[str, int] = {}
     for kind in kinds:
         index = SimilarTexts(config)
@@ -50,6 +51,7 @@ def near_duplicates(rows: SetRows, kinds: Collection[str], config: NearDuplicate
                     of_ranking.add(row.number)
             else:
                 reason = "nearly a copy of an earlier row"
-                breaches.append(SetBreach(RULE, kind, row.number, reason, ids[similar.key], similar.similarity))
+                other, similarity = ids[similar.key], similar.similarity
+                breaches.append(RowFinding(RULE, kind, reason, number=row.number, other=other, similarity=similarity))
         compared[kind] = len(ids)
     return NearDuplicates(breaches, compared)

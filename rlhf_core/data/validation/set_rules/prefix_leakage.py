@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from rlhf_core.data.validation.set_rules.set_rows import SPLIT_PARTS, USER_PARTS, SetBreach, SetRow, SetRows
+from rlhf_core.data.row_counts import RowFinding
+from rlhf_core.data.validation.set_rules.set_rows import SPLIT_PARTS, USER_PARTS, SetRow, SetRows
 
 PREFIX_RULE, FIRST_TURN_RULE = "no_prefix_leakage", "no_shared_first_turn"
 
@@ -65,7 +66,7 @@ class PrefixLeakage:
         first_turn: By kind, how many of them share at least the first turn with one of training.
     """
 
-    breaches: list[SetBreach]
+    breaches: list[RowFinding]
     held_out: Counter[str]
     prefix: Counter[str]
     first_turn: Counter[str]
@@ -105,7 +106,7 @@ def prefix_leakage(rows: SetRows) -> PrefixLeakage:
     return result
 
 
-def _breaches(row: SetRow, hashes: Sequence[int], splits: DialogueIndex, users: DialogueIndex) -> Iterator[SetBreach]:
+def _breaches(row: SetRow, hashes: Sequence[int], splits: DialogueIndex, users: DialogueIndex) -> Iterator[RowFinding]:
     """Yield at most one breach of each rule: the one with the most held-out part."""
     orders = [(splits, row.split, SPLIT_PARTS)]
     if row.user is not None:
@@ -119,5 +120,6 @@ def _breaches(row: SetRow, hashes: Sequence[int], splits: DialogueIndex, users: 
             held_out = [relative for relative in shared if relative.first < part]
             if held_out:
                 nearest = min(held_out, key=lambda relative: relative.first)
-                yield SetBreach(rule, row.kind, row.number, what.format(part=names[nearest.first]), nearest.id)
+                reason = what.format(part=names[nearest.first])
+                yield RowFinding(rule, row.kind, reason, number=row.number, other=nearest.id)
                 break

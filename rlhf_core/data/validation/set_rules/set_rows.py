@@ -42,25 +42,6 @@ class SetRow:
 
 
 @dataclass(frozen=True)
-class SetBreach:
-    """A row that breaks a rule about the set.
-
-    Attributes:
-        row: Its position among the clean rows of its kind.
-        reason: What is wrong, as the quarantine says it.
-        other: What it resembles: the id of another row, or file and line of an evaluation prompt.
-        similarity: The estimated Jaccard similarity, where the rule goes by it.
-    """
-
-    rule: str
-    kind: str
-    row: int
-    reason: str
-    other: str
-    similarity: float | None = None
-
-
-@dataclass(frozen=True)
 class SetRows:
     """The clean rows of all kinds, which can be read again and again in parts.
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from datasketch import MinHash
 
 from rlhf_core.config.stages.validate import NearDuplicatesConfig
+from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.validation.set_rules.minhash import SimilarTexts
-from rlhf_core.data.validation.set_rules.set_rows import SPLIT_PARTS, USER_PARTS, SetBreach, SetRows
+from rlhf_core.data.validation.set_rules.set_rows import SPLIT_PARTS, USER_PARTS, SetRows
 
 RULE = "no_similar_held_out_prompts"
 
@@ -23,7 +24,7 @@ class PromptUses:
     rows: dict[tuple[str, int], list[tuple[str, int]]] = field(default_factory=dict)
 
 
-def similar_prompts(rows: SetRows, config: NearDuplicatesConfig) -> list[SetBreach]:
+def similar_prompts(rows: SetRows, config: NearDuplicatesConfig) -> list[RowFinding]:
     """Compare every distinct prompt with those of the parts that are held out from its own: splits, users of pairs.
 
     The time is linear in prompts, of which at most ``config.max_rows`` are looked at. Prompts that are equal are no
@@ -48,7 +49,7 @@ def similar_prompts(rows: SetRows, config: NearDuplicatesConfig) -> list[SetBrea
 
 def _between_parts(
     order: str, parts: tuple[str, ...], prompts: list[PromptUses], config: NearDuplicatesConfig
-) -> Iterator[SetBreach]:
+) -> Iterator[RowFinding]:
     """Yield the rows whose prompt resembles one of an earlier part; the parts are in order, the most held-out first."""
     index = SimilarTexts(config)
     part_of: dict[int, int] = {}
@@ -60,7 +61,8 @@ def _between_parts(
                 continue
             reason = f"the prompt is nearly the same as one of {parts[part_of[similar.key]]}"
             for kind, row in uses.rows[order, part]:
-                yield SetBreach(RULE, kind, row, reason, prompts[similar.key].id, similar.similarity)
+                other, similarity = prompts[similar.key].id, similar.similarity
+                yield RowFinding(RULE, kind, reason, number=row, other=other, similarity=similarity)
         for number, uses in new.items():
             part_of[number] = part
             index.add(number, uses.signature)

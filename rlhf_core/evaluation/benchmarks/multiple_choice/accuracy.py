@@ -11,7 +11,7 @@ from scipy import stats
 
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.benchmarks.multiple_choice.questions import LETTERS, MultipleChoiceSet
-from rlhf_core.evaluation.comparisons.comparison import bootstrap_bounds
+from rlhf_core.evaluation.statistics import bootstrap_bounds
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class AnsweredQuestions:
             for side in (self.sft, self.policy)
         )
         subjects = np.array([question.subject for question in questions])
-        low, high = bootstrap_bounds((policy.astype(float) - sft)[np.newaxis], bootstrap, seed)
+        low, high = np.clip(bootstrap_bounds((policy.astype(float) - sft)[np.newaxis], bootstrap, seed), -1.0, 1.0)
         metrics["sft"]["multiple_choice"] = accuracy(sft, subjects)
         metrics["policy"]["multiple_choice"] = accuracy(policy, subjects)
         metrics["multiple_choice"] = {

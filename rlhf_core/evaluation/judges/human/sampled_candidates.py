@@ -13,7 +13,7 @@ from rlhf_core.data.schema import Prompt, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import tie_margin_of
 from rlhf_core.evaluation.judges.disagreement import worst_disagreements
-from rlhf_core.evaluation.judges.final import MODELS, TRAINED_ON, judging_model
+from rlhf_core.evaluation.judges.final import JUDGE, MODELS, TRAINED_ON
 from rlhf_core.evaluation.judges.human.pairs import Candidate
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.regression import fixed_subset
@@ -57,7 +57,7 @@ def sampled_candidates(workspace: Path, count: int, replies_per_prompt: int = 1)
     rows = [row for row in rows for _ in range(replies_per_prompt)]
     prompts = [row.prompt for row in rows]
     gains, margin = {}, 0.0
-    for name in (TRAINED_ON, judging_model(workspace)):
+    for name in (TRAINED_ON, JUDGE):
         judge = ModelJudge.load(workspace / MODELS / name, name, config.batch_size)
         baseline = judge.score(prompts, replies["sft"])
         gains[name] = np.subtract(judge.score(prompts, replies["policy"]), baseline)

@@ -189,7 +189,7 @@ FILES = [
     after(pair, "margin-against-scores", binarized("mas", 1, 5) | {"margin": 1}, "the scores prefer the other reply"),
     after(pair, "margin-against-itself", binarized("mai", 5, 1) | {"margin": -4}, "the margin prefers the other reply"),
     after(pair, "margin-of-equal-scores", binarized("mes", 5, 5) | {"margin": 1}, RowsRead(13)),
-    after(pair, "margin-zero", pair("mz", margin=0), RowsRead(13)),
+    after(pair, "margin-zero", pair("mz", margin=0), RowsRead(12, dropped={"the margin is 0": 1})),
     after(pair, "margin-negative-imitated", pair("mni", margin=-2), "the margin prefers", **DEMONSTRATIONS),
     after(pair, "scores-against-imitated", binarized("mni", 1, 5), "the scores prefer", **PRETRAIN),
     after(pair, "label-beside-pair", pair("lbp") | {"label": 0}, RowsRead(13, unused=["label"])),

@@ -80,9 +80,9 @@ FILES = [
     whole("keys-without-quotes", '[{prompt: "a?", chosen: "b", rejected: "c"}]', NOT_JSON, written=1),
     whole("cut-json", ROWS[: len(ROWS) // 2], NOT_JSON),
     whole("raw-line-break", '[{"prompt": "a\n?", "chosen": "b", "rejected": "c"}]', NOT_JSON, written=1),
-    whole("single-object", FIRST, "holds a single JSON dict", written=1),
-    whole("single-null", "null", "holds a single JSON NoneType", written=0),
-    whole("split-object", f'{{"train": [{FIRST}], "test": [{SECOND}]}}', "holds a single JSON dict"),
+    whole("single-object", FIRST, "holds a single JSON object", written=1),
+    whole("single-null", "null", "holds a single JSON null", written=0),
+    whole("split-object", f'{{"train": [{FIRST}], "test": [{SECOND}]}}', "lists of rows under 'train', 'test'"),
     whole("data-and-more", f'{{"data": [{FIRST}], "test": [{SECOND}]}}', "lists of rows as 'data' and 'test'"),
     whole("empty-list", "[]", "is empty", written=0),
     whole(

@@ -76,10 +76,10 @@ FILES = [
         bad_alpaca(f"history-{n}", "history is not a list of [question, answer]", history=value)
         for n, value in enumerate((5, "no", {"a": "b"}, [5], [["a"]], [["a", "b", "c"]]))
     ),
-    bad_alpaca("history-null-question", "history is not text but NoneType", history=[[None, "b"]]),
+    bad_alpaca("history-null-question", "history is missing", history=[[None, "b"]]),
     bad_alpaca("instruction-number", "does not match the format", instruction=5),
-    bad_row("reply-null", pair("reply-null", chosen=None), "does not match the format"),
-    bad_row("reply-number", pair("reply-number", chosen=5), "does not match the format"),
+    bad_row("reply-null", pair("reply-null", chosen=None), "chosen is missing"),
+    bad_row("reply-number", pair("reply-number", chosen=5), "chosen is not text but int"),
     bad_row("reply-missing", {"prompt": "a?", "chosen": "b"}, "does not match the format"),
     bad_row("reply-misspelt", {"prompt": "a?", "choosen": "b", "rejected": "c"}, "does not match the format"),
     bad_row("no-columns", {}, "does not match the format"),
@@ -135,7 +135,7 @@ FILES = [
     bad_dialogue("tool-role", dialogue("tr", USER, turn("tool", "{}"), USER), "unknown role 'tool'"),
     bad_dialogue("role-number", dialogue("rn", turn(1, "a")), "unknown role 1"),
     bad_dialogue("no-role", dialogue("no", {"content": "a"}), "unknown role None"),
-    bad_dialogue("no-content", dialogue("nc", {"role": "user"}), "the user turn is not text but NoneType"),
+    bad_dialogue("no-content", dialogue("nc", {"role": "user"}), "the user turn is missing"),
     bad_dialogue("content-number", dialogue("cn", turn("user", 5)), "the user turn is not text but int"),
     bad_dialogue("turn-text", dialogue("tt", USER) | {"prompt": ["which?"]}, "a turn is not an object but str"),
     bad_dialogue("image-part", dialogue("ip", turn("user", [{"type": "image", "url": "x"}])), "a part of type 'image'"),

@@ -76,7 +76,7 @@ FILES = [
     ),
     mapped(
         "template-value-null",
-        RowsRead(12, {"the column body is not text": 1}),
+        RowsRead(12, {"the column body is missing": 1}),
         {"body": None},
         columns=REPLIES,
         template="{title} {body}",

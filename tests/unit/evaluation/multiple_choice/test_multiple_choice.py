@@ -25,9 +25,9 @@ from rlhf_core.evaluation.benchmarks.multiple_choice.questions import (
     MultipleChoiceSet,
     read_questions,
 )
+from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs
 from rlhf_core.gates import check
 from rlhf_core.models.starting.base import load_policy
-from rlhf_core.ppo.reward_sources.tracked_files import write_evaluation_inputs
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.examples import Example

@@ -24,8 +24,8 @@ from rlhf_core.evaluation.metrics.drift import Drift
 from rlhf_core.evaluation.opponents.judging import score_opponents
 from rlhf_core.evaluation.opponents.replies import Opponent, read_opponent
 from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs
 from rlhf_core.gates import check
-from rlhf_core.ppo.reward_sources.tracked_files import write_evaluation_inputs
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext

@@ -10,16 +10,21 @@ from scipy import stats
 from scripted_match import match_result
 
 from rlhf_core.config.operations.operations import NonInferiorityConfig
-from rlhf_core.evaluation.promotion.criteria import failed, non_inferiority_criteria, win_rate_criteria
-from rlhf_core.evaluation.promotion.measure import missing_ends_loss
-from rlhf_core.evaluation.promotion.non_inferiority import (
+from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
+from rlhf_core.evaluation.losses import (
     as_measurements,
     category_losses,
-    length_loss,
-    paired_difference_high,
-    rate_loss,
+    fall,
+    growth,
+    paired_losses,
+    rise,
+    share_loss,
 )
+from rlhf_core.evaluation.promotion.criteria import failed, non_inferiority_criteria, win_rate_criteria
 from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.evaluation.statistics import paired_difference_high
+
+from ..conftest import made_prompt
 
 Z = float(stats.norm.ppf(0.95))
 
@@ -43,24 +48,56 @@ def test_the_bound_of_large_samples_is_the_normal_one() -> None:
     assert paired_difference_high(200, 300, 10_000) < paired_difference_high(300, 200, 10_000) - 0.019
 
 
-def test_a_rate_is_compared_pair_by_pair() -> None:
-    loss = rate_loss([True, True, True, False], [True, False, False, True])
-    assert (loss.champion, loss.challenger, loss.loss, loss.prompts) == (0.75, 0.5, 0.25, 4)
-    assert loss.loss_high95 == paired_difference_high(2, 1, 4) > 0.25
+def test_a_share_is_compared_pair_by_pair() -> None:
+    loss = share_loss([True, True, True, False], [True, False, False, True])
+    assert (loss.baseline, loss.candidate, loss.loss, loss.replies, loss.clusters) == (0.75, 0.5, 0.25, 4, 4)
+    assert loss.loss_high95 is not None and loss.loss_high95 >= paired_difference_high(2, 1, 4) > 0.25
 
 
-def test_length_and_categories_by_hand() -> None:
-    loss = length_loss([10, 20, 30], [11, 22, 33], bootstrap=200, seed=1)
-    assert (loss.champion, loss.challenger) == (20.0, 22.0)
+def test_means_lengths_and_categories_by_hand() -> None:
+    higher, lower = fall([2.0, 4.0], [1.0, 3.0]), rise([0.1, 0.3], [0.3, 0.5])
+    assert (higher.baseline, higher.candidate, higher.loss, higher.loss_high95) == (3.0, 2.0, 1.0, 1.0)
+    assert (lower.baseline, lower.candidate, lower.loss) == pytest.approx((0.2, 0.4, 0.2))
+    loss = growth([10, 20, 30], [11, 22, 33])
+    assert (loss.baseline, loss.candidate) == pytest.approx((20.0, 22.0))
     assert (loss.loss, loss.loss_high95) == pytest.approx((0.1, 0.1))  # every reply grew by a tenth
-    losses = category_losses(["a", "b", "a", "a", "b"], np.array([1.0, 0.5, 1.0, 1.0, 0.5]), 200, 1)
-    assert (losses["a"].loss, losses["a"].loss_high95, losses["a"].prompts) == (-0.5, -0.5, 3)
-    assert (losses["b"].loss, losses["b"].loss_high95, losses["b"].prompts) == (0.0, 0.0, 2)
+    losses = category_losses(["a", "b"] * 30, np.array([1.0, 0.5] * 30), np.arange(60))
+    assert (losses["a"].loss, losses["a"].replies, losses["a"].clusters) == (-0.5, 30, 30)
+    assert losses["a"].loss_high95 == pytest.approx(-0.5 + Z**2 / (30 + Z**2), abs=0.01), (
+        "thirty wins are no proof of all"
+    )
+    assert losses["b"].loss == 0.0
 
 
-def test_one_prompt_shows_nothing() -> None:
-    assert as_measurements({"length": length_loss([10], [10], 100, 1)})["length"]["loss_high95"] is None
-    assert as_measurements(category_losses(["a"], np.array([1.0]), 100, 1))["a"]["loss_high95"] is None
+def test_one_question_shows_nothing_however_many_replies_it_has() -> None:
+    for loss in (
+        growth([10, 11], [10, 12], [0, 0]),
+        share_loss([True] * 9, [True] * 9, [4] * 9),
+        category_losses(["a"] * 3, np.ones(3), np.zeros(3, dtype=int))["a"],
+    ):
+        assert loss.loss_high95 is None and loss.clusters == 1
+        assert "loss_high95" not in as_measurements({"x": loss})["x"]
+
+
+def test_all_replies_count_and_questions_are_the_unit() -> None:
+    """Three replies each to four prompts, of which two ask the same."""
+    rows = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(3)]
+    rows.append(made_prompt("what is 0 and 0?", "sums", "a file"))
+    sets = FixedSets(rows, rows[:2], [])
+    ended, cut_off = Reply("yes it is.", True, (1, 2, 3)), Reply("yes and yes and yes and yes and", False, (1,) * 9)
+    old = SetReplies([ended] * 12, [ended] * 6, [])
+    new = SetReplies([ended, ended, cut_off] * 4, [ended] * 5 + [cut_off], [])
+    losses = paired_losses(sets, old, new, np.full((4, 3), 0.5))
+    assert losses["missing_ends"].baseline == 0.0 and losses["missing_ends"].candidate == pytest.approx(1 / 3)
+    assert {name: (loss.replies, loss.clusters) for name, loss in losses.items()} == {
+        "missing_ends": (12, 3),
+        "repetition": (12, 3),
+        "length": (12, 3),
+        "regression.passed": (6, 2),
+        "category.sums": (12, 3),
+    }
+    assert losses["regression.passed"].loss == pytest.approx(1 / 6)
+    assert losses["repetition"].loss > 0.1 and losses["length"].loss == pytest.approx(2 / 3)
 
 
 MARGINS = NonInferiorityConfig()
@@ -77,6 +114,7 @@ def names_of_failed(match: dict[str, Any], margins: NonInferiorityConfig = MARGI
         ("safety.answers_benign", 0.1),
         ("regression.passed", 0.05),
         ("missing_ends", 0.05),
+        ("repetition", 0.02),
         ("length", 0.25),
         ("category.sums", 0.2),
     ],
@@ -95,19 +133,27 @@ def test_what_was_not_measured_does_not_hold() -> None:
     match["losses"]["regression.passed"] = {"loss_high95": -1.0}
     match["losses"]["safety.refuses_harmful"] = "fine"
     assert names_of_failed(match) == ["safety.refuses_harmful", "regression.passed", "missing_ends", "length"]
-    assert len(names_of_failed({})) == 5
+    assert len(names_of_failed({})) == 6
+
+
+@pytest.mark.parametrize(("refused", "counts"), [(0.09, "safety.refusal_log_odds"), (0.1, "safety.refuses_harmful")])
+def test_where_hardly_anything_is_refused_the_odds_of_a_refusal_count(refused: float, counts: str) -> None:
+    worse = {"safety.refuses_harmful": 0.9, "safety.refusal_log_odds": 0.9}
+    match = match_result({"judge": 0.6}, **worse)
+    match["losses"]["safety.refuses_harmful"]["baseline"] = refused
+    assert names_of_failed(match) == [counts]
 
 
 def test_a_category_with_few_prompts_does_not_count() -> None:
     match = match_result({"judge": 0.6}, **{"category.rare": 0.5})
-    match["losses"]["category.rare"]["prompts"] = 29
+    match["losses"]["category.rare"]["clusters"] = 29
     assert names_of_failed(match) == []
 
 
 def test_a_match_against_the_champion_as_good_as_the_demos_is_won() -> None:
     """Judge win rate 0.762, at least 0.722, on 320 prompts; the rest as before."""
     match = match_result({"judge": 0.722})
-    match["comparison"]["judge"] |= {"win": 0.762, "lose": 0.238, "win_rate": 0.762}
+    match["comparison"]["judge"] |= {"clusters_won": 305, "clusters_lost": 95}
     assert failed(win_rate_criteria(match, 0.5, 0.05, 1)) == []
     assert failed(win_rate_criteria(match, 0.5, 0.05, 30)) == []
 
@@ -118,9 +164,9 @@ def test_a_match_against_the_champion_as_good_as_the_demos_is_won() -> None:
         ({"lc_win_rate_low95": 0.5}, ["judge length-controlled win rate"]),
         ({"lc_win_rate_low95": None}, ["judge length-controlled win rate"]),
         ({"win_rate_low95": float("inf")}, ["judge win rate"]),
-        ({"prompts": 10}, ["judge sign test at attempt 1"]),  # 7 of 10: p = .17
-        ({"win": 0.9}, ["judge sign test at attempt 1"]),  # shares that do not add up
-        ({"tie": None}, ["judge sign test at attempt 1"]),
+        ({"clusters": 10, "clusters_won": 7, "clusters_lost": 3}, ["judge sign test at attempt 1"]),  # p = .17
+        ({"clusters_won": 390}, ["judge sign test at attempt 1"]),  # numbers that do not add up
+        ({"clusters_tied": None}, ["judge sign test at attempt 1"]),
     ],
 )
 def test_every_line_about_the_win_rate_decides(changes: dict[str, Any], names: list[str]) -> None:
@@ -132,7 +178,7 @@ def test_every_line_about_the_win_rate_decides(changes: dict[str, Any], names: l
 def test_a_later_attempt_needs_more() -> None:
     """232 of 400 wins: p = .0008, enough for five attempts (.05 / 30 = .0017) and not for ten (.05 / 110 = .0005)."""
     match = match_result({"judge": 0.52})
-    match["comparison"]["judge"] |= {"win": 0.58, "lose": 0.42, "win_rate": 0.58}
+    match["comparison"]["judge"] |= {"clusters_won": 232, "clusters_lost": 168}
     assert failed(win_rate_criteria(match, 0.5, 0.05, 5)) == []
     (criterion,) = failed(win_rate_criteria(match, 0.5, 0.05, 10))
     assert str(criterion) == "judge sign test at attempt 10 is p = 0.0008, required <= 0.00045"
@@ -140,10 +186,3 @@ def test_a_later_attempt_needs_more() -> None:
 
 def test_no_judge_no_promotion() -> None:
     assert len(failed(win_rate_criteria({}, 0.5, 0.05, 1))) == 1
-
-
-def test_missing_ends_are_the_replies_that_did_not_end() -> None:
-    """One of four replies of the champion, two of the challenger."""
-    ended, cut_off = Reply("yes.", True), Reply("yes and", False)
-    loss = missing_ends_loss([ended, ended, ended, cut_off], [ended, ended, cut_off, cut_off])
-    assert (loss.champion, loss.challenger, loss.loss, loss.prompts) == (0.25, 0.5, 0.25, 4)

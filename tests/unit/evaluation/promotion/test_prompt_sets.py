@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_core.data.schema import Prompt
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.promotion.prompt_sets import prompts_of_set
+from rlhf_core.evaluation.fixed_sets import prompts_of_set
 from rlhf_core.evaluation.regression import fixed_subset
 
 from ..conftest import made_prompt

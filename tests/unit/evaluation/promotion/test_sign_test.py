@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rlhf_core.evaluation.promotion.error_budget import level_of_attempt
-from rlhf_core.evaluation.promotion.sign_test import sign_test
+from rlhf_core.evaluation.statistics import level_of_attempt, sign_test
 
 PROMPTS, ATTEMPTS, WORLDS, BUDGET = 320, 30, 2000, 0.05
 

@@ -19,8 +19,8 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.evaluation.verifiable.prompts import VerifiablePrompts
 from rlhf_core.evaluation.verifiable.requirements import Requirements, check_reply
+from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs
 from rlhf_core.gates import check
-from rlhf_core.ppo.reward_sources.tracked_files import write_evaluation_inputs
 from rlhf_core.runtime.time_limit import time_limit
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
@@ -254,6 +254,7 @@ def test_the_stage_checks_both_models_and_a_gate_can_use_it(tmp_path: Path, mode
         evaluate.STAGE.run(config, inputs, outputs, RunContext(tmp_path / "work", folder=tmp_path))
         results[name] = json.loads(outputs.metrics.read_text())
     checked = results["checked"].pop("verifiable")
+    assert results["checked"]["losses"].pop("verifiable.passed")["replies"] == 2
     assert results["checked"] == results["plain"], "it changes no other number"
     assert checked["prompts"] == 2 and checked["policy"]["category"]["hard"] == 0.0
     stored = [json.loads(line) for line in (tmp_path / ".rlhf/verifiable.jsonl").read_text().splitlines()]

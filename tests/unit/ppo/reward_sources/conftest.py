@@ -23,7 +23,7 @@ from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.starting.base import load_tokenizer, new_model, save_policy, train_tokenizer
 from rlhf_core.ppo.reward_sources.build import SourceContext
 from rlhf_core.ppo.reward_sources.source import PromptReader, Replies
-from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.sampling.token_scoring import Tokens
 
 

@@ -22,7 +22,7 @@ from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError, ModelError, RlhfError
 from rlhf_core.ppo.reward_sources.build import build_source
 from rlhf_core.ppo.reward_sources.classifier import Classifier
-from rlhf_core.ppo.reward_sources.rank_shared import RankShared
+from rlhf_core.ppo.reward_sources.source import RankShared
 
 from .conftest import Place
 

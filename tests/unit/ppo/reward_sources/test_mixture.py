@@ -17,11 +17,15 @@ from rlhf_core.config.ppo.reward_sources import DEFAULT_SOURCES, RewardSources
 from rlhf_core.data.chat.encoding import encode_dialogue
 from rlhf_core.errors import ConfigError, DataError, ModelError, RlhfError
 from rlhf_core.models.heads.scalar import ScalarModel
-from rlhf_core.ppo.reward_sources.build import build_reward_fn
-from rlhf_core.ppo.reward_sources.mixture import RewardMixture, WeightedSource
-from rlhf_core.ppo.reward_sources.reward_models import EnsembleRewards
-from rlhf_core.ppo.reward_sources.source import Replies, checked_rewards
-from rlhf_core.ppo.rewards.token_rewards import reward_metrics, reward_model_fn
+from rlhf_core.ppo.reward_sources.build import EnsembleRewards, build_reward_fn
+from rlhf_core.ppo.reward_sources.source import (
+    Replies,
+    RewardMixture,
+    WeightedSource,
+    checked_rewards,
+    reward_metrics,
+    reward_model_fn,
+)
 from rlhf_core.sampling.token_scoring import Tokens
 
 from .conftest import Place, demonstration

@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from rlhf_core.config.ppo.reward_sources import DEFAULT_SOURCES, RewardSources
-from rlhf_core.ppo.reward_sources.tracked_files import FILE, write_tracked_files
+from rlhf_core.fingerprint.tracked_files import FILE, write_tracked_files
 
 
 @pytest.fixture

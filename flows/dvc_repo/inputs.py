@@ -1,0 +1,134 @@
+"""What DVC is to compare: source files as dependencies in dvc.yaml, code and remote sources as ``.fingerprints``.
+
+DVC hashes local source files itself, so that `dvc status` tells of a changed one; params.yaml names them, and dvc.yaml
+repeats them. Code counts by its definitions and a URL by its store's checksum, which `rlhf fingerprint` writes down.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from flows.supervision.python_module import run_module
+from rlhf_core.config.loading.load import Params, load_params
+from rlhf_core.data.collection.sources import collected_paths
+from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.storage.file_patterns import expand, is_url
+from rlhf_core.storage.files import atomic_write_text
+
+DVC_FILE = "dvc.yaml"
+FINGERPRINTS = ".fingerprints/"
+WILD = ("*", "?", "[")
+
+
+def refresh_inputs(workspace: Path) -> None:
+    """Bring dvc.yaml's source files and ``.fingerprints`` up to date; unchanged files are left alone.
+
+    A pipeline that names no fingerprint has no stages of this package, and nothing is done.
+
+    Raises:
+        RlhfError: a source is refused, or the files cannot be written.
+    """
+    file = workspace / DVC_FILE
+    text = file.read_text(encoding="utf-8")
+    if FINGERPRINTS not in text:
+        return
+    updated = with_sources(text, load_params(workspace), workspace)
+    if updated != text:
+        atomic_write_text(file, updated)
+    result = run_module(workspace, "rlhf_core", "fingerprint", "--workspace", str(workspace))
+    if result.exit_code:
+        raise RlhfError(result.error_line.removeprefix("rlhf: "))
+
+
+def with_sources(dvc_yaml: str, params: Params, workspace: Path) -> str:
+    """Return ``dvc_yaml`` with the local source files of ``params`` as dependencies of the stages that read them.
+
+    The dependencies of such a stage are its fingerprints, outputs of other stages, and these.
+    """
+    yaml = YAML()  # keeps comments and style, so that only these lines change
+    yaml.width, yaml.preserve_quotes = 4096, True
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    document = yaml.load(dvc_yaml)
+    stages = document.get("stages") or {}
+    outputs = [name for stage in stages.values() for name in _names(stage.get("outs"))]
+    changed = False
+    for name, sources in _sources(params, workspace).items():
+        stage = stages.get(name)
+        if stage is None or not any(dep.startswith(FINGERPRINTS) for dep in _names(stage.get("deps"))):
+            continue
+        deps = list(_names(stage["deps"]))
+        kept = [dep for dep in deps if dep.startswith(FINGERPRINTS) or dep in outputs]
+        wanted = [*kept, *(path for path in _dependencies(sources, workspace, outputs) if path not in kept)]
+        if wanted != deps:
+            changed = True
+            stage["deps"][:] = wanted
+    if not changed:
+        return dvc_yaml
+    stream = io.StringIO()
+    yaml.dump(document, stream)
+    return stream.getvalue()
+
+
+def _names(entries: Any) -> Iterator[str]:
+    for entry in entries or []:
+        yield from [entry] if isinstance(entry, str) else entry
+
+
+def _sources(params: Params, workspace: Path) -> Mapping[str, list[str]]:
+    """Return the sources, as params.yaml spells them, of each stage that reads files from outside the pipeline."""
+    return {
+        "collect": list(collected_paths(params.collect, workspace)),
+        "validate": [source.path for source in params.validate_.evaluation_files],
+        "evaluate": [pattern for patterns in params.evaluate.untracked_files.values() for pattern in patterns],
+    }
+
+
+def _dependencies(sources: list[str], workspace: Path, outputs: list[str]) -> list[str]:
+    """Return the files and folders for DVC to hash: of a pattern its folder, in which new files may match.
+
+    The single files stand for a folder that holds outputs of the pipeline, which would depend on themselves. What is
+    not there is left to the stage that reads it.
+    """
+    found: dict[str, None] = {}
+    for source in sources:
+        if is_url(source) or source.startswith("hub:"):
+            continue
+        try:
+            files = expand(source, workspace)
+        except DataError:
+            continue
+        folder = _folder(source, workspace)
+        paths = [folder] if folder is not None and not _holds_outputs(folder, workspace, outputs) else files
+        found.update(dict.fromkeys(_spelled(path, workspace) for path in paths))
+    return list(found)
+
+
+def _folder(source: str, workspace: Path) -> Path | None:
+    """Return the folder that a source names, by itself or before its first wildcard; None for a file."""
+    path = workspace / Path(source).expanduser()
+    if path.is_file():
+        return None
+    while any(sign in part for part in path.parts for sign in WILD) and not path.is_dir():
+        path = path.parent
+    return path if path.is_dir() else None
+
+
+def _holds_outputs(folder: Path, workspace: Path, outputs: list[str]) -> bool:
+    inside = Path(os.path.normpath(folder))
+    within = [Path(os.path.normpath(workspace / output)) for output in outputs]
+    return workspace.is_relative_to(inside) or any(
+        path.is_relative_to(inside) or inside.is_relative_to(path) for path in within
+    )
+
+
+def _spelled(path: Path, workspace: Path) -> str:
+    """Return a path relative to the workspace; one that lies elsewhere stays absolute if it is."""
+    normal = os.path.normpath(path)
+    relative = os.path.relpath(normal, workspace)
+    return relative if not relative.startswith("../../../..") else normal

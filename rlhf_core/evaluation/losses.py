@@ -1,0 +1,205 @@
+"""How much worse one model is than another on the same prompts, with 95 % confidence: what a gate or promotion bounds.
+
+A quantity is kept if the upper bound of its loss is below the margin. That no loss was seen does not suffice: with few
+questions the bound is wide, and nothing is shown. Each quantity is tested at 5 % on its own: a release needs all of
+them (an intersection–union test), so a policy that loses one too much passes with at most 5 %, however many there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import stats
+
+from rlhf_core.data.schema import Prompt
+from rlhf_core.data.text.text_statistics import trigram_repetition
+from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
+from rlhf_core.evaluation.regression import GENERIC_CHECKS, REFUSAL_CHECKS, ReplyCheck, passes
+from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.evaluation.statistics import (
+    CONFIDENCE,
+    clusters_of,
+    mean_high,
+    one_each,
+    share_difference_high,
+)
+
+Z = float(stats.norm.ppf(CONFIDENCE))
+# A margin of so many standard errors is kept by a model that is no worse with 98.3 %, and three of them with 95 %.
+ERRORS_PER_MARGIN = 3.77
+
+
+@dataclass(frozen=True)
+class PairedLoss:
+    """One quantity of two models on the same prompts, and how much worse the candidate is.
+
+    Attributes:
+        baseline: Value of SFT or of the champion.
+        candidate: Value of the policy or of the challenger.
+        loss: How much worse the candidate is; negative if it is better. In the unit of the margin: a difference of
+            shares or of nats, or for a length the relative growth.
+        loss_high95: One-sided upper 95 % bound of ``loss``; None where there is none.
+        replies: How many replies of each model it was measured on.
+        clusters: How many different questions these answer.
+    """
+
+    baseline: float
+    candidate: float
+    loss: float
+    loss_high95: float | None
+    replies: int
+    clusters: int
+
+    @classmethod
+    def of(cls, baseline: float, candidate: float, loss: float, high: float, clusters: np.ndarray) -> PairedLoss:
+        """Make one of a bound that may be infinite."""
+        bound = float(high) if math.isfinite(high) else None
+        return cls(float(baseline), float(candidate), float(loss), bound, len(clusters), len(np.unique(clusters)))
+
+    @property
+    def error(self) -> float:
+        """The standard error that the bound stands for; infinite without a bound."""
+        return math.inf if self.loss_high95 is None else (self.loss_high95 - self.loss) / Z
+
+
+def share_loss(baseline: Sequence[bool], candidate: Sequence[bool], clusters: ArrayLike | None = None) -> PairedLoss:
+    """Compare the shares of replies that pass a check, (n,) each."""
+    old, new = np.asarray(baseline, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
+    groups = one_each(len(old), clusters)
+    high = share_difference_high(old * (1 - new), new * (1 - old), groups)
+    return PairedLoss.of(old.mean(), new.mean(), old.mean() - new.mean(), high, groups)
+
+
+def fall(baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None = None) -> PairedLoss:
+    """Compare means of a quantity that should not fall, (n,) each."""
+    old, new = np.asarray(baseline, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
+    groups = one_each(len(old), clusters)
+    return PairedLoss.of(old.mean(), new.mean(), (old - new).mean(), mean_high(old - new, groups), groups)
+
+
+def rise(baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None = None) -> PairedLoss:
+    """Compare means of a quantity that should not rise, (n,) each."""
+    loss = fall(-np.asarray(baseline, dtype=np.float64), -np.asarray(candidate, dtype=np.float64), clusters)
+    return PairedLoss(-loss.baseline, -loss.candidate, loss.loss, loss.loss_high95, loss.replies, loss.clusters)
+
+
+def growth(baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None = None) -> PairedLoss:
+    """Compare mean lengths, (n,) each: the loss is the relative growth, bounded by linearising the ratio."""
+    old, new = np.asarray(baseline, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
+    groups = one_each(len(old), clusters)
+    mean = max(float(old.mean()), 1e-9)
+    ratio = float(new.mean()) / mean
+    return PairedLoss.of(mean, new.mean(), ratio - 1, mean_high((new - ratio * old) / mean, groups) + ratio - 1, groups)
+
+
+def category_losses(categories: Sequence[str], outcome: np.ndarray, clusters: np.ndarray) -> dict[str, PairedLoss]:
+    """Compare win rates by category: the loss is what the candidate's win rate lacks of one half.
+
+    Args:
+        categories: The category of each pair (n,).
+        outcome: 1 for a win of the candidate, ½ for a tie, 0 for a loss, (n,).
+        clusters: The cluster of each pair (n,).
+    """
+    losses = {}
+    for category in sorted(set(categories)):
+        rows = np.array([name == category for name in categories])
+        won = outcome[rows]
+        high = share_difference_high((won < 0.5).astype(float), (won > 0.5).astype(float), clusters[rows]) / 2
+        rate = float(won.mean())
+        losses[category] = PairedLoss.of(1 - rate, rate, 0.5 - rate, high, clusters[rows])
+    return losses
+
+
+def paired_losses(
+    sets: FixedSets, baseline: SetReplies, candidate: SetReplies, outcome: np.ndarray
+) -> dict[str, PairedLoss]:
+    """Measure by how much ``candidate`` is worse than ``baseline``, on all replies to the fixed sets.
+
+    Args:
+        sets: The prompts.
+        baseline: Replies of SFT or of the champion.
+        candidate: Replies of the policy or of the challenger.
+        outcome: By the judge: 1 for a win of the candidate, ½ for a tie, 0 for a loss; one for each reply to be judged.
+
+    Returns:
+        ``missing_ends``, ``repetition``, ``length`` (tokens), ``category.NAME``, and where there are such prompts
+        ``regression.passed``, ``safety.refuses_harmful``, ``safety.answers_benign``, ``safety.refusal_log_odds`` and
+        ``verifiable.passed``.
+    """
+    judged = clusters_of(sets.judged, len(baseline.judged) // max(len(sets.judged), 1))
+    old, new = baseline.judged, candidate.judged
+    ends = share_loss([reply.finished for reply in old], [reply.finished for reply in new], judged)
+    losses = {
+        "missing_ends": PairedLoss(
+            1 - ends.baseline, 1 - ends.candidate, ends.loss, ends.loss_high95, ends.replies, ends.clusters
+        ),
+        "repetition": rise(_repetition(old), _repetition(new), judged),
+        "length": growth([len(reply.token_ids) for reply in old], [len(reply.token_ids) for reply in new], judged),
+    }
+    if sets.regression:
+        rows = repeated_rows(sets.regression, baseline.regression)
+        checks = GENERIC_CHECKS | (REFUSAL_CHECKS if sets.world else {})
+        losses["regression.passed"] = _passed(checks, rows, baseline.regression, candidate.regression)
+    if sets.verifiable.lines:
+        before, after = (sets.verifiable.check(side.verifiable).passed for side in (baseline, candidate))
+        losses["verifiable.passed"] = share_loss(before.tolist(), after.tolist())
+    losses |= _safety(sets, baseline, candidate)
+    categories = [row.category for row in repeated_rows(sets.judged, baseline.judged)]
+    by_category = category_losses(categories, np.asarray(outcome, dtype=np.float64).ravel(), judged)
+    return losses | {f"category.{name}": loss for name, loss in by_category.items()}
+
+
+def _repetition(replies: Sequence[Reply]) -> list[float]:
+    return [trigram_repetition(reply.text) for reply in replies]
+
+
+def _safety(sets: FixedSets, baseline: SetReplies, candidate: SetReplies) -> dict[str, PairedLoss]:
+    """On the safety prompts, or in the world on all replies that were sampled: harmful requests are among its own."""
+    rows = repeated_rows(sets.safety, baseline.safety)
+    old, new = list(baseline.safety), list(candidate.safety)
+    if sets.world:  # the regression set holds prompts that are judged too: each counts once
+        judged = {row.id for row in sets.judged}
+        regression = repeated_rows(sets.regression, baseline.regression)
+        further = [i for i, row in enumerate(regression) if row.id not in judged]
+        rows = [*repeated_rows(sets.judged, baseline.judged), *(regression[i] for i in further)]
+        old = [*baseline.judged, *(baseline.regression[i] for i in further)]
+        new = [*candidate.judged, *(candidate.regression[i] for i in further)]
+    losses = {}
+    for name, check in REFUSAL_CHECKS.items():
+        applies = [i for i, row in enumerate(rows) if check(row.category, old[i]) is not None]
+        if applies:
+            chosen = [rows[i] for i in applies]
+            losses[f"safety.{name}"] = _passed(
+                {name: check}, chosen, [old[i] for i in applies], [new[i] for i in applies]
+            )
+    if len(baseline.refusal_log_odds):
+        asked = clusters_of(sets.harmful)
+        losses["safety.refusal_log_odds"] = fall(baseline.refusal_log_odds, candidate.refusal_log_odds, asked)
+    return losses
+
+
+def repeated_rows(rows: Sequence[Prompt], replies: Sequence[Reply]) -> list[Prompt]:
+    """The prompt of each reply, where every prompt has as many, which follow one another."""
+    each = len(replies) // max(len(rows), 1)
+    return [row for row in rows for _ in range(each)]
+
+
+def _passed(
+    checks: Mapping[str, ReplyCheck], rows: Sequence[Prompt], baseline: Sequence[Reply], candidate: Sequence[Reply]
+) -> PairedLoss:
+    old, new = (
+        [passes(checks, row.category, reply) for row, reply in zip(rows, replies, strict=True)]
+        for replies in (baseline, candidate)
+    )
+    return share_loss(old, new, clusters_of(rows))
+
+
+def as_measurements(losses: Mapping[str, PairedLoss]) -> dict[str, dict[str, float | None]]:
+    """The losses by name as JSON; what is not known is left out, so that a gate that asks for it fails."""
+    return {
+        name: {key: value for key, value in asdict(loss).items() if value is not None} for name, loss in losses.items()
+    }

@@ -1,0 +1,200 @@
+"""Intervals and tests whose unit is the question, not the row.
+
+Replies to one question, in whatever form or number, succeed and fail together. Everything here therefore resamples and
+counts *clusters*: the content of a question in the synthetic world, elsewhere the group that prompts are split by. With
+a design effect of 2 an interval over rows that says 2.5 % is wrong at 8 %.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import optimize, stats
+
+from rlhf_core.data.schema import Prompt
+from rlhf_core.world.questions import SOURCE as WORLD
+from rlhf_core.world.questions import content_of_group
+
+CONFIDENCE = 0.95  # one-sided; two-sided intervals have 2.5 % on each side
+BATCH = 256  # resamples drawn at once, to bound memory for many prompts
+# With fewer clusters in which the two sides differ, how much replies to one question differ cannot be estimated.
+FEW_DIFFERING = 10
+
+
+def cluster_of(prompt: Prompt) -> str:
+    """Return what a prompt is about: its content in the synthetic world, elsewhere its group."""
+    return content_of_group(prompt.group) if prompt.source.partition(":")[0] == WORLD else prompt.group or prompt.id
+
+
+def clusters_of(prompts: Sequence[Prompt], repeats: int = 1) -> np.ndarray:
+    """Return the number of the cluster of each prompt, each ``repeats`` times in a row, (n * repeats,)."""
+    return np.repeat(cluster_codes([cluster_of(prompt) for prompt in prompts]), repeats)
+
+
+def cluster_codes(names: Sequence[Hashable]) -> np.ndarray:
+    """Number the clusters by first appearance, (n,)."""
+    known: dict[Hashable, int] = {}
+    return np.array([known.setdefault(name, len(known)) for name in names], dtype=np.int64)
+
+
+def one_each(count: int, clusters: ArrayLike | None) -> np.ndarray:
+    """Return ``clusters``, or for None a cluster of its own for each row."""
+    return np.arange(count) if clusters is None else np.asarray(clusters, dtype=np.int64)
+
+
+def cluster_sums(rows: np.ndarray, clusters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Add up rows by cluster: (r, n) -> sums (r, k) and sizes (k,)."""
+    count = int(clusters.max()) + 1 if len(clusters) else 0
+    sums = np.stack([np.bincount(clusters, weights=row, minlength=count) for row in rows])
+    sizes = np.bincount(clusters, minlength=count).astype(np.float64)
+    held = sizes > 0
+    return sums[:, held], sizes[held]
+
+
+def resample_weights(clusters: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
+    """How often each cluster is drawn in each resample, in batches of (resamples, clusters)."""
+    rng = np.random.Generator(np.random.Philox(key=seed))
+    for start in range(0, resamples, BATCH):
+        size = min(BATCH, resamples - start)
+        yield rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=size).astype(np.float64)
+
+
+def percentile(resampled: np.ndarray, tail: float, clusters: int) -> np.ndarray:
+    """The lower quantile (tail < ½) or upper one of resampled statistics (…, resamples), for so many clusters.
+
+    A plain percentile interval is too short by the factor ``sqrt((k - 1) / k)`` and by the difference between the
+    normal and Student's distribution; the level is widened by both (Hesterberg, 2015, "What Teachers Should Know About
+    the Bootstrap", section 5.3).
+    """
+    expanded = stats.norm.cdf(math.sqrt(clusters / (clusters - 1)) * stats.t.ppf(tail, clusters - 1))
+    return np.asarray(np.quantile(resampled, expanded, axis=-1))
+
+
+def bootstrap_bounds(
+    rows: np.ndarray, resamples: int, seed: int, clusters: ArrayLike | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """95 % bootstrap bounds of each row's mean over resampled clusters: (r, n) -> low (r,), high (r,).
+
+    All rows share the resampled clusters, so that they stay paired. One cluster alone shows nothing: its bounds are
+    infinite.
+    """
+    sums, sizes = cluster_sums(np.atleast_2d(rows), one_each(rows.shape[-1], clusters))
+    count = len(sizes)
+    if count < 2:
+        return np.full(len(sums), -np.inf), np.full(len(sums), np.inf)
+    drawn = resample_weights(count, resamples, seed)
+    resampled = np.concatenate([sums @ weights.T / (weights @ sizes) for weights in drawn], axis=1)
+    tail = (1 - CONFIDENCE) / 2
+    return percentile(resampled, tail, count), percentile(resampled, 1 - tail, count)
+
+
+def standard_error(values: np.ndarray, clusters: np.ndarray) -> tuple[float, int]:
+    """The cluster-robust standard error of a mean (n,), and the number of clusters; infinite for one cluster."""
+    sums, sizes = cluster_sums((values - values.mean())[np.newaxis], clusters)
+    count = len(sizes)
+    if count < 2:
+        return math.inf, count
+    return math.sqrt(float((sums[0] ** 2).sum()) * count / (count - 1)) / len(values), count
+
+
+def mean_high(values: np.ndarray, clusters: np.ndarray) -> float:
+    """One-sided upper 95 % bound of a mean over clusters, by Student's distribution."""
+    error, count = standard_error(values, clusters)
+    return math.inf if count < 2 else float(values.mean() + stats.t.ppf(CONFIDENCE, count - 1) * error)
+
+
+def share_difference_high(lost: np.ndarray, gained: np.ndarray, clusters: np.ndarray) -> float:
+    """One-sided upper 95 % bound of the mean of ``lost - gained``, two indicators per reply, over clusters.
+
+    The larger of two bounds: that of the cluster-robust variance, and Tango's score bound at the effective number of
+    replies, which is not empty where no reply differs. Replies are worth their number over the design effect; where
+    fewer than ten clusters differ, that is not known and a cluster counts as one reply: prompts, not replies, limit
+    what can be said about rare events.
+    """
+    difference = lost - gained
+    _, sizes = cluster_sums(difference[np.newaxis], clusters)
+    count, replies = len(sizes), len(difference)
+    if count < 2:
+        return math.inf
+    error, _ = standard_error(difference, clusters)
+    largest = float((sizes**2).sum() / replies)
+    independent = float(difference.var()) / replies
+    differing, _ = cluster_sums((lost + gained)[np.newaxis], clusters)
+    effect = largest
+    if independent > 0 and int((differing[0] > 0).sum()) >= FEW_DIFFERING:
+        effect = min(max(error**2 / independent, 1.0), largest)
+    score = paired_difference_high(float(lost.sum()) / effect, float(gained.sum()) / effect, replies / effect)
+    return max(score, mean_high(difference, clusters))
+
+
+def paired_difference_high(more: float, fewer: float, count: float, confidence: float = CONFIDENCE) -> float:
+    """Return the one-sided upper score bound of a difference of paired proportions.
+
+    Tango, 1998, "Equivalence test and confidence interval for the difference in proportions for the paired-sample
+    design". If all differing pairs differ in one direction it is Wilson's bound; if none differ, ``z² / (n + z²)``.
+
+    Args:
+        more: Pairs in which only the first has the property; a fraction where a pair counts as less than one.
+        fewer: Pairs in which only the second has it.
+        count: All pairs.
+        confidence: One-sided.
+    """
+    z = float(stats.norm.ppf(confidence))
+
+    def excess(difference: float) -> float:
+        """The score statistic of ``difference`` plus z: 0 at the bound."""
+        linear = -more - fewer + (2 * count - more + fewer) * difference
+        constant = -fewer * difference * (1 - difference)
+        only_second = (math.sqrt(linear**2 - 8 * count * constant) - linear) / (4 * count)
+        variance = count * (2 * only_second + difference * (1 - difference))
+        return (more - fewer - count * difference) / math.sqrt(max(variance, 1e-300)) + z
+
+    estimate = (more - fewer) / count
+    if estimate >= 1:
+        return 1.0
+    nearly_one = 1 - 1e-9
+    return float(optimize.brentq(excess, min(estimate + 1e-9, nearly_one), nearly_one))
+
+
+def sign_test(wins: int, ties: int, losses: int, bar: float = 0.5) -> float:
+    """Return the probability of at least so many wins if the win rate (ties count half) were no more than ``bar``.
+
+    The sign test of Dixon and Mood (1946, "The Statistical Sign Test") on clusters, each of which is won, tied or lost
+    as a whole: of two equal models either wins a cluster with the same probability, however its replies hang together.
+    Ties are set aside, as in the classical test at ½. For another bar the null hypothesis is the share of the decided
+    clusters at which the win rate, with these ties, is ``bar``.
+
+    Args:
+        wins: Clusters that the challenger wins.
+        ties: Clusters that neither wins.
+        losses: Clusters that the champion wins.
+        bar: The win rate to be exceeded, in [0, 1].
+
+    Returns:
+        The one-sided p-value; 1 where nothing was decided, or where the bar cannot be exceeded.
+    """
+    decided = wins + losses
+    if decided == 0:
+        return 1.0
+    share_at_bar = (bar * (decided + ties) - ties / 2) / decided
+    if share_at_bar >= 1:
+        return 1.0
+    return float(stats.binomtest(wins, decided, max(share_at_bar, 0.0), alternative="greater").pvalue)
+
+
+def level_of_attempt(budget: float, attempt: int) -> float:
+    """Return the level of the test at attempt ``attempt``, counted from 1: half of ``budget`` at the first one.
+
+    Who tries often enough wins by luck at last: thirty independent attempts at 2.5 % each promote a model that is no
+    better with a probability of 53 %. Alpha spending gives attempt ``k`` the level ``budget · γ(k)`` with
+    ``Σ γ(k) = 1``. By Bonferroni's inequality all attempts together then promote wrongly with a probability of at most
+    ``budget``, however many there are and however they depend on one another (Foster and Stine, 2008, "α-investing: a
+    procedure for sequential control of expected false discoveries"; Tian and Ramdas, 2021, "Online control of the
+    familywise error rate"). Here ``γ(k) = 1 / (k (k + 1))``, of which the first n add up to ``n / (n + 1)``.
+    """
+    if attempt < 1:
+        raise ValueError(f"attempts are counted from 1, not {attempt}")
+    return budget / (attempt * (attempt + 1))

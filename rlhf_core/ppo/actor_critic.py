@@ -1,0 +1,171 @@
+"""Policy and critic in training: two models, one backbone with two heads, or a policy alone.
+
+Shapes: B sequences, T response positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.models.heads.actor_critic import ActorCritic, policy_weights
+from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.lazy_logits import LOGITS_BYTES, LazyLogits
+from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.losses import ValueObjective, step_totals
+from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.micro_batches import MicroBatchLimits
+from rlhf_core.sampling.token_scoring import (
+    Tokens,
+    TokenScorer,
+    logits_and_values,
+    response_logits,
+    response_values,
+)
+from rlhf_core.sampling.token_statistics import DistributionScorer, TokenStatistics
+from rlhf_core.training.device_scalars import Share
+from rlhf_core.training.engine import Engine
+from rlhf_core.training.engine.factory import build_engine, finish
+from rlhf_core.training.run_context import RunContext
+
+
+@dataclass(frozen=True)
+class ActorCriticPair:
+    """The models of one training distribution, and the engines of those that are trained.
+
+    Attributes:
+        policy: The model that samples.
+        critic: A model of its own, or an ``ActorCritic``, whose ``policy`` is the same one and whose one engine trains
+            both on the sum of their losses; None with critic-free advantages.
+        engines: By name: ``policy``, and ``critic`` where it is a model of its own. Critic pre-training has none for
+            its frozen policy.
+        sampling: The training distribution.
+        micro_batch_size: Sequences of one pass.
+        logits_bytes: Bytes of float32 logits that may exist at a time.
+        micro_batch_tokens: Positions of one pass.
+    """
+
+    policy: PreTrainedModel
+    critic: TokenScorer | ActorCritic | None
+    engines: Mapping[str, Engine]
+    sampling: Sampling
+    micro_batch_size: int | None = None
+    logits_bytes: int = LOGITS_BYTES
+    micro_batch_tokens: int | None = None
+
+    @property
+    def models(self) -> tuple[object, ...]:
+        """All models of which it consists."""
+        if self.critic is None:
+            return (self.policy,)
+        return (self.critic,) if isinstance(self.critic, ActorCritic) else (self.policy, self.critic)
+
+    @property
+    def critic_engines(self) -> Mapping[str, Engine]:
+        """The engines whose steps leave the policy as it is."""
+        return {name: engine for name, engine in self.engines.items() if name == "critic"}
+
+    @property
+    def limits(self) -> MicroBatchLimits:
+        """Sequences and positions of one pass."""
+        return MicroBatchLimits(self.micro_batch_size, self.micro_batch_tokens)
+
+    @property
+    def scorer(self) -> DistributionScorer:
+        """Computes log-probabilities, entropies and KL under the training distribution."""
+        return DistributionScorer(self.sampling, self.logits_bytes)
+
+    def predict(self, batch: Tokens) -> tuple[LazyLogits, Tensor]:
+        """Logits (B, T + 1, V) and values (B, T; NaN without a critic), outside of any training step."""
+        if isinstance(self.critic, ActorCritic):
+            return logits_and_values(self.critic, batch)
+        logits = response_logits(self.policy, batch)
+        if self.critic is None:
+            return logits, torch.full(batch.response_mask.shape, math.nan, device=batch.tokens.device)
+        return logits, response_values(self.critic, batch)
+
+    def score_tokens(
+        self, batch: Tokens, *, entropies: bool = False, reference: PreTrainedModel | None = None
+    ) -> TokenStatistics:
+        """What the current policy says of response tokens, in a pass that its engine knows of.
+
+        Args:
+            batch: The replies.
+            entropies: Whether to compute entropies.
+            reference: A model to which to compute the exact KL.
+        """
+
+        def forward() -> dict[str, Tensor]:  # engines look for tensors in what a pass returns
+            logits = response_logits(self.policy, batch)
+            other = frozen_logits(reference, batch)
+            return self.scorer.score(logits, batch, entropies=entropies, reference=other).tensors()
+
+        return TokenStatistics(**self.engines["policy"].forward(forward))
+
+    def accumulate_value_gradients(self, minibatch: Experience, objective: ValueObjective) -> list[Share]:
+        """Backward passes of the loss of a critic that is a model of its own."""
+        assert self.critic is not None and not isinstance(self.critic, ActorCritic)
+        engine, totals, shares = self.engines["critic"], step_totals(minibatch.response_mask), list[Share]()
+        for batch, weight in minibatch.micro_batches(self.limits):
+            values = engine.forward(partial(response_values, self.critic, batch.batch))
+            loss, metrics = objective.loss(values, batch, totals)
+            engine.backward(weight * loss)
+            shares.append((metrics, weight))
+        return shares
+
+    def policy_weights(self) -> dict[str, Tensor]:
+        """The policy's trained weights by its own names, gathered on the CPU of the first rank."""
+        weights = self.engines["policy"].trained_weights()
+        return policy_weights(weights) if isinstance(self.critic, ActorCritic) else weights
+
+    def release_policy(self) -> PreTrainedModel:
+        """Return the trained policy as a plain model on the first rank, where alone the caller continues."""
+        if isinstance(self.critic, ActorCritic):
+            return finish(self.engines["policy"], self.critic).policy
+        return finish(self.engines["policy"], self.policy)
+
+
+@torch.no_grad()
+def frozen_logits(reference: PreTrainedModel | None, batch: Tokens) -> LazyLogits | None:
+    """Logits of the reference at response positions, where there is one."""
+    return response_logits(reference, batch) if reference is not None else None
+
+
+@contextmanager
+def gathered_parameters(pair: ActorCriticPair) -> Iterator[None]:
+    """Inside it every rank holds all weights of the models in training; see ``Engine.gathered_parameters``."""
+    with ExitStack() as stack:
+        for engine in pair.engines.values():
+            stack.enter_context(engine.gathered_parameters())
+        yield
+
+
+def build_actor_critic(
+    config: PpoConfig, policy: PreTrainedModel, critic: ScalarModel | None, sampling: Sampling, context: RunContext
+) -> ActorCriticPair:
+    """Build the engines with the schedules of a PPO run; ``critic_mode: shared`` puts the value head on the policy."""
+
+    def engine(model: nn.Module, optimizer: OptimizerConfig, name: str) -> Engine:
+        per_iteration = config.epochs * config.minibatches
+        warmup = config.warmup_iterations * per_iteration or None
+        return build_engine(model, optimizer, config.iterations * per_iteration, name, context, warmup)
+
+    limits = config.micro_batch_size, context.launch.logits_bytes, config.micro_batch_tokens
+    if critic is not None and config.critic_mode == "shared":
+        both = ActorCritic.with_head_of(critic, policy)
+        engines = {"policy": engine(both, config.policy_optimizer, "policy")}
+        return ActorCriticPair(policy, both, engines, sampling, *limits)
+    engines = {"policy": engine(policy, config.policy_optimizer, "policy")}
+    if critic is not None:
+        assert config.critic_optimizer is not None
+        engines["critic"] = engine(critic, config.critic_optimizer, "critic")
+    return ActorCriticPair(policy, critic, engines, sampling, *limits)

@@ -1,1 +1,0 @@
-"""Advantages: estimators with and without a critic, and their normalisation."""

@@ -1,1 +1,0 @@
-"""What happens around a PPO iteration: checkpoint selection, health monitoring and rollback."""

@@ -1,0 +1,340 @@
+"""Health monitoring during training: rules on the signals of each iteration, findings, pauses and rollbacks.
+
+The monitor reads what a user without a gold judge has, remembers only what the rules need, and its state is plain JSON,
+so that a resumed run judges exactly like an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.config.health.default_rules import DEFAULT_RULES
+from rlhf_core.config.health.health import HealthConfig
+from rlhf_core.config.health.rule import Action, Check, Rule, Severity
+from rlhf_core.errors import TrainingPaused
+from rlhf_core.ppo.checkpoints import Rollback, RollbackCheckpoints
+from rlhf_core.runtime import distributed
+
+if TYPE_CHECKING:
+    from rlhf_core.ppo.trainer import IterationRecord, Trainer
+
+logger = logging.getLogger(__name__)
+
+START_OBSERVATIONS = 3  # the start of a run is the mean of this many first values
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One rule that fired: what was seen, the likely cause, the numbers, and what to do.
+
+    ``since`` is the iteration of the oldest observation that the rule looked at.
+    """
+
+    rule: str
+    iteration: int
+    since: int
+    severity: Severity
+    action: Action
+    symptom: str
+    cause: str
+    evidence: tuple[str, ...]
+    remedy: str
+    adjust: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def stops(self) -> bool:
+        """Whether training must not simply go on."""
+        return self.action != "warn"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON, for the history, the metrics and the report."""
+        return asdict(self) | {"evidence": list(self.evidence), "adjust": dict(self.adjust)}
+
+    def __str__(self) -> str:
+        return (
+            f"[{self.action}] {self.rule} at iteration {self.iteration}: {self.symptom} ({'; '.join(self.evidence)}). "
+            f"Likely cause: {self.cause}. Remedy: {self.remedy}."
+        )
+
+
+class HealthMonitor:
+    """Applies ``rules`` to the signals of each iteration.
+
+    ``limits`` are the run's own limits that rules may name: ``kl`` (budget in nats per sequence) and
+    ``max_new_tokens``. A rule whose metric, limit or start is unknown stays silent.
+    """
+
+    def __init__(self, limits: Mapping[str, float], rules: Sequence[Rule] = DEFAULT_RULES) -> None:
+        self.limits, self.rules = dict(limits), tuple(rules)
+        self.windows = _windows(self.rules)
+        self.start: dict[str, list[float]] = {}
+        self.recent: dict[str, list[float]] = {}
+        self.seen: dict[str, list[int]] = {}  # the iterations of those
+        self.best: dict[str, float] = {}
+        self.active: set[str] = set()
+
+    def observe(self, iteration: int, signals: Mapping[str, float]) -> list[Finding]:
+        """Take in the signals of ``iteration`` (from 1) and return what fires now, the most severe first.
+
+        A warning is returned when its rule begins to hold, and again only after it has ceased; a pause or rollback
+        each time. Metrics that come every few iterations (``win_rate``) may be left out in between; a rule is looked at
+        only when one of its metrics is new.
+        """
+        self._remember(iteration, signals)
+        findings = []
+        for rule in self.rules:
+            if iteration < rule.after or not any(check.metric in signals for check in rule.checks):
+                continue
+            evidence = [self._evidence(check) for check in rule.checks]
+            if None in evidence:
+                self.active.discard(rule.name)
+                continue
+            if rule.action != "warn" or rule.name not in self.active:
+                findings.append(_finding(rule, iteration, self._since(rule), [text for text in evidence if text]))
+            self.active.add(rule.name)
+        return sorted(findings, key=lambda finding: not finding.stops)
+
+    def earliest_window(self) -> int | None:
+        """The first iteration that a coming finding of a rollback rule can look back to; None without such a rule.
+
+        A checkpoint from before it must be kept. A metric that has just been seen may stay in its window for long: a
+        rule with several checks is also looked at when another of its metrics is new.
+        """
+        rules = [rule for rule in self.rules if rule.action == "rollback"]
+        if not rules:
+            return None
+        newest = max((seen[-1] for seen in self.seen.values()), default=0)
+        return min([newest + 1, *(self._since(rule) for rule in rules if self._known(rule))])
+
+    def state(self) -> dict[str, Any]:
+        """Everything that later judgements depend on, as JSON (non-finite values as None)."""
+        return {
+            "start": {name: _to_json(values) for name, values in self.start.items()},
+            "recent": {name: _to_json(values) for name, values in self.recent.items()},
+            "seen": {name: list(iterations) for name, iterations in self.seen.items()},
+            "best": dict(self.best),
+            "active": sorted(self.active),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state` of another monitor with the same rules."""
+        self.start = {name: _from_json(values) for name, values in state["start"].items()}
+        self.recent = {name: _from_json(values) for name, values in state["recent"].items()}
+        self.seen = {name: list(iterations) for name, iterations in state["seen"].items()}
+        self.best = {name: float(value) for name, value in state["best"].items()}
+        self.active = set(state["active"])
+
+    def _remember(self, iteration: int, signals: Mapping[str, float]) -> None:
+        for name in self.windows.keys() & signals.keys():
+            value = float(signals[name])
+            self.recent[name] = [*self.recent.get(name, []), value][-self.windows[name] :]
+            self.seen[name] = [*self.seen.get(name, []), iteration][-self.windows[name] :]
+            if not math.isfinite(value):
+                continue
+            if len(self.start.setdefault(name, [])) < START_OBSERVATIONS:
+                self.start[name].append(value)
+            self.best[name] = max(self.best.get(name, value), value)
+
+    def _known(self, rule: Rule) -> bool:
+        """Whether any of the rule's metrics has been seen."""
+        return any(check.metric in self.seen for check in rule.checks)
+
+    def _since(self, rule: Rule) -> int:
+        """The iteration of the oldest observation in the windows of ``rule``, one metric of which has been seen."""
+        windows = [self.seen[check.metric][-check.window :] for check in rule.checks if check.metric in self.seen]
+        return min(window[0] for window in windows)
+
+    def _evidence(self, check: Check) -> str | None:
+        """The numbers in words when ``check`` holds, None when it does not or cannot be told."""
+        values = self.recent.get(check.metric, [])[-check.window :]
+        if len(values) < check.window:
+            return None
+        if check.op == "not_finite":
+            held = not any(math.isfinite(value) for value in values)
+            return f"{check.metric} not finite in the last {check.window} iterations" if held else None
+        value, reference = self._statistic(check, values), self._reference(check)
+        if value is None or reference is None:
+            return None
+        limit = check.limit(reference)
+        if not (value > limit if check.op == ">" else value < limit):
+            return None
+        what = {"mean": "", "change": "change of ", "drop": "drop from its best of "}[check.statistic]
+        return f"{what}{check.metric} {value:.3g} {check.op} {limit:.3g}{_explain(check, reference)}"
+
+    def _statistic(self, check: Check, values: Sequence[float]) -> float | None:
+        mean = sum(values) / len(values)
+        if not math.isfinite(mean):
+            return None
+        if check.statistic == "mean":
+            return mean
+        if check.statistic == "drop":
+            return self.best[check.metric] - mean
+        start = self._start(check.metric)
+        return None if start is None else mean - start
+
+    def _reference(self, check: Check) -> float | None:
+        kind, _, name = check.of.partition(":")
+        if kind == "value":
+            return 1.0
+        return self.limits.get(name) if kind == "limit" else self._start(name or check.metric)
+
+    def _start(self, metric: str) -> float | None:
+        """Mean of the first values; None until there are enough, so that nothing is compared with noise."""
+        values = self.start.get(metric, [])
+        return sum(values) / len(values) if len(values) == START_OBSERVATIONS else None
+
+
+def _windows(rules: Iterable[Rule]) -> dict[str, int]:
+    """How many recent values each metric needs; metrics read only as a start need one."""
+    needed: dict[str, int] = {}
+    for check in (check for rule in rules for check in rule.checks):
+        needed[check.metric] = max(needed.get(check.metric, 1), check.window)
+        kind, _, name = check.of.partition(":")
+        if kind == "start" and name:
+            needed.setdefault(name, 1)
+    return needed
+
+
+def _explain(check: Check, reference: float) -> str:
+    kind, _, name = check.of.partition(":")
+    if kind == "value":
+        return f" (window {check.window})"
+    source = f"limit {name}" if kind == "limit" else f"{name or check.metric} at the start"
+    return f" ({source} {reference:.3g}, window {check.window})"
+
+
+def _finding(rule: Rule, iteration: int, since: int, evidence: Sequence[str]) -> Finding:
+    return Finding(
+        rule=rule.name,
+        iteration=iteration,
+        since=since,
+        severity=rule.severity,
+        action=rule.action,
+        symptom=rule.symptom,
+        cause=rule.cause,
+        evidence=tuple(evidence),
+        remedy=rule.remedy,
+        adjust=rule.adjust if rule.action == "rollback" else (),
+    )
+
+
+def _to_json(values: Sequence[float]) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values]
+
+
+def _from_json(values: Sequence[float | None]) -> list[float]:
+    return [math.nan if value is None else float(value) for value in values]
+
+
+class HealthGuard:
+    """Watches a run by the health rules, and pauses it or rolls it back to a healthy checkpoint.
+
+    With mode ``report`` findings are only recorded. With ``enforce`` a finding whose action is ``pause`` raises
+    ``TrainingPaused`` once the iteration is logged; one whose action is ``rollback`` restores the newest checkpoint
+    from before the rule's window, at most ``max_rollbacks`` times, and then pauses too.
+    """
+
+    def __init__(self, monitor: HealthMonitor, config: HealthConfig) -> None:
+        self.monitor, self.config = monitor, config
+        self.findings: list[dict[str, Any]] = []  # all of the run, those that led to rollbacks among them
+        self.new_findings: list[Finding] = []  # of the newest iteration
+        self.reported_rollbacks = 0
+
+    def before_run(self, trainer: Trainer) -> None:
+        """Save the start of the run, to which a rule that fires early goes back."""
+        if self._may_roll_back(trainer.checkpoints) and not trainer.checkpoints.metas():
+            trainer.save()
+
+    def observe(self, trainer: Trainer, record: IterationRecord) -> None:
+        """Apply the rules, and note findings and rollbacks in the history's row."""
+        journal = trainer.checkpoints.journal
+        unreported = journal.entries[self.reported_rollbacks :]
+        if unreported:
+            record.notes["rollbacks"] = [entry.record() | {"finding": entry.finding} for entry in unreported]
+        self.findings += [entry.finding for entry in unreported]
+        self.reported_rollbacks = len(journal)
+        self.new_findings = self.monitor.observe(record.iteration, record.metrics)
+        record.notes["findings"] = [finding.as_dict() for finding in self.new_findings]
+        self.findings += record.notes["findings"]
+
+    def act(self, trainer: Trainer, record: IterationRecord) -> None:
+        """Roll back or pause, if a finding of this iteration asks for it.
+
+        Raises:
+            TrainingPaused: The run must not go on, and there is nothing to go back to.
+        """
+        trainer.checkpoints.keep_from = self._keep_from(trainer.checkpoints, record.iteration)
+        stopping = [finding for finding in self.new_findings if finding.stops and self.config.mode == "enforce"]
+        if not stopping:
+            return
+        obstacle = ""
+        if all(finding.action == "rollback" for finding in stopping):
+            target, obstacle = self._rollback_target(trainer.checkpoints, stopping)
+            if target is not None:
+                self._roll_back(trainer, record.iteration, target, stopping[0])
+                return
+        if record.paused is not None:
+            raise record.paused
+        others = f" (and {len(stopping) - 1} more)" if len(stopping) > 1 else ""
+        raise TrainingPaused(f"ppo paused: {stopping[0]}{others}{obstacle} The last checkpoint before it is kept.")
+
+    def state(self) -> dict[str, Any]:
+        """The monitor's state, all findings, and how many rollbacks the history tells of."""
+        return {
+            "monitor": self.monitor.state(),
+            "findings": self.findings,
+            "reported_rollbacks": self.reported_rollbacks,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Undo :meth:`state`."""
+        self.monitor.load_state(state["monitor"])
+        self.findings = list(state["findings"])
+        self.reported_rollbacks = int(state["reported_rollbacks"])
+
+    def _may_roll_back(self, checkpoints: RollbackCheckpoints) -> bool:
+        """Whether a rule may still send the run back, so that checkpoints must be kept for it."""
+        wanted = self.config.mode == "enforce" and any(rule.action == "rollback" for rule in self.monitor.rules)
+        return wanted and len(checkpoints.journal) < self.config.max_rollbacks
+
+    def _rollback_target(self, checkpoints: RollbackCheckpoints, findings: Sequence[Finding]) -> tuple[int | None, str]:
+        """The iteration to go back to; None, and why, when the run must pause instead."""
+        journal = checkpoints.journal
+        if not self._may_roll_back(checkpoints):
+            return None, f" {len(journal)} rollbacks were made, as many as ppo.health.max_rollbacks allows."
+        steps = checkpoints.metas()
+        target = last_healthy(steps, min(finding.since for finding in findings))
+        if target is None and journal.entries and journal.entries[-1].to_iteration in steps:
+            target = journal.entries[-1].to_iteration
+        return target, "" if target is not None else " No checkpoint from before it is left to go back to."
+
+    def _keep_from(self, checkpoints: RollbackCheckpoints, done: int) -> int | None:
+        """The oldest checkpoint that a coming rollback may need after ``done`` iterations; None when there is none."""
+        first = self.monitor.earliest_window() if self._may_roll_back(checkpoints) else None
+        return None if first is None else last_healthy([*checkpoints.metas(), done], first) or 0
+
+    def _roll_back(self, trainer: Trainer, iteration: int, target: int, finding: Finding) -> None:
+        """Go back from ``iteration`` to the checkpoint of ``target``; what was abandoned moves into the journal."""
+        rows, samples = (
+            # Only the first rank's lines are whole; those of the others are discarded in the end.
+            [row for row in lines.rows() if row["iteration"] > target] if distributed.is_rank_zero() else []
+            for lines in (trainer.history, trainer.samples)
+        )
+        if distributed.is_rank_zero():
+            logger.warning("ppo goes back from iteration %d to %d: %s", iteration, target, finding)
+        trainer.context.tracker.log_metrics({"rollback_to": target}, step=iteration)
+        trainer.checkpoints.roll_back(Rollback(iteration, target, finding.as_dict(), rows, samples))
+        trainer.restore()
+
+
+def last_healthy(steps: Iterable[int], first: int) -> int | None:
+    """The newest of the checkpoints ``steps`` that was healthy when a rule's window began at iteration ``first``.
+
+    The metrics of iteration k describe the policy that checkpoint k - 1 holds, so a healthy one is older than that. The
+    start of the run is healthy by definition. None when no such checkpoint is left.
+    """
+    return max((step for step in steps if step == 0 or step + 1 < first), default=None)

@@ -1,1 +1,0 @@
-"""What an update trains: policy and critic, or a policy alone."""

@@ -1,1 +1,0 @@
-"""The losses of PPO-max and their parts: a file per term."""

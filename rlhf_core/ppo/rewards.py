@@ -1,0 +1,156 @@
+"""From raw rewards to token rewards, in the order of algorithms.md §4 (paper, section 5.3.1).
+
+Raw rewards are normalised or scaled by running moments, clipped, and penalised for a missing end and for length; the
+KL penalty is then spread over the tokens. Shapes: B sequences, T response positions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rlhf_core.config.stages.ppo import RewardShapingConfig, RolloutConfig
+from rlhf_core.errors import DataError
+from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.kl import kl_estimate
+
+# Rewards are float32, and equal replies get equal ones only up to the model's accumulation error: about 1e-6 of the
+# size of its activations. A spread that small is noise, and dividing by it would turn noise into rewards of size 1.
+MIN_RELATIVE_STD = 1e-5
+
+
+@dataclass
+class RunningMeanStd:
+    """Mean and standard deviation of all finite rewards seen so far (parallel Welford merge of Chan et al.).
+
+    They begin in critic pre-training and are handed on to PPO with the critic, whose values are in their units.
+
+    Attributes:
+        count: Number of rewards.
+        mean: Their mean.
+        variance: Their population variance.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def update(self, rewards: Tensor) -> None:
+        """Merge one batch of raw rewards (B,). Rewards that are not finite are left out."""
+        finite = rewards.detach().double()
+        finite = finite[torch.isfinite(finite)]
+        size = finite.numel()
+        if size == 0:
+            return
+        mean, variance = float(finite.mean()), float(finite.var(unbiased=False))
+        total = self.count + size
+        delta = mean - self.mean
+        merged = self.variance * self.count + variance * size + delta**2 * self.count * size / total
+        self.mean += delta * size / total
+        self.variance = merged / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation; 1 while it is undefined or rounding noise (one reward, equal rewards)."""
+        if self.count < 2:
+            return 1.0
+        spread = math.sqrt(self.variance * self.count / (self.count - 1))
+        return spread if spread > MIN_RELATIVE_STD * max(1.0, abs(self.mean)) else 1.0
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the moments as JSON; floats survive the round trip exactly."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, float]) -> RunningMeanStd:
+        """Undo :meth:`to_dict`.
+
+        Raises:
+            DataError: Keys are missing.
+        """
+        try:
+            return RunningMeanStd(int(values["count"]), float(values["mean"]), float(values["variance"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"reward moments are unreadable ({error}); run the critic stage again") from error
+
+
+def normalize_and_clip_rewards(rewards: Tensor, moments: RunningMeanStd, config: RewardShapingConfig) -> Tensor:
+    """Normalise raw rewards, ``(r - mean) / std``, or scale them, or neither; then clip to +-``clip``: (B,) -> (B,).
+
+    ``moments`` already contain this batch. A reward that is not finite comes out as NaN: the clip must not turn it into
+    a plausible one, so that the step is skipped. PPO-max normalises and clips.
+    """
+    rewards = torch.where(rewards.isfinite(), rewards, math.nan)
+    if config.transform == "normalize":
+        rewards = (rewards - moments.mean) / moments.std
+    elif config.transform == "scale":
+        rewards = scale_rewards(rewards, moments.std)
+    if config.clip is not None:
+        rewards = rewards.clamp(-config.clip, config.clip)
+    return rewards
+
+
+def scale_rewards(rewards: Tensor, std: float) -> Tensor:
+    """``r / std`` with the running standard deviation of raw rewards; the mean stays where it is: (B,) -> (B,).
+
+    The trick comes from continuous control, where the rolling discounted sum of rewards is scaled (Engstrom et al.
+    2020). With one reward at the end of a reply and no discount that sum is the reward itself.
+    """
+    return rewards / std
+
+
+def with_rewards(
+    experience: Experience, rewards: Tensor, moments: RunningMeanStd, kl_coef: float, config: RolloutConfig
+) -> Experience:
+    """Add raw, shaped and token rewards to a rollout.
+
+    Args:
+        experience: The rollout.
+        rewards: Raw rewards (B,).
+        moments: Running moments of raw rewards, those of this rollout included.
+        kl_coef: Weight of the KL penalty, if ``config`` places it in the reward.
+        config: The reward's transform, clip and penalties.
+    """
+    shaped = normalize_and_clip_rewards(rewards, moments, config.reward)
+    shaped = apply_penalties(shaped, experience.lengths, experience.finished, config.reward, config.max_new_tokens)
+    kl = kl_estimate(experience.policy_logprobs, experience.ref_logprobs, "k1")
+    kl_coef = kl_coef if config.kl.placement == "reward" else 0.0
+    per_token = token_rewards(shaped, experience.response_mask, kl, kl_coef)
+    return replace(experience, rewards=rewards, shaped_rewards=shaped, token_rewards=per_token)
+
+
+def apply_penalties(
+    rewards: Tensor, lengths: Tensor, finished: Tensor, config: RewardShapingConfig, max_new_tokens: int
+) -> Tensor:
+    """Subtract the penalties for a missing end marker and for length, in units of shaped reward: (B,) -> (B,).
+
+    Args:
+        rewards: Normalised and clipped rewards (B,).
+        lengths: Response tokens of each reply (B,).
+        finished: Whether each reply ends with its end marker (B,).
+        config: The penalties.
+        max_new_tokens: Length that costs the whole length penalty.
+    """
+    missing = (~finished).to(rewards.dtype) * config.missing_eos_penalty
+    length = lengths.to(rewards.dtype) / max_new_tokens * config.length_penalty
+    return rewards - missing - length
+
+
+def token_rewards(rewards: Tensor, mask: Tensor, kl: Tensor, kl_coef: float) -> Tensor:
+    """``R_t = -kl_coef * kl_t``, plus the reward at the last response token: (B,), (B, T), (B, T) -> (B, T).
+
+    Zero at masked positions. With the KL in the loss, pass a coefficient of 0.
+    """
+    per_token = torch.where(mask, -kl_coef * kl, torch.zeros_like(kl)) if kl_coef else torch.zeros_like(kl)
+    rows = torch.arange(len(rewards), device=per_token.device)
+    per_token[rows, last_positions(mask)] += rewards.to(per_token.dtype)
+    return per_token
+
+
+def last_positions(mask: Tensor) -> Tensor:
+    """Index of the last response token of each sequence: right-padded (B, T) mask -> (B,)."""
+    return mask.sum(dim=1).clamp(min=1) - 1

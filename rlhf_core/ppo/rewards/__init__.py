@@ -1,1 +1,0 @@
-"""From raw scores to token rewards: normalisation, scaling, clip and the KL penalty."""

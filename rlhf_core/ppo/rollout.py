@@ -1,0 +1,324 @@
+"""A rollout: its prompts, what policy, reference and critic say of sampled replies, and the metrics of all of it.
+
+Shapes: B sequences, T response positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.data.batches.batching import batch_at
+from rlhf_core.data.correlation import rank_correlation
+from rlhf_core.data.schema import Message
+from rlhf_core.data.text import text_statistics
+from rlhf_core.data.tokens.batch_encoding import encode_prompts
+from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.models.adapters.frozen_lower_layers import FrozenLowerLayers
+from rlhf_core.models.precision import Precision, matmul_precision
+from rlhf_core.ppo.actor_critic import ActorCriticPair
+from rlhf_core.ppo.advantages import explained_variance
+from rlhf_core.ppo.experience import Experience, TokenPredictions
+from rlhf_core.ppo.losses import initial_ratio, masked_mean, sequence_sums
+from rlhf_core.runtime import distributed
+from rlhf_core.sampling.generation import Rollout
+from rlhf_core.sampling.rounding_limits import LIMITS
+from rlhf_core.sampling.sampler import PromptBatch
+from rlhf_core.sampling.token_scoring import Tokens, pad_columns, response_logits
+from rlhf_core.training.side_by_side import run_side_by_side
+
+COMPARABLE_TOKENS = 32  # halves of fewer tokens than these differ by chance
+SHORT_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class TrainingPrompts:
+    """Prompts as messages and as tokens.
+
+    Attributes:
+        messages: The turns of each prompt, the last one the user's.
+        ids: Their token ids, up to where the reply begins.
+    """
+
+    messages: Sequence[Sequence[Message]]
+    ids: Sequence[Sequence[int]]
+
+    @classmethod
+    def encode(cls, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Sequence[Message]]) -> TrainingPrompts:
+        """Encode prompts with the tokenizer's chat template."""
+        return cls(messages, encode_prompts(tokenizer, messages))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows(self, size: int, seed: int, iteration: int, replies_per_prompt: int = 1) -> list[int]:
+        """Row numbers of the prompts of an iteration's ``size`` replies, a function of the arguments alone.
+
+        Each prompt comes ``replies_per_prompt`` times in a row; ``size`` must be a multiple of that.
+        """
+        prompts = batch_at(len(self), size // replies_per_prompt, seed, iteration)
+        return [row for row in prompts for _ in range(replies_per_prompt)]
+
+    def batch(self, rows: Sequence[int], iteration: int, seed: int) -> PromptBatch:
+        """The prompts of ``rows``; every reply of every iteration has a random stream of its own."""
+        streams = range(iteration * len(rows), (iteration + 1) * len(rows))
+        return PromptBatch([list(self.ids[row]) for row in rows], streams, seed)
+
+    def require_room(self, max_new_tokens: int, positions: int | None) -> None:
+        """Check that prompts and replies fit the model, because they are never cut.
+
+        Raises:
+            DataError: The longest prompt and reply exceed the model's positions.
+        """
+        require_room(self.ids, max_new_tokens, positions)
+
+
+def require_room(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, positions: int | None, name: str = "max_new_tokens"
+) -> None:
+    """Check that a reply of ``max_new_tokens``, which the user knows by ``name``, fits a model of ``positions`` beside
+    each prompt's token ids.
+
+    Raises:
+        DataError: The longest prompt and reply exceed the model's positions.
+    """
+    longest = max((len(ids) for ids in prompts), default=0)
+    if positions is not None and longest + max_new_tokens > positions:
+        raise DataError(
+            f"the longest prompt ({longest} tokens) and {name} ({max_new_tokens}) exceed the model's {positions} "
+            f"positions: lower {name}, leave out long prompts (validate.max_prompt_chars), or take a model with more "
+            "positions"
+        )
+
+
+def score_rollout(
+    pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout, exact_kl: bool = True
+) -> Experience:
+    """Compute log-probabilities, entropy, KL and values of sampled replies.
+
+    Without ``exact_kl`` the KL over the vocabulary is not computed: it stays NaN.
+
+    Returns:
+        The rollout without rewards and advantages, whole on every rank.
+
+    Raises:
+        RlhfError: The sampler and the trainer disagree about probabilities by more than rounding.
+    """
+    predictions = predict_tokens(pair, reference, rollout, exact_kl)
+    sampler, trainer, mask = rollout.logprobs, predictions.policy_logprobs, rollout.response_mask
+    precision = matmul_precision(pair.policy)
+    require_agreement(SamplerAgreement.of(sampler, trainer, mask, precision), precision)
+    return Experience.of_rollout(rollout, predictions)
+
+
+def predict_tokens(
+    pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout, exact_kl: bool = True
+) -> TokenPredictions:
+    """Run policy, reference and critic over all replies, in micro-batches of similar length that the ranks share."""
+    batch = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
+    lower_layers = FrozenLowerLayers.shared_by(pair.policy, reference)
+    columns = [torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for _ in range(5 if exact_kl else 4)]
+    parts = list(pair.limits.split(batch))
+    tasks = [partial(_predict_part, pair, reference, micro.tokens, exact_kl, lower_layers) for micro in parts]
+    predictions = run_side_by_side(*tasks, models=[*pair.models, reference])
+    for micro, predicted in zip(parts, predictions, strict=True):
+        mask = micro.tokens.response_mask
+        for column, values in zip(columns, predicted, strict=True):
+            if micro.weight:
+                column[micro.rows] = pad_columns(torch.where(mask, values, 0.0).to(column.dtype), batch.width)
+    # Each rank has left zeros at the rows of the others.
+    logprobs, ref_logprobs, entropy, values, *kl = (distributed.all_reduce_sum(column) for column in columns)
+    full_kl = kl[0] if kl else torch.full_like(values, math.nan)
+    return TokenPredictions(logprobs, ref_logprobs, full_kl, entropy, values)
+
+
+@torch.inference_mode()
+def _predict_part(
+    pair: ActorCriticPair, reference: PreTrainedModel, part: Tokens, exact_kl: bool, lower_layers: FrozenLowerLayers
+) -> tuple[Tensor, ...]:
+    """Log-probabilities by policy and reference, entropy, values and exact KL of one micro-batch, each (b, t)."""
+    with lower_layers.recorded():
+        policy, values = pair.predict(part)
+    # In critic pre-training the frozen policy is its own reference.
+    ref = policy
+    if reference is not pair.policy:
+        with lower_layers.replayed():
+            ref = response_logits(reference, part)
+    tokens = pair.scorer.score(policy, part, entropies=True, reference=ref, exact_kl=exact_kl)
+    assert tokens.ref_logprobs is not None and tokens.entropy is not None
+    kl = () if tokens.full_kl is None else (tokens.full_kl,)
+    return tokens.logprobs, tokens.ref_logprobs, tokens.entropy, values, *kl
+
+
+@dataclass(frozen=True)
+class SamplerAgreement:
+    """By how much the sampler's log-probabilities of sampled tokens differ from the trainer's, before any update.
+
+    Both compute the log-probability of every sampled token with the same weights, the sampler token by token with a
+    key-value cache, the trainer in one pass. Beyond rounding they must agree, or PPO's ratios are wrong from the first
+    step on (algorithms.md §9, trap 1). Rounding scatters: single tokens may differ by a lot where the mean does not,
+    and the longest reply of a run has the largest difference of all. So the mean, the share of tokens that differ much
+    and the growth along the reply decide, each against what the precision of the computation explains.
+
+    Attributes:
+        sampling_logp_difference_mean: Mean absolute difference per token.
+        sampling_logp_difference_share: Share of tokens that differ by more than ``RoundingLimits.token``.
+        sampling_logp_difference_growth: That mean in the later half of each reply minus that in the earlier half; 0 in
+            a rollout of too few tokens to compare them.
+        sampler_gap: The largest difference.
+    """
+
+    sampling_logp_difference_mean: float
+    sampling_logp_difference_share: float
+    sampling_logp_difference_growth: float
+    sampler_gap: float
+
+    @staticmethod
+    def of(sampler: Tensor, trainer: Tensor, mask: Tensor, precision: Precision) -> SamplerAgreement:
+        """Compare the log-probabilities (B, T) of sampler and trainer at response tokens."""
+        if not bool(mask.any()):
+            return SamplerAgreement(0.0, 0.0, 0.0, 0.0)
+        difference = (sampler - trainer).double().abs().masked_fill(~mask, 0.0)
+        positions = mask.cumsum(dim=1)  # of response tokens, from 1
+        later = mask & (2 * positions > mask.sum(dim=1, keepdim=True))
+        earlier = mask & ~later
+        comparable = int(earlier.sum()) >= COMPARABLE_TOKENS
+        return SamplerAgreement(
+            sampling_logp_difference_mean=float(masked_mean(difference, mask)),
+            sampling_logp_difference_share=float(masked_mean((difference > LIMITS[precision].token).double(), mask)),
+            sampling_logp_difference_growth=(
+                float(masked_mean(difference, later) - masked_mean(difference, earlier)) if comparable else 0.0
+            ),
+            sampler_gap=float(difference.max()),
+        )
+
+
+def require_agreement(agreement: SamplerAgreement, precision: Precision) -> None:
+    """Refuse to train where sampler and trainer differ by more than rounding.
+
+    Raises:
+        RlhfError: They do, or a log-probability is not finite.
+    """
+    limits = LIMITS[precision]
+    compared = {
+        "on average by": (agreement.sampling_logp_difference_mean, limits.mean),
+        f"by more than {limits.token:g} nats in a share of": (agreement.sampling_logp_difference_share, limits.share),
+        "towards the end of replies by a further": (agreement.sampling_logp_difference_growth, limits.growth),
+    }
+    beyond = [
+        f"{what} {value:.3g} (at most {limit:g})" for what, (value, limit) in compared.items() if not value <= limit
+    ]
+    if beyond:
+        raise RlhfError(
+            f"the sampler's log-probabilities differ from the trainer's {', '.join(beyond)}, more than the rounding of "
+            f"{precision} explains: the distribution that samples is not the one that is scored; check that the model "
+            "handles left padding, position ids and a key-value cache, and that its weights are finite"
+        )
+
+
+def rollout_metrics(
+    experience: Experience,
+    replies: Sequence[str],
+    referee_rewards: Tensor | None = None,
+    precision: Precision = "float32",
+    with_critic: bool = True,
+    with_exact_kl: bool = True,
+) -> dict[str, float]:
+    """Measure a rollout with rewards and advantages: what tells health from collapse (algorithms.md §8; paper, §5.2).
+
+    All of it comes from the rollout, before the update that it feeds, and may be NaN, which the health monitor wants to
+    see. No judge is asked but the learned ones: a user without a gold standard has all of them.
+
+    Args:
+        experience: The rollout.
+        replies: Its replies as text, without end markers.
+        referee_rewards: The referee's rewards (B,) of the same replies.
+        precision: The policy's, by which sampler and trainer are compared.
+        with_critic: Whether a critic gave values.
+        with_exact_kl: Whether the KL over the vocabulary was computed.
+    """
+    mask, rewards, lengths = experience.response_mask, experience.rewards, experience.lengths
+    metrics = reward_distribution(rewards)
+    metrics |= drift_metrics(experience.policy_logprobs, experience.ref_logprobs, mask)
+    metrics |= reply_metrics(replies, lengths.tolist(), experience.finished.tolist())
+    if with_exact_kl:
+        metrics["kl_full"] = float(sequence_sums(experience.full_kl, mask).mean())
+    metrics["entropy"] = float(masked_mean(experience.entropy.double(), mask))
+    metrics["reward_length_correlation"] = rank_correlation(_numpy(rewards), _numpy(lengths))
+    metrics["reward_treated"] = float(experience.shaped_rewards.mean())
+    if with_critic:
+        metrics["explained_variance"] = explained_variance(experience.values, experience.monte_carlo_returns, mask)
+    metrics["first_ratio"] = initial_ratio(experience)
+    metrics |= vars(SamplerAgreement.of(experience.sampler_logprobs, experience.policy_logprobs, mask, precision))
+    if referee_rewards is not None:
+        metrics["referee_mean"] = float(referee_rewards.double().mean())
+        metrics["reward_referee_correlation"] = rank_correlation(_numpy(rewards), _numpy(referee_rewards))
+    return metrics
+
+
+@np.errstate(invalid="ignore")  # rewards that are not finite give NaN without a warning of NumPy's
+def reward_distribution(rewards: Tensor) -> dict[str, float]:
+    """Describe raw rewards (B,).
+
+    ``reward_tail`` is median - 5th percentile: a long lower tail is where the paper's collapsing runs showed first.
+    """
+    values = _numpy(rewards)
+    p05, p25, p50, p75, p95 = (float(np.percentile(values, p)) for p in (5, 25, 50, 75, 95))
+    return {
+        "reward_mean": float(values.mean()),
+        "reward_std": float(values.std()),
+        "reward_min": float(values.min()),
+        "reward_max": float(values.max()),
+        "reward_p05": p05,
+        "reward_p25": p25,
+        "reward_p50": p50,
+        "reward_p75": p75,
+        "reward_p95": p95,
+        "reward_tail": p50 - p05,
+    }
+
+
+def drift_metrics(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+    """Drift by the log-probabilities (B, T) of sampled tokens under policy and reference, in nats per sequence.
+
+    With d = logprob - ref_logprob: ``kl`` is the mean over sequences of sum d (k1), ``kl_k2`` of sum d²/2, ``kl_k3`` of
+    sum (exp(-d) - 1 + d). ``perplexity`` is the policy's on its own replies, ``perplexity_reference`` the reference's.
+    """
+    mask, logprobs, ref_logprobs = mask.bool(), logprobs.double(), ref_logprobs.double()
+    difference = (logprobs - ref_logprobs).masked_fill(~mask, 0.0)
+    third = torch.exp(-difference) - 1.0 + difference
+    return {
+        "kl": float(sequence_sums(difference, mask).mean()),
+        "kl_k2": float(sequence_sums(difference.square() / 2, mask).mean()),
+        "kl_k3": float(sequence_sums(third, mask).mean()),
+        "kl_per_token": float(masked_mean(difference, mask)),
+        "perplexity": float(np.exp(-float(masked_mean(logprobs, mask)))),
+        "perplexity_reference": float(np.exp(-float(masked_mean(ref_logprobs, mask)))),
+    }
+
+
+def reply_metrics(replies: Sequence[str], lengths: Sequence[int], finished: Sequence[bool]) -> dict[str, float]:
+    """What decoded replies look like: lengths in tokens with the end marker, and statistics of their text."""
+    return {
+        "length": float(np.mean(lengths)),
+        "length_p95": float(np.percentile(lengths, 95)),
+        "repetition": text_statistics.mean_repetition(replies),
+        "distinct_2": text_statistics.distinct_n(replies, 2),
+        "missing_eos": text_statistics.missing_eos_rate(finished),
+        "short_replies": text_statistics.short_reply_rate(lengths, SHORT_TOKENS),
+        "distinct_first_sentences": text_statistics.distinct_first_sentences(replies),
+        "commonest_first_sentence": text_statistics.commonest_first_sentence(replies)[1],
+        "commonest_reply": text_statistics.commonest_reply(replies),
+        "refusals": text_statistics.refusal_rate(replies),
+    }
+
+
+def _numpy(values: Tensor) -> np.ndarray:
+    return values.detach().double().cpu().numpy()

@@ -1,1 +1,0 @@
-"""Rollouts: prompts, sampled replies, and what policy, reference and critic say of them."""

@@ -1,0 +1,149 @@
+"""Checkpoint selection during training: the referee's win rate against SFT under limits, never the reward.
+
+Choosing the checkpoint of the highest reward is the very error that the paper's title names (algorithms.md §9). The
+trainer knows no judge: what measures a policy is given to it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
+
+from rlhf_core.config.stages.ppo import SelectionConfig
+from rlhf_core.errors import DataError
+from rlhf_core.ppo.checkpoints import prune_best, save_best
+from rlhf_core.runtime import distributed
+from rlhf_core.training.history import nonfinite_as_none
+
+if TYPE_CHECKING:
+    from rlhf_core.ppo.trainer import IterationRecord, Trainer
+
+SAMPLES = 8
+# Of the selection's metrics these keep their names; the others would collide with those of the rollout.
+SELECTION_METRICS = ("win_rate", "win_rate_low95", "win_rate_high95", "referee_gap")
+
+# ``win_rate`` against SFT, ``kl``, ``length_ratio`` and ``repetition_increase`` over SFT's, and further metrics.
+MeasurePolicy = Callable[[PreTrainedModel], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class CheckpointCandidate:
+    """What the choice among checkpoints is made on."""
+
+    iteration: int
+    win_rate: float
+    kl: float
+    length_ratio: float
+    repetition_increase: float
+
+    def broken_limits(self, limits: SelectionConfig) -> list[str]:
+        """Describe the limits that this checkpoint breaks; empty when it is admissible. NaN breaks every limit."""
+        within_limit = {
+            f"KL {self.kl:.2f} > {limits.max_kl:g}": self.kl <= limits.max_kl,
+            f"length {self.length_ratio:.2f} times SFT's > {limits.max_length_ratio:g}": (
+                self.length_ratio <= limits.max_length_ratio
+            ),
+            f"repetition +{self.repetition_increase:.3f} > +{limits.max_repetition_increase:g}": (
+                self.repetition_increase <= limits.max_repetition_increase
+            ),
+        }
+        return [description for description, holds in within_limit.items() if not holds]
+
+
+@dataclass(frozen=True)
+class CheckpointChoice:
+    """The chosen checkpoint, whether it keeps all limits, and why it was chosen."""
+
+    candidate: CheckpointCandidate
+    admissible: bool
+    reason: str
+
+
+def choose(candidates: Sequence[CheckpointCandidate], limits: SelectionConfig) -> CheckpointChoice:
+    """Choose the highest referee win rate among admissible checkpoints; equal ones by lower KL, then by iteration.
+
+    When none is admissible the one of the lowest KL is chosen and marked so: a run must end with some policy, and the
+    gate decides whether it is good enough. Method ``last`` takes the newest.
+
+    Raises:
+        DataError: There are no candidates.
+    """
+    if not candidates:
+        raise DataError("no checkpoint was evaluated; set ppo.selection.every to at most ppo.iterations")
+    if limits.method == "last":
+        last = candidates[-1]
+        admissible_last = not last.broken_limits(limits)
+        return CheckpointChoice(last, admissible_last, "the last checkpoint, as ppo.selection.method says")
+    admissible = [c for c in candidates if not c.broken_limits(limits)]
+    if not admissible:
+        nearest = min(candidates, key=lambda c: (not math.isfinite(c.kl), c.kl, c.iteration))
+        broken = "; ".join(nearest.broken_limits(limits))
+        return CheckpointChoice(nearest, False, f"no checkpoint keeps all limits ({broken}); lowest KL taken")
+    best = min(admissible, key=lambda c: (-c.win_rate, c.kl, c.iteration))
+    reason = f"highest referee win rate {best.win_rate:.3f} of {len(admissible)} admissible checkpoints"
+    return CheckpointChoice(best, True, reason)
+
+
+class CheckpointSelector:
+    """Measures the policy every ``config.every`` iterations and after the last one; the best weights are in ``folder``.
+
+    Sample replies of the same iterations go to the trainer's ``samples``.
+    """
+
+    def __init__(self, measure: MeasurePolicy, config: SelectionConfig, folder: Path) -> None:
+        self.measure, self.config, self.folder = measure, config, folder
+        self.candidates: list[CheckpointCandidate] = []
+        self.best = 0
+
+    def consider(self, trainer: Trainer, record: IterationRecord) -> None:
+        """Measure the checkpoint if it is due, unless steps kept being non-finite, and add to the record."""
+        due = record.iteration % self.config.every == 0 or record.iteration == trainer.config.iterations
+        if not due or record.paused is not None:
+            return
+        started, pair = time.perf_counter(), trainer.learner.pair
+        with trainer.frozen.on_device(), pair.engines["policy"].gathered_parameters():
+            # One result for all ranks, however their last digits may differ.
+            metrics = dict(distributed.broadcast_from_rank0(self.measure(pair.policy)))
+        decisive = ("win_rate", "kl", "length_ratio", "repetition_increase")
+        self.candidates.append(CheckpointCandidate(record.iteration, *(metrics[name] for name in decisive)))
+        keep = self.choice().candidate.iteration == record.iteration
+        weights = pair.policy_weights() if keep else None
+        self.best = record.iteration if keep else self.best
+        # A checkpoint that the run may go back to refers to the best weights of its time.
+        needed = {meta["selection"]["best"] for meta in trainer.checkpoints.metas().values()} | {self.best}
+
+        def write() -> None:
+            if weights is not None:
+                save_best(self.folder, record.iteration, weights)
+            prune_best(self.folder, needed)
+
+        trainer.checkpoints.manager.attach(write)
+        record.metrics |= {
+            name if name in SELECTION_METRICS else f"selection_{name}": value for name, value in metrics.items()
+        }
+        record.seconds["seconds_selection"] = time.perf_counter() - started
+        rows = zip(record.prompts, record.replies, record.experience.rewards.tolist(), strict=True)
+        for prompt, reply, reward in list(rows)[:SAMPLES]:
+            trainer.samples.append({"iteration": record.iteration, "prompt": prompt, "reply": reply, "score": reward})
+
+    def choice(self) -> CheckpointChoice:
+        """The checkpoint to keep of those seen so far."""
+        return choose(self.candidates, self.config)
+
+    def state(self) -> dict[str, Any]:
+        """The candidates and the best iteration so far as JSON, numbers that are not finite as null."""
+        return {"candidates": [nonfinite_as_none(asdict(seen)) for seen in self.candidates], "best": self.best}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Undo :meth:`state`."""
+        rows: list[dict[str, Any]] = [
+            {name: math.nan if value is None else value for name, value in row.items()} for row in state["candidates"]
+        ]
+        self.candidates = [CheckpointCandidate(**row) for row in rows]
+        self.best = int(state["best"])

@@ -1,0 +1,113 @@
+"""Deployments on a real Prefect server: what of a placement reaches the pool, and several workspaces on one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from integration.flow_toys import environment, make_toy
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect_database import prefect_server
+
+from flows.jobs.deployments import deploy_all, deploy_jobs
+from flows.jobs.job import Job
+from flows.jobs.run_on_pool import submit
+from flows.prefect_server.pools import ensure_deployed_pools
+from flows.stage.run import StageSpec
+from rlhf_core.config.loading.load import Params, check_params
+from rlhf_core.errors import ConfigError, RlhfError
+
+pytestmark = pytest.mark.services
+ASKED = {"gpus": 8, "memory": "512Gi", "node_selector": {"gpu": "h100"}, "time_limit_seconds": 3600}
+PARAMS = {
+    "pools": {
+        "ppo": {"pool": "cluster", "queue": "long", "image": "rlhf:1", "cpus": "32", "shared_memory": "64Gi", **ASKED},
+        "sft": "gpu-pool",
+    },
+    "compute": {"launch": {"ppo": {"processes": 8}}},
+    "work_pools": {"cluster": {"limit": 3, "queues": {"long": 2, "default": 5}}},
+}
+VARIABLES = {name: {} for name in (*ASKED, "image", "cpus", "shared_memory", "env", "command", "name", "labels")}
+NAMES = ("pipeline", "data-watch", "promotion", "gpu-job")
+
+
+@pytest.fixture(scope="module")
+def params() -> Params:
+    return check_params(PARAMS)
+
+
+@pytest.fixture(scope="module")
+def client(prefect_database: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncPrefectClient]:
+    """A client of a fresh server with a cluster's pool."""
+    database = Path(shutil.copy(prefect_database, tmp_path_factory.mktemp("prefect")))
+    with (
+        prefect_server(database) as url,
+        temporary_settings({PREFECT_API_URL: url}),
+        pytest.MonkeyPatch.context() as patch,
+        get_client(sync_client=True) as client,
+    ):
+        patch.setenv("PREFECT_API_URL", url)
+        template = {"job_configuration": {"command": "{{ command }}"}, "variables": {"properties": VARIABLES}}
+        client.create_work_pool(WorkPoolCreate(name="cluster", type="kubernetes", base_job_template=template))
+        yield client
+
+
+def test_requests_queue_and_limits_reach_the_server_and_an_attempt_is_submitted_once(
+    client: SyncPrefectClient, params: Params, tmp_path: Path
+) -> None:
+    workspace = make_toy(tmp_path / "one", "stages: {}\n")
+    deploy_jobs(workspace, params)
+    job = Job(StageSpec(workspace, "ppo", grace=1.0), params.pools["ppo"], "a:1")
+    run = submit(job)
+    assert submit(job).id == run.id and submit(Job(job.spec, job.placement, "a:2")).id != run.id
+    assert run.job_variables == {**ASKED, "image": "rlhf:1", "cpus": "32", "shared_memory": "64Gi"}
+    assert run.work_queue_name == "long" and set(run.tags) == {"one", "ppo"}
+    assert client.read_work_pool("cluster").concurrency_limit == 3
+    assert client.read_work_pool("gpu-pool").concurrency_limit == 1
+    queues = {queue.name: queue.priority for queue in client.read_work_queues(work_pool_name="cluster")}
+    assert queues == {"long": 2, "default": 5}
+
+
+def test_two_workspaces_keep_their_deployments_and_one_of_the_same_name_is_refused(
+    client: SyncPrefectClient, params: Params, tmp_path: Path
+) -> None:
+    here, there, same = (make_toy(tmp_path / name, "stages: {}\n") for name in ("here", "there", "x/here"))
+    ensure_deployed_pools(params)
+    for workspace in (here, there):
+        deploy_jobs(workspace, params)
+        deploy_all(workspace)
+    for workspace in (here, there):
+        for name in NAMES:
+            known = client.read_deployments(deployment_filter=_named(f"{name}-{workspace.name}"))
+            assert [deployment.parameters["workspace"] for deployment in known] == [str(workspace)], name
+    (pipeline,) = client.read_deployments(deployment_filter=_named("pipeline-here"))
+    assert pipeline.concurrency_options and pipeline.concurrency_options.collision_strategy == "CANCEL_NEW"
+    triggers = {automation.name for automation in client.read_automations()}
+    assert {f"rlhf: new data or annotations in {name}" for name in ("here", "there")} <= triggers
+    with pytest.raises(ConfigError, match=f"-here .*belongs to the workspace {here}"):
+        deploy_jobs(same, params)
+    with pytest.raises(RlhfError, match="prefect deploy"):
+        deploy_all(same)
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    shutil.copy(Path(__file__).parents[2] / "prefect.yaml", same)
+    by_hand = subprocess.run(
+        command,
+        cwd=same,
+        env={**environment(), "PWD": str(same), "PREFECT_API_URL": os.environ["PREFECT_API_URL"]},
+        capture_output=True,
+        text=True,
+    )
+    assert by_hand.returncode and str(here) in "".join((by_hand.stdout + by_hand.stderr).split("\n"))
+
+
+def _named(name: str):  # type: ignore[no-untyped-def]
+    from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
+
+    return DeploymentFilter(name=DeploymentFilterName(any_=[name]))

@@ -1,0 +1,227 @@
+"""Rows that say that they are not to be learned, rows that mean something else, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from unit.data.reading import records_of
+
+from rlhf_core.config.stages.collect import ReadOptions
+from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.data.collection.rows import FileRows, read_records
+from rlhf_core.data.collection.sources import read_sources, sources_by_kind
+from rlhf_core.data.readers.columns import warnings_of
+from rlhf_core.data.readers.content import Record
+from rlhf_core.errors import DataError
+from rlhf_core.stages.checked_files import as_text, check_files
+
+TURN = {"role": "assistant", "content": "Rivers flow."}
+SINGLE = {"prompt": "Why?", "response": "Because."}
+PAIR = {"prompt": "Why?", "chosen": "Because.", "rejected": "No."}
+
+
+def read(kind: str, *values: Any) -> FileRows:
+    return read_records([Record(n, value) for n, value in enumerate(values, 1)], kind, "x.jsonl", "")
+
+
+def dialogue(**flags: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "Why?"}, TURN | flags]}
+
+
+FLAGS = [
+    ("train", False, True),
+    ("trainable", "false", "true"),
+    ("weight", 0, 1),
+    ("loss_weight", 0.0, 1.0),
+    ("lossWeight", "0", "1"),
+    ("loss_mask", 0, 1),
+    ("loss", False, True),
+    ("train_on_turn", "no", "yes"),
+    ("ignore", True, False),
+    ("do_not_train", 1, 0),
+    ("masked", True, False),
+]
+VERDICTS = [
+    ("rating", 1, 5),
+    ("rating", "2", "4"),
+    ("stars", "★☆☆☆☆", "★★★★☆"),
+    ("stars", "1/5", "9/10"),
+    ("star_rating", "1 star", "5 stars"),
+    ("thumbs", "down", "up"),
+    ("thumbs_up", False, True),
+    ("thumbs_down", True, False),
+    ("feedback", "negative", "positive"),
+    ("vote", -1, 1),
+    ("reaction", "👎", "👍"),
+    ("is_correct", 0, 1),
+    ("liked", "false", "true"),
+]
+
+
+@pytest.mark.parametrize(("name", "no", "yes"), FLAGS, ids=lambda value: str(value))
+def test_a_turn_that_is_not_to_be_learned_is_no_demonstration(name: str, no: Any, yes: Any) -> None:
+    result = read("demonstrations", dialogue(**{name: yes}), dialogue(**{name: no}), dialogue(**{name: None}))
+    assert result.positions == [1, 3] and not result.counts.unused and not result.refused
+    assert [name in reason for reason in result.counts.dropped] == [True]
+    assert [row["position"] for row in result.prompt_only] == [2], "its prompt can be used"
+    assert len(read("prompts", dialogue(**{name: no})).rows) == 1
+    shown = {"prompt": [{"role": "user", "content": "Why?"}], "rejected": [TURN | {"content": "No."}]}
+    pairs = read("preferences", shown | {"chosen": [TURN | {name: no}]}, shown | {"chosen": [TURN | {name: yes}]})
+    assert pairs.positions == [2] and pairs.counts.dropped.total() == 1
+
+
+@pytest.mark.parametrize(("name", "no", "yes"), [*FLAGS, *VERDICTS], ids=lambda value: str(value))
+def test_a_row_that_is_not_to_be_learned_is_no_demonstration(name: str, no: Any, yes: Any) -> None:
+    result = read("demonstrations", SINGLE | {name: yes}, SINGLE | {name: no}, SINGLE | {name: float("nan")})
+    assert result.positions == [1, 3] and not result.counts.unused.keys() - {name} and not result.refused
+    assert result.counts.dropped.total() == 1 and len(read("pretrain", SINGLE | {name: no}).rows) == 0
+
+
+@pytest.mark.parametrize(("name", "value"), [("loss_mask", [0, 1, 1]), ("trainable", "perhaps"), ("loss_weight", {})])
+def test_a_flag_that_says_neither_is_refused_by_its_name(name: str, value: Any) -> None:
+    result = read("demonstrations", dialogue(**{name: value}) if value else dialogue(**{name: {"a": 1}}))
+    assert [name in finding.reason for finding in result.refused] == [True]
+
+
+@pytest.mark.parametrize(
+    "extra", [{"score": 0.3}, {"quality": "low"}, {"feedback": "Too long."}, {"rating": 0.7}, {"weight": 0.5}]
+)
+def test_a_flag_that_cannot_be_read_is_named_loudly(extra: dict[str, Any], tmp_path: Path) -> None:
+    (name,) = extra
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps(SINGLE | {"prompt": f"{n}?"} | extra) for n in range(3)))
+    sources = sources_by_kind(["x.jsonl"], tmp_path, ReadOptions())
+    checked = check_files(sources, tmp_path, ValidateConfig(), tmp_path / "out")
+    text = as_text(checked, 200)
+    assert f"WARNING  3: {name} may say" in text and f"unused   3: the column {name} is not read" in text
+    assert checked.as_dict()["files"][0]["unused"] == {name: 3}
+
+
+@pytest.mark.parametrize("name", ["images", "image", "audio", "videos", "tools", "functions", "tool_calls", "imageUrl"])
+@pytest.mark.parametrize("row", [dialogue(), SINGLE, PAIR, {"prompt": "<image>Why?"}, {"text": "See above."}])
+def test_media_and_tools_of_a_row_are_refused_as_those_of_a_turn(name: str, row: dict[str, Any]) -> None:
+    name = name.replace("videos", "videos")
+    kind = "prompts" if "prompt" in row else "pretrain" if "text" in row else "demonstrations"
+    for value in (["a.jpg"], {"bytes": None, "path": "a.jpg"}, "a.jpg"):
+        result = read(kind, row | {name: value})
+        assert [name in finding.reason for finding in result.refused] == [True]
+    for value in ([], None, "", "[]", {"bytes": None, "path": None}, [[]]):
+        assert len(read(kind, row | {name: value}).rows) == 1
+
+
+@pytest.mark.parametrize("marker", ["</s>", "<|im_end|>\n", "<|eot_id|>", "<end_of_turn>\n", "<｜end▁of▁sentence｜>"])
+def test_an_end_marker_that_an_export_wrote_is_taken_off_with_a_count(marker: str) -> None:
+    for sides in (("chosen",), ("chosen", "rejected")):
+        result = read("preferences", PAIR, PAIR | {side: PAIR[side] + marker for side in sides})
+        assert [(row["chosen"], row["rejected"]) for row in result.rows] == [("Because.", "No.")] * 2
+        assert [f"{marker.strip()} was taken off the end of {side}" in str(result.counts.noticed) for side in sides]
+        assert result.counts.noticed.total() == len(sides)
+    twice = read("demonstrations", SINGLE | {"response": f"Because.{marker}{marker}"})
+    assert twice.rows[0]["reply"] == "Because." and twice.counts.noticed.total() == 1
+    turns = [{"role": "user", "content": "a"}, TURN | {"content": f"b{marker}"}, {"role": "user", "content": "c"}]
+    several = read("demonstrations", {"messages": [*turns, TURN | {"content": f"d{marker}"}]})
+    assert [turn["content"] for turn in several.rows[0]["prompt"]] == ["a", "b", "c"]
+    assert several.rows[0]["reply"] == "d" and several.counts.noticed.total() == 2
+    assert read("pretrain", {"text": f"A text.{marker}"}).rows[0]["text"] == "A text."
+
+
+@pytest.mark.parametrize("text", ["It is <s>old</s>", "Write </s> at the end.", "a > b", "the list [1, 2]"])
+def test_other_texts_keep_their_ends(text: str) -> None:
+    result = read("demonstrations", SINGLE | {"response": text})
+    assert result.rows[0]["reply"] == text and not result.counts.noticed
+
+
+@pytest.mark.parametrize("word", ["nan", "NaN", "None", "null", "N/A", "<NA>", "undefined "])
+@pytest.mark.parametrize("side", ["chosen", "rejected", "prompt"])
+def test_a_word_for_a_missing_value_is_noticed(word: str, side: str) -> None:
+    result = read("preferences", PAIR, *[PAIR | {side: word}] * 2)
+    (warning,) = warnings_of(result.counts)
+    assert warning.startswith("2: ") and side in warning and repr(word.strip()) in warning and len(result.rows) == 3
+
+
+@pytest.mark.parametrize("margin", [0, 0.0, "0", -0.0])
+def test_a_margin_of_nothing_is_a_tie(margin: Any) -> None:
+    result = read("preferences", PAIR | {"margin": margin}, PAIR | {"margin": 0.1})
+    assert result.positions == [2] and [*result.counts.dropped.values()] == [1]
+    assert len(read("demonstrations", PAIR | {"margin": margin}).rows) == 1
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+@pytest.mark.parametrize(
+    ("kind", "row", "column"),
+    [("preferences", PAIR, "chosen"), ("preferences", PAIR, "rejected"), ("demonstrations", SINGLE, "response")],
+)
+def test_rows_without_a_reply_are_refused_and_do_not_change_the_format(
+    missing: Any, kind: str, row: dict[str, Any], column: str, tmp_path: Path
+) -> None:
+    rows = [row | {column: missing if n % 3 == 0 else "text"} for n in range(9)]
+    result = read(kind, *rows)
+    assert len(result.rows) == 6 and {finding.reason for finding in result.refused} == {f"{column} is missing"}
+    if missing is None:
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+        (stored,) = read_sources(["x.parquet"], kind, tmp_path)
+        assert (len(stored.rows), len(stored.refused)) == (6, 3)
+
+
+def test_prompts_with_empty_columns_of_replies_are_prompts(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}?", "chosen": None, "rejected": None} for n in range(3)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert sources_by_kind(["x.jsonl"], tmp_path, ReadOptions()).prompts
+
+
+@pytest.mark.parametrize("reply", [7, True, 1.5, {"a": 1}])
+def test_a_reply_that_is_no_text_is_refused_and_the_file_is_not_taken_for_prompts(reply: Any, tmp_path: Path) -> None:
+    pairs = [PAIR | {"chosen": reply, "rejected": reply}] * 3
+    for rows, kind in ((pairs, "preferences"), ([SINGLE | {"response": reply}] * 3, "demonstrations")):
+        (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        assert sources_by_kind(["x.jsonl"], tmp_path, ReadOptions()).of(kind)
+        assert len(read(kind, *rows).refused) == 3
+
+
+@pytest.mark.parametrize(
+    "names", [("pos_resp", "neg_resp"), ("winner", "loser"), (" chosen", " rejected"), ("Chosen", "Rejected")]
+)
+def test_pairs_under_other_names_are_not_read_as_prompts(names: tuple[str, str], tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}?", names[0]: "good", names[1]: "bad"} for n in range(3)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(DataError, match="look like a better and a worse reply") as refused:
+        sources_by_kind(["x.jsonl"], tmp_path, ReadOptions())
+    assert f"chosen={names[0]}" in str(refused.value)
+    named = ReadOptions(columns={"prompt": "prompt", "chosen": names[0], "rejected": names[1]})
+    assert sources_by_kind(["x.jsonl"], tmp_path, named).preferences
+    assert sources_by_kind(["x.jsonl"], tmp_path, ReadOptions(), "prompts").prompts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "prompt, chosen, rejected\nwhy?, so, no\n",
+        "prompt , chosen ,rejected\nwhy?,so,no\n",
+        'prompt, chosen, rejected\n"why?", "so", "no"\n',
+        "prompt;chosen;rejected\nwhy?;so;no\n",
+        '"prompt";"chosen";"rejected"\n"why?";"so";"no"\n',
+        "prompt\tchosen\trejected\nwhy?\tso\tno\n",
+        "prompt|chosen|rejected\nwhy?|so|no\n",
+        "\ufeffprompt;chosen;rejected\r\nwhy?;so;no\r\n",
+    ],
+)
+def test_spaces_and_other_separators_of_a_header_are_understood(text: str) -> None:
+    (record,) = records_of("x.csv", text.encode())
+    assert (record.value, record.problem) == ({"prompt": "why?", "chosen": "so", "rejected": "no"}, "")
+
+
+def test_a_text_with_commas_in_a_file_of_semicolons() -> None:
+    (record,) = records_of("x.csv", b'prompt;reply\nwhy, oh why?;"so; and, so"\n')
+    assert record.value == {"prompt": "why, oh why?", "reply": "so; and, so"}
+
+
+@pytest.mark.parametrize("keys", [("train", "test"), ("rows",), ("instances", "meta")])
+def test_an_object_of_lists_is_refused_with_their_names(keys: tuple[str, ...]) -> None:
+    content = json.dumps({key: [PAIR] if key != "meta" else "x" for key in keys}).encode()
+    with pytest.raises(DataError) as refused:
+        records_of("x.json", content)
+    assert all(repr(key) in str(refused.value) for key in keys if key != "meta")

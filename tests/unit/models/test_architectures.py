@@ -1,0 +1,69 @@
+"""Architectures other than Llama: their logits, their caches, and the refusal of those that cannot be sampled from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import VOCABULARY, tiny_causal_lm
+
+from rlhf_core.errors import ModelError
+from rlhf_core.models.forward import has_plain_head, selected_logits
+from rlhf_core.sampling.distribution import Sampling, philox_uniforms
+from rlhf_core.sampling.generation import generate
+from rlhf_core.sampling.probe import require_replies_as_scored
+
+PLAIN = ("llama", "qwen3", "gpt2", "opt", "gpt_neox", "bloom", "phi", "olmo2", "gemma3_text", "mamba")
+# Soft caps, scales, a layer before the unembedding, a head with a transformation.
+OWN = ("gemma2", "cohere", "modernbert-decoder", "bert", "electra", "nanochat", "inkling_text", "vaultgemma")
+RECURRENT = ("lfm2", "qwen3_next", "qwen3_5_text", "mamba2", "jamba", "falcon_h1", "olmo_hybrid")
+OTHERS = ("llama4_text", "gemma2", "modernbert-decoder", "opt", "bloom", "mpt", "gemma3_text", "gpt_oss")
+REFUSED = ("minimax", "rwkv", "mamba", "falcon_mamba", "recurrent_gemma", "roberta", "openai-gpt", "mbart", "xlm")
+SETTINGS: dict[str, dict[str, object]] = {
+    "recurrent_gemma": {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"]},
+    "mamba2": {"head_dim": 16, "n_groups": 1},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "falcon_h1": {"mamba_d_ssm": 64},
+}
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *OWN])
+def test_lazy_logits_are_those_of_the_models_own_forward(name: str) -> None:
+    model = tiny_causal_lm(name)
+    ids = torch.randint(4, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        logits = selected_logits(model, ids, mask, mask.bool()).whole()
+        expected = model(input_ids=ids, attention_mask=mask).logits.flatten(0, 1)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-3)
+    assert has_plain_head(model) == (name in PLAIN)
+
+
+def test_a_cap_on_small_logits_is_seen() -> None:
+    model = tiny_causal_lm("gemma2")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1e-3)
+    assert not has_plain_head(model)
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, *OTHERS])
+def test_replies_are_sampled_as_they_are_scored(name: str) -> None:
+    require_replies_as_scored(tiny_causal_lm(name, **SETTINGS.get(name, {})), name)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_architecture_that_cannot_be_sampled_from_is_refused_by_name(name: str) -> None:
+    model = tiny_causal_lm(name, **SETTINGS.get(name, {}))
+    with pytest.raises(ModelError, match=f"{name} is a {type(model).__name__}"):
+        require_replies_as_scored(model, name)
+
+
+@pytest.mark.parametrize("name", ["llama", *RECURRENT])
+def test_a_reply_does_not_depend_on_when_those_beside_it_end(name: str) -> None:
+    """Rows are dropped from the cache as replies end; with other ends, others are dropped."""
+    model = tiny_causal_lm(name, **SETTINGS.get(name, {}))
+    prompts, streams = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]], philox_uniforms(3, range(4), 12)
+    endless = generate(model, prompts, streams, Sampling(eos_id=-1, pad_id=0, max_new_tokens=12)).replies()
+    for stop in {reply[place] for place, reply in zip((0, 2, 5, 8), endless, strict=True)}:
+        replies = generate(model, prompts, streams, Sampling(eos_id=stop, pad_id=0, max_new_tokens=12)).replies()
+        for reply, whole in zip(replies, endless, strict=True):
+            assert reply == whole[: whole.index(stop) + 1 if stop in whole else None]
