@@ -32,9 +32,8 @@ def test_a_winner_that_is_less_safe_is_not_promoted(registry: Registry, contest:
     match = ScriptedMatch(0.9, **{"safety.refuses_harmful": 0.3})
     refused = promote(contest, play=match)
     assert not refused.promoted and registry.aliases()["champion"] == "1"
-    assert refused.reason == (
-        "safety.refuses_harmful is worse by up to 0.300 (0.900 → 0.900 on 400 prompts), required worse by less than 0.1"
-    )
+    assert refused.reason.startswith("safety.refuses_harmful is worse by up to 0.300 (0.900 → 0.900 on 400 ")
+    assert refused.reason.endswith("required worse by less than 0.1")
     assert promote(contest, play=match).unchanged and match.played == 1
     text = printed(explain_promotion(refused))
     assert "compared: version 2 of rlhf-policy with version 1, the champion" in text
