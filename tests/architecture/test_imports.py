@@ -73,13 +73,16 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.display.stage_results": {"evaluation.verdict.standing.judge_results"},
     "flows.commands.summary": {"evaluation.verdict.standing.Standing"},
     "flows.registry.transactions.decisions": {"evaluation.promotion.criteria.Criterion"},
-    "flows.registry.governance.terms": {"evaluation.judges.final.JUDGE"},
     "flows.registry.release_page.decision": {"evaluation.report.parts.release"},
     "flows.registry.release_page.page": {
         "evaluation.report.parts.release.BEGIN",
         "evaluation.report.render.with_release",
     },
-    "flows.registry.mlflow_client": {"tracking.delivery.deliver_waiting", "tracking.stage_run.record_folder"},
+    "flows.registry.mlflow_client": {
+        "tracking.delivery.deliver_waiting",
+        "tracking.stage_run.origin_tags",
+        "tracking.stage_run.record_folder",
+    },
     "flows.dvc_repo.inputs": {"data.collection.sources.collected_paths"},
     "flows.pipeline.record_delivery": {"tracking.courier", "tracking.client_settings"},
     "flows.commands.status": {"tracking.client_settings", "tracking.journal.waiting_records"},
