@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rlhf_core.config.operations.launch import LaunchConfig
+from rlhf_core.models.forward import has_plain_head
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.shared_base import SharedBase
 from rlhf_core.runtime import distributed
@@ -81,6 +83,8 @@ class ShardedModel:
         from rlhf_core.training.engine.zero_config import frozen_config
 
         self.model = model
+        if isinstance(model, PreTrainedModel):
+            has_plain_head(model)  # compared while its weights are whole
         config = frozen_config(launch, next(model.parameters()).dtype)
         self.ds, *_ = load_deepspeed().initialize(model=Root(model), config=config)
 
