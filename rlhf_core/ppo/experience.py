@@ -6,13 +6,15 @@ Shapes: B sequences, P prompt width (left-padded), T response width (right-padde
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_core.data.batches.batching import epoch_order
+from rlhf_core.errors import TrainingPaused
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.micro_batches import MicroBatchLimits
 from rlhf_core.sampling.token_scoring import Tokens
@@ -102,7 +104,7 @@ class Experience:
 
     def select(self, rows: Tensor | list[int]) -> Experience:
         """The given rows, in the given order; widths stay as they are."""
-        return Experience(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+        return Experience(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
     def minibatches(self, count: int, seed: int, epoch: int) -> Iterator[Experience]:
         """``count`` parts in an order that is a function of (seed, epoch) alone; sizes differ by at most one."""
@@ -121,7 +123,7 @@ class Experience:
             yield MicroExperience(**vars(micro.tokens), **cut), micro.weight
 
 
-_COLUMNS = tuple(field.name for field in fields(Experience))[3:]  # all but what ``Tokens`` has
+_COLUMNS = tuple(column.name for column in fields(Experience))[3:]  # all but what ``Tokens`` has
 
 
 @dataclass(frozen=True)
@@ -135,3 +137,29 @@ class MicroExperience(Experience):
     def batch(self) -> Tokens:
         """What models see of it."""
         return Tokens(self.tokens, self.attention_mask, self.response_mask, self.reply_starts, self.shortest_prompt)
+
+
+@dataclass
+class IterationRecord:
+    """One finished iteration: what was sampled, and what the history will say of it.
+
+    Attributes:
+        iteration: Its number, from 1.
+        experience: The rollout.
+        prompts: The last turn of each prompt.
+        replies: Each reply as text, without its end marker.
+        metrics: Numbers for the history and the tracker, to which selection adds its own.
+        seconds: Time by phase.
+        notes: Further fields of the history's row, as JSON.
+        paused: Why the update was broken off, if steps kept being non-finite. Unless health rules roll the run back,
+            the trainer raises it after the iteration was logged.
+    """
+
+    iteration: int
+    experience: Experience
+    prompts: Sequence[str]
+    replies: Sequence[str]
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+    notes: dict[str, Any] = field(default_factory=dict)
+    paused: TrainingPaused | None = None

@@ -10,17 +10,15 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_core.config.health.default_rules import DEFAULT_RULES
 from rlhf_core.config.health.health import HealthConfig
 from rlhf_core.config.health.rule import Action, Check, Rule, Severity
 from rlhf_core.errors import TrainingPaused
-from rlhf_core.ppo.checkpoints import Rollback, RollbackCheckpoints
+from rlhf_core.ppo.checkpoints import Rollback, RollbackCheckpoints, RollbackJournal
+from rlhf_core.ppo.experience import IterationRecord
 from rlhf_core.runtime import distributed
-
-if TYPE_CHECKING:
-    from rlhf_core.ppo.trainer import IterationRecord, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -244,14 +242,12 @@ class HealthGuard:
         self.new_findings: list[Finding] = []  # of the newest iteration
         self.reported_rollbacks = 0
 
-    def before_run(self, trainer: Trainer) -> None:
-        """Save the start of the run, to which a rule that fires early goes back."""
-        if self._may_roll_back(trainer.checkpoints) and not trainer.checkpoints.metas():
-            trainer.save()
+    def needs_start(self, checkpoints: RollbackCheckpoints) -> bool:
+        """Whether the start of the run must be saved, to which a rule that fires early goes back."""
+        return self._may_roll_back(checkpoints) and not checkpoints.metas()
 
-    def observe(self, trainer: Trainer, record: IterationRecord) -> None:
+    def observe(self, record: IterationRecord, journal: RollbackJournal) -> None:
         """Apply the rules, and note findings and rollbacks in the history's row."""
-        journal = trainer.checkpoints.journal
         unreported = journal.entries[self.reported_rollbacks :]
         if unreported:
             record.notes["rollbacks"] = [entry.record() | {"finding": entry.finding} for entry in unreported]
@@ -261,22 +257,21 @@ class HealthGuard:
         record.notes["findings"] = [finding.as_dict() for finding in self.new_findings]
         self.findings += record.notes["findings"]
 
-    def act(self, trainer: Trainer, record: IterationRecord) -> None:
-        """Roll back or pause, if a finding of this iteration asks for it.
+    def rollback(self, record: IterationRecord, checkpoints: RollbackCheckpoints) -> Rollback | None:
+        """Return the rollback that a finding of this iteration asks for, if one does, or pause the run.
 
         Raises:
             TrainingPaused: The run must not go on, and there is nothing to go back to.
         """
-        trainer.checkpoints.keep_from = self._keep_from(trainer.checkpoints, record.iteration)
+        checkpoints.keep_from = self._keep_from(checkpoints, record.iteration)
         stopping = [finding for finding in self.new_findings if finding.stops and self.config.mode == "enforce"]
         if not stopping:
-            return
+            return None
         obstacle = ""
         if all(finding.action == "rollback" for finding in stopping):
-            target, obstacle = self._rollback_target(trainer.checkpoints, stopping)
+            target, obstacle = self._rollback_target(checkpoints, stopping)
             if target is not None:
-                self._roll_back(trainer, record.iteration, target, stopping[0])
-                return
+                return self._back_to(target, record.iteration, stopping[0], checkpoints)
         if record.paused is not None:
             raise record.paused
         others = f" (and {len(stopping) - 1} more)" if len(stopping) > 1 else ""
@@ -317,18 +312,16 @@ class HealthGuard:
         first = self.monitor.earliest_window() if self._may_roll_back(checkpoints) else None
         return None if first is None else last_healthy([*checkpoints.metas(), done], first) or 0
 
-    def _roll_back(self, trainer: Trainer, iteration: int, target: int, finding: Finding) -> None:
-        """Go back from ``iteration`` to the checkpoint of ``target``; what was abandoned moves into the journal."""
+    def _back_to(self, target: int, iteration: int, finding: Finding, checkpoints: RollbackCheckpoints) -> Rollback:
+        """The way back from ``iteration`` to the checkpoint of ``target``, with what is abandoned."""
         rows, samples = (
             # Only the first rank's lines are whole; those of the others are discarded in the end.
             [row for row in lines.rows() if row["iteration"] > target] if distributed.is_rank_zero() else []
-            for lines in (trainer.history, trainer.samples)
+            for lines in (checkpoints.lines["history"], checkpoints.lines["samples"])
         )
         if distributed.is_rank_zero():
             logger.warning("ppo goes back from iteration %d to %d: %s", iteration, target, finding)
-        trainer.context.tracker.log_metrics({"rollback_to": target}, step=iteration)
-        trainer.checkpoints.roll_back(Rollback(iteration, target, finding.as_dict(), rows, samples))
-        trainer.restore()
+        return Rollback(iteration, target, finding.as_dict(), rows, samples)
 
 
 def last_healthy(steps: Iterable[int], first: int) -> int | None:

@@ -11,18 +11,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from rlhf_core.config.stages.ppo import SelectionConfig
 from rlhf_core.errors import DataError
-from rlhf_core.ppo.checkpoints import prune_best, save_best
+from rlhf_core.ppo.actor_critic import ActorCriticPair
+from rlhf_core.ppo.checkpoints import RollbackCheckpoints, prune_best, save_best
+from rlhf_core.ppo.experience import IterationRecord
 from rlhf_core.runtime import distributed
-from rlhf_core.training.history import nonfinite_as_none
-
-if TYPE_CHECKING:
-    from rlhf_core.ppo.trainer import IterationRecord, Trainer
+from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.history import History, nonfinite_as_none
 
 SAMPLES = 8
 # Of the selection's metrics these keep their names; the others would collide with those of the rollout.
@@ -93,7 +93,7 @@ def choose(candidates: Sequence[CheckpointCandidate], limits: SelectionConfig) -
 class CheckpointSelector:
     """Measures the policy every ``config.every`` iterations and after the last one; the best weights are in ``folder``.
 
-    Sample replies of the same iterations go to the trainer's ``samples``.
+    Sample replies of the same iterations go to ``samples``.
     """
 
     def __init__(self, measure: MeasurePolicy, config: SelectionConfig, folder: Path) -> None:
@@ -101,13 +101,30 @@ class CheckpointSelector:
         self.candidates: list[CheckpointCandidate] = []
         self.best = 0
 
-    def consider(self, trainer: Trainer, record: IterationRecord) -> None:
-        """Measure the checkpoint if it is due, unless steps kept being non-finite, and add to the record."""
-        due = record.iteration % self.config.every == 0 or record.iteration == trainer.config.iterations
+    def consider(
+        self,
+        record: IterationRecord,
+        pair: ActorCriticPair,
+        frozen: FrozenModels,
+        checkpoints: RollbackCheckpoints,
+        samples: History,
+        last: bool,
+    ) -> None:
+        """Measure the policy if it is due, unless steps kept being non-finite, and add to the record.
+
+        Args:
+            record: The iteration.
+            pair: Holds the policy.
+            frozen: The models that measure it.
+            checkpoints: Of the run; the best weights are written with the next of them.
+            samples: Takes sample replies.
+            last: Whether the run ends with this iteration.
+        """
+        due = last or record.iteration % self.config.every == 0
         if not due or record.paused is not None:
             return
-        started, pair = time.perf_counter(), trainer.learner.pair
-        with trainer.frozen.on_device(), pair.engines["policy"].gathered_parameters():
+        started = time.perf_counter()
+        with frozen.on_device(), pair.engines["policy"].gathered_parameters():
             # One result for all ranks, however their last digits may differ.
             metrics = dict(distributed.broadcast_from_rank0(self.measure(pair.policy)))
         decisive = ("win_rate", "kl", "length_ratio", "repetition_increase")
@@ -116,21 +133,21 @@ class CheckpointSelector:
         weights = pair.policy_weights() if keep else None
         self.best = record.iteration if keep else self.best
         # A checkpoint that the run may go back to refers to the best weights of its time.
-        needed = {meta["selection"]["best"] for meta in trainer.checkpoints.metas().values()} | {self.best}
+        needed = {meta["selection"]["best"] for meta in checkpoints.metas().values()} | {self.best}
 
         def write() -> None:
             if weights is not None:
                 save_best(self.folder, record.iteration, weights)
             prune_best(self.folder, needed)
 
-        trainer.checkpoints.manager.attach(write)
+        checkpoints.manager.attach(write)
         record.metrics |= {
             name if name in SELECTION_METRICS else f"selection_{name}": value for name, value in metrics.items()
         }
         record.seconds["seconds_selection"] = time.perf_counter() - started
         rows = zip(record.prompts, record.replies, record.experience.rewards.tolist(), strict=True)
         for prompt, reply, reward in list(rows)[:SAMPLES]:
-            trainer.samples.append({"iteration": record.iteration, "prompt": prompt, "reply": reply, "score": reward})
+            samples.append({"iteration": record.iteration, "prompt": prompt, "reply": reply, "score": reward})
 
     def choice(self) -> CheckpointChoice:
         """The checkpoint to keep of those seen so far."""

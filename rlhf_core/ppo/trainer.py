@@ -16,12 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.config.stages.ppo import RolloutConfig
-from rlhf_core.errors import TrainingPaused
 from rlhf_core.models.precision import matmul_precision
 from rlhf_core.ppo.actor_critic import ActorCriticPair, gathered_parameters
 from rlhf_core.ppo.advantages import estimate_advantages, group_metrics
 from rlhf_core.ppo.checkpoints import JOURNAL, RollbackCheckpoints, RollbackJournal
-from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.experience import Experience, IterationRecord
 from rlhf_core.ppo.health import HealthGuard
 from rlhf_core.ppo.kl import KlController, kl_pull
 from rlhf_core.ppo.losses import with_fixed_reference
@@ -177,32 +176,6 @@ class RolloutLoop:
 
 
 @dataclass
-class IterationRecord:
-    """One finished iteration: what was sampled, and what the history will say of it.
-
-    Attributes:
-        iteration: Its number, from 1.
-        experience: The rollout.
-        prompts: The last turn of each prompt.
-        replies: Each reply as text, without its end marker.
-        metrics: Numbers for the history and the tracker, to which selection adds its own.
-        seconds: Time by phase.
-        notes: Further fields of the history's row, as JSON.
-        paused: Why the update was broken off, if steps kept being non-finite. Unless health rules roll the run back,
-            the trainer raises it after the iteration was logged.
-    """
-
-    iteration: int
-    experience: Experience
-    prompts: Sequence[str]
-    replies: Sequence[str]
-    metrics: dict[str, float]
-    seconds: dict[str, float]
-    notes: dict[str, Any] = field(default_factory=dict)
-    paused: TrainingPaused | None = None
-
-
-@dataclass
 class Trainer(RolloutLoop):
     """One PPO run.
 
@@ -251,8 +224,8 @@ class Trainer(RolloutLoop):
 
     def before_run(self) -> None:
         """Save the start of a run that may be rolled back."""
-        if self.health is not None:
-            self.health.before_run(self)
+        if self.health is not None and self.health.needs_start(self.checkpoints):
+            self.save()
 
     def turn(self) -> dict[str, float]:
         """Make one iteration."""
@@ -284,18 +257,21 @@ class Trainer(RolloutLoop):
         texts = [self.prompts.messages[row][-1].content for row in rows]
         record = IterationRecord(self.done, experience, texts, replies, metrics, clock.seconds, paused=updated.paused)
         if self.selector is not None:
-            self.selector.consider(self, record)
+            last = self.done == config.iterations
+            self.selector.consider(record, learner.pair, self.frozen, self.checkpoints, self.samples, last)
         if self.health is not None:
-            self.health.observe(self, record)
+            self.health.observe(record, self.checkpoints.journal)
         self.context.tracker.log_metrics(record.metrics | record.seconds, step=self.done)
         self.history.append({"iteration": self.done} | record.metrics | record.seconds | record.notes)
-        if self.health is not None:
-            self.health.act(self, record)
-        if self.done == record.iteration:  # the run was not rolled back
-            if record.paused is not None:
-                raise record.paused
-            if self.done % config.checkpoint.every == 0 or self.done == config.iterations:
-                self.save()
+        back = self.health.rollback(record, self.checkpoints) if self.health is not None else None
+        if back is not None:
+            self.context.tracker.log_metrics({"rollback_to": back.to_iteration}, step=self.done)
+            self.checkpoints.roll_back(back)
+            self.restore()
+        elif record.paused is not None:
+            raise record.paused
+        elif self.done % config.checkpoint.every == 0 or self.done == config.iterations:
+            self.save()
         return record
 
     def _metrics(

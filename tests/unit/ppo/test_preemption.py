@@ -14,7 +14,8 @@ from unit.ppo.tiny import Tiny, make_tiny, make_trainer
 
 from rlhf_core.config.health.rule import Check
 from rlhf_core.errors import Preempted
-from rlhf_core.ppo.trainer import IterationRecord, Trainer
+from rlhf_core.ppo.experience import IterationRecord
+from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.training.rng import seed_everything
 from rlhf_core.training.run_context import RunContext
