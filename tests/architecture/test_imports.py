@@ -237,24 +237,6 @@ def test_training_never_reaches_gold(stage: str) -> None:
     assert "rlhf_core.world.gold" not in closure(f"rlhf_core.stages.{stage}")
 
 
-def at_run_time(path: Path) -> set[str]:
-    """What a module imports when it runs; a callback may name the type of its caller for the type checker alone."""
-    types = {
-        id(node)
-        for block in ast.walk(tree(path))
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for node in ast.walk(block)
-    }
-    names: set[str] = set()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.ImportFrom) and id(node) not in types:
-            names.add(node.module or "")
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import) and id(node) not in types:
-            names.update(alias.name for alias in node.names)
-    return names
-
-
 def test_there_are_no_import_cycles() -> None:
     visiting: list[str] = []
     done: set[str] = set()
@@ -265,7 +247,7 @@ def test_there_are_no_import_cycles() -> None:
             return
         assert module not in visiting, " -> ".join([*visiting, module])
         visiting.append(module)
-        for name in sorted(at_run_time(house[module])):
+        for name in sorted(imports(house[module])):
             if name != module and name in house and house[name].name != "__init__.py":
                 visit(name)
         visiting.pop()
