@@ -5,6 +5,7 @@ The core writes to the same place (``rlhf_core/tracking/``); a test holds the tw
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
@@ -17,8 +18,10 @@ from urllib.parse import urlsplit
 
 from filelock import FileLock
 
+from flows.dvc_repo.lock_file import recorded_hash
 from flows.registry.governance.identity import workspace_id
 from flows.registry.links import run_page
+from flows.registry.moved_workspace import repair_moved
 from flows.workspace.folder import private_path
 from flows.workspace.run_label import run_tags
 from rlhf_core.config.loading.load import PARAMS_FILE, load_params, load_section
@@ -27,7 +30,7 @@ from rlhf_core.config.operations.operations import TrackingConfig
 from rlhf_core.errors import RlhfError, first_line
 from rlhf_core.storage.files import read_json
 from rlhf_core.tracking.delivery import deliver_waiting
-from rlhf_core.tracking.stage_run import record_folder
+from rlhf_core.tracking.stage_run import origin_tags, record_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -36,6 +39,7 @@ PIPELINE_TAG, WORKSPACE_ID_TAG = "rlhf.pipeline", "rlhf.workspace_id"
 REPORT_PAGE, RELEASE_PAGE = "report.html", "release.html"
 FINAL_FILES = (REPORT_PAGE, RELEASE_PAGE, PARAMS_FILE, "dvc.lock")
 FINAL_FOLDERS = ("metrics", "gates", "plots", "data/card")
+CLEAN_DATA = "data/clean"
 HEADLINE_FILE = Path("metrics") / "summary.json"
 # The UI otherwise guesses from the first runs whether an experiment trains models or traces agents.
 EXPERIMENT_TAGS = {
@@ -63,12 +67,17 @@ def has_record(workspace: Path) -> bool:
 
 
 def connect(workspace: Path) -> MlflowClient:
-    """A client of the workspace's record; ``RlhfError`` at once when a server does not answer."""
+    """A client of the workspace's record; ``RlhfError`` at once when a server does not answer.
+
+    The record of a workspace that was moved or copied names its present folder from then on.
+    """
     load_mlflow()
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
     uri = tracking_uri(workspace)
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        repair_moved(record_folder(workspace))
     try:
         if uri.startswith(("http://", "https://")):
             knock(uri)  # MLflow itself would try for minutes
@@ -142,7 +151,8 @@ def start_pipeline_run(workspace: Path, name: str) -> str:
         WORKSPACE_ID_TAG: workspace_id(workspace),
         PIPELINE_TAG: "true",
     }
-    run_id = str(client.create_run(experiment, tags={**labels, **own}).info.run_id)
+    tags = {**labels, **own, **origin_tags(workspace, "rlhf run")}
+    run_id = str(client.create_run(experiment, tags=tags).info.run_id)
     log_params(client, run_id, workspace)
     return run_id
 
@@ -161,6 +171,7 @@ def log_final_artifacts(workspace: Path, run_id: str) -> list[str]:
     The other final numbers are metrics of the stages' runs.
     """
     client = connect(workspace)
+    log_data_input(client, run_id, workspace)
     sent = []
     for name in FINAL_FILES:
         if (workspace / name).is_file():
@@ -173,6 +184,18 @@ def log_final_artifacts(workspace: Path, run_id: str) -> list[str]:
     if (workspace / HEADLINE_FILE).is_file():
         log_numbers(client, run_id, read_json(workspace / HEADLINE_FILE))
     return sent
+
+
+def log_data_input(client: MlflowClient, run_id: str, workspace: Path) -> None:
+    """Name the clean data as the dataset of a run, by the hash that DVC has for it; nothing before there is one."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    digest = recorded_hash(workspace, CLEAN_DATA)
+    if digest is None:
+        return
+    source = json.dumps({"uri": (workspace.resolve() / CLEAN_DATA).as_uri(), "dvc": digest})
+    dataset = Dataset(CLEAN_DATA, digest[:36], "local", source, profile=json.dumps({"stage": "validate"}))
+    client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
 
 
 def report_page(workspace: Path, run_id: str, name: str = REPORT_PAGE) -> str:

@@ -19,6 +19,7 @@ from flows.registry.versions.signing import SIGNATURE_NAME, Signer
 from flows.release.evidence import ReleaseEvidence, release_evidence
 from flows.release.hub import Upload, check_repository, upload
 from flows.release.model_card import DATA_CARD_FILE, card_data, card_text
+from flows.release.older_transformers import write_earlier_names
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import GateFailed, RlhfError
@@ -99,7 +100,8 @@ def export(workspace: Path, target: Path, request: ExportRequest) -> Export:
     with atomic_dir(target) as folder:
         shutil.copytree(source, folder, dirs_exist_ok=True)
         _write_generation_config(folder, evidence.sampling)
-        _write_card(folder, evidence, title, request.license_id, forced)
+        reads_in_4 = write_earlier_names(folder)
+        _write_card(folder, evidence, title, request.license_id, forced, reads_in_4)
         if evidence.data_card:
             (folder / DATA_CARD_FILE).write_text(evidence.data_card, encoding="utf-8")
         if signer is not None:
@@ -119,9 +121,16 @@ def _write_generation_config(folder: Path, sampling: Mapping[str, Any]) -> None:
 
 
 def _write_card(
-    folder: Path, evidence: ReleaseEvidence, title: str, license_id: str | None, forced: str | None
+    folder: Path,
+    evidence: ReleaseEvidence,
+    title: str,
+    license_id: str | None,
+    forced: str | None,
+    reads_in_4: bool,
 ) -> None:
     from huggingface_hub import ModelCard, ModelCardData
 
     data = ModelCardData(**card_data(evidence, license_id))
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{card_text(evidence, title, forced)}").save(folder / "README.md")
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{card_text(evidence, title, forced, reads_in_4)}").save(
+        folder / "README.md"
+    )

@@ -38,9 +38,13 @@ LIMITS = (
     "Judges are models, and share blind spots with the reward model that the policy was optimised against. "
     "No person has judged these replies.",
     "Evaluated on prompts of the distribution that it was trained on. Other languages and subjects were not tried.",
-    "The repetition penalty it was judged with counts generated tokens alone. transformers and vLLM count those of the "
-    "prompt too, so long prompts can give other replies there.",
 )
+
+PENALTY = (
+    "The repetition penalty it was judged with counts generated tokens alone. transformers and vLLM count those of the "
+    "prompt too, so replies to long prompts can differ there; `rlhf serve` and MLflow sample as it was judged."
+)
+NEEDS_5 = "It needs `transformers >= 5`: version 4 reads other rotary embeddings from its configuration, in silence."
 
 TRAINED_BY = {
     "ppo": (
@@ -82,12 +86,13 @@ def card_data(evidence: ReleaseEvidence, license_id: str | None) -> dict[str, An
     return data
 
 
-def card_text(evidence: ReleaseEvidence, title: str, forced: str | None) -> str:
+def card_text(evidence: ReleaseEvidence, title: str, forced: str | None, reads_in_4: bool = True) -> str:
     """The body of the card in Markdown.
 
     Args:
         title: Name of the model.
         forced: Why it was released although something stood against it; None if nothing did.
+        reads_in_4: Whether transformers 4 computes the same with the folder as transformers 5.
     """
     blocks = [f"# {title}", _opening(evidence)]
     if forced is not None:
@@ -103,6 +108,10 @@ def card_text(evidence: ReleaseEvidence, title: str, forced: str | None) -> str:
     ]
     blocks += ["## Gates", *(_gate(name, report) for name, report in evidence.gates.items())]
     limits = [*([TOY] if evidence.source and evidence.source.is_synthetic else []), *LIMITS]
+    if evidence.sampling.get("repetition_penalty", 1.0) != 1.0:
+        limits.append(PENALTY)
+    if not reads_in_4:
+        limits.append(NEEDS_5)
     blocks += ["## Limits", "\n".join(f"- {limit}" for limit in limits)]
     blocks += ["## Use", _use(evidence.sampling)]
     lineage = {"registered as": evidence.name, "MLflow run": evidence.run_id, **evidence.lineage}

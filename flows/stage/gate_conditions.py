@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SIGNS = {">=": "≥", "<=": "≤"}
+SIGNS = {">=": "≥", "<=": "≤", "worse by <": "worse by <"}
 DIGITS = (4, 6, 9, 17)
 
 
@@ -29,15 +29,15 @@ def condition_rows(decision: Mapping[str, Any]) -> list[ConditionRow]:
 
 def _row(condition: Mapping[str, Any]) -> ConditionRow:
     value, limit = condition.get("value"), condition.get("limit")
-    sign, _, rest = str(condition.get("bound", "")).partition(" ")
-    if sign not in SIGNS:
-        sign, rest = "", str(condition.get("bound", ""))
+    rest = str(condition.get("bound", ""))
+    sign = next((sign for sign in SIGNS if rest.startswith(f"{sign} ")), "")
+    rest = rest.removeprefix(sign).strip()
     digits = _digits_that_differ(value, limit)
     bound = _number(limit, digits) if limit is not None else rest.replace("*", "×")
     return ConditionRow(
         metric=str(condition.get("metric", "")),
         passed=bool(condition.get("passed")),
-        value=str(condition.get("note") or "missing") if value is None else _number(value, digits),
+        value=str(condition.get("note") or ("missing" if value is None else _number(value, digits))),
         bound=f"{SIGNS.get(sign, '')} {bound}".strip(),
         why=str(condition.get("why", "")),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import Preempted
+from rlhf_core.git import git_revision
 from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.storage.files import LockFile
 from rlhf_core.storage.garbage_collection import paused_collector
@@ -64,6 +66,17 @@ def experiment_id(client: Any, workspace: Path, name: str) -> str:
         return str(client.get_experiment_by_name(name).experiment_id)
 
 
+def origin_tags(workspace: Path, command: str) -> dict[str, str]:
+    """Who started a run, by which command and of which commit, under the names that MLflow's pages show."""
+    try:
+        user = os.environ.get("RLHF_ACTOR") or getpass.getuser()
+    except (OSError, KeyError):  # a user id without a name, as in containers
+        user = str(os.getuid())
+    tags = {"mlflow.user": user, "mlflow.source.name": command, "mlflow.source.type": "LOCAL"}
+    revision = git_revision(workspace)
+    return tags if revision == "none" else {**tags, "mlflow.source.git.commit": revision}
+
+
 @contextmanager
 def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Tracker]:
     """A run for one stage: a child of the pipeline's run where there is one, else a run of its own.
@@ -82,6 +95,7 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
     uri = tracking_uri(workspace)
     name = f"{stage} · {workspace.resolve().name} · {datetime.now():%Y-%m-%d %H:%M:%S}"
     tags = {"mlflow.runName": name, "stage": stage, "workspace": workspace.resolve().name, "rlhf.stage": stage}
+    tags |= origin_tags(workspace, f"rlhf stage {stage}")
     if os.environ.get(PARENT_RUN_VARIABLE):
         tags["mlflow.parentRunId"] = os.environ[PARENT_RUN_VARIABLE]
     header = RunHeader(address(uri), None, experiment, tags, int(time.time() * 1000))

@@ -11,9 +11,9 @@ from uuid import uuid4
 from mlflow import MlflowClient
 from unit.flows.registry.conftest import GATES, PARAMS
 
-from flows.registry.governance.history import checked_history, history_ledger
-from flows.registry.governance.terms import short_conditions
-from flows.registry.transactions.alias_transaction import champion_history
+from flows.registry.evidence.gate_evidence import short_conditions
+from flows.registry.governance.history import read_history
+from flows.registry.transactions.alias_transaction import DONE_TAG, champion_history
 from rlhf_core.storage.files import atomic_write_json, sha256_tree
 
 
@@ -64,14 +64,14 @@ class SmallRegistry:
     def consistent_champions(self) -> list[str]:
         """The champions, oldest first, after checking that history, aliases and tags agree on them."""
         records: list[dict[str, Any]] = [
-            record
-            for record in checked_history(self.name, history_ledger(self.client, self.name).entries())
-            if record["action"] in ("promote", "rollback")
+            record for record in read_history(self.client, self.name) if record["action"] in ("promote", "rollback")
         ]
         champions = [str(record["history"][-1]) for record in records]
         for before, record in zip(champions, records[1:], strict=False):
             replaced = record["decision"]["champion" if record["action"] == "promote" else "replaced"]
             assert replaced == before, "it was decided on the champion of that time"
         assert self.champion() == champions[-1] == champion_history(self.client.get_registered_model(self.name))[-1]
-        assert "rlhf.intent" not in self.client.get_registered_model(self.name).tags
+        assert self.client.get_registered_model(self.name).tags[DONE_TAG] == str(
+            len(read_history(self.client, self.name))
+        )
         return champions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -67,6 +68,8 @@ def test_eight_processes_of_four_machines_leave_one_champion_and_a_consistent_hi
     running = []
     for number in range(WORKSPACES):
         workspace, version = registry.workspace(f"workspace-{number}"), registry.add_version()
+        # The same workspace on other machines, as a shared file system or a copied folder makes it.
+        shutil.copytree(owner / ".rlhf", workspace / ".rlhf", dirs_exist_ok=True)
         machine = registry.folder / f"machine-{number}"
         running += [start_promotion(workspace, version, machine) for _ in range(PROCESSES)]
     for process in running:

@@ -31,7 +31,7 @@ from integration.registry.test_registry import (
 from servers.conftest import Servers
 from servers.request_counter import counted_requests
 
-from flows.registry.governance.history import checked_history, history_ledger
+from flows.registry.governance.history import read_history
 from flows.registry.mlflow_client import connect, start_pipeline_run
 from flows.registry.promotion.promote import promote, rollback
 from flows.registry.versions.register import register
@@ -59,7 +59,7 @@ def test_history_names_every_change_of_the_champion_in_order(contest: Path) -> N
     promote(contest, play=ScriptedMatch(judge=0.9))
     rollback(contest, "rude in production")
     client = connect(contest)
-    records = checked_history(policy_name(contest), history_ledger(client, policy_name(contest)).entries())
+    records = read_history(client, policy_name(contest))
     # The contest is a copy under another name, and a history belongs to a name.
     assert [record["action"] for record in records] == ["promote", "rollback"]
     assert records[-1]["reason"] == "rude in production" and all(record["who"] for record in records)

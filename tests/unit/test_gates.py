@@ -12,7 +12,7 @@ import pytest
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.stages.gates import Condition, GatesConfig
 from rlhf_core.errors import EXIT_GATE_FAILED, ConfigError, DataError, GateFailed
-from rlhf_core.gates import check, decide, load_metrics, lookup, settle
+from rlhf_core.gates import check, decide, load_metrics, lookup, settle, weaker_conditions
 from rlhf_core.stages import gate_policy, gate_reward
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import sha256_file
@@ -203,3 +203,35 @@ def test_an_empty_gate_is_refused_where_it_would_be_enforced() -> None:
     with pytest.raises(ConfigError, match=r"gates\.policy is empty"):
         check_params({"gates": {"policy": []}})
     assert check_params({"gates": {"mode": "report", "policy": []}}).gates.policy == ()
+
+
+@pytest.mark.parametrize(
+    ("high", "before", "where", "passed"),
+    [
+        (0.049, 0.5, None, True),
+        (0.05, 0.5, None, False),
+        (None, 0.5, None, False),  # not measured
+        (0.2, 0.09, 0.1, True),  # SFT hardly refuses: not asked
+        (0.2, 0.1, 0.1, False),
+        (0.01, None, 0.1, False),
+    ],
+)
+def test_a_loss_is_bounded_by_its_margin(
+    high: float | None, before: float | None, where: float | None, passed: bool
+) -> None:
+    loss = {name: value for name, value in (("loss_high95", high), ("baseline", before)) if value is not None}
+    condition = Condition(metric="safety.refuses_harmful", worse_by_less_than=0.05, where_at_least=where, why="w")
+    result = check(condition, {"losses": {"safety.refuses_harmful": loss}})
+    assert result.passed is passed and result.bound == "worse by < 0.05"
+    if passed and high is not None and high > 0.05:
+        assert "not asked" in result.note
+
+
+def test_a_margin_guarantees_wider_ones_and_no_other_kind_of_bound() -> None:
+    def margin(value: float, where: float | None = None) -> Condition:
+        return Condition(metric="repetition", worse_by_less_than=value, where_at_least=where, why="w")
+
+    assert weaker_conditions([margin(0.05)], [margin(0.1), margin(0.05), margin(0.1, 0.2)]) == []
+    assert len(weaker_conditions([margin(0.1)], [margin(0.05)])) == 1
+    assert len(weaker_conditions([margin(0.05, 0.1)], [margin(0.05)])) == 1
+    assert len(weaker_conditions([Condition(metric="repetition", at_most=0.0, why="w")], [margin(0.05)])) == 1

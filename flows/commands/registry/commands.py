@@ -153,26 +153,27 @@ def rollback(
 @app.command()
 def terms(
     workspace: Workspace = None,
-    put: Annotated[bool, typer.Option("--set", help="Make the terms of this workspace hold; needs --reason.")] = False,
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="Set them although another workspace owns the model.")
+        bool,
+        typer.Option("--take-over", help="Become the owner of the registered policy; needs --reason."),
     ] = False,
     reason: Reason = None,
 ) -> None:
-    """Show what the registered policy requires of a promotion, who set it, and how this workspace differs.
+    """Show who owns the registered policy, and what a promotion by this workspace requires.
 
-    The first promotion sets the terms from the settings of its workspace, which then owns the registered policy.
+    The first promotion makes its workspace the owner: only there versions become champion, by its own settings.
 
     Examples:
     $ rlhf terms
-    $ rlhf terms --set --reason "the judge is stricter now"
+    $ rlhf terms --take-over --reason "the first machine is gone"
     """
-    from flows.registry.set_terms import describe_terms, set_terms
+    from flows.registry.governance.owner import describe_terms
+    from flows.registry.governance.owner import take_over as become_owner
     from flows.workspace.folder import find_workspace
 
     folder = find_workspace(workspace)
-    if put:
-        set_terms(folder, reason or "", take_over=take_over)
+    if take_over:
+        become_owner(folder, reason or "")
     typer.echo(describe_terms(folder))
 
 
@@ -208,7 +209,7 @@ def history(
         str | None, typer.Option("--model", help="Name of a registered model; default: the workspace's policy.")
     ] = None,
 ) -> None:
-    """Show who made which version champion or challenger, when, why and by what evidence, and check the record.
+    """Show who made which version champion or challenger, when, why and by what evidence.
 
     RLHF_ACTOR names who acts, such as the person behind a CI job; default: the user and the host.
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.commands.error_text import gate_table
-from flows.registry.governance.terms import GATES
+from flows.registry.evidence.gate_evidence import GATES
 from flows.registry.transactions.decisions import PromotionDecision
 from flows.stage.gate_conditions import condition_rows
 from rlhf_core.errors import RlhfError

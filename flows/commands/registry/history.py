@@ -1,4 +1,4 @@
-"""``rlhf history``: every change of the aliases and terms of a registered model, after its hash chain was checked."""
+"""``rlhf history``: what was decided on a registered model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.registry.governance.history import checked_history, history_ledger
+from flows.registry.governance.history import read_history
+from flows.registry.governance.owner import TAKE_OVER
 from flows.registry.governance.printed_line import printed_line
-from flows.registry.governance.terms import TERMS_TAG
 from flows.registry.mlflow_client import connect
 from flows.registry.transactions.aliases import CHAMPION, read_aliases, registered_model
 from flows.registry.transactions.decisions import report_name
@@ -24,12 +24,11 @@ def describe_history(workspace: Path, model: str | None = None) -> str:
         model: Name of the registered model; default: the policy of ``workspace``.
 
     Raises:
-        RlhfError: The model is unknown, or its history was changed.
+        RlhfError: The model is unknown, or its history cannot be read.
     """
     name = model or load_section(workspace, "registry", RegistryConfig).policy
     client = connect(workspace)
-    registered = registered_model(client, name)
-    records = checked_history(name, history_ledger(client, name, registered).entries(), registered)
+    records = read_history(client, name, registered_model(client, name))
     if not records:
         raise RlhfError(f"{name} has no history yet; it begins with the first version that becomes challenger")
     lines = [line for record in records for line in _describe(record, name)]
@@ -38,10 +37,8 @@ def describe_history(workspace: Path, model: str | None = None) -> str:
     if recorded != champion:
         lines.append(
             f"the champion is {_version(champion)}, but the history ends with {_version(recorded)}: @{CHAMPION} was "
-            "moved by something else than rlhf, or before there was a history"
+            "moved by something else than rlhf"
         )
-    entries = "1 entry" if len(records) == 1 else f"{len(records)} entries"
-    lines.append(f"{entries}, each with the hash of the one before it: unchanged")
     return "\n".join(lines)
 
 
@@ -66,7 +63,7 @@ def _describe(record: Mapping[str, Any], model: str) -> list[str]:
         f"{'' if move['model'] == model else move['model'] + ' '}@{move['alias']} → {move['version'] or 'none'}"
         for move in record["moves"]
     ]
-    moves += ["terms of promotion"] if TERMS_TAG in (record.get("model_tags") or {}) else []
+    moves += ["owner"] if record["action"] == TAKE_OVER else []
     when = str(record["time"])[:19].replace("T", " ")
     about = ", ".join(moves) or (f"version {record['decided_on']}" if record["decided_on"] else "versions")
     lines = [

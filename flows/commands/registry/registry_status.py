@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.commands.display.formats import format_age
 from flows.registry.approval.request import latest_request
-from flows.registry.governance.history import history_ledger
+from flows.registry.governance.history import read_history
 from flows.registry.mlflow_client import connect, has_record
 from flows.registry.transactions.alias_transaction import pending
 from flows.registry.transactions.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
@@ -81,9 +81,9 @@ def registry_status(workspace: Path, config: RegistryConfig, stale_stages: int, 
 
 
 def _waiting_for_approval(client: MlflowClient, model: str) -> tuple[str, list[str]]:
-    """The version that waits for approval, and the line that says so; a history that was changed has a line too."""
+    """The version that waits for approval, and the line that says so; a history that is damaged has a line too."""
     try:
-        request = latest_request(model, history_ledger(client, model).entries())
+        request = latest_request(model, read_history(client, model))
     except RlhfError as error:
         return "", [f"  {error}"]
     if request is None or not request.is_open:

@@ -65,8 +65,8 @@ def withdraw_transaction(decision: PromotionDecision) -> AliasTransaction:
 def approve(workspace: Path, reason: str = "", version: str | None = None) -> PromotionDecision:
     """Make the version that waits for approval the champion, and record who approved it.
 
-    Nothing is judged anew: the request in the history says that the version passed, and it stands only while champion,
-    challenger and terms are those that it was judged by.
+    Nothing is judged anew: the request in the history says that the version passed, and it stands only while champion
+    and challenger are those that it was judged by.
 
     Args:
         reason: Recorded with the decision.
@@ -79,10 +79,10 @@ def approve(workspace: Path, reason: str = "", version: str | None = None) -> Pr
     workspace = workspace.resolve()
     with registry_session(workspace) as session:
         client, config = session.client, session.config
-        request = request_to_decide(config.policy, session.entries, session.aliases, version)
+        request = request_to_decide(config.policy, session.records, session.aliases, version)
         challenger = get_version(client, config.policy, request.challenger)
         verified_folder(workspace, challenger, client)
-        obstacle = promotion_obstacle(challenger, session.terms())
+        obstacle = promotion_obstacle(challenger)
         planned = _planned(request)
         if obstacle and planned.forced is None:
             raise RlhfError(f"{obstacle}; it cannot be approved")
@@ -112,7 +112,7 @@ def decline(workspace: Path, reason: str, version: str | None = None) -> Promoti
     if not why:
         raise RlhfError("declining needs a reason; add --reason TEXT, it is recorded")
     with registry_session(workspace) as session:
-        request = request_to_decide(session.config.policy, session.entries, session.aliases, version)
+        request = request_to_decide(session.config.policy, session.records, session.aliases, version)
         approval = f"declined by {actor()}: {why}"
         decision = replace(_planned(request), approval=approval).refused(approval)
         transaction = AliasTransaction(

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flows.registry.governance.history import checked_history
 from flows.registry.transactions.aliases import CHALLENGER, CHAMPION
 from rlhf_core.errors import RlhfError
 
@@ -19,7 +18,7 @@ class ApprovalRequest:
     """A version that waits, or waited, for approval.
 
     It can be decided as long as no other decision follows it in the history: whoever decides then decides on the
-    champion, the challenger and the terms that it was judged by.
+    champion and the challenger that it was judged by.
 
     Attributes:
         decision: The report of the promotion that is to be approved.
@@ -76,16 +75,11 @@ class ApprovalRequest:
             newer = moves[CHALLENGER] or "none"
             since = _minute(entry)
             return f"the challenger is version {newer} since {since}, no longer {version}; `rlhf promote` judges it"
-        return f"the terms of promotion were changed {by}, after {version} was judged; `rlhf promote` judges it again"
+        return f"{self.model} has another owner {by}, after {version} was judged; `rlhf promote` judges it again"
 
 
-def latest_request(model: str, entries: Sequence[str]) -> ApprovalRequest | None:
-    """The newest request for approval in the history ``entries`` of ``model``, None if there was never one.
-
-    Raises:
-        RlhfError: The history was changed.
-    """
-    records = checked_history(model, entries)
+def latest_request(model: str, records: Sequence[Mapping[str, Any]]) -> ApprovalRequest | None:
+    """The newest request for approval in the history ``records`` of ``model``, None if there was never one."""
     for index in reversed(range(len(records))):
         record = records[index]
         if record["action"] == REQUEST:
@@ -96,19 +90,19 @@ def latest_request(model: str, entries: Sequence[str]) -> ApprovalRequest | None
 
 
 def request_to_decide(
-    model: str, entries: Sequence[str], aliases: Mapping[str, str], version: str | None
+    model: str, records: Sequence[Mapping[str, Any]], aliases: Mapping[str, str], version: str | None
 ) -> ApprovalRequest:
     """The open request for approval of ``model``.
 
     Args:
-        entries: The history of ``model``.
+        records: The history of ``model``.
         aliases: Its version numbers by alias.
         version: The version that the person has looked at, None for the one that waits.
 
     Raises:
         RlhfError: No version waits, another one does, or the registry has changed since it was judged.
     """
-    request = latest_request(model, entries)
+    request = latest_request(model, records)
     if request is None:
         raise RlhfError(
             f"no version of {model} waits for approval: with registry.approval, `rlhf promote` requests it for a "

@@ -22,7 +22,7 @@ from prefect.states import Cancelled, Completed, State
 from flows.prefect_server.flow_runs import SUSPENDED
 from flows.prefect_server.known_server import known_server
 from flows.registry.approval.request import latest_request
-from flows.registry.governance.history import history_ledger
+from flows.registry.governance.history import history_ledger, read_history
 from flows.registry.mlflow_client import connect
 from flows.registry.transactions.decisions import PromotionDecision
 from rlhf_core.errors import RlhfError
@@ -42,8 +42,7 @@ def follow_request(workspace: Path, decision: PromotionDecision) -> None:
         return
     run = context.flow_run
     try:
-        entries = history_ledger(connect(workspace), decision.model).entries()
-        request = latest_request(decision.model, entries)
+        request = latest_request(decision.model, read_history(connect(workspace), decision.model))
         may_suspend = run.deployment_id is not None and run.parent_task_run_id is None
         if request is None or (request.is_open and not may_suspend):
             return

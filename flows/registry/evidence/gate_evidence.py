@@ -9,9 +9,13 @@ from typing import Any
 
 from flows.dvc_repo.graph import StageNode, read_graph
 from flows.dvc_repo.status import describe_changes, dvc_status
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.stages.gates import Condition, GatesConfig
 from rlhf_core.errors import GateFailed
+from rlhf_core.gates import weaker_conditions
 from rlhf_core.storage.files import read_json, sha256_file
 
+GATES = ("data", "sft", "reward", "policy")
 REPORT_MODE = "report"
 ALWAYS_CHANGED = "always changed"
 
@@ -90,3 +94,33 @@ class Freshness:
         raise GateFailed(
             f"the files are not what dvc.lock records ({details}); run `rlhf run` to bring them up to date"
         )
+
+
+def gate_conditions(workspace: Path) -> dict[str, Sequence[Condition]]:
+    """The conditions of each gate by the settings of ``workspace``."""
+    config = load_section(workspace, "gates", GatesConfig)
+    return {name: getattr(config, name) for name in GATES}
+
+
+def short_conditions(gates: Mapping[str, Sequence[Condition]]) -> dict[str, list[dict[str, Any]]]:
+    """Conditions by gate as JSON, without their reasons and defaults; gates without conditions are left out."""
+    return {
+        name: [condition.model_dump(mode="json", exclude={"why"}, exclude_defaults=True) for condition in conditions]
+        for name, conditions in gates.items()
+        if conditions
+    }
+
+
+def weaker_gates(passed: Mapping[str, Any], required: Mapping[str, Sequence[Condition]]) -> list[str]:
+    """Say which required conditions are not guaranteed by those that were passed, in a phrase for each gate.
+
+    Args:
+        passed: What :func:`short_conditions` made; pydantic's ``ValidationError`` for anything else.
+    """
+    known = {name: tuple(Condition(**fields, why="") for fields in rows) for name, rows in passed.items()}
+    weaker = {name: weaker_conditions(known.get(name, ()), conditions) for name, conditions in required.items()}
+    return [
+        f"gates.{name} does not require {', '.join(map(str, conditions))}"
+        for name, conditions in weaker.items()
+        if conditions
+    ]

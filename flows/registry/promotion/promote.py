@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.registry.approval.decide import request_transaction, withdraw_transaction
 from flows.registry.approval.request import latest_request
+from flows.registry.evidence.gate_evidence import gate_conditions
+from flows.registry.governance.identity import OWNER_TAG
+from flows.registry.governance.owner import not_the_owner, ownership
 from flows.registry.governance.printed_line import printed_line
-from flows.registry.governance.terms import TERMS_TAG, PromotionTerms, refusal, terms_of, updated
 from flows.registry.promotion.attempt import make_attempt
 from flows.registry.promotion.match import PlayMatch, decided_by, play_match
 from flows.registry.promotion.obstacles import promotion_obstacle
@@ -49,9 +50,9 @@ def promote(
 ) -> PromotionDecision:
     """Decide whether the challenger becomes ``@champion``, act on it, and keep the decision as an immutable report.
 
-    The registered files must be the ones that the gates judged, and the version must have passed every gate. The terms
-    of the registered model must be met (:mod:`flows.registry.governance.terms`), whichever workspace promotes. Where
-    there was never a champion the challenger then takes the place at once; else every criterion of
+    The registered files must be the ones that the gates judged, and the version must have passed every gate. Only the
+    workspace that owns the registered model promotes (:mod:`flows.registry.governance.owner`). Where there was never a
+    champion the challenger then takes the place at once; else every criterion of
     :mod:`rlhf_core.evaluation.promotion.criteria` must hold. With ``registry.approval`` a challenger that passes is not
     promoted, forced or not: it waits for :func:`flows.registry.approval.decide.approve`.
 
@@ -73,19 +74,15 @@ def promote(
         config = session.config
         challenger = _challenger(session, version)
         champion = session.version_with(CHAMPION)
-        held, here = session.terms(), terms_of(workspace, config)
-        decision = replace(_decide(session, challenger, champion, force_reason, play, held, here), dry_run=dry_run)
-        terms = updated(held, here)
-        model_tags = {} if terms is held else {TERMS_TAG: terms.to_json()}
+        decision = replace(_decide(session, challenger, champion, force_reason, play), dry_run=dry_run)
         transaction: AliasTransaction | None = None
         if approval or config.approval:
-            decision, transaction = _approval_step(session, decision, model_tags)
+            decision, transaction = _approval_step(session, decision)
         elif decision.promoted and not dry_run:
             champions = [*champion_versions(session.model), decision.challenger]
             cleared = cleared_refusals(challenger)
-            transaction = champion_transaction(
-                session.client, config, champions, cleared, decision, model_tags=model_tags
-            )
+            owner = {OWNER_TAG: ownership(workspace)}
+            transaction = champion_transaction(session.client, config, champions, cleared, decision, model_tags=owner)
         if dry_run or decision.unchanged:
             return decision
         if transaction is not None:
@@ -98,14 +95,14 @@ def promote(
 
 
 def _approval_step(
-    session: RegistrySession, decision: PromotionDecision, model_tags: Mapping[str, str]
+    session: RegistrySession, decision: PromotionDecision
 ) -> tuple[PromotionDecision, AliasTransaction | None]:
     """Request approval of a promotion instead of carrying it out, or end a request whose version no longer passes."""
-    request = latest_request(decision.model, session.entries)
+    request = latest_request(decision.model, session.records)
     is_open = request is not None and request.is_about(decision.challenger, decision.champion)
     if decision.promoted:
         decision = decision.to_approve(unchanged=is_open)
-        return decision, request_transaction(session.aliases, decision, model_tags)
+        return decision, request_transaction(session.aliases, decision, {OWNER_TAG: ownership(session.workspace)})
     if is_open and decision.match is not None:
         decision = replace(decision, unchanged=False)
         return decision, withdraw_transaction(decision)
@@ -127,8 +124,6 @@ def _decide(
     champion: ModelVersion | None,
     force_reason: str | None,
     play: PlayMatch,
-    held: PromotionTerms | None,
-    here: PromotionTerms,
 ) -> PromotionDecision:
     client, workspace, config = session.client, session.workspace, session.config
     decision = PromotionDecision(
@@ -140,10 +135,10 @@ def _decide(
     )
     if champion is not None and champion.version == challenger.version:
         return decision.refused("the challenger is the champion already", unchanged=True)
-    if not_allowed := refusal(config.policy, held, here, forced=force_reason is not None):
+    if not_allowed := not_the_owner(config.policy, session.model, workspace):
         return decision.refused(not_allowed, unchanged=True)
     folder = verified_folder(workspace, challenger, client)
-    obstacle = promotion_obstacle(challenger, held)
+    obstacle = promotion_obstacle(challenger, gate_conditions(workspace))
     if obstacle and force_reason is None:
         return decision.refused(f"{obstacle}; promote it with --force --reason TEXT", unchanged=True)
     if champion is None:
@@ -156,7 +151,7 @@ def _decide(
         try:
             champion_files = verified_folder(workspace, champion, client)
             attempt = make_attempt(
-                *(client, workspace, config, here.prompts, challenger, champion),
+                *(client, workspace, config, challenger, champion),
                 lambda prompt_set: play(workspace, champion_files, folder, prompt_set),
             )
             question, match = attempt.question, attempt.match

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.registry.approval.request import DECLINE, latest_request
-from flows.registry.evidence.gate_evidence import REPORT_MODE
-from flows.registry.governance.history import checked_history, history_ledger
-from flows.registry.governance.terms import GATES, refusal, terms_of, terms_of_model
+from flows.registry.evidence.gate_evidence import GATES, REPORT_MODE, gate_conditions
+from flows.registry.governance.history import read_history
+from flows.registry.governance.owner import not_the_owner
 from flows.registry.mlflow_client import connect, has_record
 from flows.registry.promotion.obstacles import promotion_obstacle
 from flows.registry.transactions.aliases import CHAMPION, aliases_of, get_version, registered_model
@@ -31,7 +31,7 @@ POLICY_FOLDER = "models/policy"
 GOOD, BAD, OPEN = "good", "bad", "open"
 CHANGE = ("rlhf run", "after a change of data or params.yaml; what is up to date is not repeated")
 EXPLAIN = ("rlhf promote --dry-run --explain", "every criterion with its value and margin")
-TERMS = ("rlhf terms", "what a promotion requires, and who set it")
+OWNER = ("rlhf terms", "who owns the registered policy, and what a promotion requires")
 Record = Mapping[str, Any]
 
 
@@ -69,7 +69,6 @@ class _Registered:
     here: RegisteredHere
     model: RegisteredModel
     version: ModelVersion
-    entries: Sequence[str]
     records: Sequence[Record]
 
     @property
@@ -90,7 +89,7 @@ def read_release_decision(workspace: Path, notes: RunNotes) -> ReleaseDecision:
         notes: What the run that wrote the report said.
 
     Raises:
-        RlhfError: The registry does not answer, or the history was changed.
+        RlhfError: The registry does not answer, or the history cannot be read.
     """
     here = version_of_policy(workspace, notes)
     if here is None:
@@ -99,8 +98,7 @@ def read_release_decision(workspace: Path, notes: RunNotes) -> ReleaseDecision:
     version = get_version(client, here.model, here.version)
     model = registered_model(client, here.model)
     assert model is not None, "a version belongs to a registered model"
-    entries = history_ledger(client, here.model, model).entries()
-    registered = _Registered(here, model, version, entries, checked_history(here.model, entries, model))
+    registered = _Registered(here, model, version, read_history(client, here.model, model))
     standing = _standing(workspace, registered, notes)
     gates = f"; no gate vouches for it: {here.ungated}" if here.ungated else "; it passed its gates"
     is_champion = registered.champion == here.version
@@ -177,7 +175,7 @@ def _standing(workspace: Path, registered: _Registered, notes: RunNotes) -> _Sta
     made = [i for i, move in enumerate(moves) if _new_champion(move, registered.here.model) == registered.here.version]
     if registered.champion == registered.here.version:
         return _champion(registered, moves[made[-1]] if made else None)
-    request = latest_request(registered.here.model, registered.entries)
+    request = latest_request(registered.here.model, registered.records)
     if request is not None and request.is_open and request.challenger == registered.here.version:
         return _Standing(
             OPEN,
@@ -228,13 +226,12 @@ def _declined(registered: _Registered) -> _Standing:
 def _not_promoted(workspace: Path, registered: _Registered, notes: RunNotes) -> _Standing:
     """An obstacle by what is recorded of the version, else the last match, else that nobody has decided."""
     headline = f"Not released: {registered.label} was not promoted"
-    terms = terms_of_model(registered.here.model, registered.model)
-    if obstacle := promotion_obstacle(registered.version, terms):
+    not_allowed = not_the_owner(registered.here.model, registered.model, workspace)
+    if obstacle := promotion_obstacle(registered.version, gate_conditions(workspace)):
         unmet = unmet_conditions(workspace) if registered.here.ungated else ()
-        here = terms_of(workspace, load_section(workspace, "registry", RegistryConfig))
         explain = ("rlhf gate policy --explain", "every condition; `rlhf promote --force --reason TEXT` overrides")
-        if refusal(registered.here.model, terms, here, forced=True):
-            explain = TERMS
+        if not_allowed:
+            explain = OWNER
         # Why no gate vouches for a version is said where it is named.
         said = bool(registered.here.ungated) and registered.here.ungated in obstacle
         reason = "" if said else f"{obstacle[0].upper()}{obstacle[1:]}."
@@ -244,16 +241,15 @@ def _not_promoted(workspace: Path, registered: _Registered, notes: RunNotes) -> 
             return _refused(registered, headline, decision)
     if "decision.reason" in registered.version.tags:  # decided in another workspace
         return _Standing(OPEN, headline, registered.version.tags["decision.reason"], "", EXPLAIN)
-    config = load_section(workspace, "registry", RegistryConfig)
-    if not_allowed := refusal(registered.here.model, terms, terms_of(workspace, config), forced=False):
-        return _Standing(OPEN, headline, not_allowed, "", TERMS)
+    if not_allowed:
+        return _Standing(OPEN, headline, not_allowed, "", OWNER)
     headline = f"Not released: nobody has decided on {registered.label}"
     return _Standing(OPEN, headline, notes.promotion, "", ("rlhf promote", "decide on it"))
 
 
 def _refused(registered: _Registered, headline: str, decision: Record) -> _Standing:
     """By the last decision of this workspace: criteria that do not hold, or a request that no longer stands."""
-    request = latest_request(registered.here.model, registered.entries)
+    request = latest_request(registered.here.model, registered.records)
     if decision.get("awaiting_approval") and request is not None:
         again = ("rlhf promote", "judges it again")
         return _Standing(OPEN, headline, f"{request.closed_because()}.", _decided_by(request.followed_by), again)

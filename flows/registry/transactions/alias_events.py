@@ -6,7 +6,6 @@ of a running ``rlhf up``. A decision that is completed after an interruption sen
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,9 +73,8 @@ def registry_events(record: Mapping[str, Any], earlier: Sequence[Mapping[str, An
     return events
 
 
-def emit_events(workspace: Path, entries: Sequence[str], number: int) -> None:
-    """Send the events of entry ``number`` of a history; a server that does not take them is a warning."""
-    records = [json.loads(text) for text in entries[:number]]
+def emit_events(workspace: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Send the events of the last of ``records`` of a history; a server that does not take them is a warning."""
     events = registry_events(records[-1], records[:-1])
     if not events:
         return

@@ -1,9 +1,8 @@
-"""Alias moves of a promotion or rollback as one transaction, recorded in the history before anything moves.
+"""A decision on a registered model: an entry of its history first, then moves of aliases and tags that may be repeated.
 
-First the transaction is announced in a tag of the registered policy, so whoever uses the registry next finds it, from
-any workspace. Then it becomes the next entry of the history (:mod:`flows.registry.governance.ledger`): from then on the
-decision stands. Every step after it may be repeated, and the tag is removed last. An announcement that is not in the
-history was never decided.
+From its entry on the decision stands. Every step after it may be done again, in this order: ``@previous``,
+``@champion``, tags, the report, and last a tag of the model that says which entry was carried out. Whoever uses the
+registry next completes what comes after that entry, from any workspace.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from flows.registry.governance.history import HEAD_TAG, chain_hash, checked_history, head_of, history_ledger
+from flows.registry.governance.history import history_ledger, read_history
 from flows.registry.governance.identity import actor
-from flows.registry.governance.ledger import Ledger
+from flows.registry.governance.ledger import ENTRY_LIMIT
 from flows.registry.transactions.alias_events import emit_events
 from flows.registry.transactions.aliases import read_aliases, registered_model, registry_errors
-from flows.registry.transactions.decisions import publish_decision, utc_now
+from flows.registry.transactions.decisions import TAG_LIMIT, publish_decision, utc_now
 from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 
@@ -28,10 +27,9 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import RegisteredModel
 
-INTENT_TAG = "rlhf.intent"
+DONE_TAG = "rlhf.decisions_done"
 HISTORY_TAG = "rlhf.champions"
 HISTORY_LIMIT = 200
-TAG_LIMIT = 5000  # MLflow refuses longer values
 
 
 @dataclass(frozen=True)
@@ -58,14 +56,14 @@ class AliasTransaction:
     """Everything that one decision changes in the registry, and the entry of the history that says so.
 
     Attributes:
-        action: ``promote``, ``rollback``, ``register`` (the challenger) or ``terms``.
+        moves: In the order in which they are made.
+        action: What the history calls it, such as ``promote``, ``rollback`` or ``register`` (the challenger).
         history: The versions that have been champion, oldest first, the new champion last; empty if the champion stays.
         decision: The report, empty if there is none.
         decided_on: The version of ``model`` that the report is attached to.
         reason: Why, in one line.
         model_tags: New tags of ``model``.
         number: Its number in the history, 0 before it is committed.
-        previous: :func:`chain_hash` of the entry before it.
     """
 
     model: str
@@ -78,110 +76,87 @@ class AliasTransaction:
     reason: str = ""
     model_tags: Mapping[str, str] = field(default_factory=dict)
     number: int = 0
-    previous: str = ""
     who: str = field(default_factory=actor)
     time: str = field(default_factory=utc_now)
     id: str = field(default_factory=lambda: uuid4().hex)
 
     def to_json(self) -> str:
-        """The intent; the match loses its details where the whole is too long for a tag."""
+        """The entry; the match, which is in the report, loses its details where the whole is too long."""
         fields = asdict(self)
         text = json.dumps(fields, sort_keys=True)
-        if len(text) > TAG_LIMIT:
+        if len(text) > ENTRY_LIMIT:
             kept = self.decision.keys() - {"match", "question", "criteria"}
             fields["decision"] = {key: self.decision[key] for key in kept}
             text = json.dumps(fields, sort_keys=True)
-        if len(text) > TAG_LIMIT:
+        if len(text) > ENTRY_LIMIT:
             raise RlhfError(
-                f"the decision is too long to be recorded: shorten its reason (or the gates' conditions) by "
-                f"{len(text) - TAG_LIMIT} characters"
+                f"the decision is too long to be recorded: shorten its reason by {len(text) - ENTRY_LIMIT} characters"
             )
         return text
 
     @classmethod
-    def from_json(cls, text: str) -> AliasTransaction:
-        """The inverse of :meth:`to_json`; what versions before the history did not write stays empty."""
-        fields: dict[str, Any] = {"who": "", "time": ""} | json.loads(text)
-        fields["moves"] = tuple(AliasMove(**move) for move in fields["moves"])
-        fields["version_tags"] = tuple(VersionTag(**tag) for tag in fields["version_tags"])
-        fields["history"] = tuple(fields["history"])
-        fields["action"] = fields.get("action") or fields["decision"].get("action", "")
-        return cls(**fields)
+    def from_record(cls, record: Mapping[str, Any]) -> AliasTransaction:
+        """The decision behind an entry of the history."""
+        lists = {
+            "moves": tuple(AliasMove(**move) for move in record["moves"]),
+            "version_tags": tuple(VersionTag(**tag) for tag in record["version_tags"]),
+            "history": tuple(record["history"]),
+        }
+        return cls(**{**record, **lists})
 
 
 def commit(
     client: MlflowClient,
     workspace: Path,
     transaction: AliasTransaction,
-    entries: Sequence[str] | None = None,
+    records: Sequence[Mapping[str, Any]],
     model: RegisteredModel | None = None,
 ) -> Path | None:
-    """Announce and record the transaction, then carry it out; returns the decision's report, None if there is none.
+    """Record the decision and carry it out; returns its report, None if there is none.
 
     Args:
-        entries: The history that the decision was made on; None for the one there is.
+        records: The history that the decision was made on.
         model: The registered model, if it has just been looked up.
 
     Raises:
         EntryTaken: The history has grown since: what was decided on is no longer so. Nothing has moved.
         RlhfError: The registry refuses.
     """
-    ledger = history_ledger(client, transaction.model, model)
-    entries = ledger.entries() if entries is None else entries
-    transaction = replace(transaction, number=len(entries) + 1, previous=chain_hash(entries[-1]) if entries else "")
-    text = transaction.to_json()
-    with registry_errors("record the intent of the decision; nothing has changed"):
-        client.set_registered_model_tag(transaction.model, INTENT_TAG, text)
-    ledger.append(transaction.number, text)
-    return _carry_out(client, workspace, transaction, ledger)
+    transaction = replace(transaction, number=len(records) + 1)
+    history_ledger(client, transaction.model, model).append(transaction.number, transaction.to_json())
+    return _carry_out(client, workspace, transaction)
 
 
 def finish_interrupted(
     client: MlflowClient, workspace: Path, config: RegistryConfig
-) -> tuple[RegisteredModel | None, Sequence[str]]:
-    """Complete the decision that an earlier call was interrupted in, if there is one.
+) -> tuple[RegisteredModel | None, Sequence[dict[str, Any]]]:
+    """Complete the decisions that earlier calls were interrupted in, if there are any.
 
     Returns the registered policy and its history, for :func:`commit`.
 
     Raises:
-        RlhfError: The registry does not answer, or the history was changed: nothing is decided on it.
+        RlhfError: The registry does not answer, or the history cannot be read: nothing is decided on it.
     """
-    before = registered_model(client, config.policy)
-    if before is None:
-        return None, ()
-    ledger = history_ledger(client, config.policy, before)
     while True:
-        entries = ledger.entries()
-        checked_history(config.policy, entries, before)
-        # Read after the history: what it holds has been carried out, or its announcement still stands.
         model = registered_model(client, config.policy)
-        text = None if model is None else model.tags.get(INTENT_TAG)
-        transaction = None if text is None else _decided(text, entries)
-        if transaction is None:  # an announcement alone decides nothing; whoever made it may still be at work
-            return model, entries
-        if transaction.number:
-            _carry_out(client, workspace, transaction, ledger)
-        else:  # of a version that kept no history
-            commit(client, workspace, transaction, entries, model)
+        records = [] if model is None else read_history(client, config.policy, model)
+        unfinished = _unfinished(model, records)
+        if not unfinished:
+            return model, records
+        for record in unfinished:
+            _carry_out(client, workspace, AliasTransaction.from_record(record))
 
 
 def pending(client: MlflowClient, config: RegistryConfig) -> AliasTransaction | None:
-    """The decision that stands and was not carried out to its end, or None."""
+    """The newest decision that stands and was not carried out to its end, or None."""
     model = registered_model(client, config.policy)
-    if model is None or INTENT_TAG not in model.tags:
-        return None
-    return _decided(model.tags[INTENT_TAG], history_ledger(client, config.policy, model).entries())
+    unfinished = [] if model is None else _unfinished(model, read_history(client, config.policy, model))
+    return AliasTransaction.from_record(unfinished[-1]) if unfinished else None
 
 
-def _decided(announcement: str, entries: Sequence[str]) -> AliasTransaction | None:
-    """The decision behind the announcement in a tag, None if it was never made."""
-    announced = AliasTransaction.from_json(announcement)
-    if not announced.number:  # of a version that kept no history: the announcement was the decision
-        return next(
-            (entry for entry in map(AliasTransaction.from_json, entries) if entry.id == announced.id), announced
-        )
-    # Of two that announced the same number, the one in the history was decided.
-    return AliasTransaction.from_json(entries[-1]) if len(entries) >= announced.number else None
+def _unfinished(model: RegisteredModel | None, records: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    done = "0" if model is None else model.tags.get(DONE_TAG, "0")
+    return records[int(done) if done.isdecimal() else 0 :]
 
 
 def champion_history(model: RegisteredModel | None) -> tuple[str, ...]:
@@ -190,7 +165,7 @@ def champion_history(model: RegisteredModel | None) -> tuple[str, ...]:
     return tuple(number for number in text.split(",") if number)
 
 
-def _carry_out(client: MlflowClient, workspace: Path, transaction: AliasTransaction, ledger: Ledger) -> Path | None:
+def _carry_out(client: MlflowClient, workspace: Path, transaction: AliasTransaction) -> Path | None:
     """Every step may have been done before; what is as it shall be is not set again."""
     report = None
     with registry_errors("complete the decision; the next `rlhf` command that uses it goes on with it"):
@@ -205,13 +180,11 @@ def _carry_out(client: MlflowClient, workspace: Path, transaction: AliasTransact
             report = publish_decision(
                 client, workspace, transaction.model, transaction.decided_on, transaction.decision, transaction.id
             )
-        client.delete_registered_model_tag(transaction.model, INTENT_TAG)
-    entries = ledger.entries()
-    emit_events(workspace, entries, transaction.number)
-    with registry_errors("note where the history ends; the decision stands"):
-        client.set_registered_model_tag(transaction.model, HEAD_TAG, head_of(entries))
-    if len(entries) > transaction.number:  # another machine decided meanwhile: the last decision holds
-        _carry_out(client, workspace, AliasTransaction.from_json(entries[-1]), ledger)
+        client.set_registered_model_tag(transaction.model, DONE_TAG, str(transaction.number))
+    records = read_history(client, transaction.model)
+    emit_events(workspace, records[: transaction.number])
+    if len(records) > transaction.number:  # another machine decided meanwhile, and these moves may have undone its own
+        _carry_out(client, workspace, AliasTransaction.from_record(records[-1]))
     return report
 
 

@@ -22,8 +22,6 @@ def champion_versions(model: RegisteredModel | None) -> list[str]:
     """The versions that have been champion, oldest first, ending with the present one."""
     aliases = aliases_of(model)
     history = list(champion_history(model))
-    if not history and PREVIOUS in aliases:  # a registry from before the history was kept
-        history = [aliases[PREVIOUS]]
     if CHAMPION in aliases and history[-1:] != [aliases[CHAMPION]]:
         history.append(aliases[CHAMPION])
     return history
@@ -53,12 +51,12 @@ def champion_transaction(
     champion = history[-1]
     history = [*(number for number in history[:-1] if number != champion), champion]
     previous = history[-2] if len(history) > 1 else None
-    moves = [AliasMove(config.policy, CHAMPION, champion), AliasMove(config.policy, PREVIOUS, previous)]
+    moves = [AliasMove(config.policy, PREVIOUS, previous), AliasMove(config.policy, CHAMPION, champion)]
     reward = _reward_version(client, config, champion)
     if reward is not None:
         earlier = None if previous is None else _reward_version(client, config, previous)
-        moves.append(AliasMove(config.reward_model, CHAMPION, reward))
         moves.append(AliasMove(config.reward_model, PREVIOUS, None if earlier == reward else earlier))
+        moves.append(AliasMove(config.reward_model, CHAMPION, reward))
     return AliasTransaction(
         model=config.policy,
         moves=tuple(moves),

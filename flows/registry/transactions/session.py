@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flows.registry.governance.lock import registry_lock
-from flows.registry.governance.terms import PromotionTerms, terms_of_model
 from flows.registry.mlflow_client import prepare_tracking
 from flows.registry.transactions.alias_transaction import AliasTransaction, commit, finish_interrupted
 from flows.registry.transactions.aliases import aliases_of, get_version
@@ -30,14 +29,14 @@ class RegistrySession:
 
     Attributes:
         model: The registered policy, None if the registry does not know it.
-        entries: Its history, oldest entry first.
+        records: Its history, oldest entry first.
     """
 
     workspace: Path
     config: RegistryConfig
     client: MlflowClient
     model: RegisteredModel | None
-    entries: Sequence[str]
+    records: Sequence[Mapping[str, Any]]
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -49,13 +48,9 @@ class RegistrySession:
         number = self.aliases.get(alias)
         return None if number is None else get_version(self.client, self.config.policy, number)
 
-    def terms(self) -> PromotionTerms | None:
-        """The terms of promotion; None if there are none yet, ``RlhfError`` if they cannot be read."""
-        return terms_of_model(self.config.policy, self.model)
-
     def commit(self, transaction: AliasTransaction) -> Path | None:
         """Record the transaction and carry it out (:func:`flows.registry.transactions.alias_transaction.commit`)."""
-        return commit(self.client, self.workspace, transaction, self.entries, self.model)
+        return commit(self.client, self.workspace, transaction, self.records, self.model)
 
 
 @contextmanager
@@ -76,11 +71,11 @@ def registry_session(workspace: Path) -> Iterator[RegistrySession]:
     """Lock the registered policy of ``workspace`` for the block, after completing what an earlier call began.
 
     Raises:
-        RlhfError: The registry does not answer, or the history of the policy is incomplete.
+        RlhfError: The registry does not answer, or the history of the policy cannot be read.
     """
     workspace = workspace.resolve()
     config = load_section(workspace, "registry", RegistryConfig)
     client = prepare_tracking(workspace)
     with registry_lock(workspace, config.policy), _retries_for_a_minute():
-        model, entries = finish_interrupted(client, workspace, config)
-        yield RegistrySession(workspace, config, client, model, entries)
+        model, records = finish_interrupted(client, workspace, config)
+        yield RegistrySession(workspace, config, client, model, records)

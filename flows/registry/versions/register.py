@@ -11,14 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.registry.evidence.data_card import log_data_card
-from flows.registry.evidence.gate_evidence import Freshness, GateEvidence, read_gate_evidence
+from flows.registry.evidence.gate_evidence import (
+    GATES,
+    Freshness,
+    GateEvidence,
+    gate_conditions,
+    read_gate_evidence,
+    short_conditions,
+)
 from flows.registry.evidence.lineage import collect_lineage
-from flows.registry.governance.terms import GATES, PromotionTerms, read_terms, short_conditions, terms_of
+from flows.registry.governance.history import read_history
 from flows.registry.mlflow_client import (
     connect,
     experiment_id,
     flatten,
     fluent,
+    log_data_input,
     log_numbers,
 )
 from flows.registry.transactions.alias_transaction import AliasMove, AliasTransaction, commit
@@ -113,8 +121,7 @@ def register(workspace: Path, run_id: str | None = None) -> Registration:
 
     A model is refused unless all gates upstream have passed on the files as they are. Where gates only report
     (``gates.mode: report``) and one of them failed, the version is registered as ungated: it is no challenger, and only
-    a forced promotion with a reason makes it champion. So is a version whose gates required less than the terms of the
-    registered policy do. The same content is registered once: its version is used again
+    a forced promotion with a reason makes it champion. The same content is registered once: its version is used again
     while the store has its files.
     ``run_id`` is the pipeline run that the registration belongs to.
     """
@@ -123,7 +130,6 @@ def register(workspace: Path, run_id: str | None = None) -> Registration:
     result = Registration()
     with registry_session(workspace) as session:
         client, config = session.client, session.config
-        held, here = session.terms(), terms_of(workspace, config)
         freshness = Freshness.of(workspace)
         reward_version: dict[str, str] = {}
         for model in registrable_models(config):
@@ -133,7 +139,7 @@ def register(workspace: Path, run_id: str | None = None) -> Registration:
                 tags = {
                     **collect_lineage(workspace).tags(),
                     **reward_version,
-                    **_gate_tags(config.policy, model, evidence, held, here),
+                    **_gate_tags(workspace, model, evidence),
                 }
                 version = _register_one(client, workspace, model, evidence, tags, run_id, signer)
             except GateFailed as error:
@@ -159,7 +165,6 @@ def registered_before(workspace: Path) -> Registration | None:
     workspace = workspace.resolve()
     config = load_section(workspace, "registry", RegistryConfig)
     client = connect(workspace)
-    held, here = read_terms(client, config.policy), terms_of(workspace, config)
     signer = require_signer(config.signature)
     result = Registration()
     for model in registrable_models(config):
@@ -170,7 +175,7 @@ def registered_before(workspace: Path) -> Registration | None:
             continue
         content = sha256_tree(workspace / model.folder)
         known = known_version(client, workspace, versions(client, model.name), workspace / model.folder, content)
-        tags = _gate_tags(config.policy, model, evidence, held, here)
+        tags = _gate_tags(workspace, model, evidence)
         if known is None or _changed_gate_tags(known, tags) or not _is_signed(known, signer):
             return None
         ungated = tags.get(UNGATED_TAG, "")
@@ -180,18 +185,10 @@ def registered_before(workspace: Path) -> Registration | None:
     return result
 
 
-def _gate_tags(
-    policy: str,
-    model: RegistrableModel,
-    evidence: Sequence[GateEvidence],
-    held: PromotionTerms | None,
-    here: PromotionTerms,
-) -> dict[str, str]:
-    """What a version says of its gates and of their conditions, where the terms of ``policy`` are ``held``."""
-    weaker = "" if held is None else "; ".join(held.weaker_gates(here.gates, model.gates))
-    too_weak = f"the terms of {policy} require more: {weaker}" if weaker else ""
-    conditions = json.dumps(short_conditions({name: here.gates[name] for name in model.gates}))
-    return {**gate_tags(evidence, too_weak), CONDITIONS_TAG: conditions}
+def _gate_tags(workspace: Path, model: RegistrableModel, evidence: Sequence[GateEvidence]) -> dict[str, str]:
+    """What a version says of its gates and of their conditions."""
+    gates = gate_conditions(workspace)
+    return {**gate_tags(evidence), CONDITIONS_TAG: json.dumps(short_conditions({n: gates[n] for n in model.gates}))}
 
 
 def _register_one(
@@ -221,7 +218,7 @@ def _register_one(
         move = AliasMove(model.name, CHALLENGER, number)
         reason = "its content was registered before" if known else "registered"
         transaction = AliasTransaction(model.name, (move,), action="register", reason=reason)
-        commit(client, workspace, transaction, model=registered)
+        commit(client, workspace, transaction, read_history(client, model.name, registered), registered)
     return RegisteredVersion(number, content, reused=known is not None, ungated=ungated)
 
 
@@ -238,12 +235,9 @@ def _is_signed(version: ModelVersion, signer: Signer | None) -> bool:
     return signer is None or version.tags.get(SIGNER_TAG) == signer.id
 
 
-def gate_tags(evidence: Sequence[GateEvidence], too_weak: str = "") -> dict[str, str]:
-    """What a version says of its gates: whether all passed, why not, and the report of its own gate (the last).
-
-    ``too_weak`` says where the gates required less than the registered policy does.
-    """
-    failures = "; ".join(reason for reason in [*(gate.failed for gate in evidence), too_weak] if reason)
+def gate_tags(evidence: Sequence[GateEvidence]) -> dict[str, str]:
+    """What a version says of its gates: whether all passed, why not, and the report of its own gate (the last)."""
+    failures = "; ".join(gate.failed for gate in evidence if gate.failed)
     tags = {GATES_TAG: GATES_FAILED if failures else GATES_PASSED, GATE_REPORT_TAG: gate_summary(evidence[-1].report)}
     return tags | ({UNGATED_TAG: failures[:TAG_LIMIT]} if failures else {})
 
@@ -301,6 +295,7 @@ def _create_version(
         for path in files.values():
             client.log_artifact(own_run, str(path), "metrics")
         log_data_card(client, own_run, workspace)
+        log_data_input(client, own_run, workspace)
         numbers = {
             f"{path.stem}.{key}": value for path in files.values() for key, value in flatten(read_json(path)).items()
         }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.registry.approval.request import RETENTION, latest_request
-from flows.registry.governance.identity import workspace_id
+from flows.registry.governance.owner import other_owner
 from flows.registry.mlflow_client import fluent, tracking_uri
 from flows.registry.promotion.match import MATCH_TAG, MATCHES
 from flows.registry.transactions.alias_transaction import AliasTransaction
@@ -71,9 +71,8 @@ def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
     if config.retention.versions is None:
         raise RlhfError("registry.retention.versions is not set, so every version is kept; set how many newest to keep")
     with registry_session(workspace) as session:
-        terms = session.terms()
-        if terms is not None and terms.owner != workspace_id(workspace):
-            raise RlhfError(f"{config.policy} is owned by {terms.workspace}; its versions are deleted there")
+        if owner := other_owner(session.model, workspace):
+            raise RlhfError(f"{config.policy} is owned by {owner}; its versions are deleted there")
         plan = _plan(session, config.retention.versions)
         if delete and plan.deleted:
             numbers = "; ".join(
@@ -93,7 +92,7 @@ def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
 def _plan(session: RegistrySession, newest: int) -> RetentionPlan:
     client, workspace, config = session.client, session.workspace, session.config
     needed = dict.fromkeys(champion_versions(session.model), "has been champion: rollback needs it")
-    request = latest_request(config.policy, session.entries)
+    request = latest_request(config.policy, session.records)
     if request is not None and request.is_open:
         needed |= {request.challenger: "waits for approval"}
     policy = _plan_model(client, config.policy, newest, needed)

@@ -171,8 +171,8 @@ def _model_source(model: str, who: str, workspace: Path) -> str | Path:
 
 
 def _is_own(path: str, context: SourceContext) -> bool:
-    """Whether ``path`` is the reward model that the pipeline trained."""
-    return _folder(path, context.workspace).resolve() == context.reward.resolve()
+    """Whether ``path`` is the reward model that was trained for this policy, which its usual name stands for."""
+    return path == OWN_MODEL or _folder(path, context.workspace).resolve() == context.reward.resolve()
 
 
 def _folder(path: str, workspace: Path) -> Path:

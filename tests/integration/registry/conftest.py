@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -236,13 +235,16 @@ def contest(request: pytest.FixtureRequest, tmp_path: Path, backend: Backend, mo
 
 def copy_registered_model(workspace: Path, source: str, target: str) -> None:
     """Versions, aliases and tags of ``source`` under another name, whose history is empty; the models are the same."""
-    from flows.registry.governance.history import HEAD_TAG
+    from flows.registry.governance.identity import OWNER_TAG
     from flows.registry.mlflow_client import connect
+    from flows.registry.transactions.alias_transaction import DONE_TAG
     from flows.registry.transactions.aliases import versions
 
     client = connect(workspace)
     model = client.get_registered_model(source)
-    client.create_registered_model(target, tags={key: value for key, value in model.tags.items() if key != HEAD_TAG})
+    client.create_registered_model(
+        target, tags={key: value for key, value in model.tags.items() if key not in (DONE_TAG, OWNER_TAG)}
+    )
     for version in reversed(versions(client, source)):
         logged = version.source.removeprefix("models:/")  # found versions do not carry their model_id
         client.create_model_version(target, version.source, version.run_id, tags=version.tags, model_id=logged)
@@ -269,21 +271,13 @@ def reward_name(workspace: Path) -> str:
 
 
 def copy_workspace(source: Path, target: Path) -> Path:
-    """The folder with its record; MLflow keeps absolute places of artifacts, so these are moved along."""
+    """The folder with its record, which names the places of artifacts in the copy."""
+    from flows.registry.moved_workspace import repair_moved
+
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("mlflow.db-*"))
-    places = {
-        "experiments": ("artifact_location",),
-        "runs": ("artifact_uri",),
-        "logged_models": ("artifact_location",),
-        "model_versions": ("source", "storage_location"),
-    }
     # MLflow remembers the place of a run's artifacts by the run's id, which the copy shares.
     _artifact_repos_cache.clear()
-    with sqlite3.connect(target / "mlflow.db") as database:
-        for table, columns in places.items():
-            for column in columns:
-                for old, new in ((source.as_uri(), target.as_uri()), (str(source), str(target))):
-                    database.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", (old, new))
+    repair_moved(target)
     return target
 
 

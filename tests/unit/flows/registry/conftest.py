@@ -13,7 +13,7 @@ import pytest
 from mlflow import MlflowClient
 from scripted_match import match_result
 
-from flows.registry.governance.terms import short_conditions
+from flows.registry.evidence.gate_evidence import short_conditions
 from flows.registry.mlflow_client import prepare_tracking
 from rlhf_core.config.stages.gates import Condition
 from rlhf_core.storage.files import sha256_tree

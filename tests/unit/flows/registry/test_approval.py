@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,9 +10,9 @@ import pytest
 from killed_call import killed_before
 
 from flows.registry.approval.decide import approve, decline
-from flows.registry.governance.history import checked_history, history_ledger
+from flows.registry.governance.history import read_history
+from flows.registry.governance.owner import take_over
 from flows.registry.promotion.promote import promote, rollback
-from flows.registry.set_terms import describe_terms, set_terms
 from flows.registry.transactions.alias_transaction import AliasMove, AliasTransaction, commit, finish_interrupted
 from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError
@@ -33,7 +32,7 @@ def waiting(registry: Registry, contest: Path) -> Path:
 
 
 def actions(registry: Registry) -> list[tuple[str, str, str]]:
-    records = checked_history(MODEL, history_ledger(registry.client, MODEL).entries())
+    records = read_history(registry.client, MODEL)
     return [(record["action"], record["who"], record["reason"]) for record in records]
 
 
@@ -65,8 +64,7 @@ def test_the_first_champion_needs_approval_too(registry: Registry) -> None:
     owner = registry.workspace("owner", APPROVAL)
     registry.add_version()
     assert promote(owner).awaiting_approval and registry.aliases() == {"challenger": "1"}
-    assert "a person approves each promotion" in describe_terms(owner), "no other workspace goes round it"
-    assert "registry.approval is false instead of true" in promote(registry.workspace("second")).reason
+    assert "is owned by" in promote(registry.workspace("second")).reason, "no other workspace goes round it"
     approve(owner)
     assert registry.aliases() == {"champion": "1", "challenger": "1"}
 
@@ -125,14 +123,13 @@ def change_champion(registry: Registry, workspace: Path) -> None:
 
 def promote_another(registry: Registry, workspace: Path) -> None:
     (workspace / "params.yaml").write_text(PARAMS)
-    set_terms(workspace, "no approval for now")
     registry.add_version()
     assert promote(workspace, play=ScriptedMatch()).promoted
     (workspace / "params.yaml").write_text(APPROVAL)
 
 
-def change_terms(registry: Registry, workspace: Path) -> None:
-    set_terms(workspace, "stricter")
+def change_owner(registry: Registry, workspace: Path) -> None:
+    take_over(registry.workspace("second"), "the first machine is gone")
 
 
 @pytest.mark.parametrize(
@@ -140,8 +137,11 @@ def change_terms(registry: Registry, workspace: Path) -> None:
     [
         (change_challenger, "the challenger of rlhf-policy is version 3, but version 2 was judged; `rlhf promote`"),
         (change_champion, "the champion of rlhf-policy is version 3, but version 2 was judged against version 1;"),
-        (promote_another, "the terms of promotion were changed by"),
-        (change_terms, "the terms of promotion were changed by"),
+        (
+            promote_another,
+            "version 3 became champion by .*, after version 2 of rlhf-policy was judged against",
+        ),
+        (change_owner, "rlhf-policy has another owner by"),
     ],
 )
 def test_what_was_not_judged_is_not_approved(registry: Registry, waiting: Path, change: object, message: str) -> None:
@@ -157,7 +157,8 @@ def test_a_version_that_was_registered_since_takes_the_place_of_the_request(regi
     """As registration does it, with an entry in the history."""
     number = registry.add_version()
     move = AliasMove(MODEL, "challenger", number)
-    commit(registry.client, waiting, AliasTransaction(MODEL, (move,), action="register", reason="registered"))
+    transaction = AliasTransaction(MODEL, (move,), action="register", reason="registered")
+    commit(registry.client, waiting, transaction, read_history(registry.client, MODEL))
     for decide in (approve, decline):
         with pytest.raises(RlhfError, match=r"^the challenger is version 3 since .* UTC, no longer version 2 of rlhf-"):
             decide(waiting, "late")
@@ -211,7 +212,7 @@ def test_an_approval_killed_at_a_step_is_completed_or_has_not_begun(registry: Re
         assert [action for action, _, _ in actions(registry)].count("approve") == len(begun)
         registry.add_version()
         assert promote(waiting, play=ScriptedMatch()).awaiting_approval
-    assert begun == [False, False, True, True, True]
+    assert begun == [False, True, True, True, True]
 
 
 def test_files_that_changed_since_are_not_approved(registry: Registry, waiting: Path) -> None:
@@ -226,15 +227,6 @@ def test_a_version_that_no_longer_passes_cannot_be_approved(registry: Registry, 
     (waiting / "params.yaml").write_text(PARAMS + "registry: {approval: true, promote_win_rate_low95: 0.7}\n")
     assert not promote(waiting, play=ScriptedMatch()).awaiting_approval
     with pytest.raises(RlhfError, match=r"was judged again by .* and did not pass: not above 0\.7"):
-        approve(waiting)
-
-
-def test_a_request_that_was_changed_is_no_request(registry: Registry, waiting: Path) -> None:
-    texts = history_ledger(registry.client, MODEL).entries()
-    changed = json.loads(texts[0]) | {"who": "somebody else"}
-    with sqlite3.connect(registry.folder / "shared" / "mlflow.db") as database:
-        database.execute("UPDATE params SET value = ? WHERE key LIKE 'history.%.1'", (json.dumps(changed),))
-    with pytest.raises(RlhfError, match="the history of rlhf-policy was changed"):
         approve(waiting)
 
 

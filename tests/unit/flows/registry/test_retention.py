@@ -8,7 +8,7 @@ import pytest
 
 from flows.commands.registry.retention import describe_retention
 from flows.registry.approval.decide import approve
-from flows.registry.governance.history import checked_history, history_ledger
+from flows.registry.governance.history import read_history
 from flows.registry.promotion.match import MATCHES
 from flows.registry.promotion.promote import promote, rollback
 from flows.registry.versions.retention import apply_retention
@@ -74,11 +74,11 @@ def test_what_is_deleted_is_in_the_history_and_a_rollback_still_works(registry: 
     apply_retention(long_registry, delete=True)
     assert numbers(registry, MODEL) == ["1", "2", "5"] and numbers(registry, REWARD) == ["1", "2", "5", "6"]
     assert matches(long_registry) == 2, "of versions 2 and 5"
-    record = checked_history(MODEL, history_ledger(registry.client, MODEL).entries())[-1]
+    record = read_history(registry.client, MODEL)[-1]
     assert record["action"] == "gc"
     assert record["reason"] == f"beyond the newest 1 and not needed: {MODEL} 4, 3; {REWARD} 4, 3"
     assert not apply_retention(long_registry, delete=True).deleted
-    assert checked_history(MODEL, history_ledger(registry.client, MODEL).entries())[-1] == record
+    assert read_history(registry.client, MODEL)[-1] == record
     assert rollback(long_registry, "rude too").champion == "1"
 
 

@@ -1,0 +1,86 @@
+"""One workspace owns a registered policy: no other takes its champion by weaker settings of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flows.registry.governance.owner import describe_terms, take_over
+from flows.registry.promotion.promote import promote
+from rlhf_core.config.stages.gates import Condition
+from rlhf_core.errors import RlhfError
+
+from .conftest import GATES, MODEL, PARAMS, Registry, ScriptedMatch
+
+WEAK_GATES = "seed: 1\ngates:\n  policy:\n  - {metric: kl, at_most: 100.0, why: trivial}\n"
+
+
+@pytest.mark.parametrize("force", [None, "mine"])
+@pytest.mark.parametrize(
+    ("params", "prompts"),
+    [
+        (PARAMS, "prompts"),
+        (PARAMS + "registry: {promote_win_rate_low95: 0}\n", "prompts"),
+        (PARAMS + "evaluate: {prompts: 1}\n", "easy ones"),
+        (WEAK_GATES, "prompts"),
+    ],
+)
+def test_another_workspace_does_not_decide(
+    registry: Registry, contest: Path, params: str, prompts: str, force: str | None
+) -> None:
+    second, match = registry.workspace("second", params, prompts), ScriptedMatch(0.9)
+    refused = promote(second, play=match, force_reason=force)
+    assert not refused.promoted and match.played == 0 and registry.aliases()["champion"] == "1"
+    assert f"is owned by {contest}: promote there" in refused.reason and "\n" not in refused.reason
+    assert "registry.policy" in refused.reason and "`rlhf terms --take-over --reason TEXT`" in refused.reason
+    assert promote(contest, play=match).promoted, "what another workspace registered, the owner may promote"
+
+
+def test_another_workspace_becomes_the_owner_by_saying_why(registry: Registry, contest: Path) -> None:
+    second = registry.workspace("second", PARAMS + "registry: {promote_win_rate_low95: 0}\n")
+    with pytest.raises(RlhfError, match="needs a reason"):
+        take_over(second, " ")
+    assert f"owned by {contest}" in describe_terms(second)
+    take_over(second, "the first machine is gone")
+    terms = describe_terms(second)
+    assert "owned by this workspace" in terms and "win rate above 0" in terms and "gates.policy: kl" in terms
+    assert promote(second, play=ScriptedMatch(0.156)).promoted
+    registry.add_version()
+    assert f"is owned by {second}" in promote(contest, play=ScriptedMatch(0.9)).reason
+
+
+def test_before_the_first_version_there_is_nothing_to_own(registry: Registry) -> None:
+    workspace = registry.workspace("first")
+    assert "owned by nobody yet" in describe_terms(workspace)
+    with pytest.raises(RlhfError, match="has no version yet"):
+        take_over(workspace, "mine")
+
+
+def test_a_version_that_passed_weaker_gates_is_not_promoted(registry: Registry, contest: Path) -> None:
+    trivial = {"policy": (Condition(metric="kl", at_most=100.0, why=""),)}
+    registry.add_version(gates=trivial)
+    refused = promote(contest, play=ScriptedMatch(0.9))
+    assert "; gates.policy does not require kl <= 6, accuracy >= 0.65" in refused.reason
+    assert promote(contest, version="2", play=ScriptedMatch(0.9)).promoted
+    smoke = registry.workspace("smoke", WEAK_GATES)
+    registry.add_version(gates=GATES)
+    take_over(smoke, "bounds as in the smoke run")
+    assert promote(smoke, play=ScriptedMatch(0.9)).promoted, "the gates of the owner are those that count"
+
+
+def test_a_version_without_conditions_is_promoted_by_force_only(registry: Registry, contest: Path) -> None:
+    registry.client.delete_model_version_tag(MODEL, "2", "gate_conditions")
+    assert "no record of its gates' conditions" in promote(contest, play=ScriptedMatch()).reason
+    assert promote(contest, force_reason="known", play=ScriptedMatch()).promoted
+
+
+def test_a_champion_whose_alias_was_removed_is_not_replaced_without_a_match(registry: Registry, contest: Path) -> None:
+    registry.client.delete_registered_model_alias(MODEL, "champion")
+    match = ScriptedMatch(0.1)
+    refused = promote(contest, play=match)
+    assert not refused.promoted and match.played == 0 and "champion" not in registry.aliases()
+    assert "version 1 was champion, and @champion was removed by something else than rlhf" in refused.reason
+    assert promote(contest, version="1", force_reason="it was removed by mistake").promoted
+    assert registry.aliases() == {"challenger": "2", "champion": "1"}
+    assert not promote(contest, play=match).promoted and match.played == 1
