@@ -120,12 +120,16 @@ def test_on_policy_replies_follow_the_training_distribution(models: Path, prompt
     assert measure_drift(sharp, model).kl == pytest.approx(0.0, abs=1e-4)
 
 
+def by_length(prompts: Any, replies: list[str]) -> list[float]:
+    return [float(len(reply)) for reply in replies]
+
+
 def test_selection_samples_as_ppo_does(models: Path, prompts: list[Prompt], tmp_path: Path) -> None:
     tokenizer, config = load_tokenizer(models / "sft"), PpoConfig(max_new_tokens=6, ptx=PtxConfig(weight=0.0), **SHARP)
     encoded = TrainingPrompts.encode(tokenizer, [row.prompt for row in prompts[:4]])
     ScalarModel.load(models / "reward").save(tmp_path / "critic", tokenizer, {MOMENTS: RunningMeanStd().to_dict()}, {})
     inputs = PpoInputs(
-        config, models / "sft", tokenizer, encoded, models / "reward", tmp_path / "critic", None, models / "referee",
+        config, models / "sft", tokenizer, encoded, by_length, tmp_path / "critic", None, models / "referee",
         encoded.messages, {},
     )  # fmt: skip
     trainer = assemble(inputs, RunContext(tmp_path / "work"))
