@@ -28,7 +28,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(call pip_install,$(BIN)) -r requirements.lock
 	@echo "3/3 installing rlhf-pipeline"
 	@$(call pip_install,$(BIN)) --no-deps --no-build-isolation --editable .
-	@$(BIN)/rlhf fingerprint
+	@[ ! -x $(BIN)/rlhf ] || $(BIN)/rlhf fingerprint
 	@touch $(STAMP)
 	@echo "ready; next: source $(BIN)/activate && rlhf run"
 

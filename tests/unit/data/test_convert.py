@@ -69,7 +69,7 @@ TURNS = st.lists(
 ROWS = st.fixed_dictionaries(
     {"prompt": TURNS, "chosen": st.text(), "rejected": st.text()},
     optional={
-        "margin": st.none() | st.floats(allow_nan=True),
+        "margin": st.none() | st.floats(allow_nan=True).filter(bool),  # 0 is a tie, and dropped
         "category": st.text(),
         "source": st.text(),
         "system": st.text(),

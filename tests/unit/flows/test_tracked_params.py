@@ -52,13 +52,6 @@ def test_the_lines_of_the_message_complete_the_file_and_change_nothing(tmp_path:
     assert check_params(yaml_text.read(tmp_path / "params.yaml")) == check_params(yaml_text.parse(present, "p"))
 
 
-def test_the_judge_is_suggested_as_the_referee_is(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        check_tracked_params(workspace(tmp_path, "referee: {steps: 7, optimizer: {lr: 1e-5}}\n"))
-    lines = "\n".join(line[2:] for line in str(refusal.value).splitlines() if line.startswith("  "))
-    assert yaml_text.parse(lines, "lines")["judge"] == {"steps": 7, "optimizer": {"lr": 1e-5}}
-
-
 def test_no_gate_is_suggested_that_would_refuse_every_model(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"add gates\.policy, gates\.reward, which no default can stand for"

@@ -68,7 +68,7 @@ def test_dialogues_that_a_template_does_not_take_are_reported(tmp_path: Path, ca
 
 def test_a_template_that_refuses_every_question_is_one_line() -> None:
     closed = RealTemplate("closed", "{{ raise_exception('No.') }}", CHATML, "<|endoftext|>", "<|endoftext|>")
-    with pytest.raises(ModelError, match=r"^owner/model: the chat template refuses .*: No\.; leave") as error:
+    with pytest.raises(ModelError, match=r"^owner/model: the chat template refuses .*: No; leave") as error:
         prepare_tokenizer(closed.tokenizer, "owner/model")
     assert "\n" not in str(error.value)
 

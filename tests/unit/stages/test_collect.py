@@ -110,7 +110,17 @@ def test_manifest_and_refused_rows(tmp_path: Path) -> None:
     digest = sha256_file(tmp_path / "pairs.jsonl")
     assert about["files"] == [
         {"source": "pairs.jsonl", "sha256": digest, "format": "standard"}
-        | {"records": 2, "rows": 1, "refused": 1, "dropped": {}, "unused": {}, "expanded": 0, "cut": 0, "unread": 0}
+        | {
+            "records": 2,
+            "rows": 1,
+            "refused": 1,
+            "dropped": {},
+            "unused": {},
+            "noticed": {},
+            "expanded": 0,
+            "cut": 0,
+            "unread": 0,
+        }
         | {"revision": "", "weight": 1.0, "cap": None, "share": 1.0}
     ]
 

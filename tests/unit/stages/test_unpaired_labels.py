@@ -50,7 +50,7 @@ def test_a_false_label_is_no_bad_row_and_its_prompt_is_a_prompt(tmp_path: Path) 
     assert checked.kinds["prompts"] == {"raw": 119, "clean": 118}
     assert "quarantined_share" not in as_text(checked), "few rows are bad, so none of these conditions fails"
     refused = pq.read_table(tmp_path / "out/data/quarantine.parquet").to_pylist()
-    assert [row.position for row in refused if row["kind"] == "prompts"] == [1]
+    assert [row["position"] for row in refused if row["kind"] == "prompts"] == [1]
 
 
 @pytest.mark.parametrize(
