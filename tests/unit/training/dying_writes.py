@@ -44,8 +44,8 @@ MOMENTS: dict[str, Callable[[], None]] = {
     "while-it-is-copied": dying(HostCopies, "copy", 2, after=False),
     "half-a-state": half_a_state,
     "half-of-what-is-waited-for": half_of_what_is_waited_for,
-    # A checkpoint writes its meta and its manifest. It flushes six times: the state, the history, these two, its folder,
-    # and the folder around it once it has its name there.
+    # A checkpoint writes its meta and its manifest. It flushes six times: the state, the history, these two, its
+    # folder, and the folder around it once it has its name there.
     "before-the-manifest": dying(manager, "_write_text", 4, after=False),
     "before-it-has-its-name": dying(manager, "fsync_path", 11, after=False),
     "when-it-has-its-name": dying(manager, "fsync_path", 12, after=False),
