@@ -17,6 +17,7 @@ SECRET_NAME = r"(?:key|token|secret|passw(?:or)?d|signature|sig|auth|authorizati
 # Shorter values of the environment are words that occur in ordinary texts.
 SHORTEST_SECRET = 6
 _SECRET_VARIABLE = re.compile(r"(?:KEY|TOKEN|SECRET|PASSW(?:OR)?D|AUTH_STRING|CREDENTIALS?)$", re.IGNORECASE)
+_KEY_FILE = re.compile(r"[~.]{0,2}(?:/[\w.-]+)+\.\w{1,8}")  # the path of a key, no key: a message has to name it
 _WITH_PASSWORD = re.compile(r"://[^\s/@:]*:(.+)@[^\s@]*$")
 _TOKEN_SHAPES = (
     r"hf_[A-Za-z0-9]{16,}",
@@ -58,7 +59,7 @@ def environment_secrets() -> list[str]:
     """Values of environment variables named as secrets, and passwords of URLs in others; the longest first."""
     found = set()
     for name, value in os.environ.items():
-        if _SECRET_VARIABLE.search(name) and not os.path.exists(value):  # no key's file
+        if _SECRET_VARIABLE.search(name) and not _KEY_FILE.fullmatch(value) and not os.path.exists(value):
             found |= {value, *value.split(":", 1)[1:]}  # user:password, as Prefect's is
         elif "://" in value and (match := _WITH_PASSWORD.search(value)):
             found |= {match[1], unquote(match[1])}

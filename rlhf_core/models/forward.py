@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_core.models.lazy_logits import LazyLogits
@@ -69,7 +70,7 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     known: bool | None = getattr(model, _KNOWN_HEAD, None)
     if known is None:
         parameter = next(iter(model.parameters()), None)
-        if parameter is not None and parameter.is_meta:
+        if parameter is not None and (parameter.is_meta or is_fake(parameter)):
             return model.get_output_embeddings() is not None and not changes_logits(model.config)
         with _comparing:  # passes of several threads may be the first to ask
             known = getattr(model, _KNOWN_HEAD, None)

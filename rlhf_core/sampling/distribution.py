@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
@@ -149,10 +150,12 @@ def _forbidden_mask(positions: Tensor, width: int, sampling: Sampling) -> Tensor
     vocabulary = width if sampling.vocabulary_size is None else sampling.vocabulary_size
     if not sampling.forbidden_ids and vocabulary >= width and not sampling.min_new_tokens:
         return None
-    never = _marked(sampling.forbidden_ids, vocabulary, width, positions.device)
+    # A mask of a pass on shapes alone is no mask for a pass with values, and the other way round.
+    marked = _marked if detect_fake_mode() is None else _marked.__wrapped__
+    never = marked(sampling.forbidden_ids, vocabulary, width, positions.device)
     if not sampling.min_new_tokens:
         return never
-    stops = _marked(sampling.stop_ids, width, width, positions.device)
+    stops = marked(sampling.stop_ids, width, width, positions.device)
     return never | (stops & (positions < sampling.min_new_tokens).unsqueeze(1))
 
 

@@ -113,7 +113,9 @@ def test_git_that_came_after_init_is_noticed_and_everything_is_ignored_from_the_
     listed = subprocess.run(
         ["git", "ls-files", "--others", "--exclude-standard"], cwd=workspace, capture_output=True, text=True, check=True
     ).stdout.split()
-    assert set(listed) == {".dvc/.gitignore", ".dvc/config", ".dvcignore", ".gitignore", "dvc.yaml", "params.yaml"}
+    suites = {f"expectations/{name}.json" for name in ("preferences", "demonstrations", "prompts", "pretrain")}
+    recipe = {"dvc.yaml", "params.yaml"} | suites
+    assert set(listed) == {".dvc/.gitignore", ".dvc/config", ".dvcignore", ".gitignore"} | recipe
 
 
 def test_a_run_that_cannot_succeed_is_refused_before_anything_starts(files: Path) -> None:

@@ -176,7 +176,7 @@ def test_dpo_holds_the_policy_alone() -> None:
     inputs = subjects.large(80, policy={"method": "dpo", "dpo": {"micro_batch_size": 2}})
     stage = estimate_stage(inputs, "ppo")
     assert roles_of(stage) == ["policy"] and "critic" not in planned_stages(inputs.params)
-    assert [phase.name for phase in stage.phases] == ["loading", "log-probabilities", "update", "step"]
+    assert [phase.name for phase in stage.phases] == ["loading", "log-probabilities", "update", "step", "saving"]
     larger = estimate_stage(subjects.large(80, policy={"method": "dpo", "dpo": {"micro_batch_size": 4}}), "ppo")
     assert larger.phases[2].use.total > stage.phases[2].use.total
 
@@ -185,7 +185,7 @@ def test_rejection_sampling_samples_and_fine_tunes_without_a_reference() -> None
     inputs = subjects.large(80, policy={"method": "rejection_sampling"})
     stage = estimate_stage(inputs, "ppo")
     assert roles_of(stage) == ["policy", "reward"] and "critic" not in planned_stages(inputs.params)
-    assert [phase.name for phase in stage.phases] == ["loading", "generation", "rewards", "update", "step"]
+    assert [phase.name for phase in stage.phases] == ["loading", "generation", "rewards", "update", "step", "saving"]
 
 
 def test_adapters_on_shared_weights_hold_themselves_alone() -> None:
