@@ -86,11 +86,12 @@ def _head_is_plain(model: PreTrainedModel) -> bool:
 
     Scaled, so that a soft cap shows in a model whose logits are small.
     """
-    head, training = model.get_output_embeddings(), model.training
+    head = model.get_output_embeddings()
     if head is None:
         return False
     ids = probe_ids(model.config.get_text_config().vocab_size).to(next(head.parameters()).device)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    modes = [(module, module.training) for module in model.modules()]  # layers that recompute have one of their own
     model.eval()
     hooks = []
     try:
@@ -109,7 +110,8 @@ def _head_is_plain(model: PreTrainedModel) -> bool:
     finally:
         for hook in hooks:
             hook.remove()
-        model.train(training)
+        for module, mode in modes:
+            module.training = mode
     if logits.shape != expected.shape:
         return False
     return bool((logits - expected).abs().max() <= SAME_LOGITS * expected.abs().max())

@@ -80,8 +80,9 @@ def exact_kl() -> Subject:
 
 
 def own_logits() -> Subject:
-    """A model that says it scales its logits, and so makes all of a pass at once; prompts as short as can be."""
-    config = json.loads(llama(2048, 32, 48, 1, 2, 2, tied=True).text) | {"logit_scale": 1.0}
+    """A model that bounds its logits, and so makes all of a pass at once; prompts as short as can be."""
+    bounded = {"model_type": "gemma3_text", "final_logit_softcapping": 30.0, "head_dim": 16}
+    config = json.loads(llama(2048, 32, 48, 1, 2, 2, tied=True).text) | bounded
     settings = params(ppo={"micro_batch_tokens": 180})
     return Subject("own_logits", Architecture.of(config, "own_logits"), settings, prompt=2, reply=16)
 

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from unit.memory import subjects
 
 from rlhf_core.config.lora import LoraConfig
@@ -15,7 +17,7 @@ from rlhf_core.memory.architecture import PUBLISHED_CONFIGS, Architecture
 from rlhf_core.memory.dry_run import ModelVariant, Moments, model_size
 from rlhf_core.memory.sequence_lengths import BatchShape
 from rlhf_core.memory.tensor_memory import largest
-from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
+from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, log_distribution_at
 
 SAMPLING = Sampling(-1, 0, 16, forbidden_ids=(0,))
 BATCH = BatchShape(4, 40, 64)
@@ -147,3 +149,12 @@ def test_what_cannot_run_on_shapes_is_refused_in_one_line() -> None:
     encoder = Architecture.of({"model_type": "t5", "d_model": 32, "num_layers": 2, "vocab_size": 100}, "a test")
     with pytest.raises(ModelError, match=r"^transformers cannot build a t5 model \([^\n]+\)$"):
         model_size(policy(encoder))
+
+
+def test_passes_with_values_and_on_shapes_do_not_share_a_mask() -> None:
+    logits, at = torch.zeros(1, 3, 77), torch.arange(3)
+    for _ in range(2):
+        seen = log_distribution_at(logits, at, SAMPLING)
+        assert not is_fake(seen) and seen[0, 0, 0] < -1e8 < seen[0, 0, 1]
+        with FakeTensorMode():
+            assert is_fake(log_distribution_at(torch.zeros(1, 3, 77), torch.arange(3), SAMPLING))

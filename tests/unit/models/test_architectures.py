@@ -45,6 +45,14 @@ def test_a_cap_on_small_logits_is_seen() -> None:
     assert not has_plain_head(model)
 
 
+def test_asking_a_model_for_its_head_leaves_the_mode_of_each_layer() -> None:
+    model = tiny_causal_lm("llama").eval()
+    layer = model.get_decoder().layers[0]
+    layer.training = True  # as while a layer's activations are recomputed, in a model that is not in training mode
+    assert has_plain_head(model)
+    assert [module for module in model.modules() if module.training] == [layer]
+
+
 @pytest.mark.parametrize("name", [*RECURRENT, *OTHERS])
 def test_replies_are_sampled_as_they_are_scored(name: str) -> None:
     require_replies_as_scored(tiny_causal_lm(name, **SETTINGS.get(name, {})), name)
