@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,17 @@ class StageNode:
     carried_inputs: tuple[str, ...] = ()
     cache: str = ""
     shareable: bool = False
+
+
+def all_before(graph: Mapping[str, StageNode], stage: str) -> set[str]:
+    """The stages that must be done before ``stage``, directly or through others."""
+    before: set[str] = set()
+    waiting = [stage]
+    while waiting:
+        new = set(graph[waiting.pop()].after) - before
+        before |= new
+        waiting += new
+    return before
 
 
 def read_graph(workspace: Path) -> dict[str, StageNode]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from flows.dvc_repo.graph import StageNode, read_graph
 from flows.dvc_repo.status import dvc_status
@@ -14,12 +14,10 @@ from flows.pipeline.events import EventWriter, RegistryUpdated, RunEnded, RunPla
 from flows.pipeline.last_run import COMPLETED
 from flows.pipeline.release_page import with_release_page
 from flows.pipeline.verdict import RegistrationResult, RunVerdict, reach_verdict
-from flows.registry.evidence.gate_evidence import ALWAYS_CHANGED
 from flows.registry.mlflow_client import has_record
 from flows.registry.promotion.promote import promote
 from flows.registry.versions.register import registered_before
 from flows.stage.outcome import StageOutcome
-from flows.stage.run import StageSpec, run_stage
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.errors import RlhfError
 
@@ -57,9 +55,8 @@ def has_gated_policy(graph: Mapping[str, StageNode]) -> bool:
 def find_unchanged(workspace: Path, *, promotes: bool) -> UnchangedWorld | None:
     """Say what a run would end with that computes, registers and decides nothing; None if there is something to do.
 
-    Stages that always run (the fingerprints of code and source files) are run, for they tell whether others are up to
-    date, and the page of the release is brought up to date. Where DVC or the registry do not answer, the run itself
-    says so: that is None too.
+    The page of the release is brought up to date. Where DVC or the registry do not answer, the run itself says so: that
+    is None too.
 
     Args:
         promotes: Whether the run would promote.
@@ -68,7 +65,7 @@ def find_unchanged(workspace: Path, *, promotes: bool) -> UnchangedWorld | None:
         return None
     try:
         graph = read_graph(workspace)
-        if not has_gated_policy(graph) or not _stages_up_to_date(workspace, graph):
+        if not has_gated_policy(graph) or dvc_status(workspace):
             return None
         registration = _standing_registration(workspace, promotes)
     except RlhfError:
@@ -80,22 +77,6 @@ def find_unchanged(workspace: Path, *, promotes: bool) -> UnchangedWorld | None:
     verdict, _ = with_release_page(workspace, reach_verdict(workspace, outcomes, registration), registration)
     message = f"nothing to do: every stage is up to date, {registration.registered}; {verdict.promotion}"
     return UnchangedWorld(outcomes, registration.registered, verdict, message)
-
-
-def _stages_up_to_date(workspace: Path, graph: Mapping[str, StageNode]) -> bool:
-    """Whether no stage has to run, judged by fingerprints as they are now."""
-    status = dvc_status(workspace)
-    if _stale(status):
-        return False
-    grace = float(load_params(workspace).flow.stop_grace_seconds)
-    always = [name for name in graph if name in status]
-    if not all(run_stage(StageSpec(workspace, name, graph[name].outputs, grace=grace)).ok for name in always):
-        return False
-    return not always or not _stale(dvc_status(workspace))
-
-
-def _stale(status: Mapping[str, Any]) -> bool:
-    return any(changes != [ALWAYS_CHANGED] for changes in status.values())
 
 
 def _standing_registration(workspace: Path, promotes: bool) -> RegistrationResult | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.dvc_repo.graph import StageNode, read_graph
+from flows.dvc_repo.graph import StageNode, all_before, read_graph
 from flows.dvc_repo.status import describe_changes, dvc_status
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.stages.gates import Condition, GatesConfig
@@ -84,7 +84,7 @@ class Freshness:
 
     def require(self, stage: str) -> None:
         """``GateFailed`` unless ``stage`` and every stage before it have left their files as dvc.lock records."""
-        relevant = {stage, *self.graph[stage].after}
+        relevant = {stage} | all_before(self.graph, stage)
         stale = {
             name: changes for name, changes in self.stale.items() if name in relevant and changes != [ALWAYS_CHANGED]
         }
