@@ -257,7 +257,8 @@ def require_equal(path: Path, saved: Tensor, expected: Tensor) -> None:
     if saved.shape != expected.shape or not torch.allclose(saved.float(), expected.float(), atol=1e-5, rtol=1e-4):
         raise ModelError(
             f"the model saved at {path} does not compute the same as the trained one; "
-            "nothing was published: check free disk space and, for sharded training, how weights are gathered"
+            "nothing was published: config.json and the weights do not hold all that it computes with (such as a "
+            "module that was exchanged), a sharded engine gathered them otherwise, or the disk lost some of it"
         )
 
 
