@@ -46,7 +46,7 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
         model: PreTrainedModel = new_model(config, tokenizer, derive_seed(config.seed, "base", "weights"))
     else:
         source, dtype = _source(config.source), getattr(torch, weights_precision(config.dtype))
-        if not is_local(source):
+        if not is_local(source) and not is_gguf(source):
             find_hub_model(source, config.revision)
         require_openable(source, config.revision)
         if is_gguf(source):

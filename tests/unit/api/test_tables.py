@@ -93,10 +93,15 @@ def test_a_column_of_texts_is_read_as_prompts(column: Callable[[Any], Any]) -> N
 
 
 def test_what_is_missing_in_a_table_is_no_text() -> None:
-    rows = [{"prompt": "Name a colour.", "system": "Be kind."}, {"prompt": "And a number.", "system": None}]
-    assert rows_of(Prompt, pd.DataFrame(rows), "prompts") == rows_of(Prompt, rows, "prompts")
+    rows: list[dict[str, Any]] = [
+        {"prompt": "Name a colour.", "system": "Be kind."},
+        {"prompt": "And a number.", "system": None},
+    ]
+    table: Any = pd.DataFrame(rows)
+    assert rows_of(Prompt, table, "prompts") == rows_of(Prompt, rows, "prompts")
+    table = pd.DataFrame({"prompt": ["a", np.nan]})
     with pytest.raises(DataError, match=r"prompts, record 2|prompts: 1 of the records"):
-        rows_of(Prompt, pd.DataFrame({"prompt": ["a", np.nan]}), "prompts")
+        rows_of(Prompt, table, "prompts")
 
 
 NO_ROWS: dict[str, Any] = {
@@ -155,7 +160,7 @@ def test_ppo_asks_for_the_rows_of_a_table(llama: tuple[PreTrainedModel, PreTrain
         asked.update(prompt[-1]["content"] for prompt in prompts)
         return [float(len(reply)) for reply in replies]
 
-    prompts = pd.DataFrame({"prompt": QUESTIONS, "source": "mine"})
+    prompts: Any = pd.DataFrame({"prompt": QUESTIONS, "source": "mine"})
     rollout = rlhf.PpoConfig(**PPO).rollout
     rlhf.train_critic(*llama, prompts, reward, rollout=rollout, config=rlhf.CriticConfig(max_rollouts=1))
     assert asked and asked <= set(QUESTIONS)
@@ -175,4 +180,4 @@ def test_every_function_refuses_a_rounded_model_before_it_trains(
     call: Callable[[Any, Any], Any], llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]
 ) -> None:
     with pytest.raises(ModelError, match="was rounded by a change of precision"):
-        call(copy.deepcopy(llama[0]).to(torch.bfloat16), llama[1])
+        call(copy.deepcopy(llama[0]).bfloat16(), llama[1])

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from architectures import tiny_causal_lm
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from rlhf_core.errors import ModelError
 from rlhf_core.models.computed_buffers import require_computed_buffers
 
 NAMES = ("llama", "gemma3_text", "gptj", "xglm", "gpt_oss", "falcon", "gpt2")
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-CASTS: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
+CASTS: dict[str, Callable[[Any], Any]] = {
     "to bfloat16": lambda model: model.to(torch.bfloat16),
     "half": lambda model: model.half(),
     "to bfloat16 and back": lambda model: model.bfloat16().float(),

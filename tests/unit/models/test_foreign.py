@@ -211,7 +211,10 @@ def normaliser(*steps: dict[str, object]) -> Damage:
 
 
 def template(source: str) -> Damage:
-    return lambda folder: ((folder / "chat_template.jinja").write_text(source)) and None
+    def damage(folder: Path) -> None:
+        (folder / "chat_template.jinja").write_text(source)
+
+    return damage
 
 
 def refusing_and_deep(folder: Path) -> None:
@@ -219,7 +222,7 @@ def refusing_and_deep(folder: Path) -> None:
     edit(CONFIG, num_hidden_layers=2_000_000)(folder)
 
 
-DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+DOUBLE: dict[str, object] = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 NESTED = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 ENDLESS: dict[str, Damage] = {
     "a template that loops": template(NESTED),
