@@ -19,6 +19,8 @@ from flows.ablation.scheduler import run_jobs
 from flows.supervision import signals
 from rlhf_core.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 TOY = """
 import json, pathlib, sys, time
 from ruamel.yaml import YAML
