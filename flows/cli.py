@@ -152,7 +152,7 @@ def ablate(
     seeds: Annotated[str | None, typer.Option(help="These seeds, separated by commas; default: the file's.")] = None,
     iterations: Annotated[int | None, typer.Option(min=1, help="PPO iterations; default: the file's.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side; default: one per core.")] = None,
-    docs: Annotated[bool, typer.Option("--docs", help="Write the results into docs/ablation.md too.")] = False,
+    docs: Annotated[bool, typer.Option("--docs", help="Update benchmarks/results/ablation.md too.")] = False,
     listing: Annotated[bool, typer.Option("--list", help="Show variants and figures, run nothing.")] = False,
 ) -> None:
     """Train every variant of PPO with every seed, and check which of the paper's claims hold here.

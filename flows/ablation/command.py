@@ -20,13 +20,13 @@ from flows.workspace.lock import locked
 from rlhf_core.errors import EXIT_INTERRUPTED, DataError, RlhfError
 
 LOCK = "ablation.lock"
-PAGE = Path("docs") / "ablation.md"
+PAGE = Path("benchmarks") / "results" / "ablation.md"
 REASON_LENGTH = 300
 
 
 @dataclass(frozen=True)
 class AblationOptions:
-    """How to run an ablation: ``jobs`` side by side (None: one per core), and whether to write ``docs/ablation.md``."""
+    """How to run an ablation: ``jobs`` side by side (None: one per core), and whether to write its page."""
 
     jobs: int | None = None
     docs: bool = False

@@ -122,7 +122,7 @@ def test_it_resumes_after_a_stop_and_after_a_kill(tmp_path: Path) -> None:
         (("--variants", "aa"), "no variant 'aa'; did you mean 'a'?"),
         (("--seeds", "x"), "'x' is not a seed"),
         (("--set", "ppo.kl.coeficient=1"), "did you mean 'coefficient'?"),
-        (("--docs",), "docs/ablation.md does not exist"),
+        (("--docs",), "benchmarks/results/ablation.md does not exist"),
         (("--docs", "--variants", "a"), "--docs takes the whole ablation"),
         (("--file", "missing.yaml"), "missing.yaml does not exist"),
     ],

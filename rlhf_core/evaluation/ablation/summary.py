@@ -15,7 +15,7 @@ from rlhf_core.evaluation.ablation.verdicts import ClaimVerdict, judge_claim
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text
 
 FIGURES = "figures"
-DOCS_FIGURES = Path("images") / "ablation"
+DOCS_FIGURES = Path("..") / ".." / "docs" / "images" / "ablation"  # seen from benchmarks/results
 
 
 def summarise(
@@ -27,7 +27,8 @@ def summarise(
         ablation: The definition.
         runs: All runs, finished or not.
         folder: Where the files go.
-        docs: A page that gets the same text between its markers, and the figures beside it under ``images/ablation``.
+        docs: A page two folders down that gets the same text between its markers; ``docs/images/ablation`` gets the
+            figures.
 
     Returns:
         The verdicts by figure.
@@ -50,7 +51,7 @@ def summarise(
         links = {name: (DOCS_FIGURES / f"{name}.png").as_posix() for name in drawn}
         page = insert(docs.read_text(encoding="utf-8"), write_page(ablation, results, verdicts, links), str(docs))
         for name, link in links.items():
-            _copy_atomically(folder / FIGURES / f"{name}.png", docs.parent / link)
+            _copy_atomically(folder / FIGURES / f"{name}.png", Path(os.path.normpath(docs.parent / link)))
         atomic_write_text(docs, page)
     return verdicts
 

@@ -241,14 +241,16 @@ def workspace(folder: Path, gold: float, kl: float) -> Path:
 
 def test_the_whole_summary(tmp_path: Path) -> None:
     (tmp_path / "ablation.yaml").write_text(DEFINITION)
-    (tmp_path / "page.md").write_text(f"# Page\n{BEGIN}\n{END}\n")
+    target = tmp_path / "benchmarks" / "results" / "page.md"
+    target.parent.mkdir(parents=True)
+    target.write_text(f"# Page\n{BEGIN}\n{END}\n")
     runs = [
         AblationRun("a", seed, workspace(tmp_path / f"a{seed}", 0.6 + seed / 100, 1.0), "done") for seed in (1, 2, 3)
     ]
     runs += [AblationRun("b", seed, workspace(tmp_path / f"b{seed}", 0.1 + seed / 100, 9.0), "done") for seed in (1, 2)]
     runs.append(AblationRun("b", 3, workspace(tmp_path / "b3", -9.0, 1.0), "paused", "ppo: steps not finite"))
     out = tmp_path / "out"
-    summarise(load_ablation(tmp_path / "ablation.yaml"), runs, out, tmp_path / "page.md")
+    summarise(load_ablation(tmp_path / "ablation.yaml"), runs, out, target)
 
     rows = list(csv.DictReader((out / "results.csv").open()))
     assert [(row["variant"], row["seed"], row["state"]) for row in rows[-2:]] == [
@@ -263,9 +265,9 @@ def test_the_whole_summary(tmp_path: Path) -> None:
     assert "- b, seed 3: paused. ppo: steps not finite" in text
     for picture in ("one", "two"):
         assert (out / "figures" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
-        assert (tmp_path / "images" / "ablation" / f"{picture}.png").is_file()
-    page = (tmp_path / "page.md").read_text()
-    assert "![The first](images/ablation/one.png)" in page and page.startswith("# Page\n")
+        assert (tmp_path / "docs" / "images" / "ablation" / f"{picture}.png").is_file()
+    page = target.read_text()
+    assert "![The first](../../docs/images/ablation/one.png)" in page and page.startswith("# Page\n")
 
 
 def test_a_run_that_is_not_done_has_no_values_whatever_lies_there(tmp_path: Path) -> None:
