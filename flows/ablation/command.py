@@ -14,7 +14,7 @@ from flows.ablation.plan import AblationPlan, AblationRequest, definition, descr
 from flows.ablation.scheduler import run_jobs
 from flows.dvc_repo.root import cache_of, ensure_dvc
 from flows.supervision import signals
-from flows.supervision.clock import Stopwatch
+from flows.supervision.signals import Stopwatch
 from flows.workspace.folder import display_path
 from flows.workspace.lock import locked
 from rlhf_core.errors import EXIT_INTERRUPTED, DataError, RlhfError

@@ -13,11 +13,8 @@ from flows.ablation.plan import TRAINER, AblationJob, AblationPlan
 from flows.dvc_repo.recipe import merged_params, write_recipe
 from flows.dvc_repo.root import ensure_dvc
 from flows.stage.outcome import FINAL_CODES, StageReport, clear_reports, load_reports
-from flows.supervision.clock import Stopwatch
-from flows.supervision.environment import child_environment
-from flows.supervision.processes import run_supervised
-from flows.supervision.python_module import dvc_errors
-from flows.supervision.signals import STOP
+from flows.supervision.processes import child_environment, dvc_errors, run_supervised
+from flows.supervision.signals import STOP, Stopwatch
 from flows.workspace.cleanup import cleanup
 from flows.workspace.folder import private_path
 from flows.workspace.lock import locked

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flows.stage.gate_conditions import condition_rows
+from flows.stage.outcome import condition_rows
 from rlhf_core.data.text.visible_text import for_terminal
 from rlhf_core.errors import DataError, GateFailed
 from rlhf_core.redaction import redacted

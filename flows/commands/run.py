@@ -14,8 +14,8 @@ from flows.commands.display.display import Display, open_display
 from flows.commands.error_text import print_failed_gates
 from flows.commands.summary import exit_code, print_verdict, summary
 from flows.dvc_repo.inputs import refresh_inputs
+from flows.dvc_repo.recipe import check_tracked_params
 from flows.dvc_repo.root import ensure_dvc
-from flows.dvc_repo.tracked_params import check_tracked_params
 from flows.pipeline.events import (
     EVENTS_VARIABLE,
     EventReader,
@@ -34,12 +34,16 @@ from flows.prefect_server.services import (
     wait_for_server,
 )
 from flows.supervision import signals
-from flows.supervision.environment import child_environment
-from flows.supervision.processes import OWNER_VARIABLE, SupervisedProcess, ownership_tag, start_supervised
-from flows.workspace.cleanup import cleanup
+from flows.supervision.processes import (
+    OWNER_VARIABLE,
+    SupervisedProcess,
+    child_environment,
+    ownership_tag,
+    start_supervised,
+)
+from flows.workspace.cleanup import cleanup, running_services
 from flows.workspace.folder import cannot_write, private_path
 from flows.workspace.lock import LOCK_HELD_VARIABLE, locked
-from flows.workspace.services_file import running_services
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, RlhfError
 from rlhf_core.storage.garbage_collection import skip_last_collection

@@ -19,8 +19,8 @@ from flows.commands.display.run_state import read_run_state
 from flows.commands.display.stage_lines import describe_stages
 from flows.commands.registry.registry_status import RegistryStatus, registry_status
 from flows.commands.summary import command_for, verdict_rows
+from flows.dvc_repo.graph import describe_changes, dvc_status
 from flows.dvc_repo.inputs import refresh_inputs
-from flows.dvc_repo.status import describe_changes, dvc_status
 from flows.pipeline.last_run import LastRun, read_last_run
 from flows.registry.governance.identity import known_workspace_id
 from flows.registry.mlflow_client import PIPELINE_TAG, REPORT_PAGE, WORKSPACE_ID_TAG, connect, has_record

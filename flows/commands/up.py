@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.commands.display.display import Display, open_display
+from flows.dvc_repo.recipe import check_tracked_params
 from flows.dvc_repo.root import ensure_dvc
-from flows.dvc_repo.tracked_params import check_tracked_params
 from flows.prefect_server.services import Services, check_port_option, open_services, wait_for_server
 from flows.supervision import signals
 from flows.supervision.ports import LOOPBACK, claim_port
 from flows.supervision.processes import OWNER_VARIABLE, ownership_tag
+from flows.workspace.cleanup import forget_services, record_services
 from flows.workspace.lock import locked
-from flows.workspace.services_file import forget_services, record_services
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
 

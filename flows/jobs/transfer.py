@@ -15,11 +15,8 @@ from urllib.parse import urlsplit
 
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageSpec, run_stage
-from flows.supervision.environment import child_environment
-from flows.supervision.processes import run_supervised
-from flows.supervision.python_module import dvc_errors, run_module
-from flows.supervision.retry import retry
-from flows.supervision.signals import STOP, StopRequested
+from flows.supervision.processes import child_environment, dvc_errors, run_module, run_supervised
+from flows.supervision.signals import STOP, StopRequested, retry
 from flows.workspace.folder import private_path
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 

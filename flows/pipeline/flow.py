@@ -54,8 +54,8 @@ from flows.stage.run import StageSpec, logged_progress, run_stage, stage_log
 from flows.supervision import signals
 from flows.supervision.processes import OWNER_VARIABLE, ownership_tag
 from flows.workspace.cleanup import cleanup
+from flows.workspace.folder import run_label, run_tags
 from flows.workspace.lock import LOCK_HELD_VARIABLE, locked_unless_inherited
-from flows.workspace.run_label import run_label, run_tags
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.config.operations.operations import FlowConfig
 from rlhf_core.config.operations.placement import Placement

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from flows.dvc_repo.status import dvc_status
+from flows.dvc_repo.graph import dvc_status
 from flows.stage.outcome import StageOutcome
-from flows.supervision.python_module import run_module
+from flows.supervision.processes import run_module
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 

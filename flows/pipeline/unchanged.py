@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from flows.dvc_repo.graph import StageNode, read_graph
-from flows.dvc_repo.status import dvc_status
+from flows.dvc_repo.graph import StageNode, dvc_status, read_graph
 from flows.pipeline.events import EventWriter, RegistryUpdated, RunEnded, RunPlanned, StageEnded, VerdictReached
 from flows.pipeline.last_run import COMPLETED
 from flows.pipeline.release_page import with_release_page

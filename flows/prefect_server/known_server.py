@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.prefect_server.services import connection_problem
-from flows.workspace.services_file import running_services
+from flows.workspace.cleanup import running_services
 from rlhf_core.errors import RlhfError, named_line
 
 if TYPE_CHECKING:

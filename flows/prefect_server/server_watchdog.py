@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flows.prefect_server.services import SERVER, Services, restart_server
-from flows.supervision.clock import WallClock
-from flows.supervision.signals import STOP
+from flows.supervision.signals import STOP, WallClock
 from rlhf_core.errors import RlhfError
 
 SERVER_RESTARTS = 3

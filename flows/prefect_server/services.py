@@ -12,11 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flows.supervision.environment import CHILD_SETTINGS, child_environment, no_proxy_hosts
 from flows.supervision.ports import LOOPBACK, claim_port
-from flows.supervision.processes import SupervisedProcess, start_supervised
+from flows.supervision.processes import (
+    CHILD_SETTINGS,
+    SupervisedProcess,
+    child_environment,
+    no_proxy_hosts,
+    start_supervised,
+)
+from flows.workspace.cleanup import running_services
 from flows.workspace.folder import private_path
-from flows.workspace.services_file import running_services
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.errors import RlhfError
 

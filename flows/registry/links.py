@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlsplit, urlunsplit
 
-from flows.workspace.services_file import running_addresses
+from flows.workspace.cleanup import running_addresses
 
 MLFLOW_SERVICE = "mlflow"
 # Without it the UI shows its pages on generative AI, traces and judges, until one has chosen model training.

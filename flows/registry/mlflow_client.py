@@ -22,8 +22,7 @@ from flows.dvc_repo.lock_file import recorded_hash
 from flows.registry.governance.identity import workspace_id
 from flows.registry.links import run_page
 from flows.registry.moved_workspace import repair_moved
-from flows.workspace.folder import private_path
-from flows.workspace.run_label import run_tags
+from flows.workspace.folder import private_path, run_tags
 from rlhf_core.config.loading.load import PARAMS_FILE, load_params, load_section
 from rlhf_core.config.loading.yaml_text import plain, read
 from rlhf_core.config.operations.operations import TrackingConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 from flows.pipeline.verdict_markdown import markdown_text
 from flows.release.evidence import ReleaseEvidence
-from flows.stage.gate_conditions import condition_rows
+from flows.stage.outcome import condition_rows
 from rlhf_core.evaluation.judges.final import SELECTED_BY, TRAINED_ON
 from rlhf_core.evaluation.verdict.standing import JudgeResult, judge_results
 from rlhf_core.gates import lookup

@@ -17,7 +17,7 @@ from unit.flows.registry.conftest import ScriptedMatch
 from flows.registry.governance.history import history_ledger
 from flows.registry.promotion.promote import promote, rollback
 from flows.registry.versions.champion import champion_folder
-from flows.supervision.environment import child_environment
+from flows.supervision.processes import child_environment
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]
 WORKSPACES, PROCESSES = 4, 2

@@ -28,7 +28,7 @@ from flows.registry.governance.history import history_ledger
 from flows.registry.promotion.promote import promote, rollback
 from flows.registry.transactions import alias_transaction, decisions
 from flows.registry.versions.champion import champion_folder
-from flows.supervision.environment import child_environment
+from flows.supervision.processes import child_environment
 from rlhf_core.errors import RlhfError
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(1200)]

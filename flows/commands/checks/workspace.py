@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flows.commands.checks import FAIL, OK, WARN, DoctorCheck
-from flows.dvc_repo.tracked_params import check_tracked_params
+from flows.dvc_repo.recipe import check_tracked_params
 from flows.workspace.lock import lock_holder
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import DataError, RlhfError

@@ -10,7 +10,7 @@ from typing import Any
 
 from flows.dvc_repo.lock_file import RecordedStage, recorded_stages
 from flows.registry.versions.registered_here import RegisteredHere, read_registered
-from flows.stage.gate_conditions import condition_rows
+from flows.stage.outcome import condition_rows
 from flows.workspace.folder import display_path, is_workspace
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import PARAMS_FILE

@@ -12,7 +12,7 @@ from typing import Protocol, TextIO
 from flows.commands.display.lines import LineDisplay
 from flows.commands.display.run_state import RunState
 from flows.pipeline.events import PipelineEvent
-from flows.supervision.clock import Stopwatch
+from flows.supervision.signals import Stopwatch
 
 
 class Display(Protocol):

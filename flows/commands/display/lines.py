@@ -13,7 +13,7 @@ from flows.pipeline.events import (
     StageRetried,
     StageStarted,
 )
-from flows.supervision.clock import Stopwatch
+from flows.supervision.signals import Stopwatch
 
 PROGRESS_EVERY_SECONDS = 10.0
 

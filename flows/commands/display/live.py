@@ -12,7 +12,7 @@ from rich.text import Text
 from flows.commands.display.run_state import RunState
 from flows.commands.display.stage_table import RunTable
 from flows.pipeline.events import PipelineEvent, StagePreempted, StageRetried
-from flows.supervision.clock import Stopwatch
+from flows.supervision.signals import Stopwatch
 
 REFRESHES_PER_SECOND = 8
 READ_LOGS_EVERY_SECONDS = 0.5

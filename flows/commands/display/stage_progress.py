@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from flows.stage.outcome import LoggedProgress, progress_lines
-from flows.supervision.log_reader import LogReader
+from flows.supervision.processes import LogReader
 
 TAIL_BYTES = 4096
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from flows.commands.error_text import gate_table
 from flows.registry.evidence.gate_evidence import GATES
 from flows.registry.transactions.decisions import PromotionDecision
-from flows.stage.gate_conditions import condition_rows
+from flows.stage.outcome import condition_rows
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import read_json, sha256_file
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.dvc_repo.graph import StageNode, all_before, read_graph
-from flows.dvc_repo.status import describe_changes, dvc_status
+from flows.dvc_repo.graph import StageNode, all_before, describe_changes, dvc_status, read_graph
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.stages.gates import Condition, GatesConfig
 from rlhf_core.errors import GateFailed

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flows.dvc_repo.lock_file import recorded_hash
 from flows.registry.transactions.aliases import registry_errors
 from flows.registry.versions.model_artifacts import CONTENT_TAG
-from flows.supervision.environment import child_environment
-from flows.supervision.processes import start_supervised
+from flows.supervision.processes import child_environment, start_supervised
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.errors import RlhfError

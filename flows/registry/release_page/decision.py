@@ -17,7 +17,7 @@ from flows.registry.transactions.aliases import CHAMPION, aliases_of, get_versio
 from flows.registry.transactions.champion_transaction import DECLINED_TAG
 from flows.registry.transactions.decisions import read_decisions, utc_now
 from flows.registry.versions.registered_here import RegisteredHere, read_registered
-from flows.stage.gate_conditions import SIGNS, condition_rows
+from flows.stage.outcome import SIGNS, condition_rows
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import RlhfError

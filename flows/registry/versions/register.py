@@ -43,7 +43,7 @@ from flows.registry.versions.known_version import known_version
 from flows.registry.versions.model_artifacts import COMPLETE_TAG, CONTENT_TAG, log_model
 from flows.registry.versions.registered_here import RegisteredHere, write_registered
 from flows.registry.versions.signing import SIGNER_TAG, Signer, require_signer, sign_version
-from flows.workspace.run_label import SEPARATOR, run_label
+from flows.workspace.folder import SEPARATOR, run_label
 from rlhf_core.config.loading.load import load_params, load_section
 from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import GateFailed

@@ -22,8 +22,8 @@ from dvc.repo import Repo
 from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerBase
 
-from flows.supervision.environment import child_environment
 from flows.supervision.ports import free_port
+from flows.supervision.processes import child_environment
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.data.schema import Message, Prompt, write_rows

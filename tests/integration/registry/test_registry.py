@@ -29,8 +29,8 @@ from flows.registry.promotion.promote import promote
 from flows.registry.transactions.aliases import versions
 from flows.registry.versions.champion import champion_folder
 from flows.registry.versions.register import register, registered_before
-from flows.supervision.environment import child_environment
 from flows.supervision.ports import free_port
+from flows.supervision.processes import child_environment
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.storage.files import sha256_file, sha256_tree
 

@@ -16,7 +16,7 @@ from flows.pipeline.verdict import KlEstimate, RunVerdict
 from flows.pipeline.verdict_markdown import markdown_text, verdict_markdown
 from flows.registry.links import MODEL_TRAINING, MlflowLinks, mlflow_links, run_page
 from flows.stage.outcome import StageOutcome
-from flows.workspace.services_file import record_services
+from flows.workspace.cleanup import record_services
 from rlhf_core.evaluation.verdict.standing import JudgeResult, Standing
 
 VERDICT = RunVerdict(
