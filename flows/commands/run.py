@@ -49,7 +49,7 @@ from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, RlhfError
 from rlhf_core.storage.garbage_collection import skip_last_collection
 
 if TYPE_CHECKING:
-    from flows.commands.serving.service_monitor import ServiceMonitor
+    from flows.prefect_server.monitor import ServiceMonitor
 
 FLOW_GRACE = 8.0
 WORKER_RESTARTS = 3
@@ -160,10 +160,9 @@ class PipelineRun:
     def _prepare(self, services: Services) -> ServiceMonitor:
         """Wait for the server, then set up work pools, deployments and workers."""
         # Imported here: loading Prefect takes a second, while the server starts.
-        from flows.commands.serving.service_monitor import ServiceMonitor
         from flows.jobs.deployments import deploy_jobs
-        from flows.prefect_server.automations import try_zombie_automation
-        from flows.prefect_server.flow_runs import end_stale_runs
+        from flows.prefect_server.flow_runs import end_stale_runs, try_zombie_automation
+        from flows.prefect_server.monitor import ServiceMonitor
         from flows.prefect_server.pools import idle_workers
 
         if services.embedded:
@@ -219,7 +218,7 @@ class PipelineRun:
         self.display.phase("stopping" if stopped else "stopping the services")
         try:
             if self.flow is not None:
-                from flows.commands.serving.service_monitor import end_active_runs
+                from flows.prefect_server.monitor import end_active_runs
 
                 status = self.flow.stop()
                 self._show_new_events()

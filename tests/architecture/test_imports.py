@@ -39,11 +39,8 @@ FLOWS_MAY_USE = {"config", "gates", "errors", "redaction", "storage", "git", "__
 FLOWS_MAY_ALSO_USE = {
     # It mounts the core's commands on its own command line.
     "flows.cli": {"chat.terminal", "cli", "commands.data", "stages.runtime.threads.limit_threads_of"},
-    "flows.commands.data_diff": {
-        "commands.data",
-        "commands.output",
-        "data.inspection.changes",
-    },  # of the group rlhf data
+    # Of the group ``rlhf data``.
+    "flows.commands.data_diff": {"commands.data", "commands.output", "data.inspection.changes"},
     "flows.commands.compare.alternatives_file": {"evaluation.alternative_runs"},
     "flows.commands.compare.command": {"commands.data", "commands.output"},
     "flows.commands.error_text": {"data.text.visible_text"},
@@ -66,10 +63,7 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.sources.SOURCES_FILE",
         "fingerprint.sources.describe_sources",
     },
-    "flows.pipeline.verdict": {
-        "evaluation.verdict.alarms.alarms",
-        "evaluation.verdict.standing",
-    },
+    "flows.pipeline.verdict": {"evaluation.verdict.alarms.alarms", "evaluation.verdict.standing"},
     "flows.commands.display.stage_results": {"evaluation.verdict.standing.judge_results"},
     "flows.commands.summary": {"evaluation.verdict.standing.Standing"},
     "flows.registry.transactions.decisions": {"evaluation.promotion.criteria.Criterion"},

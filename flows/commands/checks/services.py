@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 
 from flows.commands.checks import FAIL, OK, WARN, DoctorCheck
+from flows.prefect_server.services import LOOPBACK, free_port
 from flows.registry.mlflow_client import knock
-from flows.supervision.ports import LOOPBACK, free_port
 
 
 def service_checks() -> Iterator[DoctorCheck]:

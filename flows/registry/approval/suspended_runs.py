@@ -20,7 +20,7 @@ from prefect.flow_runs import suspend_flow_run
 from prefect.states import Cancelled, Completed, State
 
 from flows.prefect_server.flow_runs import SUSPENDED
-from flows.prefect_server.known_server import known_server
+from flows.prefect_server.services import known_server
 from flows.registry.approval.request import latest_request
 from flows.registry.governance.history import history_ledger, read_history
 from flows.registry.mlflow_client import connect

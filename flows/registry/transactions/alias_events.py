@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid5
 
-from flows.prefect_server.known_server import known_server
+from flows.prefect_server.services import known_server
 from flows.registry.approval.request import DECLINE, REQUEST
 from rlhf_core.errors import RlhfError
 

@@ -22,7 +22,7 @@ from dvc.repo import Repo
 from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerBase
 
-from flows.supervision.ports import free_port
+from flows.prefect_server.services import free_port
 from flows.supervision.processes import child_environment
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations.operations import RegistryConfig

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from integration.registry.conftest import policy_name, reward_name, wait_for_url
 
+from flows.prefect_server.services import free_port
 from flows.registry.evidence.run_description import describe_run
 from flows.registry.mlflow_client import (
     connect,
@@ -29,7 +30,6 @@ from flows.registry.promotion.promote import promote
 from flows.registry.transactions.aliases import versions
 from flows.registry.versions.champion import champion_folder
 from flows.registry.versions.register import register, registered_before
-from flows.supervision.ports import free_port
 from flows.supervision.processes import child_environment
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.storage.files import sha256_file, sha256_tree

@@ -22,7 +22,7 @@ from unit.training.tiny import SHAPE, text
 
 from flows.commands.checks import FAIL, OK, WARN
 from flows.commands.checks.workspace import base_model_check
-from flows.supervision.ports import free_port
+from flows.prefect_server.services import free_port
 from rlhf_core import hub
 from rlhf_core.config.stages.base import BaseConfig
 from rlhf_core.errors import EXIT_USER_ERROR, ModelError
