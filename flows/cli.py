@@ -308,7 +308,7 @@ def report(
 
     Example: rlhf report --open
     """
-    from flows.registry.release_page.page import current_page, try_release_page
+    from flows.registry.release_page import current_page, try_release_page
     from flows.workspace.folder import find_workspace
 
     folder = find_workspace(workspace)

@@ -22,9 +22,9 @@ from flows.commands.summary import command_for, verdict_rows
 from flows.dvc_repo.graph import describe_changes, dvc_status
 from flows.dvc_repo.inputs import refresh_inputs
 from flows.pipeline.last_run import LastRun, read_last_run
-from flows.registry.governance.identity import known_workspace_id
-from flows.registry.mlflow_client import PIPELINE_TAG, REPORT_PAGE, WORKSPACE_ID_TAG, connect, has_record
-from flows.registry.release_page.page import current_page
+from flows.registry.client import PIPELINE_TAG, REPORT_PAGE, WORKSPACE_ID_TAG, connect, has_record
+from flows.registry.release_page import current_page
+from flows.registry.workspace import known_workspace_id
 from flows.workspace.lock import LockHolder, lock_holder
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.config.loading.yaml_text import plain, read

@@ -115,8 +115,7 @@ def _start_services(services: Services, params: Params, mlflow_port: int, displa
 
 def deep_links(workspace: Path, prefect_url: str) -> list[str]:
     """Return the addresses of the pages that a person opens: runs on both servers, schedules, registered models."""
-    from flows.registry.links import mlflow_links
-    from flows.registry.mlflow_client import connect, experiment_id
+    from flows.registry.client import connect, experiment_id, mlflow_links
 
     lines = [f"Prefect: runs {prefect_url}/runs", f"         schedules {prefect_url}/deployments"]
     links = mlflow_links(workspace)
@@ -128,7 +127,7 @@ def deep_links(workspace: Path, prefect_url: str) -> list[str]:
 
 def _start_mlflow(services: Services, port: int) -> str:
     """Return the address of the MLflow UI: the server of ``MLFLOW_TRACKING_URI``, else one that is started here."""
-    from flows.registry.mlflow_client import prepare_tracking, tracking_uri
+    from flows.registry.client import prepare_tracking, tracking_uri
 
     prepare_tracking(services.workspace)
     uri = tracking_uri(services.workspace)

@@ -18,9 +18,7 @@ from prefect.artifacts import (
 
 from flows.pipeline.verdict import RunVerdict
 from flows.pipeline.verdict_markdown import verdict_markdown
-from flows.registry.evidence.run_description import describe_run
-from flows.registry.links import mlflow_links
-from flows.registry.mlflow_client import REPORT_PAGE, log_final_artifacts, report_page
+from flows.registry.client import REPORT_PAGE, describe_run, log_final_artifacts, mlflow_links, report_page
 from flows.stage.outcome import StageOutcome, condition_rows, last_progress
 from flows.stage.run import stage_log
 from flows.supervision.processes import LogReader

@@ -41,14 +41,13 @@ from flows.pipeline.events import (
     new_events_file,
 )
 from flows.pipeline.preflight import memory_refusal
-from flows.pipeline.record_delivery import delivered_records, without_delivery
 from flows.pipeline.registration import MATCH_LOG, promote_task, register_task
 from flows.pipeline.release_page import with_release_page
 from flows.pipeline.unchanged import find_unchanged, has_gated_policy, undecided_because
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans
-from flows.registry.approval.suspended_runs import follow_request
-from flows.registry.mlflow_client import end_pipeline_run, start_pipeline_run
+from flows.registry.approval import follow_request
+from flows.registry.client import delivered_records, end_pipeline_run, start_pipeline_run, without_delivery
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageSpec, logged_progress, run_stage, stage_log
 from flows.supervision import signals

@@ -8,9 +8,9 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from flows.registry.promotion.promote import promote
-from flows.registry.transactions.decisions import PromotionDecision
-from flows.registry.versions.register import register
+from flows.registry.decisions import PromotionDecision
+from flows.registry.promote import promote
+from flows.registry.register import register
 from rlhf_core.config.loading.load import load_params
 
 MATCH_LOG = "match"

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from flows.pipeline.verdict import NOTHING, RegistrationResult, RunVerdict
-from flows.registry.mlflow_client import RELEASE_PAGE
-from flows.registry.release_page.decision import RunNotes
-from flows.registry.release_page.page import current_page, try_release_page
+from flows.registry.client import RELEASE_PAGE
+from flows.registry.release_page import RunNotes, current_page, try_release_page
 
 
 def with_release_page(workspace: Path, verdict: RunVerdict, registration: RegistrationResult) -> tuple[RunVerdict, str]:

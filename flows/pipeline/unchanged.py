@@ -13,9 +13,9 @@ from flows.pipeline.events import EventWriter, RegistryUpdated, RunEnded, RunPla
 from flows.pipeline.last_run import COMPLETED
 from flows.pipeline.release_page import with_release_page
 from flows.pipeline.verdict import RegistrationResult, RunVerdict, reach_verdict
-from flows.registry.mlflow_client import has_record
-from flows.registry.promotion.promote import promote
-from flows.registry.versions.register import registered_before
+from flows.registry.client import has_record
+from flows.registry.promote import promote
+from flows.registry.register import registered_before
 from flows.stage.outcome import StageOutcome
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.errors import RlhfError

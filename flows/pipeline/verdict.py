@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.registry.transactions.decisions import PromotionDecision
+from flows.registry.decisions import PromotionDecision
 from flows.stage.outcome import StageOutcome, failed_conditions
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
 from rlhf_core.evaluation.verdict.alarms import alarms

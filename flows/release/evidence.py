@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.evidence.data_card import read_data_card
-from flows.registry.evidence.training_source import TrainingSource, source_of_version
-from flows.registry.mlflow_client import connect, fluent
-from flows.registry.transactions.aliases import registry_errors
-from flows.registry.versions.model_artifacts import stored_sampling
+from flows.registry.aliases import registry_errors
+from flows.registry.client import connect, fluent
+from flows.registry.evidence import TrainingSource, read_data_card, source_of_version
+from flows.registry.stored_models import stored_sampling
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import read_json
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.registry.mlflow_client import connect
-from flows.registry.promotion.obstacles import promotion_obstacle
-from flows.registry.transactions.aliases import CHAMPION, get_version
-from flows.registry.versions.champion import policy_with_alias
-from flows.registry.versions.model_artifacts import verified_folder
-from flows.registry.versions.signing import SIGNATURE_NAME, Signer
+from flows.registry.aliases import CHAMPION, get_version
+from flows.registry.champion_change import promotion_obstacle
+from flows.registry.client import connect
+from flows.registry.signing import SIGNATURE_NAME, Signer
+from flows.registry.stored_models import policy_with_alias, verified_folder
 from flows.release.evidence import ReleaseEvidence, release_evidence
 from flows.release.hub import Upload, check_repository, upload
 from flows.release.model_card import DATA_CARD_FILE, card_data, card_text

@@ -57,7 +57,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.checks.workspace": {"models.starting.starting_model.open_starting_model"},
     "flows.commands.serving.serve": {"serving", "stages.runtime.threads.limit_threads_of"},
     "flows.commands.serving.commands": {"serving.limits.ServingLimits", "stages.runtime.threads.limit_threads_of"},
-    "flows.registry.versions.served_versions": {"serving.policy_source"},
+    "flows.registry.stored_models": {"serving.policy_source"},
     "flows.pipeline.data_watch": {
         "data.collection.sources.collected_paths",
         "fingerprint.sources.SOURCES_FILE",
@@ -66,28 +66,25 @@ FLOWS_MAY_ALSO_USE = {
     "flows.pipeline.verdict": {"evaluation.verdict.alarms.alarms", "evaluation.verdict.standing"},
     "flows.commands.display.stage_results": {"evaluation.verdict.standing.judge_results"},
     "flows.commands.summary": {"evaluation.verdict.standing.Standing"},
-    "flows.registry.transactions.decisions": {"evaluation.promotion.criteria.Criterion"},
-    "flows.registry.release_page.decision": {"evaluation.report.parts.release"},
-    "flows.registry.release_page.page": {
-        "evaluation.report.parts.release.BEGIN",
-        "evaluation.report.render.with_release",
-    },
-    "flows.registry.mlflow_client": {
+    "flows.registry.decisions": {"evaluation.promotion.criteria.Criterion"},
+    "flows.registry.release_page": {"evaluation.report.parts.release", "evaluation.report.render.with_release"},
+    "flows.registry.client": {
         "tracking.delivery.deliver_waiting",
         "tracking.stage_run.origin_tags",
         "tracking.stage_run.record_folder",
+        "tracking.courier",
+        "tracking.client_settings",
     },
     "flows.dvc_repo.inputs": {"data.collection.sources.collected_paths"},
-    "flows.pipeline.record_delivery": {"tracking.courier", "tracking.client_settings"},
     "flows.commands.status": {"tracking.client_settings", "tracking.journal.waiting_records"},
-    "flows.registry.promotion.match": {
+    "flows.registry.match": {
         "evaluation.judges.final.JUDGE",
         "evaluation.promotion.criteria.Criterion",
         "evaluation.promotion.criteria.failed",
         "fingerprint.tracked_files.code_lines",
         "fingerprint.tracked_files.verifiable_functions",
     },
-    "flows.registry.promotion.promote": {
+    "flows.registry.promote": {
         "evaluation.promotion.criteria.non_inferiority_criteria",
         "evaluation.promotion.criteria.win_rate_criteria",
     },

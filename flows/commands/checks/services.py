@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from flows.commands.checks import FAIL, OK, WARN, DoctorCheck
 from flows.prefect_server.services import LOOPBACK, free_port
-from flows.registry.mlflow_client import knock
+from flows.registry.client import knock
 
 
 def service_checks() -> Iterator[DoctorCheck]:

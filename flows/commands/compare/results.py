@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.dvc_repo.lock_file import RecordedStage, recorded_stages
-from flows.registry.versions.registered_here import RegisteredHere, read_registered
+from flows.registry.workspace import RegisteredHere, read_registered
 from flows.stage.outcome import condition_rows
 from flows.workspace.folder import display_path, is_workspace
 from rlhf_core.config.loading import yaml_text

@@ -12,7 +12,7 @@ from flows.commands.options import Reason, Workspace
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
 
 if TYPE_CHECKING:
-    from flows.registry.transactions.decisions import PromotionDecision
+    from flows.registry.decisions import PromotionDecision
 
 app = typer.Typer(add_completion=False)
 
@@ -42,7 +42,7 @@ def promote(
     $ rlhf promote --dry-run --explain
     $ rlhf promote --force --reason "champion was trained on leaked data"
     """
-    from flows.registry.promotion.promote import promote as decide
+    from flows.registry.promote import promote as decide
     from flows.workspace.folder import find_workspace
 
     if force and not (reason or "").strip():
@@ -76,7 +76,7 @@ def approve(version: VersionLookedAt = None, reason: Reason = None, workspace: W
 
     Example: rlhf approve --version 7 --reason "read 50 replies"
     """
-    from flows.registry.approval.decide import approve as decide
+    from flows.registry.approval import approve as decide
     from flows.workspace.folder import find_workspace
 
     folder = find_workspace(workspace)
@@ -96,7 +96,7 @@ def decline(
 
     Example: rlhf decline --reason "refuses too much"
     """
-    from flows.registry.approval.decide import decline as decide
+    from flows.registry.approval import decline as decide
     from flows.workspace.folder import find_workspace
 
     folder = find_workspace(workspace)
@@ -108,7 +108,7 @@ def decline(
 
 def _refresh_release_page(workspace: Path) -> None:
     """Bring the workspace's page up to date after a decision, which stands whether or not that is possible."""
-    from flows.registry.release_page.page import try_release_page
+    from flows.registry.release_page import try_release_page
 
     if problem := try_release_page(workspace):
         typer.echo(problem, err=True)
@@ -116,7 +116,7 @@ def _refresh_release_page(workspace: Path) -> None:
 
 def _end_suspended_runs(workspace: Path, decision: PromotionDecision) -> None:
     """Complete the Prefect runs that waited for the decision; a server that does not answer changes nothing else."""
-    from flows.registry.approval.suspended_runs import end_suspended_runs
+    from flows.registry.approval import end_suspended_runs
 
     try:
         ended = end_suspended_runs(workspace, decision)
@@ -141,7 +141,7 @@ def rollback(
     $ rlhf rollback --reason "rude replies seen in production"
     $ rlhf rollback --to 3 --reason "drifted since"
     """
-    from flows.registry.promotion.promote import rollback as restore
+    from flows.registry.promote import rollback as restore
     from flows.workspace.folder import find_workspace
 
     folder = find_workspace(workspace)
@@ -167,8 +167,8 @@ def terms(
     $ rlhf terms
     $ rlhf terms --take-over --reason "the first machine is gone"
     """
-    from flows.registry.governance.owner import describe_terms
-    from flows.registry.governance.owner import take_over as become_owner
+    from flows.registry.session import describe_terms
+    from flows.registry.session import take_over as become_owner
     from flows.workspace.folder import find_workspace
 
     folder = find_workspace(workspace)
@@ -193,7 +193,7 @@ def gc(
     $ rlhf gc --delete
     """
     from flows.commands.registry.retention import clean_token_cache, describe_retention
-    from flows.registry.versions.retention import apply_retention
+    from flows.registry.retention import apply_retention
     from flows.workspace.folder import find_workspace
 
     folder = find_workspace(workspace)

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.commands.error_text import gate_table
-from flows.registry.evidence.gate_evidence import GATES
-from flows.registry.transactions.decisions import PromotionDecision
+from flows.registry.decisions import PromotionDecision
+from flows.registry.evidence import GATES
 from flows.stage.outcome import condition_rows
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import read_json, sha256_file

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.registry.governance.history import read_history
-from flows.registry.governance.owner import TAKE_OVER
-from flows.registry.governance.printed_line import printed_line
-from flows.registry.mlflow_client import connect
-from flows.registry.transactions.aliases import CHAMPION, read_aliases, registered_model
-from flows.registry.transactions.decisions import report_name
+from flows.registry.aliases import CHAMPION, read_aliases, registered_model
+from flows.registry.client import connect
+from flows.registry.decisions import report_name
+from flows.registry.history import read_history
+from flows.registry.session import TAKE_OVER
+from flows.registry.workspace import printed_line
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import RlhfError

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.commands.display.formats import format_age
-from flows.registry.approval.request import latest_request
-from flows.registry.governance.history import read_history
-from flows.registry.mlflow_client import connect, has_record
-from flows.registry.transactions.alias_transaction import pending
-from flows.registry.transactions.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
-from flows.registry.transactions.decisions import read_decisions
-from flows.registry.versions.model_artifacts import CONTENT_TAG
+from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
+from flows.registry.client import connect, has_record
+from flows.registry.decisions import pending, read_decisions
+from flows.registry.history import latest_request, read_history
+from flows.registry.stored_models import CONTENT_TAG
 from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import sha256_tree

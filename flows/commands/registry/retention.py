@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flows.registry.versions.retention import RetentionPlan
+from flows.registry.retention import RetentionPlan
 from rlhf_core.data.tokens.unneeded_entries import remove_entries, unneeded_entries
 
 MIB = 1 << 20

@@ -7,11 +7,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.evidence.training_source import TrainingSource, source_of_version, source_of_workspace
-from flows.registry.mlflow_client import connect
-from flows.registry.transactions.aliases import CHAMPION
-from flows.registry.versions.champion import policy_with_alias
-from flows.registry.versions.model_artifacts import verified_folder
+from flows.registry.aliases import CHAMPION
+from flows.registry.client import connect
+from flows.registry.evidence import TrainingSource, source_of_version, source_of_workspace
+from flows.registry.stored_models import policy_with_alias, verified_folder
 from flows.workspace.folder import display_path, is_workspace
 
 if TYPE_CHECKING:

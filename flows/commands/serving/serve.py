@@ -12,11 +12,10 @@ from typing import NoReturn
 import typer
 
 from flows.commands.serving.chat import about_version, folder_model
-from flows.registry.mlflow_client import connect
-from flows.registry.promotion.obstacles import promotion_obstacle
-from flows.registry.transactions.aliases import CHAMPION, get_version
-from flows.registry.versions.champion import policy_with_alias
-from flows.registry.versions.served_versions import AliasSource, VersionSource, version_of_run
+from flows.registry.aliases import CHAMPION, get_version
+from flows.registry.champion_change import promotion_obstacle
+from flows.registry.client import connect
+from flows.registry.stored_models import AliasSource, VersionSource, policy_with_alias, version_of_run
 from flows.supervision import signals
 from flows.workspace.folder import find_workspace, is_workspace, require_model_folder
 from rlhf_core.config.loading.load import load_section

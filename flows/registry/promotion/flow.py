@@ -8,10 +8,10 @@ from typing import Any
 
 from prefect import flow, get_run_logger, runtime
 
-from flows.registry.approval.suspended_runs import follow_request
-from flows.registry.promotion.promote import promote
-from flows.registry.release_page.page import try_release_page
-from flows.registry.transactions.decisions import as_report
+from flows.registry.approval import follow_request
+from flows.registry.decisions import as_report
+from flows.registry.promote import promote
+from flows.registry.release_page import try_release_page
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations.operations import RegistryConfig
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from vllm_service import VLLM_MARKS, VLLM_PYTHON, VllmService, started
 
 from flows.prefect_server.services import free_port
-from flows.registry.versions.register import register
+from flows.registry.register import register
 from flows.release.export import ExportRequest, export
 from rlhf_core.data.chat.encoding import encode_prompt
 from rlhf_core.data.schema import Message

@@ -126,7 +126,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=workspace, check=True)
     commit(workspace)
     previous = dict(os.environ)
-    from flows.registry.mlflow_client import prepare_tracking
+    from flows.registry.client import prepare_tracking
 
     prepare_tracking(workspace)
     assert dict(os.environ).get("MLFLOW_TRACKING_URI") == previous.get("MLFLOW_TRACKING_URI")
@@ -235,10 +235,10 @@ def contest(request: pytest.FixtureRequest, tmp_path: Path, backend: Backend, mo
 
 def copy_registered_model(workspace: Path, source: str, target: str) -> None:
     """Versions, aliases and tags of ``source`` under another name, whose history is empty; the models are the same."""
-    from flows.registry.governance.identity import OWNER_TAG
-    from flows.registry.mlflow_client import connect
-    from flows.registry.transactions.alias_transaction import DONE_TAG
-    from flows.registry.transactions.aliases import versions
+    from flows.registry.aliases import versions
+    from flows.registry.client import connect
+    from flows.registry.decisions import DONE_TAG
+    from flows.registry.workspace import OWNER_TAG
 
     client = connect(workspace)
     model = client.get_registered_model(source)
@@ -253,8 +253,8 @@ def copy_registered_model(workspace: Path, source: str, target: str) -> None:
 
 
 def begin_contest(workspace: Path) -> None:
-    from flows.registry.promotion.promote import promote
-    from flows.registry.versions.register import register
+    from flows.registry.promote import promote
+    from flows.registry.register import register
 
     register(workspace)
     assert promote(workspace).reason == "there was no champion"
@@ -272,7 +272,7 @@ def reward_name(workspace: Path) -> str:
 
 def copy_workspace(source: Path, target: Path) -> Path:
     """The folder with its record, which names the places of artifacts in the copy."""
-    from flows.registry.moved_workspace import repair_moved
+    from flows.registry.workspace import repair_moved
 
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("mlflow.db-*"))
     # MLflow remembers the place of a run's artifacts by the run's id, which the copy shares.

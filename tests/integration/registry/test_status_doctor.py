@@ -19,9 +19,9 @@ from flows.commands.serving.chat import champion_model
 from flows.commands.status import status
 from flows.pipeline.events import EventWriter, RunPlanned, StageEnded, StageStarted, new_events_file
 from flows.prefect_server.services import free_port
-from flows.registry.mlflow_client import end_pipeline_run, start_pipeline_run
-from flows.registry.promotion.promote import promote
-from flows.registry.versions.register import register
+from flows.registry.client import end_pipeline_run, start_pipeline_run
+from flows.registry.promote import promote
+from flows.registry.register import register
 from flows.stage.outcome import StageOutcome
 from flows.workspace.lock import locked
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flows.registry.evidence.training_source import TrainingSource
+from flows.registry.evidence import TrainingSource
 from flows.release.evidence import ReleaseEvidence
 from flows.release.model_card import card_data, card_text
 

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.approval.request import RETENTION, latest_request
-from flows.registry.governance.owner import other_owner
-from flows.registry.mlflow_client import fluent, tracking_uri
-from flows.registry.promotion.match import MATCH_TAG, MATCHES
-from flows.registry.transactions.alias_transaction import AliasTransaction
-from flows.registry.transactions.aliases import read_aliases, registry_errors, versions
-from flows.registry.transactions.champion_transaction import champion_versions
-from flows.registry.transactions.session import RegistrySession, registry_session
-from flows.registry.versions.register import REWARD_VERSION_TAG
+from flows.registry.aliases import read_aliases, registry_errors, versions
+from flows.registry.champion_change import champion_versions
+from flows.registry.client import fluent, tracking_uri
+from flows.registry.decisions import AliasTransaction
+from flows.registry.history import RETENTION, latest_request
+from flows.registry.match import MATCH_TAG, MATCHES
+from flows.registry.register import REWARD_VERSION_TAG
+from flows.registry.session import RegistrySession, other_owner, registry_session
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
@@ -24,6 +23,7 @@ from rlhf_core.errors import RlhfError
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
+
 
 LOGGED_MODEL = "models:/"
 

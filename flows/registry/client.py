@@ -1,38 +1,92 @@
-"""The pipeline's side of MLflow: where the record lives, its schema, and the parent run of a pipeline run.
-
-The core writes to the same place (``rlhf_core/tracking/``); a test holds the two to one address.
-"""
+"""The pipeline's side of MLflow: where the record lives, its pages and runs, its delivery, and the verdict in it."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from filelock import FileLock
 
 from flows.dvc_repo.lock_file import recorded_hash
-from flows.registry.governance.identity import workspace_id
-from flows.registry.links import run_page
-from flows.registry.moved_workspace import repair_moved
+from flows.registry.aliases import registry_errors
+from flows.registry.workspace import repair_moved, workspace_id
+from flows.workspace.cleanup import running_addresses
 from flows.workspace.folder import private_path, run_tags
 from rlhf_core.config.loading.load import PARAMS_FILE, load_params, load_section
 from rlhf_core.config.loading.yaml_text import plain, read
-from rlhf_core.config.operations.operations import TrackingConfig
+from rlhf_core.config.operations.operations import RegistryConfig, TrackingConfig
 from rlhf_core.errors import RlhfError, first_line
 from rlhf_core.storage.files import read_json
+from rlhf_core.tracking.client_settings import CLIENT_SETTINGS, default_environment
+from rlhf_core.tracking.courier import DEFERRED_VARIABLE, Courier
 from rlhf_core.tracking.delivery import deliver_waiting
 from rlhf_core.tracking.stage_run import origin_tags, record_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+
+
+MLFLOW_SERVICE = "mlflow"
+# Without it the UI shows its pages on generative AI, traces and judges, until one has chosen model training.
+MODEL_TRAINING = "?workflowType=machine_learning"
+
+
+@dataclass(frozen=True)
+class MlflowLinks:
+    """Pages of the MLflow UI at ``address``."""
+
+    address: str
+
+    def experiment(self, experiment_id: str) -> str:
+        """Return the address of the runs of an experiment."""
+        return f"{self.address}/#/experiments/{experiment_id}/runs{MODEL_TRAINING}"
+
+    def run(self, experiment_id: str, run_id: str, artifact: str | None = None) -> str:
+        """Return the address of a run, or of one of its artifacts."""
+        return f"{self.address}/{run_page(experiment_id, run_id, artifact)}"
+
+    @property
+    def models(self) -> str:
+        """The address of the list of registered models."""
+        return f"{self.address}/#/models{MODEL_TRAINING}"
+
+    def model(self, name: str, version: str | None = None) -> str:
+        """Return the address of a registered model, or of one of its versions."""
+        page = f"{self.address}/#/models/{quote(name, safe='')}"
+        return (f"{page}/versions/{version}" if version else page) + MODEL_TRAINING
+
+
+def run_page(experiment_id: str, run_id: str, artifact: str | None = None) -> str:
+    """Return the page of a run, or of one of its artifacts, relative to any other page of the MLflow UI."""
+    page = f"#/experiments/{experiment_id}/runs/{run_id}"
+    return (f"{page}/artifacts/{quote(artifact)}" if artifact else page) + MODEL_TRAINING
+
+
+def mlflow_links(workspace: Path) -> MlflowLinks | None:
+    """Return the pages of the server of ``MLFLOW_TRACKING_URI``, or of a running ``rlhf up``; None if neither serves.
+
+    A user name and password in the variable are left out.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "").strip()
+    if uri:
+        parts = urlsplit(uri)
+        if parts.scheme not in ("http", "https"):
+            return None
+        return MlflowLinks(urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/"))
+    address = running_addresses(workspace).get(MLFLOW_SERVICE)
+    return MlflowLinks(address) if address else None
+
 
 PIPELINE_TAG, WORKSPACE_ID_TAG = "rlhf.pipeline", "rlhf.workspace_id"
 REPORT_PAGE, RELEASE_PAGE = "report.html", "release.html"
@@ -282,3 +336,88 @@ def experiment_id(client: MlflowClient, workspace: Path) -> str:
 def _legal(key: str) -> str:
     """MLflow allows letters, digits, ``_-./: `` in names."""
     return "".join(c if c.isalnum() or c in "_-./: " else "_" for c in key)[:250]
+
+
+NOTE_TAG = "mlflow.note.content"
+VERDICT_TAG = "verdict"
+
+
+def describe_run(workspace: Path, run_id: str, verdict: str, description: str) -> None:
+    """Write what came of the pipeline run ``run_id``.
+
+    Args:
+        verdict: The verdict in a few words, a tag of the run.
+        description: The verdict with its numbers, in Markdown.
+    """
+    from mlflow.entities import RunTag
+
+    client = connect(workspace)
+    with registry_errors("describe the run"):
+        run = client.get_run(run_id)
+        client.log_batch(run_id, tags=[RunTag(VERDICT_TAG, verdict), RunTag(NOTE_TAG, description)])
+        experiments = [experiment_id(client, workspace)]
+        children = client.search_runs(experiments, f"tags.`mlflow.parentRunId` = '{run_id}'")
+        about = model_descriptions(load_section(workspace, "registry", RegistryConfig))
+        for child in children:
+            for version in client.search_model_versions(f"run_id = '{child.info.run_id}'"):
+                text = f"Registered by the run {run.info.run_name}.\n\n{description}"
+                client.update_model_version(version.name, version.version, text)
+                latest = f"Latest: version {version.version}, from a run whose verdict on the policy is: {verdict}."
+                client.update_registered_model(version.name, f"{about.get(version.name, '')}\n\n{latest}".strip())
+
+
+def model_descriptions(config: RegistryConfig) -> Mapping[str, str]:
+    """Return what each registered model is, by its name."""
+    return {
+        config.policy: "The policy. Its version @champion is the one that `rlhf chat` talks to.",
+        config.reward_model: "The reward model that the policy was optimised against; it is no judge of the policy.",
+    }
+
+
+logger = logging.getLogger(__name__)
+PAUSE_SECONDS = 1.0
+
+
+@contextmanager
+def delivered_records(workspace: Path, tracked: bool) -> Iterator[Mapping[str, str]]:
+    """Deliver the records of stages while the block runs, in a thread, and what is left when it ends.
+
+    Yields the variables by which stages of this machine, or of one that shares the workspace, leave it to this process:
+    none, and nothing is done, where the pipeline's run is not ``tracked`` in MLflow.
+    """
+    if not tracked:
+        yield {}
+        return
+    client = connect(workspace)
+    own = experiment_id(client, workspace)
+    ended = threading.Event()
+    with (
+        default_environment(CLIENT_SETTINGS),  # a server that is away holds nothing up for minutes
+        Courier(client, lambda: own, workspace, tracking_uri(workspace)) as courier,
+    ):
+        thread = threading.Thread(target=_deliver_until, args=(courier, ended), name="record-delivery", daemon=True)
+        thread.start()
+        try:
+            yield {DEFERRED_VARIABLE: "1"}
+        finally:
+            ended.set()
+            thread.join()
+            _try(courier.deliver_rest)
+
+
+def without_delivery(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables for a stage whose journal this process does not see, and which therefore delivers by itself."""
+    return {name: value for name, value in environment.items() if name != DEFERRED_VARIABLE}
+
+
+def _deliver_until(courier: Courier, ended: threading.Event) -> None:
+    while not ended.wait(PAUSE_SECONDS):
+        _try(courier.deliver_new)
+
+
+def _try(deliver: Callable[[], None]) -> None:
+    """Deliver. An error must not end a run whose stages have done their work: what is left waits for the next one."""
+    try:
+        deliver()
+    except Exception:
+        logger.exception("records of stages could not be delivered")

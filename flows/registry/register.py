@@ -10,39 +10,24 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.evidence.data_card import log_data_card
-from flows.registry.evidence.gate_evidence import (
+from flows.registry.aliases import CHALLENGER, aliases_of, read_aliases, registered_model, registry_errors, versions
+from flows.registry.client import connect, experiment_id, flatten, fluent, log_data_input, log_numbers
+from flows.registry.decisions import AliasMove, AliasTransaction, commit
+from flows.registry.evidence import (
     GATES,
     Freshness,
     GateEvidence,
+    collect_lineage,
     gate_conditions,
+    log_data_card,
     read_gate_evidence,
     short_conditions,
 )
-from flows.registry.evidence.lineage import collect_lineage
-from flows.registry.governance.history import read_history
-from flows.registry.mlflow_client import (
-    connect,
-    experiment_id,
-    flatten,
-    fluent,
-    log_data_input,
-    log_numbers,
-)
-from flows.registry.transactions.alias_transaction import AliasMove, AliasTransaction, commit
-from flows.registry.transactions.aliases import (
-    CHALLENGER,
-    aliases_of,
-    read_aliases,
-    registered_model,
-    registry_errors,
-    versions,
-)
-from flows.registry.transactions.session import registry_session
-from flows.registry.versions.known_version import known_version
-from flows.registry.versions.model_artifacts import COMPLETE_TAG, CONTENT_TAG, log_model
-from flows.registry.versions.registered_here import RegisteredHere, write_registered
-from flows.registry.versions.signing import SIGNER_TAG, Signer, require_signer, sign_version
+from flows.registry.history import read_history
+from flows.registry.session import registry_session
+from flows.registry.signing import SIGNER_TAG, Signer, require_signer, sign_version
+from flows.registry.stored_models import COMPLETE_TAG, CONTENT_TAG, known_version, log_model
+from flows.registry.workspace import RegisteredHere, write_registered
 from flows.workspace.folder import SEPARATOR, run_label
 from rlhf_core.config.loading.load import load_params, load_section
 from rlhf_core.config.operations.operations import RegistryConfig
@@ -52,6 +37,7 @@ from rlhf_core.storage.files import read_json, sha256_tree
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
+
 
 REWARD_VERSION_TAG = "reward_model_version"
 GATES_TAG, UNGATED_TAG, GATE_REPORT_TAG = "gates", "ungated", "gate"

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
+
 CHALLENGER, CHAMPION, PREVIOUS = "challenger", "champion", "previous"
 UNKNOWN = "RESOURCE_DOES_NOT_EXIST"
 

@@ -23,6 +23,7 @@ from rlhf_core.storage.files import sha256_file
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+
 KEY_VARIABLE = "RLHF_SIGNING_KEY"
 PASSWORD_VARIABLE = "RLHF_SIGNING_KEY_PASSWORD"
 CERTIFICATES_VARIABLE = "RLHF_SIGNING_CERTIFICATES"

@@ -6,32 +6,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.approval.decide import request_transaction, withdraw_transaction
-from flows.registry.approval.request import latest_request
-from flows.registry.evidence.gate_evidence import gate_conditions
-from flows.registry.governance.identity import OWNER_TAG
-from flows.registry.governance.owner import not_the_owner, ownership
-from flows.registry.governance.printed_line import printed_line
-from flows.registry.promotion.attempt import make_attempt
-from flows.registry.promotion.match import PlayMatch, decided_by, play_match
-from flows.registry.promotion.obstacles import promotion_obstacle
-from flows.registry.transactions.alias_transaction import AliasTransaction, VersionTag
-from flows.registry.transactions.aliases import CHALLENGER, CHAMPION, get_version, registry_errors
-from flows.registry.transactions.champion_transaction import (
+from flows.registry.aliases import CHALLENGER, CHAMPION, get_version, registry_errors
+from flows.registry.approval import request_transaction, withdraw_transaction
+from flows.registry.champion_change import (
     ROLLED_BACK_TAG,
     champion_transaction,
     champion_versions,
     cleared_refusals,
+    promotion_obstacle,
 )
-from flows.registry.transactions.decisions import (
+from flows.registry.decisions import (
+    AliasTransaction,
     PromotionDecision,
     RollbackDecision,
+    VersionTag,
     as_report,
     publish_decision,
     read_decisions,
 )
-from flows.registry.transactions.session import RegistrySession, registry_session
-from flows.registry.versions.model_artifacts import verified_folder
+from flows.registry.evidence import gate_conditions
+from flows.registry.history import latest_request
+from flows.registry.match import PlayMatch, decided_by, make_attempt, play_match
+from flows.registry.session import RegistrySession, not_the_owner, ownership, registry_session
+from flows.registry.stored_models import verified_folder
+from flows.registry.workspace import OWNER_TAG, printed_line
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.promotion.criteria import non_inferiority_criteria, win_rate_criteria
 
@@ -51,10 +49,10 @@ def promote(
     """Decide whether the challenger becomes ``@champion``, act on it, and keep the decision as an immutable report.
 
     The registered files must be the ones that the gates judged, and the version must have passed every gate. Only the
-    workspace that owns the registered model promotes (:mod:`flows.registry.governance.owner`). Where there was never a
+    workspace that owns the registered model promotes (:mod:`flows.registry.session`). Where there was never a
     champion the challenger then takes the place at once; else every criterion of
     :mod:`rlhf_core.evaluation.promotion.criteria` must hold. With ``registry.approval`` a challenger that passes is not
-    promoted, forced or not: it waits for :func:`flows.registry.approval.decide.approve`.
+    promoted, forced or not: it waits for :func:`flows.registry.approval.approve`.
 
     Args:
         version: The version to promote; default: the one that ``@challenger`` points to.

@@ -1,4 +1,4 @@
-"""The match of challenger against champion: played once per question, and believed only as it was played."""
+"""The match of challenger against champion, and its number among the attempts on the same prompts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.dvc_repo.lock_file import recorded_hash
-from flows.registry.transactions.aliases import registry_errors
-from flows.registry.versions.model_artifacts import CONTENT_TAG
+from flows.registry.aliases import registry_errors
+from flows.registry.history import EntryTaken, Ledger
+from flows.registry.stored_models import CONTENT_TAG
 from flows.supervision.processes import child_environment, start_supervised
 from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.final import JUDGE
@@ -25,6 +28,7 @@ from rlhf_core.storage.files import atomic_write_json, read_json, sha256_file
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
+
 
 PlayMatch = Callable[[Path, Path, Path, int], Mapping[str, Any]]
 MATCH_TAG = "match"
@@ -127,3 +131,69 @@ def decided_by(match: Mapping[str, Any], bar: float, criteria: Sequence[Criterio
     if won and not unmet:
         return True, rates
     return False, "; ".join([*([] if won else [rates]), *map(str, unmet)])
+
+
+TEST_PROMPTS = Path("data") / "clean" / "prompts" / "test.parquet"
+TRIES = 20  # other machines may take a number at the same time
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Attributes:
+    number: Of the match among those on the same test prompts, from 1.
+    question: What the match is about.
+    match: What it measured.
+    """
+
+    number: int
+    question: Mapping[str, Any]
+    match: Mapping[str, Any]
+
+
+def make_attempt(
+    client: MlflowClient,
+    workspace: Path,
+    config: RegistryConfig,
+    challenger: ModelVersion,
+    champion: ModelVersion,
+    play: Callable[[int], Mapping[str, Any]],
+) -> Attempt:
+    """Number the match, and play it unless it was played before.
+
+    With ``registry.prompt_sets`` attempt k is played on set ``(k - 1) mod prompt_sets`` of the test prompts.
+
+    Args:
+        play: Plays the match on the set of prompts with this index.
+    """
+    sets = config.prompt_sets
+    question = {**match_question(workspace, challenger, champion), **({"prompt_sets": sets} if sets > 1 else {})}
+    number = attempt_number(client, workspace, config.policy, question_digest(question))
+    index = (number - 1) % sets
+    if sets > 1:
+        question["prompt_set"] = index + 1
+    match = match_result(client, workspace, challenger, question, lambda: play(index))
+    return Attempt(number, question, match)
+
+
+def attempt_number(client: MlflowClient, workspace: Path, model: str, digest: str) -> int:
+    """The number of the match with this digest among those of ``model`` on the test prompts of ``workspace``, from 1.
+
+    A question that was numbered before keeps its number: its match is not played again.
+
+    Raises:
+        RlhfError: There are no test prompts, or the registry does not answer.
+    """
+    prompts = workspace / TEST_PROMPTS
+    if not prompts.is_file():
+        raise RlhfError(f"there are no test prompts ({TEST_PROMPTS}), so nothing can be compared")
+    ledger = Ledger.open(client, model, f"attempts.{sha256_file(prompts)[:16]}")
+    for _ in range(TRIES):
+        known = list(ledger.entries())
+        if digest in known:
+            return known.index(digest) + 1
+        try:
+            ledger.append(len(known) + 1, digest)
+        except EntryTaken:
+            continue
+        return len(known) + 1
+    raise RlhfError(f"could not number the attempt on {model}: others promote at the same time; try again")

@@ -1,31 +1,34 @@
-"""What became of the policy of a workspace, by its gates, the registry and the history of decisions."""
+"""What became of the policy of a workspace, by its gates, the registry and the history, and the page that shows it.
+
+DVC knows ``report.html``, which stays as its stage wrote it; this copy is written anew after each decision.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.approval.request import DECLINE, latest_request
-from flows.registry.evidence.gate_evidence import GATES, REPORT_MODE, gate_conditions
-from flows.registry.governance.history import read_history
-from flows.registry.governance.owner import not_the_owner
-from flows.registry.mlflow_client import connect, has_record
-from flows.registry.promotion.obstacles import promotion_obstacle
-from flows.registry.transactions.aliases import CHAMPION, aliases_of, get_version, registered_model
-from flows.registry.transactions.champion_transaction import DECLINED_TAG
-from flows.registry.transactions.decisions import read_decisions, utc_now
-from flows.registry.versions.registered_here import RegisteredHere, read_registered
+from flows.registry.aliases import CHAMPION, aliases_of, get_version, registered_model, registry_errors
+from flows.registry.champion_change import DECLINED_TAG, promotion_obstacle
+from flows.registry.client import RELEASE_PAGE, REPORT_PAGE, connect, has_record
+from flows.registry.decisions import read_decisions, utc_now
+from flows.registry.evidence import GATES, REPORT_MODE, gate_conditions
+from flows.registry.history import DECLINE, latest_request, read_history
+from flows.registry.session import not_the_owner
+from flows.registry.workspace import RegisteredHere, read_registered
 from flows.stage.outcome import SIGNS, condition_rows
+from flows.workspace.folder import PRIVATE, private_path
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations.operations import RegistryConfig
-from rlhf_core.errors import RlhfError
-from rlhf_core.evaluation.report.parts.release import ReleaseDecision, UnmetCondition
-from rlhf_core.storage.files import read_json
+from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.evaluation.report.parts.release import BEGIN, ReleaseDecision, UnmetCondition
+from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json, sha256_file
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion, RegisteredModel
+
 
 POLICY_FOLDER = "models/policy"
 GOOD, BAD, OPEN = "good", "bad", "open"
@@ -304,3 +307,81 @@ def _decided_by(record: Record | None) -> str:
 
 def _minute(moment: str) -> str:
     return f"{moment[:16].replace('T', ' ')} UTC"
+
+
+RECORD = "release.json"
+
+
+def write_release_page(workspace: Path, notes: RunNotes | None = None) -> Path | None:
+    """Write ``release.html`` by what is true now, and attach it to the run that registered the version.
+
+    Args:
+        notes: What the run that wrote the report said; None for what it said when the page was written last.
+
+    Returns:
+        The page; None where there is no report, or one without a place for it.
+
+    Raises:
+        RlhfError: The registry does not answer. A page of the same report stays.
+    """
+    from rlhf_core.evaluation.report.render import with_release
+
+    report, page = workspace / REPORT_PAGE, workspace / RELEASE_PAGE
+    if current_page(workspace) is None:
+        page.unlink(missing_ok=True)
+    text = report.read_text(encoding="utf-8", errors="replace") if report.is_file() else ""
+    if BEGIN not in text:
+        return None
+    digest = sha256_file(report)
+    notes = notes or _kept_notes(workspace, digest)
+    decision = read_release_decision(workspace, notes)
+    rendered = with_release(text, decision)
+    if rendered is None:
+        return None
+    atomic_write_text(page, rendered)
+    record = {"report_sha256": digest, "notes": asdict(notes), "decision": asdict(decision)}
+    atomic_write_json(private_path(workspace, RECORD), record)
+    _attach(workspace, page, notes)
+    return page
+
+
+def current_page(workspace: Path) -> Path | None:
+    """Return ``release.html`` if it was made of the report that is there now; None otherwise."""
+    page, report = workspace / RELEASE_PAGE, workspace / REPORT_PAGE
+    if not page.is_file() or not report.is_file():
+        return None
+    try:
+        made_of = read_json(workspace / PRIVATE / RECORD).get("report_sha256")
+    except DataError:
+        return None
+    return page if made_of == sha256_file(report) else None
+
+
+def _kept_notes(workspace: Path, report_sha256: str) -> RunNotes:
+    """The notes of the page's last writing if that was of the same report, else none."""
+    try:
+        record = read_json(workspace / PRIVATE / RECORD)
+        return RunNotes(**record["notes"]) if record["report_sha256"] == report_sha256 else RunNotes()
+    except (DataError, KeyError, TypeError):
+        return RunNotes()
+
+
+def _attach(workspace: Path, page: Path, notes: RunNotes) -> None:
+    """Put the page beside the evidence of the version that it is about, if there is one."""
+    here = version_of_policy(workspace, notes)
+    if here is None:
+        return
+    client = connect(workspace)
+    run_id = get_version(client, here.model, here.version).run_id
+    if run_id:
+        with registry_errors(f"attach {page.name} to {here.model} version {here.version}"):
+            client.log_artifact(run_id, str(page))
+
+
+def try_release_page(workspace: Path, notes: RunNotes | None = None) -> str:
+    """Write the page; return why it could not be brought up to date, empty if it was or there is no report."""
+    try:
+        write_release_page(workspace, notes)
+    except (RlhfError, OSError) as error:
+        return f"{RELEASE_PAGE} was not brought up to date: {error}"
+    return ""
