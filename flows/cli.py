@@ -166,10 +166,9 @@ def ablate(
     $ rlhf ablate
     $ rlhf ablate --variants ppo-max,vanilla --seeds 1,2 --iterations 20
     """
-    from flows.ablation.command import AblationOptions
-    from flows.ablation.command import ablate as run_ablation
-    from flows.ablation.command import listing as list_variants
-    from flows.ablation.plan import AblationRequest, parse_names, parse_seeds
+    from flows.ablation import AblationOptions, AblationRequest, parse_names, parse_seeds
+    from flows.ablation import ablate as run_ablation
+    from flows.ablation import listing as list_variants
     from flows.workspace.folder import find_workspace
 
     overrides = [*(sets or []), *([f"ppo.iterations={iterations}"] if iterations else [])]

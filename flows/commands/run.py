@@ -25,8 +25,7 @@ from flows.pipeline.events import (
     VerdictReached,
     new_events_file,
 )
-from flows.pipeline.preflight import SCRATCH, open_starting_model
-from flows.pipeline.unchanged import find_unchanged
+from flows.pipeline.preflight import SCRATCH, find_unchanged, open_starting_model
 from flows.prefect_server.services import (
     Services,
     open_services,

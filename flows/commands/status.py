@@ -21,7 +21,7 @@ from flows.commands.registry.registry_status import RegistryStatus, registry_sta
 from flows.commands.summary import command_for, verdict_rows
 from flows.dvc_repo.graph import describe_changes, dvc_status
 from flows.dvc_repo.inputs import refresh_inputs
-from flows.pipeline.last_run import LastRun, read_last_run
+from flows.pipeline.events import LastRun, read_last_run
 from flows.registry.client import PIPELINE_TAG, REPORT_PAGE, WORKSPACE_ID_TAG, connect, has_record
 from flows.registry.release_page import current_page
 from flows.registry.workspace import known_workspace_id

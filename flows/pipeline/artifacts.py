@@ -16,8 +16,7 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
-from flows.pipeline.verdict import RunVerdict
-from flows.pipeline.verdict_markdown import verdict_markdown
+from flows.pipeline.verdict import RunVerdict, verdict_markdown
 from flows.registry.client import REPORT_PAGE, describe_run, log_final_artifacts, mlflow_links, report_page
 from flows.stage.outcome import StageOutcome, condition_rows, last_progress
 from flows.stage.run import stage_log

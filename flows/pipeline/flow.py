@@ -40,10 +40,14 @@ from flows.pipeline.events import (
     VerdictReached,
     new_events_file,
 )
-from flows.pipeline.preflight import memory_refusal
+from flows.pipeline.preflight import (
+    find_unchanged,
+    has_gated_policy,
+    memory_refusal,
+    undecided_because,
+    with_release_page,
+)
 from flows.pipeline.registration import MATCH_LOG, promote_task, register_task
-from flows.pipeline.release_page import with_release_page
-from flows.pipeline.unchanged import find_unchanged, has_gated_policy, undecided_because
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans
 from flows.registry.approval import follow_request

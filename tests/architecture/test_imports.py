@@ -97,7 +97,7 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.tracked_files.function_files",
         "fingerprint.tracked_files.verifiable_functions",
     },
-    "flows.ablation.command": {
+    "flows.ablation": {
         "evaluation.ablation.page.insert",
         "evaluation.ablation.results.AblationRun",
         "evaluation.ablation.summary.summarise",

@@ -17,7 +17,13 @@ from flows.commands.checks.machine import check_package
 from flows.commands.doctor import doctor
 from flows.commands.serving.chat import champion_model
 from flows.commands.status import status
-from flows.pipeline.events import EventWriter, RunPlanned, StageEnded, StageStarted, new_events_file
+from flows.pipeline.events import (
+    EventWriter,
+    RunPlanned,
+    StageEnded,
+    StageStarted,
+    new_events_file,
+)
 from flows.prefect_server.services import free_port
 from flows.registry.client import end_pipeline_run, start_pipeline_run
 from flows.registry.promote import promote

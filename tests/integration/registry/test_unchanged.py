@@ -9,8 +9,8 @@ from integration.registry.conftest import make_policy, policy_name
 from integration.registry.test_promotion import ScriptedMatch, aliases
 
 from flows.commands.run import RunOptions, run
-from flows.pipeline.last_run import read_last_run
-from flows.pipeline.unchanged import find_unchanged
+from flows.pipeline.events import read_last_run
+from flows.pipeline.preflight import find_unchanged
 from flows.registry.aliases import get_version
 from flows.registry.client import connect, experiment_id
 from flows.registry.history import history_ledger
