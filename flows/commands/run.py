@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.checks.workspace import require_ready
-from flows.commands.display.display import Display, open_display
-from flows.commands.error_text import print_failed_gates
+from flows.commands.display import Display, open_display
+from flows.commands.doctor import require_ready
 from flows.commands.summary import exit_code, print_verdict, summary
+from flows.commands.text import print_failed_gates
 from flows.dvc_repo.inputs import refresh_inputs
 from flows.dvc_repo.recipe import check_tracked_params
 from flows.dvc_repo.root import ensure_dvc

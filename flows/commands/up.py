@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.display.display import Display, open_display
+from flows.commands.display import Display, open_display
 from flows.dvc_repo.recipe import check_tracked_params
 from flows.dvc_repo.root import ensure_dvc
 from flows.prefect_server.services import (

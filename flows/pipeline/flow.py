@@ -47,10 +47,9 @@ from flows.pipeline.preflight import (
     undecided_because,
     with_release_page,
 )
-from flows.pipeline.registration import MATCH_LOG, promote_task, register_task
+from flows.pipeline.registration import MATCH_LOG, follow_request, promote_task, register_task
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans
-from flows.registry.approval import follow_request
 from flows.registry.client import delivered_records, end_pipeline_run, start_pipeline_run, without_delivery
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageSpec, logged_progress, run_stage, stage_log

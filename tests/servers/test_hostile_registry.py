@@ -22,7 +22,7 @@ from servers.conftest import Servers
 from servers.small_registry import SmallRegistry
 from unit.flows.registry.conftest import ScriptedMatch
 
-from flows.commands.registry.history import describe_history
+from flows.commands.registry_output import describe_history
 from flows.registry import decisions
 from flows.registry.approval import approve, decline
 from flows.registry.history import history_ledger

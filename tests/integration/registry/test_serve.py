@@ -19,7 +19,7 @@ import pytest
 from commands import command_environment
 from integration.registry.conftest import policy_name, reward_name
 
-from flows.commands.serving.serve import PolicyChoice, served_source
+from flows.commands.serve import PolicyChoice, served_source
 from flows.registry.client import connect
 from flows.registry.evidence import PARENT_TAG
 from flows.registry.promote import promote

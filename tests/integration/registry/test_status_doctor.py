@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 from integration.registry.conftest import policy_name
 
-from flows.commands.checks import FAIL, OK
-from flows.commands.checks.machine import check_package
-from flows.commands.doctor import doctor
-from flows.commands.serving.chat import champion_model
+from flows.commands.doctor import FAIL, OK, check_package, doctor
+from flows.commands.serve import champion_model
 from flows.commands.status import status
 from flows.pipeline.events import (
     EventWriter,

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.commands.display.formats import format_age
-from flows.commands.registry.registry_status import RegistryStatus
-from flows.commands.status import StagesStatus, fit_line, last_run_lines, next_step, status
+from flows.commands.status import RegistryStatus, StagesStatus, fit_line, last_run_lines, next_step, status
+from flows.commands.text import format_age
 from flows.pipeline.events import (
     EventWriter,
     LastRun,

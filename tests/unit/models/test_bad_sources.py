@@ -20,8 +20,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from unit.models.gguf_files import write_gguf
 from unit.training.tiny import SHAPE, text
 
-from flows.commands.checks import FAIL, OK, WARN
-from flows.commands.checks.workspace import base_model_check
+from flows.commands.doctor import FAIL, OK, WARN, base_model_check
 from flows.prefect_server.services import free_port
 from rlhf_core import hub
 from rlhf_core.config.stages.base import BaseConfig

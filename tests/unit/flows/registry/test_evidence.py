@@ -11,8 +11,14 @@ import pytest
 from rich.console import Console
 from scripted_match import match_result
 
-from flows.commands.registry.explain import explain_gate, explain_promotion, gate_report, gate_verdict, has_passed
-from flows.commands.registry.history import describe_history
+from flows.commands.registry_output import (
+    describe_history,
+    explain_gate,
+    explain_promotion,
+    gate_report,
+    gate_verdict,
+    has_passed,
+)
 from flows.registry.match import attempt_number
 from flows.registry.promote import promote, rollback
 from rlhf_core.errors import RlhfError

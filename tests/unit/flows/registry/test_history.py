@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from flows.commands.registry.history import describe_history
+from flows.commands.registry_output import describe_history
 from flows.registry.approval import approve
 from flows.registry.decisions import DONE_TAG, AliasTransaction, commit, finish_interrupted, registry_events
 from flows.registry.history import LEDGER_TAG, EntryTaken, Ledger, history_ledger, read_history

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.commands.registry.retention import describe_retention
+from flows.commands.registry_output import describe_retention
 from flows.registry.approval import approve
 from flows.registry.history import read_history
 from flows.registry.match import MATCHES

@@ -1,18 +1,26 @@
-"""The table of a run for a terminal: a row per stage and a last row for the run, fitted to width and height.
-
-Rows are not padded to the right, so that a terminal that becomes narrower does not wrap them.
-"""
+"""Showing the progress of a run: a table of its stages on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, TextIO
+
 from rich.console import Console
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.text import Text
 
-from flows.commands.display.formats import format_metrics, format_rate, format_seconds
-from flows.commands.display.run_state import RunState, StageState
-from flows.commands.display.stage_progress import StageProgress
+from flows.commands.run_state import RunState, StageProgress, StageState
+from flows.commands.text import format_metrics, format_rate, format_seconds
+from flows.pipeline.events import PipelineEvent, RegistryUpdated, StageEnded, StagePreempted, StageRetried, StageStarted
+from flows.supervision.signals import Stopwatch
 
 SHORTEST_BAR, LONGEST_BAR = 8, 24
 TIME_WIDTH = 5
@@ -136,3 +144,167 @@ def _collapse(stages: list[StageState], most: int) -> tuple[int, list[StageState
 
 def _metrics(progress: StageProgress | None) -> str:
     return GAP.join(format_metrics(progress.latest.metrics)) if progress and progress.latest else ""
+
+
+PROGRESS_EVERY_SECONDS = 10.0
+
+
+class LineDisplay:
+    """Prints a line per event, and the progress of running stages every ten seconds if it has changed."""
+
+    def __init__(self, state: RunState, stream: TextIO) -> None:
+        self.state, self.stream = state, stream
+        self.watch = Stopwatch()
+        self._last_lines: dict[str, str] = {}
+        self._last_tick = -PROGRESS_EVERY_SECONDS
+
+    def phase(self, text: str) -> None:
+        """Print what the run is doing now, unless that was printed last."""
+        if text and text != self.state.phase:
+            self.line(text)
+        self.state.enter_phase(text)
+
+    def line(self, text: str) -> None:
+        """Print one line with the time since the start."""
+        print(f"[{self.watch.seconds:6.1f} s] {text}", file=self.stream, flush=True)
+
+    def event(self, event: PipelineEvent) -> None:
+        """Print one event of the pipeline process."""
+        self.state.apply(event)
+        match event:
+            case StageStarted(stage, pool) if pool:
+                self.line(f"{stage:<12} submitted to {pool}")
+            case StageEnded(outcome) if outcome.action != "skipped":
+                result = f"  {self.state.stages[outcome.stage].result}".rstrip()
+                self.line(f"{outcome.stage:<12} {outcome.action:<8} {outcome.ended - outcome.started:6.1f} s{result}")
+            case StageRetried(stage, message, delay_seconds):
+                self.line(f"{stage:<12} {message}; trying again in {delay_seconds:g} s")
+            case StagePreempted(stage, message):
+                self.line(f"{stage:<12} {message}")
+            case RegistryUpdated(message):
+                self.line(message)
+            case _:
+                pass
+
+    def tick(self) -> None:
+        """Print the progress of running stages, now and then."""
+        if self.watch.seconds - self._last_tick < PROGRESS_EVERY_SECONDS:
+            return
+        self._last_tick = self.watch.seconds
+        self.state.refresh()
+        for stage in self.state.running:
+            latest = stage.progress.latest if stage.progress is not None else None
+            if latest is not None and self._last_lines.get(stage.name) != latest.line:
+                self._last_lines[stage.name] = latest.line
+                self.line(f"{stage.name:<12} {latest.line}")
+
+    def close(self) -> None:
+        """Print nothing more."""
+
+
+REFRESHES_PER_SECOND = 8
+READ_LOGS_EVERY_SECONDS = 0.5
+
+
+class LiveDisplay:
+    """Keeps a table of all stages at the bottom of the terminal; other lines scroll by above it.
+
+    A thread redraws it, so that it also moves while the command is busy.
+    """
+
+    def __init__(self, state: RunState, console: Console) -> None:
+        self.state, self.console = state, console
+        self.watch = Stopwatch()
+        self._state_lock = threading.Lock()
+        self._run_table = RunTable(console)
+        self._final = False
+        self._logs_read = -READ_LOGS_EVERY_SECONDS
+        self._live = Live(
+            console=console,
+            get_renderable=self._table,
+            refresh_per_second=REFRESHES_PER_SECOND,
+            vertical_overflow="crop",
+        )
+        self._live.start(refresh=True)
+
+    def phase(self, text: str) -> None:
+        """Show what the run is doing now; after :meth:`close` as a line."""
+        if not self._live.is_started:
+            self.line(text)
+            return
+        with self._state_lock:
+            self.state.enter_phase(text)
+        self._live.refresh()
+
+    def line(self, text: str) -> None:
+        """Print one line above the table."""
+        self.console.print(Text(text))
+
+    def event(self, event: PipelineEvent) -> None:
+        """Show one event of the pipeline process."""
+        with self._state_lock:
+            self.state.apply(event)
+        if isinstance(event, StageRetried):
+            self.line(f"{event.stage}: {event.message}; trying again in {event.delay_seconds:g} s")
+        if isinstance(event, StagePreempted):
+            self.line(f"{event.stage}: {event.message}")
+
+    def tick(self) -> None:
+        """Read the logs of running stages, now and then."""
+        if self.watch.seconds - self._logs_read >= READ_LOGS_EVERY_SECONDS:
+            self._logs_read = self.watch.seconds
+            with self._state_lock:
+                self.state.refresh()
+
+    def close(self) -> None:
+        """Leave the last table on the terminal and stop redrawing it."""
+        if self._live.is_started:
+            with self._state_lock:
+                self.state.enter_phase("")
+                self._final = True
+            self._live.stop()
+
+    def _table(self) -> Text:
+        with self._state_lock:
+            return self._run_table.draw(self.state, time.time(), self.watch.seconds, final=self._final)
+
+
+class Display(Protocol):
+    """What a command reports its progress to. ``watch`` measures the time since the command started."""
+
+    watch: Stopwatch
+
+    def phase(self, text: str) -> None:
+        """Show what the run is doing now, until the next phase or stage."""
+
+    def line(self, text: str) -> None:
+        """Print one line."""
+
+    def event(self, event: PipelineEvent) -> None:
+        """Show one event of the pipeline process."""
+
+    def tick(self) -> None:
+        """Show how far the running stages are. To be called several times a second."""
+
+    def close(self) -> None:
+        """Show nothing more; a second call does nothing."""
+
+
+@contextmanager
+def open_display(workspace: Path, phase: str, stream: TextIO | None = None) -> Iterator[Display]:
+    """Show progress on ``stream`` (stdout by default) for the block, which begins with ``phase``."""
+    stream = stream or sys.stdout
+    display = _display(RunState(workspace), stream)
+    try:
+        display.phase(phase)
+        yield display
+    finally:
+        display.close()
+
+
+def _display(state: RunState, stream: TextIO) -> Display:
+    if not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown"):
+        return LineDisplay(state, stream)
+    from rich.console import Console
+
+    return LiveDisplay(state, Console(file=stream, highlight=False))

@@ -1,4 +1,4 @@
-"""The commands about evidence and registered models. Heavy imports wait until a command runs."""
+"""The commands about finished runs, evidence, registered models and the served policy. Heavy imports are deferred."""
 
 from __future__ import annotations
 
@@ -9,12 +9,67 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.commands.options import Reason, Workspace
+from rlhf_core.commands.data import JsonOption
+from rlhf_core.commands.output import print_json, terminal_width
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
 
 if TYPE_CHECKING:
     from flows.registry.decisions import PromotionDecision
 
+
 app = typer.Typer(add_completion=False)
+
+
+@app.command(no_args_is_help=True)
+def compare(
+    workspaces: Annotated[list[Path], typer.Argument(help="Folders of finished runs.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Write the results here, for a workspace's report to show.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare finished runs: judges, KL, perplexity, cost, gates and registered version in one table.
+
+    Nothing is computed: the table has what the workspaces hold on disk. A warning says where runs were judged on other
+    prompts, by another judge, or against another SFT model. Best of n is a column of its own where it was evaluated.
+
+    Examples:
+    $ rlhf compare ws-ppo ws-dpo
+    $ rlhf compare workspaces/* --json
+    $ rlhf compare . workspaces/demo-* --output alternatives.json
+    """
+    from dataclasses import asdict
+
+    from flows.commands.compare import EvaluatedWorkspace, comparability_warnings, read_workspace
+    from flows.commands.text import error_console, print_error
+
+    read: list[EvaluatedWorkspace] = []
+    for folder in workspaces:
+        try:
+            read.append(read_workspace(folder))
+        except RlhfError as error:
+            print_error(f"left out: {error}", sys.stderr)
+    if not read:
+        raise RlhfError("none of these folders has an evaluated policy")
+    warnings = comparability_warnings(read)
+    if output is not None:
+        from flows.commands.compare import write_alternatives
+
+        write_alternatives(output, read)
+    results = [result for workspace in read for result in workspace.results]
+    if as_json:
+        print_json({"runs": [asdict(result) for result in results], "warnings": warnings})
+        return
+    from rich.console import Console
+
+    from flows.commands.compare import results_table
+
+    console = Console(highlight=False, width=terminal_width())
+    console.print(results_table(results, console.width))
+    for warning in warnings:
+        error_console(sys.stderr).print(f"warning: {warning}", style="yellow", soft_wrap=True)
+    if output is not None:
+        typer.echo(f"wrote {output}; the next `rlhf run` of the workspace whose report.alternatives it is shows it")
 
 
 @app.command()
@@ -56,7 +111,7 @@ def promote(
     if explain:
         from rich.console import Console
 
-        from flows.commands.registry.explain import explain_promotion
+        from flows.commands.registry_output import explain_promotion
 
         Console().print(explain_promotion(decision), soft_wrap=not sys.stdout.isatty())
     raise typer.Exit(EXIT_OK if decision.is_champion else EXIT_NOT_PROMOTED)
@@ -116,7 +171,7 @@ def _refresh_release_page(workspace: Path) -> None:
 
 def _end_suspended_runs(workspace: Path, decision: PromotionDecision) -> None:
     """Complete the Prefect runs that waited for the decision; a server that does not answer changes nothing else."""
-    from flows.registry.approval import end_suspended_runs
+    from flows.pipeline.registration import end_suspended_runs
 
     try:
         ended = end_suspended_runs(workspace, decision)
@@ -192,7 +247,7 @@ def gc(
     $ rlhf gc
     $ rlhf gc --delete
     """
-    from flows.commands.registry.retention import clean_token_cache, describe_retention
+    from flows.commands.registry_output import clean_token_cache, describe_retention
     from flows.registry.retention import apply_retention
     from flows.workspace.folder import find_workspace
 
@@ -215,7 +270,7 @@ def history(
 
     Example: rlhf history
     """
-    from flows.commands.registry.history import describe_history
+    from flows.commands.registry_output import describe_history
     from flows.workspace.folder import find_workspace
 
     typer.echo(describe_history(find_workspace(workspace), model))
@@ -238,7 +293,7 @@ def gate(
 
     Example: rlhf gate policy --explain
     """
-    from flows.commands.registry.explain import explain_gate, gate_report, gate_verdict, has_passed
+    from flows.commands.registry_output import explain_gate, gate_report, gate_verdict, has_passed
     from flows.workspace.folder import find_workspace
 
     folder = find_workspace(workspace)
@@ -255,3 +310,46 @@ def gate(
 
         Console().print(explain_gate(folder, report), soft_wrap=not sys.stdout.isatty())
     raise typer.Exit(EXIT_OK if has_passed(report) else EXIT_GATE_FAILED)
+
+
+@app.command()
+def serve(
+    model: Annotated[Path | None, typer.Option("--model", help="A model folder; default: the champion.")] = None,
+    alias: Annotated[str | None, typer.Option(help="Follow this alias instead, such as challenger.")] = None,
+    version: Annotated[str | None, typer.Option("--version", help="This version of the registered policy.")] = None,
+    run: Annotated[str | None, typer.Option("--run", help="The version that this MLflow run registered.")] = None,
+    workspace: Workspace = None,
+    host: Annotated[str, typer.Option(help="Address; any but loopback needs RLHF_SERVE_TOKEN.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest prompt; default: what the model takes.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest reply that may be asked for.")] = 1024,
+    max_concurrent: Annotated[int, typer.Option(min=1, help="Replies at a time; more get status 429.")] = 8,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 120.0,
+    watch_seconds: Annotated[float, typer.Option(min=0.01, help="How often to look whether the alias moved.")] = 10.0,
+    vllm: Annotated[Path | None, typer.Option(help="A Python with vLLM, whose server is started instead.")] = None,
+    vllm_args: Annotated[str, typer.Option(help="More arguments of vLLM's server, in quotes.")] = "",
+) -> None:
+    """Serve the champion, or another policy, behind an API like OpenAI's.
+
+    When the alias moves, the new version is loaded beside the old one and takes over; replies in flight are finished.
+    With RLHF_SERVE_TOKEN in the environment requests need it as bearer token.
+
+    Exit codes: 0 stopped by SIGTERM, 2 it could not be served, 130 stopped by Ctrl-C.
+
+    Examples:
+    $ rlhf serve
+    $ rlhf serve --model models/sft --port 8001
+    $ rlhf serve --alias challenger
+    """
+    from rich.console import Console
+
+    with Console(stderr=True).status("looking up the model…"):
+        from flows.commands.serve import PolicyChoice, ServeOptions
+        from flows.commands.serve import serve as run_server
+        from rlhf_core.serving.limits import ServingLimits
+
+    limits = ServingLimits(max_prompt_tokens, max_new_tokens, max_concurrent, timeout)
+    options = ServeOptions(host, port, limits, watch_seconds, vllm, vllm_args)
+    raise typer.Exit(run_server(workspace, PolicyChoice(model, alias, version, run), options))
