@@ -27,7 +27,7 @@ from toys import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.services, pytest.mark.timeout(1500), pytest.mark.slow]
 STAGE, JOB, WORKER = ("python train.py",), ("prefect.engine",), ("prefect worker start",)
 # 137 where the shell that DVC starts does not become the training but waits for it.
 STAGE_KILLED = r"failed to run: python train\.py, exited with (-9|137)"

@@ -17,6 +17,8 @@ from flows.ablation import AblationJob, AblationRequest, JobResult, definition, 
 from flows.supervision import signals
 from rlhf_core.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 TOY = """
 import json, pathlib, sys, time
 from ruamel.yaml import YAML

@@ -15,6 +15,8 @@ from rlhf_core.data.schema import Preference, read_rows
 from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.stages.runtime.runner import run_stage
 
+pytestmark = pytest.mark.slow
+
 FEW = [
     "base.hidden_size=32",
     "base.intermediate_size=48",

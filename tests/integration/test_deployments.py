@@ -24,7 +24,7 @@ from flows.stage.run import StageSpec
 from rlhf_core.config.loading.load import Params, check_params
 from rlhf_core.errors import ConfigError, RlhfError
 
-pytestmark = pytest.mark.services
+pytestmark = [pytest.mark.services, pytest.mark.slow]
 ASKED = {"gpus": 8, "memory": "512Gi", "node_selector": {"gpu": "h100"}, "time_limit_seconds": 3600}
 PARAMS = {
     "pools": {

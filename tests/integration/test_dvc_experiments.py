@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import ROOT, run
 
-pytestmark = pytest.mark.services
+pytestmark = [pytest.mark.services, pytest.mark.slow]
 
 
 def output(*words: str, cwd: Path) -> str:

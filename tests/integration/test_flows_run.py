@@ -83,6 +83,7 @@ def test_a_stage_on_the_pool_runs_there_and_a_second_run_computes_nothing(
     assert processes_of(toy) == []
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_fit_its_gpu_is_not_submitted(tmp_path: Path, prefect_database: Path) -> None:
     toy = make_toy(tmp_path, POOLED, PARAMS + "plan: {gpu_memory_gb: 1.05}\n", prefect_database)
     answer = rlhf("run", cwd=toy)
@@ -117,6 +118,7 @@ def prefect(lasting: Path, *arguments: str) -> None:
     subprocess.run(command, env=env, check=True, capture_output=True, timeout=400)
 
 
+@pytest.mark.slow
 def test_new_annotations_are_announced_and_start_a_run(lasting: Path) -> None:
     """The last run, by its dvc.lock, has read other files; nobody starts a pipeline here but the automation."""
     read = {"path": ".fingerprints/sources.txt", "hash": "md5", "md5": "0" * 32, "size": 1}
@@ -141,6 +143,7 @@ def test_new_annotations_are_announced_and_start_a_run(lasting: Path) -> None:
     assert (lasting / "report.html").read_text() == "done"
 
 
+@pytest.mark.slow
 def test_a_schedule_creates_runs_that_complete(lasting: Path) -> None:
     prefect(lasting, "deployment", "schedule", "create", f"rlhf-pipeline/pipeline-{slug(lasting)}", "--interval", "15")
     query = "select count(*) from flow_run where auto_scheduled = 1 and state_type = 'COMPLETED'"
@@ -166,6 +169,7 @@ def test_mlflow_starts_no_processes_for_jobs_that_nothing_here_submits(lasting: 
     assert not [command for command in commands if "mlflow.server.jobs" in command]
 
 
+@pytest.mark.slow
 def test_a_second_up_is_refused(lasting: Path) -> None:
     answer = rlhf("up", cwd=lasting)
     assert answer.returncode == 2 and answer.stderr.count("\n") == 1

@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from flow_toys import ROOT, environment, make_toy, wait_until
 
-pytestmark = pytest.mark.services
+pytestmark = [pytest.mark.services, pytest.mark.slow]
 STEPS = """
 stages:
   ppo: {cmd: python train.py STEPS, deps: [.fingerprints/ppo.txt, raw.txt], outs: [policy.txt]}

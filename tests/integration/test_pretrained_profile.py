@@ -28,7 +28,7 @@ FEW = [
 ]
 
 
-pytestmark = needs_smollm2
+pytestmark = [needs_smollm2, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from remote_toys import Host, caller_environment, make_clone, params, prefect_se
 from flows.jobs.transfer import restore_result
 from flows.stage.run import StageSpec
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.services, pytest.mark.timeout(1500), pytest.mark.slow]
 PATIENCE = 480
 
 

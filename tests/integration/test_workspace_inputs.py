@@ -41,6 +41,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_changed_new_or_lost_source_file_is_seen_by_dvc_and_by_status(files: Path) -> None:
     workspace = make(files / "run", 'collect.files.preferences=["pairs.jsonl","more/*.jsonl"]')
     subprocess.run(["git", "init", "-q"], cwd=workspace, check=True)

@@ -30,6 +30,7 @@ from rlhf_core.data.schema import Message, Prompt, write_rows
 from rlhf_core.models.starting.base import load_tokenizer, train_tokenizer
 from rlhf_core.storage.files import sha256_file
 
+BACKENDS = ["sqlite", pytest.param("server", marks=pytest.mark.slow)]
 DVC_YAML = """
 stages:
   validate: {cmd: "true", outs: [data/clean, gates/data.json], metrics: [metrics/data.json]}
@@ -188,7 +189,7 @@ def wait_for_url(url: str, server: subprocess.Popen[bytes]) -> None:
     raise AssertionError(f"{url} never answered")
 
 
-@pytest.fixture(params=["sqlite", "server"])
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Backend:
     """Every test that uses the registry runs on a SQLite file and against a real server."""
     return Backend(request.getfixturevalue("mlflow_server") if request.param == "server" else None)

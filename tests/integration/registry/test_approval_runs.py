@@ -34,7 +34,7 @@ from flows.stage.outcome import StageOutcome
 from flows.supervision.processes import OWNER_VARIABLE
 from flows.workspace.lock import LOCK_HELD_VARIABLE
 
-pytestmark = [pytest.mark.services, pytest.mark.parametrize("backend", ["sqlite"], indirect=True)]
+pytestmark = [pytest.mark.services, pytest.mark.parametrize("backend", ["sqlite"], indirect=True), pytest.mark.slow]
 SECONDS = 300
 
 

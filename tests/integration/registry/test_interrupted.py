@@ -19,6 +19,8 @@ from flows.registry.register import register
 from flows.registry.stored_models import champion_folder
 from rlhf_core.errors import RlhfError
 
+pytestmark = pytest.mark.slow
+
 MORE_THAN_ALL = 40
 PROMOTED = {"challenger": "2", "champion": "2", "previous": "1"}
 ROLLED_BACK = {"challenger": "2", "champion": "1"}

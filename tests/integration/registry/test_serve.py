@@ -25,7 +25,7 @@ from flows.registry.evidence import PARENT_TAG
 from flows.registry.promote import promote
 from rlhf_core.errors import RlhfError
 
-pytestmark = [pytest.mark.services, pytest.mark.parametrize("backend", ["sqlite"], indirect=True)]
+pytestmark = [pytest.mark.services, pytest.mark.parametrize("backend", ["sqlite"], indirect=True), pytest.mark.slow]
 ASK = {"messages": [{"role": "user", "content": "what colour is the sky?"}], "max_tokens": 8, "seed": 1}
 PATIENCE = 240  # seconds until a server that does nothing fails the test
 

@@ -23,6 +23,8 @@ from flows.supervision.processes import OWNER_VARIABLE
 from flows.workspace.lock import LOCK_HELD_VARIABLE
 from rlhf_core.errors import RlhfError
 
+pytestmark = pytest.mark.slow
+
 
 def records(workspace: Path) -> tuple[int, int]:
     """How many runs MLflow has, and how many entries the history."""

@@ -71,6 +71,7 @@ def assert_same(left: Path, right: Path) -> None:
     assert one == pytest.approx(two, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_one_of_two_ranks_dies_one_process_goes_on_and_two_ranks_finish(
     workspace: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +108,7 @@ def test_one_of_two_ranks_dies_one_process_goes_on_and_two_ranks_finish(
     assert sorted(path.name for path in (workspace / ".rlhf/outcomes").glob("[!.]*")) == ["sft.json"]
 
 
+@pytest.mark.slow
 def test_ranks_that_lose_their_place_stop_at_the_same_step(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(psutil.Process().children())
     (workspace / "params.yaml").write_text(SFT + TWO)

@@ -16,6 +16,8 @@ from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, rea
 from rlhf_core.errors import ConfigError
 from rlhf_core.stages.runtime.runner import run_stage
 
+pytestmark = pytest.mark.slow
+
 PARAMS = """
 seed: 3
 evaluate:

@@ -18,6 +18,8 @@ from rlhf_core.config.stages.collect import CollectConfig, FileSources
 from rlhf_core.errors import RlhfError
 from rlhf_core.stages.collect import collect
 
+pytestmark = pytest.mark.slow
+
 COMMIT = """
 import subprocess, sys
 from dvc.repo import Repo

@@ -11,6 +11,8 @@ from unit.memory import subjects
 from benchmarks.memory_phases import RUNS, Subject, measure
 from rlhf_core.memory.stages import estimate_memory
 
+pytestmark = pytest.mark.slow
+
 CASES: list[tuple[Callable[[], Subject], tuple[str, ...]]] = [
     (subjects.plain, tuple(RUNS)),
     (subjects.grouped, tuple(RUNS)),

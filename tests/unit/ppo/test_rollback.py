@@ -202,6 +202,7 @@ def outcome(work: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_kill_9_around_a_rollback_changes_nothing(tmp_path: Path) -> None:
     """Real processes, killed before, within and after each of two rollbacks, end like one that was left alone."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}

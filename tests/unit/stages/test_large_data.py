@@ -109,7 +109,9 @@ def without_file_hash(value: dict[str, Any]) -> dict[str, Any]:
     return {name: item for name, item in value.items() if not (name == "sha256" and "derived_from" in value)}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case == "all" else case for case in CASES]
+)
 def test_data_in_parts_is_what_it_was_in_one_piece(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_core.data.tables.table_stream.ROW_GROUP_ROWS", 100)
     monkeypatch.setattr("rlhf_core.data.tables.table_stream.CHUNK_ROWS", 37)

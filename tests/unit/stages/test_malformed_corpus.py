@@ -20,6 +20,8 @@ from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import read_json
 from rlhf_core.training.run_context import RunContext
 
+pytestmark = pytest.mark.slow
+
 READ = [odd for odd in ODD_FILES if isinstance(odd.expected, RowsRead)]
 
 

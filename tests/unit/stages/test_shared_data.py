@@ -38,7 +38,10 @@ PAIRS = {
     ZH: (300, {(COPY,): 11, (CONTROL,): 6}),
 }
 
-pytestmark = pytest.mark.skipif(not SHARED_DATA.is_dir(), reason=f"there is no third-party data in {SHARED_DATA}")
+pytestmark = [
+    pytest.mark.skipif(not SHARED_DATA.is_dir(), reason=f"there is no third-party data in {SHARED_DATA}"),
+    pytest.mark.slow,
+]
 
 
 def clean_counts(folder: Path, **files: tuple[str, ...]) -> dict[str, tuple[int, int]]:

@@ -82,6 +82,7 @@ def test_a_stage_that_loses_its_place_saves_its_step_and_goes_on_from_there(
     assert_same(workspace / out, whole[name], name)
 
 
+@pytest.mark.slow
 def test_kill_9_while_a_checkpoint_is_written_costs_that_checkpoint_alone(
     workspace: Path, whole: dict[str, Path]
 ) -> None:
@@ -198,6 +199,7 @@ def test_a_store_that_cannot_be_used_is_refused_before_any_training(place: Calla
     assert json.loads((workspace / ".rlhf/outcomes/sft.json").read_text())["exit_code"] == 2
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_a_status_of_its_own_and_one_line(place: Callable[[str, str], Path]) -> None:
     workspace = place("one", "")
     (workspace / "params.yaml").write_text(PARAMS.replace("steps: 8", "steps: 1000000"))

@@ -13,7 +13,8 @@ from rlhf_core.config.operations.launch import LaunchConfig
 from rlhf_core.training.checkpoints.pieces import SavedTensors, write_pieces
 
 IDS = torch.arange(32).view(2, 16)
-STAGES = [("float32", 0), *((dtype, zero) for dtype in ("float32", "bfloat16") for zero in (1, 2, 3))]
+SLOW = [("float32", 1), ("float32", 2), ("bfloat16", 1), ("bfloat16", 2), ("bfloat16", 3)]
+STAGES = [("float32", 0), ("float32", 3), *(pytest.param(*stage, marks=pytest.mark.slow) for stage in SLOW)]
 
 
 @pytest.mark.parametrize(("dtype", "zero"), STAGES)
