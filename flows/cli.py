@@ -11,12 +11,8 @@ from typing import Annotated
 import typer
 from typer.models import CommandInfo, TyperInfo
 
-from flows.commands import data_diff
-from flows.commands.compare import command as compare_command
-from flows.commands.help_text import Commands, CommandWithProfiles, profile_names
-from flows.commands.options import Reason, Workspace
-from flows.commands.registry import commands as registry_commands
-from flows.commands.serving import commands as serving_commands
+from flows.commands import data_diff, registry_commands
+from flows.commands.options import Commands, CommandWithProfiles, Reason, Workspace, profile_names
 from rlhf_core import __version__
 from rlhf_core import cli as core
 from rlhf_core.commands.data import app as data_app
@@ -166,10 +162,9 @@ def ablate(
     $ rlhf ablate
     $ rlhf ablate --variants ppo-max,vanilla --seeds 1,2 --iterations 20
     """
-    from flows.ablation.command import AblationOptions
-    from flows.ablation.command import ablate as run_ablation
-    from flows.ablation.command import listing as list_variants
-    from flows.ablation.plan import AblationRequest, parse_names, parse_seeds
+    from flows.ablation import AblationOptions, AblationRequest, parse_names, parse_seeds
+    from flows.ablation import ablate as run_ablation
+    from flows.ablation import listing as list_variants
     from flows.workspace.folder import find_workspace
 
     overrides = [*(sets or []), *([f"ppo.iterations={iterations}"] if iterations else [])]
@@ -181,7 +176,6 @@ def ablate(
     raise typer.Exit(run_ablation(folder, request, AblationOptions(jobs, docs)))
 
 
-app.registered_commands += compare_command.app.registered_commands
 app.registered_commands += registry_commands.app.registered_commands
 
 
@@ -238,7 +232,7 @@ def chat(
     if model is not None:
         require_model_folder(model)  # before seconds of imports
     with Console(stderr=True).status("looking up the model…"):
-        from flows.commands.serving.chat import champion_model, folder_model
+        from flows.commands.serve import champion_model, folder_model
         from rlhf_core.chat.terminal import ChatOptions, talk
         from rlhf_core.stages.runtime.threads import limit_threads_of
 
@@ -249,9 +243,6 @@ def chat(
         if chosen.workspace is not None:
             limit_threads_of(chosen.workspace)
     talk(chosen.folder, ChatOptions(seed, temperature, top_p, max_new_tokens), chosen.about, chosen.workspace)
-
-
-app.registered_commands += serving_commands.app.registered_commands
 
 
 @app.command()
@@ -276,7 +267,7 @@ def logs(
 
     Example: rlhf logs ppo -n 100
     """
-    from flows.commands.logs import last_lines
+    from flows.commands.text import last_lines
     from flows.workspace.folder import find_workspace
 
     typer.echo(last_lines(find_workspace(workspace), stage, lines))
@@ -308,7 +299,7 @@ def report(
 
     Example: rlhf report --open
     """
-    from flows.registry.release_page.page import current_page, try_release_page
+    from flows.registry.release_page import current_page, try_release_page
     from flows.workspace.folder import find_workspace
 
     folder = find_workspace(workspace)
@@ -380,7 +371,7 @@ def _check_streams() -> None:
 
 def _report_error(error: BaseException) -> int:
     """Print ``error`` on standard error and return the exit status that goes with it."""
-    from flows.commands.error_text import print_error, print_gate_failure
+    from flows.commands.text import print_error, print_gate_failure
 
     match error:
         case GateFailed():

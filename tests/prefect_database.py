@@ -13,7 +13,7 @@ from pathlib import Path
 
 from commands import command_environment
 
-from flows.supervision.ports import LOOPBACK, free_port
+from flows.prefect_server.services import LOOPBACK, free_port
 
 SECONDS = 400
 

@@ -13,7 +13,7 @@ from benchmarks.annotated_cases.held_out import TRAINING_PAIRS, held_out_pairs, 
 from benchmarks.annotated_cases.results import ArmResult
 from flows.commands.init import initialise
 from flows.dvc_repo.root import cache_of, ensure_dvc
-from flows.supervision.environment import child_environment
+from flows.supervision.processes import child_environment
 from flows.workspace.folder import is_workspace
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.stages.collect import CollectConfig

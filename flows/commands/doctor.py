@@ -1,17 +1,321 @@
-"""``rlhf doctor``: check the installation and the workspace, and say how to repair what fails."""
+"""``rlhf doctor``: check machine, services and workspace, and say how to repair what fails."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from flows.commands.checks import FAIL, OK, WARN, DoctorCheck
-from flows.commands.checks.machine import machine_checks
-from flows.commands.checks.services import service_checks
-from flows.commands.checks.workspace import workspace_checks
-from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR
+from flows.dvc_repo.recipe import check_tracked_params
+from flows.prefect_server.services import LOOPBACK, free_port
+from flows.registry.client import knock
+from flows.workspace.lock import lock_holder
+from rlhf_core.config.loading.load import Params, load_params
+from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR, DataError, RlhfError
+from rlhf_core.runtime.openblas import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels
+from rlhf_core.storage.file_patterns import expand, is_url
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+
+
+@dataclass(frozen=True)
+class DoctorCheck:
+    """The result of one check; ``remedy`` says what to do and is empty if nothing needs to be done."""
+
+    level: str
+    name: str
+    finding: str
+    remedy: str = ""
+
+
+SUPPORTED = ((3, 11), (3, 13))
+REINSTALL = "install the pinned requirements.lock again (`make setup`)"
+# Requirement, and what breaks outside it. Newer versions of the first two break servers although `pip check` is clean.
+REQUIREMENTS = (
+    ("fastapi>=0.139,<0.151", "newer ones refuse requests of the Prefect client, or keep its server from starting"),
+    ("sqlalchemy>=2.0,<2.1", "with 2.1 scheduled runs are never created, and only a log says so"),
+    ("torch>=2.6", ""),
+    ("transformers>=5.0", ""),
+    ("prefect>=3.4", ""),
+    ("dvc>=3.60", ""),
+    ("mlflow>=3.0", ""),
+    ("great-expectations>=1.3", ""),
+)
+
+
+def machine_checks() -> Iterator[DoctorCheck]:
+    """Check what does not depend on a workspace."""
+    yield _python()
+    for requirement, consequence in REQUIREMENTS:
+        yield check_package(requirement, consequence)
+    yield _git()
+    yield from _processors()
+    yield from _products()
+    yield _memory()
+
+
+def _python() -> DoctorCheck:
+    version = sys.version_info[:2]
+    text = f"Python {sys.version.split()[0]}"
+    if SUPPORTED[0] <= version <= SUPPORTED[1]:
+        return DoctorCheck(OK, "python", text)
+    return DoctorCheck(FAIL, "python", text, "use Python 3.11, 3.12 or 3.13")
+
+
+def check_package(requirement: str, consequence: str = "") -> DoctorCheck:
+    """Check the installed version of a package against ``requirement``; ``consequence`` says what breaks otherwise."""
+    from packaging.requirements import Requirement
+
+    package = Requirement(requirement)
+    try:
+        version = importlib.metadata.version(package.name)
+    except importlib.metadata.PackageNotFoundError:
+        return DoctorCheck(FAIL, package.name, "not installed", REINSTALL)
+    if package.specifier.contains(version, prereleases=True):
+        return DoctorCheck(OK, package.name, version)
+    reason = f" ({consequence})" if consequence else ""
+    return DoctorCheck(FAIL, package.name, f"{version} is outside {package.specifier}{reason}", REINSTALL)
+
+
+def _git() -> DoctorCheck:
+    if shutil.which("git"):
+        return DoctorCheck(OK, "git", "found")
+    return DoctorCheck(WARN, "git", "not found: registered models will lack their git revision", "install git")
+
+
+def _processors() -> Iterator[DoctorCheck]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield DoctorCheck(FAIL, "torch import", str(error).splitlines()[0], REINSTALL)
+        return
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = torch.get_num_threads()
+    if threads > allowed:
+        remedy = f"set OMP_NUM_THREADS={allowed}"
+        yield DoctorCheck(WARN, "threads", f"torch uses {threads} threads on {allowed} processors", remedy)
+    else:
+        yield DoctorCheck(OK, "threads", f"torch uses {threads} of {allowed} processors")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
+    yield DoctorCheck(OK, "gpu", f"{count}: {names}" if count else "none; training runs on the CPU")
+
+
+def _products() -> Iterator[DoctorCheck]:
+    """Say it where NumPy lacks what ``rlhf_core.models.openblas_linear`` would use."""
+    if is_amd_with_full_avx512() and (kernels := numpy_kernels()) not in AVX512_KERNELS:
+        finding = "NumPy has no OpenBLAS, which would use this processor's AVX-512"
+        if kernels:
+            finding = f"NumPy's OpenBLAS has {kernels} kernels, which do without this processor's AVX-512"
+        remedy = "training in float32 takes up to half as long again; unset OPENBLAS_CORETYPE, or install NumPy by pip"
+        yield DoctorCheck(WARN, "products", finding, remedy)
+
+
+def _memory() -> DoctorCheck:
+    import psutil
+
+    free = psutil.virtual_memory().available / 2**30
+    text = f"{free:.1f} GiB available"
+    if free >= 4:
+        return DoctorCheck(OK, "memory", text)
+    return DoctorCheck(WARN, "memory", text, "the demo needs up to 4 GiB for all its processes; close other programs")
+
+
+def service_checks() -> Iterator[DoctorCheck]:
+    """Check ports, Prefect, MLflow and the model hub."""
+    yield _ports()
+    yield _prefect()
+    yield _mlflow()
+    if os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "TRUE"):
+        yield DoctorCheck(OK, "hub", "offline (HF_HUB_OFFLINE): hub ids load from the local cache only")
+
+
+def _ports() -> DoctorCheck:
+    try:
+        port = free_port()
+    except OSError as error:
+        remedy = "allow this user to listen on the loopback address"
+        return DoctorCheck(FAIL, "ports", f"cannot listen on {LOOPBACK} ({error.strerror})", remedy)
+    return DoctorCheck(OK, "ports", f"free ones on {LOOPBACK}, for example {port}")
+
+
+def _prefect() -> DoctorCheck:
+    url = os.environ.get("PREFECT_API_URL")
+    if not url:
+        return DoctorCheck(OK, "prefect api", "embedded: `rlhf run` starts a server of its own")
+    import httpx
+
+    try:
+        response = httpx.get(f"{url.rstrip('/')}/health", timeout=5)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        finding = f"PREFECT_API_URL={url} does not answer ({str(error) or type(error).__name__})"
+        return DoctorCheck(FAIL, "prefect api", finding, "start that server, or unset PREFECT_API_URL")
+    if response.status_code == 200:
+        return DoctorCheck(OK, "prefect api", f"{url} answers")
+    finding = f"PREFECT_API_URL={url} answers /health with status {response.status_code}"
+    return DoctorCheck(WARN, "prefect api", finding, "the address must end in /api; check it and PREFECT_API_KEY")
+
+
+def _mlflow() -> DoctorCheck:
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        return DoctorCheck(OK, "mlflow", "SQLite in the workspace")
+    if not uri.startswith(("http://", "https://")):
+        return DoctorCheck(OK, "mlflow", uri)
+    try:
+        knock(uri)
+    except (OSError, ValueError) as error:
+        finding = f"MLFLOW_TRACKING_URI={uri} does not answer ({error})"
+        return DoctorCheck(FAIL, "mlflow", finding, "start that server, or unset MLFLOW_TRACKING_URI")
+    return DoctorCheck(OK, "mlflow", f"{uri} answers")
+
+
+GIB = 2**30
+HUB = "hub:"
+
+
+def require_ready(workspace: Path) -> None:
+    """Refuse a run that cannot succeed, before anything is started: what `rlhf doctor` finds in the workspace.
+
+    The starting model is left out, which a run opens where its stage would.
+
+    Raises:
+        RlhfError: a line for each check that failed, and what to do.
+    """
+    failed = [check for check in workspace_checks(workspace, starting_model=False) if check.level == FAIL]
+    if failed:
+        remedies = [f" ({check.remedy})" if check.remedy else "" for check in failed]
+        raise RlhfError("\n".join(f"{c.name}: {c.finding}{remedy}" for c, remedy in zip(failed, remedies, strict=True)))
+
+
+def workspace_checks(workspace: Path | None, starting_model: bool = True) -> Iterator[DoctorCheck]:
+    """Check the workspace; where there is none, return a warning only."""
+    if workspace is None or not (workspace / "params.yaml").is_file():
+        folder = workspace or Path.cwd()
+        finding = f"{folder} is not one (no params.yaml)"
+        yield DoctorCheck(WARN, "workspace", finding, "make one with `rlhf init DIR`")
+        return
+    yield DoctorCheck(OK, "workspace", str(workspace))
+    yield _writable(workspace)
+    yield _disk(workspace)
+    yield from _dvc(workspace)
+    holder = lock_holder(workspace)
+    yield DoctorCheck(OK, "lock", f"held by {holder}" if holder else "free")
+    try:
+        params = load_params(workspace)
+        if (workspace / "dvc.yaml").is_file():
+            check_tracked_params(workspace)
+    except RlhfError as error:
+        yield DoctorCheck(FAIL, "params.yaml", str(error), "correct it; `rlhf run` would refuse it too")
+        return
+    yield DoctorCheck(OK, "params.yaml", "every parameter is known and in range, and DVC finds those it tracks")
+    yield from _sources(workspace, params)
+    if starting_model:
+        yield base_model_check(workspace, params.base.source, params.base.revision)
+    yield from _judges(workspace, params)
+
+
+def _writable(workspace: Path) -> DoctorCheck:
+    try:
+        with tempfile.TemporaryFile(dir=workspace):
+            return DoctorCheck(OK, "writable", "yes")
+    except OSError as error:
+        remedy = "make the folder writable, or use another workspace"
+        return DoctorCheck(FAIL, "writable", f"cannot write to {workspace} ({error.strerror})", remedy)
+
+
+def _disk(workspace: Path) -> DoctorCheck:
+    free = shutil.disk_usage(workspace).free / GIB
+    text = f"{free:.1f} GiB free"
+    if free < 0.5:
+        return DoctorCheck(FAIL, "disk", text, "free some space: `dvc gc --workspace` drops old results from the cache")
+    if free < 2:
+        return DoctorCheck(WARN, "disk", text, "`dvc gc --workspace` drops old results from the cache")
+    return DoctorCheck(OK, "disk", text)
+
+
+def _dvc(workspace: Path) -> Iterator[DoctorCheck]:
+    if not (workspace / "dvc.yaml").is_file():
+        yield DoctorCheck(FAIL, "dvc.yaml", "missing", "restore it, or make a workspace with `rlhf init DIR`")
+    root = next((folder for folder in (workspace, *workspace.parents) if (folder / ".dvc").is_dir()), None)
+    if root is None:
+        yield DoctorCheck(FAIL, "dvc", "the workspace is in no DVC repository", "`dvc init` there, or `rlhf init DIR`")
+    else:
+        yield DoctorCheck(OK, "dvc", f"repository at {root}")
+
+
+def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
+    """Check the data files and the starting model that params.yaml names."""
+    if params.collect.source == "world":
+        yield DoctorCheck(OK, "data", "the synthetic world; nothing is read")
+    else:
+        patterns = params.collect.files.paths()
+        for pattern in patterns:
+            yield _source(workspace, pattern)
+        if not patterns:
+            yield DoctorCheck(
+                FAIL, "data", "collect.source is files, but collect.files names none", "name at least preferences"
+            )
+    for evaluation in params.validate_.evaluation_files:
+        yield _source(workspace, evaluation.path)
+
+
+def _judges(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
+    """Check what the evaluation needs besides models: the LLM judge's key, files of prompts and questions."""
+    llm_judge = params.evaluate.llm_judge
+    if llm_judge is not None and llm_judge.token_env is not None:
+        name = llm_judge.token_env
+        if os.environ.get(name, "").strip():
+            yield DoctorCheck(OK, "llm judge", f"{name} is set; {llm_judge.base_url} is asked when the evaluation runs")
+        else:
+            remedy = f"export {name}=… wherever evaluate runs; without it the stage stops before it samples"
+            yield DoctorCheck(WARN, "llm judge", f"the environment variable {name} is not set", remedy)
+    for content, patterns in params.evaluate.untracked_files.items():
+        for pattern in patterns:
+            try:
+                files = expand(pattern, workspace)
+            except DataError as error:
+                remedy = "correct its path in the section evaluate; relative ones start at the workspace"
+                yield DoctorCheck(FAIL, content, str(error), remedy)
+            else:
+                yield DoctorCheck(OK, content, pattern if len(files) == 1 else f"{pattern}: {len(files)} files")
+
+
+def base_model_check(workspace: Path, source: str, revision: str | None) -> DoctorCheck:
+    """Check that the starting model can be opened; its weights are not loaded."""
+    if source == "scratch":
+        return DoctorCheck(OK, "base model", "made from nothing")
+    from rlhf_core.models.starting.starting_model import open_starting_model
+
+    try:
+        opened = open_starting_model(workspace, source, revision)
+    except RlhfError as error:
+        return DoctorCheck(FAIL, "base model", str(error))
+    if opened.has_template:
+        return DoctorCheck(OK, "base model", f"{source}: {opened.finding}")
+    remedy = "none is needed: it gets a plain one (User: … Assistant: …)"
+    return DoctorCheck(WARN, "base model", f"{source} has no chat template", remedy)
+
+
+def _source(workspace: Path, pattern: str) -> DoctorCheck:
+    if pattern.startswith(HUB):
+        return DoctorCheck(OK, "data", f"{pattern} (a hub id; looked up when collected)")
+    if is_url(pattern):
+        return DoctorCheck(OK, "data", f"{pattern} (a URL; looked up when collected)")
+    try:
+        files = expand(pattern, workspace)
+    except DataError:
+        remedy = "correct the path; relative ones start at the workspace"
+        return DoctorCheck(FAIL, "data", f"{pattern} matches no file in {workspace}", remedy)
+    return DoctorCheck(OK, "data", f"{pattern}: {len(files)} file{'s' if len(files) > 1 else ''}")
+
 
 MARKS = {OK: "ok  ", WARN: "warn", FAIL: "FAIL"}
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.checks.workspace import require_ready
-from flows.commands.display.display import Display, open_display
-from flows.commands.error_text import print_failed_gates
+from flows.commands.display import Display, open_display
+from flows.commands.doctor import require_ready
 from flows.commands.summary import exit_code, print_verdict, summary
+from flows.commands.text import print_failed_gates
 from flows.dvc_repo.inputs import refresh_inputs
+from flows.dvc_repo.recipe import check_tracked_params
 from flows.dvc_repo.root import ensure_dvc
-from flows.dvc_repo.tracked_params import check_tracked_params
 from flows.pipeline.events import (
     EVENTS_VARIABLE,
     EventReader,
@@ -25,8 +25,7 @@ from flows.pipeline.events import (
     VerdictReached,
     new_events_file,
 )
-from flows.pipeline.preflight import SCRATCH, open_starting_model
-from flows.pipeline.unchanged import find_unchanged
+from flows.pipeline.preflight import SCRATCH, find_unchanged, open_starting_model
 from flows.prefect_server.services import (
     Services,
     open_services,
@@ -34,18 +33,22 @@ from flows.prefect_server.services import (
     wait_for_server,
 )
 from flows.supervision import signals
-from flows.supervision.environment import child_environment
-from flows.supervision.processes import OWNER_VARIABLE, SupervisedProcess, ownership_tag, start_supervised
-from flows.workspace.cleanup import cleanup
+from flows.supervision.processes import (
+    OWNER_VARIABLE,
+    SupervisedProcess,
+    child_environment,
+    ownership_tag,
+    start_supervised,
+)
+from flows.workspace.cleanup import cleanup, running_services
 from flows.workspace.folder import cannot_write, private_path
 from flows.workspace.lock import LOCK_HELD_VARIABLE, locked
-from flows.workspace.services_file import running_services
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, RlhfError
 from rlhf_core.storage.garbage_collection import skip_last_collection
 
 if TYPE_CHECKING:
-    from flows.commands.serving.service_monitor import ServiceMonitor
+    from flows.prefect_server.monitor import ServiceMonitor
 
 FLOW_GRACE = 8.0
 WORKER_RESTARTS = 3
@@ -156,10 +159,9 @@ class PipelineRun:
     def _prepare(self, services: Services) -> ServiceMonitor:
         """Wait for the server, then set up work pools, deployments and workers."""
         # Imported here: loading Prefect takes a second, while the server starts.
-        from flows.commands.serving.service_monitor import ServiceMonitor
         from flows.jobs.deployments import deploy_jobs
-        from flows.prefect_server.automations import try_zombie_automation
-        from flows.prefect_server.flow_runs import end_stale_runs
+        from flows.prefect_server.flow_runs import end_stale_runs, try_zombie_automation
+        from flows.prefect_server.monitor import ServiceMonitor
         from flows.prefect_server.pools import idle_workers
 
         if services.embedded:
@@ -215,7 +217,7 @@ class PipelineRun:
         self.display.phase("stopping" if stopped else "stopping the services")
         try:
             if self.flow is not None:
-                from flows.commands.serving.service_monitor import end_active_runs
+                from flows.prefect_server.monitor import end_active_runs
 
                 status = self.flow.stop()
                 self._show_new_events()

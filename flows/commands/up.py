@@ -9,20 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.display.display import Display, open_display
+from flows.commands.display import Display, open_display
+from flows.dvc_repo.recipe import check_tracked_params
 from flows.dvc_repo.root import ensure_dvc
-from flows.dvc_repo.tracked_params import check_tracked_params
-from flows.prefect_server.services import Services, check_port_option, open_services, wait_for_server
+from flows.prefect_server.services import (
+    LOOPBACK,
+    Services,
+    check_port_option,
+    claim_port,
+    open_services,
+    wait_for_server,
+)
 from flows.supervision import signals
-from flows.supervision.ports import LOOPBACK, claim_port
 from flows.supervision.processes import OWNER_VARIABLE, ownership_tag
+from flows.workspace.cleanup import forget_services, record_services
 from flows.workspace.lock import locked
-from flows.workspace.services_file import forget_services, record_services
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
 
 if TYPE_CHECKING:
-    from flows.commands.serving.service_monitor import ServiceMonitor
+    from flows.prefect_server.monitor import ServiceMonitor
 
 MLFLOW = "mlflow"
 WORKER_RESTARTS = 10
@@ -70,7 +76,7 @@ def _serve(services: Services, params: Params, mlflow_port: int, display: Displa
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     finally:
-        from flows.commands.serving.service_monitor import end_active_runs
+        from flows.prefect_server.monitor import end_active_runs
 
         if signals.last() == signal.SIGINT and sys.stderr.isatty():
             display.line("")  # the terminal has written ^C at the beginning of the line
@@ -83,10 +89,9 @@ def _serve(services: Services, params: Params, mlflow_port: int, display: Displa
 def _start_services(services: Services, params: Params, mlflow_port: int, display: Display) -> ServiceMonitor:
     """Start the MLflow UI and the workers, set up pools, deployments and the automation, and record the addresses."""
     # These load Prefect, which takes a second, in which the server starts.
-    from flows.commands.serving.service_monitor import ServiceMonitor
     from flows.jobs.deployments import deploy_all, deploy_jobs
-    from flows.prefect_server.automations import ensure_zombie_automation
-    from flows.prefect_server.flow_runs import end_stale_runs
+    from flows.prefect_server.flow_runs import end_stale_runs, ensure_zombie_automation
+    from flows.prefect_server.monitor import ServiceMonitor
     from flows.prefect_server.pools import PIPELINES_POOL, ensure_deployed_pools
 
     workspace = services.workspace
@@ -110,8 +115,7 @@ def _start_services(services: Services, params: Params, mlflow_port: int, displa
 
 def deep_links(workspace: Path, prefect_url: str) -> list[str]:
     """Return the addresses of the pages that a person opens: runs on both servers, schedules, registered models."""
-    from flows.registry.links import mlflow_links
-    from flows.registry.mlflow_client import connect, experiment_id
+    from flows.registry.client import connect, experiment_id, mlflow_links
 
     lines = [f"Prefect: runs {prefect_url}/runs", f"         schedules {prefect_url}/deployments"]
     links = mlflow_links(workspace)
@@ -123,7 +127,7 @@ def deep_links(workspace: Path, prefect_url: str) -> list[str]:
 
 def _start_mlflow(services: Services, port: int) -> str:
     """Return the address of the MLflow UI: the server of ``MLFLOW_TRACKING_URI``, else one that is started here."""
-    from flows.registry.mlflow_client import prepare_tracking, tracking_uri
+    from flows.registry.client import prepare_tracking, tracking_uri
 
     prepare_tracking(services.workspace)
     uri = tracking_uri(services.workspace)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flows.supervision.python_module import run_module
+from flows.supervision.processes import run_module
 from rlhf_core.errors import RlhfError
 
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from flows.supervision.python_module import run_module
+from flows.supervision.processes import run_module
 from flows.workspace.folder import cannot_write
 from rlhf_core.errors import RlhfError
 

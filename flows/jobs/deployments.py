@@ -11,9 +11,8 @@ from prefect.utilities.callables import parameter_schema
 
 from flows.jobs.job import JOB_FLOW, job_name
 from flows.prefect_server.pools import apply_pools
-from flows.supervision.python_module import run_module
-from flows.workspace.folder import private_path
-from flows.workspace.run_label import workspace_slug
+from flows.supervision.processes import run_module
+from flows.workspace.folder import private_path, workspace_slug
 from rlhf_core.config.loading.load import Params
 from rlhf_core.config.loading.recipe import recipe_folder
 from rlhf_core.errors import ConfigError, RlhfError

@@ -10,7 +10,7 @@ from typing import Any
 from flows.prefect_server.pools import GPU_POOL
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageSpec
-from flows.workspace.run_label import workspace_slug
+from flows.workspace.folder import workspace_slug
 from rlhf_core.config.operations.placement import Placement
 
 JOB_FLOW = "rlhf-stage"

@@ -24,8 +24,8 @@ from flows.dvc_repo.lock_file import LOCK_FILE
 from flows.dvc_repo.recipe import EXPECTATIONS
 from flows.dvc_repo.root import cache_of
 from flows.jobs.job import Handoff, Job, RemoteJobReport
-from flows.jobs.log_shipping import LogFollower
 from flows.jobs.transfer import (
+    LogFollower,
     TransferFailed,
     describe_remote,
     dvc_transfer,

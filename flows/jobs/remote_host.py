@@ -23,14 +23,12 @@ from prefect.client.schemas.actions import ArtifactCreate
 
 from flows.dvc_repo.lock_file import LOCK_FILE
 from flows.jobs.job import Handoff, RemoteJobReport
-from flows.jobs.log_shipping import LogShipper
 from flows.jobs.remote_client import REPORT_ARTIFACT, rebuild_workspace
-from flows.jobs.transfer import TransferFailed, transfer_outcome, transfer_with_retries
+from flows.jobs.transfer import LogShipper, TransferFailed, transfer_outcome, transfer_with_retries
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageSpec, run_stage, stage_log
-from flows.supervision.python_module import run_module
-from flows.supervision.retry import retry
-from flows.supervision.signals import StopRequested
+from flows.supervision.processes import run_module
+from flows.supervision.signals import StopRequested, retry
 from flows.workspace.cleanup import cleanup
 from flows.workspace.lock import locked
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_USER_ERROR, RlhfError

@@ -21,7 +21,7 @@ from flows.jobs.transfer import TransferFailed, restore_result, transfer_outcome
 from flows.stage.outcome import StageOutcome, clear_outcome, load_outcome, load_report
 from flows.supervision import signals
 from flows.supervision.signals import StopRequested
-from flows.workspace.run_label import job_label
+from flows.workspace.folder import job_label
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 POLL_SECONDS = 0.5

@@ -18,7 +18,7 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, State
 from flows.jobs.job import JOB_FLOW, Handoff
 from flows.stage.run import StageSpec, logged_progress, run_stage
 from flows.supervision import signals
-from flows.workspace.run_label import job_label
+from flows.workspace.folder import job_label
 
 PREEMPTED = "Preempted"
 

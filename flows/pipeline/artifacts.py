@@ -16,16 +16,12 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
-from flows.pipeline.verdict import RunVerdict
-from flows.pipeline.verdict_markdown import verdict_markdown
-from flows.registry.evidence.run_description import describe_run
-from flows.registry.links import mlflow_links
-from flows.registry.mlflow_client import REPORT_PAGE, log_final_artifacts, report_page
-from flows.stage.gate_conditions import condition_rows
-from flows.stage.outcome import StageOutcome, last_progress
+from flows.pipeline.verdict import RunVerdict, verdict_markdown
+from flows.registry.client import REPORT_PAGE, describe_run, log_final_artifacts, mlflow_links, report_page
+from flows.stage.outcome import StageOutcome, condition_rows, last_progress
 from flows.stage.run import stage_log
-from flows.supervision.log_reader import LogReader
-from flows.workspace.run_label import workspace_slug
+from flows.supervision.processes import LogReader
+from flows.workspace.folder import workspace_slug
 from rlhf_core.storage.files import read_json
 
 TAIL_BYTES = 8192

@@ -40,22 +40,24 @@ from flows.pipeline.events import (
     VerdictReached,
     new_events_file,
 )
-from flows.pipeline.preflight import memory_refusal
-from flows.pipeline.record_delivery import delivered_records, without_delivery
-from flows.pipeline.registration import MATCH_LOG, promote_task, register_task
-from flows.pipeline.release_page import with_release_page
-from flows.pipeline.unchanged import find_unchanged, has_gated_policy, undecided_because
+from flows.pipeline.preflight import (
+    find_unchanged,
+    has_gated_policy,
+    memory_refusal,
+    undecided_because,
+    with_release_page,
+)
+from flows.pipeline.registration import MATCH_LOG, follow_request, promote_task, register_task
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans
-from flows.registry.approval.suspended_runs import follow_request
-from flows.registry.mlflow_client import end_pipeline_run, start_pipeline_run
+from flows.registry.client import delivered_records, end_pipeline_run, start_pipeline_run, without_delivery
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageSpec, logged_progress, run_stage, stage_log
 from flows.supervision import signals
 from flows.supervision.processes import OWNER_VARIABLE, ownership_tag
 from flows.workspace.cleanup import cleanup
+from flows.workspace.folder import run_label, run_tags
 from flows.workspace.lock import LOCK_HELD_VARIABLE, locked_unless_inherited
-from flows.workspace.run_label import run_label, run_tags
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.config.operations.operations import FlowConfig
 from rlhf_core.config.operations.placement import Placement

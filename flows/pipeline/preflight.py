@@ -1,13 +1,30 @@
-"""Checks of what can be known before it is computed: the starting model, and whether a stage fits its pool's GPUs."""
+"""What can be known before a run computes: that nothing changed, the starting model, what fits a pool's GPUs."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
-from flows.dvc_repo.status import dvc_status
+from flows.dvc_repo.graph import StageNode, dvc_status, read_graph
+from flows.pipeline.events import (
+    COMPLETED,
+    EventWriter,
+    RegistryUpdated,
+    RunEnded,
+    RunPlanned,
+    StageEnded,
+    VerdictReached,
+)
+from flows.pipeline.verdict import NOTHING, RegistrationResult, RunVerdict, reach_verdict
+from flows.registry.client import RELEASE_PAGE, has_record
+from flows.registry.promote import promote
+from flows.registry.register import registered_before
+from flows.registry.release_page import RunNotes, current_page, try_release_page
 from flows.stage.outcome import StageOutcome
-from flows.supervision.python_module import run_module
+from flows.supervision.processes import run_module
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 
@@ -55,3 +72,104 @@ def _is_up_to_date(workspace: Path, stage: str) -> bool:
         return not dvc_status(workspace, [stage])
     except RlhfError:
         return False
+
+
+def with_release_page(workspace: Path, verdict: RunVerdict, registration: RegistrationResult) -> tuple[RunVerdict, str]:
+    """Write ``release.html`` and let the verdict name it as the run's report.
+
+    Returns:
+        The verdict, and why the page could not be written; empty if it was, or the run has no report.
+    """
+    notes = RunNotes(
+        nothing_because="" if registration.registered else verdict.registered.removeprefix(NOTHING),
+        registered=registration.registered,
+        promotion=verdict.promotion,
+    )
+    problem = try_release_page(workspace, notes)
+    written = verdict.report is not None and current_page(workspace) is not None
+    return (replace(verdict, report=RELEASE_PAGE) if written and not problem else verdict), problem
+
+
+POLICY_EVIDENCE = "gates/policy.json"
+
+
+@dataclass(frozen=True)
+class UnchangedWorld:
+    """What a run would have ended with; ``message`` says so in one line."""
+
+    outcomes: Mapping[str, StageOutcome]
+    registered: str
+    verdict: RunVerdict
+    message: str
+
+    def emit(self, events: EventWriter) -> None:
+        """Write the events of a run in which every stage was up to date."""
+        events.emit(RunPlanned(tuple(self.outcomes)))
+        for outcome in self.outcomes.values():
+            events.emit(StageEnded(outcome))
+        events.emit(RegistryUpdated(self.registered))
+        events.emit(VerdictReached(self.verdict))
+        events.emit(RunEnded(COMPLETED, self.message))
+
+
+class _MatchNeeded(RlhfError):
+    """The challenger has not met the present champion on these prompts."""
+
+
+def has_gated_policy(graph: Mapping[str, StageNode]) -> bool:
+    """Whether a pipeline judges a policy: only such a one is recorded in MLflow and registers models."""
+    return any(POLICY_EVIDENCE in node.outputs for node in graph.values())
+
+
+def find_unchanged(workspace: Path, *, promotes: bool) -> UnchangedWorld | None:
+    """Say what a run would end with that computes, registers and decides nothing; None if there is something to do.
+
+    The page of the release is brought up to date. Where DVC or the registry do not answer, the run itself says so: that
+    is None too.
+
+    Args:
+        promotes: Whether the run would promote.
+    """
+    if not has_record(workspace) or not (workspace / "dvc.lock").is_file():
+        return None
+    try:
+        graph = read_graph(workspace)
+        if not has_gated_policy(graph) or dvc_status(workspace):
+            return None
+        registration = _standing_registration(workspace, promotes)
+    except RlhfError:
+        return None
+    if registration is None:
+        return None
+    now = time.time()
+    outcomes = {name: StageOutcome.cached(name, now, now) for name in graph}
+    verdict, _ = with_release_page(workspace, reach_verdict(workspace, outcomes, registration), registration)
+    message = f"nothing to do: every stage is up to date, {registration.registered}; {verdict.promotion}"
+    return UnchangedWorld(outcomes, registration.registered, verdict, message)
+
+
+def _standing_registration(workspace: Path, promotes: bool) -> RegistrationResult | None:
+    """The registration and the decision that a run would find made before, None if it would make another."""
+    config = load_params(workspace).registry
+    registration = registered_before(workspace)
+    if registration is None:
+        return None
+    described = registration.describe()
+    version = registration.challenger(config.policy)
+    if version is None:
+        return RegistrationResult(described)
+    if because := undecided_because(promotes, config.auto_promote):
+        return RegistrationResult(described, undecided_because=because)
+    decision = promote(workspace, version=version, dry_run=True, play=_no_match)
+    return RegistrationResult(described, decision) if decision.unchanged else None
+
+
+def undecided_because(promotes: bool, auto_promote: bool) -> str:
+    """Why a run does not promote, empty if it does."""
+    if not promotes:
+        return "the run was started with --no-promote"
+    return "" if auto_promote else "registry.auto_promote is off"
+
+
+def _no_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int) -> NoReturn:
+    raise _MatchNeeded("the challenger has to play the champion")

@@ -1,24 +1,65 @@
-"""The services of a run: an embedded Prefect server and process workers on loopback, or an external server."""
+"""The services of a run on free loopback ports: an embedded Prefect server and its workers, or an external server."""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from flows.supervision.environment import CHILD_SETTINGS, child_environment, no_proxy_hosts
-from flows.supervision.ports import LOOPBACK, claim_port
-from flows.supervision.processes import SupervisedProcess, start_supervised
+from flows.supervision.processes import (
+    CHILD_SETTINGS,
+    SupervisedProcess,
+    child_environment,
+    no_proxy_hosts,
+    start_supervised,
+)
+from flows.workspace.cleanup import running_services
 from flows.workspace.folder import private_path
-from flows.workspace.services_file import running_services
 from rlhf_core.config.loading.load import load_params
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import RlhfError, named_line
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+
+LOOPBACK = "127.0.0.1"
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def claim_port(requested: int | None, service: str, option: str = "--port") -> int:
+    """Return ``requested`` if it can be bound, or any free port when it is None.
+
+    Raises:
+        RlhfError: the port is taken or out of range; the message names ``service`` and the command-line ``option``.
+    """
+    if requested is None:
+        return free_port()
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, requested))
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or "out of range"
+            raise RlhfError(
+                f"port {requested} for {service} cannot be used ({reason}); free it or choose another with {option}"
+            ) from error
+    return requested
+
 
 START_SECONDS = 180.0
 RESTART_SECONDS = 60.0
@@ -212,3 +253,30 @@ def connection_problem(url: str, seconds: float = 5.0) -> str | None:
         return None if error.code in (401, 403, 404) else f"HTTP {error.code}"
     except (OSError, ValueError) as error:
         return str(getattr(error, "reason", error)) or type(error).__name__
+
+
+SECONDS = 15.0
+
+
+@contextmanager
+def known_server(workspace: Path) -> Iterator[SyncPrefectClient | None]:
+    """A client of the server at ``PREFECT_API_URL``, or of ``rlhf up`` in ``workspace``; None where there is neither.
+
+    Raises:
+        RlhfError: There is one, and it does not answer or refuses a request of the block.
+    """
+    url = os.environ.get("PREFECT_API_URL", "").strip().rstrip("/") or running_services(workspace)
+    if not url:
+        yield None
+        return
+    if problem := connection_problem(url):
+        raise RlhfError(f"the Prefect server at {url} does not answer ({problem})")
+    import httpx
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    try:
+        with temporary_settings({PREFECT_API_URL: url}), get_client({"timeout": SECONDS}, sync_client=True) as client:
+            yield client
+    except httpx.HTTPError as error:
+        raise RlhfError(f"the Prefect server at {url} refused a request ({named_line(error)})") from error

@@ -10,20 +10,126 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.registry.mlflow_client import connect
-from flows.registry.promotion.obstacles import promotion_obstacle
-from flows.registry.transactions.aliases import CHAMPION, get_version
-from flows.registry.versions.champion import policy_with_alias
-from flows.registry.versions.model_artifacts import verified_folder
-from flows.registry.versions.signing import SIGNATURE_NAME, Signer
-from flows.release.evidence import ReleaseEvidence, release_evidence
-from flows.release.hub import Upload, check_repository, upload
-from flows.release.model_card import DATA_CARD_FILE, card_data, card_text
-from flows.release.older_transformers import write_earlier_names
+from flows.registry.aliases import CHAMPION, get_version
+from flows.registry.champion_change import promotion_obstacle
+from flows.registry.client import connect
+from flows.registry.signing import SIGNATURE_NAME, Signer
+from flows.registry.stored_models import policy_with_alias, verified_folder
+from flows.release.model_card import DATA_CARD_FILE, ReleaseEvidence, card_data, card_text, release_evidence
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations.operations import RegistryConfig
-from rlhf_core.errors import GateFailed, RlhfError
+from rlhf_core.errors import GateFailed, RlhfError, first_line, named_line
 from rlhf_core.storage.files import atomic_dir
+
+TOKEN_VARIABLE = "HF_TOKEN"
+
+
+@dataclass(frozen=True)
+class Upload:
+    """``repository`` is ``owner/name``. ``public`` counts where the repository has to be made."""
+
+    repository: str
+    public: bool
+    message: str
+
+
+def check_repository(repository: str) -> None:
+    """Check the name of the repository and that there is a token, before any work is done.
+
+    Raises:
+        RlhfError: The name is no ``owner/name``, or the environment has no token.
+    """
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise RlhfError(f"--push {repository}: {first_line(error)}") from error
+    if repository.count("/") != 1:
+        raise RlhfError(f"--push {repository}: write it as owner/name")
+    if get_token() is None:
+        raise RlhfError(f"--push needs a token that may write to {repository}: set {TOKEN_VARIABLE}")
+
+
+def upload(folder: Path, what: Upload) -> str:
+    """Upload ``folder`` in one commit, to a repository that is made if there is none.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        RlhfError: The hub refuses or does not answer; the folder stays, so that it can be pushed again.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        address = api.create_repo(what.repository, private=not what.public, exist_ok=True)
+        api.upload_folder(repo_id=what.repository, folder_path=folder, commit_message=what.message)
+    except Exception as error:  # the client's own errors and those of its HTTP library, which depends on its version
+        raise RlhfError(
+            f"{folder} is written, but could not be pushed to {what.repository} ({named_line(error)})"
+        ) from error
+    return str(address)
+
+
+TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
+# What architectures call the base and the rotated share in transformers 4, where not rope_theta and
+# partial_rotary_factor.
+EARLIER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+
+
+def write_earlier_names(folder: Path) -> bool:
+    """Add them to ``config.json`` and ``tokenizer_config.json``; False where transformers 4 has no name for a setting.
+
+    Those are architectures whose layers have several rotary embeddings, other than a global and a local one.
+    """
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    text = config.get("text_config") or config
+    earlier = earlier_rope(str(text.get("model_type")), text.get("rope_parameters") or {})
+    if earlier:
+        text.update({name: value for name, value in earlier.items() if name not in text})
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tokenizer = folder / "tokenizer_config.json"
+    if tokenizer.is_file():
+        settings = json.loads(tokenizer.read_text(encoding="utf-8"))
+        name = settings.get("tokenizer_class")
+        extra = settings.pop("extra_special_tokens", None)
+        if isinstance(extra, list):  # a mapping in version 4, whose name for a list both versions read
+            settings["additional_special_tokens"] = extra
+        elif extra is not None:
+            settings["extra_special_tokens"] = extra
+        settings["tokenizer_class"] = TOKENIZER_CLASSES.get(name, name)
+        tokenizer.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return earlier is not None
+
+
+def earlier_rope(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return rotary parameters under the names of transformers 4, None where it has none."""
+    if not any(isinstance(value, Mapping) for value in parameters.values()):
+        return _one_rope(model_type, parameters)
+    if not set(parameters) <= {GLOBAL, LOCAL} or GLOBAL not in parameters:
+        return None
+    earlier = _one_rope(model_type, parameters[GLOBAL])
+    local = parameters.get(LOCAL) or {}
+    if local.get("rope_type", "default") != "default":
+        return None
+    return earlier | ({"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {})
+
+
+def _one_rope(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    names = EARLIER_NAMES.get(model_type, {})
+    rest = dict(parameters)
+    earlier = {
+        names.get(name, name): rest.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rest
+    }
+    scaled = rest.get("rope_type", "default") != "default"
+    return earlier | ({"rope_scaling": rest} if scaled else {})
+
 
 GENERATION = "generation_config.json"
 

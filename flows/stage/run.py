@@ -18,12 +18,8 @@ from flows.stage.outcome import (
     load_gate_file,
     load_report,
 )
-from flows.supervision.clock import Stopwatch
-from flows.supervision.environment import child_environment
-from flows.supervision.log_reader import LogReader
-from flows.supervision.processes import SupervisedResult, run_supervised
-from flows.supervision.python_module import dvc_errors
-from flows.supervision.signals import STOP
+from flows.supervision.processes import LogReader, SupervisedResult, child_environment, dvc_errors, run_supervised
+from flows.supervision.signals import STOP, Stopwatch
 from flows.workspace.folder import private_path
 from flows.workspace.lock import locked
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_USER_ERROR

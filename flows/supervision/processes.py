@@ -1,4 +1,4 @@
-"""Supervised commands, and the identity of processes."""
+"""Supervised commands, their environment and logs, short Python commands, and the identity of processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.supervision.log_reader import LogReader
 from flows.supervision.signals import STOP
+
+
+class LogReader:
+    """Reads the part of a log file from byte ``start`` on, by default what is appended after the reader was created.
+
+    The file may not exist yet.
+    """
+
+    def __init__(self, log: Path, start: int | None = None) -> None:
+        self.log = log
+        self.start = start if start is not None else log.stat().st_size if log.exists() else 0
+
+    def text(self, last_bytes: int | None = None) -> str:
+        """Return everything appended so far, or only its last ``last_bytes`` bytes."""
+        if not self.log.exists():
+            return ""
+        start = self.start if last_bytes is None else max(self.start, self.log.stat().st_size - last_bytes)
+        with self.log.open("rb") as stream:
+            stream.seek(start)
+            return stream.read().decode("utf-8", errors="replace")
+
 
 OWNER_VARIABLE = "RLHF_OWNER"
 SUPERVISOR_SLACK_SECONDS = 6.0
@@ -148,3 +168,83 @@ def is_alive(pid: int, token: str) -> bool:
 def ownership_tag(workspace: Path) -> str:
     """Return the tag that marks, in their environment, the processes this process starts for ``workspace``."""
     return f"{os.getpid()}:{start_token(os.getpid())}:{workspace}"
+
+
+CHILD_SETTINGS = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DVC_NO_ANALYTICS": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    # MLflow's jobs judge traces of language model applications; eight processes of 180 MB wait for them.
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    "GX_ANALYTICS_ENABLED": "false",
+    "GIT_TERMINAL_PROMPT": "0",
+    "PREFECT_CLI_PROMPT": "false",
+    "PREFECT_CLI_COLORS": "false",
+    "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
+    "PREFECT_WORKER_QUERY_SECONDS": "1",
+    "PREFECT_WORKER_HEARTBEAT_SECONDS": "10",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+def no_proxy_hosts() -> str:
+    """Return the value of ``NO_PROXY`` with the loopback addresses added: local services need no proxy."""
+    hosts = [host for host in os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")).split(",") if host]
+    return ",".join(dict.fromkeys([*hosts, "127.0.0.1", "localhost"]))
+
+
+def child_environment(workspace: Path, **extra: str) -> dict[str, str]:
+    """Return this process's environment with :data:`CHILD_SETTINGS`, the workspace's ownership tag, and ``extra``."""
+    source = str(Path(__file__).resolve().parents[2])
+    python_path = [source, *[p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != source]]
+    scripts = str(Path(sys.executable).parent)
+    path = os.environ.get("PATH", "")
+    return {
+        **os.environ,
+        **CHILD_SETTINGS,
+        "PYTHONPATH": os.pathsep.join(python_path),
+        "PATH": path if path.split(os.pathsep)[0] == scripts else os.pathsep.join([scripts, path]),
+        "NO_PROXY": no_proxy_hosts(),
+        "no_proxy": no_proxy_hosts(),
+        OWNER_VARIABLE: ownership_tag(workspace),
+        **extra,
+    }
+
+
+ERROR_PREFIX = "ERROR: "
+
+
+@dataclass(frozen=True)
+class ModuleResult:
+    """Exit status and output of a module that has ended."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def error_line(self) -> str:
+        """The line that explains a failure: DVC's last ``ERROR:`` line, else the last line of stderr or stdout."""
+        lines = [line.strip() for line in [*self.stdout.splitlines(), *self.stderr.splitlines()] if line.strip()]
+        return [f"exit code {self.exit_code}", *lines, *dvc_errors(self.stderr)][-1]
+
+
+def dvc_errors(output: str) -> list[str]:
+    """Return the lines in which DVC reports errors, without their prefix ``ERROR:``."""
+    return [line.removeprefix(ERROR_PREFIX) for line in output.splitlines() if line.startswith(ERROR_PREFIX)]
+
+
+def run_module(workspace: Path, module: str, *arguments: str, env: Mapping[str, str] | None = None) -> ModuleResult:
+    """Run ``python -m MODULE ARGUMENTS`` in ``workspace``, detached from the terminal, with ``env`` on top."""
+    process = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=workspace,
+        env={**child_environment(workspace), **(env or {})},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    return ModuleResult(process.returncode, process.stdout, process.stderr)

@@ -1,15 +1,56 @@
-"""Cleanup of what a dead run left in a workspace: a table of locks that DVC cannot read, the record of its services.
+"""The record of the services of a workspace, and the cleanup of what a dead run left in it.
 
-``python -m flows.workspace.cleanup WORKSPACE`` does it for a command that holds the workspace's lock.
+``python -m flows.workspace.cleanup WORKSPACE`` does the cleanup for a command that holds the workspace's lock.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from flows.workspace.services_file import forget_services, running_services
+from flows.supervision.processes import is_alive, start_token
+from flows.workspace.folder import PRIVATE, private_path
+from rlhf_core.storage.files import atomic_write_json
+
+SERVICES_FILE = "services.json"
+
+
+def record_services(workspace: Path, api_url: str, addresses: dict[str, str]) -> None:
+    """Record that this process runs a Prefect server at ``api_url``, and user interfaces at ``addresses``."""
+    pid = os.getpid()
+    record = {"pid": pid, "start_token": start_token(pid), "api_url": api_url, "addresses": addresses}
+    atomic_write_json(private_path(workspace, SERVICES_FILE), record)
+
+
+def running_services(workspace: Path) -> str | None:
+    """Return the Prefect API address of the live ``rlhf up`` of this workspace, None if there is none."""
+    record = _live_record(workspace)
+    return str(record["api_url"]) if record else None
+
+
+def running_addresses(workspace: Path) -> Mapping[str, str]:
+    """Return the addresses of the user interfaces of the live ``rlhf up``, by name; empty if there is none."""
+    record = _live_record(workspace)
+    return dict(record.get("addresses", {})) if record else {}
+
+
+def _live_record(workspace: Path) -> Mapping[str, Any] | None:
+    """Return the record of a process that still runs, else None."""
+    try:
+        record: Mapping[str, Any] = json.loads((workspace / PRIVATE / SERVICES_FILE).read_text(encoding="utf-8"))
+        alive = is_alive(int(record["pid"]), record["start_token"]) and "api_url" in record
+    except (OSError, ValueError, KeyError):
+        return None
+    return record if alive else None
+
+
+def forget_services(workspace: Path) -> None:
+    """Remove the record made by :func:`record_services`."""
+    (workspace / PRIVATE / SERVICES_FILE).unlink(missing_ok=True)
 
 
 def cleanup(workspace: Path) -> list[str]:

@@ -39,61 +39,54 @@ FLOWS_MAY_USE = {"config", "gates", "errors", "redaction", "storage", "git", "__
 FLOWS_MAY_ALSO_USE = {
     # It mounts the core's commands on its own command line.
     "flows.cli": {"chat.terminal", "cli", "commands.data", "stages.runtime.threads.limit_threads_of"},
-    "flows.commands.data_diff": {
-        "commands.data",
-        "commands.output",
-        "data.inspection.changes",
-    },  # of the group rlhf data
-    "flows.commands.compare.alternatives_file": {"evaluation.alternative_runs"},
-    "flows.commands.compare.command": {"commands.data", "commands.output"},
-    "flows.commands.error_text": {"data.text.visible_text"},
-    "flows.commands.registry.commands": {"evaluation.power"},
-    "flows.commands.registry.retention": {"data.tokens.unneeded_entries"},
-    "flows.commands.compare.results": {
+    # Of the group ``rlhf data``.
+    "flows.commands.data_diff": {"commands.data", "commands.output", "data.inspection.changes"},
+    "flows.commands.compare": {
+        "evaluation.alternative_runs",
         "evaluation.judges.final.JUDGE",
         "evaluation.judges.final.SELECTED_BY",
         "evaluation.metrics.training_cost",
         "training.history.read_history",
     },
-    "flows.commands.compare.table": {"evaluation.judges.final.JUDGE"},
-    "flows.commands.checks.machine": {"runtime.openblas"},
-    "flows.commands.checks.workspace": {"models.starting.starting_model.open_starting_model"},
-    "flows.commands.serving.serve": {"serving", "stages.runtime.threads.limit_threads_of"},
-    "flows.commands.serving.commands": {"serving.limits.ServingLimits", "stages.runtime.threads.limit_threads_of"},
-    "flows.registry.versions.served_versions": {"serving.policy_source"},
+    "flows.commands.registry_commands": {
+        "commands.data",
+        "commands.output",
+        "evaluation.power",
+        "serving.limits.ServingLimits",
+        "stages.runtime.threads.limit_threads_of",
+    },
+    "flows.commands.text": {"data.text.visible_text"},
+    "flows.commands.registry_output": {"data.tokens.unneeded_entries"},
+    "flows.commands.doctor": {"runtime.openblas", "models.starting.starting_model.open_starting_model"},
+    "flows.commands.serve": {"serving", "stages.runtime.threads.limit_threads_of"},
+    "flows.registry.stored_models": {"serving.policy_source"},
     "flows.pipeline.data_watch": {
         "data.collection.sources.collected_paths",
         "fingerprint.sources.SOURCES_FILE",
         "fingerprint.sources.describe_sources",
     },
-    "flows.pipeline.verdict": {
-        "evaluation.verdict.alarms.alarms",
-        "evaluation.verdict.standing",
-    },
-    "flows.commands.display.stage_results": {"evaluation.verdict.standing.judge_results"},
+    "flows.pipeline.verdict": {"evaluation.verdict.alarms.alarms", "evaluation.verdict.standing"},
+    "flows.commands.run_state": {"evaluation.verdict.standing.judge_results"},
     "flows.commands.summary": {"evaluation.verdict.standing.Standing"},
-    "flows.registry.transactions.decisions": {"evaluation.promotion.criteria.Criterion"},
-    "flows.registry.release_page.decision": {"evaluation.report.parts.release"},
-    "flows.registry.release_page.page": {
-        "evaluation.report.parts.release.BEGIN",
-        "evaluation.report.render.with_release",
-    },
-    "flows.registry.mlflow_client": {
+    "flows.registry.decisions": {"evaluation.promotion.criteria.Criterion"},
+    "flows.registry.release_page": {"evaluation.report.parts.release", "evaluation.report.render.with_release"},
+    "flows.registry.client": {
         "tracking.delivery.deliver_waiting",
         "tracking.stage_run.origin_tags",
         "tracking.stage_run.record_folder",
+        "tracking.courier",
+        "tracking.client_settings",
     },
     "flows.dvc_repo.inputs": {"data.collection.sources.collected_paths"},
-    "flows.pipeline.record_delivery": {"tracking.courier", "tracking.client_settings"},
     "flows.commands.status": {"tracking.client_settings", "tracking.journal.waiting_records"},
-    "flows.registry.promotion.match": {
+    "flows.registry.match": {
         "evaluation.judges.final.JUDGE",
         "evaluation.promotion.criteria.Criterion",
         "evaluation.promotion.criteria.failed",
         "fingerprint.tracked_files.code_lines",
         "fingerprint.tracked_files.verifiable_functions",
     },
-    "flows.registry.promotion.promote": {
+    "flows.registry.promote": {
         "evaluation.promotion.criteria.non_inferiority_criteria",
         "evaluation.promotion.criteria.win_rate_criteria",
     },
@@ -106,7 +99,7 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.tracked_files.function_files",
         "fingerprint.tracked_files.verifiable_functions",
     },
-    "flows.ablation.command": {
+    "flows.ablation": {
         "evaluation.ablation.page.insert",
         "evaluation.ablation.results.AblationRun",
         "evaluation.ablation.summary.summarise",

@@ -17,8 +17,8 @@ import pytest
 from browser import Browser, find_chromium
 from commands import SmokeRun, command_environment
 
-from flows.registry.links import MlflowLinks
-from flows.stage.gate_conditions import condition_rows
+from flows.registry.client import MlflowLinks
+from flows.stage.outcome import condition_rows
 from rlhf_core.storage.files import read_json
 
 CHROMIUM = find_chromium()

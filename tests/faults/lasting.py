@@ -15,8 +15,8 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from toys import wait_until
 
-from flows.supervision.environment import CHILD_SETTINGS
-from flows.supervision.ports import LOOPBACK, claim_port
+from flows.prefect_server.services import LOOPBACK, claim_port
+from flows.supervision.processes import CHILD_SETTINGS
 
 ACTIVE = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 from flow_toys import environment, make_toy, wait_until
 
-from flows.supervision.ports import free_port
+from flows.prefect_server.services import free_port
 
 POOL = "away"
 PIPELINE = """

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from flows.commands.display.display import Display, open_display
+from flows.commands.display import Display, open_display
 from flows.commands.summary import print_verdict
 from flows.pipeline.events import PhaseStarted, RunEnded, RunPlanned, StageEnded, StageStarted
 from flows.pipeline.verdict import KlEstimate, RunVerdict

@@ -13,9 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from flow_toys import CommandLine, begin, processes_of, rlhf, wait_until
 
-from flows.ablation.job import JobResult
-from flows.ablation.plan import AblationJob, AblationRequest, definition, make_plan
-from flows.ablation.scheduler import run_jobs
+from flows.ablation import AblationJob, AblationRequest, JobResult, definition, make_plan, run_jobs
 from flows.supervision import signals
 from rlhf_core.errors import ConfigError
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from flows.pipeline.record_delivery import delivered_records, without_delivery
-from flows.registry.mlflow_client import connect, prepare_tracking
+from flows.registry.client import connect, delivered_records, prepare_tracking, without_delivery
 from rlhf_core.tracking import PARENT_RUN_VARIABLE
 from rlhf_core.tracking.journal import waiting_records
 
@@ -92,7 +91,7 @@ def test_stages_record_side_by_side_and_never_load_mlflow(workspace: Path) -> No
 def test_what_a_killed_pipeline_left_is_delivered_by_the_next_once(workspace: Path) -> None:
     pipeline = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from flows.pipeline.record_delivery import delivered_records\n"
+        "from flows.registry.client import delivered_records\n"
         "with delivered_records(Path(sys.argv[1]), True):\n"
         "    print('delivers', flush=True)\n"
         "    sys.stdin.readline()\n"

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from flows.supervision.ports import free_port
+from flows.prefect_server.services import free_port
 
 ACCOUNT = "annotator@example.org"
 START_SECONDS = 1500  # its first start migrates an empty database, which takes minutes on a busy machine

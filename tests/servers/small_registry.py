@@ -11,9 +11,9 @@ from uuid import uuid4
 from mlflow import MlflowClient
 from unit.flows.registry.conftest import GATES, PARAMS
 
-from flows.registry.evidence.gate_evidence import short_conditions
-from flows.registry.governance.history import read_history
-from flows.registry.transactions.alias_transaction import DONE_TAG, champion_history
+from flows.registry.decisions import DONE_TAG, champion_history
+from flows.registry.evidence import short_conditions
+from flows.registry.history import read_history
 from rlhf_core.storage.files import atomic_write_json, sha256_tree
 
 

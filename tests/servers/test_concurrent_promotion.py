@@ -14,10 +14,10 @@ from killed_call import killed_before
 from servers.small_registry import SmallRegistry
 from unit.flows.registry.conftest import ScriptedMatch
 
-from flows.registry.governance.history import history_ledger
-from flows.registry.promotion.promote import promote, rollback
-from flows.registry.versions.champion import champion_folder
-from flows.supervision.environment import child_environment
+from flows.registry.history import history_ledger
+from flows.registry.promote import promote, rollback
+from flows.registry.stored_models import champion_folder
+from flows.supervision.processes import child_environment
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]
 WORKSPACES, PROCESSES = 4, 2
@@ -26,9 +26,9 @@ PROMOTE = """
 import sys
 from pathlib import Path
 from scripted_match import match_result
-from flows.registry.versions.champion import champion_folder
-from flows.registry.governance.history import history_ledger
-from flows.registry.promotion.promote import promote
+from flows.registry.stored_models import champion_folder
+from flows.registry.history import history_ledger
+from flows.registry.promote import promote
 from rlhf_core.errors import RlhfError
 print("ready", flush=True)
 sys.stdin.readline()

@@ -14,7 +14,7 @@ from integration.flow_toys import begin, environment, processes_of, rlhf, wait_u
 from servers.conftest import Servers
 from servers.test_prefect import ask, login
 
-from flows.registry.mlflow_client import connect, experiment_id
+from flows.registry.client import connect, experiment_id
 from rlhf_core.data.schema import read_table
 
 __all__ = ["login"]

@@ -22,20 +22,20 @@ from servers.conftest import Servers
 from servers.small_registry import SmallRegistry
 from unit.flows.registry.conftest import ScriptedMatch
 
-from flows.commands.registry.history import describe_history
-from flows.registry.approval.decide import approve, decline
-from flows.registry.governance.history import history_ledger
-from flows.registry.promotion.promote import promote, rollback
-from flows.registry.transactions import alias_transaction, decisions
-from flows.registry.versions.champion import champion_folder
-from flows.supervision.environment import child_environment
+from flows.commands.registry_output import describe_history
+from flows.registry import decisions
+from flows.registry.approval import approve, decline
+from flows.registry.history import history_ledger
+from flows.registry.promote import promote, rollback
+from flows.registry.stored_models import champion_folder
+from flows.supervision.processes import child_environment
 from rlhf_core.errors import RlhfError
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(1200)]
 APPROVE = """
 import sys
 from pathlib import Path
-from flows.registry.approval.decide import approve
+from flows.registry.approval import approve
 from rlhf_core.errors import RlhfError
 print("ready", flush=True)
 sys.stdin.readline()
@@ -192,8 +192,7 @@ def test_a_clock_that_jumps_back_changes_no_order(
 ) -> None:
     earlier = datetime(2001, 1, 1, tzinfo=UTC).isoformat(timespec="microseconds")
     with monkeypatch.context() as patch:
-        for module in (alias_transaction, decisions):
-            patch.setattr(module, "utc_now", lambda: earlier)
+        patch.setattr(decisions, "utc_now", lambda: earlier)
         win(contest)
         rollback(contest, "rude")
     listed = describe_history(contest)

@@ -31,10 +31,10 @@ from integration.registry.test_registry import (
 from servers.conftest import Servers
 from servers.request_counter import counted_requests
 
-from flows.registry.governance.history import read_history
-from flows.registry.mlflow_client import connect, start_pipeline_run
-from flows.registry.promotion.promote import promote, rollback
-from flows.registry.versions.register import register
+from flows.registry.client import connect, start_pipeline_run
+from flows.registry.history import read_history
+from flows.registry.promote import promote, rollback
+from flows.registry.register import register
 from rlhf_core.errors import RlhfError
 
 __all__ = [

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from servers.conftest import Servers
 
-from flows.pipeline.record_delivery import delivered_records
-from flows.registry.mlflow_client import connect, prepare_tracking
+from flows.registry.client import connect, delivered_records, prepare_tracking
 from rlhf_core.tracking import stage_tracker
 from rlhf_core.tracking.journal import waiting_records
 

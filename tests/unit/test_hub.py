@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from flows.supervision.ports import free_port
+from flows.prefect_server.services import free_port
 from rlhf_core import hub
 from rlhf_core.data.collection.hub import load_hub_records
 from rlhf_core.errors import DataError, ModelError

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import threadpoolctl
 
-from flows.commands.checks import machine
+from flows.commands import doctor as machine
 from rlhf_core.runtime import openblas
 
 FLAGS = "fpu sse4_2 avx2 avx512f avx512cd avx512bw avx512dq avx512vl avx512_bf16"

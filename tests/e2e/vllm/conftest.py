@@ -15,10 +15,10 @@ from integration.registry.conftest import commit, copy_workspace, finished, poli
 from smollm2 import SMOLLM2
 from vllm_service import VLLM_PYTHON, VllmService, started
 
-from flows.commands.serving.serve import PolicyChoice, served_source
-from flows.registry.promotion.promote import promote
-from flows.registry.versions.register import register
-from flows.supervision.ports import free_port
+from flows.commands.serve import PolicyChoice, served_source
+from flows.prefect_server.services import free_port
+from flows.registry.promote import promote
+from flows.registry.register import register
 from rlhf_core.models.starting.base import save_policy
 from rlhf_core.models.starting.gguf import load_gguf
 from rlhf_core.models.starting.stop_tokens import with_stop_tokens

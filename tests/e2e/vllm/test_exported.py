@@ -13,9 +13,9 @@ from smollm2 import needs_smollm2
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from vllm_service import VLLM_MARKS, VLLM_PYTHON, VllmService, started
 
-from flows.registry.versions.register import register
+from flows.prefect_server.services import free_port
+from flows.registry.register import register
 from flows.release.export import ExportRequest, export
-from flows.supervision.ports import free_port
 from rlhf_core.data.chat.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.models.starting.base import load_policy, load_tokenizer, save_policy

@@ -18,8 +18,8 @@ from integration.registry.conftest import make_policy, policy_name
 from smollm2 import needs_smollm2
 from vllm_service import VLLM_MARKS, VLLM_PYTHON
 
-from flows.registry.mlflow_client import connect
-from flows.registry.versions.register import register
+from flows.registry.client import connect
+from flows.registry.register import register
 
 pytestmark = [*VLLM_MARKS, needs_smollm2]
 QUESTION = "What is the capital of France?"

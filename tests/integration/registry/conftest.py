@@ -22,8 +22,8 @@ from dvc.repo import Repo
 from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerBase
 
-from flows.supervision.environment import child_environment
-from flows.supervision.ports import free_port
+from flows.prefect_server.services import free_port
+from flows.supervision.processes import child_environment
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.data.schema import Message, Prompt, write_rows
@@ -127,7 +127,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=workspace, check=True)
     commit(workspace)
     previous = dict(os.environ)
-    from flows.registry.mlflow_client import prepare_tracking
+    from flows.registry.client import prepare_tracking
 
     prepare_tracking(workspace)
     assert dict(os.environ).get("MLFLOW_TRACKING_URI") == previous.get("MLFLOW_TRACKING_URI")
@@ -236,10 +236,10 @@ def contest(request: pytest.FixtureRequest, tmp_path: Path, backend: Backend, mo
 
 def copy_registered_model(workspace: Path, source: str, target: str) -> None:
     """Versions, aliases and tags of ``source`` under another name, whose history is empty; the models are the same."""
-    from flows.registry.governance.identity import OWNER_TAG
-    from flows.registry.mlflow_client import connect
-    from flows.registry.transactions.alias_transaction import DONE_TAG
-    from flows.registry.transactions.aliases import versions
+    from flows.registry.aliases import versions
+    from flows.registry.client import connect
+    from flows.registry.decisions import DONE_TAG
+    from flows.registry.workspace import OWNER_TAG
 
     client = connect(workspace)
     model = client.get_registered_model(source)
@@ -254,8 +254,8 @@ def copy_registered_model(workspace: Path, source: str, target: str) -> None:
 
 
 def begin_contest(workspace: Path) -> None:
-    from flows.registry.promotion.promote import promote
-    from flows.registry.versions.register import register
+    from flows.registry.promote import promote
+    from flows.registry.register import register
 
     register(workspace)
     assert promote(workspace).reason == "there was no champion"
@@ -273,7 +273,7 @@ def reward_name(workspace: Path) -> str:
 
 def copy_workspace(source: Path, target: Path) -> Path:
     """The folder with its record, which names the places of artifacts in the copy."""
-    from flows.registry.moved_workspace import repair_moved
+    from flows.registry.workspace import repair_moved
 
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("mlflow.db-*"))
     # MLflow remembers the place of a run's artifacts by the run's id, which the copy shares.

@@ -28,8 +28,8 @@ from prefect_database import prefect_server
 from flows.commands.status import status
 from flows.pipeline import flow as pipeline
 from flows.pipeline.flow import rlhf_pipeline
-from flows.registry.promotion.flow import promotion_flow
-from flows.registry.promotion.promote import promote
+from flows.pipeline.registration import promotion_flow
+from flows.registry.promote import promote
 from flows.stage.outcome import StageOutcome
 from flows.supervision.processes import OWNER_VARIABLE
 from flows.workspace.lock import LOCK_HELD_VARIABLE

@@ -13,8 +13,8 @@ from huggingface_hub import ModelCard
 from integration.registry.conftest import commit, write_gate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flows.registry.promotion.promote import promote
-from flows.registry.versions.register import register
+from flows.registry.promote import promote
+from flows.registry.register import register
 from flows.release.export import ExportRequest, export
 from rlhf_core.errors import EXIT_USER_ERROR, GateFailed, ModelError, RlhfError
 from rlhf_core.storage.files import sha256_file

@@ -14,9 +14,9 @@ from integration.registry.test_promotion import ScriptedMatch, aliases, reports
 from killed_call import killed_before
 
 from flows.commands.status import status
-from flows.registry.promotion.promote import promote, rollback
-from flows.registry.versions.champion import champion_folder
-from flows.registry.versions.register import register
+from flows.registry.promote import promote, rollback
+from flows.registry.register import register
+from flows.registry.stored_models import champion_folder
 from rlhf_core.errors import RlhfError
 
 pytestmark = pytest.mark.slow

@@ -10,14 +10,14 @@ import pytest
 from integration.registry.conftest import make_policy, policy_name, reward_name, write_gate
 from scripted_match import match_result
 
-from flows.registry.approval.decide import approve, decline
-from flows.registry.mlflow_client import connect
-from flows.registry.promotion.match import wins
-from flows.registry.promotion.promote import promote, rollback
-from flows.registry.transactions.alias_transaction import champion_history
-from flows.registry.versions.model_artifacts import verified_folder
-from flows.registry.versions.register import register
-from flows.registry.versions.registered_here import read_registered
+from flows.registry.approval import approve, decline
+from flows.registry.client import connect
+from flows.registry.decisions import champion_history
+from flows.registry.match import wins
+from flows.registry.promote import promote, rollback
+from flows.registry.register import register
+from flows.registry.stored_models import verified_folder
+from flows.registry.workspace import read_registered
 from rlhf_core.errors import ModelError, RlhfError
 
 

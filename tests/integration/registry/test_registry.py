@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 from integration.registry.conftest import policy_name, reward_name, wait_for_url
 
-from flows.registry.evidence.run_description import describe_run
-from flows.registry.mlflow_client import (
+from flows.prefect_server.services import free_port
+from flows.registry.aliases import versions
+from flows.registry.client import (
     connect,
+    describe_run,
     end_pipeline_run,
     experiment_id,
     fluent,
@@ -25,12 +27,10 @@ from flows.registry.mlflow_client import (
     start_pipeline_run,
     tracking_uri,
 )
-from flows.registry.promotion.promote import promote
-from flows.registry.transactions.aliases import versions
-from flows.registry.versions.champion import champion_folder
-from flows.registry.versions.register import register, registered_before
-from flows.supervision.environment import child_environment
-from flows.supervision.ports import free_port
+from flows.registry.promote import promote
+from flows.registry.register import register, registered_before
+from flows.registry.stored_models import champion_folder
+from flows.supervision.processes import child_environment
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.storage.files import sha256_file, sha256_tree
 

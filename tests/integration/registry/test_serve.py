@@ -19,10 +19,10 @@ import pytest
 from commands import command_environment
 from integration.registry.conftest import policy_name, reward_name
 
-from flows.commands.serving.serve import PolicyChoice, served_source
-from flows.registry.evidence.training_source import PARENT_TAG
-from flows.registry.mlflow_client import connect
-from flows.registry.promotion.promote import promote
+from flows.commands.serve import PolicyChoice, served_source
+from flows.registry.client import connect
+from flows.registry.evidence import PARENT_TAG
+from flows.registry.promote import promote
 from rlhf_core.errors import RlhfError
 
 pytestmark = [pytest.mark.services, pytest.mark.parametrize("backend", ["sqlite"], indirect=True), pytest.mark.slow]

@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 from integration.registry.conftest import copy_workspace, make_policy, policy_name
 
-from flows.registry.mlflow_client import connect
-from flows.registry.promotion.promote import promote
-from flows.registry.transactions.aliases import get_version
-from flows.registry.versions.champion import champion_folder
-from flows.registry.versions.register import register, registered_before
-from flows.registry.versions.signing import CERTIFICATES_VARIABLE, KEY_VARIABLE, PASSWORD_VARIABLE, SIGNER_TAG
+from flows.registry.aliases import get_version
+from flows.registry.client import connect
+from flows.registry.promote import promote
+from flows.registry.register import register, registered_before
+from flows.registry.signing import (
+    CERTIFICATES_VARIABLE,
+    KEY_VARIABLE,
+    PASSWORD_VARIABLE,
+    SIGNER_TAG,
+)
+from flows.registry.stored_models import champion_folder
 from flows.release.export import ExportRequest, export
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.storage.files import sha256_tree

@@ -12,17 +12,21 @@ from pathlib import Path
 import pytest
 from integration.registry.conftest import policy_name
 
-from flows.commands.checks import FAIL, OK
-from flows.commands.checks.machine import check_package
-from flows.commands.doctor import doctor
-from flows.commands.serving.chat import champion_model
+from flows.commands.doctor import FAIL, OK, check_package, doctor
+from flows.commands.serve import champion_model
 from flows.commands.status import status
-from flows.pipeline.events import EventWriter, RunPlanned, StageEnded, StageStarted, new_events_file
-from flows.registry.mlflow_client import end_pipeline_run, start_pipeline_run
-from flows.registry.promotion.promote import promote
-from flows.registry.versions.register import register
+from flows.pipeline.events import (
+    EventWriter,
+    RunPlanned,
+    StageEnded,
+    StageStarted,
+    new_events_file,
+)
+from flows.prefect_server.services import free_port
+from flows.registry.client import end_pipeline_run, start_pipeline_run
+from flows.registry.promote import promote
+from flows.registry.register import register
 from flows.stage.outcome import StageOutcome
-from flows.supervision.ports import free_port
 from flows.workspace.lock import locked
 
 

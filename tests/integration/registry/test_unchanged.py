@@ -9,15 +9,15 @@ from integration.registry.conftest import make_policy, policy_name
 from integration.registry.test_promotion import ScriptedMatch, aliases
 
 from flows.commands.run import RunOptions, run
-from flows.pipeline.last_run import read_last_run
-from flows.pipeline.unchanged import find_unchanged
-from flows.registry.governance.history import history_ledger
-from flows.registry.mlflow_client import connect, experiment_id
-from flows.registry.promotion.promote import promote, rollback
-from flows.registry.transactions.aliases import get_version
-from flows.registry.versions.model_artifacts import verified_folder
-from flows.registry.versions.register import register
-from flows.registry.versions.retention import apply_retention
+from flows.pipeline.events import read_last_run
+from flows.pipeline.preflight import find_unchanged
+from flows.registry.aliases import get_version
+from flows.registry.client import connect, experiment_id
+from flows.registry.history import history_ledger
+from flows.registry.promote import promote, rollback
+from flows.registry.register import register
+from flows.registry.retention import apply_retention
+from flows.registry.stored_models import verified_folder
 from flows.supervision import signals
 from flows.supervision.processes import OWNER_VARIABLE
 from flows.workspace.lock import LOCK_HELD_VARIABLE

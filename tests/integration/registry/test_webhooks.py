@@ -17,8 +17,8 @@ import pytest
 from integration.registry.conftest import policy_name
 from integration.registry.test_promotion import ScriptedMatch
 
-from flows.registry.mlflow_client import connect
-from flows.registry.promotion.promote import promote
+from flows.registry.client import connect
+from flows.registry.promote import promote
 
 pytestmark = pytest.mark.services
 SECRET = "a secret of this test"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.commands.error_text import print_error
+from flows.commands.text import print_error
 from rlhf_core.cli import app
 
 RED, TITLE, C1, BACK = "\x1b[31m", "\x1b]0;title\x07", "\x9b31m", "\rgone"

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-import flows.supervision.retry  # noqa: F401
+import flows.supervision.signals  # noqa: F401
 
-RETRY = sys.modules["flows.supervision.retry"]
+RETRY = sys.modules["flows.supervision.signals"]
 
 
 class FakeClock:

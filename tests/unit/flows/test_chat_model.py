@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from flows.commands.serving.chat import TOY, folder_model
-from flows.registry.evidence.training_source import TrainingSource, source_of_version, source_of_workspace
+from flows.commands.serve import TOY, folder_model
+from flows.registry.evidence import TrainingSource, source_of_version, source_of_workspace
 
 LOCK = """
 stages:

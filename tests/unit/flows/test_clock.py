@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flows.stage.outcome import load_gate_file
-from flows.supervision.clock import Stopwatch, WallClock
+from flows.supervision.signals import Stopwatch, WallClock
 
 HOURS = 7200.0
 

@@ -13,10 +13,8 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from flows.cli import app
-from flows.commands.compare.comparability import comparability_warnings
-from flows.commands.compare.results import GateStanding, read_workspace
-from flows.commands.compare.table import results_table
-from flows.registry.versions.registered_here import RegisteredHere, write_registered
+from flows.commands.compare import GateStanding, comparability_warnings, read_workspace, results_table
+from flows.registry.workspace import RegisteredHere, write_registered
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.alternative_runs import read_alternatives
 from rlhf_core.storage.files import sha256_file

@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flows.commands.display.formats import format_metrics, format_rate, format_seconds
-from flows.commands.display.run_state import RunState
-from flows.commands.display.stage_lines import describe_stages
-from flows.commands.display.stage_progress import StageProgress
-from flows.commands.display.stage_results import describe_result
-from flows.commands.display.stage_table import RunTable
+from flows.commands.display import RunTable
+from flows.commands.run_state import RunState, StageProgress, describe_result, describe_stages
+from flows.commands.text import format_metrics, format_rate, format_seconds
 from flows.pipeline.events import RunPlanned, StageEnded, StageRetried, StageStarted
 from flows.stage.outcome import StageOutcome, last_progress
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from flows import cli
-from flows.commands.error_text import print_error, print_failed_gates, print_gate_failure
-from flows.stage.gate_conditions import ConditionRow, condition_rows
+from flows.commands.text import print_error, print_failed_gates, print_gate_failure
+from flows.stage.outcome import ConditionRow, condition_rows
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_USER_ERROR, GateFailed
 
 WHY = "below this the proxy misleads PPO more than it guides it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flows.dvc_repo.graph import StageNode
-from flows.registry.evidence.gate_evidence import Freshness
+from flows.registry.evidence import Freshness
 from rlhf_core.errors import GateFailed
 
 EDGES = {"collect": (), "validate": ("collect",), "ppo": ("validate",), "gate-policy": ("ppo",), "report": ("ppo",)}

@@ -12,7 +12,7 @@ from commands import ROOT, command_environment, run
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.commands.help_text import joined_lines, profile_list, profile_names
+from flows.commands.options import joined_lines, profile_list, profile_names
 from rlhf_core import __version__
 from rlhf_core.config.loading.recipe import profile_headers
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.commands.checks import FAIL, OK, WARN
-from flows.commands.checks.workspace import workspace_checks
+from flows.commands.doctor import FAIL, OK, WARN, workspace_checks
 
 
 def levels(workspace: Path) -> dict[str, str]:

@@ -9,11 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from flows.commands.display.formats import format_age
-from flows.commands.registry.registry_status import RegistryStatus
-from flows.commands.status import StagesStatus, fit_line, last_run_lines, next_step, status
-from flows.pipeline.events import EventWriter, RunEnded, RunPlanned, StageEnded, VerdictReached, new_events_file
-from flows.pipeline.last_run import LastRun, read_last_run
+from flows.commands.status import RegistryStatus, StagesStatus, fit_line, last_run_lines, next_step, status
+from flows.commands.text import format_age
+from flows.pipeline.events import (
+    EventWriter,
+    LastRun,
+    RunEnded,
+    RunPlanned,
+    StageEnded,
+    VerdictReached,
+    new_events_file,
+    read_last_run,
+)
 from flows.pipeline.verdict import KlEstimate, RunVerdict
 from flows.stage.outcome import StageOutcome
 from rlhf_core.evaluation.verdict.standing import JudgeResult, Standing

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from flows.registry.evidence.training_source import TrainingSource
-from flows.release.evidence import ReleaseEvidence
-from flows.release.model_card import card_data, card_text
+from flows.registry.evidence import TrainingSource
+from flows.release.model_card import ReleaseEvidence, card_data, card_text
 
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 64}
 JUDGED = {"win_rate": 0.67, "win_rate_low95": 0.63, "win_rate_high95": 0.71, "lc_win_rate": 0.6512, "prompts": 320}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from flows.release.older_transformers import earlier_rope, write_earlier_names
+from flows.release.export import earlier_rope, write_earlier_names
 from rlhf_core.models.starting.base import train_tokenizer
 
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

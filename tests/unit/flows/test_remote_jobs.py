@@ -13,12 +13,12 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from unit.flows.fake_clock import FakeClock
 
-from flows.jobs import log_shipping, transfer
+from flows.jobs import transfer
+from flows.jobs import transfer as log_shipping
 from flows.jobs.job import Handoff
-from flows.jobs.log_shipping import LogFollower, LogShipper
 from flows.jobs.remote_client import CARRIED_BYTES, _untracked_inputs, read_carried_files
 from flows.jobs.remote_host import code_difference, rebuild_workspace
-from flows.jobs.transfer import TransferFailed, describe_remote
+from flows.jobs.transfer import LogFollower, LogShipper, TransferFailed, describe_remote
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.fingerprint import fingerprint
 from rlhf_core.fingerprint.tracked_files import write_tracked_files

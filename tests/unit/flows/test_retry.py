@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 from unit.flows.fake_clock import FakeClock
 
-from flows.supervision.retry import retry
-from flows.supervision.signals import StopRequested
+from flows.supervision.signals import StopRequested, retry
 
 
 def failing(times: int, error: Exception) -> Callable[[], str]:

@@ -12,11 +12,10 @@ import pytest
 
 from flows.pipeline import artifacts
 from flows.pipeline.artifacts import publish_gate_tables, publish_report, publish_stage_table, publish_verdict
-from flows.pipeline.verdict import KlEstimate, RunVerdict
-from flows.pipeline.verdict_markdown import markdown_text, verdict_markdown
-from flows.registry.links import MODEL_TRAINING, MlflowLinks, mlflow_links, run_page
+from flows.pipeline.verdict import KlEstimate, RunVerdict, markdown_text, verdict_markdown
+from flows.registry.client import MODEL_TRAINING, MlflowLinks, mlflow_links, run_page
 from flows.stage.outcome import StageOutcome
-from flows.workspace.services_file import record_services
+from flows.workspace.cleanup import record_services
 from rlhf_core.evaluation.verdict.standing import JudgeResult, Standing
 
 VERDICT = RunVerdict(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.workspace.run_label import job_label, run_label, run_tags
+from flows.workspace.folder import job_label, run_label, run_tags
 
 MOMENT = datetime(2026, 1, 2, 3, 4, 5)
 

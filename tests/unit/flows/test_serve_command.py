@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.commands.serving.serve import PolicyChoice, served_source
+from flows.commands.serve import PolicyChoice, served_source
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.errors import ConfigError, RlhfError
 

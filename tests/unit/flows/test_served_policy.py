@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from real_templates import REAL_TEMPLATES, RealTemplate
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from flows.registry.versions.model_pyfunc import ChatEncoder, RequestRefused, ServedPolicy
+from flows.registry.model_pyfunc import ChatEncoder, RequestRefused, ServedPolicy
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.chat.encoding import encode_dialogue, stop_token_ids
 from rlhf_core.data.schema import Message

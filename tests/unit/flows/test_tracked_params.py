@@ -10,7 +10,7 @@ from commands import ROOT
 
 from flows.commands.run import RunOptions, run
 from flows.commands.up import UpOptions, up
-from flows.dvc_repo.tracked_params import check_tracked_params, tracked_params
+from flows.dvc_repo.recipe import check_tracked_params, tracked_params
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import Params, check_params
 from rlhf_core.config.loading.overlay import merge

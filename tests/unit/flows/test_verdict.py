@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from flows.commands.summary import verdict_rows
-from flows.pipeline.verdict import RegistrationResult, RunVerdict, reach_verdict
-from flows.pipeline.verdict_markdown import verdict_markdown
-from flows.registry.transactions.decisions import PromotionDecision
+from flows.pipeline.verdict import RegistrationResult, RunVerdict, reach_verdict, verdict_markdown
+from flows.registry.decisions import PromotionDecision
 from flows.stage.outcome import StageOutcome
 from rlhf_core.errors import EXIT_GATE_FAILED
 from rlhf_core.evaluation.verdict.standing import Standing, judge_results, standing_of

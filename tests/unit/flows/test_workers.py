@@ -8,9 +8,9 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from flows.prefect_server import workers
+from flows.prefect_server import monitor as workers
+from flows.prefect_server.monitor import PoolWorkers
 from flows.prefect_server.services import Services
-from flows.prefect_server.workers import PoolWorkers
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.errors import RlhfError
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from flows.pipeline import preflight
 from flows.pipeline.preflight import memory_refusal
-from flows.supervision.python_module import ModuleResult
+from flows.supervision.processes import ModuleResult
 from rlhf_core.cli import app
 from rlhf_core.config.loading.recipe import recipe_folder
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError

@@ -20,9 +20,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from unit.models.gguf_files import write_gguf
 from unit.training.tiny import SHAPE, text
 
-from flows.commands.checks import FAIL, OK, WARN
-from flows.commands.checks.workspace import base_model_check
-from flows.supervision.ports import free_port
+from flows.commands.doctor import FAIL, OK, WARN, base_model_check
+from flows.prefect_server.services import free_port
 from rlhf_core import hub
 from rlhf_core.config.stages.base import BaseConfig
 from rlhf_core.errors import EXIT_USER_ERROR, ModelError

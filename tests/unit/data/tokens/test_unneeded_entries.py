@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unit.training.tiny import preferences, text
 
-from flows.commands.registry.retention import clean_token_cache
+from flows.commands.registry_output import clean_token_cache
 from rlhf_core.data.schema import Preference, write_rows
 from rlhf_core.data.tokens import RECORD, TOKENS
 from rlhf_core.data.tokens.token_cache import read_tokens

@@ -13,8 +13,8 @@ import pytest
 from mlflow import MlflowClient
 from scripted_match import match_result
 
-from flows.registry.evidence.gate_evidence import short_conditions
-from flows.registry.mlflow_client import prepare_tracking
+from flows.registry.client import prepare_tracking
+from flows.registry.evidence import short_conditions
 from rlhf_core.config.stages.gates import Condition
 from rlhf_core.storage.files import sha256_tree
 
@@ -106,7 +106,7 @@ class ScriptedMatch:
 @pytest.fixture
 def contest(registry: Registry) -> Path:
     """The workspace that owns version 1, the champion; version 2 is the challenger."""
-    from flows.registry.promotion.promote import promote
+    from flows.registry.promote import promote
 
     owner = registry.workspace("owner")
     registry.add_version()

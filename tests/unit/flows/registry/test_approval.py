@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from killed_call import killed_before
 
-from flows.registry.approval.decide import approve, decline
-from flows.registry.governance.history import read_history
-from flows.registry.governance.owner import take_over
-from flows.registry.promotion.promote import promote, rollback
-from flows.registry.transactions.alias_transaction import AliasMove, AliasTransaction, commit, finish_interrupted
+from flows.registry.approval import approve, decline
+from flows.registry.decisions import AliasMove, AliasTransaction, commit, finish_interrupted
+from flows.registry.history import read_history
+from flows.registry.promote import promote, rollback
+from flows.registry.session import take_over
 from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError
 
@@ -180,7 +180,7 @@ def test_after_a_rollback_the_request_no_longer_holds(registry: Registry, waitin
 
 def test_two_people_on_two_machines(registry: Registry, waiting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one read the history before the first one's entry was in it, and wrote after."""
-    from flows.registry.transactions import session
+    from flows.registry import session
 
     def late(*arguments: object) -> object:
         with monkeypatch.context() as patch:

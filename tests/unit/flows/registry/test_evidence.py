@@ -11,10 +11,16 @@ import pytest
 from rich.console import Console
 from scripted_match import match_result
 
-from flows.commands.registry.explain import explain_gate, explain_promotion, gate_report, gate_verdict, has_passed
-from flows.commands.registry.history import describe_history
-from flows.registry.promotion.attempt import attempt_number
-from flows.registry.promotion.promote import promote, rollback
+from flows.commands.registry_output import (
+    describe_history,
+    explain_gate,
+    explain_promotion,
+    gate_report,
+    gate_verdict,
+    has_passed,
+)
+from flows.registry.match import attempt_number
+from flows.registry.promote import promote, rollback
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import sha256_file
 

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from flows.commands.registry.history import describe_history
-from flows.registry.approval.decide import approve
-from flows.registry.governance.history import history_ledger, read_history
-from flows.registry.governance.ledger import LEDGER_TAG, EntryTaken, Ledger
-from flows.registry.promotion.promote import promote, rollback
-from flows.registry.transactions.alias_events import registry_events
-from flows.registry.transactions.alias_transaction import DONE_TAG, AliasTransaction, commit, finish_interrupted
+from flows.commands.registry_output import describe_history
+from flows.registry.approval import approve
+from flows.registry.decisions import DONE_TAG, AliasTransaction, commit, finish_interrupted, registry_events
+from flows.registry.history import LEDGER_TAG, EntryTaken, Ledger, history_ledger, read_history
+from flows.registry.promote import promote, rollback
 from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 

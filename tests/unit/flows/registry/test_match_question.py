@@ -6,8 +6,8 @@ from pathlib import Path
 
 from mlflow.entities.model_registry import ModelVersion, ModelVersionTag
 
-from flows.registry.promotion.match import match_question, question_digest
-from flows.registry.versions.model_artifacts import CONTENT_TAG
+from flows.registry.match import match_question, question_digest
+from flows.registry.stored_models import CONTENT_TAG
 
 
 def test_changed_checks_are_another_question(tmp_path: Path) -> None:

@@ -11,10 +11,9 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 
-from flows.registry.governance.identity import OWNER_TAG, workspace_id
-from flows.registry.governance.owner import describe_terms, ownership
-from flows.registry.mlflow_client import connect, end_pipeline_run, start_pipeline_run
-from flows.registry.moved_workspace import repair_moved
+from flows.registry.client import connect, end_pipeline_run, start_pipeline_run
+from flows.registry.session import describe_terms, ownership
+from flows.registry.workspace import OWNER_TAG, repair_moved, workspace_id
 
 
 @pytest.fixture
@@ -90,7 +89,7 @@ def test_a_run_says_who_started_it_by_what(original: Path, monkeypatch: pytest.M
     (original / "dvc.lock").write_text(
         "schema: '2.0'\nstages: {validate: {cmd: v, outs: [{path: data/clean, md5: 0123abc.dir}]}}\n"
     )
-    from flows.registry.mlflow_client import log_final_artifacts
+    from flows.registry.client import log_final_artifacts
 
     run_id = start_pipeline_run(original, "told")
     log_final_artifacts(original, run_id)

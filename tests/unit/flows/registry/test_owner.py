@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.registry.governance.owner import describe_terms, take_over
-from flows.registry.promotion.promote import promote
+from flows.registry.promote import promote
+from flows.registry.session import describe_terms, take_over
 from rlhf_core.config.stages.gates import Condition
 from rlhf_core.errors import RlhfError
 

@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 
-from flows.registry.approval.decide import approve, decline
-from flows.registry.promotion.promote import promote, rollback
-from flows.registry.release_page.decision import RunNotes, read_release_decision
-from flows.registry.release_page.page import current_page, try_release_page, write_release_page
-from flows.registry.versions.registered_here import RegisteredHere, write_registered
+from flows.registry.approval import approve, decline
+from flows.registry.promote import promote, rollback
+from flows.registry.release_page import (
+    RunNotes,
+    current_page,
+    read_release_decision,
+    try_release_page,
+    write_release_page,
+)
+from flows.registry.workspace import RegisteredHere, write_registered
 from rlhf_core.evaluation.report.parts.release import BEGIN, END, ReleaseDecision, UnmetCondition
 from rlhf_core.storage.files import sha256_file
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from flows.commands.registry.retention import describe_retention
-from flows.registry.approval.decide import approve
-from flows.registry.governance.history import read_history
-from flows.registry.promotion.match import MATCHES
-from flows.registry.promotion.promote import promote, rollback
-from flows.registry.versions.retention import apply_retention
+from flows.commands.registry_output import describe_retention
+from flows.registry.approval import approve
+from flows.registry.history import read_history
+from flows.registry.match import MATCHES
+from flows.registry.promote import promote, rollback
+from flows.registry.retention import apply_retention
 from rlhf_core.errors import RlhfError
 
 from .conftest import MODEL, PARAMS, Registry, ScriptedMatch

@@ -8,7 +8,7 @@ import pytest
 
 from flows.commands.status import recorded_run
 from flows.pipeline import registration
-from flows.registry.mlflow_client import end_pipeline_run, start_pipeline_run
+from flows.registry.client import end_pipeline_run, start_pipeline_run
 
 from .conftest import Registry, ScriptedMatch
 

@@ -1,0 +1,432 @@
+"""Ablations (``rlhf ablate``): variants of the recipe for several seeds, each a workspace that DVC keeps up to date."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flows.dvc_repo.graph import read_graph
+from flows.dvc_repo.recipe import TRIALS, merged_params, write_recipe
+from flows.dvc_repo.root import cache_of, ensure_dvc
+from flows.stage.outcome import FINAL_CODES, StageReport, clear_reports, load_reports
+from flows.supervision import signals
+from flows.supervision.processes import child_environment, dvc_errors, run_supervised
+from flows.supervision.signals import STOP, Stopwatch
+from flows.workspace.cleanup import cleanup
+from flows.workspace.folder import display_path, private_path
+from flows.workspace.lock import locked
+from rlhf_core.config.ablation.ablation import ABLATION_FILE, Ablation, check_recipes, load_ablation
+from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.loading.load import PARAMS_FILE
+from rlhf_core.config.loading.overlay import DEFAULT_PROFILE, merge, overlays_of, parse_assignment, workspace_name
+from rlhf_core.config.loading.recipe import profiles_of, recipe_folder
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, ConfigError, DataError, RlhfError
+
+FOLDER = "ablation"
+SHARED = "shared"
+TRAINER, GOAL = "ppo", "evaluate"
+
+
+@dataclass(frozen=True)
+class AblationRequest:
+    """What the command line asks for; empty ``variants`` or ``seeds`` mean all of the file's."""
+
+    profile: str | None = None
+    sets: tuple[str, ...] = ()
+    file: Path | None = None
+    variants: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The folder name of this ablation: the same for the same profile and overrides."""
+        return workspace_name(self.profile or DEFAULT_PROFILE, self.sets)
+
+    def is_part_of(self, ablation: Ablation) -> bool:
+        """Whether variants or seeds of the file are left out; results of a part never replace those of the whole."""
+        return bool(self.variants) or bool(self.seeds and set(ablation.seeds) - set(self.seeds))
+
+
+@dataclass(frozen=True)
+class AblationJob:
+    """Stages (``targets``) to bring up to date in ``workspace``, whose recipe is that of the base with ``sets``.
+
+    The job without a variant is the part that all variants of the seed share.
+    """
+
+    variant: str | None
+    seed: int
+    workspace: Path
+    sets: tuple[str, ...]
+    targets: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """The name of the job in messages."""
+        return f"{self.variant or 'shared stages'}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class AblationPlan:
+    """All jobs of an ablation, the shared parts first, and the ``folder`` for the results."""
+
+    ablation: Ablation
+    base: Path
+    profile: str | None
+    folder: Path
+    jobs: tuple[AblationJob, ...]
+
+
+def parse_names(text: str | None) -> tuple[str, ...]:
+    """Split ``a,b`` into names."""
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
+def parse_seeds(text: str | None) -> tuple[int, ...]:
+    """Split ``1,2`` into whole numbers without duplicates; raise ``ConfigError`` for anything else."""
+    names = parse_names(text)
+    if wrong := [name for name in names if not name.isdecimal()]:
+        raise ConfigError(f"--seeds {text}: '{wrong[0]}' is not a seed; write whole numbers, such as --seeds 1,2,3")
+    return tuple(dict.fromkeys(int(name) for name in names))
+
+
+def definition(base: Path, request: AblationRequest) -> Ablation:
+    """Load the ablation of the request from its file, the workspace's ablation.yaml or the project's, and check it.
+
+    Raises:
+        ConfigError: the file, a variant or a parameter is wrong.
+    """
+    own = base / ABLATION_FILE
+    path = request.file or (own if own.is_file() else recipe_folder() / ABLATION_FILE)
+    ablation = load_ablation(path)
+    for name in request.variants:
+        ablation.variant(name)
+    text = (base / PARAMS_FILE).read_text(encoding="utf-8")
+    text = merge(text, overlays_of(text, profiles_of(base), request.profile, request.sets))
+    recipe = dict(yaml_text.plain(yaml_text.parse(text, PARAMS_FILE)))
+    check_recipes(ablation, recipe, dict(map(parse_assignment, request.sets)), str(path))
+    return ablation
+
+
+def make_plan(base: Path, request: AblationRequest, ablation: Ablation) -> AblationPlan:
+    """Return the jobs of the request. ``base`` must be a DVC root: the stages before PPO are read from its graph.
+
+    Overrides apply in this order: profile, the file's ``common``, ``--set``, the seed, the variant's own. So a variant
+    always differs from its base by what it names.
+    """
+    targets = shared_targets(base)
+    workspaces = base / TRIALS / FOLDER / request.name
+    common = [*assignments(ablation.common), *request.sets]
+    seeds = request.seeds or ablation.seeds
+    names = [name for name in ablation.names if not request.variants or name in request.variants]
+
+    def job(variant: str | None, seed: int) -> AblationJob:
+        own = assignments(ablation.overrides(variant)) if variant else []
+        sets = (*common, f"seed={seed}", *own)
+        workspace = workspaces / (variant or SHARED) / f"seed-{seed}"
+        return AblationJob(variant, seed, workspace, sets, (GOAL,) if variant else targets)
+
+    jobs = [job(None, seed) for seed in seeds] + [job(name, seed) for name in names for seed in seeds]
+    results = f"{request.name}-part" if request.is_part_of(ablation) else request.name
+    return AblationPlan(ablation, base, request.profile, base / FOLDER / results, tuple(jobs))
+
+
+def shared_targets(base: Path) -> tuple[str, ...]:
+    """Return the stages before PPO in DVC's graph; raise ``ConfigError`` if it lacks PPO or the evaluation."""
+    graph = read_graph(base)
+    for stage in (TRAINER, GOAL):
+        if stage not in graph:
+            raise ConfigError(f"{base / 'dvc.yaml'} has no stage '{stage}', which an ablation needs")
+    return graph[TRAINER].after
+
+
+def assignments(changes: Mapping[str, Any]) -> list[str]:
+    """Write each change as ``section.key=value``, the value as JSON, which is YAML."""
+    return [f"{path}={json.dumps(value)}" for path, value in changes.items()]
+
+
+def describe(ablation: Ablation, names: Sequence[str]) -> str:
+    """Describe the variants and the figures, one line each."""
+    width = max(len(name) for name in ablation.names)
+    selected = [name for name in ablation.names if not names or name in names]
+    variants = [f"{name.ljust(width)}  {ablation.variant(name).about}" for name in selected]
+    figures = [f"{figure.name.ljust(width)}  {figure.title}" for figure in ablation.figures]
+    return "\n".join(["variants", *(f"  {line}" for line in variants), "figures", *(f"  {line}" for line in figures)])
+
+
+GRACE_SECONDS = 5.0
+ATTEMPTS = 2  # a crash is tried once more, a decision of a stage is not
+
+JobState = Literal["done", "paused", "failed", "crashed", "skipped", "stopped"]
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended.
+
+    Attributes:
+        state: ``paused`` when a training stage stopped itself in good order, ``crashed`` when it may be tried again.
+        seconds: the time the job took.
+        trained: whether PPO ran in it.
+    """
+
+    job: AblationJob
+    state: JobState
+    message: str = ""
+    seconds: float = 0.0
+    trained: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether the targets of the job are up to date."""
+        return self.state == "done"
+
+
+def run_job(plan: AblationPlan, job: AblationJob, cache: Path) -> JobResult:
+    """Bring the job's targets up to date; a failing stage does not raise. A raised stop flag stops the job."""
+    watch = Stopwatch()
+    try:
+        with locked(job.workspace):
+            prepare(plan, job, cache)
+            cleanup(job.workspace)
+            for _ in range(ATTEMPTS):
+                result = _reproduce(job, watch)
+                if result.state != "crashed":
+                    return result
+            return JobResult(job, "failed", result.message, result.seconds, result.trained)
+    except RlhfError as error:
+        return JobResult(job, "failed", str(error), watch.seconds)
+
+
+def prepare(plan: AblationPlan, job: AblationJob, cache: Path) -> None:
+    """Write the job's recipe into its workspace and make that a DVC root with the shared cache."""
+    write_recipe(job.workspace, merged_params(plan.base, plan.profile, job.sets, job.workspace), plan.base)
+    shared = next(other.workspace for other in plan.jobs if other.variant is None and other.seed == job.seed)
+    if shared != job.workspace and (shared / ".dvc" / "config").is_file():
+        _copy_dvc_root(shared, job.workspace)
+    ensure_dvc(job.workspace, cache)
+
+
+def _copy_dvc_root(source: Path, target: Path) -> None:
+    """Copy the settings of a DVC root, which is much faster than ``dvc init``."""
+    if (target / ".dvc" / "config").is_file():
+        return
+    incomplete = target / f".dvc.part-{os.getpid()}"
+    shutil.rmtree(incomplete, ignore_errors=True)
+    incomplete.mkdir()
+    for name in ("config.local", "config"):
+        if (source / ".dvc" / name).is_file():
+            shutil.copyfile(source / ".dvc" / name, incomplete / name)
+    shutil.rmtree(target / ".dvc", ignore_errors=True)
+    incomplete.rename(target / ".dvc")
+
+
+def _reproduce(job: AblationJob, watch: Stopwatch) -> JobResult:
+    clear_reports(job.workspace)
+    # Stages record to MLflow only where a server is named: hundreds of workspaces with a database each help nobody.
+    tracking = {} if os.environ.get("MLFLOW_TRACKING_URI") else {"RLHF_TRACKING": "off"}
+    result = run_supervised(
+        [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *job.targets],
+        name=job.title,
+        cwd=job.workspace,
+        env=child_environment(job.workspace, **tracking),
+        log=private_path(job.workspace, "logs", "ablation.log"),
+        grace=GRACE_SECONDS,
+    )
+    trained = f"Running stage '{TRAINER}'" in result.output
+    if result.exit_code == 0:
+        return JobResult(job, "done", "", watch.seconds, trained)
+    if STOP.is_set():
+        return JobResult(job, "stopped", "", watch.seconds, trained)
+    report = next((report for report in load_reports(job.workspace) if report.exit_code), None)
+    if report is None:
+        message = [f"dvc exited with status {result.exit_code}", *dvc_errors(result.output)][-1]
+        return JobResult(job, "crashed", message, watch.seconds, trained)
+    return JobResult(job, _state(report), f"{report.stage}: {report.message}", watch.seconds, trained)
+
+
+def _state(report: StageReport) -> JobState:
+    """Return the state of a job whose stage failed with ``report``."""
+    if report.exit_code == EXIT_TRAINING_PAUSED:
+        return "paused"
+    if report.exit_code in (EXIT_INTERRUPTED, EXIT_PREEMPTED):  # by a signal from outside, not by this run
+        return "crashed"
+    return "failed" if report.exit_code in FINAL_CODES else "crashed"
+
+
+POLL_SECONDS = 0.2
+
+
+def run_jobs(
+    jobs: Sequence[AblationJob],
+    slots: int,
+    run: Callable[[AblationJob], JobResult],
+    on_end: Callable[[JobResult], None],
+) -> list[JobResult]:
+    """Run all jobs, at most ``slots`` at a time, and return their results in the order of ``jobs``.
+
+    A variant waits for the shared part of its seed and is skipped if that fails; other seeds continue. Once the stop
+    flag is raised nothing more is started; running jobs check the flag themselves.
+
+    Args:
+        on_end: given each result as soon as it is there.
+    """
+    results: dict[AblationJob, JobResult] = {}
+    waiting, running = list(jobs), dict[Future[JobResult], AblationJob]()
+    with ThreadPoolExecutor(max_workers=slots) as threads:
+        while waiting or running:
+            for job in _ready(waiting, results, slots - len(running)):
+                waiting.remove(job)
+                not_run = _result_without_running(job, results)
+                if not_run:
+                    results[job] = not_run
+                    on_end(not_run)
+                else:
+                    running[threads.submit(run, job)] = job
+            done = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done if running else set()
+            for future in done:
+                result = future.result()
+                results[running.pop(future)] = result
+                on_end(result)
+    return [results[job] for job in jobs]
+
+
+def _ready(
+    waiting: Sequence[AblationJob], results: Mapping[AblationJob, JobResult], free_slots: int
+) -> list[AblationJob]:
+    """Return the jobs whose shared part has ended, as many as there are free slots; all of them after a stop."""
+    if STOP.is_set():
+        return list(waiting)
+    shared_done = {job.seed for job in results if job.variant is None}
+    return [job for job in waiting if job.variant is None or job.seed in shared_done][: max(free_slots, 0)]
+
+
+def _result_without_running(job: AblationJob, results: Mapping[AblationJob, JobResult]) -> JobResult | None:
+    """Return the result of a job that must not be started, None if it may."""
+    if STOP.is_set():
+        return JobResult(job, "stopped")
+    for earlier in results.values():
+        if earlier.job.variant is None and earlier.job.seed == job.seed and not earlier.ok:
+            return JobResult(job, "skipped", f"{earlier.job.title}: {earlier.message}")
+    return None
+
+
+LOCK = "ablation.lock"
+PAGE = Path("benchmarks") / "results" / "ablation.md"
+REASON_LENGTH = 300
+
+
+@dataclass(frozen=True)
+class AblationOptions:
+    """How to run an ablation: ``jobs`` side by side (None: one per core), and whether to write its page."""
+
+    jobs: int | None = None
+    docs: bool = False
+
+
+class ProgressLines:
+    """Prints a line at the end of each job, with an estimate of the remaining time."""
+
+    def __init__(self, count: int, slots: int) -> None:
+        self.count, self.slots, self.watch = count, slots, Stopwatch()
+        self.ended = 0
+        self.training_seconds: list[float] = []
+
+    def job_ended(self, result: JobResult) -> None:
+        """Print how a job ended."""
+        self.ended += 1
+        if result.trained:
+            self.training_seconds.append(result.seconds)
+        done = "trained" if result.trained else "up to date" if result.job.variant else "done"
+        verdict = done if result.ok else result.state
+        reason = f": {' '.join(result.message.split())[:REASON_LENGTH]}" if result.message else ""
+        remaining = ""
+        if self.training_seconds and self.ended < self.count:
+            mean = sum(self.training_seconds) / len(self.training_seconds)
+            minutes = (self.count - self.ended) * mean / self.slots / 60
+            remaining = f"; about {max(minutes, 1):.0f} min to go"
+        self.line(f"{self.ended}/{self.count} {result.job.title}: {verdict}, {result.seconds:.0f} s{reason}{remaining}")
+
+    def line(self, text: str) -> None:
+        """Print one line with the time since the start."""
+        print(f"[{self.watch.seconds:7.1f} s] {text}", flush=True)
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def listing(base: Path, request: AblationRequest) -> str:
+    """Describe the variants and figures of the request without running anything."""
+    return describe(definition(base, request), request.variants)
+
+
+def ablate(base: Path, request: AblationRequest, options: AblationOptions) -> int:
+    """Run what the request names and write the results.
+
+    Returns:
+        The exit status: 0 when every run is done; 1 when some failed or were paused by their own training, in which
+        case the results have the others; 130 when it was stopped, and the next call resumes.
+
+    Raises:
+        RlhfError: the request is wrong; nothing has been run.
+    """
+    signals.install()
+    ablation = definition(base, request)
+    page = base / PAGE if options.docs else None
+    if page is not None:
+        if request.is_part_of(ablation):
+            raise RlhfError("--docs takes the whole ablation; leave out --variants and --seeds")
+        _check_page(page)
+    with locked(base, LOCK):
+        ensure_dvc(base)
+        plan, cache = make_plan(base, request, ablation), cache_of(base)
+        slots = options.jobs or cores()
+        progress = ProgressLines(len(plan.jobs), slots)
+        folder = display_path(plan.jobs[0].workspace.parents[1])
+        progress.line(f"{len(plan.jobs)} jobs, {slots} at a time, in {folder}")
+        results = run_jobs(plan.jobs, slots, lambda job: run_job(plan, job, cache), progress.job_ended)
+        if signals.STOP.is_set():
+            print("stopped; the next `rlhf ablate` resumes from here", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        verdicts = _write_results(plan, results, page)
+        unfinished = sum(not result.ok for result in results)
+        progress.line(f"{len(results) - unfinished} of {len(results)} jobs done; claims: {verdicts or 'none'}")
+        print(f"table:   {display_path(plan.folder / 'table.md')}")
+        print(f"results: {display_path(plan.folder / 'results.csv')}")
+        if page is not None:
+            print(f"page:    {display_path(page)}")
+        return 1 if unfinished else 0
+
+
+def _check_page(page: Path) -> None:
+    """Raise ``DataError`` unless ``page`` exists and has the markers between which an ablation's results go."""
+    from rlhf_core.evaluation.ablation.page import insert
+
+    if not page.is_file():
+        raise DataError(f"{page} does not exist; --docs writes into that page of the workspace")
+    insert(page.read_text(encoding="utf-8"), "", str(page))
+
+
+def _write_results(plan: AblationPlan, results: Sequence[JobResult], page: Path | None) -> str:
+    """Write table, figures and verdicts; return how many claims came to which verdict."""
+    from rlhf_core.evaluation.ablation.results import AblationRun
+    from rlhf_core.evaluation.ablation.summary import summarise
+
+    runs = [
+        AblationRun(result.job.variant, result.job.seed, result.job.workspace, result.state, result.message)
+        for result in results
+        if result.job.variant
+    ]
+    verdicts = summarise(plan.ablation, runs, plan.folder, page)
+    counts = Counter(str(verdict.outcome) for figure in verdicts.values() for verdict in figure)
+    return ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))

@@ -1,0 +1,413 @@
+"""Results of finished runs, read from their workspaces, side by side for ``rlhf compare``, and whether they compare."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from flows.commands.text import format_seconds
+from flows.dvc_repo.lock_file import LOCK_FILE, RecordedStage, recorded_stages
+from flows.registry.workspace import RegisteredHere, read_registered
+from flows.stage.outcome import condition_rows
+from flows.workspace.folder import display_path, is_workspace
+from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.loading.load import PARAMS_FILE
+from rlhf_core.config.stages.policy import METHOD_NAMES
+from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.errors import RlhfError
+from rlhf_core.evaluation.alternative_runs import AlternativeRun, evaluation_basis, save_alternatives
+from rlhf_core.evaluation.judges.final import JUDGE, SELECTED_BY
+from rlhf_core.evaluation.metrics.training_cost import TrainingCost, best_of_n_cost, training_cost
+from rlhf_core.git import git_revision
+from rlhf_core.storage.files import read_json, sha256_file
+from rlhf_core.training.history import read_history
+
+EVALUATION = Path("metrics") / "evaluation.json"
+GATE = Path("gates") / "policy.json"
+GATED, FAILED, REPORTED, OUTDATED, UNGATED = "passed", "failed", "failed, mode report", "outdated", "not judged"
+WITHOUT_CRITIC = {"rloo": "RLOO", "grpo": "GRPO"}
+HISTORIES = ("ppo", "ppo_abandoned", "critic", "reward", "referee")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An estimate with its 95 % interval, None where there is none."""
+
+    value: float
+    low95: float | None = None
+    high95: float | None = None
+
+
+@dataclass(frozen=True)
+class GateStanding:
+    """What ``gates/policy.json`` says: one of the words above, and the metrics whose bounds do not hold."""
+
+    decision: str
+    failed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RunResults:
+    """One way to better replies than SFT's, as its workspace evaluated it. None is what was not measured.
+
+    Attributes:
+        workspace: Its folder as a person types it.
+        method: ``PPO``, ``DPO``, …, or ``best of N`` of the workspace's SFT model.
+        judge: The judge of ``win_rate``; the referee where an earlier version trained no judge.
+        win_rate: Of the replies against SFT's.
+        lc_win_rate: The same at equal reply lengths.
+        gold: Mean gold score; of the synthetic world alone.
+        gold_win_rate: Win rate against SFT by the gold judge.
+        judge_score: Mean score by the judge.
+        reward: Mean reward by the reward model.
+        kl: From SFT in nats per reply.
+        kl_is_bound: Whether ``kl`` is an upper bound, as that of best of n is.
+        perplexity_tax: Perplexity of held-out text over SFT's, by kind of text, minus one.
+        length: Tokens per reply.
+        sft_length: Those of SFT's replies.
+        cost: What training it cost.
+        sampled_tokens_per_reply: Tokens that are generated for each reply that is used, where that is more than one.
+        gate: None for best of n, which no gate judges.
+        registered: The version of the registered model that holds the policy.
+    """
+
+    workspace: str
+    method: str
+    judge: str
+    win_rate: Estimate
+    lc_win_rate: Estimate | None
+    gold: float | None
+    gold_win_rate: Estimate | None
+    judge_score: float | None
+    reward: float | None
+    kl: Estimate | None
+    kl_is_bound: bool
+    perplexity_tax: Mapping[str, float]
+    length: float | None
+    sft_length: float | None
+    cost: TrainingCost
+    sampled_tokens_per_reply: float | None
+    gate: GateStanding | None
+    registered: RegisteredHere | None
+
+
+@dataclass(frozen=True)
+class EvaluatedWorkspace:
+    """A workspace whose evaluation is on disk: its results, and what dvc.lock records of its stages."""
+
+    name: str
+    results: tuple[RunResults, ...]
+    stages: Mapping[str, RecordedStage]
+    folder: Path
+
+
+def read_workspace(folder: Path) -> EvaluatedWorkspace:
+    """Read the results of one workspace: those of its policy, and of best of n where that was evaluated.
+
+    Raises:
+        RlhfError: ``folder`` is no workspace, or its policy has not been evaluated.
+    """
+    name = display_path(folder)
+    if not is_workspace(folder):
+        raise RlhfError(f"{name} is not a workspace: it has no params.yaml and dvc.yaml")
+    if not (folder / EVALUATION).is_file():
+        raise RlhfError(
+            f"{name} has not been evaluated: it has no {EVALUATION}; `rlhf run --workspace {shlex.quote(name)}`"
+        )
+    evaluation = read_json(folder / EVALUATION)
+    judge = JUDGE if JUDGE in evaluation.get("comparison", {}) else SELECTED_BY
+    if judge not in evaluation.get("comparison", {}):
+        raise RlhfError(
+            f"{name}: {EVALUATION} has no comparison by a judge; `rlhf run --workspace {shlex.quote(name)}`"
+        )
+    stages = recorded_stages(folder)
+    policy = policy_results(folder, name, evaluation, judge, stages)
+    best = best_of_n_results(folder, name, evaluation, judge)
+    return EvaluatedWorkspace(name, (policy, best) if best is not None else (policy,), stages, folder)
+
+
+def policy_results(
+    folder: Path, name: str, evaluation: Mapping[str, Any], judge: str, stages: Mapping[str, RecordedStage]
+) -> RunResults:
+    """The results of the policy that the workspace trained."""
+    params = _training_params(folder, stages)
+    method = (params.get("policy") or {}).get("method", "ppo")
+    ppo = params.get("ppo") or {}
+    estimator = (ppo.get("advantage") or {}).get("estimator", "gae")
+    selects = (ppo.get("selection") or {}).get("method", "referee") == "referee"
+    batch_size = int(ppo.get("batch_size", PpoConfig().batch_size))
+    comparison, policy, sft = evaluation["comparison"], evaluation.get("policy", {}), evaluation.get("sft", {})
+    return RunResults(
+        workspace=name,
+        method=WITHOUT_CRITIC.get(estimator, METHOD_NAMES[method]) if method == "ppo" else METHOD_NAMES[method],
+        judge=judge,
+        win_rate=_estimate(comparison[judge], "win_rate"),
+        lc_win_rate=_interval(comparison[judge], "lc_win_rate"),
+        gold=policy.get("gold"),
+        gold_win_rate=_interval(comparison.get("gold", {}), "win_rate"),
+        judge_score=policy.get(judge),
+        reward=policy.get("reward"),
+        kl=_interval(evaluation, "kl"),
+        kl_is_bound=False,
+        perplexity_tax=_perplexity_tax(policy, sft),
+        length=policy.get("length"),
+        sft_length=sft.get("length"),
+        cost=training_cost(_histories(folder), method, batch_size, selects),
+        sampled_tokens_per_reply=None,
+        gate=_gate_decision(folder),
+        registered=read_registered(folder, "models/policy"),
+    )
+
+
+def best_of_n_results(folder: Path, name: str, evaluation: Mapping[str, Any], judge: str) -> RunResults | None:
+    """The results of choosing among n replies of SFT; None where the evaluation has none."""
+    best = evaluation.get("best_of_n")
+    if best is None or judge not in best.get("comparison", {}):
+        return None
+    return RunResults(
+        workspace=name,
+        method=f"best of {best['n']}",
+        judge=judge,
+        win_rate=_estimate(best["comparison"][judge], "win_rate"),
+        lc_win_rate=_interval(best["comparison"][judge], "lc_win_rate"),
+        gold=best.get("gold"),
+        gold_win_rate=_interval(best["comparison"].get("gold", {}), "win_rate"),
+        judge_score=best.get(judge),
+        reward=best.get("reward"),
+        kl=Estimate(best["kl_bound"]),
+        kl_is_bound=True,
+        perplexity_tax={},
+        length=best.get("length"),
+        sft_length=evaluation.get("sft", {}).get("length"),
+        cost=best_of_n_cost(_histories(folder)),
+        sampled_tokens_per_reply=best["sampled_tokens_per_reply"],
+        gate=None,
+        registered=None,
+    )
+
+
+def _training_params(folder: Path, stages: Mapping[str, RecordedStage]) -> Mapping[str, Any]:
+    """The parameters that the policy was trained with, those of params.yaml where dvc.lock records none."""
+    recorded = stages.get("ppo", RecordedStage()).params
+    return recorded or yaml_text.plain(yaml_text.read(folder / PARAMS_FILE))
+
+
+def _histories(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    return {name: read_history(folder / "history" / f"{name}.jsonl") for name in HISTORIES}
+
+
+def _interval(values: Mapping[str, Any], name: str) -> Estimate | None:
+    return None if values.get(name) is None else _estimate(values, name)
+
+
+def _estimate(values: Mapping[str, Any], name: str) -> Estimate:
+    return Estimate(values[name], values.get(f"{name}_low95"), values.get(f"{name}_high95"))
+
+
+def _perplexity_tax(policy: Mapping[str, Any], sft: Mapping[str, Any]) -> dict[str, float]:
+    kinds = ("preferred", "pretrain")
+    names = {kind: f"perplexity_{kind}" for kind in kinds}
+    return {
+        kind: policy[name] / sft[name] - 1.0
+        for kind, name in names.items()
+        if policy.get(name) is not None and sft.get(name)
+    }
+
+
+def _gate_decision(folder: Path) -> GateStanding:
+    if not (folder / GATE).is_file():
+        return GateStanding(UNGATED)
+    report = read_json(folder / GATE)
+    judged = (report.get("evidence") or {}).get(str(EVALUATION))
+    if judged != sha256_file(folder / EVALUATION):
+        return GateStanding(OUTDATED)
+    failed = tuple(row.metric for row in condition_rows(report) if not row.passed)
+    if report.get("passed") is True and not failed:
+        return GateStanding(GATED)
+    return GateStanding(REPORTED if report.get("mode") == "report" else FAILED, failed)
+
+
+POLICY = "models/policy"
+
+
+def comparability_warnings(workspaces: Sequence[EvaluatedWorkspace]) -> list[str]:
+    """Say, one line each, what the evaluations of these workspaces do not have in common, and which is outdated."""
+    if not workspaces:
+        return []
+    judged_by = {result.judge for workspace in workspaces for result in workspace.results}
+    inputs = {
+        "data/clean": "data/clean, with the test prompts,",
+        "models/sft": "the SFT models that policies are compared with",
+        **{f"models/{judge}": f"the {judge}s that compare them" for judge in sorted(judged_by)},
+    }
+    warnings = [
+        f"{workspace.name}: its policy was trained anew since it was evaluated; `rlhf run` evaluates it"
+        for workspace in workspaces
+        if _outdated(workspace)
+    ]
+    if len(judged_by) > 1:
+        warnings.append(f"not comparable: some win rates are by the {', others by the '.join(sorted(judged_by))}")
+    evaluations = {workspace.name: workspace.stages.get("evaluate", RecordedStage()) for workspace in workspaces}
+    for path, what in inputs.items():
+        warnings += _differing(what, {name: stage.inputs.get(path) for name, stage in evaluations.items()})
+    settings = {
+        name: json.dumps(stage.params, sort_keys=True) if stage.params else None for name, stage in evaluations.items()
+    }
+    return warnings + _differing("the settings of section evaluate", settings)
+
+
+def _differing(what: str, values: Mapping[str, str | None]) -> list[str]:
+    """Say which workspaces have another value than the others, and which have none, by workspace."""
+    groups: dict[str, list[str]] = {}
+    unknown = [name for name, value in values.items() if not value]
+    for name, value in values.items():
+        if value:
+            groups.setdefault(value, []).append(name)
+    lines = []
+    if unknown:
+        lines.append(f"not known to be comparable: dvc.lock of {', '.join(unknown)} does not record {what}")
+    if len(groups) > 1:
+        parts = " | ".join(", ".join(names) for names in groups.values())
+        lines.append(f"not comparable: {what} differ: {parts}")
+    return lines
+
+
+def _outdated(workspace: EvaluatedWorkspace) -> bool:
+    """Whether dvc.lock has another policy as the output of its training than as an input of the evaluation."""
+    trained = workspace.stages.get("ppo", RecordedStage()).outputs.get(POLICY)
+    evaluated = workspace.stages.get("evaluate", RecordedStage()).inputs.get(POLICY)
+    return None not in (trained, evaluated) and trained != evaluated
+
+
+LABEL_WIDTH, RUN_WIDTH, GAP = 24, 12, 2
+MISSING = "–"
+
+
+def results_table(results: Sequence[RunResults], width: int) -> Group:
+    """Return one table, or several below each other where ``width`` columns do not hold all runs."""
+    at_once = max(1, (width - LABEL_WIDTH) // (RUN_WIDTH + GAP))
+    return Group(*(_block(results[at : at + at_once]) for at in range(0, len(results), at_once)))
+
+
+def _block(results: Sequence[RunResults]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    table.add_column("", max_width=LABEL_WIDTH - GAP, style="dim")
+    for result in results:
+        table.add_column(result.workspace, max_width=RUN_WIDTH, overflow="fold")
+    cells = [dict(_rows(result)) for result in results]
+    for label in dict.fromkeys(label for column in cells for label in column):
+        values = [column.get(label, MISSING) for column in cells]
+        if any(value != MISSING for value in values):
+            table.add_row(label, *values)
+    return table
+
+
+def _rows(result: RunResults) -> Iterator[tuple[str, str]]:
+    yield "method", result.method
+    by_other = "" if result.judge == JUDGE else f"\nby the {result.judge}"
+    yield "win rate", _percent(result.win_rate) + by_other
+    yield "at equal length", _percent(result.lc_win_rate)
+    yield "win rate, gold", _percent(result.gold_win_rate)
+    yield "gold score", _number(result.gold, 3)
+    yield "reward", _number(result.reward, 3)
+    bound = "≤ " if result.kl_is_bound else ""
+    yield "KL, nats per reply", bound + _number(result.kl.value, 2) if result.kl is not None else MISSING
+    for kind in ("preferred", "pretrain"):
+        tax = result.perplexity_tax.get(kind)
+        yield f"perplexity, {kind}", MISSING if tax is None else f"{tax:+.1%}"
+    yield "length, tokens", _number(result.length, 1)
+    yield "  of SFT", _number(result.sft_length, 1)
+    yield from _cost_rows(result)
+    yield "policy gate", _gate(result.gate)
+    yield "registered", _version(result)
+
+
+def _cost_rows(result: RunResults) -> Iterator[tuple[str, str]]:
+    cost = result.cost
+    yield "training time", MISSING if cost.total_seconds is None else format_seconds(cost.total_seconds)
+    for stage in ("policy", "critic", "reward", "referee"):
+        yield f"  of {stage}", format_seconds(cost.seconds[stage]) if stage in cost.seconds else MISSING
+    yield "tokens sampled", _count(cost.sampled_tokens)
+    yield "tokens trained on", _count(cost.trained_tokens)
+    yield "tokens per reply", _number(result.sampled_tokens_per_reply, 0)
+
+
+def _percent(interval: Estimate | None) -> str:
+    if interval is None:
+        return MISSING
+    if interval.low95 is None or interval.high95 is None:
+        return f"{interval.value:.1%}"
+    return f"{interval.value:.1%}\n{interval.low95:.1%}–{interval.high95:.1%}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return MISSING if value is None else f"{value:.{digits}f}"
+
+
+def _count(value: int | None) -> str:
+    return MISSING if value is None else f"{value:,}"
+
+
+def _gate(gate: GateStanding | None) -> str:
+    if gate is None:
+        return MISSING
+    return f"{gate.decision}: {', '.join(gate.failed)}" if gate.failed else gate.decision
+
+
+def _version(result: RunResults) -> str:
+    entry = result.registered
+    if entry is None:
+        return MISSING
+    return f"{entry.model} {entry.version}{' (ungated)' if entry.ungated else ''}"
+
+
+def write_alternatives(path: Path, workspaces: Sequence[EvaluatedWorkspace]) -> None:
+    """Write every result with what it was judged on and where it comes from.
+
+    Raises:
+        RlhfError: The file cannot be written.
+    """
+    runs = [_run(workspace, result) for workspace in workspaces for result in workspace.results]
+    try:
+        save_alternatives(path, runs)
+    except OSError as error:
+        raise RlhfError(f"{path} cannot be written: {error.strerror}; name another file with --output") from error
+
+
+def _run(workspace: EvaluatedWorkspace, result: RunResults) -> AlternativeRun:
+    lock = workspace.folder / LOCK_FILE
+    basis = evaluation_basis(lock)
+    seed = yaml_text.plain(yaml_text.read(workspace.folder / PARAMS_FILE)).get("seed")
+    return AlternativeRun(
+        workspace=result.workspace,
+        method=result.method,
+        seed=seed if isinstance(seed, int) else None,
+        git_revision=git_revision(workspace.folder),
+        dvc_lock=sha256_file(lock) if lock.is_file() else "",
+        basis=replace(basis, policy="") if result.gate is None else basis,
+        gold=result.gold,
+        judge=result.judge_score,
+        by_judge=_win_rate(result.win_rate),
+        by_gold=_win_rate(result.gold_win_rate),
+        kl=None if result.kl is None else result.kl.value,
+        kl_is_bound=result.kl_is_bound,
+        length=result.length,
+        sampled_per_reply=result.sampled_tokens_per_reply,
+        seconds=result.cost.total_seconds,
+        sampled_tokens=result.cost.sampled_tokens,
+        trained_tokens=result.cost.trained_tokens,
+        gate="" if result.gate is None else result.gate.decision,
+    )
+
+
+def _win_rate(estimate: Estimate | None) -> dict[str, float | None]:
+    if estimate is None:
+        return {}
+    return {"win_rate": estimate.value, "win_rate_low95": estimate.low95, "win_rate_high95": estimate.high95}

@@ -1,1 +1,0 @@
-"""``rlhf compare``: the results of finished runs side by side."""

@@ -1,1 +1,0 @@
-"""The display of a run: a live table of stages on a terminal, plain lines elsewhere."""

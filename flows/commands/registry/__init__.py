@@ -1,1 +1,0 @@
-"""Commands on the registry: promote, roll back, approve, explain, history, retention."""

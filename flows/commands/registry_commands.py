@@ -1,0 +1,355 @@
+"""The commands about finished runs, evidence, registered models and the served policy. Heavy imports are deferred."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.commands.options import Reason, Workspace
+from rlhf_core.commands.data import JsonOption
+from rlhf_core.commands.output import print_json, terminal_width
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
+
+if TYPE_CHECKING:
+    from flows.registry.decisions import PromotionDecision
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(no_args_is_help=True)
+def compare(
+    workspaces: Annotated[list[Path], typer.Argument(help="Folders of finished runs.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Write the results here, for a workspace's report to show.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare finished runs: judges, KL, perplexity, cost, gates and registered version in one table.
+
+    Nothing is computed: the table has what the workspaces hold on disk. A warning says where runs were judged on other
+    prompts, by another judge, or against another SFT model. Best of n is a column of its own where it was evaluated.
+
+    Examples:
+    $ rlhf compare ws-ppo ws-dpo
+    $ rlhf compare workspaces/* --json
+    $ rlhf compare . workspaces/demo-* --output alternatives.json
+    """
+    from dataclasses import asdict
+
+    from flows.commands.compare import EvaluatedWorkspace, comparability_warnings, read_workspace
+    from flows.commands.text import error_console, print_error
+
+    read: list[EvaluatedWorkspace] = []
+    for folder in workspaces:
+        try:
+            read.append(read_workspace(folder))
+        except RlhfError as error:
+            print_error(f"left out: {error}", sys.stderr)
+    if not read:
+        raise RlhfError("none of these folders has an evaluated policy")
+    warnings = comparability_warnings(read)
+    if output is not None:
+        from flows.commands.compare import write_alternatives
+
+        write_alternatives(output, read)
+    results = [result for workspace in read for result in workspace.results]
+    if as_json:
+        print_json({"runs": [asdict(result) for result in results], "warnings": warnings})
+        return
+    from rich.console import Console
+
+    from flows.commands.compare import results_table
+
+    console = Console(highlight=False, width=terminal_width())
+    console.print(results_table(results, console.width))
+    for warning in warnings:
+        error_console(sys.stderr).print(f"warning: {warning}", style="yellow", soft_wrap=True)
+    if output is not None:
+        typer.echo(f"wrote {output}; the next `rlhf run` of the workspace whose report.alternatives it is shows it")
+
+
+@app.command()
+def promote(
+    workspace: Workspace = None,
+    version: Annotated[
+        str | None, typer.Option("--version", help="The version to promote; default: the challenger.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Promote regardless of gates and match; needs --reason.")
+    ] = False,
+    reason: Reason = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Decide, but change nothing.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show every criterion, its margin, and which of them decided.")
+    ] = False,
+) -> None:
+    """Promote the challenger if every judge prefers it to the champion and it is worse in nothing that counts.
+
+    With registry.approval it then waits for `rlhf approve`.
+
+    Exit codes: 0 it is champion now (in a dry run: it would be), 5 not promoted, 2 it could not be decided.
+
+    Examples:
+    $ rlhf promote --dry-run --explain
+    $ rlhf promote --force --reason "champion was trained on leaked data"
+    """
+    from flows.registry.promote import promote as decide
+    from flows.workspace.folder import find_workspace
+
+    if force and not (reason or "").strip():
+        raise RlhfError("a forced promotion needs a reason; add --reason TEXT, it is recorded")
+    force_reason = reason if force else None
+    folder = find_workspace(workspace)
+    decision = decide(folder, version=version, force_reason=force_reason, dry_run=dry_run)
+    typer.echo(decision.describe())
+    if not dry_run:
+        _refresh_release_page(folder)
+    if explain:
+        from rich.console import Console
+
+        from flows.commands.registry_output import explain_promotion
+
+        Console().print(explain_promotion(decision), soft_wrap=not sys.stdout.isatty())
+    raise typer.Exit(EXIT_OK if decision.is_champion else EXIT_NOT_PROMOTED)
+
+
+VersionLookedAt = Annotated[
+    str | None, typer.Option("--version", help="The version you have looked at; another one is refused.")
+]
+
+
+@app.command()
+def approve(version: VersionLookedAt = None, reason: Reason = None, workspace: Workspace = None) -> None:
+    """Make the version that passed its match and waits for approval the champion.
+
+    RLHF_ACTOR names who decides, such as the person behind a CI job; default: the user and the host. The decision
+    becomes an entry of `rlhf history`.
+
+    Example: rlhf approve --version 7 --reason "read 50 replies"
+    """
+    from flows.registry.approval import approve as decide
+    from flows.workspace.folder import find_workspace
+
+    folder = find_workspace(workspace)
+    decision = decide(folder, reason or "", version)
+    typer.echo(f"version {decision.challenger} is champion: {decision.reason}")
+    _refresh_release_page(folder)
+    _end_suspended_runs(folder, decision)
+
+
+@app.command()
+def decline(
+    reason: Annotated[str, typer.Option("--reason", help="The reason; recorded with the decision.")],
+    version: VersionLookedAt = None,
+    workspace: Workspace = None,
+) -> None:
+    """Refuse the version that waits for approval. The champion stays, and only force asks for approval again.
+
+    Example: rlhf decline --reason "refuses too much"
+    """
+    from flows.registry.approval import decline as decide
+    from flows.workspace.folder import find_workspace
+
+    folder = find_workspace(workspace)
+    decision = decide(folder, reason, version)
+    typer.echo(f"version {decision.challenger} is not promoted: {decision.reason}")
+    _refresh_release_page(folder)
+    _end_suspended_runs(folder, decision)
+
+
+def _refresh_release_page(workspace: Path) -> None:
+    """Bring the workspace's page up to date after a decision, which stands whether or not that is possible."""
+    from flows.registry.release_page import try_release_page
+
+    if problem := try_release_page(workspace):
+        typer.echo(problem, err=True)
+
+
+def _end_suspended_runs(workspace: Path, decision: PromotionDecision) -> None:
+    """Complete the Prefect runs that waited for the decision; a server that does not answer changes nothing else."""
+    from flows.pipeline.registration import end_suspended_runs
+
+    try:
+        ended = end_suspended_runs(workspace, decision)
+    except RlhfError as error:
+        typer.echo(f"a Prefect run that waits for it stays suspended: {error}", err=True)
+    else:
+        if ended:
+            typer.echo(f"completed {ended} suspended Prefect run{'s' if ended > 1 else ''}")
+
+
+@app.command()
+def rollback(
+    reason: Annotated[str, typer.Option("--reason", help="The reason; recorded with the decision.")],
+    to: Annotated[
+        str | None, typer.Option("--to", help="Version of an earlier champion; default: the previous one.")
+    ] = None,
+    workspace: Workspace = None,
+) -> None:
+    """Restore the previous champion. A second rollback goes back one champion further.
+
+    Examples:
+    $ rlhf rollback --reason "rude replies seen in production"
+    $ rlhf rollback --to 3 --reason "drifted since"
+    """
+    from flows.registry.promote import rollback as restore
+    from flows.workspace.folder import find_workspace
+
+    folder = find_workspace(workspace)
+    decision = restore(folder, reason, to)
+    typer.echo(f"champion is version {decision.champion} again (was {decision.replaced})")
+    _refresh_release_page(folder)
+
+
+@app.command()
+def terms(
+    workspace: Workspace = None,
+    take_over: Annotated[
+        bool,
+        typer.Option("--take-over", help="Become the owner of the registered policy; needs --reason."),
+    ] = False,
+    reason: Reason = None,
+) -> None:
+    """Show who owns the registered policy, and what a promotion by this workspace requires.
+
+    The first promotion makes its workspace the owner: only there versions become champion, by its own settings.
+
+    Examples:
+    $ rlhf terms
+    $ rlhf terms --take-over --reason "the first machine is gone"
+    """
+    from flows.registry.session import describe_terms
+    from flows.registry.session import take_over as become_owner
+    from flows.workspace.folder import find_workspace
+
+    folder = find_workspace(workspace)
+    if take_over:
+        become_owner(folder, reason or "")
+    typer.echo(describe_terms(folder))
+
+
+@app.command()
+def gc(
+    workspace: Workspace = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete what is listed instead of only listing it.")] = False,
+) -> None:
+    """List the registered versions and matches that registry.retention does not keep, and why the others stay.
+
+    Nothing that an alias, a rollback or an approval needs is deleted. The runs that registered the deleted versions
+    stay, with metrics, gates and reports, and the deletion is an entry of `rlhf history`. Token ids that are kept of
+    data that changed, or that no stage has read for 30 days, are listed too.
+
+    Examples:
+    $ rlhf gc
+    $ rlhf gc --delete
+    """
+    from flows.commands.registry_output import clean_token_cache, describe_retention
+    from flows.registry.retention import apply_retention
+    from flows.workspace.folder import find_workspace
+
+    folder = find_workspace(workspace)
+    typer.echo(describe_retention(apply_retention(folder, delete=delete), deleted=delete))
+    for line in clean_token_cache(folder, delete=delete):
+        typer.echo(line)
+
+
+@app.command()
+def history(
+    workspace: Workspace = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Name of a registered model; default: the workspace's policy.")
+    ] = None,
+) -> None:
+    """Show who made which version champion or challenger, when, why and by what evidence.
+
+    RLHF_ACTOR names who acts, such as the person behind a CI job; default: the user and the host.
+
+    Example: rlhf history
+    """
+    from flows.commands.registry_output import describe_history
+    from flows.workspace.folder import find_workspace
+
+    typer.echo(describe_history(find_workspace(workspace), model))
+
+
+@app.command()
+def gate(
+    name: Annotated[str, typer.Argument(help="data, sft, reward or policy.")] = "policy",
+    workspace: Workspace = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show every condition with its reason, and what it was read from.")
+    ] = False,
+    power: Annotated[
+        bool, typer.Option("--power", help="Say which margins the last evaluation is large enough to show.")
+    ] = False,
+) -> None:
+    """Say whether a gate of the last run passed. Nothing is judged anew.
+
+    Exit codes: 0 passed, or with --power all margins can be shown; 3 failed, or one cannot; 2 it has not been judged.
+
+    Example: rlhf gate policy --explain
+    """
+    from flows.commands.registry_output import explain_gate, gate_report, gate_verdict, has_passed
+    from flows.workspace.folder import find_workspace
+
+    folder = find_workspace(workspace)
+    if power:
+        from rlhf_core.evaluation.power import describe_power, power_of
+
+        rows = power_of(folder)
+        typer.echo(describe_power(rows))
+        raise typer.Exit(EXIT_OK if all(row.suffices for row in rows) else EXIT_GATE_FAILED)
+    report = gate_report(folder, name)
+    typer.echo(gate_verdict(name, report))
+    if explain:
+        from rich.console import Console
+
+        Console().print(explain_gate(folder, report), soft_wrap=not sys.stdout.isatty())
+    raise typer.Exit(EXIT_OK if has_passed(report) else EXIT_GATE_FAILED)
+
+
+@app.command()
+def serve(
+    model: Annotated[Path | None, typer.Option("--model", help="A model folder; default: the champion.")] = None,
+    alias: Annotated[str | None, typer.Option(help="Follow this alias instead, such as challenger.")] = None,
+    version: Annotated[str | None, typer.Option("--version", help="This version of the registered policy.")] = None,
+    run: Annotated[str | None, typer.Option("--run", help="The version that this MLflow run registered.")] = None,
+    workspace: Workspace = None,
+    host: Annotated[str, typer.Option(help="Address; any but loopback needs RLHF_SERVE_TOKEN.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest prompt; default: what the model takes.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest reply that may be asked for.")] = 1024,
+    max_concurrent: Annotated[int, typer.Option(min=1, help="Replies at a time; more get status 429.")] = 8,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 120.0,
+    watch_seconds: Annotated[float, typer.Option(min=0.01, help="How often to look whether the alias moved.")] = 10.0,
+    vllm: Annotated[Path | None, typer.Option(help="A Python with vLLM, whose server is started instead.")] = None,
+    vllm_args: Annotated[str, typer.Option(help="More arguments of vLLM's server, in quotes.")] = "",
+) -> None:
+    """Serve the champion, or another policy, behind an API like OpenAI's.
+
+    When the alias moves, the new version is loaded beside the old one and takes over; replies in flight are finished.
+    With RLHF_SERVE_TOKEN in the environment requests need it as bearer token.
+
+    Exit codes: 0 stopped by SIGTERM, 2 it could not be served, 130 stopped by Ctrl-C.
+
+    Examples:
+    $ rlhf serve
+    $ rlhf serve --model models/sft --port 8001
+    $ rlhf serve --alias challenger
+    """
+    from rich.console import Console
+
+    with Console(stderr=True).status("looking up the model…"):
+        from flows.commands.serve import PolicyChoice, ServeOptions
+        from flows.commands.serve import serve as run_server
+        from rlhf_core.serving.limits import ServingLimits
+
+    limits = ServingLimits(max_prompt_tokens, max_new_tokens, max_concurrent, timeout)
+    options = ServeOptions(host, port, limits, watch_seconds, vllm, vllm_args)
+    raise typer.Exit(run_server(workspace, PolicyChoice(model, alias, version, run), options))

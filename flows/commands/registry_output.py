@@ -1,0 +1,194 @@
+"""What the commands about registered models print: why a decision fell, the history, what retention keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from flows.commands.text import gate_table
+from flows.registry.aliases import CHAMPION, read_aliases, registered_model
+from flows.registry.client import connect
+from flows.registry.decisions import PromotionDecision, report_name
+from flows.registry.evidence import GATES
+from flows.registry.history import read_history
+from flows.registry.retention import RetentionPlan
+from flows.registry.session import TAKE_OVER
+from flows.registry.workspace import printed_line
+from flows.stage.outcome import condition_rows
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.data.tokens.unneeded_entries import remove_entries, unneeded_entries
+from rlhf_core.errors import RlhfError
+from rlhf_core.storage.files import read_json, sha256_file
+
+
+def explain_promotion(decision: PromotionDecision) -> Group:
+    """Return what was compared with what, every criterion with its bound, and which of them decided."""
+    against = f"version {decision.champion}, the champion" if decision.champion else "nothing: there was no champion"
+    lines = [f"compared: version {decision.challenger} of {decision.model} with {against}"]
+    if not decision.criteria:
+        return Group(*lines, f"decided by: {decision.reason}")
+    question = decision.question or {}
+    turn = f"set {question['prompt_set']} of {question['prompt_sets']}, " if "prompt_set" in question else ""
+    lines.append(
+        f"judged: attempt {decision.attempt} on these test prompts ({turn}data {str(question.get('prompts'))[:12]}), "
+        f"settings of section evaluate, level of the intervals 95 %"
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("", "criterion", "measured", "required"):
+        table.add_column(title, overflow="fold")
+    for criterion in sorted(decision.criteria, key=lambda criterion: criterion.passed):
+        mark = Text("ok", style="green") if criterion.passed else Text("FAIL", style="bold red")
+        table.add_row(mark, criterion.name, criterion.measured, criterion.required)
+    unmet = [criterion.name for criterion in decision.criteria if not criterion.passed]
+    decided = ", ".join(unmet) or f"all {len(decision.criteria)} criteria hold"
+    if decision.forced:
+        decided = f"force ({decision.forced}); without it: {decided}"
+    return Group(*lines, Padding(table, (0, 0, 0, 2)), f"decided by: {decided}")
+
+
+def gate_report(workspace: Path, name: str) -> Mapping[str, Any]:
+    """Read ``gates/NAME.json``.
+
+    Raises:
+        RlhfError: There is no such gate, or it has not been decided yet.
+    """
+    if name not in GATES:
+        raise RlhfError(f"there is no gate '{name}'; the gates are {', '.join(GATES)}")
+    path = workspace / "gates" / f"{name}.json"
+    if not path.is_file():
+        raise RlhfError(f"gates/{name}.json does not exist: the {name} gate has not judged this workspace; `rlhf run`")
+    report: Mapping[str, Any] = read_json(path)
+    return report
+
+
+def has_passed(report: Mapping[str, Any]) -> bool:
+    """Return whether a gate has conditions and all of them hold."""
+    rows = condition_rows(report)
+    return report.get("passed") is True and bool(rows) and all(row.passed for row in rows)
+
+
+def gate_verdict(name: str, report: Mapping[str, Any]) -> str:
+    """Say in one line whether a gate passed."""
+    rows = condition_rows(report)
+    failed = sum(not row.passed for row in rows)
+    if has_passed(report):
+        return f"the {name} gate passed: {len(rows)} of {len(rows)} conditions hold"
+    mode = ", but the mode is report: the pipeline went on" if report.get("mode") == "report" else ""
+    return f"the {name} gate failed: {failed} of {len(rows)} conditions do not hold{mode}"
+
+
+def explain_gate(workspace: Path, report: Mapping[str, Any]) -> Group:
+    """Return every condition of a gate with value, bound and reason, which decided, and what they were read from."""
+    unmet = [row.metric for row in condition_rows(report) if not row.passed]
+    lines = [f"decided by: {', '.join(unmet) or 'all conditions hold'}"]
+    for name, expected in (report.get("evidence") or {}).items():
+        path = workspace / name
+        same = path.is_file() and sha256_file(path) == expected
+        state = "unchanged since" if same else "changed since: run `rlhf run` to judge it anew"
+        lines.append(f"read from {name} (sha256 {str(expected)[:12]}, {state})")
+    return Group(gate_table(report, every_reason=True), *lines)
+
+
+def describe_history(workspace: Path, model: str | None = None) -> str:
+    """List who changed what when and why, oldest first, and whether the champion is the one that the history ends with.
+
+    Args:
+        model: Name of the registered model; default: the policy of ``workspace``.
+
+    Raises:
+        RlhfError: The model is unknown, or its history cannot be read.
+    """
+    name = model or load_section(workspace, "registry", RegistryConfig).policy
+    client = connect(workspace)
+    records = read_history(client, name, registered_model(client, name))
+    if not records:
+        raise RlhfError(f"{name} has no history yet; it begins with the first version that becomes challenger")
+    lines = [line for record in records for line in _describe(record, name)]
+    recorded = last_champion(records, name)
+    champion = read_aliases(client, name).get(CHAMPION)
+    if recorded != champion:
+        lines.append(
+            f"the champion is {_version(champion)}, but the history ends with {_version(recorded)}: @{CHAMPION} was "
+            "moved by something else than rlhf"
+        )
+    return "\n".join(lines)
+
+
+def last_champion(records: Sequence[Mapping[str, Any]], model: str) -> str | None:
+    """The version that the history says is champion, None if it says nothing of one."""
+    moved = [
+        move["version"]
+        for record in records
+        for move in record["moves"]
+        if move["model"] == model and move["alias"] == CHAMPION
+    ]
+    return moved[-1] if moved else None
+
+
+def _version(number: str | None) -> str:
+    return "none" if number is None else f"version {number}"
+
+
+def _describe(record: Mapping[str, Any], model: str) -> list[str]:
+    """One line on what happened, one on why, and one on the evidence where there is a report."""
+    moves = [
+        f"{'' if move['model'] == model else move['model'] + ' '}@{move['alias']} → {move['version'] or 'none'}"
+        for move in record["moves"]
+    ]
+    moves += ["owner"] if record["action"] == TAKE_OVER else []
+    when = str(record["time"])[:19].replace("T", " ")
+    about = ", ".join(moves) or (f"version {record['decided_on']}" if record["decided_on"] else "versions")
+    lines = [
+        f"{record['number']}  {when} UTC  {printed_line(str(record['who'] or 'unknown'))}  {record['action']}: {about}",
+        f"   why: {printed_line(str(record['reason']))}",
+    ]
+    if record["decision"]:
+        lines.append(
+            f"   evidence: {report_name(record['decision'], record['id'])}, attached to the run that "
+            f"registered version {record['decided_on']}"
+        )
+    return lines
+
+
+MIB = 1 << 20
+
+
+def describe_retention(plan: RetentionPlan, *, deleted: bool) -> str:
+    """List every version of each registered model with the reason why it stays, or that it goes.
+
+    Args:
+        deleted: Whether the plan has been carried out.
+    """
+    lines = []
+    for model in plan.models:
+        lines.append(model.name)
+        rows = [(int(number), f"kept: {reason}") for number, reason in model.kept.items()]
+        rows += [(int(version.version), "deleted" if deleted else "would be deleted") for version in model.deleted]
+        lines += [f"  version {number}  {what}" for number, what in sorted(rows, reverse=True)]
+        lines += [] if rows else ["  no version"]
+    versions, matches = len(plan.deleted), len(plan.matches)
+    counts = f"{versions} version{'' if versions == 1 else 's'} and {matches} match{'' if matches == 1 else 'es'}"
+    if deleted:
+        lines.append(f"deleted {counts}")
+    elif plan.deleted:
+        lines.append(f"nothing was deleted; `rlhf gc --delete` deletes {counts}")
+    else:
+        lines.append("nothing to delete")
+    return "\n".join(lines)
+
+
+def clean_token_cache(workspace: Path, *, delete: bool) -> list[str]:
+    """List the token ids that no stage needs any more, or delete them; a line for each, none where there are none."""
+    entries = unneeded_entries(workspace)
+    if delete:
+        remove_entries(entries)
+    what = "deleted" if delete else "would be deleted"
+    lines = [f"  {entry.folder.name}  {entry.size / MIB:.1f} MiB  {what}: {entry.reason}" for entry in entries]
+    return ["token ids of data files", *lines] if lines else []

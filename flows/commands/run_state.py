@@ -1,0 +1,295 @@
+"""The state of a run, as its events and the logs of its stages tell it, and its stages as plain lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from flows.commands.text import format_metrics, format_seconds
+from flows.pipeline.events import (
+    EventReader,
+    PhaseStarted,
+    PipelineEvent,
+    RunEnded,
+    RunPlanned,
+    StageEnded,
+    StagePreempted,
+    StageRetried,
+    StageStarted,
+    events_file,
+)
+from flows.pipeline.verdict import describe_failure
+from flows.stage.outcome import LoggedProgress, StageOutcome, progress_lines
+from flows.supervision.processes import LogReader
+from flows.workspace.folder import PRIVATE
+from rlhf_core.errors import RlhfError
+from rlhf_core.evaluation.verdict.standing import judge_results
+from rlhf_core.storage.files import read_json
+
+TAIL_BYTES = 4096
+
+
+class StageProgress:
+    """Follows the progress lines that a stage appends to its log.
+
+    The rate is that of the last minutes, between the first and the last of the lines that one loop has printed last.
+    So steps which a resumed stage made in an earlier process do not count.
+    """
+
+    def __init__(self, log: Path, start: int | None = None) -> None:
+        self.reader = LogReader(log, start)
+        self.first: LoggedProgress | None = None
+        self.latest: LoggedProgress | None = None
+        self.latest_at = 0.0
+        self._abandoned: LoggedProgress | None = None
+
+    def refresh(self) -> None:
+        """Read what the log says now."""
+        lines = progress_lines(self.reader.text(TAIL_BYTES))
+        if not lines or lines[-1] in (self.latest, self._abandoned):
+            return
+        self.latest, self.latest_at = lines[-1], self.reader.log.stat().st_mtime
+        self.first = self.latest
+        for line in reversed(lines):
+            if not _same_loop(line, self.first):
+                break
+            self.first = line
+
+    def restart(self) -> None:
+        """Forget the progress so far: the stage starts anew."""
+        self._abandoned, self.first, self.latest = self.latest, None, None
+
+    @property
+    def rate(self) -> float | None:
+        """Steps per second, None while it is not known."""
+        if self.latest is None or self.first is None or self.latest.seconds is None or self.first.seconds is None:
+            return None
+        steps, seconds = self.latest.done - self.first.done, self.latest.seconds - self.first.seconds
+        if seconds <= 0:
+            steps, seconds = self.latest.done, self.latest.seconds
+        return steps / seconds if steps > 0 and seconds > 0 else None
+
+    def seconds_left(self, now: float | None = None) -> float | None:
+        """Return the estimated time to the last step at ``now`` (seconds since the epoch), None if not known."""
+        rate = self.rate
+        if self.latest is None or rate is None:
+            return None
+        since = max(0.0, (time.time() if now is None else now) - self.latest_at)
+        return max(0.0, (self.latest.total - self.latest.done) / rate - since)
+
+
+def _same_loop(earlier: LoggedProgress, later: LoggedProgress) -> bool:
+    """Whether two progress lines are of one loop of one process: a retry or the next loop starts anew."""
+    return (
+        earlier.description == later.description
+        and earlier.total == later.total
+        and earlier.done <= later.done
+        and (earlier.seconds or 0.0) <= (later.seconds or 0.0)
+    )
+
+
+Describe = Callable[[Mapping[str, Any]], str]
+
+
+def describe_result(workspace: Path, stage: str) -> str:
+    """Describe what ``stage`` has produced; empty for a stage that is not known or whose metrics cannot be read."""
+    if stage not in RESULTS:
+        return ""
+    file, describe = RESULTS[stage]
+    try:
+        return describe(read_json(workspace / file))
+    except (RlhfError, LookupError, TypeError, ValueError, AttributeError):
+        return ""  # a pipeline of one's own may have a stage of this name with other metrics
+
+
+def _gate(gate: Mapping[str, Any]) -> str:
+    conditions = gate["conditions"]
+    passed = sum(bool(condition["passed"]) for condition in conditions)
+    verdict = "passed" if gate["passed"] else f"failed, mode {gate['mode']}:"
+    return f"{verdict} {passed}/{len(conditions)}"
+
+
+def _win_rates(evaluation: Mapping[str, Any]) -> str:
+    rates = ", ".join(f"{judge.judge} {judge.win_rate:.2f}" for judge in judge_results(evaluation["comparison"]))
+    return f"win rate by {rates}"
+
+
+def _selected(ppo: Mapping[str, Any]) -> str:
+    if ppo.get("method") == "dpo":
+        return f"DPO, held-out loss {ppo['validation_loss']:.3f}, accuracy {ppo['validation_accuracy']:.2f}"
+    if ppo.get("method") == "rejection_sampling":
+        return f"reward {ppo['reward_sampled']:.2f} of all replies, {ppo['reward_kept']:.2f} of those trained on"
+    selected = ppo["selected"]
+    return f"iteration {selected['iteration']} selected, KL {selected['kl']:.2f}, win rate {selected['win_rate']:.2f}"
+
+
+def _too_long(training: Mapping[str, Any]) -> str:
+    dropped = int(training.get("dropped_over_long", 0))
+    return f", {dropped} rows too long" if dropped else ""
+
+
+def _perplexity(sft: Mapping[str, Any]) -> str:
+    return f"perplexity {sft['perplexity']:.3g}{_too_long(sft)}"
+
+
+def _accuracy(reward: Mapping[str, Any]) -> str:
+    balanced = reward.get("test_accuracy_length_balanced")
+    beside = f", length-balanced {balanced:.3f}" if balanced is not None else ""
+    return f"accuracy {reward['accuracy']:.3f}{beside}{_too_long(reward)}"
+
+
+def _critic(critic: Mapping[str, Any]) -> str:
+    return str(critic["reason"]) if "reason" in critic else f"explained variance {critic['explained_variance']:.2f}"
+
+
+RESULTS: dict[str, tuple[str, Describe]] = {
+    "validate": ("gates/data.json", _gate),
+    "sft": ("metrics/sft.json", _perplexity),
+    "gate-sft": ("gates/sft.json", _gate),
+    "reward": ("metrics/reward.json", _accuracy),
+    "referee": ("metrics/referee.json", _accuracy),
+    "judge": ("metrics/judge.json", _accuracy),
+    "gate-reward": ("gates/reward.json", _gate),
+    "critic": ("metrics/critic.json", _critic),
+    "ppo": ("metrics/ppo.json", _selected),
+    "evaluate": ("metrics/evaluation.json", _win_rates),
+    "gate-policy": ("gates/policy.json", _gate),
+}
+
+
+@dataclass
+class StageState:
+    """One stage of a run: waiting, running (then it has ``progress``), or ended (then it has an ``outcome``).
+
+    ``note`` says where or why it waits, ``result`` what it has produced or why it failed.
+    """
+
+    name: str
+    progress: StageProgress | None = None
+    started: float = 0.0
+    outcome: StageOutcome | None = None
+    note: str = ""
+    result: str = ""
+
+
+class RunState:
+    """The stages of a run and the phase that it is in."""
+
+    def __init__(self, workspace: Path, phase: str = "") -> None:
+        self.workspace = workspace
+        self.phase = phase
+        self.phase_progress: StageProgress | None = None
+        self.stages: dict[str, StageState] = {}
+        self.ended = False
+
+    def apply(self, event: PipelineEvent) -> None:
+        """Update the state with the next event."""
+        match event:
+            case RunPlanned(stages):
+                self.stages = {name: StageState(name) for name in stages}
+                self.enter_phase("")
+            case StageStarted(name, pool, started, log_start):
+                progress = StageProgress(self._log(name), log_start)
+                note = f"submitted to {pool}" if pool else ""
+                self.stages[name] = StageState(name, progress, started, note=note)
+            case StageEnded(outcome):
+                self._end_stage(outcome)
+            case StageRetried(name, message, delay_seconds):
+                first_line = message.strip().partition("\n")[0]
+                self._restart(name, f"{first_line}; trying again in {delay_seconds:g} s")
+            case StagePreempted(name, message):
+                self._restart(name, message)
+            case PhaseStarted(phase, log):
+                self.enter_phase(phase)
+                self.phase_progress = StageProgress(self._log(log), 0) if log else None
+            case RunEnded():
+                self.ended = True
+                self.enter_phase("")
+            case _:
+                pass
+
+    def enter_phase(self, phase: str) -> None:
+        """Set what the run is doing besides its stages; empty for nothing."""
+        self.phase, self.phase_progress = phase, None
+
+    def refresh(self) -> None:
+        """Read the logs of the running stages."""
+        for stage in self.running:
+            assert stage.progress is not None
+            stage.progress.refresh()
+        if self.phase_progress is not None:
+            self.phase_progress.refresh()
+
+    @property
+    def running(self) -> list[StageState]:
+        """The stages that have started and not ended."""
+        return [stage for stage in self.stages.values() if stage.progress is not None and stage.outcome is None]
+
+    @property
+    def done(self) -> int:
+        """How many stages are up to date."""
+        return sum(stage.outcome is not None and stage.outcome.ok for stage in self.stages.values())
+
+    def _restart(self, name: str, note: str) -> None:
+        stage = self._stage(name)
+        stage.note = note
+        if stage.progress is not None:
+            stage.progress.restart()
+
+    def _end_stage(self, outcome: StageOutcome) -> None:
+        stage = self._stage(outcome.stage)
+        stage.outcome = outcome
+        if outcome.ok:
+            stage.result = describe_result(self.workspace, outcome.stage)
+        elif outcome.action == "failed":
+            stage.result = describe_failure(self.workspace, outcome).removeprefix(f"{outcome.stage} failed: ")
+
+    def _stage(self, name: str) -> StageState:
+        return self.stages.setdefault(name, StageState(name))
+
+    def _log(self, name: str) -> Path:
+        return self.workspace / PRIVATE / "logs" / f"{name}.log"
+
+
+def read_run_state(workspace: Path, since: datetime) -> RunState | None:
+    """Return the state of the run that holds the workspace ``since`` then, None if it has not written events.
+
+    Nothing is changed: this is for a process that looks on.
+    """
+    path = events_file(workspace)
+    if not path.is_file() or path.stat().st_mtime < since.timestamp():
+        return None
+    state = RunState(workspace)
+    for event in EventReader(path).read_new():
+        state.apply(event)
+    state.refresh()
+    return state
+
+
+def describe_stages(stages: Sequence[StageState], now: float) -> list[str]:
+    """Return a line per stage without control codes, for output that is not a terminal."""
+    width = max((len(stage.name) for stage in stages), default=0)
+    return [f"{stage.name:<{width}}  {describe_stage(stage, now)}" for stage in stages]
+
+
+def describe_stage(stage: StageState, now: float) -> str:
+    """Describe one stage in a line: ``running 12/90, 1:02 left, reward 0.3``, ``ran in 0:51, perplexity 1.52``."""
+    if stage.outcome is not None:
+        outcome = stage.outcome
+        if outcome.action == "skipped":
+            return "not started"
+        head = {"ran": "ran in {}", "cached": "up to date"}.get(outcome.action, f"{outcome.action} after {{}}")
+        parts = [head.format(format_seconds(outcome.ended - outcome.started)), stage.result]
+        return ", ".join(part for part in parts if part)
+    if stage.progress is None:
+        return stage.note or "waiting"
+    latest = stage.progress.latest
+    if latest is None:
+        return ", ".join(part for part in (f"running for {format_seconds(now - stage.started)}", stage.note) if part)
+    left = stage.progress.seconds_left(now)
+    parts = [f"running {latest.done}/{latest.total}", f"{format_seconds(left)} left" if left is not None else ""]
+    return ", ".join(part for part in [*parts, *format_metrics(latest.metrics)] if part)

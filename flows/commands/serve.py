@@ -1,0 +1,218 @@
+"""``rlhf serve`` and ``rlhf chat``: which policy answers, what it was trained on, and the server around it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+
+from flows.registry.aliases import CHAMPION, get_version
+from flows.registry.champion_change import promotion_obstacle
+from flows.registry.client import connect
+from flows.registry.evidence import TrainingSource, source_of_version, source_of_workspace
+from flows.registry.stored_models import AliasSource, VersionSource, policy_with_alias, verified_folder, version_of_run
+from flows.supervision import signals
+from flows.workspace.folder import display_path, find_workspace, is_workspace, require_model_folder
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.stages.evaluate import EvaluateConfig
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from rlhf_core.serving.limits import ServingLimits
+from rlhf_core.serving.policy_source import FolderSource, PolicySource, sampling_of_folder
+from rlhf_core.serving.protocol.access import TOKEN_VARIABLE, checked_token
+from rlhf_core.serving.vllm_command import vllm_command, vllm_environment
+from rlhf_core.stages.runtime.threads import limit_threads_of
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
+
+
+TOY = "This is a toy: its world has lamps, boats and frogs. It knows nothing of people."
+
+
+@dataclass(frozen=True)
+class ChatModel:
+    """A model to talk to.
+
+    Attributes:
+        workspace: The workspace that it comes from, None for a folder outside of any.
+        about: Lines that say which model it is and what it was trained on.
+    """
+
+    folder: Path
+    workspace: Path | None
+    about: tuple[str, ...]
+
+
+def champion_model(workspace: Path) -> ChatModel:
+    """Return the champion of ``workspace``, its files verified.
+
+    Raises:
+        RlhfError: There is no champion, or its files are not the registered ones.
+    """
+    workspace = workspace.resolve()
+    version = policy_with_alias(workspace)
+    return ChatModel(verified_folder(workspace, version), workspace, about_version(workspace, version, CHAMPION))
+
+
+def about_version(workspace: Path, version: ModelVersion, alias: str | None = None) -> tuple[str, ...]:
+    """Return lines that say which version of the policy it is and what it was trained on."""
+    registered = datetime.fromtimestamp(version.creation_timestamp / 1000)
+    called = f" (@{alias})" if alias else ""
+    name = f"{version.name} version {version.version}{called}, registered {registered:%Y-%m-%d %H:%M}"
+    return (name, *_training(source_of_version(connect(workspace), version)))
+
+
+def folder_model(folder: Path, workspace: Path | None) -> ChatModel:
+    """Return the model of ``folder``, which need not exist; its workspace is the one it lies in, else ``workspace``."""
+    own = next((parent for parent in folder.resolve().parents if is_workspace(parent)), None)
+    config = folder / "config.json"
+    written = f", written {datetime.fromtimestamp(config.stat().st_mtime):%Y-%m-%d %H:%M}" if config.is_file() else ""
+    training: tuple[str, ...] = ()
+    if own is not None:
+        is_policy = folder.resolve() == own / "models" / "policy"
+        training = _training(source_of_workspace(own), "trained on" if is_policy else "from a pipeline on")
+    return ChatModel(folder, own or workspace, (f"the model in {display_path(folder)}{written}", *training))
+
+
+def _training(source: TrainingSource | None, verb: str = "trained on") -> tuple[str, ...]:
+    if source is None:
+        return ()
+    return (f"{verb} {source}", *([TOY] if source.is_synthetic else []))
+
+
+@dataclass(frozen=True)
+class PolicyChoice:
+    """Which policy to serve: at most one of these, by default the champion.
+
+    Attributes:
+        folder: A model folder.
+        alias: The version that this alias points to, whenever it moves.
+        version: One version of the registered policy.
+        run: The version that this MLflow run registered.
+    """
+
+    folder: Path | None = None
+    alias: str | None = None
+    version: str | None = None
+    run: str | None = None
+
+    def __post_init__(self) -> None:
+        if sum(value is not None for value in (self.folder, self.alias, self.version, self.run)) > 1:
+            raise ConfigError("--model, --alias, --version and --run each name a policy; give one of them")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How it is served.
+
+    Attributes:
+        watch_seconds: How often the registry is asked whether the alias has moved.
+        vllm: A Python that has vLLM, whose server is started instead; None for the own one.
+        vllm_arguments: Further arguments of vLLM's server.
+    """
+
+    host: str
+    port: int
+    limits: ServingLimits
+    watch_seconds: float
+    vllm: Path | None = None
+    vllm_arguments: str = ""
+
+
+@dataclass(frozen=True)
+class ServedSource:
+    """The policy's source, and lines that say what it is. ``moves`` if another revision may be served later.
+
+    ``workspace`` is that which the policy comes from, None for a folder outside of any.
+    """
+
+    source: PolicySource
+    about: tuple[str, ...]
+    workspace: Path | None
+    moves: bool = False
+
+
+def serve(workspace: Path | None, choice: PolicyChoice, options: ServeOptions) -> int:
+    """Serve the policy until SIGTERM or Ctrl-C; return the exit status.
+
+    Raises:
+        RlhfError: There is no such policy, its files are not the registered ones, or the address cannot be used.
+    """
+    token = checked_token(os.environ.get(TOKEN_VARIABLE), options.host)
+    served = served_source(workspace, choice)
+    for line in served.about:
+        typer.echo(line)
+    if options.vllm is not None:
+        _become_vllm(options.vllm, served, options, token)
+    if served.workspace is not None:
+        limit_threads_of(served.workspace)
+    from rlhf_core.serving.app import AppSettings, create_app
+    from rlhf_core.serving.completions import Completions
+    from rlhf_core.serving.metrics import ServingMetrics
+    from rlhf_core.serving.policy_watch import PolicyWatch
+    from rlhf_core.serving.server import bind, run_server
+
+    address = bind(options.host, options.port)  # before the model is loaded, which takes longer
+    metrics = ServingMetrics()
+    watch = PolicyWatch(served.source, metrics)
+    completions = Completions(watch, options.limits, metrics)
+    app = create_app(completions, AppSettings(token, options.watch_seconds))
+    if token is None:
+        typer.echo(f"no token: every user of this machine may ask; set {TOKEN_VARIABLE} to require one")
+    typer.echo(f"serving {watch.policy.revision.id} at {address.url}; Ctrl-C stops it")
+    address.listen()
+    signals.install(signal.SIGINT, signal.SIGTERM)
+    run_server(app, address, options.limits.timeout_seconds)
+    return EXIT_INTERRUPTED if signals.last() == signal.SIGINT else EXIT_OK
+
+
+def served_source(workspace: Path | None, choice: PolicyChoice) -> ServedSource:
+    """Return the source of the policy that was chosen.
+
+    Raises:
+        RlhfError: There is no such folder, alias, version or run.
+    """
+    if choice.folder is not None:
+        require_model_folder(choice.folder)
+        parents = choice.folder.resolve().parents
+        own = workspace or next((parent for parent in parents if is_workspace(parent)), None)
+        judged = load_section(own, "evaluate", EvaluateConfig).sampling if own else None
+        sampling = judged or sampling_of_folder(choice.folder, SamplingConfig())
+        return ServedSource(FolderSource(choice.folder, sampling), folder_model(choice.folder, None).about, own)
+    folder = find_workspace(workspace)
+    if choice.version is None and choice.run is None:
+        alias = choice.alias or CHAMPION
+        version = policy_with_alias(folder, alias)
+        return ServedSource(AliasSource(folder, alias), about_version(folder, version, alias), folder, moves=True)
+    name, client = load_section(folder, "registry", RegistryConfig).policy, connect(folder)
+    if choice.version is not None:
+        version = get_version(client, name, choice.version)
+    else:
+        version = version_of_run(client, name, choice.run or "")
+    obstacle = promotion_obstacle(version)
+    about = about_version(folder, version)
+    if obstacle:
+        about = (*about, f"it could not be promoted: {obstacle}")
+    return ServedSource(VersionSource(folder, str(version.version)), about, folder)
+
+
+def _become_vllm(python: Path, served: ServedSource, options: ServeOptions, token: str | None) -> NoReturn:
+    """Replace this process by vLLM's server, which then gets its signals."""
+    if not (python.is_file() and os.access(python, os.X_OK)):
+        raise ConfigError(f"--vllm {python} is no program; name the Python of an environment that has vLLM")
+    revision = served.source.latest()
+    files = served.source.files(revision)
+    command = vllm_command(python, revision, files, options.host, options.port, options.limits)
+    command += shlex.split(options.vllm_arguments)
+    if served.moves:
+        typer.echo(f"vLLM serves {revision.id} until it is started again; a moved alias is not followed")
+    typer.echo(f"starting {shlex.join(command)}", color=False)
+    os.execve(python, command, vllm_environment(python, os.environ, token))

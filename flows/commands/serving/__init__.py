@@ -1,1 +1,0 @@
-"""Commands that talk to a model or put it behind an API."""

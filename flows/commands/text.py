@@ -1,0 +1,148 @@
+"""How commands write errors, gates, durations, rates and metrics, and the end of a log."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from flows.stage.outcome import condition_rows
+from flows.workspace.folder import PRIVATE
+from rlhf_core.data.text.visible_text import for_terminal
+from rlhf_core.errors import DataError, GateFailed, RlhfError
+from rlhf_core.redaction import redacted
+from rlhf_core.storage.files import read_json
+
+PROGRAM = "rlhf"
+
+
+def error_console(stream: TextIO) -> Console:
+    """Return a console for ``stream``: as wide as a terminal, without control codes when it is none or ``NO_COLOR``."""
+    return Console(file=stream, highlight=False, markup=False, emoji=False)
+
+
+def print_error(message: str, stream: TextIO) -> None:
+    """Print ``rlhf: MESSAGE`` with its line breaks, other control characters escaped; a terminal wraps at words."""
+    console = error_console(stream)
+    text = Text.assemble((f"{PROGRAM}:", "bold red"), " ", for_terminal(redacted(message.strip())))
+    console.print(text, soft_wrap=not console.is_terminal)
+
+
+def print_gate_failure(error: GateFailed, stream: TextIO) -> None:
+    """Print which conditions of a gate failed as a table, or the message where the evidence cannot be read."""
+    decision = _read_decision(error.evidence)
+    if decision is None:
+        print_error(str(error), stream)
+        return
+    name = decision.get("gate", error.evidence.stem if error.evidence else "")
+    failed = sum(not row.passed for row in condition_rows(decision))
+    total = len(condition_rows(decision))
+    counted = f"{failed} of {total} conditions do not hold" if total else "it has no conditions"
+    print_error(f"the {name} gate failed: {counted}", stream)
+    console = error_console(stream)
+    console.print(gate_table(decision))
+    console.print(f"evidence: {error.evidence}", soft_wrap=not console.is_terminal)
+
+
+def print_failed_gates(workspace: Path, stream: TextIO) -> None:
+    """Print the table of every gate of ``workspace`` whose conditions do not hold."""
+    console = error_console(stream)
+    for path in sorted((workspace / "gates").glob("*.json")):
+        decision = _read_decision(path)
+        if decision is not None and not decision.get("passed"):
+            console.print(f"gate {path.stem}", style="bold")
+            console.print(gate_table(decision))
+
+
+def _read_decision(evidence: Path | None) -> Mapping[str, Any] | None:
+    """Return the content of ``gates/NAME.json``, None if there is none or it is no JSON."""
+    if evidence is None:
+        return None
+    try:
+        decision: Mapping[str, Any] = read_json(evidence)
+    except DataError:
+        return None
+    return decision
+
+
+def gate_table(decision: Mapping[str, Any], *, every_reason: bool = False) -> Group:
+    """Return a gate's conditions as a table, failures first, and below it the reason for each bound that failed.
+
+    Args:
+        every_reason: Give the reasons of the bounds that hold, too.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("")
+    table.add_column("metric", overflow="fold")
+    table.add_column("value", justify="right")
+    table.add_column("bound", overflow="fold")
+    rows = condition_rows(decision)
+    for row in rows:
+        mark = Text("ok", style="green") if row.passed else Text("FAIL", style="bold red")
+        table.add_row(mark, row.metric, row.value, row.bound)
+    reasons = [
+        Text.assemble((row.metric, "bold"), f": {row.why}")
+        for row in rows
+        if row.why and (every_reason or not row.passed)
+    ]
+    return Group(Padding(table, (0, 0, 0, 2)), *(Padding(reason, (0, 0, 0, 2)) for reason in reasons))
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration in at most six characters for a hundred days: ``0:07``, ``12:30``, ``3h05m``, ``2d04h``."""
+    whole = max(0, round(seconds))
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02}"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours < 24 else f"{hours // 24}d{hours % 24:02}h"
+
+
+def format_age(seconds: float) -> str:
+    """Format how long ago something was in whole units: ``just now``, ``20 minutes ago``, ``3 days ago``."""
+    for unit, name in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= unit:
+            count = int(seconds // unit)
+            return f"{count} {name}{'s' if count > 1 else ''} ago"
+    return "just now"
+
+
+def format_rate(per_second: float) -> str:
+    """Format a rate as ``14/s``, or below one per second as ``3.2 s each``."""
+    return f"{per_second:.3g}/s" if per_second >= 1 else f"{1 / per_second:.3g} s each"
+
+
+def format_metrics(metrics: Mapping[str, float]) -> list[str]:
+    """Format the metrics of a progress line: ``loss 0.41``, ``17.8k tokens/s`` for one that is called ``tokens_s``."""
+    return [
+        f"{_thousands(value)} {name.removesuffix('_s')}/s" if name.endswith("_s") else f"{name} {value:.3g}"
+        for name, value in metrics.items()
+    ]
+
+
+def _thousands(value: float) -> str:
+    for limit, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def last_lines(workspace: Path, name: str, lines: int) -> str:
+    """Return the last lines of ``.rlhf/logs/NAME.log``.
+
+    Raises:
+        RlhfError: there is no such log; the message names those that there are.
+    """
+    folder = workspace / PRIVATE / "logs"
+    known = sorted(path.stem for path in folder.glob("*.log"))
+    if name not in known:
+        there = f"there are {', '.join(known)}" if known else "nothing has run yet"
+        raise RlhfError(f"{workspace} has no log of {name}; {there}")
+    with (folder / f"{name}.log").open(encoding="utf-8", errors="replace") as stream:
+        return "".join(deque(stream, lines)).rstrip("\n")

@@ -1,0 +1,161 @@
+"""Supervision of the services of a command: restart those that die, serve every pool, end flow runs at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+import httpx
+
+from flows.prefect_server import flow_runs
+from flows.prefect_server.pools import is_served, needs_worker
+from flows.prefect_server.services import SERVER, WORKER_PREFIX, Services, restart_server, worker_name
+from flows.supervision.processes import SupervisedProcess
+from flows.supervision.signals import STOP, WallClock
+from rlhf_core.config.loading.load import Params
+from rlhf_core.errors import RlhfError
+
+SERVER_RESTARTS = 3
+
+
+class ServerWatchdog:
+    """Restarts the embedded server of ``services`` if it died or the clock was set back; leaves external servers alone.
+
+    Prefect's server schedules its own work (schedules, late runs, automations) by the wall clock: set back by hours, it
+    does none of that for as long, and was once seen to stop responding altogether. ``report`` is given a line for each
+    restart.
+    """
+
+    def __init__(self, services: Services, report: Callable[[str], None]) -> None:
+        self.services, self.report = services, report
+        self.clock = WallClock()
+        self.restarts = 0
+
+    def check(self) -> str | None:
+        """Restart the server if it needs it; return the problem if that was in vain or happened too often."""
+        if not self.services.embedded or (reason := self._reason_to_restart()) is None:
+            return None
+        if self.restarts >= SERVER_RESTARTS:
+            return f"{reason}, for the {SERVER_RESTARTS + 1}th time; see .rlhf/logs/{SERVER}.log"
+        self.restarts += 1
+        self.report(f"{reason}; restarting it")
+        try:
+            restart_server(self.services, STOP.is_set)
+        except RlhfError as error:
+            return str(error)
+        return None
+
+    def _reason_to_restart(self) -> str | None:
+        status = self.services.running[SERVER].poll()
+        if status is not None:
+            return f"the Prefect server exited (status {status})"
+        seconds = self.clock.seconds_set_back()
+        return f"the clock was set back by {seconds:.0f} s, which stalls the Prefect server" if seconds else None
+
+
+CHECK_SECONDS = 10.0
+
+
+class PoolWorkers:
+    """Keeps a worker for each of ``pools`` while ``services`` run.
+
+    Heartbeats expire slowly, so a worker that has just ended still counts as online; the pools are therefore checked
+    again from time to time.
+    """
+
+    def __init__(self, services: Services, params: Params, pools: Sequence[str]) -> None:
+        self.services, self.params, self.pools = services, params, pools
+        self.next_check = 0.0
+
+    def start_missing(self) -> None:
+        """Start a worker for each pool without one.
+
+        Raises:
+            RlhfError: a pool needs a worker that cannot run here.
+        """
+        self.next_check = time.monotonic() + CHECK_SECONDS
+        for pool in sorted({*self.pools} - {*self.params.pools_away()}):
+            started_here = worker_name(pool) in self.services.running
+            if not started_here and (self.services.embedded or needs_worker(pool)):
+                self.services.start_worker(pool, self.params.pool_limit(pool))
+
+    def require_remote(self) -> None:
+        """Check that each pool whose workers run on other hosts has one.
+
+        Raises:
+            RlhfError: a pool has no worker, and one here could not replace it.
+        """
+        for pool in self.params.pools_away():
+            if not is_served(pool):
+                raise RlhfError(
+                    f"no worker serves the work pool {pool}, and one here could not replace it (shared: false): "
+                    "start one on a host of that pool, with PREFECT_API_URL set to this server (docs/operations.md)"
+                )
+
+    def check(self) -> None:
+        """Repeat :meth:`start_missing` every ten seconds; what fails is tried again the next time."""
+        if not self.services.embedded and time.monotonic() >= self.next_check:
+            with contextlib.suppress(httpx.HTTPError, RlhfError):
+                self.start_missing()
+
+
+RESTART_PAUSE_SECONDS = 1.0
+
+
+class ServiceMonitor:
+    """Keeps the Prefect server and a worker for each of ``pools`` running; ``report`` gets a line for each restart.
+
+    At most ``worker_restarts`` workers are restarted. Other services, such as the MLflow UI, are not.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        params: Params,
+        pools: Sequence[str],
+        report: Callable[[str], None],
+        worker_restarts: int,
+    ) -> None:
+        self.services, self.params, self.report = services, params, report
+        self.workers = PoolWorkers(services, params, pools)
+        self.watchdog = ServerWatchdog(services, report)
+        self.restarts_left = worker_restarts
+
+    def check(self) -> str | None:
+        """Restart what has died; return the problem if that failed or happened too often."""
+        if problem := self.watchdog.check():
+            return problem
+        for service in self.services.dead():
+            if service.name != SERVER and (problem := self._replace(service)):
+                return problem
+        self.workers.check()
+        return None
+
+    def _replace(self, service: SupervisedProcess) -> str | None:
+        """Start another worker in place of a dead one, after freeing the pool slots of the jobs that died with it."""
+        status = service.poll()
+        if not service.name.startswith(WORKER_PREFIX):
+            del self.services.running[service.name]
+            self.report(f"{service.name} exited (status {status}); everything else keeps running")
+            return None
+        if self.restarts_left <= 0:
+            return f"{service.name} exited (status {status}); see .rlhf/logs/{service.name}.log"
+        self.restarts_left -= 1
+        pool = service.name.removeprefix(WORKER_PREFIX)
+        self.report(f"the worker of {pool} exited (status {status}), and its job with it; starting another worker")
+        own = None if self.services.embedded else self.services.workspace
+        flow_runs.crash_pool_runs(pool, "the worker and its job were killed", own)
+        STOP.wait(RESTART_PAUSE_SECONDS)
+        self.services.start_worker(pool, self.params.pool_limit(pool))
+        return None
+
+
+def end_active_runs(services: Services, cancelled: bool, message: str, report: Callable[[str], None]) -> None:
+    """End the active flow runs on the embedded server, as Cancelled or Crashed; leave external servers alone."""
+    if not services.embedded or any(service.name == SERVER for service in services.dead()):
+        return
+    try:
+        flow_runs.end_active_runs(cancelled, message)
+    except Exception as error:  # the next start ends them; the end of this command is not delayed
+        report(f"the flow runs could not be ended on the Prefect server ({type(error).__name__})")

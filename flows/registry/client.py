@@ -1,0 +1,423 @@
+"""The pipeline's side of MLflow: where the record lives, its pages and runs, its delivery, and the verdict in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from filelock import FileLock
+
+from flows.dvc_repo.lock_file import recorded_hash
+from flows.registry.aliases import registry_errors
+from flows.registry.workspace import repair_moved, workspace_id
+from flows.workspace.cleanup import running_addresses
+from flows.workspace.folder import private_path, run_tags
+from rlhf_core.config.loading.load import PARAMS_FILE, load_params, load_section
+from rlhf_core.config.loading.yaml_text import plain, read
+from rlhf_core.config.operations.operations import RegistryConfig, TrackingConfig
+from rlhf_core.errors import RlhfError, first_line
+from rlhf_core.storage.files import read_json
+from rlhf_core.tracking.client_settings import CLIENT_SETTINGS, default_environment
+from rlhf_core.tracking.courier import DEFERRED_VARIABLE, Courier
+from rlhf_core.tracking.delivery import deliver_waiting
+from rlhf_core.tracking.stage_run import origin_tags, record_folder
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+
+MLFLOW_SERVICE = "mlflow"
+# Without it the UI shows its pages on generative AI, traces and judges, until one has chosen model training.
+MODEL_TRAINING = "?workflowType=machine_learning"
+
+
+@dataclass(frozen=True)
+class MlflowLinks:
+    """Pages of the MLflow UI at ``address``."""
+
+    address: str
+
+    def experiment(self, experiment_id: str) -> str:
+        """Return the address of the runs of an experiment."""
+        return f"{self.address}/#/experiments/{experiment_id}/runs{MODEL_TRAINING}"
+
+    def run(self, experiment_id: str, run_id: str, artifact: str | None = None) -> str:
+        """Return the address of a run, or of one of its artifacts."""
+        return f"{self.address}/{run_page(experiment_id, run_id, artifact)}"
+
+    @property
+    def models(self) -> str:
+        """The address of the list of registered models."""
+        return f"{self.address}/#/models{MODEL_TRAINING}"
+
+    def model(self, name: str, version: str | None = None) -> str:
+        """Return the address of a registered model, or of one of its versions."""
+        page = f"{self.address}/#/models/{quote(name, safe='')}"
+        return (f"{page}/versions/{version}" if version else page) + MODEL_TRAINING
+
+
+def run_page(experiment_id: str, run_id: str, artifact: str | None = None) -> str:
+    """Return the page of a run, or of one of its artifacts, relative to any other page of the MLflow UI."""
+    page = f"#/experiments/{experiment_id}/runs/{run_id}"
+    return (f"{page}/artifacts/{quote(artifact)}" if artifact else page) + MODEL_TRAINING
+
+
+def mlflow_links(workspace: Path) -> MlflowLinks | None:
+    """Return the pages of the server of ``MLFLOW_TRACKING_URI``, or of a running ``rlhf up``; None if neither serves.
+
+    A user name and password in the variable are left out.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "").strip()
+    if uri:
+        parts = urlsplit(uri)
+        if parts.scheme not in ("http", "https"):
+            return None
+        return MlflowLinks(urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/"))
+    address = running_addresses(workspace).get(MLFLOW_SERVICE)
+    return MlflowLinks(address) if address else None
+
+
+PIPELINE_TAG, WORKSPACE_ID_TAG = "rlhf.pipeline", "rlhf.workspace_id"
+REPORT_PAGE, RELEASE_PAGE = "report.html", "release.html"
+FINAL_FILES = (REPORT_PAGE, RELEASE_PAGE, PARAMS_FILE, "dvc.lock")
+FINAL_FOLDERS = ("metrics", "gates", "plots", "data/card")
+CLEAN_DATA = "data/clean"
+HEADLINE_FILE = Path("metrics") / "summary.json"
+# The UI otherwise guesses from the first runs whether an experiment trains models or traces agents.
+EXPERIMENT_TAGS = {
+    "mlflow.experimentKind": "custom_model_development",
+    "mlflow.note.content": "Runs of the RLHF pipeline: one for each `rlhf run`, and below it one for each stage.",
+}
+FINAL_STATES = {
+    "finished": "FINISHED",
+    "completed": "FINISHED",
+    "failed": "FAILED",
+    "crashed": "FAILED",
+    "killed": "KILLED",
+    "cancelled": "KILLED",
+}
+
+
+def tracking_uri(workspace: Path) -> str:
+    """``MLFLOW_TRACKING_URI``, or a SQLite file in the workspace."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{record_folder(workspace) / 'mlflow.db'}"
+
+
+def has_record(workspace: Path) -> bool:
+    """False for a workspace that has never recorded anything, so that asking does not create a database."""
+    return bool(os.environ.get("MLFLOW_TRACKING_URI")) or (record_folder(workspace) / "mlflow.db").is_file()
+
+
+def connect(workspace: Path) -> MlflowClient:
+    """A client of the workspace's record; ``RlhfError`` at once when a server does not answer.
+
+    The record of a workspace that was moved or copied names its present folder from then on.
+    """
+    load_mlflow()
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    uri = tracking_uri(workspace)
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        repair_moved(record_folder(workspace))
+    try:
+        if uri.startswith(("http://", "https://")):
+            knock(uri)  # MLflow itself would try for minutes
+        client = _client_class()(tracking_uri=uri, registry_uri=uri)
+        client.search_experiments(max_results=1)
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        raise RlhfError(
+            f"MLflow at {uri} does not answer ({first_line(error)}); start it, or unset MLFLOW_TRACKING_URI"
+        ) from error
+    return client
+
+
+def load_mlflow() -> None:
+    """Import MLflow, which takes a second, with the settings that it reads then."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    import mlflow  # noqa: F401
+
+
+@cache
+def _client_class() -> type[MlflowClient]:
+    """MLflow's client, which before every change asks the server whether the model is a prompt: here once a model."""
+    from mlflow import MlflowClient
+
+    class ModelClient(MlflowClient):
+        def __init__(self, tracking_uri: str, registry_uri: str) -> None:
+            super().__init__(tracking_uri, registry_uri)
+            self._models: set[str] = set()
+
+        def _raise_if_prompt(self, name: str) -> None:
+            if name not in self._models:
+                super()._raise_if_prompt(name)
+                self._models.add(name)
+
+    return ModelClient
+
+
+def knock(url: str, seconds: float = 5.0) -> None:
+    """``OSError`` when nothing listens at the host and port of ``url`` within ``seconds``."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    socket.create_connection((parts.hostname or "", port), timeout=seconds).close()
+
+
+def prepare_tracking(workspace: Path) -> MlflowClient:
+    """Make schema and experiment, once, before several processes use them; returns a client as :func:`connect` does.
+
+    Two processes that create the schema at once fail with "duplicate column name", hence the lock. What stages have
+    recorded while the server was away is delivered now.
+    """
+    with FileLock(private_path(workspace, "mlflow.lock")):
+        client = connect(workspace)
+        own = experiment_id(client, workspace)
+    deliver_waiting(client, lambda: own, workspace, tracking_uri(workspace))
+    return client
+
+
+def start_pipeline_run(workspace: Path, name: str) -> str:
+    """Open the parent run of a pipeline run with params.yaml flattened into its parameters; returns its id.
+
+    Stages become its children when ``RLHF_PARENT_RUN_ID`` holds that id.
+    """
+    client = prepare_tracking(workspace)
+    experiment = experiment_id(client, workspace)
+    labels = run_tags(workspace, load_params(workspace).profile)
+    own = {
+        "mlflow.runName": name,
+        "rlhf.workspace": workspace.resolve().name,
+        WORKSPACE_ID_TAG: workspace_id(workspace),
+        PIPELINE_TAG: "true",
+    }
+    tags = {**labels, **own, **origin_tags(workspace, "rlhf run")}
+    run_id = str(client.create_run(experiment, tags=tags).info.run_id)
+    log_params(client, run_id, workspace)
+    return run_id
+
+
+def end_pipeline_run(run_id: str, status: str, workspace: Path | None = None) -> None:
+    """Close a run. ``status`` is a state of MLflow or Prefect in any case; workspace defaults to the current folder."""
+    state = FINAL_STATES.get(status.lower())
+    if state is None:
+        raise RlhfError(f"unknown run status '{status}'; one of {', '.join(FINAL_STATES)}")
+    connect(workspace or Path.cwd()).set_terminated(run_id, state)
+
+
+def log_final_artifacts(workspace: Path, run_id: str) -> list[str]:
+    """Copy report, metrics, gates and plots into the run, and the headline into its metrics; returns what went.
+
+    The other final numbers are metrics of the stages' runs.
+    """
+    client = connect(workspace)
+    log_data_input(client, run_id, workspace)
+    sent = []
+    for name in FINAL_FILES:
+        if (workspace / name).is_file():
+            client.log_artifact(run_id, str(workspace / name))
+            sent.append(name)
+    for name in FINAL_FOLDERS:
+        if (workspace / name).is_dir():
+            client.log_artifacts(run_id, str(workspace / name), name)
+            sent.append(f"{name}/")
+    if (workspace / HEADLINE_FILE).is_file():
+        log_numbers(client, run_id, read_json(workspace / HEADLINE_FILE))
+    return sent
+
+
+def log_data_input(client: MlflowClient, run_id: str, workspace: Path) -> None:
+    """Name the clean data as the dataset of a run, by the hash that DVC has for it; nothing before there is one."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    digest = recorded_hash(workspace, CLEAN_DATA)
+    if digest is None:
+        return
+    source = json.dumps({"uri": (workspace.resolve() / CLEAN_DATA).as_uri(), "dvc": digest})
+    dataset = Dataset(CLEAN_DATA, digest[:36], "local", source, profile=json.dumps({"stage": "validate"}))
+    client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
+
+
+def report_page(workspace: Path, run_id: str, name: str = REPORT_PAGE) -> str:
+    """Return the page of the run's copy of the report ``name``, relative to the address of the MLflow UI."""
+    return run_page(experiment_id(connect(workspace), workspace), run_id, name)
+
+
+def log_params(client: MlflowClient, run_id: str, workspace: Path) -> None:
+    """params.yaml as parameters of the run, dotted names, in batches of MLflow's limit of 100."""
+    from mlflow.entities import Param
+
+    values = flatten(plain(read(workspace / PARAMS_FILE)))
+    rows = [Param(_legal(key), str(value)[:500]) for key, value in values.items()]
+    for start in range(0, len(rows), 100):
+        client.log_batch(run_id, params=rows[start : start + 100])
+
+
+def log_numbers(client: MlflowClient, run_id: str, values: Mapping[str, Any], model_id: str | None = None) -> None:
+    """Log the finite numbers among ``values`` as metrics of a run, and of the logged model ``model_id`` if given."""
+    from mlflow.entities import Metric
+    from mlflow.utils.time import get_current_time_millis
+
+    now = get_current_time_millis()
+    numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
+    rows = [Metric(_legal(key), value, now, 0, model_id=model_id) for key, value in numbers.items()]
+    for start in range(0, len(rows), 500):
+        client.log_batch(run_id, metrics=rows[start : start + 500])
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves of nested mappings under dotted names; lists are leaves."""
+    if not isinstance(tree, Mapping):
+        return {prefix: tree}
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves.update(flatten(value, f"{prefix}.{key}" if prefix else str(key)))
+    return leaves
+
+
+@contextmanager
+def fluent(workspace: Path) -> Iterator[None]:
+    """Point MLflow's module-level functions (``mlflow.pyfunc``) at the workspace, and put things back after.
+
+    ``mlflow.set_tracking_uri`` also sets the environment variable, which would otherwise read as the user's choice for
+    every later workspace of this process.
+    """
+    import mlflow
+
+    names = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_RUN_ID")
+    before = {name: os.environ.get(name) for name in names}
+    uri = tracking_uri(workspace)
+    try:
+        os.environ.pop("MLFLOW_RUN_ID", None)  # the run that a user's own script goes on with
+        mlflow.set_tracking_uri(uri)
+        mlflow.set_registry_uri(uri)
+        yield
+    finally:
+        mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
+        mlflow.set_registry_uri(None)  # type: ignore[arg-type]
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def experiment_id(client: MlflowClient, workspace: Path) -> str:
+    """Id of the experiment, made on first use. Beside SQLite artifacts go to the workspace; a server decides itself."""
+    from mlflow.exceptions import MlflowException
+
+    name = load_section(workspace, "tracking", TrackingConfig).experiment
+    experiment = client.get_experiment_by_name(name)
+    if experiment is not None:
+        return str(experiment.experiment_id)
+    local = tracking_uri(workspace).startswith("sqlite:")
+    try:
+        artifacts = (record_folder(workspace) / "mlartifacts").as_uri() if local else None
+        return str(client.create_experiment(name, artifact_location=artifacts, tags=EXPERIMENT_TAGS))
+    except MlflowException:
+        experiment = client.get_experiment_by_name(name)
+        if experiment is None:
+            raise
+        return str(experiment.experiment_id)
+
+
+def _legal(key: str) -> str:
+    """MLflow allows letters, digits, ``_-./: `` in names."""
+    return "".join(c if c.isalnum() or c in "_-./: " else "_" for c in key)[:250]
+
+
+NOTE_TAG = "mlflow.note.content"
+VERDICT_TAG = "verdict"
+
+
+def describe_run(workspace: Path, run_id: str, verdict: str, description: str) -> None:
+    """Write what came of the pipeline run ``run_id``.
+
+    Args:
+        verdict: The verdict in a few words, a tag of the run.
+        description: The verdict with its numbers, in Markdown.
+    """
+    from mlflow.entities import RunTag
+
+    client = connect(workspace)
+    with registry_errors("describe the run"):
+        run = client.get_run(run_id)
+        client.log_batch(run_id, tags=[RunTag(VERDICT_TAG, verdict), RunTag(NOTE_TAG, description)])
+        experiments = [experiment_id(client, workspace)]
+        children = client.search_runs(experiments, f"tags.`mlflow.parentRunId` = '{run_id}'")
+        about = model_descriptions(load_section(workspace, "registry", RegistryConfig))
+        for child in children:
+            for version in client.search_model_versions(f"run_id = '{child.info.run_id}'"):
+                text = f"Registered by the run {run.info.run_name}.\n\n{description}"
+                client.update_model_version(version.name, version.version, text)
+                latest = f"Latest: version {version.version}, from a run whose verdict on the policy is: {verdict}."
+                client.update_registered_model(version.name, f"{about.get(version.name, '')}\n\n{latest}".strip())
+
+
+def model_descriptions(config: RegistryConfig) -> Mapping[str, str]:
+    """Return what each registered model is, by its name."""
+    return {
+        config.policy: "The policy. Its version @champion is the one that `rlhf chat` talks to.",
+        config.reward_model: "The reward model that the policy was optimised against; it is no judge of the policy.",
+    }
+
+
+logger = logging.getLogger(__name__)
+PAUSE_SECONDS = 1.0
+
+
+@contextmanager
+def delivered_records(workspace: Path, tracked: bool) -> Iterator[Mapping[str, str]]:
+    """Deliver the records of stages while the block runs, in a thread, and what is left when it ends.
+
+    Yields the variables by which stages of this machine, or of one that shares the workspace, leave it to this process:
+    none, and nothing is done, where the pipeline's run is not ``tracked`` in MLflow.
+    """
+    if not tracked:
+        yield {}
+        return
+    client = connect(workspace)
+    own = experiment_id(client, workspace)
+    ended = threading.Event()
+    with (
+        default_environment(CLIENT_SETTINGS),  # a server that is away holds nothing up for minutes
+        Courier(client, lambda: own, workspace, tracking_uri(workspace)) as courier,
+    ):
+        thread = threading.Thread(target=_deliver_until, args=(courier, ended), name="record-delivery", daemon=True)
+        thread.start()
+        try:
+            yield {DEFERRED_VARIABLE: "1"}
+        finally:
+            ended.set()
+            thread.join()
+            _try(courier.deliver_rest)
+
+
+def without_delivery(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables for a stage whose journal this process does not see, and which therefore delivers by itself."""
+    return {name: value for name, value in environment.items() if name != DEFERRED_VARIABLE}
+
+
+def _deliver_until(courier: Courier, ended: threading.Event) -> None:
+    while not ended.wait(PAUSE_SECONDS):
+        _try(courier.deliver_new)
+
+
+def _try(deliver: Callable[[], None]) -> None:
+    """Deliver. An error must not end a run whose stages have done their work: what is left waits for the next one."""
+    try:
+        deliver()
+    except Exception:
+        logger.exception("records of stages could not be delivered")

@@ -1,0 +1,257 @@
+"""What a version is registered with: gates, data card, lineage, and what it was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.dvc_repo.graph import StageNode, all_before, describe_changes, dvc_status, read_graph
+from flows.dvc_repo.lock_file import recorded_hash
+from flows.registry.client import flatten
+from rlhf_core.config.loading.load import PARAMS_FILE, load_section
+from rlhf_core.config.loading.yaml_text import plain, read
+from rlhf_core.config.stages.gates import Condition, GatesConfig
+from rlhf_core.errors import GateFailed, RlhfError
+from rlhf_core.gates import weaker_conditions
+from rlhf_core.git import git_revision
+from rlhf_core.storage.files import read_json, sha256_file
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+
+
+GATES = ("data", "sft", "reward", "policy")
+REPORT_MODE = "report"
+ALWAYS_CHANGED = "always changed"
+
+
+@dataclass(frozen=True)
+class GateEvidence:
+    """What one gate recorded. ``failed`` is empty if it passed, else why it does not vouch for a model."""
+
+    gate: str
+    report: Mapping[str, Any]
+    failed: str
+
+    @property
+    def files(self) -> Sequence[str]:
+        """The metric files it judged, relative to the workspace."""
+        return tuple(self.report["evidence"])
+
+
+def read_gate_evidence(workspace: Path, gate: str) -> GateEvidence:
+    """The evidence of ``gate``; a gate that only reports (``mode: report``) may have failed.
+
+    Raises :class:`GateFailed` when there is no evidence, when an enforced gate failed, or when a judged file has
+    changed since.
+    """
+    path = workspace / "gates" / f"{gate}.json"
+    if not path.is_file():
+        raise GateFailed(
+            f"gates/{gate}.json does not exist: the {gate} gate has not judged this workspace; run `rlhf run`"
+        )
+    report: dict[str, Any] = read_json(path)
+    evidence = report.get("evidence") or {}
+    if not evidence:
+        raise GateFailed(f"gates/{gate}.json names no evidence, so it cannot vouch for a model; run `rlhf run` again")
+    for name, expected in evidence.items():
+        file = workspace / name
+        if not file.is_file() or sha256_file(file) != expected:
+            raise GateFailed(f"{name} is not the file that the {gate} gate judged; run `rlhf run` to judge it anew")
+    failed = _failure(gate, report)
+    if failed and report.get("mode") != REPORT_MODE:
+        raise GateFailed(failed)
+    return GateEvidence(gate, report, failed)
+
+
+def _failure(gate: str, report: Mapping[str, Any]) -> str:
+    conditions = report.get("conditions") or []
+    if not conditions:
+        return f"the {gate} gate has no conditions, so it cannot vouch for a model"
+    failed = [str(condition.get("metric")) for condition in conditions if condition.get("passed") is not True]
+    if report.get("passed") is True and not failed:
+        return ""
+    mode = " (mode: report)" if report.get("mode") == REPORT_MODE else ""
+    return f"the {gate} gate did not pass{mode}: {', '.join(failed) or f'see gates/{gate}.json'}"
+
+
+@dataclass(frozen=True)
+class Freshness:
+    """What DVC says of the workspace: its stages, and those whose files are not what dvc.lock records."""
+
+    graph: Mapping[str, StageNode]
+    stale: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, workspace: Path) -> Freshness:
+        """Ask DVC; ``RlhfError`` if it cannot answer."""
+        return cls(read_graph(workspace), dvc_status(workspace))
+
+    def require(self, stage: str) -> None:
+        """``GateFailed`` unless ``stage`` and every stage before it have left their files as dvc.lock records."""
+        relevant = {stage} | all_before(self.graph, stage)
+        stale = {
+            name: changes for name, changes in self.stale.items() if name in relevant and changes != [ALWAYS_CHANGED]
+        }
+        if not stale:
+            return
+        details = "; ".join(f"{name}: {describe_changes(changes)}" for name, changes in stale.items())
+        raise GateFailed(
+            f"the files are not what dvc.lock records ({details}); run `rlhf run` to bring them up to date"
+        )
+
+
+def gate_conditions(workspace: Path) -> dict[str, Sequence[Condition]]:
+    """The conditions of each gate by the settings of ``workspace``."""
+    config = load_section(workspace, "gates", GatesConfig)
+    return {name: getattr(config, name) for name in GATES}
+
+
+def short_conditions(gates: Mapping[str, Sequence[Condition]]) -> dict[str, list[dict[str, Any]]]:
+    """Conditions by gate as JSON, without their reasons and defaults; gates without conditions are left out."""
+    return {
+        name: [condition.model_dump(mode="json", exclude={"why"}, exclude_defaults=True) for condition in conditions]
+        for name, conditions in gates.items()
+        if conditions
+    }
+
+
+def weaker_gates(passed: Mapping[str, Any], required: Mapping[str, Sequence[Condition]]) -> list[str]:
+    """Say which required conditions are not guaranteed by those that were passed, in a phrase for each gate.
+
+    Args:
+        passed: What :func:`short_conditions` made; pydantic's ``ValidationError`` for anything else.
+    """
+    known = {name: tuple(Condition(**fields, why="") for fields in rows) for name, rows in passed.items()}
+    weaker = {name: weaker_conditions(known.get(name, ()), conditions) for name, conditions in required.items()}
+    return [
+        f"gates.{name} does not require {', '.join(map(str, conditions))}"
+        for name, conditions in weaker.items()
+        if conditions
+    ]
+
+
+DATA_CARD = Path("data/card/release.md")  # without texts of the data; by the folder's name in MLflow
+
+
+def log_data_card(client: MlflowClient, run_id: str, workspace: Path) -> None:
+    """Log the workspace's data card, if there is one."""
+    if (workspace / DATA_CARD).is_file():
+        client.log_artifact(run_id, str(workspace / DATA_CARD), DATA_CARD.parent.name)
+
+
+def read_data_card(client: MlflowClient, run_id: str, temporary: Path) -> str:
+    """Return the data card that a run has; an empty text if it has none. ``temporary`` receives the file."""
+    if all(artifact.path != DATA_CARD.parent.name for artifact in client.list_artifacts(run_id)):
+        return ""
+    name = f"{DATA_CARD.parent.name}/{DATA_CARD.name}"
+    return Path(client.download_artifacts(run_id, name, str(temporary))).read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Where a model comes from.
+
+    ``git_revision`` is "none" outside a repository and ends in "-dirty" where tracked files differ from the commit;
+    ``data`` is DVC's hash of the clean data.
+    """
+
+    workspace: str
+    git_revision: str
+    dvc_lock: str
+    data: str
+    params: str
+
+    def tags(self) -> dict[str, str]:
+        """The lineage as tags of a model version."""
+        return {
+            "lineage.workspace": self.workspace,
+            "lineage.git_revision": self.git_revision,
+            "lineage.dvc_lock_sha256": self.dvc_lock,
+            "lineage.data": self.data,
+            "lineage.params_sha256": self.params,
+        }
+
+
+def collect_lineage(workspace: Path) -> Lineage:
+    """Read the lineage of a workspace; ``RlhfError`` before its first complete run (no dvc.lock)."""
+    lock = workspace / "dvc.lock"
+    if not lock.is_file():
+        raise RlhfError(f"{lock} does not exist, so nothing says what made the models; run `rlhf run` first")
+    return Lineage(
+        workspace=workspace.resolve().name,
+        git_revision=git_revision(workspace),
+        dvc_lock=sha256_file(lock),
+        data=recorded_hash(workspace, "data/clean") or "unknown",
+        params=sha256_file(workspace / PARAMS_FILE),
+    )
+
+
+PARENT_TAG = "mlflow.parentRunId"
+SOURCE, BASE, FILES = "collect.source", "base.source", "collect.files.preferences"
+PAIRS = "preferences.train"  # of the reward model; the referee has others
+WORLD, SCRATCH = "world", "scratch"
+
+
+@dataclass(frozen=True)
+class TrainingSource:
+    """The data and the starting model behind a policy.
+
+    Attributes:
+        collect: ``world`` for the synthetic world, ``files`` for the user's own.
+        base: ``scratch``, a folder or a hub id.
+        files: The files of preference pairs, as params.yaml names them.
+        pairs: How many preference pairs the reward model could train on, None if unknown.
+    """
+
+    collect: str
+    base: str
+    files: str
+    pairs: int | None
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the data are those of the synthetic world."""
+        return self.collect == WORLD
+
+    def __str__(self) -> str:
+        """``5,998 preference pairs of the synthetic world; base: random weights``."""
+        pairs = f"{self.pairs:,} preference pairs" if self.pairs is not None else "preference pairs"
+        data = "of the synthetic world" if self.is_synthetic else f"from {self.files or 'files'}"
+        return f"{pairs} {data}; base: {'random weights' if self.base == SCRATCH else self.base}"
+
+
+def source_of_version(client: MlflowClient, version: ModelVersion) -> TrainingSource | None:
+    """Read what ``version`` was trained on from the pipeline run that registered it; None if MLflow has no such run."""
+    from mlflow.exceptions import MlflowException
+
+    if not version.run_id:
+        return None
+    try:
+        own = client.get_run(version.run_id).data
+        parent = client.get_run(own.tags[PARENT_TAG]).data
+    except (MlflowException, KeyError):
+        return None
+    return _source(parent.params, own.metrics.get(f"data.{PAIRS}"))
+
+
+def source_of_workspace(workspace: Path) -> TrainingSource | None:
+    """Read what the models of ``workspace`` were trained on from dvc.lock; None before the first run."""
+    lock = workspace / "dvc.lock"
+    stages = (plain(read(lock)) if lock.is_file() else {}).get("stages") or {}
+    recorded = [stages.get(name, {}).get("params", {}).get("params.yaml", {}) for name in ("collect", "base")]
+    try:
+        pairs = flatten(read_json(workspace / "metrics" / "data.json")).get(PAIRS)
+    except RlhfError:
+        pairs = None
+    return _source({key: value for params in recorded for key, value in flatten(params).items()}, pairs)
+
+
+def _source(params: Mapping[str, Any], pairs: float | None) -> TrainingSource | None:
+    if not {SOURCE, BASE} <= set(params):
+        return None
+    files = str(params.get(FILES) or "").strip("[]").replace("'", "")
+    return TrainingSource(str(params[SOURCE]), str(params[BASE]), files, None if pairs is None else int(pairs))

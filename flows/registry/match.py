@@ -1,0 +1,199 @@
+"""The match of challenger against champion, and its number among the attempts on the same prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.dvc_repo.lock_file import recorded_hash
+from flows.registry.aliases import registry_errors
+from flows.registry.history import EntryTaken, Ledger
+from flows.registry.stored_models import CONTENT_TAG
+from flows.supervision.processes import child_environment, start_supervised
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.stages.evaluate import EvaluateConfig
+from rlhf_core.errors import RlhfError
+from rlhf_core.evaluation.judges.final import JUDGE
+from rlhf_core.evaluation.promotion.criteria import Criterion, failed
+from rlhf_core.fingerprint.tracked_files import code_lines, verifiable_functions
+from rlhf_core.storage.files import atomic_write_json, read_json, sha256_file
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+
+
+PlayMatch = Callable[[Path, Path, Path, int], Mapping[str, Any]]
+MATCH_TAG = "match"
+MATCHES = Path(".rlhf") / "matches"
+MEASURED = 3  # what a match measures; kept results that measured less are played again
+
+
+def match_question(workspace: Path, challenger: ModelVersion, champion: ModelVersion) -> dict[str, Any]:
+    """What a match is about: models, prompts, judge, settings, checks. While it is the same, so is the result."""
+    config = load_section(workspace, "evaluate", EvaluateConfig)
+    checks = None if config.verifiable is None else workspace / config.verifiable.path
+    code = code_lines(workspace, verifiable_functions(config.verifiable))
+    return {
+        "challenger": challenger.tags[CONTENT_TAG],
+        "champion": champion.tags[CONTENT_TAG],
+        "prompts": recorded_hash(workspace, "data/clean"),
+        JUDGE: recorded_hash(workspace, f"models/{JUDGE}"),
+        "settings": config.model_dump(mode="json", exclude_none=True),
+        "measured": MEASURED,
+        **({"verifiable": sha256_file(checks)} if checks is not None and checks.is_file() else {}),
+        **({"functions": code} if code else {}),
+    }
+
+
+def question_digest(question: Mapping[str, Any]) -> str:
+    """A short hash by which a question is known."""
+    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def match_result(
+    client: MlflowClient,
+    workspace: Path,
+    challenger: ModelVersion,
+    question: Mapping[str, Any],
+    play: Callable[[], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The result of the match about ``question``, played at most once.
+
+    It is kept in ``.rlhf/matches`` and its hash in a tag of the challenger: a file whose hash is not the recorded one
+    was not written by a match, and is replaced by playing.
+    """
+    digest = question_digest(question)
+    kept, tag = workspace / MATCHES / f"{digest}.json", f"{MATCH_TAG}.{digest}"
+    if not kept.is_file() or challenger.tags.get(tag) != sha256_file(kept):
+        atomic_write_json(kept, dict(play()))
+        with registry_errors("record the match"):
+            client.set_model_version_tag(challenger.name, str(challenger.version), tag, sha256_file(kept))
+    result: dict[str, Any] = read_json(kept)
+    return result
+
+
+def play_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int) -> dict[str, Any]:
+    """Run the match on a set of test prompts in a supervised process and return its result.
+
+    Raises:
+        RlhfError: It fails; the last line of its output.
+    """
+    output = workspace / ".rlhf" / "match.json"
+    log = workspace / ".rlhf" / "logs" / "match.log"
+    output.unlink(missing_ok=True)
+    log.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "rlhf_core", "match", "--workspace", str(workspace)]
+    command += ["--champion", str(champion), "--challenger", str(challenger), "--output", str(output)]
+    command += ["--prompt-set", str(prompt_set)]
+    process = start_supervised(command, name="match", cwd=workspace, env=child_environment(workspace), log=log)
+    try:
+        while (code := process.poll()) is None:
+            time.sleep(0.1)
+    finally:
+        process.stop()
+    if code:
+        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        raise RlhfError(f"the match ended with code {code}: {lines[-1] if lines else 'no output'} (log: {log})")
+    result: dict[str, Any] = read_json(output)
+    return result
+
+
+def wins(match: Mapping[str, Any], bar: float) -> tuple[bool, str]:
+    """Whether every judge's lower 95 % bound of the challenger's win rate exceeds ``bar``, and the bounds in words.
+
+    A bound equal to the bar does not do: two identical models tie everywhere, at exactly one half.
+    """
+    judges = match.get("comparison") or {}
+    if not judges:
+        return False, "no judge has compared them"
+    lows = {name: float(result["win_rate_low95"]) for name, result in judges.items()}
+    rates = ", ".join(
+        f"{name} win rate {judges[name]['win_rate']:.3f} (at least {low:.3f})" for name, low in sorted(lows.items())
+    )
+    short = sorted(name for name, low in lows.items() if not low > bar)
+    if short:
+        return False, f"not above {bar:g} with 95 % confidence by {' and '.join(short)}: {rates}"
+    return True, f"above {bar:g} with 95 % confidence by every judge: {rates}"
+
+
+def decided_by(match: Mapping[str, Any], bar: float, criteria: Sequence[Criterion]) -> tuple[bool, str]:
+    """Whether the challenger is promoted by these criteria, and the win rates, or which criteria do not hold."""
+    won, rates = wins(match, bar)
+    unmet = [criterion for criterion in failed(criteria) if won or not criterion.is_plain_win_rate]
+    if won and not unmet:
+        return True, rates
+    return False, "; ".join([*([] if won else [rates]), *map(str, unmet)])
+
+
+TEST_PROMPTS = Path("data") / "clean" / "prompts" / "test.parquet"
+TRIES = 20  # other machines may take a number at the same time
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Attributes:
+    number: Of the match among those on the same test prompts, from 1.
+    question: What the match is about.
+    match: What it measured.
+    """
+
+    number: int
+    question: Mapping[str, Any]
+    match: Mapping[str, Any]
+
+
+def make_attempt(
+    client: MlflowClient,
+    workspace: Path,
+    config: RegistryConfig,
+    challenger: ModelVersion,
+    champion: ModelVersion,
+    play: Callable[[int], Mapping[str, Any]],
+) -> Attempt:
+    """Number the match, and play it unless it was played before.
+
+    With ``registry.prompt_sets`` attempt k is played on set ``(k - 1) mod prompt_sets`` of the test prompts.
+
+    Args:
+        play: Plays the match on the set of prompts with this index.
+    """
+    sets = config.prompt_sets
+    question = {**match_question(workspace, challenger, champion), **({"prompt_sets": sets} if sets > 1 else {})}
+    number = attempt_number(client, workspace, config.policy, question_digest(question))
+    index = (number - 1) % sets
+    if sets > 1:
+        question["prompt_set"] = index + 1
+    match = match_result(client, workspace, challenger, question, lambda: play(index))
+    return Attempt(number, question, match)
+
+
+def attempt_number(client: MlflowClient, workspace: Path, model: str, digest: str) -> int:
+    """The number of the match with this digest among those of ``model`` on the test prompts of ``workspace``, from 1.
+
+    A question that was numbered before keeps its number: its match is not played again.
+
+    Raises:
+        RlhfError: There are no test prompts, or the registry does not answer.
+    """
+    prompts = workspace / TEST_PROMPTS
+    if not prompts.is_file():
+        raise RlhfError(f"there are no test prompts ({TEST_PROMPTS}), so nothing can be compared")
+    ledger = Ledger.open(client, model, f"attempts.{sha256_file(prompts)[:16]}")
+    for _ in range(TRIES):
+        known = list(ledger.entries())
+        if digest in known:
+            return known.index(digest) + 1
+        try:
+            ledger.append(len(known) + 1, digest)
+        except EntryTaken:
+            continue
+        return len(known) + 1
+    raise RlhfError(f"could not number the attempt on {model}: others promote at the same time; try again")

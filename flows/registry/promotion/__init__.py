@@ -1,1 +1,0 @@
-"""Promotion and rollback: matches, what stands in their way, and the decision."""

@@ -1,0 +1,154 @@
+"""Retention: which versions of the registered models are kept and why, and the deletion of the others."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.registry.aliases import read_aliases, registry_errors, versions
+from flows.registry.champion_change import champion_versions
+from flows.registry.client import fluent, tracking_uri
+from flows.registry.decisions import AliasTransaction
+from flows.registry.history import RETENTION, latest_request
+from flows.registry.match import MATCH_TAG, MATCHES
+from flows.registry.register import REWARD_VERSION_TAG
+from flows.registry.session import RegistrySession, other_owner, registry_session
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.errors import RlhfError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+
+
+LOGGED_MODEL = "models:/"
+
+
+@dataclass(frozen=True)
+class ModelRetention:
+    """The versions of one registered model, newest first.
+
+    Attributes:
+        kept: Why each version is kept, by its number.
+        deleted: The others.
+    """
+
+    name: str
+    kept: Mapping[str, str]
+    deleted: Sequence[ModelVersion]
+
+
+@dataclass(frozen=True)
+class RetentionPlan:
+    """What is kept and what is deleted; ``matches`` are the files of matches that only deleted versions played."""
+
+    models: Sequence[ModelRetention]
+    matches: Sequence[Path]
+
+    @property
+    def deleted(self) -> Sequence[ModelVersion]:
+        """The versions to delete, of all models."""
+        return [version for model in self.models for version in model.deleted]
+
+
+def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
+    """Plan by ``registry.retention`` which versions and matches go, and delete them if ``delete``.
+
+    Of a version its model files and its entry in the registry are deleted. The run that registered it stays, with its
+    metrics, gates and promotion reports, and so does the history, which records the deletion before it begins; what
+    was interrupted is completed by the next call.
+
+    Raises:
+        RlhfError: ``registry.retention.versions`` is not set, another workspace owns the registered policy, or the
+            registry does not answer.
+    """
+    workspace = workspace.resolve()
+    config = load_section(workspace, "registry", RegistryConfig)
+    if config.retention.versions is None:
+        raise RlhfError("registry.retention.versions is not set, so every version is kept; set how many newest to keep")
+    with registry_session(workspace) as session:
+        if owner := other_owner(session.model, workspace):
+            raise RlhfError(f"{config.policy} is owned by {owner}; its versions are deleted there")
+        plan = _plan(session, config.retention.versions)
+        if delete and plan.deleted:
+            numbers = "; ".join(
+                f"{model.name} {', '.join(str(version.version) for version in model.deleted)}"
+                for model in plan.models
+                if model.deleted
+            )
+            reason = f"beyond the newest {config.retention.versions} and not needed: {numbers}"[:1000]
+            session.commit(AliasTransaction(config.policy, (), action=RETENTION, reason=reason))
+            for version in plan.deleted:
+                _delete_version(session.client, workspace, version)
+        for path in plan.matches if delete else ():
+            path.unlink(missing_ok=True)
+        return plan
+
+
+def _plan(session: RegistrySession, newest: int) -> RetentionPlan:
+    client, workspace, config = session.client, session.workspace, session.config
+    needed = dict.fromkeys(champion_versions(session.model), "has been champion: rollback needs it")
+    request = latest_request(config.policy, session.records)
+    if request is not None and request.is_open:
+        needed |= {request.challenger: "waits for approval"}
+    policy = _plan_model(client, config.policy, newest, needed)
+    trained_by = {
+        version.tags[REWARD_VERSION_TAG]: f"policy version {version.version} was trained with it"
+        for version in versions(client, config.policy)
+        if REWARD_VERSION_TAG in version.tags and str(version.version) in policy.kept
+    }
+    reward = _plan_model(client, config.reward_model, newest, trained_by)
+    kept = [version for version in versions(client, config.policy) if str(version.version) in policy.kept]
+    matches = _matches(workspace, policy.deleted) - _matches(workspace, kept)
+    return RetentionPlan((policy, reward), sorted(matches))
+
+
+def _plan_model(client: MlflowClient, name: str, newest: int, needed: Mapping[str, str]) -> ModelRetention:
+    listed = versions(client, name)
+    why = {str(version.version): f"one of the newest {newest}" for version in listed[:newest]}
+    why |= needed
+    for alias, number in read_aliases(client, name).items():
+        why[number] = f"@{alias}"
+    kept = {str(version.version): why[str(version.version)] for version in listed if str(version.version) in why}
+    return ModelRetention(name, kept, [version for version in listed if str(version.version) not in kept])
+
+
+def _matches(workspace: Path, played: Sequence[ModelVersion]) -> set[Path]:
+    """The files of the matches that these versions have played as challengers."""
+    prefix = f"{MATCH_TAG}."
+    digests = [tag.removeprefix(prefix) for version in played for tag in version.tags if tag.startswith(prefix)]
+    return {path for digest in digests if (path := workspace / MATCHES / f"{digest}.json").is_file()}
+
+
+def _delete_version(client: MlflowClient, workspace: Path, version: ModelVersion) -> None:
+    """Delete the model files of a version, then the version; one that has got an alias meanwhile stays."""
+    name, number = version.name, str(version.version)
+    if number in read_aliases(client, name).values():
+        return
+    with registry_errors(f"delete {name} version {number}; `rlhf gc --delete` goes on with it"):
+        source = version.source or ""
+        same_files = client.search_model_versions(f"source_path = '{source}'")
+        if source.startswith(LOGGED_MODEL) and len(same_files) <= 1:
+            _delete_logged_model(client, workspace, source.removeprefix(LOGGED_MODEL))
+        shutil.rmtree(workspace / ".rlhf" / "models" / name / number, ignore_errors=True)
+        client.delete_model_version(name, number)
+
+
+def _delete_logged_model(client: MlflowClient, workspace: Path, model_id: str) -> None:
+    """Delete the files of a logged model wherever they are, and mark it as deleted."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    try:
+        model = client.get_logged_model(model_id)
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":  # an interrupted call has deleted it
+            return
+        raise
+    with fluent(workspace):
+        get_artifact_repository(model.artifact_location, tracking_uri=tracking_uri(workspace)).delete_artifacts()
+    client.delete_logged_model(model_id)

@@ -1,0 +1,182 @@
+"""Decisions about the registered policy of a workspace: under its lock, on what the registry holds then, by its owner.
+
+Its first promotion makes a workspace the owner, by a tag of the registered model. Other workspaces may register
+versions under the same name; whether one becomes champion is decided by the owner's gates, prompts, judge and bounds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.registry.aliases import aliases_of, get_version, registered_model
+from flows.registry.client import connect, prepare_tracking, tracking_uri
+from flows.registry.decisions import AliasTransaction, commit, finish_interrupted
+from flows.registry.evidence import GATES
+from flows.registry.workspace import OWNER_TAG, printed_line, workspace_id
+from flows.workspace.lock import locked
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.stages.gates import GatesConfig
+from rlhf_core.errors import RlhfError
+from rlhf_core.gates import describe_bound
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion, RegisteredModel
+
+
+SQLITE = "sqlite"
+
+
+@contextmanager
+def registry_lock(workspace: Path, model: str) -> Iterator[None]:
+    """Hold the lock of the registered model ``model`` for the block; wait for another holder.
+
+    The file lies beside a SQLite database, and for a server in the temporary folder of the user. Processes of other
+    machines and users are not locked out: of two that decide at the same time, the second one's entry in the history is
+    refused (:meth:`flows.registry.history.Ledger.append`).
+    """
+    from sqlalchemy.engine import make_url
+
+    uri = tracking_uri(workspace)
+    if uri.startswith(SQLITE):
+        folder, subject = Path(make_url(uri).database or "").resolve().parent, model
+    else:
+        folder, subject = Path(tempfile.gettempdir()) / f"rlhf-{os.getuid()}", f"{uri} {model}"
+    digest = hashlib.sha256(subject.encode()).hexdigest()[:16]
+    with locked(folder, f"registry-{digest}.lock", wait=True):
+        yield
+
+
+RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+
+
+@dataclass(frozen=True)
+class RegistrySession:
+    """The registered policy as it was read under its lock; what is committed holds only if it is still so.
+
+    Attributes:
+        model: The registered policy, None if the registry does not know it.
+        records: Its history, oldest entry first.
+    """
+
+    workspace: Path
+    config: RegistryConfig
+    client: MlflowClient
+    model: RegisteredModel | None
+    records: Sequence[Mapping[str, Any]]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Version numbers by alias."""
+        return aliases_of(self.model)
+
+    def version_with(self, alias: str) -> ModelVersion | None:
+        """The version that has ``alias``, None if none has it."""
+        number = self.aliases.get(alias)
+        return None if number is None else get_version(self.client, self.config.policy, number)
+
+    def commit(self, transaction: AliasTransaction) -> Path | None:
+        """Record the transaction and carry it out (:func:`flows.registry.decisions.commit`)."""
+        return commit(self.client, self.workspace, transaction, self.records, self.model)
+
+
+@contextmanager
+def _retries_for_a_minute() -> Iterator[None]:
+    """Where the user does not say otherwise: MLflow's client would retry for four minutes before it gives up."""
+    if RETRIES in os.environ:
+        yield
+        return
+    os.environ[RETRIES] = "5"  # after 4, 8, 16 and 32 seconds
+    try:
+        yield
+    finally:
+        os.environ.pop(RETRIES, None)
+
+
+@contextmanager
+def registry_session(workspace: Path) -> Iterator[RegistrySession]:
+    """Lock the registered policy of ``workspace`` for the block, after completing what an earlier call began.
+
+    Raises:
+        RlhfError: The registry does not answer, or the history of the policy cannot be read.
+    """
+    workspace = workspace.resolve()
+    config = load_section(workspace, "registry", RegistryConfig)
+    client = prepare_tracking(workspace)
+    with registry_lock(workspace, config.policy), _retries_for_a_minute():
+        model, records = finish_interrupted(client, workspace, config)
+        yield RegistrySession(workspace, config, client, model, records)
+
+
+TAKE_OVER = "take over"
+
+
+def ownership(workspace: Path) -> str:
+    """The tag that says that ``workspace`` is the owner: its id, then its folder for messages."""
+    return f"{workspace_id(workspace)} {workspace}"
+
+
+def other_owner(model: RegisteredModel | None, workspace: Path) -> str:
+    """The folder of the workspace that owns ``model``; empty if it is ``workspace``, or there is no owner yet."""
+    owner, _, folder = ("" if model is None else model.tags.get(OWNER_TAG, "")).partition(" ")
+    return "" if owner in ("", workspace_id(workspace)) else folder
+
+
+def not_the_owner(name: str, model: RegisteredModel | None, workspace: Path) -> str:
+    """Why ``workspace`` may not decide on the champion of ``name``; empty if it may."""
+    folder = other_owner(model, workspace)
+    if not folder:
+        return ""
+    return (
+        f"{name} is owned by {folder}: promote there, set another name in registry.policy, or become the owner with "
+        "`rlhf terms --take-over --reason TEXT`"
+    )
+
+
+def take_over(workspace: Path, reason: str) -> None:
+    """Make ``workspace`` the owner of its registered policy, and record who did it and why.
+
+    Raises:
+        RlhfError: The reason is empty, or the policy has no version yet.
+    """
+    workspace = workspace.resolve()
+    reason = printed_line(reason)
+    if not reason:
+        raise RlhfError("to become the owner needs a reason; add --reason TEXT, it is recorded")
+    with registry_session(workspace) as session:
+        name = session.config.policy
+        if session.model is None:
+            raise RlhfError(f"{name} has no version yet; whoever promotes the first one becomes its owner")
+        session.commit(
+            AliasTransaction(name, (), action=TAKE_OVER, reason=reason, model_tags={OWNER_TAG: ownership(workspace)})
+        )
+
+
+def describe_terms(workspace: Path) -> str:
+    """Say who owns the registered policy of ``workspace``, and what a promotion by this workspace requires."""
+    workspace = workspace.resolve()
+    config = load_section(workspace, "registry", RegistryConfig)
+    model = registered_model(connect(workspace), config.policy)
+    if model is None or OWNER_TAG not in model.tags:
+        owner = "nobody yet: whoever promotes first"
+    else:
+        owner = other_owner(model, workspace) or "this workspace"
+    lines = [
+        f"{config.policy}, owned by {owner}",
+        f"every judge's lower 95 % bound of the win rate above {config.promote_win_rate_low95:g}",
+        f"error budget {config.error_budget:g} over all attempts on the same prompts",
+    ]
+    lines += ["a person approves each promotion (`rlhf approve`)"] if config.approval else []
+    gates = load_section(workspace, "gates", GatesConfig)
+    for name in GATES:
+        bounds = [f"{condition.metric} {describe_bound(condition)}" for condition in getattr(gates, name)]
+        lines += [f"gates.{name}: {', '.join(bounds)}"] if bounds else []
+    return "\n".join(lines)

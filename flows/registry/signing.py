@@ -1,0 +1,186 @@
+"""Signatures of registered models: OpenSSF Model Signing with keys or certificates in files, without any network.
+
+Whoever registers a version holds the private key, named by the environment. Whoever promotes, serves, exports or talks
+to it needs only ``registry.signature``. Unlike the content hash of a version, which is a tag, a signature cannot be
+made by those who can merely write to the registry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.config.operations.operations import SignatureConfig
+from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.storage.files import sha256_file
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+
+KEY_VARIABLE = "RLHF_SIGNING_KEY"
+PASSWORD_VARIABLE = "RLHF_SIGNING_KEY_PASSWORD"
+CERTIFICATES_VARIABLE = "RLHF_SIGNING_CERTIFICATES"
+SIGNATURE_NAME = "model.sig"
+ARTIFACT_FOLDER = "signature"
+SIGNER_TAG = "signer_sha256"
+INSTALL = "pip install 'rlhf-pipeline[signing]'"
+
+
+@dataclass(frozen=True)
+class Signer:
+    """A private key in a PEM file; with ``certificates``, its own certificate and those that lead to the root."""
+
+    private_key: Path
+    certificates: tuple[Path, ...] = ()
+    password: str = ""
+
+    @classmethod
+    def of_environment(cls) -> Signer | None:
+        """The signer that the environment names, None if it names none.
+
+        Raises:
+            ConfigError: A file that it names does not exist.
+        """
+        key = os.environ.get(KEY_VARIABLE, "").strip()
+        if not key:
+            return None
+        listed = os.environ.get(CERTIFICATES_VARIABLE, "").split(os.pathsep)
+        certificates = tuple(Path(path).expanduser() for path in listed if path.strip())
+        signer = cls(Path(key).expanduser(), certificates, os.environ.get(PASSWORD_VARIABLE, ""))
+        for variable, paths in ((KEY_VARIABLE, [signer.private_key]), (CERTIFICATES_VARIABLE, certificates)):
+            for path in paths:
+                if not path.is_file():
+                    raise ConfigError(f"{variable}: there is no file {path}")
+        return signer
+
+    @property
+    def id(self) -> str:
+        """What tells this signer from another: a hash of its certificate, else of its public key."""
+        from cryptography.hazmat.primitives import serialization
+
+        if self.certificates:
+            return sha256_file(self.certificates[0])
+        try:
+            key = serialization.load_pem_private_key(self.private_key.read_bytes(), self.password.encode() or None)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{KEY_VARIABLE}: cannot read {self.private_key} ({_first_line(error)})") from error
+        form = serialization.PublicFormat.SubjectPublicKeyInfo
+        return hashlib.sha256(key.public_key().public_bytes(serialization.Encoding.DER, form)).hexdigest()
+
+    def sign(self, folder: Path, signature: Path) -> None:
+        """Write a signature of all files of ``folder``, itself excepted if it lies there.
+
+        Raises:
+            ConfigError: The key or a certificate cannot be used.
+        """
+        library = _library()
+        own = [signature.name] if signature.parent == folder else []
+        config = library.signing.Config().set_hashing_config(_every_file(library, own))
+        try:
+            if self.certificates:
+                config.use_certificate_signer(
+                    private_key=self.private_key,
+                    signing_certificate=self.certificates[0],
+                    certificate_chain=self.certificates[1:] or self.certificates,  # it cannot be empty
+                )
+            else:
+                password = self.password.encode() or None  # what the library hands on must be bytes
+                config.use_elliptic_key_signer(private_key=self.private_key, password=password)
+            config.sign(folder, signature)
+        except Exception as error:
+            raise ConfigError(f"cannot sign with {self.private_key} ({_first_line(error)})") from error
+
+
+def sign_version(client: MlflowClient, run_id: str, folder: Path, signer: Signer) -> None:
+    """Keep a signature of ``folder``, whose content was registered, beside the model in its registration run."""
+    with tempfile.TemporaryDirectory() as temporary:
+        signature = Path(temporary) / SIGNATURE_NAME
+        signer.sign(folder, signature)
+        client.log_artifact(run_id, str(signature), ARTIFACT_FOLDER)
+
+
+def require_signer(config: SignatureConfig) -> Signer | None:
+    """The signer of the environment; None where there is none and none is needed.
+
+    Raises:
+        ConfigError: Versions must be signed and the environment names no key, or the library is not installed.
+    """
+    signer = Signer.of_environment()
+    if signer is None and config.required:
+        raise ConfigError(
+            f"registry.signature wants signed versions, and {KEY_VARIABLE} names no private key to sign with; set it "
+            "where models are registered"
+        )
+    if signer is not None:
+        _library()
+    return signer
+
+
+def verify_signature(
+    client: MlflowClient, workspace: Path, config: SignatureConfig, label: str, run_id: str | None, folder: Path
+) -> None:
+    """Check the signature of a version whose registration run is ``run_id``, where ``registry.signature`` wants one.
+
+    Raises:
+        ModelError: It has none, or it is not that of these files by the holder of the key.
+        ConfigError: A key or certificate of ``registry.signature`` is missing or unusable.
+    """
+    if not config.required:
+        return
+    verifier = _verifier(workspace, config)
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            signature = client.download_artifacts(str(run_id), f"{ARTIFACT_FOLDER}/{SIGNATURE_NAME}", temporary)
+        except Exception as error:
+            raise ModelError(
+                f"{label} has no signature, and registry.signature wants one; register it again with {KEY_VARIABLE} set"
+            ) from error
+        try:
+            verifier.verify(folder, Path(signature))
+        except Exception as error:
+            raise ModelError(
+                f"the signature of {label} does not match registry.signature ({_first_line(error)}); "
+                "it is not used: register the model again, or roll back"
+            ) from error
+
+
+def _verifier(workspace: Path, config: SignatureConfig) -> Any:
+    paths = [workspace / Path(path).expanduser() for path in (config.public_key, *config.certificates) if path]
+    for path in paths:
+        if not path.is_file():
+            raise ConfigError(f"registry.signature: there is no file {path}")
+    library = _library()
+    verifier = library.verifying.Config().set_hashing_config(_every_file(library))
+    try:
+        if config.public_key:
+            return verifier.use_elliptic_key_verifier(public_key=paths[0])
+        return verifier.use_certificate_verifier(certificate_chain=paths)
+    except Exception as error:
+        raise ConfigError(f"registry.signature: cannot use {paths[0]} ({_first_line(error)})") from error
+
+
+def _every_file(library: Any, ignored: Sequence[str] = ()) -> Any:
+    """All files of a folder but git's own, by their SHA-256; DVC may have linked them from its cache."""
+    hashing = library.hashing.Config().set_allow_symlinks(True)
+    return hashing.set_ignored_paths(paths=ignored, ignore_git_paths=True)  # as the library's own command does
+
+
+def _library() -> Any:
+    try:
+        import model_signing
+    except ImportError as error:
+        raise ConfigError(f"signatures need model-signing and pyOpenSSL: {INSTALL}") from error
+    return model_signing
+
+
+def _first_line(error: Exception) -> str:
+    """What the library says, without the bytes of hashes."""
+    text = re.sub(r": Expected '.*", "", " ".join(str(error).split()))
+    return text[:200] or type(error).__name__

@@ -1,0 +1,326 @@
+"""Registered models as artifacts: logged, found again, checked against their content hash, served."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from flows.registry.aliases import CHALLENGER, CHAMPION, get_version, read_aliases, registry_errors, versions
+from flows.registry.client import connect, fluent, knock, tracking_uri
+from flows.registry.decisions import finish_interrupted, pending
+from flows.registry.evidence import PARENT_TAG
+from flows.registry.session import registry_lock
+from flows.registry.signing import verify_signature
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.stages.evaluate import EvaluateConfig
+from rlhf_core.errors import ModelError, RlhfError, first_line
+from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
+from rlhf_core.storage.files import atomic_dir, sha256_tree
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+    from mlflow.models import ModelSignature
+    from mlflow.store.artifact.artifact_repo import ArtifactRepository
+
+
+CONTENT_TAG, COMPLETE_TAG = "content_sha256", "complete"
+SERVING_CODE = Path(__file__).resolve().with_name("model_pyfunc.py")
+REMEDY = (
+    "`rlhf run` registers the model again, and if it is the champion `rlhf promote --force --reason TEXT` replaces it; "
+    "or roll back"
+)
+REQUIREMENTS = ("mlflow", "torch", "transformers", "pandas")
+
+
+@dataclass(frozen=True)
+class LoggedFolder:
+    """A Hugging Face folder that MLflow has stored as a pyfunc model."""
+
+    uri: str
+    model_id: str
+
+
+def log_model(workspace: Path, kind: str, folder: str, content: str) -> LoggedFolder:
+    """Store ``folder`` of the workspace as a pyfunc model of MLflow's active run; to be called within :func:`fluent`.
+
+    Inside, ``artifacts/`` holds the plain Hugging Face folder, which transformers and vLLM load as it is. The model
+    carries its ``content`` hash, which is compared when it is loaded, and the sampling that the policy was judged with.
+    """
+    import mlflow
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # advice on type hints and input examples
+        info = mlflow.pyfunc.log_model(
+            name=kind,
+            python_model=str(SERVING_CODE),
+            artifacts={"hf": str(workspace / folder)},
+            signature=signature(kind, judged_sampling(workspace)),
+            model_config={"kind": kind, "content_sha256": content, "sampling": judged_sampling(workspace)},
+            pip_requirements=_requirements(),
+        )
+    return LoggedFolder(str(info.model_uri), str(info.model_id))
+
+
+def judged_sampling(workspace: Path) -> dict[str, Any]:
+    """The sampling settings under which the evaluation judged the policy (section ``evaluate.sampling``)."""
+    return load_section(workspace, "evaluate", EvaluateConfig).sampling.model_dump(mode="json")
+
+
+def stored_sampling(folder: Path) -> dict[str, Any]:
+    """The sampling settings under which a registered policy was judged, as MLflow keeps them beside its ``folder``."""
+    from mlflow.models import Model
+
+    settings: dict[str, Any] = Model.load(str(folder.parents[1])).flavors["python_function"]["config"]["sampling"]
+    return settings
+
+
+def _requirements() -> list[str]:
+    """The versions in use. A local label such as ``+cpu`` is not on package indexes, so it goes."""
+    from importlib.metadata import version
+
+    return [f"{name}=={version(name).partition('+')[0]}" for name in REQUIREMENTS]
+
+
+def signature(kind: str, sampling: Mapping[str, Any]) -> ModelSignature:
+    """``messages`` in; a policy also takes sampling parameters, by default those it was judged with.
+
+    A seed of 0 or more makes the answer repeatable.
+    """
+    from mlflow.models import ModelSignature
+    from mlflow.types.schema import Array, ColSpec, DataType, Object, ParamSchema, ParamSpec, Property, Schema
+
+    turn = Object([Property("role", DataType.string), Property("content", DataType.string)])
+    inputs = Schema([ColSpec(Array(turn), "messages")])
+    if kind == "reward":
+        return ModelSignature(inputs=inputs)
+    params = ParamSchema(
+        [
+            ParamSpec("max_new_tokens", DataType.long, sampling["max_new_tokens"]),
+            ParamSpec("temperature", DataType.double, float(sampling["temperature"])),
+            ParamSpec("top_p", DataType.double, float(sampling["top_p"])),
+            ParamSpec("repetition_penalty", DataType.double, float(sampling["repetition_penalty"])),
+            ParamSpec("seed", DataType.long, -1),
+        ]
+    )
+    return ModelSignature(inputs=inputs, params=params)
+
+
+def verified_folder(workspace: Path, version: ModelVersion, client: MlflowClient | None = None) -> Path:
+    """The Hugging Face folder of a version, after its content was compared with the hash it was registered under.
+
+    Where ``registry.signature`` wants one, its signature is verified too.
+
+    Raises:
+        ModelError: The artifacts are gone, the version names no hash, the content is another, or the signature is not
+            that of the content.
+    """
+    client = client or connect(workspace)
+    folder = _folder_by_hash(workspace, version, client)
+    config = load_section(workspace, "registry", RegistryConfig).signature
+    label = f"{version.name} version {version.version}"
+    verify_signature(client, workspace, config, label, version.run_id, folder)
+    return folder
+
+
+def _folder_by_hash(workspace: Path, version: ModelVersion, client: MlflowClient) -> Path:
+    expected = version.tags.get(CONTENT_TAG)
+    name, number = version.name, str(version.version)
+    if not expected:
+        raise ModelError(f"{name} version {number} was not registered by this pipeline (it has no {CONTENT_TAG} tag)")
+    folder, downloaded = _locate(client, workspace, name, number)
+    if sha256_tree(folder) == expected:
+        return folder
+    if downloaded is not None:  # the kept copy may be of another registry, or damaged
+        shutil.rmtree(downloaded, ignore_errors=True)
+        folder, _ = _locate(client, workspace, name, number)
+        if sha256_tree(folder) == expected:
+            return folder
+    raise ModelError(
+        f"the files of {name} version {number} are not the ones that were registered and judged ({folder}); {REMEDY}"
+    )
+
+
+def _locate(client: MlflowClient, workspace: Path, name: str, number: str) -> tuple[Path, Path | None]:
+    """The folder of a version, in place for local artifacts, else downloaded once (then the download's root too)."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.utils.file_utils import local_file_uri_to_path
+
+    try:
+        uri = str(client.get_model_version_download_uri(name, number))
+        downloaded = None if uri.startswith(("file:", "/")) else _download(workspace, name, number)
+        root = downloaded or Path(local_file_uri_to_path(uri))
+    except (MlflowException, OSError) as error:
+        raise ModelError(f"cannot get {name} version {number} ({first_line(error)})") from error
+    configs = sorted((root / "artifacts").glob("*/config.json"))
+    if not configs:
+        raise ModelError(f"{name} version {number} has no model folder in {root}; {REMEDY}")
+    return configs[0].parent, downloaded
+
+
+def _download(workspace: Path, name: str, number: str) -> Path:
+    from mlflow.artifacts import download_artifacts
+
+    target = workspace / ".rlhf" / "models" / name / number
+    if not target.is_dir():
+        with atomic_dir(target) as temporary, fluent(workspace):
+            download_artifacts(f"models:/{name}/{number}", dst_path=str(temporary))
+    return target
+
+
+def known_version(
+    client: MlflowClient, workspace: Path, listed: Sequence[ModelVersion], folder: Path, content: str
+) -> ModelVersion | None:
+    """The newest of ``listed`` that holds ``folder``, None if none does.
+
+    A version counts if its creation was not interrupted (it has the tag "complete") and its files have not been changed
+    or deleted since: else nobody could use it, and the folder has to be registered again.
+
+    Args:
+        listed: The versions of a registered model, newest first.
+        content: SHA-256 of ``folder``.
+
+    Raises:
+        RlhfError: The registry does not answer.
+    """
+    for version in listed:
+        if version.tags.get(CONTENT_TAG) == content and version.tags.get(COMPLETE_TAG) == "true":
+            with registry_errors(f"look for the files of {version.name} version {version.version}"):
+                if _has_files(client, workspace, version, folder):
+                    return version
+    return None
+
+
+def _has_files(client: MlflowClient, workspace: Path, version: ModelVersion, folder: Path) -> bool:
+    """Whether the store has the files of ``folder`` for a version: local ones by their content, those of a server by
+    their names and sizes, without a download.
+    """
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+    from mlflow.utils.file_utils import local_file_uri_to_path
+
+    uri = str(client.get_model_version_download_uri(version.name, str(version.version)))
+    if uri.startswith(("file:", "/")):
+        configs = sorted((Path(local_file_uri_to_path(uri)) / "artifacts").glob("*/config.json"))
+        return bool(configs) and sha256_tree(configs[0].parent) == version.tags[CONTENT_TAG]
+    expected = {
+        file.relative_to(folder).as_posix(): file.stat().st_size for file in folder.rglob("*") if file.is_file()
+    }
+    with fluent(workspace):
+        store = get_artifact_repository(uri)
+        stored = [_sizes(store, entry.path, entry.path) for entry in store.list_artifacts("artifacts") if entry.is_dir]
+    return stored == [expected]
+
+
+def _sizes(store: ArtifactRepository, folder: str, root: str) -> dict[str, int | None]:
+    """Bytes of each file below ``folder`` of the store, by its path from ``root``."""
+    sizes: dict[str, int | None] = {}
+    for entry in store.list_artifacts(folder):
+        if entry.is_dir:
+            sizes |= _sizes(store, entry.path, root)
+        else:
+            sizes[PurePosixPath(entry.path).relative_to(root).as_posix()] = entry.file_size
+    return sizes
+
+
+def champion_folder(workspace: Path, alias: str = CHAMPION) -> Path:
+    """The Hugging Face folder of the policy with ``alias``, its content verified.
+
+    A promotion that was interrupted is completed first. Raises ``RlhfError`` where no version has the alias and
+    ``ModelError`` where its files are not the registered ones.
+    """
+    return verified_folder(workspace.resolve(), policy_with_alias(workspace, alias))
+
+
+def policy_with_alias(workspace: Path, alias: str = CHAMPION) -> ModelVersion:
+    """The version of the policy that ``alias`` points to, after an interrupted promotion was completed.
+
+    Raises:
+        RlhfError: No version has the alias.
+    """
+    workspace = workspace.resolve()
+    config = load_section(workspace, "registry", RegistryConfig)
+    client = connect(workspace)
+    if pending(client, config) is not None:  # else a match of another workspace need not be waited for
+        with registry_lock(workspace, config.policy):
+            finish_interrupted(client, workspace, config)
+    aliases = read_aliases(client, config.policy)
+    if alias in aliases:
+        return get_version(client, config.policy, aliases[alias])
+    if alias in (CHAMPION, CHALLENGER):
+        remedy = "in this workspace yet; `rlhf run` makes one, `rlhf status` shows what is"
+    else:
+        remedy = f"in this workspace; its aliases are {', '.join(sorted(aliases)) or 'none'}"
+    raise RlhfError(f"no {alias} of {config.policy} {remedy}")
+
+
+class VersionSource:
+    """One version of the registered policy of a workspace."""
+
+    def __init__(self, workspace: Path, number: str) -> None:
+        self.workspace, self.number = workspace, number
+        self.name = load_section(workspace, "registry", RegistryConfig).policy
+        self.client = connect(workspace)
+
+    def latest(self) -> PolicyRevision:
+        """Return the version."""
+        return PolicyRevision(f"{self.name}:{self.number}")
+
+    def files(self, revision: PolicyRevision) -> PolicyFiles:
+        """Return the folder of a version, its content verified, and the sampling it was judged with.
+
+        Raises:
+            RlhfError: There is no such version, or its files are not the registered ones.
+        """
+        number = revision.id.rpartition(":")[2]
+        folder = verified_folder(self.workspace, get_version(self.client, self.name, number))
+        return PolicyFiles(folder, SamplingConfig(**stored_sampling(folder)))
+
+
+class AliasSource(VersionSource):
+    """The version that an alias points to whenever it is asked."""
+
+    def __init__(self, workspace: Path, alias: str) -> None:
+        super().__init__(workspace, "")
+        self.alias = alias
+
+    def latest(self) -> PolicyRevision:
+        """Return the version that has the alias now.
+
+        Raises:
+            RlhfError: No version has it, or the registry does not answer.
+        """
+        uri = tracking_uri(self.workspace)
+        with registry_errors(f"look up {self.name}"):
+            if uri.startswith(("http://", "https://")):
+                knock(uri)  # MLflow itself would try for minutes
+        number = read_aliases(self.client, self.name).get(self.alias)
+        if number is None:
+            raise RlhfError(f"no version of {self.name} has the alias {self.alias}; `rlhf status` shows what there is")
+        return PolicyRevision(f"{self.name}:{number}", f"{self.name}@{self.alias}")
+
+
+def version_of_run(client: MlflowClient, name: str, run_id: str) -> ModelVersion:
+    """Return the newest version of ``name`` that the MLflow run ``run_id``, or a run below it, registered.
+
+    Raises:
+        RlhfError: There is no such run, or it registered none.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        experiment = client.get_run(run_id).info.experiment_id
+    except MlflowException as error:
+        raise RlhfError(f"MLflow has no run {run_id}; the pipeline's page shows the ids of its runs") from error
+    with registry_errors(f"look up the runs of {run_id}"):
+        children = client.search_runs([experiment], filter_string=f"tags.`{PARENT_TAG}` = '{run_id}'")
+    family = {run_id, *(child.info.run_id for child in children)}
+    registered = [version for version in versions(client, name) if version.run_id in family]
+    if not registered:
+        raise RlhfError(f"run {run_id} registered no version of {name}; `rlhf history` shows what was registered")
+    return registered[0]

@@ -1,1 +1,0 @@
-"""Registered versions: written, signed, found, served and deleted."""

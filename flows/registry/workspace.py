@@ -1,0 +1,176 @@
+"""A workspace as the registry knows it: its id, who acts in it, what it registered last, its record after a move."""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import os
+import platform
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+from uuid import uuid4
+
+from flows.dvc_repo.lock_file import recorded_hash
+from flows.workspace.folder import PRIVATE, cannot_write, private_path
+from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json
+
+
+def printed_line(text: str) -> str:
+    """Return ``text`` on one line, without control characters: in a list they could imitate or hide other entries."""
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
+
+
+ACTOR_VARIABLE = "RLHF_ACTOR"
+ID_FILE = "workspace_id"
+OWNER_TAG = "rlhf.owner"  # of a registered model
+
+
+def actor() -> str:
+    """Return who acts: ``RLHF_ACTOR`` where it is set (a CI job sets it to whoever started it), else ``user@host``."""
+    named = printed_line(os.environ.get(ACTOR_VARIABLE, ""))
+    if named:
+        return named
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a user id without a name, as in containers
+        user = str(os.getuid())
+    return f"{user}@{platform.node()}"
+
+
+def workspace_id(workspace: Path) -> str:
+    """Return the id of a workspace, made on first use and kept in ``.rlhf/workspace_id`` with the folder it was in.
+
+    A workspace that was moved keeps its id. A copy whose original is still there gets one of its own, as a clone or a
+    trial does: else both would own the same registered models.
+    """
+    path = private_path(workspace, ID_FILE)
+    try:
+        known, folder = _read_id(workspace)
+        here = str(workspace.resolve())
+        if known is None or folder != here:
+            copied = folder is not None and folder != here and _read_id(Path(folder))[0] == known
+            known = uuid4().hex if known is None or copied else known
+            atomic_write_text(path, f"{known}\n{here}\n")
+        return known
+    except OSError as error:
+        raise cannot_write(workspace, error) from error
+
+
+def known_workspace_id(workspace: Path) -> str | None:
+    """Return the id of a workspace, None before its first use."""
+    return _read_id(workspace)[0]
+
+
+def _read_id(workspace: Path) -> tuple[str | None, str | None]:
+    path = workspace / PRIVATE / ID_FILE
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return (lines[0].strip() or None if lines else None), (lines[1] if len(lines) > 1 else None)
+
+
+FILE = "registered.json"
+
+
+@dataclass(frozen=True)
+class RegisteredHere:
+    """The version that holds a model folder of the workspace; ``ungated`` says why no gate vouches for it."""
+
+    model: str
+    version: str
+    ungated: str = ""
+
+
+def write_registered(workspace: Path, versions: Mapping[str, RegisteredHere]) -> None:
+    """Record the version of each model folder, with the hash that dvc.lock has for the folder."""
+    atomic_write_json(
+        private_path(workspace, FILE),
+        {
+            folder: {
+                "model": entry.model,
+                "version": entry.version,
+                "ungated": entry.ungated,
+                "dvc": recorded_hash(workspace, folder),
+            }
+            for folder, entry in versions.items()
+        },
+    )
+
+
+def read_registered(workspace: Path, folder: str) -> RegisteredHere | None:
+    """Return the version that was made of ``folder`` as dvc.lock records it now; None if there is none."""
+    try:
+        entry: Mapping[str, Any] | None = read_json(workspace / PRIVATE / FILE).get(folder)
+    except DataError:
+        return None
+    if entry is None or entry["dvc"] is None or entry["dvc"] != recorded_hash(workspace, folder):
+        return None
+    return RegisteredHere(entry["model"], entry["version"], entry["ungated"])
+
+
+ARTIFACTS, DATABASE = "mlartifacts", "mlflow.db"
+PLACES = {
+    "experiments": ("artifact_location",),
+    "runs": ("artifact_uri",),
+    "logged_models": ("artifact_location",),
+    "model_versions": ("source", "storage_location"),
+}
+LOGGER = logging.getLogger(__name__)
+
+
+def repair_moved(workspace: Path) -> Path | None:
+    """Let ``mlflow.db`` of ``workspace`` name its present folder; returns the folder that it named, None if it did.
+
+    A copy whose original is still there becomes a workspace of its own, which owns the models in its own database.
+
+    Raises:
+        RlhfError: The database cannot be changed. Nothing was.
+    """
+    workspace = workspace.resolve()
+    database = workspace / DATABASE
+    if not database.is_file():
+        return None
+    try:
+        with closing(sqlite3.connect(database, timeout=60)) as connection:
+            earlier = _earlier_folder(connection, workspace)
+            if earlier is None:
+                return None
+            with connection:
+                _rename(connection, earlier, workspace)
+    except sqlite3.Error as error:
+        raise RlhfError(f"{database} names artifacts in another folder and cannot be repaired ({error})") from error
+    LOGGER.warning("%s was made in %s: its record of models and runs names the present folder now", workspace, earlier)
+    return earlier
+
+
+def _earlier_folder(connection: sqlite3.Connection, workspace: Path) -> Path | None:
+    """The folder in which a workspace with this database was, None where no experiment names another one.
+
+    A folder without a database is another workspace, whose runs this one records.
+    """
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'experiments'").fetchone():
+        return None
+    rows = connection.execute("SELECT artifact_location FROM experiments").fetchall()
+    places = [Path(unquote(urlsplit(location).path)) for (location,) in rows if str(location).startswith("file:")]
+    folders = [place.parent for place in places if place.name == ARTIFACTS and place.parent != workspace]
+    return next((f for f in folders if not f.exists() or (f / DATABASE).exists()), None)
+
+
+def _rename(connection: sqlite3.Connection, earlier: Path, workspace: Path) -> None:
+    """Replace the folder at the beginning of every place, and in the tag of the owner."""
+    known = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    for table, columns in PLACES.items():
+        for column in columns if table in known else ():
+            for old, new in ((earlier.as_uri(), workspace.as_uri()), (str(earlier), str(workspace))):
+                connection.execute(
+                    f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
+                    (new, len(old) + 1, len(old) + 1, f"{old}/"),
+                )
+    connection.execute(
+        "UPDATE registered_model_tags SET value = ? WHERE key = ? AND value LIKE ?",
+        (f"{workspace_id(workspace)} {workspace}", OWNER_TAG, f"% {earlier}"),
+    )
