@@ -10,8 +10,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from benchmarks.machine import matmul_flops, seconds, training_flops_per_token
+from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.stages.base import BaseConfig
 from rlhf_core.models.starting.base import new_model, train_tokenizer
 from rlhf_core.sampling.distribution import Sampling, philox_uniforms
 from rlhf_core.sampling.generation import generate

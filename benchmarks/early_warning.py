@@ -80,8 +80,8 @@ def watch(folder: Path) -> Watcher:
     import torch
 
     from rlhf_core.api.ppo import PpoInputs, assemble
-    from rlhf_core.config.loading.load import load_section
-    from rlhf_core.config.stages.ppo import PpoConfig
+    from rlhf_core.config.loading import load_section
+    from rlhf_core.config.ppo import PpoConfig
     from rlhf_core.data.schema import Prompt, read_rows
     from rlhf_core.evaluation.comparisons.comparison import compare
     from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge

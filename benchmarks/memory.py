@@ -24,8 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from benchmarks.memory_phases import CudaMemory, Subject, measure
-from rlhf_core.config.loading.load import check_params, load_params, load_section
-from rlhf_core.config.loading.overlay import overridden
+from rlhf_core.config.loading import check_params, load_params, load_section, overridden
 from rlhf_core.memory.architecture import Architecture, starting_architecture
 from rlhf_core.memory.command import PlanRequest, estimate_of
 from rlhf_core.memory.stages import estimate_memory

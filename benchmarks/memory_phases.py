@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from rlhf_core.config.loading.load import Params
+from rlhf_core.config.loading import Params
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.operations.launch import LaunchConfig
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.operations import LaunchConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.batches.pairs import TokenisedPair
 from rlhf_core.evaluation.metrics.drift import measure_drift
 from rlhf_core.evaluation.replies.generation import OnPolicyReplies

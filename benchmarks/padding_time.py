@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.padding import replies
-from rlhf_core.config.lora import LoraConfig
+from rlhf_core.config.model import LoraConfig
 from rlhf_core.data.chat.encoding import encode_prompt
 from rlhf_core.data.schema import Prompt, read_rows
 from rlhf_core.models.adapters.lora import add_adapters

@@ -16,7 +16,7 @@ import time
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_core.config.stages.reward import PairBatchConfig, RewardConfig
+from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.batches.padding import least_padded
 from rlhf_core.data.batches.pairs import TokenisedPair
 from rlhf_core.models.heads.scalar import ScalarModel

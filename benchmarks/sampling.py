@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.worker import Worker
-from rlhf_core.config.lora import LoraConfig
+from rlhf_core.config.model import LoraConfig
 from rlhf_core.models.adapters.lora import add_adapters
 from rlhf_core.models.io import load_model
 from rlhf_core.sampling.data_parallel import sample_replies

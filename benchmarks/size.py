@@ -107,9 +107,8 @@ def pair_files(folder: Path) -> set[str]:
     """The files that ran while pairs of a JSON-lines file were collected, validated and trained on."""
     from unit.training.tiny import make_workspace, preferences
 
-    from rlhf_core.config.stages.collect import CollectConfig
-    from rlhf_core.config.stages.reward import RewardConfig
-    from rlhf_core.config.stages.validate import ValidateConfig
+    from rlhf_core.config.data import CollectConfig, ValidateConfig
+    from rlhf_core.config.reward import RewardConfig
     from rlhf_core.stages import collect, reward, validate
     from rlhf_core.stages.runtime.contract import Paths
     from rlhf_core.training.run_context import RunContext

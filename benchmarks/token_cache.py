@@ -117,7 +117,7 @@ def read_pairs(folder: Path, cache: str) -> ReadingCost:
     import pyarrow as pa
     from transformers import AutoTokenizer
 
-    from rlhf_core.config.stages.reward import RewardConfig
+    from rlhf_core.config.reward import RewardConfig
     from rlhf_core.training.reward.run import read_split
     from rlhf_core.training.reward.trainer import pair_batches
 

@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_core.config.operations.launch import DEFAULT_LOGITS_MIB, MIB
+from rlhf_core.config.operations import DEFAULT_LOGITS_MIB, MIB
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.token_scoring import Tokens, response_logits

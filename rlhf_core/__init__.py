@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from rlhf_core.api.reward_model import train_reward_model as train_reward_model
     from rlhf_core.api.sft import SftRun as SftRun
     from rlhf_core.api.sft import train_sft as train_sft
-    from rlhf_core.config.health.health import HealthConfig as HealthConfig
-    from rlhf_core.config.lora import LoraConfig as LoraConfig
+    from rlhf_core.config.base import SftConfig as SftConfig
+    from rlhf_core.config.health import HealthConfig as HealthConfig
+    from rlhf_core.config.model import LoraConfig as LoraConfig
     from rlhf_core.config.model import OptimizerConfig as OptimizerConfig
-    from rlhf_core.config.ppo.ptx import PtxConfig as PtxConfig
-    from rlhf_core.config.stages.critic import CriticConfig as CriticConfig
-    from rlhf_core.config.stages.ppo import PpoConfig as PpoConfig
-    from rlhf_core.config.stages.ppo import RolloutConfig as RolloutConfig
-    from rlhf_core.config.stages.reward import RewardConfig as RewardConfig
-    from rlhf_core.config.stages.sft import SftConfig as SftConfig
+    from rlhf_core.config.policy import CriticConfig as CriticConfig
+    from rlhf_core.config.ppo import PpoConfig as PpoConfig
+    from rlhf_core.config.ppo import PtxConfig as PtxConfig
+    from rlhf_core.config.ppo import RolloutConfig as RolloutConfig
+    from rlhf_core.config.reward import RewardConfig as RewardConfig
     from rlhf_core.errors import RlhfError as RlhfError
     from rlhf_core.errors import TrainingPaused as TrainingPaused
     from rlhf_core.models.heads.scalar import ScalarModel as ScalarModel
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _MODULES = {
-    "CriticConfig": "config.stages.critic",
-    "HealthConfig": "config.health.health",
-    "LoraConfig": "config.lora",
+    "CriticConfig": "config.policy",
+    "HealthConfig": "config.health",
+    "LoraConfig": "config.model",
     "OptimizerConfig": "config.model",
-    "PpoConfig": "config.stages.ppo",
-    "PtxConfig": "config.ppo.ptx",
-    "RewardConfig": "config.stages.reward",
+    "PpoConfig": "config.ppo",
+    "PtxConfig": "config.ppo",
+    "RewardConfig": "config.reward",
     "RlhfError": "errors",
-    "RolloutConfig": "config.stages.ppo",
+    "RolloutConfig": "config.ppo",
     "RunContext": "training.run_context",
     "ScalarModel": "models.heads.scalar",
-    "SftConfig": "config.stages.sft",
+    "SftConfig": "config.base",
     "SftRun": "api.sft",
     "TrainedCritic": "api.critic",
     "TrainedPolicy": "api.ppo",

@@ -47,7 +47,7 @@ def _record_code(root: Path, stage: str) -> None:
 
     Those of other stages are left alone: DVC reads the one of a running stage at its end.
     """
-    from rlhf_core.config.loading.load import load_params
+    from rlhf_core.config.loading import load_params
     from rlhf_core.data.collection.sources import collected_paths
     from rlhf_core.fingerprint import write_fingerprints, write_sources
 
@@ -62,7 +62,7 @@ def _record_code(root: Path, stage: str) -> None:
 @app.command(hidden=True)
 def fingerprint(workspace: WorkspaceOption = None) -> None:
     """Refresh the code fingerprints that dvc.yaml's stages depend on."""
-    from rlhf_core.config.loading.load import load_params
+    from rlhf_core.config.loading import load_params
     from rlhf_core.data.collection.sources import collected_paths, require_kept
     from rlhf_core.fingerprint import write_fingerprints, write_sources
     from rlhf_core.fingerprint.starting_model import tokenizer_patterns, write_starting_model
@@ -90,7 +90,7 @@ def open_model(workspace: WorkspaceOption = None) -> None:
 
     Exit codes: 0 the base stage may load it, 2 it would refuse it.
     """
-    from rlhf_core.config.loading.load import load_params
+    from rlhf_core.config.loading import load_params
     from rlhf_core.models.starting.starting_model import open_starting_model
     from rlhf_core.stages.runtime.runner import workspace_root
 

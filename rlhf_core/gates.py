@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.stages.gates import LOSSES, Condition
+from rlhf_core.config.gates import LOSSES, Condition
 from rlhf_core.errors import GateFailed
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json, sha256_file
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.stages.base import BaseStageConfig
+from rlhf_core.config.base import BaseStageConfig
 from rlhf_core.data.schema import Message, Prompt, as_dict, write_dicts
 from rlhf_core.stages import base
 from rlhf_core.stages.runtime.contract import Paths

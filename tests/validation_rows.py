@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.data import ValidateConfig
 from rlhf_core.data.collection.rows import prompt_group
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts

@@ -21,8 +21,8 @@ from benchmarks.annotated_cases.results import (
     result_table,
     write_summary,
 )
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.stages.collect import CollectConfig
+from rlhf_core.config.data import CollectConfig
+from rlhf_core.config.loading import load_section
 from rlhf_core.errors import RlhfError
 
 

@@ -15,8 +15,8 @@ from flows.commands.init import initialise
 from flows.dvc_repo.root import cache_of, ensure_dvc
 from flows.supervision.processes import child_environment
 from flows.workspace.folder import is_workspace
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.stages.collect import CollectConfig
+from rlhf_core.config.data import CollectConfig
+from rlhf_core.config.loading import load_section
 from rlhf_core.data.schema import read_table
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.evaluation.judges.final import MODELS

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.stages.evaluate import EvaluateConfig
+from rlhf_core.config.evaluation import EvaluateConfig
+from rlhf_core.config.loading import load_section
 from rlhf_core.data.schema import Message, Preference, Prompt, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare, tie_margin_of

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from benchmarks.ppo_iteration.workload import EOS, PAD, EndOfInput, Stopwatch, Workload, ranks
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.heads.scalar import ScalarModel

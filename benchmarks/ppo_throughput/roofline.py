@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.machine import seconds
-from rlhf_core.config.loading.load import Params
-from rlhf_core.config.operations.launch import LaunchConfig
+from rlhf_core.config.loading import Params
+from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.memory.architecture import Architecture
 from rlhf_core.memory.dry_run import ModelVariant, model_size
 from rlhf_core.models.precision import weights_precision

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks.ppo_throughput.__main__ import ROOT, add_recipe, read_shares, request_of
 from benchmarks.ppo_throughput.roofline import BYTES, PHASES, Device, Iteration, Model, launch_of_ppo
-from rlhf_core.config.loading.load import Params
+from rlhf_core.config.loading import Params
 from rlhf_core.errors import RlhfError
 from rlhf_core.memory.architecture import starting_architecture
 from rlhf_core.memory.command import PlanOptions, params_of

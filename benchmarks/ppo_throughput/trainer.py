@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.memory_phases import EOS, PAD, Subject, new_policy, new_scalar, ptx_of, reference_of
 from benchmarks.ppo_throughput.roofline import PHASES, launch_of_ppo
-from rlhf_core.config.loading.load import Params, check_params
-from rlhf_core.config.loading.overlay import overridden
+from rlhf_core.config.loading import Params, check_params, overridden
 from rlhf_core.data.schema import Message
 from rlhf_core.memory.architecture import Architecture
 from rlhf_core.ppo.actor_critic import ActorCriticPair, build_actor_critic

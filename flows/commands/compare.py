@@ -17,10 +17,10 @@ from flows.dvc_repo.lock_file import LOCK_FILE, RecordedStage, recorded_stages
 from flows.registry.workspace import RegisteredHere, read_registered
 from flows.stage.outcome import condition_rows
 from flows.workspace.folder import display_path, is_workspace
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.load import PARAMS_FILE
-from rlhf_core.config.stages.policy import METHOD_NAMES
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config import yaml_text
+from rlhf_core.config.loading import PARAMS_FILE
+from rlhf_core.config.policy import METHOD_NAMES
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.alternative_runs import AlternativeRun, evaluation_basis, save_alternatives
 from rlhf_core.evaluation.judges.final import JUDGE, SELECTED_BY

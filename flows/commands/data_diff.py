@@ -27,7 +27,7 @@ from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.storage.file_patterns import expand, is_url
 
 if TYPE_CHECKING:
-    from rlhf_core.config.stages.collect import ReadOptions
+    from rlhf_core.config.data import ReadOptions
     from rlhf_core.data.inspection.changes import DataState
 
 COLLECTED = "data/raw"

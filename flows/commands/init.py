@@ -10,13 +10,20 @@ from pathlib import Path
 from flows.dvc_repo.recipe import TRIALS, merged_params, write_recipe
 from flows.dvc_repo.root import cache_of, ensure_dvc
 from flows.workspace.folder import display_path, is_workspace
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.load import PARAMS_FILE, load_params, load_section
-from rlhf_core.config.loading.overlay import DEFAULT_PROFILE, profile_text, workspace_name
-from rlhf_core.config.loading.recipe import profiles_of, recipe_folder
-from rlhf_core.config.operations.operations import RegistryConfig
-from rlhf_core.config.stages.base import BaseConfig
-from rlhf_core.config.stages.collect import CollectConfig
+from rlhf_core.config import yaml_text
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.config.data import CollectConfig
+from rlhf_core.config.loading import (
+    DEFAULT_PROFILE,
+    PARAMS_FILE,
+    load_params,
+    load_section,
+    profile_text,
+    profiles_of,
+    recipe_folder,
+    workspace_name,
+)
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.storage.file_patterns import expand, is_url
 

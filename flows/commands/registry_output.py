@@ -21,8 +21,8 @@ from flows.registry.retention import RetentionPlan
 from flows.registry.session import TAKE_OVER
 from flows.registry.workspace import printed_line
 from flows.stage.outcome import condition_rows
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.loading import load_section
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.data.tokens.unneeded_entries import remove_entries, unneeded_entries
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import read_json, sha256_file

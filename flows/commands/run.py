@@ -43,7 +43,7 @@ from flows.supervision.processes import (
 from flows.workspace.cleanup import cleanup, running_services
 from flows.workspace.folder import cannot_write, private_path
 from flows.workspace.lock import LOCK_HELD_VARIABLE, locked
-from rlhf_core.config.loading.load import Params, load_params
+from rlhf_core.config.loading import Params, load_params
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, RlhfError
 from rlhf_core.storage.garbage_collection import skip_last_collection
 

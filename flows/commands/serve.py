@@ -19,10 +19,10 @@ from flows.registry.evidence import TrainingSource, source_of_version, source_of
 from flows.registry.stored_models import AliasSource, VersionSource, policy_with_alias, verified_folder, version_of_run
 from flows.supervision import signals
 from flows.workspace.folder import display_path, find_workspace, is_workspace, require_model_folder
-from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.evaluation import EvaluateConfig
+from rlhf_core.config.loading import load_section
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.operations.operations import RegistryConfig
-from rlhf_core.config.stages.evaluate import EvaluateConfig
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from rlhf_core.serving.limits import ServingLimits
 from rlhf_core.serving.policy_source import FolderSource, PolicySource, sampling_of_folder

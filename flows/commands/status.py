@@ -28,9 +28,9 @@ from flows.registry.release_page import current_page
 from flows.registry.stored_models import CONTENT_TAG
 from flows.registry.workspace import known_workspace_id
 from flows.workspace.lock import LockHolder, lock_holder
-from rlhf_core.config.loading.load import load_params
-from rlhf_core.config.loading.yaml_text import plain, read
-from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.loading import load_params
+from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import read_json, sha256_tree
 from rlhf_core.tracking.client_settings import CLIENT_SETTINGS, default_environment

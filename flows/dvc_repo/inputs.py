@@ -15,7 +15,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from flows.supervision.processes import run_module
-from rlhf_core.config.loading.load import Params, load_params
+from rlhf_core.config.loading import Params, load_params
 from rlhf_core.data.collection.sources import collected_paths
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.storage.file_patterns import expand, is_url

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.loading.yaml_text import plain, read
+from rlhf_core.config.yaml_text import plain, read
 
 LOCK_FILE = "dvc.lock"
 

@@ -11,7 +11,7 @@ from flows.prefect_server.pools import GPU_POOL
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageSpec
 from flows.workspace.folder import workspace_slug
-from rlhf_core.config.operations.placement import Placement
+from rlhf_core.config.operations import Placement
 
 JOB_FLOW = "rlhf-stage"
 

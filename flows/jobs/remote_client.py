@@ -37,7 +37,7 @@ from flows.stage.outcome import StageOutcome
 from flows.stage.run import stage_log
 from flows.supervision.signals import StopRequested
 from flows.workspace.folder import private_path
-from rlhf_core.config.loading.load import PARAMS_FILE, Params, load_params
+from rlhf_core.config.loading import PARAMS_FILE, Params, load_params
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.fingerprint.tracked_files import function_files, verifiable_functions
 from rlhf_core.git import git_revision

@@ -58,9 +58,8 @@ from flows.supervision.processes import OWNER_VARIABLE, ownership_tag
 from flows.workspace.cleanup import cleanup
 from flows.workspace.folder import run_label, run_tags
 from flows.workspace.lock import LOCK_HELD_VARIABLE, locked_unless_inherited
-from rlhf_core.config.loading.load import load_params
-from rlhf_core.config.operations.operations import FlowConfig
-from rlhf_core.config.operations.placement import Placement
+from rlhf_core.config.loading import load_params
+from rlhf_core.config.operations import FlowConfig, Placement
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
 from rlhf_core.storage.garbage_collection import skip_last_collection
 

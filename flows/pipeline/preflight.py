@@ -25,7 +25,7 @@ from flows.registry.register import registered_before
 from flows.registry.release_page import RunNotes, current_page, try_release_page
 from flows.stage.outcome import StageOutcome
 from flows.supervision.processes import run_module
-from rlhf_core.config.loading.load import Params, load_params
+from rlhf_core.config.loading import Params, load_params
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 
 SCRATCH, BASE = "scratch", "base"

@@ -25,8 +25,8 @@ from flows.registry.history import history_ledger, latest_request, read_history
 from flows.registry.promote import promote
 from flows.registry.register import register
 from flows.registry.release_page import try_release_page
-from rlhf_core.config.loading.load import load_params, load_section
-from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.loading import load_params, load_section
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 
 MATCH_LOG = "match"

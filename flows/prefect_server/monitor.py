@@ -13,7 +13,7 @@ from flows.prefect_server.pools import is_served, needs_worker
 from flows.prefect_server.services import SERVER, WORKER_PREFIX, Services, restart_server, worker_name
 from flows.supervision.processes import SupervisedProcess
 from flows.supervision.signals import STOP, WallClock
-from rlhf_core.config.loading.load import Params
+from rlhf_core.config.loading import Params
 from rlhf_core.errors import RlhfError
 
 SERVER_RESTARTS = 3

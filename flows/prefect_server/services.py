@@ -24,7 +24,7 @@ from flows.supervision.processes import (
 )
 from flows.workspace.cleanup import running_services
 from flows.workspace.folder import private_path
-from rlhf_core.config.loading.load import load_params
+from rlhf_core.config.loading import load_params
 from rlhf_core.errors import RlhfError, named_line
 
 if TYPE_CHECKING:

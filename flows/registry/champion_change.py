@@ -19,8 +19,8 @@ from flows.registry.decisions import (
 from flows.registry.evidence import weaker_gates
 from flows.registry.register import CONDITIONS_TAG, GATES_PASSED, GATES_TAG, REWARD_VERSION_TAG, UNGATED_TAG
 from flows.registry.stored_models import COMPLETE_TAG
-from rlhf_core.config.operations.operations import RegistryConfig
-from rlhf_core.config.stages.gates import Condition
+from rlhf_core.config.gates import Condition
+from rlhf_core.config.operations import RegistryConfig
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

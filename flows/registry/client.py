@@ -23,9 +23,9 @@ from flows.registry.aliases import registry_errors
 from flows.registry.workspace import repair_moved, workspace_id
 from flows.workspace.cleanup import running_addresses
 from flows.workspace.folder import private_path, run_tags
-from rlhf_core.config.loading.load import PARAMS_FILE, load_params, load_section
-from rlhf_core.config.loading.yaml_text import plain, read
-from rlhf_core.config.operations.operations import RegistryConfig, TrackingConfig
+from rlhf_core.config.loading import PARAMS_FILE, load_params, load_section
+from rlhf_core.config.operations import RegistryConfig, TrackingConfig
+from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError, first_line
 from rlhf_core.storage.files import read_json
 from rlhf_core.tracking.client_settings import CLIENT_SETTINGS, default_environment

@@ -26,7 +26,7 @@ from flows.prefect_server.services import known_server
 from flows.registry.aliases import read_aliases, registered_model, registry_errors
 from flows.registry.history import DECLINE, ENTRY_LIMIT, REQUEST, history_ledger, read_history
 from flows.registry.workspace import actor
-from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.promotion.criteria import Criterion
 from rlhf_core.storage.files import permitted, read_json

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from flows.dvc_repo.graph import StageNode, all_before, describe_changes, dvc_status, read_graph
 from flows.dvc_repo.lock_file import recorded_hash
 from flows.registry.client import flatten
-from rlhf_core.config.loading.load import PARAMS_FILE, load_section
-from rlhf_core.config.loading.yaml_text import plain, read
-from rlhf_core.config.stages.gates import Condition, GatesConfig
+from rlhf_core.config.gates import Condition, GatesConfig
+from rlhf_core.config.loading import PARAMS_FILE, load_section
+from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import GateFailed, RlhfError
 from rlhf_core.gates import weaker_conditions
 from rlhf_core.git import git_revision

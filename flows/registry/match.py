@@ -16,9 +16,9 @@ from flows.registry.aliases import registry_errors
 from flows.registry.history import EntryTaken, Ledger
 from flows.registry.stored_models import CONTENT_TAG
 from flows.supervision.processes import child_environment, start_supervised
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations.operations import RegistryConfig
-from rlhf_core.config.stages.evaluate import EvaluateConfig
+from rlhf_core.config.evaluation import EvaluateConfig
+from rlhf_core.config.loading import load_section
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.final import JUDGE
 from rlhf_core.evaluation.promotion.criteria import Criterion, failed

@@ -20,8 +20,8 @@ from flows.registry.session import not_the_owner
 from flows.registry.workspace import RegisteredHere, read_registered
 from flows.stage.outcome import SIGNS, condition_rows
 from flows.workspace.folder import PRIVATE, private_path
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.loading import load_section
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.evaluation.report.parts.release import BEGIN, ReleaseDecision, UnmetCondition
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json, sha256_file

@@ -16,8 +16,8 @@ from flows.registry.history import RETENTION, latest_request
 from flows.registry.match import MATCH_TAG, MATCHES
 from flows.registry.register import REWARD_VERSION_TAG
 from flows.registry.session import RegistrySession, other_owner, registry_session
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.loading import load_section
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from flows.registry.decisions import AliasTransaction, commit, finish_interrupte
 from flows.registry.evidence import GATES
 from flows.registry.workspace import OWNER_TAG, printed_line, workspace_id
 from flows.workspace.lock import locked
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations.operations import RegistryConfig
-from rlhf_core.config.stages.gates import GatesConfig
+from rlhf_core.config.gates import GatesConfig
+from rlhf_core.config.loading import load_section
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.gates import describe_bound
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.config.operations.operations import SignatureConfig
+from rlhf_core.config.operations import SignatureConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.storage.files import sha256_file
 

@@ -15,10 +15,10 @@ from flows.registry.decisions import finish_interrupted, pending
 from flows.registry.evidence import PARENT_TAG
 from flows.registry.session import registry_lock
 from flows.registry.signing import verify_signature
-from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.evaluation import EvaluateConfig
+from rlhf_core.config.loading import load_section
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.operations.operations import RegistryConfig
-from rlhf_core.config.stages.evaluate import EvaluateConfig
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError, first_line
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.storage.files import atomic_dir, sha256_tree

@@ -16,8 +16,8 @@ from flows.registry.client import connect
 from flows.registry.signing import SIGNATURE_NAME, Signer
 from flows.registry.stored_models import policy_with_alias, verified_folder
 from flows.release.model_card import DATA_CARD_FILE, ReleaseEvidence, card_data, card_text, release_evidence
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.loading import load_section
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import GateFailed, RlhfError, first_line, named_line
 from rlhf_core.storage.files import atomic_dir
 

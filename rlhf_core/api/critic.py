@@ -23,8 +23,8 @@ from rlhf_core.api.inputs import (
 from rlhf_core.api.reward_model import TrainedRewardModel
 from rlhf_core.api.run_folder import run_context
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.stages.critic import CriticConfig
-from rlhf_core.config.stages.ppo import RolloutConfig
+from rlhf_core.config.policy import CriticConfig
+from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.data.schema import Prompt
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.adapters.lora import merge_adapters

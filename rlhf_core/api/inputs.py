@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config.ppo.reward_sources import DEFAULT_SOURCES, OWN_MODEL
-from rlhf_core.config.stages.collect import ReadOptions
-from rlhf_core.config.stages.ppo import RolloutConfig
+from rlhf_core.config.data import ReadOptions
+from rlhf_core.config.ppo import RolloutConfig
+from rlhf_core.config.reward_sources import DEFAULT_SOURCES, OWN_MODEL
 from rlhf_core.data.collection.rows import read_records
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.detection import format_of

@@ -27,10 +27,9 @@ from rlhf_core.api.inputs import (
 )
 from rlhf_core.api.reward_model import TrainedRewardModel
 from rlhf_core.api.run_folder import run_context
-from rlhf_core.config.loading.rule_changes import rules_for
+from rlhf_core.config.loading import rules_for
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.ppo.ptx import PtxConfig
-from rlhf_core.config.stages.ppo import PpoConfig, RolloutConfig
+from rlhf_core.config.ppo import PpoConfig, PtxConfig, RolloutConfig
 from rlhf_core.data.chat.encoding import decode_reply, pad_id
 from rlhf_core.data.schema import Demonstration, Message, PretrainText, Prompt
 from rlhf_core.data.tokens.token_table import TokenTable

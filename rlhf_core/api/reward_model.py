@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.api.inputs import checked_tokenizer, held_out, require_loadable, require_type, rows_of
 from rlhf_core.api.run_folder import run_context
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.stages.reward import PairBatchConfig, RewardConfig
+from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.schema import Preference
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.starting.base import fitting_length

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.api.inputs import checked_tokenizer, held_out, require_loadable, require_type, rows_of
 from rlhf_core.api.run_folder import run_context
+from rlhf_core.config.base import SftConfig
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.stages.sft import SftConfig
 from rlhf_core.data.chat.encoding import pad_id
 from rlhf_core.data.schema import Demonstration
 from rlhf_core.data.tokens.token_table import TokenTable

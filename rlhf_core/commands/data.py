@@ -18,8 +18,7 @@ from rlhf_core.commands.output import print_json, print_text, terminal_width
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_OK, ConfigError, RlhfError
 
 if TYPE_CHECKING:
-    from rlhf_core.config.stages.collect import ReadOptions
-    from rlhf_core.config.stages.validate import ValidateConfig
+    from rlhf_core.config.data import ReadOptions, ValidateConfig
     from rlhf_core.data.inspection.describe import TokenLimits
 
 SHORT_FORM = "inspect"
@@ -236,7 +235,7 @@ def _token_limits(workspace: Path | None, tokenizer: str | None) -> TokenLimits 
 
     Outside a workspace, the limits are those of the default parameters.
     """
-    from rlhf_core.config.loading.load import check_params, load_params
+    from rlhf_core.config.loading import check_params, load_params
     from rlhf_core.stages.runtime.runner import workspace_root
     from rlhf_core.stages.token_lengths.token_limits import local_token_limits, token_limits
 
@@ -282,9 +281,8 @@ def _validate_config(workspace: Path | None, sets: Sequence[str], tokenizer: str
     """
     import json
 
-    from rlhf_core.config.loading import yaml_text
-    from rlhf_core.config.loading.load import PARAMS_FILE, check_params
-    from rlhf_core.config.loading.overlay import overlaid, rebase_sources
+    from rlhf_core.config import yaml_text
+    from rlhf_core.config.loading import PARAMS_FILE, check_params, overlaid, rebase_sources
     from rlhf_core.stages.runtime.runner import workspace_root
 
     other = [given for given in sets if not given.startswith(("validate.", "seed="))]
@@ -319,8 +317,8 @@ def read_options(
 
     from pydantic import ValidationError
 
+    from rlhf_core.config.data import FormatName, ReadOptions
     from rlhf_core.config.problems import describe
-    from rlhf_core.config.stages.collect import FormatName, ReadOptions
 
     if format_name is not None and format_name not in get_args(FormatName):
         raise ConfigError(f"--format {format_name} is unknown; known are {', '.join(get_args(FormatName))}")

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rlhf_core.config.stages.validate import SplitConfig
+from rlhf_core.config.data import SplitConfig
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema
 from rlhf_core.data.splits import SPLITS, PairUser, assign, pair_user_of
 from rlhf_core.data.tables.table_stream import TableWriter

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-# The rule of rows that a reader could not use; all others are those of rlhf_core.config.validation_rules.
+# The rule of rows that a reader could not use; all others are those of rlhf_core.config.data.
 READABLE = "readable"
 # Reasons may quote the row: of more than so many different ones, the others are counted together.
 MOST_REASONS = 1000

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from enum import StrEnum
 
-from rlhf_core.config.stages.validate import SplitConfig
+from rlhf_core.config.data import SplitConfig
 
 SPLITS = ("train", "validation", "test")
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.stages.evaluate import EvaluateConfig
+from rlhf_core.config import yaml_text
+from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.storage.files import atomic_write_json, read_json
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.data.batches.sharding import whole_passes
 from rlhf_core.data.chat.encoding import encode_prompt, encode_reply, pad_id
 from rlhf_core.data.schema import Message, Prompt, read_rows

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations.operations import RegistryConfig
-from rlhf_core.config.stages.gates import LOSSES, GatesConfig
+from rlhf_core.config.gates import LOSSES, GatesConfig
+from rlhf_core.config.loading import load_section
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.losses import ERRORS_PER_MARGIN, PairedLoss
 from rlhf_core.evaluation.promotion.criteria import MEASUREMENTS

@@ -11,7 +11,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlhf_core.config.stages.policy import Method
+from rlhf_core.config.policy import Method
 from rlhf_core.fingerprint.reach import Package
 from rlhf_core.storage.files import atomic_write_text
 from rlhf_core.storage.garbage_collection import paused_collector

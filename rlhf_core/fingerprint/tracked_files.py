@@ -15,8 +15,8 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlhf_core.config.evaluation.verifiable import VerifiableConfig
-from rlhf_core.config.ppo.reward_sources import (
+from rlhf_core.config.evaluation import EvaluateConfig, VerifiableConfig
+from rlhf_core.config.reward_sources import (
     OWN_MODEL,
     ClassifierSource,
     EnsembleSource,
@@ -24,7 +24,6 @@ from rlhf_core.config.ppo.reward_sources import (
     ModelSource,
     RewardSources,
 )
-from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.fingerprint import bare_code, write_sources
 from rlhf_core.storage.files import sha256_file
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config.loading.load import Params
+from rlhf_core.config.loading import Params
 from rlhf_core.errors import RlhfError
 from rlhf_core.memory.estimate import MemoryEstimate, StageEstimate
 from rlhf_core.memory.inputs import EstimateInputs

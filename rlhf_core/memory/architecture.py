@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.adapters.lower_layers import limit_layers
 from rlhf_core.models.io import require_no_adapter

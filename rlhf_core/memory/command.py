@@ -8,11 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.load import PARAMS_FILE, Params, check_params, load_params
-from rlhf_core.config.loading.overlay import merge, overlays_of, overridden
-from rlhf_core.config.loading.recipe import profiles_of
-from rlhf_core.config.operations.operations import Trained
+from rlhf_core.config import yaml_text
+from rlhf_core.config.loading import (
+    PARAMS_FILE,
+    Params,
+    check_params,
+    load_params,
+    merge,
+    overlays_of,
+    overridden,
+    profiles_of,
+)
+from rlhf_core.config.operations import Trained
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.memory.advice import adapter_settings, advise
 from rlhf_core.memory.architecture import starting_architecture

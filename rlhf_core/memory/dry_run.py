@@ -22,8 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf_core.config.lora import LoraConfig
-from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.config.model import LoraConfig, OptimizerConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.memory.architecture import Architecture
 from rlhf_core.memory.tensor_memory import MemoryUse, TensorMemory

@@ -8,10 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_core.config.loading.load import Params, check_params
-from rlhf_core.config.loading.overlay import overridden
-from rlhf_core.config.lora import LoraConfig
-from rlhf_core.config.ppo.reward_sources import OWN_MODEL, ClassifierSource, EnsembleSource, ModelSource, source_names
+from rlhf_core.config.loading import Params, check_params, overridden
+from rlhf_core.config.model import LoraConfig
+from rlhf_core.config.reward_sources import (
+    OWN_MODEL,
+    ClassifierSource,
+    EnsembleSource,
+    ModelSource,
+    source_names,
+)
 from rlhf_core.errors import ModelError
 from rlhf_core.memory.architecture import Architecture, architecture_of_file
 from rlhf_core.memory.dry_run import Head, ModelVariant, Moments, model_size

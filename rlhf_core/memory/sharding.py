@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from rlhf_core.config.loading.load import Params
-from rlhf_core.config.operations.launch import LaunchConfig
+from rlhf_core.config.loading import Params
+from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.memory.dry_run import ModelSize
 from rlhf_core.memory.tensor_memory import MemoryUse
 from rlhf_core.models.adapters.nf4 import BLOCK

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from rlhf_core.config.loading.load import Params
+from rlhf_core.config.loading import Params
 from rlhf_core.config.problems import nearest
-from rlhf_core.config.stages.reward import RewardConfig
+from rlhf_core.config.reward import RewardConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.metrics.perplexity import POSITIONS_PER_CHUNK, ROWS_PER_PASS
 from rlhf_core.memory import passes

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_core.config.operations.launch import DEFAULT_LOGITS_MIB, MIB
+from rlhf_core.config.operations import DEFAULT_LOGITS_MIB, MIB
 from rlhf_core.models.float32_head import Float32Linear
 from rlhf_core.runtime import distributed
 

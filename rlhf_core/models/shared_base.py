@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
-from rlhf_core.config.lora import LoraConfig
+from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.adapters.lower_layers import keep_lower_layers
 from rlhf_core.models.attention import attention_of

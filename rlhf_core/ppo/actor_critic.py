@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.models.heads.actor_critic import ActorCritic, policy_weights
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.lazy_logits import LOGITS_BYTES, LazyLogits

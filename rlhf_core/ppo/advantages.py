@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlhf_core.config.ppo.advantage import AdvantageConfig
+from rlhf_core.config.ppo import AdvantageConfig
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.losses import masked_mean, sequence_sums
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_core.config.stages.critic import CriticConfig
-from rlhf_core.config.stages.ppo import RolloutConfig
+from rlhf_core.config.policy import CriticConfig
+from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import explained_variance, with_advantages
 from rlhf_core.ppo.experience import Experience

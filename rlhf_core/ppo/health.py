@@ -12,9 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlhf_core.config.health.default_rules import DEFAULT_RULES
-from rlhf_core.config.health.health import HealthConfig
-from rlhf_core.config.health.rule import Action, Check, Rule, Severity
+from rlhf_core.config.health import DEFAULT_RULES, Action, Check, HealthConfig, Rule, Severity
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.ppo.checkpoints import Rollback, RollbackCheckpoints, RollbackJournal
 from rlhf_core.ppo.experience import IterationRecord

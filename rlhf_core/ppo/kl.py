@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlhf_core.config.ppo.kl import KL_ERROR_CLIP, KlConfig
+from rlhf_core.config.ppo import KL_ERROR_CLIP, KlConfig
 
 SampledEstimator = Literal["k1", "k2", "k3"]
 MIN_FACTOR = 0.1  # one rollout lowers an adaptive coefficient to a tenth at most, so that it can never turn negative

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from rlhf_core.config.stages.ppo import RewardShapingConfig, RolloutConfig
+from rlhf_core.config.ppo import RewardShapingConfig, RolloutConfig
 from rlhf_core.errors import DataError
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.kl import kl_estimate

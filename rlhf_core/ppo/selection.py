@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from rlhf_core.config.stages.ppo import SelectionConfig
+from rlhf_core.config.ppo import SelectionConfig
 from rlhf_core.errors import DataError
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.checkpoints import RollbackCheckpoints, prune_best, save_best

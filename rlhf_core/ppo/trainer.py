@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.config.stages.ppo import RolloutConfig
+from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.models.precision import matmul_precision
 from rlhf_core.ppo.actor_critic import ActorCriticPair, gathered_parameters
 from rlhf_core.ppo.advantages import estimate_advantages, group_metrics

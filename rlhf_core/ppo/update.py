@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.batches.batching import batch_at
 from rlhf_core.data.batches.category_shares import rows_by_category_share
 from rlhf_core.data.batches.sharding import passes

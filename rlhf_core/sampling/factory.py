@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from rlhf_core.config.ppo.sampler import SamplerConfig
+from rlhf_core.config.ppo import SamplerConfig
 from rlhf_core.sampling.local import LocalSampler
 from rlhf_core.sampling.sampler import Sampler
 

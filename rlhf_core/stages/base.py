@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config.stages.base import BaseStageConfig
+from rlhf_core.config.base import BaseStageConfig
 from rlhf_core.data.chat.chat_template import refused_dialogues
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, read_rows
 from rlhf_core.data.splits import PairUser

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rlhf_core.config.loading.recipe import expectations_of
-from rlhf_core.config.stages.collect import CollectConfig, FileSources
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
+from rlhf_core.config.loading import expectations_of
 from rlhf_core.data.collection.derived import DERIVED_FROM
 from rlhf_core.data.inspection.report_lines import column_lines, percentile_table, wrapped
 from rlhf_core.data.row_counts import BY_WORD, ReasonCount, ReasonCounts, RowCounts, RowFinding

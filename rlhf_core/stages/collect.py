@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.stages.collect import CollectConfig
+from rlhf_core.config.data import CollectConfig
 from rlhf_core.data.collection.derived import derived_from
 from rlhf_core.data.collection.raw_folder import CountedSource, RawFolder, SourceWriter
 from rlhf_core.data.collection.sources import (

@@ -11,7 +11,7 @@ import logging
 from typing import Any
 
 from rlhf_core.api.critic import train_critic
-from rlhf_core.config.stages.critic import CriticStageConfig
+from rlhf_core.config.policy import CriticStageConfig
 from rlhf_core.fingerprint import tracked_files
 from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.stages.policy.training_prompts import read_training_prompts

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedModel
 
-from rlhf_core.config.stages.evaluate import EvaluateStageConfig
+from rlhf_core.config.evaluation import EvaluateStageConfig
 from rlhf_core.data.schema import Prompt, write_table
 from rlhf_core.evaluation.benchmarks.multiple_choice.accuracy import AnsweredQuestions
 from rlhf_core.evaluation.benchmarks.multiple_choice.log_likelihood import answer_questions

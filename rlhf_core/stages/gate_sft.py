@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_core.config.stages.gates import GatesConfig
+from rlhf_core.config.gates import GatesConfig
 from rlhf_core.gates import decide, load_metrics, settle
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.run_context import RunContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from rlhf_core.config.stages.reward import JudgeConfig
+from rlhf_core.config.reward import JudgeConfig
 from rlhf_core.data.splits import PairUser
 from rlhf_core.stages.reward import run_reward_stage
 from rlhf_core.stages.runtime.contract import Stage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.stages.policy import PolicyStageConfig
+from rlhf_core.config.policy import PolicyStageConfig
 from rlhf_core.data.chat.encoding import pad_id
 from rlhf_core.data.schema import Demonstration, read_rows
 from rlhf_core.data.splits import PairUser

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config.stages.policy import Method, PolicyStageConfig, RejectionSamplingConfig
-from rlhf_core.config.stages.sft import SftConfig
+from rlhf_core.config.base import SftConfig
+from rlhf_core.config.policy import Method, PolicyStageConfig, RejectionSamplingConfig
 from rlhf_core.data.batches.batching import epoch_order
 from rlhf_core.data.chat.encoding import decode_reply, pad_id
 from rlhf_core.errors import DataError

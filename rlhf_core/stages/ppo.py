@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.api.ppo import PTX_KINDS, train_ppo
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.schema import Demonstration, PretrainText, Prompt, read_rows
 from rlhf_core.data.tokens.token_cache import read_tokens
 from rlhf_core.data.tokens.token_table import TokenTable

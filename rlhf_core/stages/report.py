@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_core.config.stages.report import ReportConfig
+from rlhf_core.config.evaluation import ReportConfig
 from rlhf_core.evaluation.report.parts.headline import headline_metrics, write_curves
 from rlhf_core.evaluation.report.parts.lineage import LOCK, report_lineage
 from rlhf_core.evaluation.report.render import render

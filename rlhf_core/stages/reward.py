@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from rlhf_core.api.reward_model import train_reward_model
-from rlhf_core.config.stages.reward import RewardConfig
+from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.splits import PairUser
 from rlhf_core.models.starting.base import fitting_length, load_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from rlhf_core.api.sft import fine_tune
-from rlhf_core.config.stages.sft import SftConfig
+from rlhf_core.config.base import SftConfig
 from rlhf_core.data.schema import Demonstration, read_rows
 from rlhf_core.data.tokens.token_cache import read_tokens
 from rlhf_core.models.starting.base import load_policy

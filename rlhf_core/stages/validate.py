@@ -7,8 +7,8 @@ from collections.abc import Collection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rlhf_core.config.stages.gates import Condition
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.data import ValidateConfig
+from rlhf_core.config.gates import Condition
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.dataset import Numbers, data_metrics, file_names, rows_metric, write_clean
 from rlhf_core.data.schema import ROW_TYPES

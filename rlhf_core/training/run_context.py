@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf_core.config.operations.launch import LaunchConfig
+from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.tracking import NullTracker, Tracker
 from rlhf_core.training.checkpoints.store import CheckpointStore

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.config.base import SftConfig
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.stages.sft import SftConfig
 from rlhf_core.data.batches.sharding import passes, whole_passes
 from rlhf_core.data.chat.encoding import decode_reply, encode_prompt, left_pad, pad_id, stop_token_ids
 from rlhf_core.data.schema import Demonstration

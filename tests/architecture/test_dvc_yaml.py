@@ -8,9 +8,9 @@ from typing import Any, get_args
 import pytest
 
 from rlhf_core.cli import fingerprint
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.stages.policy import Method
-from rlhf_core.config.stages.ppo import RolloutConfig
+from rlhf_core.config import yaml_text
+from rlhf_core.config.policy import Method
+from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.stages.runtime.names import STAGES, load_stage
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -87,7 +87,7 @@ def test_code_of_another_method_trains_no_policy_by_ppo_again(copy: Path, before
 
 
 def test_a_changed_health_rule_makes_ppo_and_the_report_stale(copy: Path, before: dict[str, str]) -> None:
-    path = copy / "config/health/default_rules.py"
+    path = copy / "config/health.py"
     text = path.read_text()
     changed = re.sub(r'(Rule\("gradient_growing", \(Check\("policy_grad_norm", ">", )10\.0', r"\g<1>11.0", text)
     assert changed != text
@@ -106,7 +106,7 @@ def test_a_changed_template_makes_its_stage_stale(copy: Path, before: dict[str, 
 
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage not in ("ppo", "report")])
 def test_default_health_rules_concern_ppo_and_the_report_alone(stage: str) -> None:
-    assert not any(name.startswith("rlhf_core.config.health.default_rules.") for name in reached(stage))
+    assert not any(name.startswith("rlhf_core.config.health.") for name in reached(stage))
 
 
 def test_modules_imported_by_a_computed_name_are_known() -> None:

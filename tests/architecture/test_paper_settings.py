@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.load import Params, check_params
-from rlhf_core.config.loading.overlay import merge, profile_text
+from rlhf_core.config import yaml_text
+from rlhf_core.config.loading import Params, check_params, merge, profile_text
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "paper-settings.md"

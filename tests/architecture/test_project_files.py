@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import rlhf_core
-from rlhf_core.config.loading import yaml_text
+from rlhf_core.config import yaml_text
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"

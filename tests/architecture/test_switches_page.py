@@ -12,11 +12,10 @@ from architecture.glossary import PAGE as GLOSSARY
 from architecture.glossary import documented
 from pydantic import BaseModel
 
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.load import check_params
-from rlhf_core.config.loading.rule_changes import rules_for
-from rlhf_core.config.stages.critic import CriticConfig
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config import yaml_text
+from rlhf_core.config.loading import check_params, rules_for
+from rlhf_core.config.policy import CriticConfig
+from rlhf_core.config.ppo import PpoConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "switches.md"
 PATH = re.compile(r"`((?:ppo|critic)\.[\w.]+)`")

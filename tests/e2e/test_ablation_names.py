@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from commands import SmokeRun
 
-from rlhf_core.config.ablation.metrics import CURVES, METRICS
+from rlhf_core.config.ablation import CURVES, METRICS
 from rlhf_core.evaluation.ablation.results import AblationRun, read_results
 
 pytestmark = pytest.mark.services

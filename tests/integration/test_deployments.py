@@ -21,7 +21,7 @@ from flows.jobs.job import Job
 from flows.jobs.run_on_pool import submit
 from flows.prefect_server.pools import ensure_deployed_pools
 from flows.stage.run import StageSpec
-from rlhf_core.config.loading.load import Params, check_params
+from rlhf_core.config.loading import Params, check_params
 from rlhf_core.errors import ConfigError, RlhfError
 
 pytestmark = [pytest.mark.services, pytest.mark.slow]

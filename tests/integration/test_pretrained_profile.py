@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 from unit.training.tiny import SHAPE
 
 from flows.commands.init import initialise
-from rlhf_core.config.loading.load import load_params
-from rlhf_core.config.loading.overlay import merge
+from rlhf_core.config.loading import load_params, merge
 from rlhf_core.errors import ConfigError, GateFailed
 from rlhf_core.models.starting.base import new_model, save_policy
 from rlhf_core.stages.runtime.runner import run_stage

@@ -15,7 +15,7 @@ from flows.commands.status import stages_status
 from flows.commands.text import last_lines
 from flows.dvc_repo.inputs import refresh_inputs, with_sources
 from flows.dvc_repo.root import ensure_dvc
-from rlhf_core.config.loading.load import load_params
+from rlhf_core.config.loading import load_params
 from rlhf_core.errors import RlhfError
 from rlhf_core.tracking.stage_run import tracking_uri
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.ablation.ablation import Ablation, check_recipes, load_ablation
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.load import check_params
-from rlhf_core.config.loading.overlay import merge, overridden
+from rlhf_core.config import yaml_text
+from rlhf_core.config.ablation import Ablation, check_recipes, load_ablation
+from rlhf_core.config.loading import check_params, merge, overridden
 from rlhf_core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.health.default_rules import DEFAULT_RULES
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.load import Params, check_params, load_section
-from rlhf_core.config.loading.overlay import merge, workspace_name
-from rlhf_core.config.loading.rule_changes import rules_for
-from rlhf_core.config.stages.ppo import PpoConfig
-from rlhf_core.config.stages.sft import SftConfig
+from rlhf_core.config import yaml_text
+from rlhf_core.config.base import SftConfig
+from rlhf_core.config.health import DEFAULT_RULES
+from rlhf_core.config.loading import Params, check_params, load_section, merge, rules_for, workspace_name
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.loading.load import check_params
-from rlhf_core.config.stages.gates import Condition, GatesConfig
+from rlhf_core.config.gates import Condition, GatesConfig
+from rlhf_core.config.loading import check_params
 from rlhf_core.errors import EXIT_GATE_FAILED, ConfigError, DataError, GateFailed
 from rlhf_core.gates import check, decide, load_metrics, lookup, settle, weaker_conditions
 from rlhf_core.stages import gate_policy, gate_reward

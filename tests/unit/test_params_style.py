@@ -9,7 +9,7 @@ from commands import ROOT
 from dvc.utils.hydra import apply_overrides
 
 from flows.dvc_repo.recipe import merged_params, with_profile_header
-from rlhf_core.config.loading.overlay import profiles
+from rlhf_core.config.loading import profiles
 from rlhf_core.errors import ConfigError
 
 NAMES = sorted(profiles(ROOT / "profiles"))

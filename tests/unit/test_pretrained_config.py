@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.load import Params, check_params
-from rlhf_core.config.loading.overlay import merge, overlays_of
+from rlhf_core.config import yaml_text
+from rlhf_core.config.loading import Params, check_params, merge, overlays_of
 from rlhf_core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

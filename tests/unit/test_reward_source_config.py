@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.load import check_params, load_section
-from rlhf_core.config.loading.overlay import merge, rebase_sources
-from rlhf_core.config.ppo.reward_sources import DEFAULT_SOURCES, source_names
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config import yaml_text
+from rlhf_core.config.loading import check_params, load_section, merge, rebase_sources
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.reward_sources import DEFAULT_SOURCES, source_names
 from rlhf_core.errors import ConfigError
 
 MODEL, URL = {"kind": "model"}, "http://127.0.0.1:8000/score"
@@ -82,7 +81,7 @@ def test_the_default_is_the_own_reward_model_for_both_stages() -> None:
 
 
 def test_sources_are_units_that_critic_and_ppo_share(tmp_path: Path) -> None:
-    from rlhf_core.config.stages.critic import CriticStageConfig
+    from rlhf_core.config.policy import CriticStageConfig
 
     (tmp_path / "params.yaml").write_text(f"ppo: {{reward: {{sources: [{{kind: http, url: '{URL}'}}]}}}}\n")
     critic = load_section(tmp_path, "critic", CriticStageConfig)

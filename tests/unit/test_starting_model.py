@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.overlay import rebase_sources
+from rlhf_core.config import yaml_text
+from rlhf_core.config.loading import rebase_sources
 from rlhf_core.fingerprint.starting_model import FILE, tokenizer_patterns, write_starting_model
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.config.stages.gates import Condition
+from rlhf_core.config.gates import Condition
 from rlhf_core.gates import check, weaker_conditions
 
 NUMBERS = st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 2.0])

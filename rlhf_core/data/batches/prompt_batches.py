@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from rlhf_core.config.stages.reward import PairBatchConfig
+from rlhf_core.config.reward import PairBatchConfig
 from rlhf_core.data.batches.batching import epoch_order
 from rlhf_core.data.batches.pairs import TokenisedPair
 

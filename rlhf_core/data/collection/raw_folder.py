@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rlhf_core.config.stages.collect import SourceOptions
+from rlhf_core.config.data import SourceOptions
 from rlhf_core.data.collection.derived import DERIVED_FROM, derive
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.readers.columns import unused_summary

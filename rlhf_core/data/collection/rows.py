@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from rlhf_core.config.stages.collect import ReadOptions
+from rlhf_core.config.data import ReadOptions
 from rlhf_core.data.chunks import bytes_in_memory, chunked, drained
 from rlhf_core.data.readers.columns import NAME_LENGTH, SINGLE_REPLIES, mapped_records, unused_columns, with_columns
 from rlhf_core.data.readers.content import Record

@@ -8,7 +8,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
-from rlhf_core.config.stages.collect import CollectConfig, DataSource, FileSources, ReadOptions, SourceOptions
+from rlhf_core.config.data import (
+    CollectConfig,
+    DataSource,
+    FileSources,
+    ReadOptions,
+    SourceOptions,
+)
 from rlhf_core.data.collection.hub import PREFIX, load_hub_records
 from rlhf_core.data.collection.rows import FileRows, row_chunks
 from rlhf_core.data.readers.columns import with_columns

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from rlhf_core.config.stages.collect import ReadOptions
+from rlhf_core.config.data import ReadOptions
 from rlhf_core.data.collection.sources import SourceFile, source_chunks, source_files, sources_by_kind
 from rlhf_core.data.inspection.report_lines import example_lines, wrapped
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, tables_of

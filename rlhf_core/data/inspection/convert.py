@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_core.config.stages.collect import DataSource, FormatName, ReadOptions
+from rlhf_core.config.data import DataSource, FormatName, ReadOptions
 from rlhf_core.data.chunks import bytes_in_memory, chunked
 from rlhf_core.data.collection.rows import FileRows, read_records
 from rlhf_core.data.collection.sources import source_chunks, source_files

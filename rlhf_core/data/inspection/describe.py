@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_core.config.stages.collect import ReadOptions
+from rlhf_core.config.data import ReadOptions
 from rlhf_core.data.chunks import bytes_in_memory, drained
 from rlhf_core.data.collection.hub import PREFIX
 from rlhf_core.data.collection.rows import FileRows, row_chunks

@@ -6,7 +6,7 @@ import string
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf_core.config.stages.collect import ReadOptions, template_columns
+from rlhf_core.config.data import ReadOptions, template_columns
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.format import listed
 from rlhf_core.data.readers.labels import FLAGS, key_of, read_flags

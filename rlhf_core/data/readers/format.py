@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config.stages.collect import ReadOptions
+from rlhf_core.config.data import ReadOptions
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.turns import Refusal, Turn, text_of
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
-from rlhf_core.config.stages.collect import PairChoice, ReadOptions
+from rlhf_core.config.data import PairChoice, ReadOptions
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.format import PAIRS, PROMPTS, Format, Parsed, Undecided, has, number_of
 from rlhf_core.data.readers.turns import Refusal, Turn, prompt_of, reply_of, text_of, turn_of

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config.data import NEEDED_FOR_TRAINING, ROW_RULES, SET_RULES, Severity, ValidateConfig
 from rlhf_core.config.problems import nearest
-from rlhf_core.config.stages.validate import ValidateConfig
-from rlhf_core.config.validation_rules import NEEDED_FOR_TRAINING, ROW_RULES, SET_RULES, Severity
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.validation.columns import column_names
 from rlhf_core.errors import ConfigError

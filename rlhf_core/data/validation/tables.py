@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from rlhf_core.config.validation_rules import Severity
+from rlhf_core.config.data import Severity
 from rlhf_core.data.collection.derived import DERIVED_FROM, derive
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.validation.checkpoint import COPIES, ROWS, SET, Checkpoints, Verdicts

@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from rlhf_core.config.ablation.ablation import FigurePlan
-from rlhf_core.config.ablation.metrics import CURVES, METRICS
+from rlhf_core.config.ablation import CURVES, METRICS, FigurePlan
 from rlhf_core.evaluation.ablation.intervals import SeedTable
 from rlhf_core.evaluation.ablation.results import RunResult
 

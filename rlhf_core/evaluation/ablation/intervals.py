@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from rlhf_core.config.ablation.metrics import METRICS, Metric
+from rlhf_core.config.ablation import METRICS, Metric
 from rlhf_core.evaluation.ablation.results import RunResult
 
 

@@ -6,8 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from rlhf_core.config.ablation.ablation import Ablation, FigurePlan
-from rlhf_core.config.ablation.metrics import METRICS, Metric
+from rlhf_core.config.ablation import METRICS, Ablation, FigurePlan, Metric
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.ablation.intervals import Interval, SeedTable
 from rlhf_core.evaluation.ablation.results import DONE, RunResult

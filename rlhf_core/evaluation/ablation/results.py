@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rlhf_core.config.ablation.metrics import METRICS
+from rlhf_core.config.ablation import METRICS
 from rlhf_core.data.schema import read_table
 from rlhf_core.storage.files import atomic_write_text, read_json
 from rlhf_core.training.history import read_history

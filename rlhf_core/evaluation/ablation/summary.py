@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from rlhf_core.config.ablation.ablation import Ablation
+from rlhf_core.config.ablation import Ablation
 from rlhf_core.evaluation.ablation.figures import draw_figure
 from rlhf_core.evaluation.ablation.intervals import SeedTable
 from rlhf_core.evaluation.ablation.page import insert, write_page

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlhf_core.config.ablation.ablation import Claim, Expectation
-from rlhf_core.config.ablation.metrics import METRICS, Metric
+from rlhf_core.config.ablation import METRICS, Claim, Expectation, Metric
 from rlhf_core.evaluation.ablation.intervals import Interval, SeedTable, to_comparison_scale
 
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config.stages.validate import AUTOMATIC_ROWS, NearDuplicatesConfig, ValidateConfig
-from rlhf_core.config.validation_rules import RULES
+from rlhf_core.config.data import AUTOMATIC_ROWS, RULES, NearDuplicatesConfig, ValidateConfig
 from rlhf_core.data.inspection.report_lines import counted
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.text.safe_text import shortened

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config.stages.evaluate import HeldOutPerplexityConfig
+from rlhf_core.config.evaluation import HeldOutPerplexityConfig
 from rlhf_core.data.batches.sharding import whole_passes
 from rlhf_core.data.chat.encoding import encode_dialogue, encode_text, pad_id
 from rlhf_core.data.schema import Preference, PretrainText, read_rows

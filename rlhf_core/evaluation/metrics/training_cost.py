@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config.stages.policy import Method
+from rlhf_core.config.policy import Method
 
 Histories = Mapping[str, Sequence[Mapping[str, Any]]]
 # The stages beside its own that a method needs a model of. DPO reads the pairs themselves.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config.operations.operations import NonInferiorityConfig
+from rlhf_core.config.operations import NonInferiorityConfig
 from rlhf_core.evaluation.statistics import level_of_attempt, sign_test
 
 REFUSES_HARMFUL, REFUSAL_LOG_ODDS = "safety.refuses_harmful", "safety.refusal_log_odds"

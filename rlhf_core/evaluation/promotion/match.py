@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations.operations import RegistryConfig
-from rlhf_core.config.stages.evaluate import EvaluateConfig
+from rlhf_core.config.evaluation import EvaluateConfig
+from rlhf_core.config.loading import load_section
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.evaluation.comparisons.comparison import compare, compare_outcomes, outcomes, tie_margin_of
 from rlhf_core.evaluation.comparisons.length_control import length_differences
 from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies, sample_sets

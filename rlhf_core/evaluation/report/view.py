@@ -8,8 +8,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rlhf_core.config.health.default_rules import DEFAULT_RULES
-from rlhf_core.config.stages.policy import METHOD_NAMES
+from rlhf_core.config.health import DEFAULT_RULES
+from rlhf_core.config.policy import METHOD_NAMES
 from rlhf_core.evaluation.figures.format_number import format_number
 from rlhf_core.evaluation.judges.final import final_judges
 from rlhf_core.evaluation.report.charts import interval_chart, outcome_chart

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field, ValidationError, field_validator
 
-from rlhf_core.config.evaluation.verifiable import VerifiableConfig
+from rlhf_core.config.evaluation import VerifiableConfig
 from rlhf_core.config.model import Strict
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError

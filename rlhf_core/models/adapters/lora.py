@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlhf_core.config.lora import LoraConfig
+from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.models.adapters.nf4 import is_linear, pack_linear_layers, unpack_linear_layers
 from rlhf_core.models.io import quiet

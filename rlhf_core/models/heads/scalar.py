@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlhf_core.config.lora import LoraConfig
+from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.adapters.lora import add_adapters
 from rlhf_core.models.adapters.lower_layers import keep_lower_layers

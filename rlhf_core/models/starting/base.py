@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.float32_head import float32_unembedding, use_float32_unembedding
 from rlhf_core.models.forward import embedding_weight, probe_ids

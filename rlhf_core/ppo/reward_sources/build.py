@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from rlhf_core.config.ppo.reward_sources import (
+from rlhf_core.config.reward_sources import (
     OWN_MODEL,
     ClassifierSource,
     EnsembleSource,

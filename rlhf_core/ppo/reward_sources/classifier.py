@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlhf_core.config.ppo.reward_sources import ClassifierSource
+from rlhf_core.config.reward_sources import ClassifierSource
 from rlhf_core.data.chat.chat_template import encode_rendered
 from rlhf_core.data.chat.special_tokens import special_tokens
 from rlhf_core.data.schema import Message

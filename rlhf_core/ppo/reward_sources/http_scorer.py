@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from torch import Tensor
 
-from rlhf_core.config.ppo.reward_sources import HttpSource
+from rlhf_core.config.reward_sources import HttpSource
 from rlhf_core.errors import DataError
 from rlhf_core.ppo.reward_sources.source import Replies, checked_rewards
 from rlhf_core.runtime.http_retry import RetriesExhausted, bearer_token, describe_answer, post_json

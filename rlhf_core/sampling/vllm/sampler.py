@@ -14,7 +14,7 @@ import httpx
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_core.config.ppo.sampler import VllmSamplerConfig
+from rlhf_core.config.ppo import VllmSamplerConfig
 from rlhf_core.data.chat.encoding import left_pad
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.forward import probe_ids

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rlhf_core.config.model import StageConfig
-from rlhf_core.config.stages.policy import Method
+from rlhf_core.config.policy import Method
 from rlhf_core.training.run_context import RunContext
 
 Config = TypeVar("Config", bound=StageConfig)

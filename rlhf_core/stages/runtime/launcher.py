@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from rlhf_core.config.operations.launch import LaunchConfig
+from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.errors import Preempted, RlhfError
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime.outcome import StageExit, outcome_path

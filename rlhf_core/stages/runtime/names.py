@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from rlhf_core.config.policy import Method
 from rlhf_core.config.problems import nearest
-from rlhf_core.config.stages.policy import Method
 from rlhf_core.errors import ConfigError
 from rlhf_core.fingerprint import stage_module_name
 from rlhf_core.stages.runtime.contract import Stage

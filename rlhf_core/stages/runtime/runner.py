@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from rlhf_core.config.loading.load import Params, load_params, load_section
+from rlhf_core.config.loading import Params, load_params, load_section
 from rlhf_core.config.model import StageConfig
-from rlhf_core.config.operations.launch import LaunchConfig
-from rlhf_core.config.operations.operations import Trained
+from rlhf_core.config.operations import LaunchConfig, Trained
 from rlhf_core.data.tokens import TOKENS
 from rlhf_core.errors import DataError, RlhfError, is_full_disk
 from rlhf_core.fingerprint import fingerprint, tracked_files

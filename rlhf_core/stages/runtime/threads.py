@@ -6,8 +6,8 @@ import logging
 import os
 from pathlib import Path
 
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations.operations import ComputeConfig
+from rlhf_core.config.loading import load_section
+from rlhf_core.config.operations import ComputeConfig
 from rlhf_core.runtime.cores import available_cores
 
 logger = logging.getLogger(__name__)

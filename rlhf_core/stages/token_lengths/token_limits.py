@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf_core.config.loading.load import Params, load_params
+from rlhf_core.config.loading import Params, load_params
 from rlhf_core.data.inspection.describe import TokenLimit, TokenLimits
 from rlhf_core.errors import ModelError, first_line
 from rlhf_core.stages.token_lengths.counting_tokenizer import load_counting_tokenizer

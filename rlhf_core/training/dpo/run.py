@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from rlhf_core.config.lora import LoraConfig
-from rlhf_core.config.stages.policy import DpoConfig
+from rlhf_core.config.model import LoraConfig
+from rlhf_core.config.policy import DpoConfig
 from rlhf_core.models.adapters.lora import add_adapters, merge_adapters
 from rlhf_core.training.dpo.logprobs import reference_logprobs
 from rlhf_core.training.dpo.task import CURVE_PAIRS, DpoTask, dpo_batches, scoring_rows

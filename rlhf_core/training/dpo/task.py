@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.config.stages.policy import DpoConfig
+from rlhf_core.config.policy import DpoConfig
 from rlhf_core.data.batches.pairs import TokenisedPair
 from rlhf_core.data.batches.sharding import passes
 from rlhf_core.models.lazy_logits import LOGITS_BYTES

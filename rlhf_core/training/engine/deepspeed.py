@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.operations.launch import LaunchConfig
+from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.errors import ConfigError, ModelError, RlhfError
 from rlhf_core.models.forward import probe_ids
 from rlhf_core.runtime import distributed

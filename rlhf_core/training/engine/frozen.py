@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_core.config.operations.launch import LaunchConfig
+from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.models.forward import has_plain_head
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.shared_base import SharedBase

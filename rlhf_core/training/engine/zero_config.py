@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlhf_core.config.operations.launch import LaunchConfig
+from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.storage.files import read_json
 

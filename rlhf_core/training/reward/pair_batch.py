@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_core.config.stages.reward import PairBatchConfig
+from rlhf_core.config.reward import PairBatchConfig
 from rlhf_core.data.batches.pairs import TokenisedPair
 from rlhf_core.data.batches.prefix_rows import PrefixRow, rows_of_sequences
 from rlhf_core.data.batches.prompt_batches import pair_sequences

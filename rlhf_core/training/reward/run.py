@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config.stages.reward import RewardConfig
+from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.batches.length_balance import length_balanced_epoch
 from rlhf_core.data.batches.pairs import PairTable, TokenisedPair, usable_pairs
 from rlhf_core.data.chat.encoding import pad_id

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rlhf_core.config.stages.reward import RewardConfig
+from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.batches.batching import token_budget_batches
 from rlhf_core.data.batches.category_shares import rows_by_category_share
 from rlhf_core.data.batches.length_balance import length_balanced_epoch

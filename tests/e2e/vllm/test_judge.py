@@ -9,7 +9,7 @@ import pytest
 from smollm2 import needs_smollm2
 from vllm_service import VLLM_MARKS, VllmService
 
-from rlhf_core.config.evaluation.llm_judge import LlmJudgeConfig
+from rlhf_core.config.evaluation import LlmJudgeConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.llm.judge import LlmJudge

@@ -14,7 +14,7 @@ from transformers import LlamaForSequenceClassification, PreTrainedModel
 from unit.ppo.tiny import Tiny, make_config, make_trainer
 from vllm_service import VLLM_MARKS, VLLM_PYTHON
 
-from rlhf_core.config.ppo.sampler import VllmSamplerConfig
+from rlhf_core.config.ppo import VllmSamplerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling

@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from flows.prefect_server.services import free_port
 from flows.supervision.processes import child_environment
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.loading import load_section
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.data.schema import Message, Prompt, write_rows
 from rlhf_core.models.starting.base import load_tokenizer, train_tokenizer
 from rlhf_core.storage.files import sha256_file

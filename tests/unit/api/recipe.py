@@ -8,7 +8,7 @@ from unit.training.tiny import text
 
 import rlhf_core as rlhf
 from rlhf_core.config.model import CheckpointConfig
-from rlhf_core.config.stages.ppo import SelectionConfig
+from rlhf_core.config.ppo import SelectionConfig
 
 RATE = rlhf.OptimizerConfig(lr=1e-3, schedule="constant", warmup=0.0)
 PPO: dict[str, Any] = {

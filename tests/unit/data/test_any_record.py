@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.config.stages.collect import FormatName, PairChoice, ReadOptions
+from rlhf_core.config.data import FormatName, PairChoice, ReadOptions
 from rlhf_core.data.collection.rows import read_records
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from rlhf_core.config.stages.ppo import PpoConfig
-from rlhf_core.config.stages.reward import RewardConfig
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.batches.category_shares import rows_by_category_share
 from rlhf_core.data.batches.pairs import TokenisedPair
 from rlhf_core.errors import DataError

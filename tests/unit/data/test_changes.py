@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from rlhf_core.config.stages.collect import ReadOptions
+from rlhf_core.config.data import ReadOptions
 from rlhf_core.data.collection.rows import read_records
 from rlhf_core.data.inspection.changes import as_json_value, as_text, compare, compare_kinds, file_state
 from rlhf_core.data.readers.content import Record

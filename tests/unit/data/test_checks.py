@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from memory_rows import memory_rows
 from validation_rows import suites_of
 
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.data import ValidateConfig
 from rlhf_core.data.schema import arrow_schema
 from rlhf_core.data.validation.columns import column_schema, copies, read_columns
 from rlhf_core.data.validation.tables import RawData, Validated, validate

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.stages.collect import DataSource, FileSources, ReadOptions
+from rlhf_core.config.data import DataSource, FileSources, ReadOptions
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.inspection.describe import as_text, describe_sources

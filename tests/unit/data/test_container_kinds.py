@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from unit.data.reading import records_of
 
-from rlhf_core.config.loading.overlay import rebase_sources
+from rlhf_core.config.loading import rebase_sources
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.inspection.describe import as_text, describe_sources
 from rlhf_core.errors import DataError

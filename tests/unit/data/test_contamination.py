@@ -9,10 +9,9 @@ import pytest
 from leakage_rows import row, set_of
 from validation_rows import suites_of
 
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.load import check_params
-from rlhf_core.config.loading.overlay import rebase_sources
-from rlhf_core.config.stages.validate import NearDuplicatesConfig, ValidateConfig
+from rlhf_core.config import yaml_text
+from rlhf_core.config.data import NearDuplicatesConfig, ValidateConfig
+from rlhf_core.config.loading import check_params, rebase_sources
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.validation.set_rules.check_set import check_set
 from rlhf_core.data.validation.set_rules.contamination import contamination

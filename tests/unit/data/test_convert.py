@@ -17,7 +17,7 @@ from pyarrow.csv import write_csv
 from typer.testing import CliRunner
 
 from rlhf_core.cli import app
-from rlhf_core.config.stages.collect import DataSource
+from rlhf_core.config.data import DataSource
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.inspection.convert import Conversion, convert
 from rlhf_core.errors import DataError, RlhfError

@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 import pytest
 
-from rlhf_core.config.loading.overlay import rebase_sources
-from rlhf_core.config.stages.collect import DataSource, FileSources, FormatName, ReadOptions
+from rlhf_core.config.data import DataSource, FileSources, FormatName, ReadOptions
+from rlhf_core.config.loading import rebase_sources
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.inspection.describe import as_text, describe_sources

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_core.config.stages.collect import DataSource
+from rlhf_core.config.data import DataSource
 from rlhf_core.data.collection.rows import FileRows, prompt_group
 from rlhf_core.data.collection.sources import read_sources, source_files
 from rlhf_core.data.inspection.describe import as_text, describe_sources

@@ -14,7 +14,7 @@ from unit.data.malformed.case import Row, arrow, lines, pairs, parquet, table_te
 from unit.data.malformed.compressed import PACK
 from unit.data.reading import records_of
 
-from rlhf_core.config.stages.collect import ReadOptions
+from rlhf_core.config.data import ReadOptions
 from rlhf_core.data.collection.rows import read_records
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema

@@ -13,10 +13,9 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from rlhf_core.cli import app
-from rlhf_core.config.loading.load import check_params
-from rlhf_core.config.loading.overlay import parse_assignment
-from rlhf_core.config.stages.base import BaseConfig
-from rlhf_core.config.stages.collect import FileSources, ReadOptions
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.config.data import FileSources, ReadOptions
+from rlhf_core.config.loading import check_params, parse_assignment
 from rlhf_core.data.inspection.describe import TokenLimit, TokenLimits, as_json_value, as_text, describe_sources
 from rlhf_core.data.tokens.lengths import LengthPercentiles, character_counts, token_lengths
 from rlhf_core.errors import DataError, ModelError

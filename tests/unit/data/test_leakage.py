@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from leakage_rows import dialogue, row, set_of
 from validation_rows import make_row
 
-from rlhf_core.config.stages.validate import NearDuplicatesConfig
+from rlhf_core.config.data import NearDuplicatesConfig
 from rlhf_core.data.splits import PairUser
 from rlhf_core.data.validation.set_rules.prefix_leakage import beginning_hashes, prefix_leakage
 from rlhf_core.data.validation.set_rules.similar_prompts import similar_prompts

@@ -11,7 +11,7 @@ import pytest
 from unit.data.malformed.case import OddFile, RowsRead, WholeRefusal
 from unit.data.malformed.corpus import ODD_FILES
 
-from rlhf_core.config.stages.collect import DataSource, FormatName
+from rlhf_core.config.data import DataSource, FormatName
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.readers.columns import BY_FORMAT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rlhf_core.config.stages.collect import CollectConfig, FileSources
+from rlhf_core.config.data import CollectConfig, FileSources
 from rlhf_core.data.inspection.describe import as_json_value, as_text, describe_sources
 from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths

@@ -10,7 +10,7 @@ import pytest
 from memory_rows import memory_rows, origins_of
 from validation_rows import make_row, suites_of
 
-from rlhf_core.config.stages.validate import NearDuplicatesConfig, ValidateConfig
+from rlhf_core.config.data import NearDuplicatesConfig, ValidateConfig
 from rlhf_core.data.validation.set_rules import minhash
 from rlhf_core.data.validation.set_rules.check_set import SetFindings, apply_set_rules, check_set
 from rlhf_core.data.validation.set_rules.findings_file import named_findings
@@ -94,7 +94,7 @@ def found(**settings: object) -> tuple[Validated, SetFindings]:
 def test_by_default_small_sets_are_compared_and_large_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     validated, _ = found()
     assert validated.warned_checks["preferences"]["no_near_duplicates"] == 1
-    monkeypatch.setattr("rlhf_core.config.stages.validate.AUTOMATIC_ROWS", 2)
+    monkeypatch.setattr("rlhf_core.config.data.AUTOMATIC_ROWS", 2)
     validated, findings = found()
     assert "no_near_duplicates" not in validated.warned_checks["preferences"] and not findings.breaches
     validated, _ = found(near_duplicates={"search": True})

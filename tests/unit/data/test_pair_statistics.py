@@ -10,7 +10,7 @@ from leakage_rows import row, set_of
 from memory_rows import memory_rows
 from validation_rows import make_row, suites_of
 
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.data import ValidateConfig
 from rlhf_core.data.validation.set_rules.check_set import check_set
 from rlhf_core.data.validation.set_rules.pair_statistics import (
     balance,

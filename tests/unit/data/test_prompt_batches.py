@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.config.stages.reward import PairBatchConfig
+from rlhf_core.config.reward import PairBatchConfig
 from rlhf_core.data.batches.pairs import TokenisedPair
 from rlhf_core.data.batches.prompt_batches import PromptBatches, pair_sequences
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.api.inputs import rows_of
-from rlhf_core.config.stages.collect import CollectConfig, DataSource, FileSources, ReadOptions
+from rlhf_core.config.data import CollectConfig, DataSource, FileSources, ReadOptions
 from rlhf_core.data.collection.rows import FileRows, read_records
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.readers.content import Record

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow.feather import write_feather
 
-from rlhf_core.config.stages.collect import DataSource
+from rlhf_core.config.data import DataSource
 from rlhf_core.data.collection import rows as formats
 from rlhf_core.data.collection.sources import read_sources, source_chunks, source_files
 from rlhf_core.data.readers.content import Record

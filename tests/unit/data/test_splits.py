@@ -10,7 +10,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.config.stages.validate import SplitConfig
+from rlhf_core.config.data import SplitConfig
 from rlhf_core.data.dataset import group_overlap, split_parts
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema
 from rlhf_core.data.splits import PairUser, assign, pair_user_of, split_of, unit_hash

@@ -11,8 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from unit.data.reading import records_of
 
-from rlhf_core.config.stages.collect import ReadOptions
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.data import ReadOptions, ValidateConfig
 from rlhf_core.data.collection.rows import FileRows, read_records
 from rlhf_core.data.collection.sources import read_sources, sources_by_kind
 from rlhf_core.data.readers.columns import warnings_of

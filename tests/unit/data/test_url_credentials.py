@@ -7,8 +7,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from rlhf_core.cli import app
-from rlhf_core.config.stages.collect import CollectConfig
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.data import CollectConfig, ValidateConfig
 from rlhf_core.errors import DataError
 from rlhf_core.storage.remote_files import expand_url, local_copy
 from rlhf_core.storage.url_credentials import carries_credentials

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from unit.ppo.tiny import EOS, PAD, Tiny, collect, make_config, make_tiny
 
+from rlhf_core.config.base import SftConfig
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.stages.ppo import PpoConfig
-from rlhf_core.config.stages.reward import PairBatchConfig, RewardConfig
-from rlhf_core.config.stages.sft import SftConfig
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.batches import padding
 from rlhf_core.data.batches.pairs import TokenisedPair
 from rlhf_core.models.heads.scalar import ScalarModel

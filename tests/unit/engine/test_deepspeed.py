@@ -20,7 +20,7 @@ from unit.engine.adapters import LORA, with_adapters
 from unit.ppo.tiny import make_tiny
 
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.operations.launch import LaunchConfig
+from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.pieces import SavedTensors

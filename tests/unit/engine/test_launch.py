@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from unit.training import tiny
 
-from rlhf_core.config.loading.load import check_params
+from rlhf_core.config.loading import check_params
 from rlhf_core.errors import EXIT_PREEMPTED, ConfigError, RlhfError
 from rlhf_core.stages.runtime import launcher
 from rlhf_core.stages.runtime.runner import run_stage
@@ -144,7 +144,7 @@ def test_ranks_that_lose_their_place_stop_at_the_same_step(workspace: Path, monk
     ],
 )
 def test_contradictory_settings_are_refused(text: str, message: str) -> None:
-    from rlhf_core.config.loading import yaml_text
+    from rlhf_core.config import yaml_text
 
     with pytest.raises(ConfigError, match=message):
         check_params(yaml_text.parse(text, "params.yaml"))

@@ -12,7 +12,7 @@ from torch import nn
 from unit.engine import cases
 from unit.ppo.tiny import make_tiny
 
-from rlhf_core.config.operations.launch import LaunchConfig
+from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.errors import CheckpointError, ModelError, RlhfError
 from rlhf_core.training.engine import LocalEngine
 from rlhf_core.training.engine.factory import build_engine, finish

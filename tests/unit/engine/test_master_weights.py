@@ -8,8 +8,7 @@ from saved_states import restore, saved, whole_state
 from torch import nn
 from unit.ppo.tiny import make_tiny
 
-from rlhf_core.config.lora import LoraConfig
-from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.config.model import LoraConfig, OptimizerConfig
 from rlhf_core.models.adapters.lora import add_adapters, merge_adapters
 from rlhf_core.models.heads.actor_critic import ActorCritic
 from rlhf_core.models.heads.scalar import ScalarModel

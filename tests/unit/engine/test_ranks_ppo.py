@@ -14,7 +14,7 @@ from unit.engine import cases
 from unit.ppo.rollback_runs import config_with, rule
 from unit.ppo.tiny import health_of, make_config, make_learner, make_tiny, make_trainer
 
-from rlhf_core.config.health.rule import Check
+from rlhf_core.config.health import Check
 from rlhf_core.ppo.checkpoints import abandoned_rows
 from rlhf_core.ppo.reward_sources.source import PromptReader, RankShared, Replies
 from rlhf_core.ppo.rollout import TrainingPrompts

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import ttest_1samp
 
-from rlhf_core.config.ablation.ablation import Claim, Expectation, load_ablation
-from rlhf_core.config.ablation.metrics import METRICS
+from rlhf_core.config.ablation import METRICS, Claim, Expectation, load_ablation
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.ablation.figures import curve
 from rlhf_core.evaluation.ablation.intervals import Interval, SeedTable, t_interval

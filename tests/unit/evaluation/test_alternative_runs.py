@@ -122,7 +122,7 @@ def test_rows_have_quality_distance_and_cost(tmp_path: Path, own: EvaluationBasi
 
 @pytest.mark.parametrize(("text", "size"), [("ppo: {batch_size: 12}", 12), ("seed: 1", 128), ("a: [", None)])
 def test_the_batch_size_is_that_of_params(text: str, size: int | None) -> None:
-    from rlhf_core.config.stages.ppo import PpoConfig
+    from rlhf_core.config.ppo import PpoConfig
 
     assert ppo_batch_size(text) == (PpoConfig().batch_size if size == 128 else size)
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from unit.evaluation.conftest import made_prompt
 from unit.evaluation.test_evaluate_stage import CONFIG, run_stage
 
-from rlhf_core.config.stages.evaluate import EvaluateConfig
+from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.data.schema import Message, Prompt, read_table
 from rlhf_core.evaluation.comparisons.best_of_n import BestOfN, kl_bound
 from rlhf_core.evaluation.replies.reply import Reply

@@ -15,8 +15,7 @@ from leakage_rows import row, set_of
 from memory_rows import origins_of
 from validation_rows import suites_of
 
-from rlhf_core.config.stages.collect import CollectConfig, FileSources
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
 from rlhf_core.data.dataset import data_metrics, write_clean
 from rlhf_core.data.row_counts import READABLE, RowFinding
 from rlhf_core.data.text.safe_text import EXCERPT

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.load import check_params
+from rlhf_core.config import yaml_text
+from rlhf_core.config.loading import check_params
 from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
 from rlhf_core.errors import ConfigError
 from rlhf_core.stages.runtime.runner import run_stage

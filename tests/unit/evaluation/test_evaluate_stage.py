@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from traced import missed
 
+from rlhf_core.config.evaluation import EvaluateStageConfig, HeldOutPerplexityConfig, SafetyConfig
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.stages.evaluate import EvaluateStageConfig, HeldOutPerplexityConfig, SafetyConfig
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare

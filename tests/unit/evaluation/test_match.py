@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config.operations.operations import NonInferiorityConfig
+from rlhf_core.config.operations import NonInferiorityConfig
 from rlhf_core.data.schema import Prompt, write_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.final import final_judges

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
-from rlhf_core.config.stages.evaluate import HeldOutPerplexityConfig
+from rlhf_core.config.evaluation import HeldOutPerplexityConfig
 from rlhf_core.data.chat.encoding import encode_dialogue, encode_text, pad_id
 from rlhf_core.data.schema import Message, Preference, PretrainText
 from rlhf_core.evaluation.metrics import perplexity

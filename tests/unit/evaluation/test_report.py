@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 from commands import ROOT
 
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.stages.gates import Condition
-from rlhf_core.config.stages.report import ReportConfig
+from rlhf_core.config import yaml_text
+from rlhf_core.config.evaluation import ReportConfig
+from rlhf_core.config.gates import Condition
 from rlhf_core.data.schema import read_table, write_table
 from rlhf_core.evaluation.comparisons.comparison import compare
 from rlhf_core.evaluation.report.parts.category_outcomes import category_outcomes

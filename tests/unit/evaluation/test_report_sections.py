@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rlhf_core.config.stages.gates import Condition
+from rlhf_core.config.gates import Condition
 from rlhf_core.gates import decide
 
 from .test_report import ATTACK, fill, render, write

@@ -13,8 +13,7 @@ import pytest
 from rlhf_core.api.critic import MOMENTS
 from rlhf_core.api.ppo import PpoInputs, assemble
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.ppo.ptx import PtxConfig
-from rlhf_core.config.stages.ppo import PpoConfig, SelectionConfig
+from rlhf_core.config.ppo import PpoConfig, PtxConfig, SelectionConfig
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.metrics.drift import measure_drift

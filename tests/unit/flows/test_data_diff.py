@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.dvc_repo.revision import check_out
-from rlhf_core.config.stages.collect import CollectConfig, FileSources
+from rlhf_core.config.data import CollectConfig, FileSources
 from rlhf_core.errors import RlhfError
 from rlhf_core.stages.collect import collect
 

@@ -9,7 +9,7 @@ import pytest
 
 from flows.pipeline.data_watch import ANNOUNCED, EVENT, find_new_data
 from flows.workspace.folder import private_path
-from rlhf_core.config.loading.load import load_params
+from rlhf_core.config.loading import load_params
 from rlhf_core.data.collection.sources import collected_paths
 from rlhf_core.fingerprint import write_sources
 

@@ -10,7 +10,7 @@ from prefect.client.schemas.objects import WorkPool
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
 from flows.prefect_server.pools import PROCESS_VARIABLES, check_requests, ensure_pool
-from rlhf_core.config.loading.load import Params, check_params
+from rlhf_core.config.loading import Params, check_params
 from rlhf_core.errors import ConfigError
 
 

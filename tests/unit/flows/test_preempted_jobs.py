@@ -20,7 +20,7 @@ from flows.jobs import run_on_pool, stage_job
 from flows.jobs.job import Job
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageSpec
-from rlhf_core.config.operations.placement import Placement
+from rlhf_core.config.operations import Placement
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 

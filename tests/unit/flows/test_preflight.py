@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.pipeline.preflight import open_starting_model
-from rlhf_core.config.loading.load import load_params
+from rlhf_core.config.loading import load_params
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 
 

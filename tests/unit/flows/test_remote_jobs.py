@@ -19,7 +19,7 @@ from flows.jobs.job import Handoff
 from flows.jobs.remote_client import CARRIED_BYTES, _untracked_inputs, read_carried_files
 from flows.jobs.remote_host import code_difference, rebuild_workspace
 from flows.jobs.transfer import LogFollower, LogShipper, TransferFailed, describe_remote
-from rlhf_core.config.loading.load import load_params
+from rlhf_core.config.loading import load_params
 from rlhf_core.fingerprint import fingerprint
 from rlhf_core.fingerprint.tracked_files import write_tracked_files
 

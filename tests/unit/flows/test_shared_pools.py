@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import FlowRun, WorkerStatus
 
 from flows.prefect_server import flow_runs, pools
 from flows.prefect_server.services import Services
-from rlhf_core.config.loading.load import check_params
+from rlhf_core.config.loading import check_params
 
 ENDED_PROCESS = str(2**22 + 1)  # above the kernel's highest
 

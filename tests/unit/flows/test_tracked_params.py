@@ -11,9 +11,8 @@ from commands import ROOT
 from flows.commands.run import RunOptions, run
 from flows.commands.up import UpOptions, up
 from flows.dvc_repo.recipe import check_tracked_params, tracked_params
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.load import Params, check_params
-from rlhf_core.config.loading.overlay import merge
+from rlhf_core.config import yaml_text
+from rlhf_core.config.loading import Params, check_params, merge
 from rlhf_core.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ import pytest
 from commands import ROOT
 
 from flows.commands import init
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.loading import load_section
+from rlhf_core.config.operations import RegistryConfig
 
 
 @pytest.fixture

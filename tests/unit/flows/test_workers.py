@@ -11,7 +11,7 @@ import pytest
 from flows.prefect_server import monitor as workers
 from flows.prefect_server.monitor import PoolWorkers
 from flows.prefect_server.services import Services
-from rlhf_core.config.loading.load import check_params
+from rlhf_core.config.loading import check_params
 from rlhf_core.errors import RlhfError
 
 PARAMS = check_params({"pools": {"ppo": "cluster", "sft": "gpu-pool"}, "work_pools": {"gpu-pool": {"limit": 3}}})

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.memory.architecture import PUBLISHED_CONFIGS, Architecture, starting_architecture
 from rlhf_core.memory.dry_run import ModelVariant, model_size

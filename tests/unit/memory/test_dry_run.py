@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from unit.memory import subjects
 
-from rlhf_core.config.lora import LoraConfig
+from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.memory import dry_run, passes
 from rlhf_core.memory.architecture import PUBLISHED_CONFIGS, Architecture

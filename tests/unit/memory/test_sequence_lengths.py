@@ -7,8 +7,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.config.loading.load import check_params
-from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.config.loading import check_params
 from rlhf_core.data.batches.batching import token_budget_batches
 from rlhf_core.data.chat.encoding import encode_dialogue, encode_prompt
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, Prompt, write_rows

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from unit.memory import subjects
 
-from rlhf_core.config.loading.load import check_params
+from rlhf_core.config.loading import check_params
 from rlhf_core.errors import ConfigError
 from rlhf_core.memory.command import PlanOptions
 from rlhf_core.memory.dry_run import ModelSize, ModelVariant, model_size

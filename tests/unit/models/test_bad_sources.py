@@ -23,7 +23,7 @@ from unit.training.tiny import SHAPE, text
 from flows.commands.doctor import FAIL, OK, WARN, base_model_check
 from flows.prefect_server.services import free_port
 from rlhf_core import hub
-from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import EXIT_USER_ERROR, ModelError
 from rlhf_core.memory.architecture import starting_architecture
 from rlhf_core.models.heads.scalar import ScalarModel

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from unit.ppo.tiny import make_tiny
 
-from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.config.base import BaseConfig
 from rlhf_core.models.float32_head import Float32Linear, float32_unembedding, use_float32_unembedding
 from rlhf_core.models.forward import hidden_states, selected_logits
 from rlhf_core.models.heads.actor_critic import ActorCritic

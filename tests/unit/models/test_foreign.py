@@ -25,7 +25,7 @@ from unit.training.tiny import SHAPE, text
 from flows.commands.checks import FAIL
 from rlhf_core.chat.session import ChatSession
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.ppo.reward_sources import ClassifierSource
+from rlhf_core.config.reward_sources import ClassifierSource
 from rlhf_core.errors import ModelError
 from rlhf_core.models import foreign
 from rlhf_core.models.heads.scalar import ScalarModel

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from unit.models.test_lora import needs_peft
 from unit.models.test_lower_layers import llama, qwen2
 
-from rlhf_core.config.lora import LoraConfig
+from rlhf_core.config.model import LoraConfig
 from rlhf_core.models.adapters.frozen_lower_layers import FrozenLowerLayers
 from rlhf_core.models.adapters.lora import WithoutAdapters, add_adapters
 from rlhf_core.models.adapters.lower_layers import decoder_layers

@@ -12,7 +12,7 @@ from smollm2 import SMOLLM2, needs_smollm2
 from unit.models.gguf_files import write_gguf
 from unit.training.tiny import SHAPE, text
 
-from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.config.base import BaseConfig
 from rlhf_core.data.chat.encoding import encode_dialogue
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ModelError

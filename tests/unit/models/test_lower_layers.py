@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from unit.ppo.tiny import make_tiny
 
-from rlhf_core.config.stages.reward import RewardConfig
+from rlhf_core.config.reward import RewardConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.adapters.lower_layers import keep_lower_layers
 from rlhf_core.models.heads.scalar import ScalarModel

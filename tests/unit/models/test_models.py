@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.config.base import BaseConfig
 from rlhf_core.data.chat.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, ModelError

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from unit.ppo.tiny import Tiny, make_tiny
 
-from rlhf_core.config.lora import LoraConfig
-from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.config.model import LoraConfig, OptimizerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.adapters.lora import add_adapters, merge_adapters
 from rlhf_core.models.adapters.nf4 import NF4Linear, packed

@@ -15,8 +15,8 @@ from threadpoolctl import threadpool_info
 from torch import Tensor, nn
 from unit.ppo.tiny import make_tiny
 
-from rlhf_core.config.lora import LoraConfig
-from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.config.model import LoraConfig
 from rlhf_core.models import openblas_linear
 from rlhf_core.models.adapters.lora import adapted_layers, add_adapters
 from rlhf_core.models.adapters.nf4 import is_linear

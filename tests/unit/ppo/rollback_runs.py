@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from unit.ppo.tiny import make_config, make_tiny, make_trainer
 
-from rlhf_core.config.health.rule import Check, Rule
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.health import Check, Rule
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.ppo.checkpoints import RollbackJournal
 from rlhf_core.training.checkpoints import checkpoint
 from rlhf_core.training.history import History

@@ -19,9 +19,8 @@ from torch import Tensor
 from unit.ppo.tensors import NAN, close, t
 from unit.ppo.tiny import Tiny, collect, make_config, make_tiny, make_trainer
 
-from rlhf_core.config.loading.load import check_params
-from rlhf_core.config.ppo.advantage import AdvantageConfig
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.loading import check_params
+from rlhf_core.config.ppo import AdvantageConfig, PpoConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.ppo.advantages import (
     group_metrics,

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from unit.ppo.tiny import Tiny, make_tiny
 
-from rlhf_core.config.stages.critic import CriticConfig
-from rlhf_core.config.stages.ppo import RolloutConfig
+from rlhf_core.config.policy import CriticConfig
+from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.critic_pretraining import CriticTrainer, StopRule
 from rlhf_core.ppo.rollout import TrainingPrompts

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from unit.ppo.tiny import EOS, Tiny
 
-from rlhf_core.config.lora import LoraConfig
+from rlhf_core.config.model import LoraConfig
 from rlhf_core.models.adapters.lora import add_adapters
 from rlhf_core.models.adapters.nf4 import NF4Linear
 from rlhf_core.models.float32_head import use_float32_unembedding

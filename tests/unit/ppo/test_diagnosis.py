@@ -8,8 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from rlhf_core.config.health.default_rules import DEFAULT_RULES
-from rlhf_core.config.health.rule import Check, Rule
+from rlhf_core.config.health import DEFAULT_RULES, Check, Rule
 from rlhf_core.ppo.health import Finding, HealthMonitor
 
 LIMITS = {"kl": 6.0, "max_new_tokens": 64.0}

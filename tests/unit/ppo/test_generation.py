@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from unit.ppo.tiny import EOS, PAD, VOCABULARY, Tiny
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.stages.ppo import RolloutConfig
+from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.starting.base import train_tokenizer
 from rlhf_core.ppo.experience import TokenPredictions

@@ -8,9 +8,8 @@ import pytest
 import torch
 from unit.ppo.tensors import NAN, close, t
 
-from rlhf_core.config.loading.load import check_params
-from rlhf_core.config.ppo.kl import KlConfig
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.loading import check_params
+from rlhf_core.config.ppo import KlConfig, PpoConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.ppo.kl import KlController, kl_estimate, kl_pull
 from rlhf_core.ppo.rewards import token_rewards

@@ -14,7 +14,7 @@ from unit.ppo import oracle
 from unit.ppo.tables import PROMPT, RecordingEngine, TableCritic, TableLM
 from unit.ppo.tiny import accumulate_gradients
 
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import estimate_advantages
 from rlhf_core.ppo.experience import Experience, TokenPredictions

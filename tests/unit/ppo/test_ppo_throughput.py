@@ -14,7 +14,7 @@ from benchmarks.ppo_throughput.__main__ import shares
 from benchmarks.ppo_throughput.roofline import Device, Iteration, Model
 from benchmarks.ppo_throughput.scaling import Traffic, predict
 from benchmarks.ppo_throughput.trainer import Times
-from rlhf_core.config.loading.load import check_params
+from rlhf_core.config.loading import check_params
 from rlhf_core.memory.architecture import Architecture
 
 SIZES: dict[str, Any] = {

@@ -12,7 +12,7 @@ from unit.ppo.rollback_runs import ITERATIONS, config_with, rule
 from unit.ppo.test_trainer import best, equal, history, weights
 from unit.ppo.tiny import Tiny, make_tiny, make_trainer
 
-from rlhf_core.config.health.rule import Check
+from rlhf_core.config.health import Check
 from rlhf_core.errors import Preempted
 from rlhf_core.ppo.experience import IterationRecord
 from rlhf_core.ppo.trainer import Trainer

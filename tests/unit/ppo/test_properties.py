@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.ppo.tiny import EOS, PAD, Tiny, accumulate_gradients, collect, make_config, make_learner, make_tiny
 
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.ppo.advantages import gae, masked_whiten
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.losses import ptx_loss_sum

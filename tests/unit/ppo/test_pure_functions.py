@@ -9,9 +9,7 @@ import torch
 from pydantic import ValidationError
 from unit.ppo.tensors import NAN, close, t
 
-from rlhf_core.config.ppo.advantage import AdvantageConfig
-from rlhf_core.config.ppo.kl import KlConfig
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.ppo import AdvantageConfig, KlConfig, PpoConfig
 from rlhf_core.ppo.advantages import (
     explained_variance,
     gae,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from unit.ppo.tensors import NAN, close, t
 
-from rlhf_core.config.stages.ppo import RewardShapingConfig
+from rlhf_core.config.ppo import RewardShapingConfig
 from rlhf_core.errors import DataError
 from rlhf_core.ppo.rewards import RunningMeanStd, apply_penalties, normalize_and_clip_rewards, token_rewards
 

@@ -18,7 +18,7 @@ from unit.ppo.test_trainer import best, equal, history, weights
 from unit.ppo.tiny import Tiny, first_weight, health_of, make_tiny, make_trainer, selection_of
 
 from rlhf_core.api.ppo import summary
-from rlhf_core.config.health.rule import Check
+from rlhf_core.config.health import Check
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.ppo.checkpoints import RollbackJournal, abandoned_rows, load_best
 from rlhf_core.ppo.health import HealthMonitor, last_healthy

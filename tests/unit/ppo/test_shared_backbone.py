@@ -26,7 +26,7 @@ from unit.ppo.tiny import (
     selection_of,
 )
 
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.heads.actor_critic import ActorCritic
 from rlhf_core.models.heads.scalar import ScalarModel

@@ -17,7 +17,7 @@ import torch
 from architecture.glossary import undocumented
 from unit.ppo.tiny import Tiny, health_of, make_config, make_tiny, make_trainer, selection_of
 
-from rlhf_core.config.health.rule import Check, Rule
+from rlhf_core.config.health import Check, Rule
 from rlhf_core.errors import CheckpointError, RlhfError, TrainingPaused
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.optim import lr_at

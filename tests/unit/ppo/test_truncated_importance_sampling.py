@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from unit.ppo.tensors import NAN, close, t
 from unit.ppo.tiny import Tiny, accumulate_gradients, collect, make_config, make_learner, make_tiny, make_trainer
 
-from rlhf_core.config.stages.ppo import ImportanceSamplingCorrectionConfig
+from rlhf_core.config.ppo import ImportanceSamplingCorrectionConfig
 from rlhf_core.models.precision import Precision
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.losses import correction_cap, truncated_weights

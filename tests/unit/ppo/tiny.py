@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from rlhf_core.config.health.default_rules import DEFAULT_RULES
-from rlhf_core.config.health.rule import Rule
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.health import DEFAULT_RULES, Rule
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.models.heads.actor_critic import ActorCritic
 from rlhf_core.models.heads.scalar import ScalarModel

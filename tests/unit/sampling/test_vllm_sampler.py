@@ -13,9 +13,8 @@ import torch
 from sampler_contract import EOS, FORBIDDEN, OTHER_STOP, PAD, SAMPLING, VOCABULARY, contract_policy
 from transformers import AutoModelForCausalLM
 
-from rlhf_core.config.lora import LoraConfig
-from rlhf_core.config.ppo.sampler import VllmSamplerConfig
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.model import LoraConfig
+from rlhf_core.config.ppo import PpoConfig, VllmSamplerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.adapters.lora import add_adapters
 from rlhf_core.sampling.sampler import PromptBatch

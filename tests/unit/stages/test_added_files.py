@@ -11,8 +11,7 @@ import pytest
 from pydantic import ValidationError
 from validation_rows import SUITES
 
-from rlhf_core.config.stages.collect import CollectConfig
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.data import CollectConfig, ValidateConfig
 from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths

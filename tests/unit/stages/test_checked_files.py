@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from rlhf_core.cli import app
 from rlhf_core.commands import data as data_commands
-from rlhf_core.config.stages.collect import ReadOptions
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.data import ReadOptions, ValidateConfig
 from rlhf_core.data.collection.sources import kinds_of, source_files, sources_by_kind
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.models.starting.base import train_tokenizer

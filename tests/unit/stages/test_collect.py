@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from traced import missed
 
-from rlhf_core.config.stages.collect import CollectConfig, DataSource, FileSources, WorldConfig
+from rlhf_core.config.data import CollectConfig, DataSource, FileSources, WorldConfig
 from rlhf_core.data.collection.sources import require_kept
 from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
 from rlhf_core.errors import DataError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config.stages.gates import GatesConfig
+from rlhf_core.config.gates import GatesConfig
 from rlhf_core.errors import GateFailed
 from rlhf_core.stages.gate_sft import STAGE
 from rlhf_core.stages.runtime.contract import Paths

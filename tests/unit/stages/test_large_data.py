@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from validation_rows import SUITES
 
-from rlhf_core.config.stages.collect import CollectConfig
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.data import CollectConfig, ValidateConfig
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext

@@ -12,8 +12,7 @@ from unit.data.malformed.case import RowsRead
 from unit.data.malformed.corpus import ODD_FILES
 from validation_rows import SUITES
 
-from rlhf_core.config.stages.collect import CollectConfig, DataSource, FileSources
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.data import CollectConfig, DataSource, FileSources, ValidateConfig
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths

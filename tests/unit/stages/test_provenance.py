@@ -10,8 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from validation_rows import SUITES
 
-from rlhf_core.config.stages.collect import CollectConfig, FileSources, WorldConfig
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig, WorldConfig
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths

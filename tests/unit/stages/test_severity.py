@@ -11,9 +11,9 @@ import pytest
 from memory_rows import memory_rows
 from validation_rows import good_rows, make_row, run_validate, suites_of
 
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.load import check_params
-from rlhf_core.config.validation_rules import ROW_RULES, SET_RULES
+from rlhf_core.config import yaml_text
+from rlhf_core.config.data import ROW_RULES, SET_RULES
+from rlhf_core.config.loading import check_params
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.validation.tables import RawData, Validated, validate
 from rlhf_core.errors import ConfigError, GateFailed

@@ -10,8 +10,7 @@ import pytest
 from commands import SHARED_DATA
 from validation_rows import SUITES
 
-from rlhf_core.config.stages.collect import CollectConfig, FileSources
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from validation_rows import SUITES, good_rows, make_row, run_validate
 
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.data import ValidateConfig
 from rlhf_core.data.validation.suites import read_suites
 from rlhf_core.errors import ConfigError, GateFailed
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_core.config.operations.operations import ComputeConfig
+from rlhf_core.config.operations import ComputeConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.stages.runtime.threads import SPIN_ROUNDS, limit_threads, limit_threads_of
 

@@ -9,8 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_core.config.stages.collect import CollectConfig, FileSources, ReadOptions
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.data import CollectConfig, FileSources, ReadOptions, ValidateConfig
 from rlhf_core.data.collection.sources import sources_by_kind
 from rlhf_core.stages import collect
 from rlhf_core.stages.checked_files import as_text, check_files

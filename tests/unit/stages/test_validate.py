@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from validation_rows import SUITES, Rows, good_rows, make_row, run_validate
 
-from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.config.data import ValidateConfig
 from rlhf_core.data.dataset import KindStatistics, data_metrics, split_parts
 from rlhf_core.data.row_counts import READABLE, RowFinding
 from rlhf_core.data.schema import ROW_TYPES, Preference, arrow_schema, read_rows, write_dicts

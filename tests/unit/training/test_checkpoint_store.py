@@ -12,7 +12,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from rlhf_core.config.loading.load import check_params
+from rlhf_core.config.loading import check_params
 from rlhf_core.errors import EXIT_USER_ERROR, CheckpointError, ConfigError
 from rlhf_core.training.checkpoints.location import StoreLocation
 from rlhf_core.training.checkpoints.store import CheckpointStore, open_store, state_files

@@ -13,8 +13,7 @@ import torch
 from architecture.glossary import undocumented
 from transformers import PreTrainedModel
 
-from rlhf_core.config.stages.critic import CriticStageConfig
-from rlhf_core.config.stages.policy import DpoConfig, PolicyStageConfig
+from rlhf_core.config.policy import CriticStageConfig, DpoConfig, PolicyStageConfig
 from rlhf_core.data.batches.pairs import TokenisedPair
 from rlhf_core.data.chat.encoding import pad_id
 from rlhf_core.data.schema import Preference, read_rows

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from rlhf_core.config.stages.reward import RewardConfig
+from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.batches.pairs import TokenisedPair
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.starting.base import load_policy

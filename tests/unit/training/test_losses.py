@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.config.stages.reward import PairBatchConfig, RewardConfig
+from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.batches.padding import partitions
 from rlhf_core.data.batches.pairs import TokenisedPair
 from rlhf_core.data.chat.encoding import left_pad, right_pad

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from rlhf_core.api.critic import initial_critic
 from rlhf_core.api.ppo import ptx_data
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
-from rlhf_core.config.stages.critic import CriticStageConfig
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.policy import CriticStageConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.chat.encoding import pad_id
 from rlhf_core.data.schema import PretrainText, write_rows
 from rlhf_core.errors import DataError, TrainingPaused

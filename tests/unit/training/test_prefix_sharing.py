@@ -8,7 +8,7 @@ from unit.training.tiny import SHAPE, preferences, text
 
 from rlhf_core.api.reward_model import train_reward_model
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.stages.reward import PairBatchConfig, RewardConfig
+from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.starting.base import new_model, train_tokenizer
 

@@ -10,7 +10,7 @@ import pytest
 from traced import missed
 from unit.training.test_ppo_stages import SETTINGS, context, paths
 
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.stages import ppo
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from architecture.glossary import undocumented
 
-from rlhf_core.config.stages.policy import PolicyStageConfig
+from rlhf_core.config.policy import PolicyStageConfig
 from rlhf_core.data.chat.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError

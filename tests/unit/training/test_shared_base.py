@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from unit.training.test_ppo_stages import SETTINGS, SHARED, pretrain
 from unit.training.test_ppo_stages import paths as stage_paths
 
-from rlhf_core.config.loading.load import check_params
-from rlhf_core.config.lora import LoraConfig
-from rlhf_core.config.stages.critic import CriticStageConfig
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.loading import check_params
+from rlhf_core.config.model import LoraConfig
+from rlhf_core.config.policy import CriticStageConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.adapters.lora import add_adapters, merge_adapters
 from rlhf_core.models.adapters.nf4 import pack_linear_layers

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.operations.launch import LaunchConfig
+from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.training.checkpoints.pieces import SavedTensors, write_pieces
 
 IDS = torch.arange(32).view(2, 16)

@@ -8,12 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config.base import BaseConfig, SftConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
-from rlhf_core.config.stages.base import BaseConfig
-from rlhf_core.config.stages.critic import CriticStageConfig
-from rlhf_core.config.stages.ppo import PpoConfig
-from rlhf_core.config.stages.reward import PairBatchConfig, RewardConfig
-from rlhf_core.config.stages.sft import SftConfig
+from rlhf_core.config.policy import CriticStageConfig
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt, write_rows
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.starting.base import new_model, save_policy, train_tokenizer

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_core.config.stages.validate import NearDuplicatesConfig
+from rlhf_core.config.data import NearDuplicatesConfig
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.text.text_statistics import split_words

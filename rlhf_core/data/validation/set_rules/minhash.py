@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from datasketch import MinHash, MinHashLSH
 
-from rlhf_core.config.stages.validate import NearDuplicatesConfig
+from rlhf_core.config.data import NearDuplicatesConfig
 from rlhf_core.data.text.text_statistics import split_words
 
 # An odd 64-bit multiplier, 2**64 over the golden ratio: a shingle's hash is a polynomial in it of its words' hashes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rlhf_core.config.stages.validate import NearDuplicatesConfig
+from rlhf_core.config.data import NearDuplicatesConfig
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.validation.set_rules.minhash import SimilarTexts
 from rlhf_core.data.validation.set_rules.set_rows import SetRows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from rlhf_core.config.stages.validate import SplitConfig
+from rlhf_core.config.data import SplitConfig
 from rlhf_core.data.schema import CONTENT_FIELDS
 from rlhf_core.data.splits import SPLITS, PairUser, assign, pair_user_of
 from rlhf_core.data.validation.provenance import Origin, Origins

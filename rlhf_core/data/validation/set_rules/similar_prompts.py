@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from datasketch import MinHash
 
-from rlhf_core.config.stages.validate import NearDuplicatesConfig
+from rlhf_core.config.data import NearDuplicatesConfig
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.validation.set_rules.minhash import SimilarTexts
 from rlhf_core.data.validation.set_rules.set_rows import SPLIT_PARTS, USER_PARTS, SetRows

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.evaluation.multiple_choice import MultipleChoiceConfig
+from rlhf_core.config.evaluation import MultipleChoiceConfig
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.schema import Message

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.stages.collect import CollectConfig
+from rlhf_core.config.data import CollectConfig
+from rlhf_core.config.loading import load_section
 from rlhf_core.data.collection.sources import annotation_sources
 from rlhf_core.data.inspection.convert import record_of
 from rlhf_core.errors import DataError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.stages.evaluate import EvaluateConfig
+from rlhf_core.config.evaluation import EvaluateConfig
+from rlhf_core.config.loading import load_section
 from rlhf_core.data.schema import Prompt, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import tie_margin_of

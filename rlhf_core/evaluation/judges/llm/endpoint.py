@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from rlhf_core.config.evaluation.llm_judge import LlmJudgeConfig
+from rlhf_core.config.evaluation import LlmJudgeConfig
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.http_retry import AnswerLimits, bearer_token, describe_answer, is_final, post_json
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.evaluation.llm_judge import LlmJudgeConfig
+from rlhf_core.config.evaluation import LlmJudgeConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.evaluation.judges.llm.answer_cache import AnswerCache

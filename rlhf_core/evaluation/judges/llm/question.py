@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from rlhf_core.config.evaluation.llm_judge import TEMPLATE_FIELDS, LlmJudgeConfig
+from rlhf_core.config.evaluation import TEMPLATE_FIELDS, LlmJudgeConfig
 from rlhf_core.data.schema import Message
 
 PACKAGE = "rlhf_core.evaluation.judges.llm"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from rlhf_core.config.evaluation.llm_judge import LlmBudgetConfig
+from rlhf_core.config.evaluation import LlmBudgetConfig
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.llm.endpoint import Completion
 

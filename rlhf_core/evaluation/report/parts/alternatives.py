@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.stages.policy import METHOD_NAMES, Method
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config import yaml_text
+from rlhf_core.config.policy import METHOD_NAMES, Method
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.alternative_runs import AlternativeRun, EvaluationBasis, refused_because
 from rlhf_core.evaluation.metrics.training_cost import Histories, TrainingCost, best_of_n_cost, training_cost

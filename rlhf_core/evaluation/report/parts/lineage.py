@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf_core.config.loading import yaml_text
+from rlhf_core.config import yaml_text
 from rlhf_core.errors import RlhfError
 from rlhf_core.git import git_revision
 from rlhf_core.storage.files import sha256_file

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhf_core.commands.annotate import app
-from rlhf_core.config.stages.collect import CollectConfig, FileSources, WorldConfig
+from rlhf_core.config.data import CollectConfig, FileSources, WorldConfig
 from rlhf_core.data.schema import Preference, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.human.agreement import cohen_kappas, fleiss_kappa

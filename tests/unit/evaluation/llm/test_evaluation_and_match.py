@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.evaluation.llm_judge import LlmJudgeConfig
+from rlhf_core.config.evaluation import EvaluateStageConfig, LlmJudgeConfig
+from rlhf_core.config.gates import Condition
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.stages.evaluate import EvaluateStageConfig
-from rlhf_core.config.stages.gates import Condition
 from rlhf_core.data.schema import Preference, PretrainText, Prompt, read_table, write_rows
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.promotion.match import run_match

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_core.config.evaluation.llm_judge import LlmJudgeConfig
+from rlhf_core.config.evaluation import LlmJudgeConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.evaluation.judges.llm.question import built_in_template, question_text, request_body
 from rlhf_core.evaluation.judges.llm.verdict import Verdict, read_verdict

@@ -11,10 +11,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlhf_core.config.evaluation.multiple_choice import MultipleChoiceConfig
+from rlhf_core.config.evaluation import EvaluateConfig, EvaluateStageConfig, MultipleChoiceConfig
+from rlhf_core.config.gates import Condition
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.stages.evaluate import EvaluateConfig, EvaluateStageConfig
-from rlhf_core.config.stages.gates import Condition
 from rlhf_core.data.chat.encoding import encode_dialogue, pad_id
 from rlhf_core.data.schema import Message, Preference, PretrainText, write_rows
 from rlhf_core.errors import DataError

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.config.evaluation.opponents import OpponentConfig
-from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.overlay import rebase_sources
-from rlhf_core.config.stages.evaluate import EvaluateConfig, EvaluateStageConfig
-from rlhf_core.config.stages.gates import Condition
+from rlhf_core.config import yaml_text
+from rlhf_core.config.evaluation import EvaluateConfig, EvaluateStageConfig, OpponentConfig
+from rlhf_core.config.gates import Condition
+from rlhf_core.config.loading import rebase_sources
 from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare, compare_outcomes, outcomes

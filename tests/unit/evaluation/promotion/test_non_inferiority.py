@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 from scripted_match import match_result
 
-from rlhf_core.config.operations.operations import NonInferiorityConfig
+from rlhf_core.config.operations import NonInferiorityConfig
 from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
 from rlhf_core.evaluation.losses import (
     as_measurements,

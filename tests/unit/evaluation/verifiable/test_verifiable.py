@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.config.evaluation.verifiable import VerifiableConfig
+from rlhf_core.config.evaluation import EvaluateConfig, EvaluateStageConfig, VerifiableConfig
+from rlhf_core.config.gates import Condition
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.stages.evaluate import EvaluateConfig, EvaluateStageConfig
-from rlhf_core.config.stages.gates import Condition
 from rlhf_core.data.schema import Message, Preference, PretrainText, write_rows
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.replies.reply import Reply

@@ -14,7 +14,7 @@ from flows.registry.decisions import AliasMove, AliasTransaction, commit, finish
 from flows.registry.history import read_history
 from flows.registry.promote import promote, rollback
 from flows.registry.session import take_over
-from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError
 
 from .conftest import MODEL, PARAMS, Registry, ScriptedMatch

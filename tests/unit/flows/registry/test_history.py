@@ -15,7 +15,7 @@ from flows.registry.approval import approve
 from flows.registry.decisions import DONE_TAG, AliasTransaction, commit, finish_interrupted, registry_events
 from flows.registry.history import LEDGER_TAG, EntryTaken, Ledger, history_ledger, read_history
 from flows.registry.promote import promote, rollback
-from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 
 from .conftest import MODEL, Registry, ScriptedMatch

@@ -8,7 +8,7 @@ import pytest
 
 from flows.registry.promote import promote
 from flows.registry.session import describe_terms, take_over
-from rlhf_core.config.stages.gates import Condition
+from rlhf_core.config.gates import Condition
 from rlhf_core.errors import RlhfError
 
 from .conftest import GATES, MODEL, PARAMS, Registry, ScriptedMatch

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_core.config.ppo.reward_sources import ClassifierSource
+from rlhf_core.config.reward_sources import ClassifierSource
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError, ModelError, RlhfError
 from rlhf_core.ppo.reward_sources.build import build_source

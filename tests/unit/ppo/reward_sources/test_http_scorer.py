@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.ppo.reward_sources import HttpSource
+from rlhf_core.config.reward_sources import HttpSource
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.ppo.reward_sources.http_scorer import HttpScorer
 

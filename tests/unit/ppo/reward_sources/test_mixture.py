@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from rlhf_core.config.ppo.reward_sources import DEFAULT_SOURCES, RewardSources
+from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
 from rlhf_core.data.chat.encoding import encode_dialogue
 from rlhf_core.errors import ConfigError, DataError, ModelError, RlhfError
 from rlhf_core.models.heads.scalar import ScalarModel

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.stages.critic import CriticStageConfig
-from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.policy import CriticStageConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import DataError
 from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.runtime.contract import Paths

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from rlhf_core.config.ppo.reward_sources import DEFAULT_SOURCES, RewardSources
+from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
 from rlhf_core.fingerprint.tracked_files import FILE, write_tracked_files
 
 

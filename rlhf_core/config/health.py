@@ -1,4 +1,6 @@
-"""The default health rules (algorithms.md §8), as data.
+"""Health rules as data: what is watched while PPO trains, and what happens when a rule fires.
+
+The default health rules (algorithms.md §8), as data.
 
 Evidence for the bounds, from calibration runs on the synthetic world: healthy PPO-max ended at KL 1.9 to 3.3 nats
 per sequence, vanilla PPO with 10 to 92 while its reward kept rising, with trigram repetition ten times the start's and
@@ -11,7 +13,64 @@ policy back (``drift_unopposed``) and whether the critic sees anything (``drift_
 
 from __future__ import annotations
 
-from rlhf_core.config.health.rule import Check, Rule
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+
+from rlhf_core.config.model import Strict
+
+Action = Literal["warn", "pause", "rollback"]
+Severity = Literal["info", "warning", "critical"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One statement about a metric over its last ``window`` observations.
+
+    ``statistic``: ``mean`` of the window; ``change`` = that mean - the start; ``drop`` = best value so far - that mean.
+    ``of`` says what ``bound`` multiplies: ``value`` (1, so the bound is a plain number), ``start`` (this metric at the
+    start of the run), ``start:OTHER`` (another metric there), ``limit:NAME`` (a limit given to the monitor, such as the
+    KL budget). ``slack`` widens a relative bound to at least reference + slack (``>``) or at most reference - slack
+    (``<``), so that a metric which starts near zero does not set off its rule by noise. ``not_finite`` holds when no
+    value of the window is finite.
+    """
+
+    metric: str
+    op: Literal[">", "<", "not_finite"]
+    bound: float = 0.0
+    of: str = "value"
+    slack: float = 0.0
+    window: int = 3
+    statistic: Literal["mean", "change", "drop"] = "mean"
+
+    def limit(self, reference: float) -> float:
+        """The number to compare with, given the value that ``of`` names."""
+        scaled = self.bound * reference
+        if self.slack == 0.0:
+            return scaled
+        return max(scaled, reference + self.slack) if self.op == ">" else min(scaled, reference - self.slack)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule fires when all of ``checks`` hold, from iteration ``after`` on (iterations count from 1).
+
+    ``pause`` stops the run in good order; ``rollback`` returns to the last healthy checkpoint and multiplies the
+    settings named in ``adjust`` (``kl_coefficient``, ``lr``) by the factor given there. A rule that neither setting
+    can help has no ``adjust``: to roll back on it, a user must say what to change.
+    """
+
+    name: str
+    checks: tuple[Check, ...]
+    severity: Severity
+    action: Action
+    symptom: str
+    cause: str
+    remedy: str
+    after: int = 1
+    adjust: tuple[tuple[str, float], ...] = ()
+
 
 DRIFT = "drift from the reference: KL coefficient too low, or learning rate too high"
 HACKING = "the policy exploits errors of the reward model (reward hacking)"
@@ -176,3 +235,50 @@ OPTIMISATION_RULES = (
 )  # fmt: skip
 
 DEFAULT_RULES: tuple[Rule, ...] = (*DRIFT_RULES, *TEXT_RULES, *DIVERSITY_RULES, *REWARD_RULES, *OPTIMISATION_RULES)
+
+
+class Adjustment(Strict):
+    """Factors that a rollback applies: on the KL coefficient, and on the learning rates of policy and critic."""
+
+    kl_coefficient: PositiveFloat = 1.0
+    lr: PositiveFloat = 1.0
+
+    def factors(self) -> tuple[tuple[str, float], ...]:
+        """Name and factor of all that changes."""
+        return tuple((name, factor) for name, factor in self if factor != 1.0)
+
+
+class RuleChange(Strict):
+    """Changes to one default rule; what is left out stays. ``ignore`` switches the rule off.
+
+    ``window`` counts for all checks of the rule. ``threshold`` is a number for a rule of one check, else a mapping from
+    a check's metric to a number; it has the meaning of the check's own bound (a plain number, or a multiple of a start
+    or limit).
+    """
+
+    action: Literal["ignore", "warn", "pause", "rollback"] | None = None
+    window: PositiveInt | None = None
+    threshold: float | dict[str, float] | None = None
+    after: PositiveInt | None = None
+    adjust: Adjustment | None = None
+
+    @field_validator("threshold", mode="before")
+    @classmethod
+    def _numbers(cls, given: Any) -> Any:
+        # Without this the two branches of the union would each report their own mistake.
+        numbers = given.values() if isinstance(given, dict) else [] if given is None else [given]
+        if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
+            raise ValueError("must be a number, or a mapping from a check's metric to a number")
+        return given
+
+
+class HealthConfig(Strict):
+    """``enforce`` lets rules pause the run or roll it back; ``report`` only records findings.
+
+    A run is rolled back at most ``max_rollbacks`` times; after that a rollback rule pauses it. ``rules`` changes
+    default rules by name.
+    """
+
+    mode: Literal["enforce", "report"] = "enforce"
+    max_rollbacks: NonNegativeInt = 2
+    rules: dict[str, RuleChange] = {}

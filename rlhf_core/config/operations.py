@@ -1,16 +1,71 @@
-"""Settings of what surrounds training: placement of stages, registry, tracking. They never make a stage stale."""
+"""How a workspace is run: work pools, processes, retries, schedules, tracking, promotion."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from rlhf_core.config.model import Strict, changed_field
-from rlhf_core.config.operations.launch import LaunchConfig
 from rlhf_core.config.problems import SECRET
+
+MIB = 1 << 20
+DEFAULT_LOGITS_MIB = 256
+
+
+class LaunchConfig(Strict):
+    """``processes`` run on each of ``nodes`` machines, which meet at ``rendezvous`` (host:port).
+
+    ``zero`` is the stage of DeepSpeed's ZeRO (0 replicates, 1 shards the optimiser, 2 gradients too, 3 weights too);
+    ``offload`` keeps the optimiser, or the parameters as well, in CPU memory. ``deepspeed`` names a JSON file that says
+    both, and whatever else DeepSpeed can be told. ``frozen`` places reference, reward model and referee: on the device,
+    in CPU memory between their phases, or sharded over the ranks.
+
+    ``logits_mib`` bounds the float32 logits of one chunk of positions, in MiB: losses, log-probabilities, entropies and
+    KL are computed chunk by chunk, and a training pass computes the logits of each a second time for its gradient. What
+    fits into one chunk is computed as a whole.
+    """
+
+    engine: Literal["local", "deepspeed"] = "local"
+    processes: PositiveInt = 1
+    nodes: PositiveInt = 1
+    rendezvous: str | None = Field(default=None, pattern=r"^[^:/\s]+:\d+$")
+    zero: Literal[0, 1, 2, 3] | None = None
+    offload: Literal["none", "optimizer", "parameters"] | None = None
+    deepspeed: str | None = None
+    gradient_checkpointing: bool = False
+    frozen: Literal["device", "offload", "sharded"] = "device"
+    logits_mib: PositiveInt = DEFAULT_LOGITS_MIB
+
+    @property
+    def ranks(self) -> int:
+        """Processes on all machines together."""
+        return self.processes * self.nodes
+
+    @property
+    def logits_bytes(self) -> int:
+        """``logits_mib`` in bytes."""
+        return self.logits_mib * MIB
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LaunchConfig:
+        if self.nodes > 1 and self.rendezvous is None:
+            raise ValueError("nodes above 1 meet somewhere: set rendezvous to host:port of one of them")
+        sharding = [name for name in ("zero", "offload", "deepspeed") if getattr(self, name) is not None]
+        if self.engine != "deepspeed" and (sharding or self.frozen == "sharded"):
+            needless = sharding[0] if sharding else "frozen: sharded"
+            raise ValueError(f"{needless} is DeepSpeed's: set engine to deepspeed, or leave it out")
+        if self.deepspeed is not None and len(sharding) > 1:
+            raise ValueError(f"the file {self.deepspeed} says how to shard: leave out zero and offload")
+        if self.offload == "parameters" and self.zero != 3:
+            raise ValueError("offload parameters needs zero 3, which alone takes weights off the device")
+        if self.offload == "optimizer" and self.zero == 0:
+            raise ValueError("offload optimizer needs zero 1 or more: zero 0 leaves the optimiser whole")
+        return self
+
 
 Trained = Literal["sft", "reward", "referee", "judge", "critic", "ppo"]
 Launched = Literal["sft", "reward", "referee", "judge", "critic", "ppo", "evaluate"]
@@ -167,3 +222,97 @@ class FlowConfig(Strict):
     parallel: PositiveInt = 2
     stop_grace_seconds: PositiveInt = 5
     max_preemptions: NonNegativeInt = 100
+
+
+QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
+
+
+def _is_quantity(value: str) -> str:
+    if QUANTITY.fullmatch(value) is None:
+        raise ValueError("write a quantity as Kubernetes does, such as 64Gi, 500m or 8")
+    return value
+
+
+Quantity = Annotated[str, AfterValidator(_is_quantity)]
+Name = Annotated[str, Field(min_length=1)]
+PLACE = frozenset({"pool", "queue", "variables", "shared", "remote", "deliver_seconds"})
+
+
+class Placement(Strict):
+    """A work pool, a queue of it, and what the stage's job asks for there; ``null`` leaves the pool's own default.
+
+    The requests are sent as job variables of the same names, so the pool's base job template must know them. Quantities
+    are those of Kubernetes (``64Gi``, ``500m``). ``variables`` are further job variables of a template of your own;
+    secrets never belong there, since the server shows them.
+
+    ``shared: false`` says that the pool's workers do not see the workspace. Inputs and results then go through the DVC
+    remote ``remote`` (``null`` is DVC's default remote), and a job tries for ``deliver_seconds`` (``null`` is 300) to
+    reach it.
+    """
+
+    pool: Name
+    queue: Name | None = None
+    image: Name | None = None
+    gpus: NonNegativeInt | None = None
+    cpus: Quantity | None = None
+    memory: Quantity | None = None
+    shared_memory: Quantity | None = None
+    node_selector: dict[str, str] | None = None
+    time_limit_seconds: PositiveInt | None = None
+    variables: dict[str, Any] = {}
+    shared: bool = True
+    remote: Name | None = None
+    deliver_seconds: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _remote_is_needed(self) -> Placement:
+        given = [name for name in ("remote", "deliver_seconds") if getattr(self, name) is not None]
+        if self.shared and given:
+            raise ValueError(
+                f"{given[0]} is for workers that do not see the workspace: set shared to false, or leave {given[0]} out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _asked_once(self) -> Placement:
+        twice = sorted(set(self.variables) & (set(type(self).model_fields) - PLACE))
+        if twice:
+            raise ValueError(f"variables repeats {', '.join(twice)}, which has a place of its own here; use that one")
+        return self
+
+    def job_variables(self) -> dict[str, Any]:
+        """What is sent to the pool: the requests that are made, and the further variables."""
+        return {**self.model_dump(exclude=set(PLACE), exclude_none=True), **self.variables}
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, str):
+        return {"pool": value}
+    if not isinstance(value, dict | Placement):
+        raise ValueError("name a work pool, or give a mapping with pool and what the job asks for there")
+    return value
+
+
+PlacementOrPool = Annotated[Placement, BeforeValidator(_named)]
+
+
+class WorkPoolConfig(Strict):
+    """A work pool's share of the settings on the Prefect server; what is not given here stays as it is there.
+
+    ``limit`` is how many jobs may run on the pool at a time. ``queues`` are priorities by name, 1 is served first.
+    """
+
+    limit: PositiveInt | None = None
+    queues: dict[Name, PositiveInt] = {}
+
+
+class PlanConfig(Strict):
+    """``gpu_memory_gb`` is the memory of one GPU in GiB; where it is given, a stage that cannot fit is not submitted.
+
+    ``prompt_tokens`` and ``ptx_tokens`` are the longest prompt of rollouts and text of ptx, to plan with until the
+    workspace's data are there to measure (null: as long as ``validate``'s limits allow).
+    """
+
+    gpu_memory_gb: PositiveFloat | None = Field(default=None, strict=False)
+    prompt_tokens: PositiveInt | None = None
+    ptx_tokens: PositiveInt | None = None

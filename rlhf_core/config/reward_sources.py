@@ -1,4 +1,6 @@
-"""Where PPO's raw scores come from (``ppo.reward.sources``): one list, mixed by weights.
+"""Where the reward of a rollout comes from: models, services, functions and their mixture.
+
+Where PPO's raw scores come from (``ppo.reward.sources``): one list, mixed by weights.
 
 Critic pre-training scores with the same list, since values live in its units. The default is the reward model that the
 pipeline trained. docs/how-to.md, "Use other reward sources", shows each kind at work.
@@ -21,8 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from rlhf_core.config.evaluation.endpoint import check_endpoint
-from rlhf_core.config.model import Strict
+from rlhf_core.config.model import Strict, check_endpoint
 
 OWN_MODEL = "models/reward"
 TEMPLATES = ("chat", "pair", "reply")

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from rlhf_core.config.category_shares import CategoryShares
-from rlhf_core.config.lora import LoraConfig
-from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict
+from rlhf_core.config.model import CheckpointConfig, LoraConfig, OptimizerConfig, StageConfig, Strict
+
+
+def _leave_room(shares: dict[str, float]) -> dict[str, float]:
+    wrong = next((name for name, share in shares.items() if not 0 < share < 1), None)
+    if wrong is not None:
+        raise ValueError(f"the share of {wrong} is {shares[wrong]:g}; it must be above 0 and below 1")
+    if sum(shares.values()) >= 1:
+        raise ValueError(f"the shares add up to {sum(shares.values()):g}, which leaves nothing to other categories")
+    return shares
+
+
+# By category its share of the rows; rows of all other categories fill the rest, each once in an epoch.
+CategoryShares = Annotated[dict[str, float], AfterValidator(_leave_room)]
 
 
 class PairBatchConfig(Strict):

@@ -3,18 +3,171 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from rlhf_core.config.health.health import HealthConfig
-from rlhf_core.config.lora import LoraConfig
-from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict, changed_field
-from rlhf_core.config.ppo.advantage import AdvantageConfig
-from rlhf_core.config.ppo.kl import KL_ERROR_CLIP, KlConfig
-from rlhf_core.config.ppo.ptx import PtxConfig
-from rlhf_core.config.ppo.reward_sources import DEFAULT_SOURCES, RewardSources
-from rlhf_core.config.ppo.sampler import LocalSamplerConfig, SamplerConfig
+from rlhf_core.config.health import HealthConfig
+from rlhf_core.config.model import (
+    CheckpointConfig,
+    LoraConfig,
+    OptimizerConfig,
+    StageConfig,
+    Strict,
+    changed_field,
+    check_endpoint,
+)
+from rlhf_core.config.reward import CategoryShares
+from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
+
+
+class AdvantageConfig(Strict):
+    """``gae`` estimates advantages with a critic. ``rloo`` and ``grpo`` compare the replies to one prompt instead, so
+    that there is no critic; ``divide_by_std`` is GRPO's division by the spread of each prompt's rewards.
+    """
+
+    estimator: Literal["gae", "rloo", "grpo"] = "gae"
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    lam: float = Field(default=0.95, ge=0, le=1)
+    normalize: bool = False
+    clip: PositiveFloat | None = None
+    divide_by_std: bool = True
+
+    @property
+    def critic_free(self) -> bool:
+        """Whether no critic is trained or read."""
+        return self.estimator != "gae"
+
+    @model_validator(mode="after")
+    def _estimator_reads_what_is_set(self) -> AdvantageConfig:
+        if self.estimator != "grpo" and not self.divide_by_std:
+            raise ValueError(f"divide_by_std is a switch of estimator grpo, but estimator is {self.estimator}")
+        if not self.critic_free:
+            return self
+        if unread := changed_field(self, "gamma", "lam"):
+            raise ValueError(
+                f"{unread} is read by estimator gae, but {self.estimator} takes the reward of a whole reply, without "
+                "discount or critic; leave it at its default"
+            )
+        if self.normalize:
+            raise ValueError(
+                f"normalize whitens over tokens, but with estimator {self.estimator} the replies to each prompt are "
+                "each other's baseline, which it would undo in favour of long replies; set it to false"
+            )
+        return self
+
+
+KL_ERROR_CLIP = 0.2  # the relative error of one rollout's KL moves an adaptive coefficient by at most this share
+
+
+class KlConfig(Strict):
+    """Token-level KL penalty. ``target`` and ``horizon`` are read when ``controller`` is adaptive.
+
+    ``measure_full`` adds the metric ``kl_full``, the exact sum over the vocabulary, to every rollout; the estimator
+    ``full``, which needs that sum in the loss, adds it too.
+    """
+
+    coefficient: NonNegativeFloat = 0.05
+    estimator: Literal["k1", "k2", "k3", "full"] = "k1"
+    placement: Literal["reward", "loss"] = "reward"
+    controller: Literal["constant", "adaptive"] = "constant"
+    target: PositiveFloat = 6.0
+    horizon: PositiveInt = 1000
+    measure_full: bool = False
+
+    @model_validator(mode="after")
+    def _reward_takes_k1(self) -> KlConfig:
+        if self.placement == "reward" and self.estimator != "k1" and self.coefficient > 0:
+            raise ValueError(
+                f"estimator {self.estimator} in the reward does not give the gradient of the KL (only k1 does); "
+                "use estimator k1, or placement loss"
+            )
+        if self.placement == "loss" and self.estimator == "k1" and self.coefficient > 0:
+            raise ValueError(
+                "estimator k1 in the loss has a gradient of zero mean; use k2, k3 or full there, or placement reward"
+            )
+        if self.controller == "adaptive" and self.coefficient == 0:
+            raise ValueError("an adaptive controller multiplies the coefficient, so a coefficient of 0 stays 0")
+        if self.controller == "constant" and (unread := changed_field(self, "target", "horizon")):
+            raise ValueError(f"{unread} steers the adaptive controller, but controller is constant")
+        return self
+
+    @property
+    def measures_full(self) -> bool:
+        """Whether the exact KL of rollouts is computed."""
+        return self.measure_full or self.estimator == "full"
+
+
+class PtxConfig(Strict):
+    """PPO-ptx: cross-entropy on ``batch_size`` pretraining or demonstration texts in every policy update.
+
+    Texts may be far longer than replies: ``micro_batch_size`` bounds those of one pass (null: as PPO's own) and never
+    changes a gradient. With ``data: both`` demonstrations and pretraining texts, if there are any, are drawn alike, so
+    each set has a share by its size. ``category_shares`` gives categories of one set a share of the texts, whatever
+    number of them there is; see :mod:`rlhf_core.data.batches.category_shares`.
+    """
+
+    weight: NonNegativeFloat = 0.1
+    batch_size: PositiveInt = 16
+    micro_batch_size: PositiveInt | None = None
+    data: Literal["demonstrations", "pretrain", "both"] = "demonstrations"
+    category_shares: CategoryShares = {}
+
+    @model_validator(mode="after")
+    def _shares_of_texts(self) -> PtxConfig:
+        if self.category_shares and self.weight == 0:
+            raise ValueError("category_shares mixes the ptx texts, but weight is 0; set it, or take the shares out")
+        if self.category_shares and self.data == "both":
+            raise ValueError("category_shares mixes the texts of one set, but data is both; name one, or take them out")
+        return self
+
+
+class LocalSamplerConfig(Strict):
+    """The trainer's own process with the trainer's own weights. Bit-exact."""
+
+    kind: Literal["local"] = "local"
+
+
+class VllmSamplerConfig(Strict):
+    """A vLLM server, which gets the policy's weights before every rollout. Not bit-exact.
+
+    ``python`` is that of an environment with vLLM, from which the server is started, with ``arguments`` added to its
+    command line; ``start_seconds`` bounds the start. Or ``url`` names a running server, ``token_env`` the environment
+    variable with its bearer token, and ``weights_folder`` a folder that trainer and server see under the same path.
+
+    ``timeout_seconds`` bounds a request, ``concurrent_requests`` those that a rank has open at once. With ``sleep`` the
+    server gives its memory back while PPO updates; it must support that (not on CPUs).
+    """
+
+    kind: Literal["vllm"]
+    python: str | None = None
+    arguments: tuple[str, ...] = Field(default=(), strict=False)
+    start_seconds: PositiveFloat = 900.0
+    url: str | None = None
+    token_env: str | None = None
+    weights_folder: str | None = None
+    timeout_seconds: PositiveFloat = 600.0
+    concurrent_requests: PositiveInt = 256
+    sleep: bool = False
+
+    @model_validator(mode="after")
+    def _one_server(self) -> VllmSamplerConfig:
+        if (self.python is None) == (self.url is None):
+            raise ValueError("name either python, to start vLLM's server from, or the url of a running one")
+        if self.url is None:
+            if self.token_env is not None:
+                raise ValueError("token_env is for the server at url; one that is started gets a random token")
+            return self
+        check_endpoint(self.url, self.token_env)
+        if self.weights_folder is None:
+            raise ValueError("url needs weights_folder, a folder that the server sees under the same path")
+        if self.arguments:
+            raise ValueError("arguments are for a server that is started from python; start the one at url with them")
+        return self
+
+
+SamplerConfig = Annotated[LocalSamplerConfig | VllmSamplerConfig, Field(discriminator="kind")]
+
 
 CriticMode = Literal["separate", "shared"]
 MICRO_BATCH_TOKENS = 4096

@@ -1,4 +1,4 @@
-"""Reading and writing params.yaml: YAML 1.2 numbers (``1e-3`` is a float), comments and layout kept."""
+"""YAML as users write it: read with limits, changed with its comments kept."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""The form of ablation.yaml and of the metrics it may name."""

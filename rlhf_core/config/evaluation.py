@@ -1,0 +1,257 @@
+"""Evaluation and report: the policy against SFT on held-out prompts, by every judge there is."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from rlhf_core.config.model import SamplingConfig, StageConfig, Strict, check_endpoint
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.storage.file_patterns import is_url
+
+TEMPLATE_FIELDS = ("{conversation}", "{reply_a}", "{reply_b}")
+
+
+class LlmBudgetConfig(Strict):
+    """The most that the answers of one comparison may use, those of earlier runs included; null: no limit.
+
+    ``prompt_price`` and ``completion_price`` are per million tokens, in the currency of ``money``.
+    """
+
+    tokens: PositiveInt | None = None
+    money: PositiveFloat | None = Field(default=None, allow_inf_nan=False)
+    prompt_price: NonNegativeFloat = Field(default=0.0, allow_inf_nan=False)
+    completion_price: NonNegativeFloat = Field(default=0.0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _money_needs_prices(self) -> LlmBudgetConfig:
+        if self.money is not None and self.prompt_price == self.completion_price == 0:
+            raise ValueError("money needs prompt_price or completion_price, per million tokens, to be counted")
+        return self
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a limit to keep."""
+        return self.tokens is not None or self.money is not None
+
+    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
+        """Return what so many tokens cost; 0 without prices."""
+        return (prompt_tokens * self.prompt_price + completion_tokens * self.completion_price) / 1e6
+
+
+class LlmJudgeConfig(Strict):
+    """``base_url`` ends before ``/chat/completions``; ``token_env`` names the environment variable whose value is sent
+    as bearer token. The value itself never stands in params.yaml.
+
+    ``template`` is the text of a question, with ``{conversation}``, ``{reply_a}`` and ``{reply_b}``; null: the built-in
+    one. ``response_format`` asks the endpoint to enforce JSON, where it can. ``max_tokens`` limits an answer.
+    ``max_junk`` is the largest share of the pairs of different replies without a usable answer at which the comparison
+    counts.
+
+    ``concurrency`` requests wait for their answers at once. ``timeout_seconds`` bounds connecting, each wait for data,
+    and the time from an answer's first byte to its last. A request that fails to connect, breaks off, times out, is
+    answered with more than 8 MiB or with 408, 425, 429 or 5xx is repeated up to ``retries`` times, waiting 0.5 s, 1 s,
+    2 s … (at most 30 s; or as the answer's Retry-After says, up to 60 s).
+    """
+
+    base_url: str
+    model: str = Field(min_length=1)
+    token_env: str | None = None
+    template: str | None = None
+    response_format: Literal["text", "json_object", "json_schema"] = "text"
+    max_tokens: PositiveInt = 256
+    max_junk: float = Field(default=0.1, ge=0, lt=1)
+    concurrency: PositiveInt = 4
+    requests_per_minute: PositiveFloat | None = Field(default=None, allow_inf_nan=False)
+    timeout_seconds: PositiveFloat = Field(default=60.0, allow_inf_nan=False)
+    retries: NonNegativeInt = 5
+    budget: LlmBudgetConfig = LlmBudgetConfig()
+
+    @model_validator(mode="after")
+    def _no_secrets(self) -> LlmJudgeConfig:
+        check_endpoint(self.base_url, self.token_env, "base_url")
+        return self
+
+    @model_validator(mode="after")
+    def _template_shows_both_replies(self) -> LlmJudgeConfig:
+        missing = [name for name in TEMPLATE_FIELDS if self.template is not None and name not in self.template]
+        if missing:
+            raise ValueError(f"template must contain {', '.join(missing)}")
+        return self
+
+
+class MultipleChoiceConfig(Strict):
+    """``files`` are paths or globs of questions in C-Eval's format, relative to the workspace: columns question, A, B,
+    C, D and answer, and maybe id and explanation. The name of a file without ``_dev``, ``_val`` or ``_test`` is its
+    subject.
+
+    With ``score: letter`` the choices stand below the question, and the likeliest letter is the answer; with ``text``
+    the question stands alone, and the answer is the choice whose text is likeliest per character.
+
+    ``few_shot`` answered questions come before each question: the first of the file in ``few_shot_files`` that has the
+    same subject, or of the only one there is.
+    """
+
+    files: tuple[str, ...] = Field(strict=False, min_length=1)
+    score: Literal["letter", "text"] = "letter"
+    few_shot: NonNegativeInt = 0
+    few_shot_files: tuple[str, ...] = Field(default=(), strict=False)
+
+    @field_validator("files", "few_shot_files")
+    @classmethod
+    def _on_this_machine(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        remote = [path for path in paths if is_url(path) or path.startswith("hub:")]
+        if remote:
+            raise ValueError(f"{remote[0]!r} is not on this machine; download the files and name their paths")
+        return paths
+
+    @model_validator(mode="after")
+    def _examples_have_a_source(self) -> MultipleChoiceConfig:
+        if self.few_shot and not self.few_shot_files:
+            raise ValueError(f"few_shot {self.few_shot} needs few_shot_files, such as [ceval/dev/*.csv]")
+        return self
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """All paths and globs that the evaluation reads."""
+        return self.files + (self.few_shot_files if self.few_shot else ())
+
+
+class OpponentConfig(Strict):
+    """``path`` is a file of JSON lines with ``prompt`` (a text or messages) and ``reply``, relative to the workspace.
+
+    ``name`` is what metrics and report call the opponent.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][\w -]*$", max_length=40)
+    path: str = Field(min_length=1)
+
+
+FUNCTION = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
+
+
+class VerifiableConfig(Strict):
+    """``path`` is a file of JSON lines, relative to the workspace: a prompt and what its reply must be in each.
+
+    ``functions`` gives names to Python functions ``f(prompt, reply) -> bool``, each ``package.module:function``, which
+    a line may require by name. They run with your rights, like any code you start; a file alone runs nothing.
+
+    ``timeout_seconds`` bounds the check of one property of one reply.
+    """
+
+    path: str = Field(min_length=1)
+    functions: dict[str, str] = {}
+    timeout_seconds: PositiveFloat = Field(default=60.0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _written_as_module_and_function(self) -> VerifiableConfig:
+        wrong = [target for target in self.functions.values() if not re.fullmatch(FUNCTION, target)]
+        if wrong:
+            raise ValueError(f"a function is written package.module:function, not {wrong[0]!r}")
+        return self
+
+
+class HeldOutPerplexityConfig(Strict):
+    """Perplexity of held-out preferred replies and pretraining text (alignment tax): at most ``rows`` of each, none for
+    0, at most ``max_tokens`` tokens of a row, and rows up to ``total_tokens``, which bounds the time.
+    """
+
+    rows: NonNegativeInt = 256
+    max_tokens: PositiveInt = 1024
+    total_tokens: PositiveInt = 32768
+
+
+class SafetyConfig(Strict):
+    """Safety prompts, for data that are not of the synthetic world: at most ``prompts`` harmful ones and as many benign
+    ones, none for 0, each asked ``replies_per_prompt`` times. There are 202 of each. ``max_new_tokens`` is short, since
+    the first sentences show a refusal.
+    """
+
+    prompts: NonNegativeInt = 200
+    replies_per_prompt: PositiveInt = 1
+    max_new_tokens: PositiveInt = 48
+
+
+class EvaluateConfig(StageConfig):
+    """``tie_margin`` is the difference of judge scores, as a share of the spread of SFT's, up to which a pair is a tie
+    (the gold judge has a unit and a margin of its own). ``sampling`` makes the replies that are judged;
+    ``max_new_tokens`` limits the unfiltered ones that KL and perplexity are measured on. ``batch_size`` replies are
+    sampled and judged together: it bounds memory, and every reply keeps its own random numbers.
+
+    Each of the ``prompts``, and of the regression set, gets ``replies_per_prompt`` replies of each model, which narrows
+    every interval where held-out prompts are few; bounds and tests still count different questions.
+
+    With ``best_of_n`` the reward model also picks the best of so many replies of SFT to each prompt, for the judges to
+    compare with the policy's and SFT's (0: off). ``llm_judge`` lets a language model compare the replies too,
+    ``verifiable`` adds prompts whose replies are checked, ``multiple_choice`` questions that both models answer,
+    ``opponents`` replies of third parties that both models are compared with. ``groups`` says which categories or
+    sources of prompts are helpful and which harmless, beside those that are known.
+    """
+
+    prompts: PositiveInt = 256
+    replies_per_prompt: PositiveInt = 1
+    best_of_n: NonNegativeInt = 0
+    sampling: SamplingConfig = SamplingConfig()
+    kl_samples: PositiveInt = 256
+    batch_size: PositiveInt = 64
+    max_new_tokens: PositiveInt = 64
+    tie_margin: float = Field(default=0.05, ge=0)
+    bad_cases: PositiveInt = 20
+    bootstrap: PositiveInt = 2000
+    perplexity: HeldOutPerplexityConfig = HeldOutPerplexityConfig()
+    safety: SafetyConfig = SafetyConfig()
+    llm_judge: LlmJudgeConfig | None = None
+    verifiable: VerifiableConfig | None = None
+    multiple_choice: MultipleChoiceConfig | None = None
+    opponents: tuple[OpponentConfig, ...] = Field(default=(), strict=False)
+    groups: dict[str, Annotated[str, Field(pattern=r"^[\w -]*$")]] = {}
+
+    @model_validator(mode="after")
+    def _more_than_one_to_choose_from(self) -> EvaluateConfig:
+        if self.best_of_n == 1:
+            raise ValueError("best_of_n 1 is SFT itself: use 2 or more, such as 16, or 0 to leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _opponents_have_names_of_their_own(self) -> EvaluateConfig:
+        names = [opponent.name for opponent in self.opponents]
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise ValueError(f"two opponents are called {repeated!r}; give each a name of its own")
+        return self
+
+    @property
+    def untracked_files(self) -> dict[str, tuple[str, ...]]:
+        """Paths and globs of files that the evaluation reads and no stage writes, by what is in them."""
+        return {
+            "verifiable prompts": () if self.verifiable is None else (self.verifiable.path,),
+            "multiple-choice questions": () if self.multiple_choice is None else self.multiple_choice.patterns,
+            "opponents' replies": tuple(opponent.path for opponent in self.opponents),
+        }
+
+
+class EvaluateStageConfig(EvaluateConfig):
+    """The stage's settings with PPO's beside them: of ``ppo`` only the training distribution is read, temperature and
+    minimum length, which KL and perplexity are measured under."""
+
+    ppo: PpoConfig = PpoConfig()
+
+
+class ReportConfig(StageConfig):
+    """``alternatives`` is a file of ``rlhf compare --output`` in the workspace, whose runs the report shows beside this
+    one; nothing is shown where it does not exist.
+    """
+
+    title: str = "RLHF pipeline report"
+    replies: PositiveInt = 16
+    alternatives: str = "alternatives.json"

@@ -1,1 +1,0 @@
-"""Groups of the evaluation's parameters."""

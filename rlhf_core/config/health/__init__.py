@@ -1,1 +1,0 @@
-"""Health rules: their form, the defaults, and changes by name."""

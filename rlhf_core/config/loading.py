@@ -1,0 +1,625 @@
+"""From params.yaml, a profile and overrides to typed sections."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import os
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from rlhf_core.config import yaml_text
+from rlhf_core.config.base import SCRATCH, BaseConfig, SftConfig, is_pretrained
+from rlhf_core.config.data import CollectConfig, ValidateConfig
+from rlhf_core.config.evaluation import EvaluateConfig, ReportConfig
+from rlhf_core.config.gates import LOSSES, GatesConfig
+from rlhf_core.config.health import DEFAULT_RULES, Check, Rule, RuleChange
+from rlhf_core.config.model import LoraConfig, StageConfig, Strict
+from rlhf_core.config.operations import (
+    CheckpointsConfig,
+    ComputeConfig,
+    FlowConfig,
+    LaunchConfig,
+    PlacementOrPool,
+    PlanConfig,
+    RegistryConfig,
+    TrackingConfig,
+    WorkPoolConfig,
+)
+from rlhf_core.config.policy import CriticConfig, PolicyConfig
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.problems import describe, nearest
+from rlhf_core.config.reward import JudgeConfig, RefereeConfig, RewardConfig
+from rlhf_core.errors import ConfigError
+from rlhf_core.storage.file_patterns import is_url
+
+PROFILE = "pretrained"
+FULL_LR, ADAPTER_LR = 1e-5, 1e-4
+# A rate this many times the suitable one destroys what pretraining has learned within a few steps.
+FAR_BEYOND = 20
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The peak learning rate at ``path``, and whether it is that of adapters."""
+
+    path: str
+    value: float
+    adapters: bool
+
+    @property
+    def suitable(self) -> float:
+        """What suits a pretrained model, by order of magnitude."""
+        return ADAPTER_LR if self.adapters else FULL_LR
+
+
+def learning_rates(
+    sft: SftConfig,
+    reward: RewardConfig,
+    referee: RewardConfig,
+    judge: RewardConfig,
+    critic: CriticConfig,
+    ppo: PpoConfig,
+    policy: PolicyConfig,
+) -> list[LearningRate]:
+    """The rates of all that trains weights of the base model, or adapters on them."""
+    rates = [
+        LearningRate("sft.optimizer.lr", sft.optimizer.lr, False),
+        LearningRate("reward.optimizer.lr", reward.optimizer.lr, reward.lora is not None),
+        LearningRate("referee.optimizer.lr", referee.optimizer.lr, referee.lora is not None),
+        LearningRate("judge.optimizer.lr", judge.optimizer.lr, judge.lora is not None),
+    ]
+    adapted = ppo.policy_lora is not None
+    if policy.method != "ppo":
+        rate = getattr(policy, policy.method).optimizer.lr
+        return [*rates, LearningRate(f"policy.{policy.method}.optimizer.lr", rate, adapted)]
+    rates.append(LearningRate("ppo.policy_optimizer.lr", ppo.policy_optimizer.lr, adapted))
+    # With a shared backbone critic pre-training moves a new value head alone.
+    if ppo.critic_mode == "shared" or ppo.advantage.critic_free:
+        return rates
+    rates.append(LearningRate("critic.optimizer.lr", critic.optimizer.lr, critic.lora is not None))
+    if ppo.critic_optimizer is not None:
+        adapters = ppo.critic_lora is not None or (ppo.share_base and critic.lora is not None)
+        rates.append(LearningRate("ppo.critic_optimizer.lr", ppo.critic_optimizer.lr, adapters))
+    return rates
+
+
+def refuse_high_learning_rates(base: BaseConfig, rates: Sequence[LearningRate]) -> None:
+    """Check the learning rates of a pretrained model.
+
+    Raises:
+        ValueError: One of them is far beyond what suits it, and ``base.allow_high_learning_rates`` is not set.
+    """
+    if not is_pretrained(base.source) or base.allow_high_learning_rates:
+        return
+    high = [rate for rate in rates if rate.value > FAR_BEYOND * rate.suitable]
+    if high:
+        listed = ", ".join(f"{rate.path} {rate.value:g} (about {rate.suitable:g})" for rate in high)
+        raise ValueError(
+            f"base.source is a pretrained model, which learning rates this high wreck within a few steps: {listed}; "
+            f"lower them, start from the profile {PROFILE}, or insist with base.allow_high_learning_rates true"
+        )
+
+
+def rules_for(config: PpoConfig, rules: Sequence[Rule] = DEFAULT_RULES) -> tuple[Rule, ...]:
+    """``rules`` as ``ppo.health.rules`` changes them, without those it says to ignore.
+
+    ``ConfigError`` for an unknown rule, a threshold that names none of its checks, and a rollback that is not allowed
+    or would change nothing.
+    """
+    changes = config.health.rules
+    known = {rule.name for rule in rules}
+    for name in changes:
+        if name not in known:
+            raise ConfigError(f"unknown health rule 'ppo.health.rules.{name}'; {nearest(name, known)}")
+    kept = [
+        _changed(rule, changes[rule.name]) if rule.name in changes else rule
+        for rule in rules
+        if rule.name not in changes or changes[rule.name].action != "ignore"
+    ]
+    for rule in kept:
+        if rule.action == "rollback":
+            _require_effect(rule, config)
+    return tuple(kept)
+
+
+def _changed(rule: Rule, change: RuleChange) -> Rule:
+    checks = rule.checks
+    if change.threshold is not None:
+        checks = _with_thresholds(rule, change.threshold)
+    if change.window is not None:
+        checks = tuple(replace(check, window=change.window) for check in checks)
+    action = rule.action if change.action is None or change.action == "ignore" else change.action
+    return replace(
+        rule,
+        checks=checks,
+        action=action,
+        after=rule.after if change.after is None else change.after,
+        adjust=rule.adjust if change.adjust is None else change.adjust.factors(),
+    )
+
+
+def _with_thresholds(rule: Rule, threshold: float | Mapping[str, float]) -> tuple[Check, ...]:
+    path = f"ppo.health.rules.{rule.name}.threshold"
+    names = _check_names(rule)
+    if not names:
+        raise ConfigError(f"{path}: the rule asks whether a number is finite and has no threshold")
+    if not isinstance(threshold, Mapping):
+        if len(names) > 1:
+            example = ", ".join(f"{name}: …" for name in names)
+            raise ConfigError(f"{path}: the rule has {len(names)} checks; write it as {{{example}}}")
+        threshold = dict.fromkeys(names, threshold)
+    for name in threshold:
+        if name not in names:
+            raise ConfigError(f"{path}: the rule has no check '{name}'; {nearest(name, names)}")
+    changed = {names[name]: bound for name, bound in threshold.items()}
+    return tuple(
+        replace(check, bound=changed[position]) if position in changed else check
+        for position, check in enumerate(rule.checks)
+    )
+
+
+def _check_names(rule: Rule) -> dict[str, int]:
+    """Name and position of each check with a threshold: its metric, or ``METRIC of WHAT`` where that occurs twice."""
+    metrics = [check.metric for check in rule.checks]
+    return {
+        check.metric if metrics.count(check.metric) == 1 else f"{check.metric} of {check.of}": position
+        for position, check in enumerate(rule.checks)
+        if check.op != "not_finite"
+    }
+
+
+def _require_effect(rule: Rule, config: PpoConfig) -> None:
+    path = f"ppo.health.rules.{rule.name}"
+    if config.health.max_rollbacks == 0:
+        raise ConfigError(f"{path}: action rollback with ppo.health.max_rollbacks 0 could only pause; use action pause")
+    effective = [name for name, _ in rule.adjust if name != "kl_coefficient" or config.kl.coefficient > 0]
+    if not effective:
+        reason = (
+            "it multiplies a KL coefficient of 0" if rule.adjust else "the rule names nothing that a rollback changes"
+        )
+        raise ConfigError(
+            f"{path}: a rollback that changes no setting would only repeat what failed ({reason}); "
+            "set its adjust, such as {lr: 0.5}, or use action pause"
+        )
+
+
+PARAMS_FILE = "params.yaml"
+Model = TypeVar("Model", bound=Strict)
+
+
+class Params(Strict):
+    """The whole of params.yaml. ``profile`` is the name of the profile that it was made with; it labels runs."""
+
+    profile: str = ""
+    seed: int = Field(default=1, ge=0)
+    collect: CollectConfig = CollectConfig()
+    validate_: ValidateConfig = Field(default=ValidateConfig(), alias="validate")
+    base: BaseConfig = BaseConfig()
+    sft: SftConfig = SftConfig()
+    reward: RewardConfig = RewardConfig()
+    referee: RefereeConfig = RefereeConfig()
+    judge: JudgeConfig = JudgeConfig()
+    gates: GatesConfig = GatesConfig()
+    policy: PolicyConfig = PolicyConfig()
+    critic: CriticConfig = CriticConfig()
+    ppo: PpoConfig = PpoConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    report: ReportConfig = ReportConfig()
+    compute: ComputeConfig = ComputeConfig()
+    plan: PlanConfig = PlanConfig()
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
+    pools: dict[str, PlacementOrPool] = {}
+    work_pools: dict[str, WorkPoolConfig] = {}
+    registry: RegistryConfig = RegistryConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    flow: FlowConfig = FlowConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Params:
+        """What no section can tell alone. The rules are looked at here and not in PPO's own model, because critic
+        pre-training reads that model too, and a changed rule must not run it again."""
+        try:
+            rules_for(self.ppo)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if self.ppo.min_new_tokens >= self.evaluate.max_new_tokens:
+            raise ValueError(
+                f"evaluate.max_new_tokens {self.evaluate.max_new_tokens} is not above ppo.min_new_tokens "
+                f"{self.ppo.min_new_tokens}: no reply of the evaluation could end; raise the one or lower the other"
+            )
+        rates = learning_rates(self.sft, self.reward, self.referee, self.judge, self.critic, self.ppo, self.policy)
+        refuse_high_learning_rates(self.base, rates)
+        if self.ppo.critic_mode == "shared":
+            self._critic_is_a_head()
+        if self.collect.source == "files":
+            self._no_gold()
+        self._gated_metrics_are_measured()
+        if self.ppo.share_base:
+            self._base_can_be_shared()
+        return self
+
+    def _base_can_be_shared(self) -> None:
+        policy = self.ppo.policy_lora
+        for name, scalar in (("reward", self.reward), ("referee", self.referee)):
+            if policy is None or scalar.lora is None or scalar.init != "sft":
+                raise ValueError(
+                    "ppo.share_base needs policy, reward model and referee as adapters on the SFT model: set "
+                    f"ppo.policy_lora, {name}.lora and {name}.init sft, or ppo.share_base false"
+                )
+            if scalar.lora.quantize != policy.quantize:
+                raise ValueError(
+                    f"ppo.share_base: {name}.lora.quantize is {scalar.lora.quantize}, but ppo.policy_lora.quantize is "
+                    f"{policy.quantize}: on weights that are rounded otherwise it would not score as it was trained; "
+                    "set both alike"
+                )
+        if not self.ppo.advantage.critic_free:
+            self._critic_can_share(policy)
+        launch = self.compute.launch.get("ppo", LaunchConfig())
+        if launch.frozen != "device" or launch.zero == 3 or launch.deepspeed is not None:
+            raise ValueError(
+                "ppo.share_base keeps one copy of the weights on every rank: leave compute.launch.ppo.frozen at device "
+                "and zero below 3, without a DeepSpeed file, or set ppo.share_base false"
+            )
+
+    def _critic_can_share(self, policy: LoraConfig | None) -> None:
+        if self.critic.lora is None or policy is None:
+            return
+        if self.ppo.critic_lora is not None:
+            raise ValueError(
+                "ppo.critic_lora with ppo.share_base and critic.lora: the critic goes on with the adapters that it was "
+                "pre-trained as; set ppo.critic_lora to null"
+            )
+        # On the reward model it is pre-trained on weights into which that one's adapters were merged, as they are.
+        wanted = policy.quantize if self.critic.init == "sft" else None
+        if self.critic.lora.quantize != wanted:
+            raise ValueError(
+                f"critic.lora.quantize is {self.critic.lora.quantize}, but with ppo.share_base and critic.init "
+                f"{self.critic.init} it must be {wanted}: else its values would be those of other weights"
+            )
+
+    def _no_gold(self) -> None:
+        for number, condition in enumerate(self.gates.policy):
+            if any("gold" in metric.split(".") for metric in condition.metrics):
+                raise ValueError(
+                    f"gates.policy[{number}] asks for {condition.metric}, but collect.source is files, and only the "
+                    "synthetic world has a gold judge: take the condition out, or start from the profile own-data"
+                )
+
+    def _gated_metrics_are_measured(self) -> None:
+        safety, perplexity = self.evaluate.safety.prompts, self.evaluate.perplexity.rows
+        for number, condition in enumerate(self.gates.policy):
+            parts = {part for metric in condition.metrics for part in metric.split(".")}
+            own = self.collect.source == "world" and LOSSES in parts and "refusal_log_odds" not in parts
+            if "safety" in parts and not own and (self.collect.source == "world" or not safety):
+                why = "is 0" if not safety else "are not asked in the synthetic world, which has its own"
+                raise ValueError(
+                    f"gates.policy[{number}] asks for {condition.metric}, but evaluate.safety.prompts {why}: take the "
+                    "condition out" + ("" if safety else ", or set evaluate.safety.prompts")
+                )
+            if parts & {"perplexity_preferred", "perplexity_pretrain"} and not perplexity:
+                raise ValueError(
+                    f"gates.policy[{number}] asks for {condition.metric}, but evaluate.perplexity.rows is 0: take the "
+                    "condition out, or set evaluate.perplexity.rows"
+                )
+            if "kl_full" in parts and not self.ppo.kl.measures_full:
+                raise ValueError(
+                    f"gates.policy[{number}] asks for {condition.metric}, which is not measured: set "
+                    "ppo.kl.measure_full to true, or take the condition out"
+                )
+            measured_by = {part for metric in condition.metrics for part in metric.split(".")[:2]}
+            for name, given in (
+                ("verifiable", self.evaluate.verifiable),
+                ("multiple_choice", self.evaluate.multiple_choice),
+                ("opponents", self.evaluate.opponents),
+            ):
+                if name in measured_by and not given:
+                    raise ValueError(
+                        f"gates.policy[{number}] asks for {condition.metric}, but evaluate.{name} is not set: take the "
+                        f"condition out, or set evaluate.{name}"
+                    )
+
+    def _critic_is_a_head(self) -> None:
+        if "init" in self.critic.model_fields_set and self.critic.init != "sft":
+            raise ValueError(
+                f"critic.init {self.critic.init} with ppo.critic_mode shared: the value head sits on the policy, which "
+                "starts as the SFT model; leave critic.init out, or use ppo.critic_mode separate"
+            )
+        if self.critic.lora is not None:
+            raise ValueError(
+                "critic.lora with ppo.critic_mode shared: only the value head is pre-trained, on the frozen SFT model, "
+                "so adapters would go untrained; leave critic.lora out, or use ppo.critic_mode separate"
+            )
+
+    @model_validator(mode="after")
+    def _launch_fits(self) -> Params:
+        launch = self.compute.launch.get("ppo")
+        if launch is None:
+            return self
+        if launch.engine == "deepspeed" and self.ppo.critic_mode == "shared":
+            raise ValueError(
+                "ppo.critic_mode shared trains policy and value head in one pass, which engine local alone is known to "
+                "do on several ranks: launch ppo with engine local, or use ppo.critic_mode separate"
+            )
+        if launch.engine == "deepspeed" and self.ppo.gradient_norm == "joint":
+            raise ValueError(
+                "ppo.gradient_norm joint needs the norms of two models before either steps, which engine deepspeed "
+                "does not tell: use separate, or launch ppo with engine local"
+            )
+        exact = self.ppo.kl.placement == "loss" and self.ppo.kl.estimator == "full" and self.ppo.kl.coefficient > 0
+        if launch.frozen == "offload" and exact:
+            raise ValueError(
+                "ppo.kl.estimator full in the loss runs the reference in every update: it cannot wait in CPU memory, "
+                "so set compute.launch.ppo.frozen to device or sharded"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _updates_do_not_vanish(self) -> Params:
+        """Small updates of bfloat16 weights round to nothing unless float32 masters take them (docs/engines.md)."""
+        for stage, launch in self.compute.launch.items():
+            if self.base.dtype != "float32" and launch.engine == "deepspeed" and launch.zero == 0:
+                raise ValueError(
+                    f"compute.launch.{stage}.zero 0 keeps no float32 master weights of a base.dtype {self.base.dtype} "
+                    "model, whose small updates would round to nothing: use zero 1, 2 or 3, or engine local"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _pools_fit(self) -> Params:
+        """A job of a pool is one machine, whose GPUs are one for each process of the stage."""
+        launches = {str(stage): launch for stage, launch in self.compute.launch.items()}
+        shared = {job.pool: job.shared for job in self.pools.values()}
+        for stage, job in self.pools.items():
+            if job.shared != shared[job.pool]:
+                raise ValueError(
+                    f"pools.{stage}.shared is {str(job.shared).lower()}, but another stage says the opposite of the "
+                    f"pool {job.pool}: its workers see the workspace or they do not, so say the same of both"
+                )
+            launch = launches.get(stage, LaunchConfig())
+            if launch.nodes > 1:
+                raise ValueError(
+                    f"compute.launch.{stage}.nodes is {launch.nodes}, but a job of the pool {job.pool} is one "
+                    f"machine; set nodes to 1, or take {stage} out of pools and start it as docs/operations.md says"
+                )
+            if job.gpus and job.gpus != launch.processes:
+                raise ValueError(
+                    f"pools.{stage}.gpus is {job.gpus}, but the stage runs as {launch.processes} process(es), one "
+                    "GPU each (compute.launch); set both to the same number"
+                )
+        return self
+
+    def pool_names(self) -> list[str]:
+        """The work pools that stages run on, each once."""
+        return sorted({placement.pool for placement in self.pools.values()})
+
+    def pools_away(self) -> list[str]:
+        """Those of the work pools whose workers do not see the workspace."""
+        return sorted({placement.pool for placement in self.pools.values() if not placement.shared})
+
+    def pool_limit(self, pool: str) -> int:
+        """How many jobs a pool that is made or served from here takes at a time: one unless ``work_pools`` says."""
+        return self.work_pools.get(pool, WorkPoolConfig()).limit or 1
+
+
+def check_params(document: Any, name: str = PARAMS_FILE) -> Params:
+    """``document`` as :class:`Params`; ``ConfigError`` with one line per problem, each with its path."""
+    plain = yaml_text.plain(document)
+    try:
+        return Params.model_validate(plain)
+    except ValidationError as error:
+        raise ConfigError(describe(name, error, Params, "")) from error
+
+
+def load_params(workspace: Path) -> Params:
+    """The checked params.yaml of a workspace."""
+    return check_params(yaml_text.read(workspace / PARAMS_FILE), str(workspace / PARAMS_FILE))
+
+
+def load_section(workspace: Path, section: str, model: type[Model]) -> Model:
+    """One section as ``model``, with the seed from the top of the file.
+
+    A field of ``model`` named like another section (``ppo`` of the critic's stage) is filled from that section.
+    """
+    document = yaml_text.plain(yaml_text.read(workspace / PARAMS_FILE))
+    values = dict(document.get(section) or {})
+    seed = document.get("seed", 1)
+    if issubclass(model, StageConfig):
+        values.setdefault("seed", seed)
+    for name in model.model_fields:
+        if name != section and name in document and name in Params.model_fields and name != "seed":
+            values.setdefault(name, document[name])
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(describe(str(workspace / PARAMS_FILE), error, model, section)) from error
+
+
+DEFAULT_PROFILE = "demo"
+OWN_ANNOTATIONS = "data/annotations/"
+
+
+def profiles(folder: Path) -> dict[str, Path]:
+    """Profile names and files; ``demo`` is the base file itself when it has no overlay of its own."""
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def profile_text(folder: Path, name: str) -> str:
+    """The overlay of profile ``name``; ``ConfigError`` with the nearest name when there is none."""
+    known = profiles(folder)
+    if name in known:
+        return known[name].read_text(encoding="utf-8")
+    raise ConfigError(f"no profile '{name}'; {nearest(name, known)}")
+
+
+def merge(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[str] = ()) -> str:
+    """:func:`overlaid`, checked as a whole: ``ConfigError`` names the first path that is unknown or wrong."""
+    text = overlaid(base, overlays, sets)
+    check_params(yaml_text.parse(text, "params.yaml"), "parameters")
+    return text
+
+
+def overlaid(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[str] = ()) -> str:
+    """``base`` with each ``(name, text)`` overlay and each ``section.key=value`` applied in turn, unchecked.
+
+    Returns YAML text with the comments of ``base``.
+    """
+    document = yaml_text.parse(base, "params.yaml")
+    for name, text in overlays:
+        overlay = yaml_text.parse(text, name)
+        _merge_into(document, overlay)
+    for assignment in sets:
+        _put(document, *parse_assignment(assignment))
+    return yaml_text.dump(document)
+
+
+def overlays_of(base: str, folder: Path, profile: str | None, sets: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """The overlays for :func:`merge`: the profile, and ``pretrained`` beneath it where ``sets`` choose such a model.
+
+    A base that trains a pretrained model already, or a profile that chooses one, has settings of its own.
+
+    Args:
+        base: Text of the params.yaml that is changed.
+        folder: The profiles.
+        profile: Name of the profile, if there is one.
+        sets: ``section.key=value`` overrides.
+    """
+    overlays = [(f"profile {profile}", profile_text(folder, profile))] if profile else []
+    chosen = [value for path, value in map(parse_assignment, sets) if path == "base.source"]
+    documents = [yaml_text.parse(base, "params.yaml"), *(yaml_text.parse(text, name) for name, text in overlays)]
+    sources = [str((document.get("base") or {}).get("source", SCRATCH)) for document in documents]
+    if chosen and is_pretrained(str(chosen[-1])) and not any(map(is_pretrained, sources)):
+        overlays.insert(0, (f"profile {PROFILE}", profile_text(folder, PROFILE)))
+    return overlays
+
+
+def parse_assignment(assignment: str) -> tuple[str, Any]:
+    """Path and value of ``section.key=value``; ``ConfigError`` when it is not one."""
+    path, separator, value = assignment.partition("=")
+    if not separator or not path.strip():
+        raise ConfigError(f"--set {assignment}: write it as section.key=value, such as --set ppo.iterations=20")
+    return path.strip(), yaml_text.parse_scalar(value)
+
+
+def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a parameter document with ``{"section.key": value}`` applied. Nothing is checked here."""
+    changed = copy.deepcopy(dict(document))
+    for path, value in changes.items():
+        _put(changed, path, copy.deepcopy(value))
+    return changed
+
+
+def rebase_sources(text: str, origin: Path, target: Path) -> str:
+    """``text`` with its relative paths, written for ``origin``, made right for ``target``.
+
+    These are the paths of data, evaluation, verifiable and multiple-choice files, of opponents' replies, of the
+    starting model, of the tokenizer to count with and of reward sources. A workspace's own ``models/`` and
+    ``data/annotations/`` stay its own.
+    """
+    document = yaml_text.parse(text, "params.yaml")
+    collect, evaluate = document.get("collect") or {}, document.get("evaluate") or {}
+    verifiable, multiple_choice = evaluate.get("verifiable") or {}, evaluate.get("multiple_choice") or {}
+    if collect.get("annotations") and not collect["annotations"].startswith(OWN_ANNOTATIONS):
+        collect["annotations"] = _rebase_file(collect["annotations"], origin, target)
+    if verifiable:
+        verifiable["path"] = _rebase_file(str(verifiable.get("path")), origin, target)
+    files = collect.get("files") or {}
+    questions = [multiple_choice.get(key) for key in ("files", "few_shot_files")]
+    opponents = evaluate.get("opponents")
+    for sources in [*files.values(), (document.get("validate") or {}).get("evaluation_files"), *questions, opponents]:
+        for position, source in enumerate(sources or []):
+            entries, key = (source, "path") if isinstance(source, dict) else (sources, position)
+            entries[key] = _rebase_file(str(entries[key]), origin, target)
+    validate = document.get("validate") or {}
+    if validate.get("tokenizer"):
+        validate["tokenizer"] = _rebase_model(validate["tokenizer"], origin, target)
+    base = document.get("base") or {}
+    if is_pretrained(str(base.get("source", SCRATCH))):
+        base["source"] = _rebase_model(base["source"], origin, target)
+    for reward_source in ((document.get("ppo") or {}).get("reward") or {}).get("sources") or []:
+        for key in reward_source.keys() & {"path", "model"}:
+            reward_source[key] = _rebase_model(reward_source[key], origin, target)
+        if "paths" in reward_source:
+            reward_source["paths"] = [_rebase_model(path, origin, target) for path in reward_source["paths"]]
+    return yaml_text.dump(document)
+
+
+def _rebase_file(path: str, origin: Path, target: Path) -> str:
+    """A relative path or glob, seen from ``target``; hub ids, URLs and absolute paths stay."""
+    if path.startswith(("hub:", "~")) or is_url(path) or os.path.isabs(path):
+        return path
+    return os.path.relpath(origin / path, target)
+
+
+def _rebase_model(path: str, origin: Path, target: Path) -> str:
+    """A folder or file that exists at ``origin``, seen from ``target``; anything else may be a hub id and stays."""
+    if path.startswith(("models/", "~")) or os.path.isabs(path) or not (origin / path).exists():
+        return path
+    moved = os.path.relpath(origin / path, target)
+    return f"./{moved}" if moved.startswith("models/") else moved
+
+
+def workspace_name(profile: str, sets: Sequence[str]) -> str:
+    """Folder name of the workspace of a profile and its overrides: the same for the same, whatever their order."""
+    if not sets:
+        return profile
+    digest = hashlib.sha256("\n".join(sorted(sets)).encode()).hexdigest()[:8]
+    return f"{profile}-{digest}"
+
+
+def _merge_into(target: Any, overlay: Any) -> None:
+    for key, value in overlay.items():
+        if isinstance(value, dict) and isinstance(target.get(key), dict):
+            _merge_into(target[key], value)
+        else:
+            target[key] = value
+
+
+def _put(document: Any, path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    parent = document
+    for part in parents:
+        if not isinstance(parent.get(part), dict):
+            parent[part] = {}
+        parent = parent[part]
+    parent[last] = value
+
+
+def recipe_folder() -> Path:
+    """The checkout's root where the package is used from one, else ``share/rlhf-pipeline`` of the installation."""
+    checkout = Path(__file__).resolve().parents[3]
+    installed = Path(sysconfig.get_path("data")) / "share" / "rlhf-pipeline"
+    for folder in (checkout, installed):
+        if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
+            return folder
+    raise ConfigError(f"the default recipe is neither in {checkout} nor in {installed}; install rlhf-pipeline again")
+
+
+def profiles_of(base: Path) -> Path:
+    """The folder of profiles: the workspace's own if it has one, else the project's."""
+    own = base / "profiles"
+    return own if own.is_dir() else recipe_folder() / "profiles"
+
+
+def expectations_of(base: Path) -> Path:
+    """The folder of suites of expectations: the workspace's own if it has one, else the project's."""
+    own = base / "expectations"
+    return own if own.is_dir() else recipe_folder() / "expectations"
+
+
+def profile_headers(folder: Path) -> dict[str, str]:
+    """Return the comment that opens each profile, as one paragraph, by the profile's name."""
+    return {path.stem: _header(path) for path in sorted(folder.glob("*.yaml"))}
+
+
+def _header(path: Path) -> str:
+    """Return the text of a file's first lines that are comments."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return " ".join(line.lstrip("# ") for line in comments)

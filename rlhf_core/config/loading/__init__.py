@@ -1,1 +1,0 @@
-"""Reading params.yaml: YAML, overlays and profiles, validation, and messages for mistakes."""

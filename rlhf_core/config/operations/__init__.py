@@ -1,1 +1,0 @@
-"""Settings of what surrounds training. They never make a stage stale."""

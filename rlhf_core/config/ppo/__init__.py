@@ -1,1 +1,0 @@
-"""Groups of PPO's parameters."""

@@ -1,1 +1,0 @@
-"""Typed parameters of the stages, one file per stage."""
