@@ -17,7 +17,7 @@ from rlhf_core.config.loading import Params
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.data.batches.pairs import TokenisedPair
+from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.evaluation.metrics.drift import measure_drift
 from rlhf_core.evaluation.replies.generation import OnPolicyReplies
 from rlhf_core.memory.architecture import Architecture

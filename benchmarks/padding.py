@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf_core.data.chat.encoding import encode_dialogue
+from rlhf_core.data.encoding import encode_dialogue
 from rlhf_core.data.schema import Demonstration, read_rows
 from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.sampling.micro_batches import MicroBatchLimits

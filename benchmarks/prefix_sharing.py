@@ -17,8 +17,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
-from rlhf_core.data.batches.padding import least_padded
-from rlhf_core.data.batches.pairs import TokenisedPair
+from rlhf_core.data.batches import least_padded
+from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.training.losses import StepTotals
 from rlhf_core.training.reward.pair_batch import row_lengths

@@ -81,7 +81,7 @@ def main() -> int:
 def write_pairs(folder: Path, count: int) -> None:
     """Write ``count`` pairs and a tokenizer made of the first of them."""
     from rlhf_core.data.schema import Preference, arrow_schema, tables_of
-    from rlhf_core.data.tables.table_stream import TableWriter
+    from rlhf_core.data.tables import TableWriter
     from rlhf_core.models.starting.base import train_tokenizer
 
     def rows() -> Iterator[dict[str, Any]]:

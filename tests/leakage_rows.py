@@ -10,7 +10,7 @@ from validation_rows import make_row
 from rlhf_core.config.data import SplitConfig
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.splits import PairUser, pair_user_of, split_of
-from rlhf_core.data.validation.set_rules.set_rows import SetRows
+from rlhf_core.data.validation.set_rows import SetRows
 
 SPLIT = SplitConfig()
 

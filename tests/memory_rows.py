@@ -11,8 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_core.data.schema import arrow_schema
-from rlhf_core.data.validation.provenance import Origins
-from rlhf_core.data.validation.stored_rows import StoredRows
+from rlhf_core.data.validation.stored_rows import Origins, StoredRows
 
 PART_ROWS = 2
 

@@ -11,7 +11,7 @@ from rlhf_core.config.data import ValidateConfig
 from rlhf_core.data.collection.rows import prompt_group
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
-from rlhf_core.data.validation.quarantine import write_refused
+from rlhf_core.data.validation.stored_rows import write_refused
 from rlhf_core.data.validation.suites import Suites, read_suites
 from rlhf_core.stages import validate
 from rlhf_core.stages.runtime.contract import Paths

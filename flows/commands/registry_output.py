@@ -23,7 +23,7 @@ from flows.registry.workspace import printed_line
 from flows.stage.outcome import condition_rows
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
-from rlhf_core.data.tokens.unneeded_entries import remove_entries, unneeded_entries
+from rlhf_core.data.token_folder import remove_entries, unneeded_entries
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import read_json, sha256_file
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from flows.stage.outcome import condition_rows
 from flows.workspace.folder import PRIVATE
-from rlhf_core.data.text.visible_text import for_terminal
+from rlhf_core.data.text import for_terminal
 from rlhf_core.errors import DataError, GateFailed, RlhfError
 from rlhf_core.redaction import redacted
 from rlhf_core.storage.files import read_json

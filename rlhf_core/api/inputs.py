@@ -18,8 +18,8 @@ from rlhf_core.data.collection.rows import read_records
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.detection import format_of
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, Prompt
-from rlhf_core.data.text.visible_text import has_visible_text
-from rlhf_core.data.tokens.token_table import TokenTable
+from rlhf_core.data.text import has_visible_text
+from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.models.computed_buffers import require_computed_buffers
 from rlhf_core.models.float32_head import float32_unembedding

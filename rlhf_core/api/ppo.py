@@ -30,9 +30,9 @@ from rlhf_core.api.run_folder import run_context
 from rlhf_core.config.loading import rules_for
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig, PtxConfig, RolloutConfig
-from rlhf_core.data.chat.encoding import decode_reply, pad_id
+from rlhf_core.data.encoding import decode_reply, pad_id
 from rlhf_core.data.schema import Demonstration, Message, PretrainText, Prompt
-from rlhf_core.data.tokens.token_table import TokenTable
+from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.replies.generation import OnPolicyReplies, on_policy_replies

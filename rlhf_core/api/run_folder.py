@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from torch import nn
 
 from rlhf_core.api.inputs import require_type
-from rlhf_core.data.tokens.token_table import TokenTable
+from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import RlhfError
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.storage.files import atomic_write_json, read_json

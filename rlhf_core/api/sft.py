@@ -16,9 +16,9 @@ from rlhf_core.api.inputs import checked_tokenizer, held_out, require_loadable, 
 from rlhf_core.api.run_folder import run_context
 from rlhf_core.config.base import SftConfig
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.data.chat.encoding import pad_id
+from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Demonstration
-from rlhf_core.data.tokens.token_table import TokenTable
+from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.starting.base import fitting_length, save_policy

@@ -9,7 +9,7 @@ from typing import TextIO
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.chat.encoding import encode_prompt
+from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.models.foreign import require_openable

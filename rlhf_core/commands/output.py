@@ -18,7 +18,7 @@ def terminal_width() -> int:
 
 def print_text(text: str) -> None:
     """Print lines that quote data, with control characters of the data as their escapes."""
-    from rlhf_core.data.text.visible_text import for_terminal
+    from rlhf_core.data.text import for_terminal
 
     typer.echo(for_terminal(text))
 

@@ -104,7 +104,7 @@ class PtxConfig(Strict):
     Texts may be far longer than replies: ``micro_batch_size`` bounds those of one pass (null: as PPO's own) and never
     changes a gradient. With ``data: both`` demonstrations and pretraining texts, if there are any, are drawn alike, so
     each set has a share by its size. ``category_shares`` gives categories of one set a share of the texts, whatever
-    number of them there is; see :mod:`rlhf_core.data.batches.category_shares`.
+    number of them there is; see :mod:`rlhf_core.data.batches`.
     """
 
     weight: NonNegativeFloat = 0.1

@@ -26,7 +26,7 @@ class PairBatchConfig(Strict):
     """Dynamic batches (paper, section 4.1): as many pairs as fit ``token_budget``, between the two bounds.
 
     ``group_prompts`` puts all pairs of a prompt into one batch, where sequences that they share are computed once; see
-    :mod:`rlhf_core.data.batches.prompt_batches`.
+    :mod:`rlhf_core.data.pairs`.
 
     ``prefix_sharing`` computes a prompt once for all replies to it in a batch; see
     :mod:`rlhf_core.models.prefix_sharing`.
@@ -60,12 +60,12 @@ class RewardConfig(StageConfig):
     ``imitation`` is the weight of the LM loss on the preferred reply, ``centering`` of ``mean((r_w + r_l)^2)``.
 
     ``category_shares`` gives categories a share of an epoch's pairs, whatever number of them there is; see
-    :mod:`rlhf_core.data.batches.category_shares`. Each of them is then balanced by length, or has a length expert, of
+    :mod:`rlhf_core.data.batches`. Each of them is then balanced by length, or has a length expert, of
     its own.
 
     ``lora`` trains adapters and the head instead of all weights. ``length_balance: sampling`` trains on pairs among
     which the preferred reply is as often the shorter as the longer one; see
-    :mod:`rlhf_core.data.batches.length_balance`.
+    :mod:`rlhf_core.data.batches`.
     ``length_balance: product_of_experts`` trains on all pairs, beside an expert for lengths that is dropped in the end;
     see :mod:`rlhf_core.training.reward.length_expert`.
     """

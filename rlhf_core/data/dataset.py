@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from rlhf_core.config.data import SplitConfig
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema
 from rlhf_core.data.splits import SPLITS, PairUser, assign, pair_user_of
-from rlhf_core.data.tables.table_stream import TableWriter
+from rlhf_core.data.tables import TableWriter
 from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.data.validation.tables import Validated
 from rlhf_core.runtime.progress import progress

@@ -1,4 +1,4 @@
-"""The four kinds of rows that all stages work on, and their parquet files."""
+"""The kinds of rows in the data files of a workspace, and the files as lists and tables of them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, overload
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_core.data.chunks import bytes_in_memory, chunked
+from rlhf_core.data.tables import CHUNK_BYTES, bytes_in_memory, chunked, rows_within
 from rlhf_core.errors import DataError
 from rlhf_core.storage.files import permitted
 
@@ -196,3 +198,49 @@ def as_dict(row: Preference | Demonstration | Prompt | PretrainText) -> dict[str
     if "prompt" in values:
         values["prompt"] = [{"role": m.role, "content": m.content} for m in values["prompt"]]
     return values
+
+
+PART_ROWS = 1024
+
+
+class RowTable(Sequence[Row], Generic[Row]):
+    """Dataclass rows that are made anew each time they are asked for; an Arrow row takes little more than its texts.
+
+    Args:
+        table: All rows.
+        cls: Their type.
+        rows: Numbers of those that belong to the sequence, in its order; None for all.
+    """
+
+    def __init__(self, table: pa.Table, cls: type[Row], rows: npt.NDArray[np.int64] | None = None) -> None:
+        self.table = table
+        self.cls: type[Row] = cls
+        self.rows = np.arange(table.num_rows) if rows is None else rows
+
+    @classmethod
+    def read(cls, path: Path, row_type: type[Row]) -> RowTable[Row]:
+        """Read a parquet file; ``DataError`` when it is missing, unreadable or of another kind."""
+        return cls(read_kind(path, row_type), row_type)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, row: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> RowTable[Row]: ...
+
+    def __getitem__(self, row: int | slice) -> Row | RowTable[Row]:
+        if isinstance(row, slice):
+            return RowTable(self.table, self.cls, self.rows[row])
+        return rows_of_table(self.table.slice(int(self.rows[row]), 1), self.cls)[0]
+
+    def __iter__(self) -> Iterator[Row]:
+        part = min(PART_ROWS, rows_within(CHUNK_BYTES, self.table.num_rows, self.table.nbytes))
+        for start in range(0, len(self.rows), part):
+            yield from rows_of_table(self.table.take(self.rows[start : start + part]), self.cls)
+
+    def select(self, rows: npt.NDArray[np.int64]) -> RowTable[Row]:
+        """The given rows of this sequence, in the given order."""
+        return RowTable(self.table, self.cls, self.rows[rows])

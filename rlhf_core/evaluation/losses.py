@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from scipy import stats
 
 from rlhf_core.data.schema import Prompt
-from rlhf_core.data.text.text_statistics import trigram_repetition
+from rlhf_core.data.text import trigram_repetition
 from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
 from rlhf_core.evaluation.regression import GENERIC_CHECKS, REFUSAL_CHECKS, ReplyCheck, passes
 from rlhf_core.evaluation.replies.reply import Reply

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from rlhf_core.data.schema import Prompt
-from rlhf_core.data.text.refusals import is_refusal
-from rlhf_core.data.text.text_statistics import split_words, trigram_repetition
+from rlhf_core.data.text import is_refusal, split_words, trigram_repetition
 from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.evaluation.statistics import cluster_of
 

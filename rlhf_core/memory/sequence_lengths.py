@@ -10,7 +10,7 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.loading import Params
-from rlhf_core.data.chat.encoding import encode_dialogue, encode_prompt, encode_reply, encode_text
+from rlhf_core.data.encoding import encode_dialogue, encode_prompt, encode_reply, encode_text
 from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
 from rlhf_core.data.splits import PairUser
 from rlhf_core.models.starting.base import load_tokenizer

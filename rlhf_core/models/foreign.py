@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_core.data.chat.chat_template import reply_format
+from rlhf_core.data.chat_template import reply_format
 from rlhf_core.errors import ModelError
 from rlhf_core.models.attention import attention_of
 from rlhf_core.models.io import hub_files, is_local

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_core.data.batches.batching import epoch_order
+from rlhf_core.data.batches import epoch_order
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.micro_batches import MicroBatchLimits

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import EntropyConfig, ImportanceSamplingCorrectionConfig, PpoConfig
-from rlhf_core.data.chat.encoding import right_pad
+from rlhf_core.data.encoding import right_pad
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.lazy_logits import LOGITS_BYTES
 from rlhf_core.models.precision import Precision

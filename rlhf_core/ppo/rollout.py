@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.data.batches.batching import batch_at
+from rlhf_core.data import text as text_statistics
+from rlhf_core.data.batches import batch_at
 from rlhf_core.data.correlation import rank_correlation
+from rlhf_core.data.encoding import encode_prompts
 from rlhf_core.data.schema import Message
-from rlhf_core.data.text import text_statistics
-from rlhf_core.data.tokens.batch_encoding import encode_prompts
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.models.adapters.frozen_lower_layers import FrozenLowerLayers
 from rlhf_core.models.precision import Precision, matmul_precision

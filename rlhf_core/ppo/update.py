@@ -14,10 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.data.batches.batching import batch_at
-from rlhf_core.data.batches.category_shares import rows_by_category_share
-from rlhf_core.data.batches.sharding import passes
-from rlhf_core.data.tokens.token_table import TokenTable
+from rlhf_core.data.batches import batch_at, passes, rows_by_category_share
+from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.models.heads.actor_critic import ActorCritic
 from rlhf_core.models.precision import matmul_precision

@@ -1,7 +1,7 @@
 """Collective operations over the ranks that train one model together; with one process each of them is a no-op.
 
 Ranks run the same code on the same global batches. They differ in the rows they compute
-(``data/batches/sharding.py``) and reduce their results here. Values travel as tensors or JSON, never as pickles.
+(``data/batches.py``) and reduce their results here. Values travel as tensors or JSON, never as pickles.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.data.chat.encoding import left_pad
+from rlhf_core.data.encoding import left_pad
 from rlhf_core.models.forward import arguments_of, position_ids_from_mask
 from rlhf_core.sampling.decoding.kv_cache import BlockCache, cache_argument
 from rlhf_core.sampling.distribution import TokenDistribution, inverse_cdf

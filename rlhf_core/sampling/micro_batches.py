@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_core.data.batches.padding import padding_share
-from rlhf_core.data.batches.sharding import passes
+from rlhf_core.data.batches import padding_share, passes
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.token_scoring import MICRO_BATCH, Tokens
 

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.chat.chat_template import reply_format
-from rlhf_core.data.chat.encoding import encode_prompt
+from rlhf_core.data.chat_template import reply_format
+from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.starting.base import load_policy

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.base import BaseStageConfig
-from rlhf_core.data.chat.chat_template import refused_dialogues
+from rlhf_core.data.chat_template import refused_dialogues
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, read_rows
 from rlhf_core.data.splits import PairUser
 from rlhf_core.errors import ModelError

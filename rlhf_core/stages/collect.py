@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.data import CollectConfig
-from rlhf_core.data.collection.derived import derived_from
 from rlhf_core.data.collection.raw_folder import CountedSource, RawFolder, SourceWriter
+from rlhf_core.data.collection.rows import derived_from
 from rlhf_core.data.collection.sources import (
     annotation_sources,
     read_source,
@@ -21,8 +21,8 @@ from rlhf_core.data.collection.sources import (
 from rlhf_core.data.readers.columns import unused_lines, warnings_of
 from rlhf_core.data.row_counts import RowCounts
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
-from rlhf_core.data.tables.table_stream import TableWriter
-from rlhf_core.data.validation.quarantine import REFUSED_SCHEMA, write_refused
+from rlhf_core.data.tables import TableWriter
+from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, write_refused
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.progress import progress
 from rlhf_core.stages.runtime.contract import Paths, Stage

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.policy import PolicyStageConfig
-from rlhf_core.data.chat.encoding import pad_id
+from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Demonstration, read_rows
 from rlhf_core.data.splits import PairUser
 from rlhf_core.models.starting.base import fitting_length, load_policy, save_policy

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.base import SftConfig
 from rlhf_core.config.policy import Method, PolicyStageConfig, RejectionSamplingConfig
-from rlhf_core.data.batches.batching import epoch_order
-from rlhf_core.data.chat.encoding import decode_reply, pad_id
+from rlhf_core.data.batches import epoch_order
+from rlhf_core.data.encoding import decode_reply, pad_id
 from rlhf_core.errors import DataError
 from rlhf_core.fingerprint import tracked_files
 from rlhf_core.models.adapters.lora import add_adapters, merge_adapters

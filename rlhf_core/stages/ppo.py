@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.api.ppo import PTX_KINDS, train_ppo
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.schema import Demonstration, PretrainText, Prompt, read_rows
-from rlhf_core.data.tokens.token_cache import read_tokens
-from rlhf_core.data.tokens.token_table import TokenTable
+from rlhf_core.data.token_tables import TokenTable, read_tokens
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.fingerprint import tracked_files
 from rlhf_core.models.starting.base import load_tokenizer

@@ -12,13 +12,11 @@ from rlhf_core.config.gates import Condition
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.dataset import Numbers, data_metrics, file_names, rows_metric, write_clean
 from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.data.validation.quarantine import write_quarantine
-from rlhf_core.data.validation.set_rules.check_set import apply_set_rules, check_set
-from rlhf_core.data.validation.set_rules.findings_file import named_findings
-from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
+from rlhf_core.data.validation.check_set import apply_set_rules, check_set, named_findings
+from rlhf_core.data.validation.pair_statistics import pair_metrics
+from rlhf_core.data.validation.stored_rows import count_tokens, write_quarantine
 from rlhf_core.data.validation.suites import FOLDER, read_suites
 from rlhf_core.data.validation.tables import Validated, read_raw, validate
-from rlhf_core.data.validation.token_counts import count_tokens
 from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.data_card.build import CardSources, build_card
 from rlhf_core.evaluation.data_card.write import write_card

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.base import SftConfig
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.batches.sharding import passes, whole_passes
-from rlhf_core.data.chat.encoding import decode_reply, encode_prompt, left_pad, pad_id, stop_token_ids
+from rlhf_core.data.batches import passes, whole_passes
+from rlhf_core.data.encoding import decode_reply, encode_prompt, left_pad, pad_id, stop_token_ids
 from rlhf_core.data.schema import Demonstration
 from rlhf_core.models.forward import position_ids_from_mask, selected_logits
 from rlhf_core.models.lazy_logits import LOGITS_BYTES

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flows.commands.init import initialise
-from rlhf_core.data.chat.encoding import decode_reply, encode_dialogue
+from rlhf_core.data.encoding import decode_reply, encode_dialogue
 from rlhf_core.data.schema import Preference, read_rows
 from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.stages.runtime.runner import run_stage

@@ -13,19 +13,18 @@ from typing import Any
 import pyarrow as pa
 
 from rlhf_core.config.data import SourceOptions
-from rlhf_core.data.collection.derived import DERIVED_FROM, derive
-from rlhf_core.data.collection.rows import FileRows
+from rlhf_core.data.collection.rows import DERIVED_FROM, FileRows, derive
 from rlhf_core.data.readers.columns import unused_summary
 from rlhf_core.data.row_counts import RowCounts
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, content_id, tables_of
-from rlhf_core.data.tables.table_stream import TableWriter, table_chunks
-from rlhf_core.data.validation.provenance import (
+from rlhf_core.data.tables import TableWriter, table_chunks
+from rlhf_core.data.validation.stored_rows import (
     PROMPT_ONLY,
     PROMPT_ONLY_SCHEMA,
     PROVENANCE_SCHEMA,
     provenance_table,
+    refused_table,
 )
-from rlhf_core.data.validation.quarantine import refused_table
 
 SPOOLED = (("path", pa.string()), ("position", pa.int64()))
 

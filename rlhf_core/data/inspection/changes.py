@@ -14,10 +14,15 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_core.config.data import ReadOptions
-from rlhf_core.data.collection.sources import SourceFile, source_chunks, source_files, sources_by_kind
+from rlhf_core.data.collection.sources import (
+    SourceFile,
+    source_chunks,
+    source_files,
+    sources_by_kind,
+)
 from rlhf_core.data.inspection.report_lines import example_lines, wrapped
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, tables_of
-from rlhf_core.data.tables.table_stream import mapped_table
+from rlhf_core.data.tables import mapped_table
 from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.errors import DataError
 from rlhf_core.storage.files import read_json

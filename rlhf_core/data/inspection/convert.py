@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_core.config.data import DataSource, FormatName, ReadOptions
-from rlhf_core.data.chunks import bytes_in_memory, chunked
 from rlhf_core.data.collection.rows import FileRows, read_records
 from rlhf_core.data.collection.sources import source_chunks, source_files
 from rlhf_core.data.inspection.report_lines import column_lines, wrapped
@@ -23,6 +22,7 @@ from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.detection import format_named, format_of
 from rlhf_core.data.row_counts import READABLE, ReasonCounts, RowCounts, RowFinding
 from rlhf_core.data.schema import MESSAGES
+from rlhf_core.data.tables import bytes_in_memory, chunked
 from rlhf_core.errors import DataError, RlhfError
 
 BATCH = 1000

@@ -15,17 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_core.config.data import ReadOptions
-from rlhf_core.data.chunks import bytes_in_memory, drained
-from rlhf_core.data.collection.hub import PREFIX
 from rlhf_core.data.collection.rows import FileRows, row_chunks
-from rlhf_core.data.collection.sources import SourceFile, open_source, require_utf8_name
+from rlhf_core.data.collection.sources import PREFIX, SourceFile, open_source, require_utf8_name
 from rlhf_core.data.inspection.report_lines import INDENT, column_lines, example_lines, percentile_table, wrapped
-from rlhf_core.data.readers.columns import unused_summary, with_columns
-from rlhf_core.data.readers.detection import detect, first_records, format_named
-from rlhf_core.data.row_counts import RowCounts
-from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.data.text.language_tag import language_shares
-from rlhf_core.data.tokens.lengths import (
+from rlhf_core.data.lengths import (
     PERCENTILES,
     LengthPercentiles,
     TokenLengths,
@@ -33,6 +26,12 @@ from rlhf_core.data.tokens.lengths import (
     evenly_spread,
     token_lengths,
 )
+from rlhf_core.data.readers.columns import unused_summary, with_columns
+from rlhf_core.data.readers.detection import detect, first_records, format_named
+from rlhf_core.data.row_counts import RowCounts
+from rlhf_core.data.schema import ROW_TYPES
+from rlhf_core.data.tables import bytes_in_memory, drained
+from rlhf_core.data.text import language_shares
 from rlhf_core.storage.file_patterns import expand, is_url
 from rlhf_core.storage.remote_files import expand_url
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlhf_core.data.lengths import PERCENTILES, REPLIES, LengthPercentiles
 from rlhf_core.data.readers.columns import unused_lines, warnings_of
 from rlhf_core.data.row_counts import RowCounts
-from rlhf_core.data.tokens.lengths import PERCENTILES, REPLIES, LengthPercentiles
 
 INDENT, LABEL_WIDTH = "  ", 9
 

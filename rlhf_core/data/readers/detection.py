@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rlhf_core.data.chunks import bytes_in_memory, chunked
 from rlhf_core.data.readers.comparisons import COMPARISONS
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.format import Format, record_shape
 from rlhf_core.data.readers.general import GENERAL, REPLY_NAMES
 from rlhf_core.data.readers.rankings import MESSAGE_TREES, RANKINGS
 from rlhf_core.data.readers.turns import is_missing
+from rlhf_core.data.tables import bytes_in_memory, chunked
 from rlhf_core.errors import DataError
 
 # The first that matches is used, so formats with more fields come first.

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rlhf_core.data.chunks import CHUNK_BYTES, rows_within, table_slices
 from rlhf_core.data.readers.content import MAX_EXPANSION, Record, expansion_limit
 from rlhf_core.data.readers.csv_records import require_distinct
+from rlhf_core.data.tables import CHUNK_BYTES, rows_within, table_slices
 from rlhf_core.errors import DataError
 
 BATCH_ROWS = 2048

@@ -12,7 +12,7 @@ from rlhf_core.data.readers.dialogue_in_text import (
     markup_in,
     transcript_in,
 )
-from rlhf_core.data.text.visible_text import has_visible_text
+from rlhf_core.data.text import has_visible_text
 
 Turn = dict[str, str]
 # Parts of a turn that are no text of it; a turn that has one is refused, since the text alone says something else.

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlhf_core.data.schema import ROLES
-from rlhf_core.data.tables.table_stream import mapped_table
-from rlhf_core.data.text.visible_text import comparable, has_visible_text
+from rlhf_core.data.tables import mapped_table
+from rlhf_core.data.text import comparable, has_visible_text
 
 REPLIES = {"preferences": ("chosen", "rejected"), "demonstrations": ("reply",), "prompts": (), "pretrain": ("text",)}
 LABELS = ("category", "source", "group")

@@ -14,14 +14,32 @@ import pandas as pd
 import pyarrow as pa
 
 from rlhf_core.config.data import Severity
-from rlhf_core.data.collection.derived import DERIVED_FROM, derive
+from rlhf_core.data.collection.rows import DERIVED_FROM, derive
 from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.data.validation.checkpoint import COPIES, ROWS, SET, Checkpoints, Verdicts
 from rlhf_core.data.validation.columns import copies, read_columns
-from rlhf_core.data.validation.provenance import PROMPT_ONLY, Origins, read_prompt_only, read_provenance
-from rlhf_core.data.validation.quarantine import Quarantined, count_refused, quarantine_rows, read_refused
-from rlhf_core.data.validation.stored_rows import StoredRows
-from rlhf_core.data.validation.suites import NOT_DERIVED, NOT_DUPLICATE, SOURCE_PASSED, SuiteRule, Suites
+from rlhf_core.data.validation.stored_rows import (
+    PROMPT_ONLY,
+    Origins,
+    Quarantined,
+    StoredRows,
+    count_refused,
+    quarantine_rows,
+    read_prompt_only,
+    read_provenance,
+    read_refused,
+)
+from rlhf_core.data.validation.suites import (
+    COPIES,
+    NOT_DERIVED,
+    NOT_DUPLICATE,
+    ROWS,
+    SET,
+    SOURCE_PASSED,
+    Checkpoints,
+    SuiteRule,
+    Suites,
+    Verdicts,
+)
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.progress import Progress, progress
 from rlhf_core.storage.files import read_json

@@ -18,7 +18,7 @@ import numpy as np
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.schema import ROLES, Message
-from rlhf_core.data.text.encodable import HALF_PAIR, is_encodable
+from rlhf_core.data.text import HALF_PAIR, is_encodable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.judge import Judge
 from rlhf_core.evaluation.replies.reply import Reply

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.data.schema import Prompt
-from rlhf_core.data.text.language_tag import language_shares
+from rlhf_core.data.text import language_shares
 from rlhf_core.evaluation.comparisons.comparison import Comparison, ScoreComparison, compare_outcomes, outcomes
 from rlhf_core.evaluation.comparisons.length_control import length_differences
 from rlhf_core.evaluation.judges.disagreement import worst_disagreements

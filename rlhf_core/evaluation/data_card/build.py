@@ -10,12 +10,12 @@ from typing import Any
 from rlhf_core.config.data import AUTOMATIC_ROWS, RULES, NearDuplicatesConfig, ValidateConfig
 from rlhf_core.data.inspection.report_lines import counted
 from rlhf_core.data.row_counts import RowFinding
-from rlhf_core.data.text.safe_text import shortened
-from rlhf_core.data.validation.set_rules.check_set import SetFindings
-from rlhf_core.data.validation.set_rules.pair_statistics import balance, category_counts
+from rlhf_core.data.safe_text import shortened
+from rlhf_core.data.validation.check_set import SetFindings
+from rlhf_core.data.validation.pair_statistics import balance, category_counts
+from rlhf_core.data.validation.stored_rows import CountedTokens
 from rlhf_core.data.validation.suites import SOURCE_PASSED
 from rlhf_core.data.validation.tables import Validated
-from rlhf_core.data.validation.token_counts import CountedTokens
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable, DataCard
 from rlhf_core.evaluation.data_card.lengths import length_section
 from rlhf_core.evaluation.data_card.refused_rows import refused_section

@@ -10,10 +10,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rlhf_core.data.lengths import PERCENTILES, SEQUENCE, LengthPercentiles
 from rlhf_core.data.schema import CONTENT_FIELDS
-from rlhf_core.data.tokens.lengths import PERCENTILES, SEQUENCE, LengthPercentiles
-from rlhf_core.data.validation.stored_rows import StoredRows
-from rlhf_core.data.validation.token_counts import CountedTokens
+from rlhf_core.data.validation.stored_rows import CountedTokens, StoredRows
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable, Histogram
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from rlhf_core.data.text.safe_text import excerpt
-from rlhf_core.data.validation.quarantine import Quarantined
+from rlhf_core.data.safe_text import excerpt
+from rlhf_core.data.validation.stored_rows import Quarantined
 from rlhf_core.data.validation.suites import NOT_DERIVED
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable
 

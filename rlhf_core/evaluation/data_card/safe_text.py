@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rlhf_core.data.text.safe_text import safe_text, shortened
+from rlhf_core.data.safe_text import safe_text, shortened
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable, DataCard
 
 LONGEST_CELL = 400

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlhf_core.data.row_counts import RowFinding
+from rlhf_core.data.safe_text import excerpt
 from rlhf_core.data.schema import CONTENT_FIELDS
-from rlhf_core.data.text.safe_text import excerpt
 from rlhf_core.data.validation.tables import Validated
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import write_table
-from rlhf_core.data.validation.set_rules.findings_file import findings_table
+from rlhf_core.data.validation.check_set import findings_table
 from rlhf_core.evaluation.data_card.card import DataCard
 from rlhf_core.evaluation.data_card.markdown import markdown
 from rlhf_core.evaluation.data_card.page import page

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.batches.sharding import whole_passes
-from rlhf_core.data.chat.encoding import encode_prompt, encode_reply, pad_id, vocabulary_id
+from rlhf_core.data.batches import whole_passes
+from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id, vocabulary_id
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.replies.reply import Reply

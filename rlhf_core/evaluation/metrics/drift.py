@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.data.batches.sharding import gather_passes
+from rlhf_core.data.batches import gather_passes
 from rlhf_core.evaluation.replies.generation import OnPolicyReplies
 from rlhf_core.evaluation.statistics import one_each, standard_error
 from rlhf_core.runtime import distributed

@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.evaluation import HeldOutPerplexityConfig
-from rlhf_core.data.batches.sharding import whole_passes
-from rlhf_core.data.chat.encoding import encode_dialogue, encode_text, pad_id
+from rlhf_core.data.batches import whole_passes
+from rlhf_core.data.encoding import encode_dialogue, encode_text, pad_id
 from rlhf_core.data.schema import Preference, PretrainText, read_rows
 from rlhf_core.evaluation.regression import fixed_subset
 from rlhf_core.models.forward import has_plain_head, hidden_states, selected_logits

@@ -11,8 +11,7 @@ from rlhf_core.config.evaluation import OpponentConfig
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.schema import ROLES, Prompt
-from rlhf_core.data.text.encodable import HALF_PAIR, is_encodable
-from rlhf_core.data.text.visible_text import comparable
+from rlhf_core.data.text import HALF_PAIR, comparable, is_encodable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.storage.file_patterns import expand

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.batches.sharding import gather_passes, whole_passes
-from rlhf_core.data.chat.encoding import (
+from rlhf_core.data.batches import gather_passes, whole_passes
+from rlhf_core.data.encoding import (
     decode_reply,
     encode_prompt,
+    encode_prompts,
     reply_length,
     special_token_ids,
     vocabulary_id,
 )
 from rlhf_core.data.schema import Message
-from rlhf_core.data.tokens.batch_encoding import encode_prompts
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.models.starting.base import fitting_length

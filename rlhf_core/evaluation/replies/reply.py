@@ -15,7 +15,7 @@ class Reply:
         token_ids: The generated ids, end marker included; empty for a reply that is known as text only.
         special_tokens: How many of ``token_ids`` are padding, role or other special tokens: defects of the reply.
         vocabulary: The vocabulary that ``token_ids`` belong to; see
-            :func:`~rlhf_core.data.chat.encoding.vocabulary_id`.
+            :func:`~rlhf_core.data.encoding.vocabulary_id`.
     """
 
     text: str

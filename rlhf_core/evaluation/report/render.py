@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from rlhf_core.data.text.language_tag import language_tag
+from rlhf_core.data.text import language_tag
 from rlhf_core.evaluation.figures.format_number import format_number
 from rlhf_core.evaluation.report.parts.release import BEGIN, END, ReleaseDecision
 

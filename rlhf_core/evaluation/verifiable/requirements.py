@@ -15,7 +15,7 @@ from referencing.jsonschema import DRAFT202012
 
 from rlhf_core.config.model import Strict
 from rlhf_core.data.schema import Message
-from rlhf_core.data.text.text_statistics import split_words
+from rlhf_core.data.text import split_words
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.time_limit import TimeLimitExceeded, time_limit
 from rlhf_core.runtime.user_function import describe_failure

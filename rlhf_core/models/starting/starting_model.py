@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.data.chat.chat_template import bos_expression, reply_format
+from rlhf_core.data.chat_template import bos_expression, reply_format
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.attention import attention_of
 from rlhf_core.models.foreign import require_openable

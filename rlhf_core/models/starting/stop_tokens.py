@@ -6,8 +6,8 @@ import copy
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.data.chat.chat_template import STOP_TOKENS
-from rlhf_core.data.chat.encoding import stop_token_ids
+from rlhf_core.data.chat_template import STOP_TOKENS
+from rlhf_core.data.encoding import stop_token_ids
 
 
 def generation_stop_ids(model: PreTrainedModel) -> list[int]:

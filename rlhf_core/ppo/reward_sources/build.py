@@ -21,7 +21,7 @@ from rlhf_core.config.reward_sources import (
     RewardSources,
     source_names,
 )
-from rlhf_core.data.chat.encoding import encode_dialogue, encode_reply, left_pad, pad_id, right_pad
+from rlhf_core.data.encoding import encode_dialogue, encode_reply, left_pad, pad_id, right_pad
 from rlhf_core.data.schema import Demonstration, Message, read_rows
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.foreign import require_openable

@@ -17,8 +17,7 @@ from transformers import (
 )
 
 from rlhf_core.config.reward_sources import ClassifierSource
-from rlhf_core.data.chat.chat_template import encode_rendered
-from rlhf_core.data.chat.special_tokens import special_tokens
+from rlhf_core.data.chat_template import encode_rendered, special_tokens
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError, first_line
 from rlhf_core.models.foreign import require_openable

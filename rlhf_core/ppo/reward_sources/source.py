@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.batches.sharding import passes
-from rlhf_core.data.chat.encoding import decode_reply
+from rlhf_core.data.batches import passes
+from rlhf_core.data.encoding import decode_reply
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.models.heads.scalar import ReplyScorer

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import VllmSamplerConfig
-from rlhf_core.data.chat.encoding import left_pad
+from rlhf_core.data.encoding import left_pad
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.forward import probe_ids
 from rlhf_core.models.precision import matmul_precision

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, ValidationError
 
 from rlhf_core.config.model import Strict
 from rlhf_core.data.schema import Message
-from rlhf_core.data.text.visible_text import has_visible_text
+from rlhf_core.data.text import has_visible_text
 from rlhf_core.serving.protocol.api_error import ApiError
 
 MAX_STOP_STRINGS = 4

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Prompt, read_rows
-from rlhf_core.data.tokens.token_cache import read_tokens
+from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.errors import DataError
 from rlhf_core.ppo.rollout import TrainingPrompts, require_room
 

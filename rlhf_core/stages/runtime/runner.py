@@ -20,7 +20,7 @@ from typing import Any, get_args
 from rlhf_core.config.loading import Params, load_params, load_section
 from rlhf_core.config.model import StageConfig
 from rlhf_core.config.operations import LaunchConfig, Trained
-from rlhf_core.data.tokens import TOKENS
+from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.errors import DataError, RlhfError, is_full_disk
 from rlhf_core.fingerprint import fingerprint, tracked_files
 from rlhf_core.runtime.preemption import PreemptionSignal

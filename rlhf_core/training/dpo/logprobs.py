@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.data.batches.pairs import TokenisedPair
-from rlhf_core.data.batches.prompt_batches import pair_sequences
-from rlhf_core.data.batches.sharding import passes
+from rlhf_core.data.batches import passes
+from rlhf_core.data.pairs import TokenisedPair, pair_sequences
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.lazy_logits import LOGITS_BYTES
 from rlhf_core.runtime import distributed

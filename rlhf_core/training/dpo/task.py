@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.config.policy import DpoConfig
-from rlhf_core.data.batches.pairs import TokenisedPair
-from rlhf_core.data.batches.sharding import passes
+from rlhf_core.data.batches import passes
+from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.models.lazy_logits import LOGITS_BYTES
 from rlhf_core.runtime import distributed
 from rlhf_core.training.device_scalars import Scalar, device_scalar, read_scalars

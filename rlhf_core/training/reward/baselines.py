@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.data.schema import Preference
-from rlhf_core.data.text.text_statistics import IDEOGRAPHS
+from rlhf_core.data.text import IDEOGRAPHS
 from rlhf_core.training.reward.evaluation import accuracy
 
 WORDS = 5000

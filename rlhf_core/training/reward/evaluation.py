@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
-from rlhf_core.data.batches.length_balance import length_balanced_rows
+from rlhf_core.data.batches import length_balanced_rows
 from rlhf_core.data.correlation import rank_correlation
 
 CALIBRATION_BINS = 10

@@ -14,9 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rlhf_core.data.batches.pairs import TokenisedPair
-from rlhf_core.data.batches.prompt_batches import pair_sequences
-from rlhf_core.data.batches.sharding import whole_passes
+from rlhf_core.data.batches import whole_passes
+from rlhf_core.data.pairs import TokenisedPair, pair_sequences
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import progress

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config.reward import PairBatchConfig
-from rlhf_core.data.batches.pairs import TokenisedPair
-from rlhf_core.data.batches.prefix_rows import PrefixRow, rows_of_sequences
-from rlhf_core.data.batches.prompt_batches import pair_sequences
+from rlhf_core.data.pairs import PrefixRow, TokenisedPair, pair_sequences, rows_of_sequences
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.prefix_sharing import PrefixBatch, prefix_batch
 from rlhf_core.training.examples import ReplyBatch, collate

@@ -11,13 +11,11 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.data.batches.length_balance import length_balanced_epoch
-from rlhf_core.data.batches.pairs import PairTable, TokenisedPair, usable_pairs
-from rlhf_core.data.chat.encoding import pad_id
-from rlhf_core.data.schema import Preference
-from rlhf_core.data.tables.row_table import RowTable
-from rlhf_core.data.tokens.token_cache import read_tokens
-from rlhf_core.data.tokens.token_table import TokenTable
+from rlhf_core.data.batches import length_balanced_epoch
+from rlhf_core.data.encoding import pad_id
+from rlhf_core.data.pairs import PairTable, TokenisedPair, usable_pairs
+from rlhf_core.data.schema import Preference, RowTable
+from rlhf_core.data.token_tables import TokenTable, read_tokens
 from rlhf_core.errors import DataError
 from rlhf_core.models import shared_base
 from rlhf_core.models.adapters.lora import merge_adapters

@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.data.batches.batching import token_budget_batches
-from rlhf_core.data.batches.category_shares import rows_by_category_share
-from rlhf_core.data.batches.length_balance import length_balanced_epoch
-from rlhf_core.data.batches.padding import least_padded, padding_share
-from rlhf_core.data.batches.pairs import TokenisedPair
-from rlhf_core.data.batches.prompt_batches import PromptBatches, pair_sequences
-from rlhf_core.data.batches.sharding import passes, whole_passes
+from rlhf_core.data.batches import (
+    least_padded,
+    length_balanced_epoch,
+    padding_share,
+    passes,
+    rows_by_category_share,
+    token_budget_batches,
+    whole_passes,
+)
+from rlhf_core.data.pairs import PromptBatches, TokenisedPair, pair_sequences
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.lazy_logits import LOGITS_BYTES
 from rlhf_core.runtime import distributed

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.data.batches.batching import batch_at, epoch_order, token_budget_batches
+from rlhf_core.data.batches import batch_at, epoch_order, token_budget_batches
 
 SEEDS = st.integers(0, 2**31)
 EPOCHS = st.integers(0, 1000)

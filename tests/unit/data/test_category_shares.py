@@ -8,8 +8,8 @@ import pytest
 
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.data.batches.category_shares import rows_by_category_share
-from rlhf_core.data.batches.pairs import TokenisedPair
+from rlhf_core.data.batches import rows_by_category_share
+from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.errors import DataError
 from rlhf_core.training.reward.trainer import rows_of_epoch
 

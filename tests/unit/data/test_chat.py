@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_core.data.batches.pairs import tokenised_pairs
-from rlhf_core.data.chat.encoding import (
+from rlhf_core.data.encoding import (
     decode_reply,
     encode_dialogue,
     encode_prompt,
@@ -23,6 +22,7 @@ from rlhf_core.data.chat.encoding import (
     special_token_ids,
     vocabulary_id,
 )
+from rlhf_core.data.pairs import tokenised_pairs
 from rlhf_core.data.schema import Message, Preference
 from rlhf_core.errors import DataError, ModelError
 

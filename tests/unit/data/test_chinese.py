@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.chat.session import ReplyStream
-from rlhf_core.data.chat.encoding import decode_reply, encode_dialogue
+from rlhf_core.data import text as stats
+from rlhf_core.data.encoding import decode_reply, encode_dialogue
 from rlhf_core.data.prompts_to_try import prompts_to_try
 from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt, write_rows
-from rlhf_core.data.text import text_statistics as stats
-from rlhf_core.data.text.language_tag import language_shares, language_tag
-from rlhf_core.data.text.refusals import is_refusal
-from rlhf_core.data.tokens.token_table import TokenTable
+from rlhf_core.data.text import is_refusal, language_shares, language_tag
+from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.models.starting.base import train_tokenizer
 from rlhf_core.sampling.reply import sample_reply
 from rlhf_core.training.examples import collate, fitting_examples

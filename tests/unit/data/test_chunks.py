@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_core.data import chunks
-from rlhf_core.data.chunks import bytes_in_memory, chunked, drained, rows_within, table_slices
+from rlhf_core.data import tables as chunks
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.collection.sources import read_sources, source_chunks, source_files
 from rlhf_core.data.inspection.describe import EvenSample
@@ -22,6 +21,7 @@ from rlhf_core.data.readers import detection as registry
 from rlhf_core.data.readers import table_records as table_checks
 from rlhf_core.data.readers.table_records import parquet_batches
 from rlhf_core.data.schema import Message, tables_of
+from rlhf_core.data.tables import bytes_in_memory, chunked, drained, rows_within, table_slices
 
 
 def test_a_chunk_is_complete_with_its_items_or_its_bytes() -> None:

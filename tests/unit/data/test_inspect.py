@@ -17,7 +17,7 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.data import FileSources, ReadOptions
 from rlhf_core.config.loading import check_params, parse_assignment
 from rlhf_core.data.inspection.describe import TokenLimit, TokenLimits, as_json_value, as_text, describe_sources
-from rlhf_core.data.tokens.lengths import LengthPercentiles, character_counts, token_lengths
+from rlhf_core.data.lengths import LengthPercentiles, character_counts, token_lengths
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.starting.base import load_tokenizer, new_model, save_policy, train_tokenizer
 from rlhf_core.stages.token_lengths.token_limits import local_token_limits, token_limits

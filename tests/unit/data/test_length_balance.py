@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.data.batches.length_balance import length_balanced_epoch, length_balanced_rows
+from rlhf_core.data.batches import length_balanced_epoch, length_balanced_rows
 
 DIFFERENCES = st.lists(st.integers(-30, 30), max_size=400)
 

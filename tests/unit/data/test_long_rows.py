@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_core.data.tables import table_stream
-from rlhf_core.data.tables.table_stream import TableWriter, table_chunks
+from rlhf_core.data import tables as table_stream
+from rlhf_core.data.tables import TableWriter, table_chunks
 
 
 def test_no_row_group_and_no_chunk_holds_more_text_than_arrow_can_read(

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.data.batches import padding
-from rlhf_core.data.batches.padding import least_padded, padding_share, partitions
+from rlhf_core.data import batches as padding
+from rlhf_core.data.batches import least_padded, padding_share, partitions
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=9)
 

@@ -11,8 +11,8 @@ from memory_rows import memory_rows
 from validation_rows import make_row, suites_of
 
 from rlhf_core.config.data import ValidateConfig
-from rlhf_core.data.validation.set_rules.check_set import check_set
-from rlhf_core.data.validation.set_rules.pair_statistics import (
+from rlhf_core.data.validation.check_set import check_set
+from rlhf_core.data.validation.pair_statistics import (
     balance,
     category_counts,
     label_agreement,

@@ -5,9 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.data.batches.pairs import TokenisedPair
-from rlhf_core.data.batches.prefix_rows import MOST_REPLIES, rows_of_sequences
-from rlhf_core.data.batches.prompt_batches import pair_sequences
+from rlhf_core.data.pairs import MOST_REPLIES, TokenisedPair, pair_sequences, rows_of_sequences
 
 ids = st.lists(st.integers(5, 9), min_size=1, max_size=3)
 

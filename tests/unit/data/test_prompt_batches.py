@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.config.reward import PairBatchConfig
-from rlhf_core.data.batches.pairs import TokenisedPair
-from rlhf_core.data.batches.prompt_batches import PromptBatches, pair_sequences
+from rlhf_core.data.pairs import PromptBatches, TokenisedPair, pair_sequences
 
 LENGTHS = st.lists(st.lists(st.integers(2, 30), min_size=2, max_size=6), min_size=1, max_size=12)
 

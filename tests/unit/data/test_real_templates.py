@@ -9,8 +9,9 @@ from real_templates import CHATML, LLAMA_2, REAL_TEMPLATES, SMOLLM_2, YI, RealTe
 from smollm2 import SMOLLM2, needs_smollm2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlhf_core.data.chat.chat_template import refused_dialogues, render, reply_format
-from rlhf_core.data.chat.encoding import (
+from rlhf_core.data import encoding as batch_encoding
+from rlhf_core.data.chat_template import refused_dialogues, render, reply_format
+from rlhf_core.data.encoding import (
     decode_reply,
     encode_dialogue,
     encode_prompt,
@@ -21,8 +22,7 @@ from rlhf_core.data.chat.encoding import (
     vocabulary_id,
 )
 from rlhf_core.data.schema import Demonstration, Message
-from rlhf_core.data.tokens import batch_encoding
-from rlhf_core.data.tokens.token_table import TokenTable
+from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.training.examples import collate, fitting_examples
 

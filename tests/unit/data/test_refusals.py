@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_core.data.text.refusals import is_refusal
+from rlhf_core.data.text import is_refusal
 
 REFUSALS = (
     "i am sorry, but i cannot help with that.",

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from unit.training.tiny import demonstrations, preferences
 
-from rlhf_core.data.schema import Demonstration, Preference, write_rows
-from rlhf_core.data.tables import row_table
-from rlhf_core.data.tables.row_table import RowTable
+from rlhf_core.data import schema as row_table
+from rlhf_core.data.schema import Demonstration, Preference, RowTable, write_rows
 from rlhf_core.errors import DataError
 
 

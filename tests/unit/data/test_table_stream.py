@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlhf_core.data import tables as table_stream
 from rlhf_core.data.schema import arrow_schema, write_table
-from rlhf_core.data.tables import table_stream
-from rlhf_core.data.tables.table_stream import TableWriter, table_chunks
+from rlhf_core.data.tables import TableWriter, table_chunks
 from rlhf_core.errors import DataError
 
 ROWS = [

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.data.text import text_statistics as stats
+from rlhf_core.data import text as stats
 
 
 def test_trigram_repetition_counts_what_was_there_before() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.data.text.visible_text import comparable, escaped_controls
+from rlhf_core.data.text import comparable, escaped_controls
 
 FAMILY = "\U0001f468\u200d\U0001f469"
 PERSIAN = "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from unit.engine import cases
 from unit.ppo.tiny import make_tiny
 
-from rlhf_core.data.batches import sharding
+from rlhf_core.data import batches as sharding
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.runtime import distributed

@@ -18,15 +18,12 @@ from validation_rows import suites_of
 from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
 from rlhf_core.data.dataset import data_metrics, write_clean
 from rlhf_core.data.row_counts import READABLE, RowFinding
-from rlhf_core.data.text.safe_text import EXCERPT
-from rlhf_core.data.validation.checkpoint import Checkpoints
-from rlhf_core.data.validation.quarantine import Quarantined, write_refused
-from rlhf_core.data.validation.set_rules.check_set import SetFindings, apply_set_rules, check_set
-from rlhf_core.data.validation.set_rules.findings_file import named_findings
-from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
-from rlhf_core.data.validation.suites import NOT_DERIVED
+from rlhf_core.data.safe_text import EXCERPT
+from rlhf_core.data.validation.check_set import SetFindings, apply_set_rules, check_set, named_findings
+from rlhf_core.data.validation.pair_statistics import pair_metrics
+from rlhf_core.data.validation.stored_rows import Quarantined, count_tokens, write_refused
+from rlhf_core.data.validation.suites import NOT_DERIVED, Checkpoints
 from rlhf_core.data.validation.tables import RawData, Validated, validate
-from rlhf_core.data.validation.token_counts import count_tokens
 from rlhf_core.evaluation.data_card.build import CardSources, build_card, rules_section, source_section
 from rlhf_core.evaluation.data_card.card import CardTable, Histogram
 from rlhf_core.evaluation.data_card.lengths import length_section
@@ -251,7 +248,7 @@ def test_lengths_in_tokens_are_those_of_the_sequences_that_training_sees() -> No
 
 
 def test_of_many_rows_some_are_tokenised_and_the_card_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.data.validation.token_counts.COUNTED_ROWS", 3)
+    monkeypatch.setattr("rlhf_core.data.validation.stored_rows.COUNTED_ROWS", 3)
     prompts = [row("prompts", i, "train", "x" * i) for i in range(1, 10)]
     clean = {"prompts": set_of(prompts=prompts).clean["prompts"]}
     counted = count_tokens(clean, train_tokenizer([""], 261), "bytes", {})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_core.data.chat.encoding import encode_dialogue
+from rlhf_core.data.encoding import encode_dialogue
 from rlhf_core.data.schema import Prompt
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
 from rlhf_core.evaluation.judges.model import ModelJudge

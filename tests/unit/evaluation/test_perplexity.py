@@ -10,7 +10,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from rlhf_core.config.evaluation import HeldOutPerplexityConfig
-from rlhf_core.data.chat.encoding import encode_dialogue, encode_text, pad_id
+from rlhf_core.data.encoding import encode_dialogue, encode_text, pad_id
 from rlhf_core.data.schema import Message, Preference, PretrainText
 from rlhf_core.evaluation.metrics import perplexity
 from rlhf_core.evaluation.metrics.perplexity import HeldOutText, held_out_perplexities, reply_perplexity

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.chat.encoding import encode_prompt, encode_reply
+from rlhf_core.data.encoding import encode_prompt, encode_reply
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.gold import GoldJudge

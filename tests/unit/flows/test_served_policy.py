@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from flows.registry.model_pyfunc import ChatEncoder, RequestRefused, ServedPolicy
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.chat.encoding import encode_dialogue, stop_token_ids
+from rlhf_core.data.encoding import encode_dialogue, stop_token_ids
 from rlhf_core.data.schema import Message
 from rlhf_core.models.starting.base import save_policy, train_tokenizer
 from rlhf_core.models.starting.stop_tokens import with_stop_tokens

@@ -13,7 +13,7 @@ from unit.models.gguf_files import write_gguf
 from unit.training.tiny import SHAPE, text
 
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.data.chat.encoding import encode_dialogue
+from rlhf_core.data.encoding import encode_dialogue
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ModelError
 from rlhf_core.memory.architecture import starting_architecture

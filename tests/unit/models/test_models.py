@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.data.chat.encoding import encode_prompt
+from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.forward import last_token_indices, position_ids_from_mask, selected_logits

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rlhf_core.data.batches.prefix_rows import PrefixRow
-from rlhf_core.data.chat.encoding import right_pad
+from rlhf_core.data.encoding import right_pad
+from rlhf_core.data.pairs import PrefixRow
 from rlhf_core.errors import ModelError
 from rlhf_core.models.forward import hidden_states
 from rlhf_core.models.prefix_sharing import prefix_batch, require_prefix_sharing

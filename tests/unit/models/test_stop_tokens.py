@@ -10,7 +10,7 @@ from real_templates import REAL_TEMPLATES, RealTemplate
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from rlhf_core.api.inputs import checked_tokenizer
-from rlhf_core.data.chat.encoding import special_token_ids, stop_token_ids
+from rlhf_core.data.encoding import special_token_ids, stop_token_ids
 from rlhf_core.models.starting.base import load_policy, save_policy
 from rlhf_core.models.starting.stop_tokens import with_stop_tokens
 

@@ -13,7 +13,7 @@ from real_templates import CHATML, REAL_TEMPLATES, RealTemplate
 from safetensors.torch import load_file, save_file
 from unit.models.test_stop_tokens import tiny_model
 
-from rlhf_core.data.chat.encoding import decode_reply, encode_dialogue, encode_prompt
+from rlhf_core.data.encoding import decode_reply, encode_dialogue, encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.io import save_folder

@@ -112,10 +112,10 @@ def without_file_hash(value: dict[str, Any]) -> dict[str, Any]:
     "case", [pytest.param(case, marks=pytest.mark.slow) if case == "all" else case for case in CASES]
 )
 def test_data_in_parts_is_what_it_was_in_one_piece(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.data.tables.table_stream.ROW_GROUP_ROWS", 100)
-    monkeypatch.setattr("rlhf_core.data.tables.table_stream.CHUNK_ROWS", 37)
+    monkeypatch.setattr("rlhf_core.data.tables.ROW_GROUP_ROWS", 100)
+    monkeypatch.setattr("rlhf_core.data.tables.CHUNK_ROWS", 37)
     monkeypatch.setattr("rlhf_core.data.collection.rows.CHUNK_RECORDS", 1000)
-    monkeypatch.setattr("rlhf_core.data.chunks.CHUNK_BYTES", 50_000)  # which a hundred rows or so fill
+    monkeypatch.setattr("rlhf_core.data.tables.CHUNK_BYTES", 50_000)  # which a hundred rows or so fill
     in_parts = run(case, tmp_path)
     assert {name: in_parts[name] for name in RECORDED[case]} == RECORDED[case]
     assert pq.ParquetFile(tmp_path / "data/raw/prompts/data.parquet").num_row_groups > 1

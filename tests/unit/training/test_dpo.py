@@ -14,8 +14,8 @@ from architecture.glossary import undocumented
 from transformers import PreTrainedModel
 
 from rlhf_core.config.policy import CriticStageConfig, DpoConfig, PolicyStageConfig
-from rlhf_core.data.batches.pairs import TokenisedPair
-from rlhf_core.data.chat.encoding import pad_id
+from rlhf_core.data.encoding import pad_id
+from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.data.schema import Preference, read_rows
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.stages import critic, policy_by_dpo

@@ -11,7 +11,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.data.batches.pairs import TokenisedPair
+from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.training.reward.linear_probe import fit_linear_probe, logistic_weights, pooled_features

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
-from rlhf_core.data.batches.padding import partitions
-from rlhf_core.data.batches.pairs import TokenisedPair
-from rlhf_core.data.chat.encoding import left_pad, right_pad
+from rlhf_core.data.batches import partitions
+from rlhf_core.data.encoding import left_pad, right_pad
+from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.starting.base import new_model, train_tokenizer

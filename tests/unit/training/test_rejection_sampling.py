@@ -11,7 +11,7 @@ import torch
 from architecture.glossary import undocumented
 
 from rlhf_core.config.policy import PolicyStageConfig
-from rlhf_core.data.chat.encoding import encode_prompt
+from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.models.starting.base import load_policy

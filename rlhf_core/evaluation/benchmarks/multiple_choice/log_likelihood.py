@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.data.batches.sharding import whole_passes
-from rlhf_core.data.chat.encoding import encode_prompt, encode_reply, pad_id, right_pad
+from rlhf_core.data.batches import whole_passes
+from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id, right_pad
 from rlhf_core.evaluation.benchmarks.multiple_choice.questions import MultipleChoiceSet
 from rlhf_core.models.forward import lazy_logits, position_ids_from_mask
 from rlhf_core.models.starting.base import fitting_length

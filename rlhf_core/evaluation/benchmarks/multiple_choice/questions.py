@@ -12,8 +12,7 @@ from rlhf_core.config.evaluation import MultipleChoiceConfig
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.schema import Message
-from rlhf_core.data.text.language_tag import language_tag
-from rlhf_core.data.text.visible_text import has_visible_text
+from rlhf_core.data.text import has_visible_text, language_tag
 from rlhf_core.errors import DataError
 from rlhf_core.storage.file_patterns import expand
 

@@ -7,9 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_templates import REAL_TEMPLATES, RealTemplate
 
-from rlhf_core.data.chat.encoding import encode_prompt, encode_reply, encode_text
+from rlhf_core.data.encoding import (
+    encode_prompt,
+    encode_prompts,
+    encode_replies,
+    encode_reply,
+    encode_text,
+    encode_texts,
+)
 from rlhf_core.data.schema import Message
-from rlhf_core.data.tokens.batch_encoding import encode_prompts, encode_replies, encode_texts
 from rlhf_core.errors import UnwritableText
 
 by_template = pytest.mark.parametrize("real", REAL_TEMPLATES, ids=lambda real: real.name)

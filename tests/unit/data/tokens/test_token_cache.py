@@ -15,11 +15,12 @@ from ranks import run_ranks
 from transformers import PreTrainedTokenizerFast
 from unit.training.tiny import demonstrations, preferences, text
 
-from rlhf_core.data.chat.encoding import encode_prompt, encode_reply
+from rlhf_core.data import token_tables as token_cache
+from rlhf_core.data import token_tables as token_table
+from rlhf_core.data.encoding import encode_prompt, encode_reply
 from rlhf_core.data.schema import Demonstration, Preference, write_rows
-from rlhf_core.data.tokens import RECORD, token_cache, token_table
-from rlhf_core.data.tokens.token_cache import STREAM, read_tokens
-from rlhf_core.data.tokens.token_table import TokenTable
+from rlhf_core.data.token_folder import RECORD
+from rlhf_core.data.token_tables import STREAM, TokenTable, read_tokens
 from rlhf_core.errors import DataError
 from rlhf_core.models.starting.base import train_tokenizer
 

@@ -10,9 +10,8 @@ from unit.training.tiny import preferences, text
 
 from flows.commands.registry_output import clean_token_cache
 from rlhf_core.data.schema import Preference, write_rows
-from rlhf_core.data.tokens import RECORD, TOKENS
-from rlhf_core.data.tokens.token_cache import read_tokens
-from rlhf_core.data.tokens.unneeded_entries import unneeded_entries
+from rlhf_core.data.token_folder import RECORD, TOKENS, unneeded_entries
+from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.models.starting.base import train_tokenizer
 from rlhf_core.storage.files import LockFile
 

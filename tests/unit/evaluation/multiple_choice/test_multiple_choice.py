@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rlhf_core.config.evaluation import EvaluateConfig, EvaluateStageConfig, MultipleChoiceConfig
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.chat.encoding import encode_dialogue, pad_id
+from rlhf_core.data.encoding import encode_dialogue, pad_id
 from rlhf_core.data.schema import Message, Preference, PretrainText, write_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.benchmarks.multiple_choice.accuracy import AnsweredQuestions, accuracy

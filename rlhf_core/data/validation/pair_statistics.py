@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.compute as pc
 from scipy import stats
 
-from rlhf_core.data.text.visible_text import comparable
+from rlhf_core.data.text import comparable
 from rlhf_core.data.validation.stored_rows import StoredRows
 
 

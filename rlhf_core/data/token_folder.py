@@ -1,4 +1,4 @@
-"""Entries of the token cache that may go: of data that changed since, long unread, or unfinished."""
+"""The folder of the token cache in a workspace, and its entries that nobody needs any more."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_core.data.tokens import RECORD, TOKENS
 from rlhf_core.errors import DataError
 from rlhf_core.storage.files import LockFile, read_json, sha256_file
+
+TOKENS = Path(".rlhf") / "tokens"  # folder of the token cache in a workspace
+RECORD = "entry.json"  # what an entry of it was made of; its modification time is when the entry was last read
+
 
 UNREAD_DAYS = 30
 DAY = 86_400

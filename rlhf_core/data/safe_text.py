@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rlhf_core.data.text.visible_text import escaped_controls
+from rlhf_core.data.text import escaped_controls
 
 SECRETS = "|".join(
     (

@@ -1,4 +1,4 @@
-"""How long texts are: percentiles of characters and of tokens, and how many rows exceed a limit of tokens."""
+"""Lengths of texts in tokens: percentiles of a sample of rows that is spread evenly."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rlhf_core.errors import UnwritableText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 PERCENTILES = (50, 90, 99, 100)
 REPLIES = {"preferences": ("chosen", "rejected"), "demonstrations": ("reply",)}
@@ -79,7 +80,7 @@ def token_counts(tokenizer: PreTrainedTokenizerBase, kind: str, row: Mapping[str
     Raises:
         UnwritableText: The template refuses the dialogue, or the tokenizer cannot write a special token as plain text.
     """
-    from rlhf_core.data.chat.encoding import encode_prompt, encode_reply, encode_text  # imports torch
+    from rlhf_core.data.encoding import encode_prompt, encode_reply, encode_text  # imports torch
 
     if kind == "pretrain":
         return {"text": len(encode_text(tokenizer, row["text"]))}

@@ -1,27 +1,35 @@
-"""The rules about the whole set: what was found, and the rows that it refuses."""
+"""The rules about whole sets of rows, checked one after another, and the file of what they found."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import pyarrow as pa
 
 from rlhf_core.config.data import ValidateConfig
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS
-from rlhf_core.data.validation.provenance import Origins
-from rlhf_core.data.validation.set_rules.contamination import RULE as CONTAMINATION
-from rlhf_core.data.validation.set_rules.contamination import EvaluationOverlap, contamination
-from rlhf_core.data.validation.set_rules.language import RULE as LANGUAGE
-from rlhf_core.data.validation.set_rules.language import languages
-from rlhf_core.data.validation.set_rules.near_duplicates import RULE as NEAR_DUPLICATES
-from rlhf_core.data.validation.set_rules.near_duplicates import near_duplicates
-from rlhf_core.data.validation.set_rules.prefix_leakage import FIRST_TURN_RULE, PREFIX_RULE, prefix_leakage
-from rlhf_core.data.validation.set_rules.set_rows import SetRows
-from rlhf_core.data.validation.set_rules.similar_prompts import RULE as SIMILAR_PROMPTS
-from rlhf_core.data.validation.set_rules.similar_prompts import similar_prompts
-from rlhf_core.data.validation.stored_rows import StoredRows
+from rlhf_core.data.validation.set_rows import (
+    FIRST_TURN_RULE,
+    LANGUAGE,
+    PREFIX_RULE,
+    SetRows,
+    languages,
+    prefix_leakage,
+)
+from rlhf_core.data.validation.similar_rows import (
+    CONTAMINATION,
+    NEAR_DUPLICATES,
+    SIMILAR_PROMPTS,
+    EvaluationOverlap,
+    contamination,
+    near_duplicates,
+    similar_prompts,
+)
+from rlhf_core.data.validation.stored_rows import Origins, StoredRows
 from rlhf_core.data.validation.suites import Suites
 from rlhf_core.data.validation.tables import Validated, found_column, take_set_verdicts
 
@@ -114,3 +122,39 @@ def apply_set_rules(validated: Validated, checked: Mapping[str, Collection[str]]
         for rule, of_rows in found.items():
             frame[rule] = found_column(len(frame), of_rows)
         take_set_verdicts(validated, kind, found)
+
+
+FINDINGS_SCHEMA = pa.schema(
+    [
+        *[(name, pa.string()) for name in ("rule", "severity", "kind", "id", "source")],
+        ("position", pa.int64()),
+        ("reason", pa.string()),
+        ("other", pa.string()),
+        ("similarity", pa.float64()),
+    ]
+)
+
+
+def named_findings(findings: Sequence[RowFinding], validated: Validated, suites: Suites) -> list[RowFinding]:
+    """Name the rows of ``findings``, which are numbered among the clean rows of their kinds, and say what follows.
+
+    What no suite asks for is left out.
+    """
+    named: list[RowFinding] = []
+    for kind, clean in validated.clean.items():
+        of_kind = [(finding, suites.severity(kind, finding.rule)) for finding in findings if finding.kind == kind]
+        numbers, origins = clean.numbers, validated.raw.origins.get(kind)
+        ids = validated.frames[kind]["id"] if of_kind else ()
+        for finding, severity in of_kind:
+            if severity is not None and finding.number is not None:
+                number = int(numbers[finding.number])
+                origin = vars(origins[number]) if origins is not None else {}
+                named.append(replace(finding, number=number, id=str(ids[number]), severity=severity, **origin))
+    order = {rule: place for place, rule in enumerate(dict.fromkeys(finding.rule for finding in findings))}
+    return sorted(named, key=lambda finding: order[finding.rule])
+
+
+def findings_table(findings: Sequence[RowFinding]) -> pa.Table:
+    """Return the findings as they are stored."""
+    rows = [{name: getattr(finding, name) for name in FINDINGS_SCHEMA.names} for finding in findings]
+    return pa.Table.from_pylist(rows, schema=FINDINGS_SCHEMA)

@@ -1,0 +1,332 @@
+"""Rows into batches: their order, padding, shards over ranks, and shares of categories and lengths.
+
+Mixtures by category: which rows, and how often, an epoch of training consists of.
+
+Rows of categories without a share come once. Those with one are repeated, or drawn, until they have it: a few hundred
+pairs about safety can weigh as much as was meant beside thousands of others (Bai et al., 2022, "Training a Helpful and
+Harmless Assistant", section 4.4, mix helpfulness and harmlessness by such weights).
+
+Length-balanced pairs: the preferred reply is as often the shorter as the longer one, at every length difference.
+
+Annotators tend to prefer the longer reply, and a reward model learns it (Singhal et al., 2023, "A Long Way to Go:
+Investigating Length Correlations in RLHF", who balance preference data as one remedy). Among balanced pairs no rule
+that reads lengths alone is right in more than about half. Equal numbers of both kinds are not enough for that: large
+differences occur almost only where the longer reply is preferred, so that "longer, if it is much longer" would still be
+right. Both kinds are therefore matched within strata of the absolute difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from rlhf_core.errors import DataError
+from rlhf_core.runtime import distributed
+
+
+def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
+    """Return a permutation of ``range(n)``, the same for the same (seed, epoch) on every machine."""
+    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(n).tolist()
+
+
+def batch_at(n: int, size: int, seed: int, step: int) -> list[int]:
+    """Return the full batch of optimiser step ``step`` (from 0) in an endless stream of consecutive epochs.
+
+    A batch may span two epochs, so all batches have ``size`` indices and the step number alone is the data cursor.
+    """
+    if n < 1:
+        raise ValueError("there is nothing to draw a batch from")
+    first = step * size
+    indices: list[int] = []
+    for epoch in range(first // n, (first + size - 1) // n + 1):
+        start = epoch * n
+        order = epoch_order(n, seed, epoch)
+        indices += order[max(first - start, 0) : min(first + size - start, n)]
+    return indices
+
+
+def token_budget_batches(
+    lengths: Sequence[int],
+    budget: int,
+    min_pairs: int,
+    max_pairs: int,
+    seed: int,
+    epoch: int,
+    rows: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Return an epoch of dynamic batches (paper, section 4.1): as many pairs as fit ``budget`` tokens after padding.
+
+    A batch of b pairs costs ``2 * b * max(length)``. Pairs of similar length share a batch: the shuffled epoch is
+    sorted by length within windows, and the batches are shuffled again, so that length does not follow the step number.
+    Every index occurs exactly once per epoch, or those of ``rows`` do.
+
+    Args:
+        lengths: Tokens of one padded row of each pair, that is of the longer of its two sequences.
+        budget: Most tokens of a batch, padding included.
+        min_pairs: Fewest pairs of a batch, even over the budget: the gradient of a smaller batch is noise.
+        max_pairs: Most pairs of a batch.
+        seed: Seed of the order.
+        epoch: Number of the epoch, from 0.
+        rows: The pairs of this epoch; None for all.
+    """
+    if not 1 <= min_pairs <= max_pairs:
+        raise ValueError(f"need 1 <= min_pairs <= max_pairs, got {min_pairs} and {max_pairs}")
+    order = epoch_order(len(lengths) if rows is None else len(rows), seed, epoch)
+    if rows is not None:
+        order = [rows[i] for i in order]
+    window = max_pairs * 8
+    batches: list[list[int]] = []
+    rest: list[int] = []
+    for start in range(0, len(order), window):
+        # Longest first, so that the first pair of a batch fixes its width.
+        waiting = sorted([*rest, *order[start : start + window]], key=lambda i: (-lengths[i], i))
+        full, rest = _fill(waiting, lengths, budget, min_pairs, max_pairs)
+        batches += full
+    if rest:
+        _place_remainder(batches, rest, min_pairs, max_pairs)
+    # A second stream (offset key) for the order of batches.
+    shuffled = np.random.Generator(np.random.Philox(key=[seed + (1 << 32), epoch])).permutation(len(batches))
+    return [batches[i] for i in shuffled]
+
+
+def _fill(
+    waiting: Sequence[int], lengths: Sequence[int], budget: int, min_pairs: int, max_pairs: int
+) -> tuple[list[list[int]], list[int]]:
+    """Return full batches from the front of ``waiting`` (longest first), and the pairs that are left over."""
+    batches: list[list[int]] = []
+    start = 0
+    while start < len(waiting):
+        room = budget // (2 * max(lengths[waiting[start]], 1))
+        size = max(min(room, max_pairs), min_pairs)
+        if start + size > len(waiting):
+            break
+        batches.append(list(waiting[start : start + size]))
+        start += size
+    return batches, list(waiting[start:])
+
+
+def _place_remainder(batches: list[list[int]], rest: list[int], min_pairs: int, max_pairs: int) -> None:
+    """Append the last pairs of an epoch; fewer than ``min_pairs`` borrow from the batch before, or join it."""
+    missing = min_pairs - len(rest)
+    if missing <= 0 or not batches:
+        batches.append(rest)
+    elif len(batches[-1]) - missing >= min_pairs:
+        batches.append([*batches[-1][-missing:], *rest])
+        del batches[-2][-missing:]
+    elif len(batches[-1]) + len(rest) <= max_pairs:
+        batches[-1] += rest
+    else:
+        batches.append(rest)
+
+
+MOST_MICRO_BATCHES = 8
+# Below this many positions a pass costs nearly as much with fewer of them: the demo's batches of 1,000 took the same
+# processor time in one pass and in several.
+SMALLEST_MICRO_BATCH = 512
+CUT_POSITIONS = 512  # places among the sorted rows at which micro-batches may begin
+IMPOSSIBLE = 1 << 50  # positions of a micro-batch that would end before it begins
+
+
+def padding_share(useful: int, computed: int) -> float:
+    """Return the share of computed token positions that hold padding; 0 where nothing was computed.
+
+    Args:
+        useful: Tokens that are not padding.
+        computed: Positions of all rows, padding included.
+    """
+    return (computed - useful) / computed if computed else 0.0
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Rows in micro-batches, each padded to its own longest row.
+
+    Attributes:
+        micro_batches: Row numbers of each.
+        computed: Positions of all rows, padding included.
+    """
+
+    micro_batches: list[list[int]]
+    computed: int
+
+
+def partitions(lengths: Sequence[int], most: int) -> list[Partition]:
+    """Return the partitions of rows into 1, 2, ... ``most`` micro-batches that need the fewest positions.
+
+    A single micro-batch keeps the rows in their order; more of them have the rows sorted by length.
+
+    Args:
+        lengths: Tokens of each row.
+        most: The largest number of micro-batches; at most the number of rows.
+    """
+    order = np.argsort(np.asarray(lengths), kind="stable")
+    ends = np.unique(np.linspace(0, len(order), min(len(order), max(CUT_POSITIONS, most)) + 1).astype(int))
+    longest = np.asarray(lengths)[order[ends[1:] - 1]]
+    # positions[i, j]: those of one micro-batch from the i-th cut to the (j + 1)-th.
+    positions = (ends[None, 1:] - ends[:-1, None]) * longest[None, :]
+    positions = np.where(np.triu(np.ones_like(positions, dtype=bool)), positions, IMPOSSIBLE)
+    fewest = positions[0]
+    begins: list[np.ndarray] = []
+    best = [Partition([list(range(len(order)))], int(fewest[-1]))]
+    while len(best) < most:
+        # The last micro-batch begins at cut i + 1, where the rows before it are cut as well as possible.
+        totals = fewest[:-1, None] + positions[1:, :]
+        begins.append(totals.argmin(axis=0) + 1)
+        fewest = totals.min(axis=0)
+        cuts = [len(ends) - 1]
+        for begin in reversed(begins):
+            cuts.append(int(begin[cuts[-1] - 1]))
+        bounds = [0, *ends[cuts[::-1]].tolist()]
+        rows = [order[a:b].tolist() for a, b in pairwise(bounds)]
+        best.append(Partition(rows, int(fewest[-1])))
+    return best
+
+
+def least_padded(shards: Sequence[Sequence[int]], max_padding: float) -> list[Partition]:
+    """Return the rows of each rank in micro-batches, as few as keep the padding of all ranks within ``max_padding``.
+
+    All ranks get the same number of micro-batches, because they gather sharded parameters together: at most eight, no
+    more than a rank has rows, and on average at least 512 positions each before they are cut.
+
+    Args:
+        shards: Tokens of each row, rank by rank.
+        max_padding: The bound of :func:`padding_share`; 1 gives one micro-batch.
+    """
+    whole = sum(len(lengths) * max(lengths) for lengths in shards)
+    most = min(MOST_MICRO_BATCHES, whole // (len(shards) * SMALLEST_MICRO_BATCH), *map(len, shards))
+    useful = sum(map(sum, shards))
+    choices = list(zip(*(partitions(lengths, max(most, 1)) for lengths in shards), strict=True))
+    for choice in choices:
+        if padding_share(useful, sum(part.computed for part in choice)) <= max_padding:
+            return list(choice)
+    return list(choices[-1])
+
+
+Rows = TypeVar("Rows", list[int], Tensor)
+Result = TypeVar("Result")
+
+
+def passes(rows: Rows, size: int) -> Iterator[tuple[Rows, float]]:
+    """Yield this rank's share of ``rows`` in micro-batches of at most ``size``, each with the weight of its loss.
+
+    Every rank makes the same number of passes, because all ranks gather sharded parameters together: a rank that has
+    run out of rows gets the first row again with weight 0. All other weights are 1.
+    """
+    mine = distributed.shard_for_rank(rows)
+    count = math.ceil(math.ceil(len(rows) / distributed.world_size()) / size)
+    for start in range(0, count * size, size):
+        part = mine[start : start + size]
+        yield (part, 1.0) if len(part) else (rows[:1], 0.0)
+
+
+def whole_passes(rows: list[int], size: int) -> Iterator[tuple[list[int], float]]:
+    """Yield this rank's share of the micro-batches that one process makes of ``rows``, as :func:`passes` does.
+
+    A row has the same companions, and with them the same padding and the same bits, on any number of ranks. Every rank
+    makes as many passes as in :func:`passes`, but of a last round of them some ranks may have none of their own.
+    """
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    mine = distributed.shard_for_rank(parts)
+    for number in range(math.ceil(len(parts) / distributed.world_size())):
+        yield (mine[number], 1.0) if number < len(mine) else (rows[:1], 0.0)
+
+
+def gather_passes(own: Sequence[Sequence[Result]]) -> list[Result]:
+    """What all ranks computed of the rows of :func:`whole_passes`, in the order of the rows, on every rank.
+
+    Args:
+        own: JSON values of this rank, a list for each pass whose weight was 1.
+    """
+    return list(chain.from_iterable(distributed.gather_items(own)))
+
+
+def rows_by_category_share(
+    categories: Sequence[str],
+    shares: Mapping[str, float],
+    seed: int,
+    epoch: int,
+    parameter: str,
+    rows: Sequence[int] | None = None,
+) -> list[int]:
+    """Return the row numbers of an epoch in ascending order; a row of a category with a share may be there repeatedly.
+
+    Of ``n`` rows that have to be ``m``, each comes ``m // n`` times, and ``m % n`` drawn ones once more.
+
+    Args:
+        categories: The category of every row there is.
+        shares: By category its share of the epoch, in sum below 1.
+        seed: Seed of the draws; each epoch has its own.
+        epoch: Number of the epoch, from 0.
+        parameter: The parameter that has the shares, for messages.
+        rows: The rows to choose from; None for all.
+
+    Raises:
+        DataError: A category with a share has no row, or no other has one.
+    """
+    numbers = list(range(len(categories))) if rows is None else list(rows)
+    if not shares:
+        return numbers
+    of_category = {name: [row for row in numbers if categories[row] == name] for name in shares}
+    others = [row for row in numbers if categories[row] not in shares]
+    lacking = next((name for name, listed in of_category.items() if not listed), None)
+    if lacking is not None:
+        known = ", ".join(sorted({categories[row] for row in numbers})) or "none"
+        raise DataError(
+            f"{parameter} names the category {lacking}, of which there is no usable row in training; there are: {known}"
+        )
+    if not others:
+        raise DataError(f"{parameter} names all categories of the rows; leave one out, which gets the rest")
+    total = len(others) / (1 - sum(shares.values()))
+    chosen = list(others)
+    generator = np.random.Generator(np.random.Philox(key=[seed, epoch]))
+    for name, share in shares.items():
+        listed = of_category[name]
+        repeats, drawn = divmod(max(1, round(share * total)), len(listed))
+        chosen += listed * repeats + [listed[i] for i in generator.permutation(len(listed))[:drawn]]
+    return sorted(chosen)
+
+
+MOST_STRATA = 10
+SMALLEST_STRATUM = 20
+
+
+def length_balanced_rows(differences: npt.ArrayLike, seed: int, draw: int = 0) -> list[int]:
+    """Draw equally many pairs of either kind from each stratum: all of the rarer kind, as many of the other.
+
+    Strata are quantiles of the absolute difference: ten, or fewer where they would hold less than twenty pairs.
+
+    Args:
+        differences: Length of the chosen minus that of the rejected reply, (B,).
+        seed: Seed of the draws.
+        draw: Number of the draw; each is independent of the others.
+
+    Returns:
+        Row numbers in ascending order. Pairs of equal length are of neither kind and are left out.
+    """
+    difference = np.asarray(differences)
+    size = np.abs(difference)
+    unequal = size[size > 0]
+    if not len(unequal):
+        return []
+    strata = min(MOST_STRATA, max(1, len(unequal) // SMALLEST_STRATUM))
+    stratum = np.searchsorted(np.quantile(unequal, np.arange(1, strata) / strata), size)
+    generator = np.random.Generator(np.random.Philox(key=[seed, draw]))
+    rows: list[int] = []
+    for number in range(strata):
+        kinds = [np.flatnonzero((stratum == number) & (difference * sign > 0)) for sign in (1, -1)]
+        count = min(len(kind) for kind in kinds)
+        rows += [row for kind in kinds for row in generator.permutation(kind)[:count].tolist()]
+    return sorted(rows)
+
+
+def length_balanced_epoch(differences: npt.ArrayLike, seed: int, epoch: int) -> list[int]:
+    """Draw the pairs of one epoch of training: balanced ones, anew in each epoch, and all pairs of equal length."""
+    ties = np.flatnonzero(np.asarray(differences) == 0).tolist()
+    return sorted([*length_balanced_rows(differences, seed, epoch), *ties])

@@ -1,1 +1,0 @@
-"""Orders, mixtures and batches of rows, as pure functions of seed and epoch."""

@@ -1,1 +1,0 @@
-"""Dialogues as tokens: chat templates, masks, special tokens."""

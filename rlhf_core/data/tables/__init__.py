@@ -1,1 +1,0 @@
-"""Parquet files in parts, and rows that stay in Arrow's form."""

@@ -1,0 +1,230 @@
+"""What is seen and counted in texts: visible and encodable characters, language tags, refusals, statistics.
+
+Statistics of replies as text: the signals that separate a healthy policy from a collapsed one (algorithms.md §8).
+
+All functions are pure. A *word* is a run of letters or digits, a punctuation mark, or a single
+ideograph, so that languages written without spaces are measured too.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+
+HALF_PAIR = "holds half of a surrogate pair, which is no valid Unicode"
+
+
+def is_encodable(text: str) -> bool:
+    """Return whether ``text`` can be encoded in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_KANA = re.compile(r"[\u3040-\u30ff]")
+_HAN = re.compile(r"[\u3005-\u3007\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
+_HANGUL = re.compile(r"[\uac00-\ud7a3]")
+_LETTER = re.compile(r"[^\W\d_]")
+# An ideograph stands for about three letters of an alphabet, so that a Chinese text may quote English or code.
+MIN_SHARE = 0.25
+
+
+def language_tag(text: str) -> str:
+    """Return the language tag (BCP 47) of a Chinese, Japanese or Korean text, and "" for any other.
+
+    These share ideographs, but not their shapes. Alphabets say less: English and Indonesian look the same.
+    """
+    letter_count = len(_LETTER.findall(text))
+    kana, han, hangul = (len(script.findall(text)) for script in (_KANA, _HAN, _HANGUL))
+    if not letter_count or kana + han + hangul < MIN_SHARE * letter_count:
+        return ""
+    if hangul > kana + han:
+        return "ko"
+    return "ja" if kana > 0.1 * han else "zh"
+
+
+def language_shares(texts: Sequence[str]) -> dict[str, float]:
+    """Return the share of ``texts`` by :func:`language_tag`; those that it knows no language of are left out."""
+    counts = Counter(language_tag(text) for text in texts)
+    return {tag: count / len(texts) for tag, count in sorted(counts.items()) if tag}
+
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s|(?<=[。！？])|\n")
+_APOSTROPHE = str.maketrans({"’": "'", "‘": "'", "＇": "'"})
+
+# "As an AI, I don't have feelings" alone is no refusal: an answer mostly follows.
+_ENGLISH = (
+    # Not "I can't wait to help" nor "I cannot recommend it enough".
+    r"\b(i|we) (can ?not|can't|could not|couldn't|won't|will not)\b(?! wait\b| \w+ [^.!?]*\benough\b)",
+    r"\b(i|we)( am| are|'m|'re)( \w+)?? (unable|unwilling|"
+    r"not (able|allowed|permitted|programmed|designed|going|willing|comfortable))\b",
+    # Not "I'm sorry to hear that" nor "I'm sorry for your loss".
+    r"\bi( am|'m)( \w+)?? sorry\b(?! (to hear|to learn|about|you|for (\w+ )?(loss|losses|delay|confusion))\b)",
+    r"\b(i|we)( (must|have to|need to))?( \w+)?? (decline|refuse)\b",
+    r"\bi (do not|don't) (provide|offer|condone|support|assist|engage|promote|encourage|feel comfortable)\b",
+    r"\bi( am|'m)( \w+)?? (designed|programmed|trained) (not to|to avoid)\b",
+    r"^(it is|it's|that is|this is) (inappropriate|unethical|illegal|not (appropriate|acceptable|ethical|okay))\b",
+    r"\b(against|violates?) (my|our) (\w+ )?(guidelines|principles|programming|policy|policies|rules|values)\b",
+    r"^(sorry|no[,.]|unfortunately)\b(?! (to hear|about|for (\w+ )?(loss|losses|delay|confusion))\b)",
+)
+_CHINESE = (
+    r"^我?(很|非常|十分|真的|深表)?(抱歉|对不起|對不起|遗憾|遺憾|不好意思)",
+    # Not "我们不能" alone, which is also how Chinese says that something cannot be done or concluded.
+    r"我(不能|无法|無法|不会|不會|不可以|没有办法|沒有辦法|没办法|沒辦法|拒绝|拒絕|不便)",
+    r"(不能|无法|無法|不会|不會|不便)(为|為|向|给|給)?(您|你)?"
+    r"(提供|协助|協助|帮助|幫助|帮|幫|回答|满足|滿足|支持)",
+    r"^作为(一个|一名|一款)?\w{0,6}(人工智能|AI|语言模型|助手)[^。！？]*(不能|无法|不会|不应|不得)",
+    r"^作為(一個|一名|一款)?\w{0,6}(人工智慧|AI|語言模型|助手|助理)[^。！？]*(不能|無法|不會|不應|不得)",
+)
+_REFUSAL = re.compile("|".join((*_ENGLISH, *_CHINESE)), re.IGNORECASE)
+
+
+def is_refusal(reply: str) -> bool:
+    """Return whether the first two sentences read as a refusal ("I can't help", "I'm sorry, but", "很抱歉，我无法").
+
+    Refusals in other words or languages are not recognised, and a reply that refuses and then complies counts as one.
+    """
+    sentences = _SENTENCE_END.split(reply.strip().translate(_APOSTROPHE), maxsplit=2)[:2]
+    return _REFUSAL.search(" ".join(sentences)) is not None
+
+
+# Ideographs and kana, which no space separates: for a regular expression's character class.
+IDEOGRAPHS = r"\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_WORD = re.compile(rf"[{IDEOGRAPHS}]|[^\W_{IDEOGRAPHS}]+|[^\w\s]")
+
+
+def split_words(text: str) -> list[str]:
+    """Return the casefolded words of ``text``, in order."""
+    return _WORD.findall(text.casefold())
+
+
+def ngrams(items: Sequence[str], n: int) -> list[tuple[str, ...]]:
+    """Return all runs of ``n`` neighbours; none when there are fewer than ``n`` items."""
+    return [tuple(items[i : i + n]) for i in range(len(items) - n + 1)]
+
+
+def trigram_repetition(text: str) -> float:
+    """Return the share of a reply's trigrams that occurred before in it: 0 for none, towards 1 for a loop.
+
+    ``a b a b a`` has the trigrams aba, bab, aba: one of three is a repeat. Replies below three words give 0.
+    """
+    grams = ngrams(split_words(text), 3)
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def mean_repetition(replies: Sequence[str]) -> float:
+    """Return the mean of :func:`trigram_repetition` over replies; 0 for no replies."""
+    return _mean([trigram_repetition(reply) for reply in replies])
+
+
+def distinct_n(replies: Sequence[str], n: int = 2) -> float:
+    """Return different n-grams over all n-grams of a set of replies (Li et al. 2016); 0 when no reply has ``n`` words.
+
+    It falls with the size of the set, so compare sets of equal size only.
+    """
+    counts = Counter(gram for reply in replies for gram in ngrams(split_words(reply), n))
+    total = counts.total()
+    return len(counts) / total if total else 0.0
+
+
+def first_sentence(text: str) -> str:
+    """Return the text up to its first sentence end or line break, casefolded, with single spaces."""
+    head = _SENTENCE_END.split(text.strip(), maxsplit=1)[0]
+    return " ".join(head.casefold().split())
+
+
+def distinct_first_sentences(replies: Sequence[str]) -> float:
+    """Return different first sentences over replies: 1 when all begin differently, 1/n when all begin alike."""
+    return len({first_sentence(reply) for reply in replies}) / len(replies) if replies else 0.0
+
+
+def commonest_first_sentence(replies: Sequence[str]) -> tuple[str, float]:
+    """Return the most frequent first sentence and its share; one refusal for every prompt gives nearly 1."""
+    if not replies:
+        return "", 0.0
+    sentence, count = Counter(first_sentence(reply) for reply in replies).most_common(1)[0]
+    return sentence, count / len(replies)
+
+
+def commonest_reply(replies: Sequence[str]) -> float:
+    """Return the share of the most frequent whole reply, ignoring case and spacing."""
+    same = Counter(" ".join(reply.casefold().split()) for reply in replies)
+    return same.most_common(1)[0][1] / len(replies) if replies else 0.0
+
+
+def refusal_rate(replies: Sequence[str]) -> float:
+    """Return the share of replies that ``data.refusals.is_refusal`` recognises."""
+    return _mean([float(is_refusal(reply)) for reply in replies])
+
+
+def short_reply_rate(lengths: Sequence[int], below: int = 4) -> float:
+    """Return the share of replies shorter than ``below``, in the unit of ``lengths``."""
+    return _mean([float(length < below) for length in lengths])
+
+
+def missing_eos_rate(finished: Sequence[bool]) -> float:
+    """Return the share of replies cut off by the token limit instead of ending by themselves."""
+    return _mean([float(not done) for done in finished])
+
+
+def mean_words(replies: Sequence[str]) -> float:
+    """Return the mean number of words, punctuation included."""
+    return _mean([float(len(split_words(reply))) for reply in replies])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+# White space, control, format (zero-width joiners and spaces, byte order marks, soft hyphens).
+INVISIBLE_CATEGORIES = frozenset({"Zs", "Zl", "Zp", "Cc", "Cf"})
+# Blanks that Unicode counts as letters, symbols or marks: Hangul and Khmer fillers, the empty braille pattern,
+# the grapheme joiner, variation selectors.
+INVISIBLE = frozenset("\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0\u034f") | {chr(c) for c in range(0xFE00, 0xFE10)}
+
+# Characters that neither show nor alter what others show: soft hyphens, zero-width spaces, marks of direction,
+# fillers, byte order marks, variation selectors, tags.
+_UNSEEN = re.compile(
+    r"[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f"
+    r"\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
+)
+# Joiners alter Arabic and Indic letters and emoji on both sides of them, and nothing elsewhere.
+_JOINERS = re.compile(r"[\u200c\u200d]+")
+_JOINED = re.compile(r"[^\x00-\x7f\s]")
+# Control characters other than white space, and marks that turn the direction of what follows.
+_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def has_visible_text(text: str) -> bool:
+    """Return whether ``text`` has a character that is neither white space nor invisible."""
+    return any(c not in INVISIBLE and unicodedata.category(c) not in INVISIBLE_CATEGORIES for c in text)
+
+
+def comparable(text: str) -> str:
+    """Return a text as it is compared with others: composed (NFC), single spaces, without invisible characters."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", _JOINERS.sub(_needed_joiners, _UNSEEN.sub("", text)))
+    return " ".join(text.split())
+
+
+def _needed_joiners(run: re.Match[str]) -> str:
+    """Return a run of joiners as it is where it stands between characters that it can alter, else nothing."""
+    before, after = run.string[max(run.start() - 1, 0) : run.start()], run.string[run.end() : run.end() + 1]
+    return run[0] if _JOINED.match(before) and _JOINED.match(after) else ""
+
+
+def escaped_controls(text: str) -> str:
+    """Return a text with control characters, and marks that turn the direction of others, as their escapes."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def for_terminal(text: str) -> str:
+    """Return lines of output as a terminal may print them: nothing of the data controls it.
+
+    Line breaks and tabs stay; carriage returns, which would write over a line, are escaped like other characters.
+    """
+    return "\n".join(escaped_controls(line).replace("\r", "\\r") for line in text.split("\n"))

@@ -1,1 +1,0 @@
-"""What a text shows and tells: visible characters, statistics, language, refusals."""

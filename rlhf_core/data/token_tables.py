@@ -1,0 +1,292 @@
+"""Token ids of data files as Arrow lists: encoded in batches, memory-mapped, shared by ranks and stages.
+
+Token ids of data files, made once and memory-mapped by all ranks and stages that need them.
+
+An entry is a folder ``KEY/`` with ``tokens.arrow``, an Arrow stream that ``datasets.Dataset.from_file`` opens too, and
+``entry.json``, which says what it was made of. The key is a hash of the data file, of everything in the tokenizer's
+files (chat template, special and stop tokens, truncation settings), of the code that encodes and of the versions of the
+libraries. Limits of length are not part of it: they apply to what is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.data.encoding import content_columns, encode_columns
+from rlhf_core.data.schema import CONTENT_FIELDS, Demonstration, Message, Preference, PretrainText, Prompt
+from rlhf_core.data.tables import bytes_in_memory, chunked, table_chunks, table_slices
+from rlhf_core.data.token_folder import RECORD
+from rlhf_core.errors import DataError
+from rlhf_core.runtime import distributed
+from rlhf_core.storage.files import LockFile, atomic_dir, atomic_write_json, read_json, sha256_file
+
+BATCH_ROWS = 2048  # rows that are tokenised together: more were no faster, and each holds Python lists meanwhile
+BATCH_BYTES = 8 * 2**20  # of their texts: a token takes a hundred bytes and more until it is in an array
+IDS = pa.list_(pa.int32())
+CATEGORY = "category"  # the one column that is text
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Rows of token ids. Of a memory-mapped table only the pages that are read take memory, once for all processes."""
+
+    table: pa.Table
+
+    @classmethod
+    def of_rows(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        kind: str,
+        rows: Sequence[Preference | Demonstration | Prompt | PretrainText],
+    ) -> TokenTable:
+        """Tokenise rows of ``kind`` that are in memory."""
+        parts = chunked(rows, BATCH_ROWS, bytes_in_memory, BATCH_BYTES)
+        batches = [
+            token_batch(kind, encode_columns(tokenizer, content_columns(kind, part)), [row.category for row in part])
+            for part in parts
+        ]
+        return cls(pa.Table.from_batches(batches, token_schema(kind)))
+
+    @classmethod
+    def of_file(cls, tokenizer: PreTrainedTokenizerBase, kind: str, path: Path) -> TokenTable:
+        """Tokenise a parquet file of clean data; see :func:`encode_file`."""
+        return cls(pa.Table.from_batches(encode_file(tokenizer, kind, path), token_schema(kind)))
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    @property
+    def id_columns(self) -> list[str]:
+        """Names of the columns of token ids."""
+        return [name for name in self.table.column_names if name != CATEGORY]
+
+    def column(self, name: str) -> TokenColumn:
+        """The ids of one column, such as ``chosen``."""
+        return TokenColumn(self.table.column(name))
+
+    def categories(self) -> list[str]:
+        """The category of each row."""
+        return list(self.table.column(CATEGORY).to_pylist())
+
+
+class TokenColumn(Sequence[Sequence[int]]):
+    """Token ids row by row; a row is read when it is asked for, as an array of 32-bit integers.
+
+    Attributes:
+        lengths: Tokens of each row, int32 (N,).
+    """
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        chunks = [chunk for chunk in column.chunks if len(chunk)]
+        self._parts = [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in chunks]
+        self._ends = list(accumulate(len(chunk) for chunk in chunks))
+        counts = [np.diff(offsets) for offsets, _ in self._parts]
+        self.lengths: npt.NDArray[np.int32] = np.concatenate(counts) if counts else np.zeros(0, np.int32)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, row: int) -> Sequence[int]: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> list[Sequence[int]]: ...
+
+    def __getitem__(self, row: int | slice) -> Sequence[int] | list[Sequence[int]]:
+        if isinstance(row, slice):
+            return [self[number] for number in range(*row.indices(len(self)))]
+        row = range(len(self))[row]
+        part = bisect_right(self._ends, row)
+        offsets, values = self._parts[part]
+        local = row - (self._ends[part - 1] if part else 0)
+        return array("i", values[offsets[local] : offsets[local + 1]].tobytes())
+
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        for offsets, values in self._parts:
+            bounds = offsets.tolist()
+            for begin, end in pairwise(bounds):
+                yield array("i", values[begin:end].tobytes())
+
+
+def token_schema(kind: str) -> pa.Schema:
+    """The Arrow schema of ``kind``: a list of 32-bit integers for each column of content, and the category."""
+    return pa.schema([*((name, IDS) for name in CONTENT_FIELDS[kind]), (CATEGORY, pa.string())])
+
+
+def token_batch(kind: str, columns: dict[str, list[list[int]]], categories: Sequence[str]) -> pa.RecordBatch:
+    """Token ids of some rows and their categories as an Arrow record batch."""
+    ids = [pa.array(columns[name], IDS) for name in CONTENT_FIELDS[kind]]
+    return pa.record_batch([*ids, pa.array(categories, pa.string())], schema=token_schema(kind))
+
+
+def encode_file(tokenizer: PreTrainedTokenizerBase, kind: str, path: Path) -> Iterator[pa.RecordBatch]:
+    """Tokenise a parquet file of clean data, some thousand rows at a time, fewer where they are long.
+
+    Raises:
+        DataError: The file is missing, unreadable or of another kind.
+        UnwritableText: The tokenizer cannot write one of its rows.
+    """
+    names = [*CONTENT_FIELDS[kind], CATEGORY]
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; run the stage that writes it")
+    try:
+        with pq.ParquetFile(path) as file:
+            missing = [name for name in names if name not in file.schema_arrow.names]
+            if missing:
+                raise DataError(f"{path} has no column {', '.join(missing)}: it is not a file of {kind}")
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(
+            f"{path} is not a readable parquet file ({error}); run the stage that writes it again"
+        ) from error
+    for table in table_chunks(path, names):
+        for part in table_slices(table, BATCH_ROWS, BATCH_BYTES):
+            columns = part.to_pydict()
+            categories = columns.pop(CATEGORY)
+            if "prompt" in columns:
+                turns = columns["prompt"]
+                columns["prompt"] = [[Message(m["role"], m["content"]) for m in messages] for messages in turns]
+            yield token_batch(kind, encode_columns(tokenizer, columns), categories)
+
+
+logger = logging.getLogger(__name__)
+
+STREAM = "tokens.arrow"
+CODE = (
+    "chat/encoding.py",
+    "chat/chat_template.py",
+    "chat/special_tokens.py",
+    "tokens/batch_encoding.py",
+    "tokens/token_table.py",
+)
+LIBRARIES = ("transformers", "tokenizers", "jinja2")
+# Where a tokenizer was loaded from: no token depends on it.
+ORIGIN = ("name_or_path", "is_local", "local_files_only")
+
+
+def read_tokens(folder: Path | None, path: Path, kind: str, tokenizer: PreTrainedTokenizerBase) -> TokenTable:
+    """Return the token ids of a parquet file of ``kind``, row by row: neither cut nor dropped. All ranks must call it.
+
+    Rank 0 makes an entry that is missing or damaged, and the others wait for it.
+
+    Args:
+        folder: The cache; None keeps nothing, and each rank tokenises for itself.
+        path: The data file.
+        kind: Of its rows.
+        tokenizer: Its chat template writes prompts and replies.
+
+    Raises:
+        DataError: The file cannot be read, or the tokenizer cannot write one of its rows.
+    """
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; run the stage that writes it")
+    if folder is None:
+        return TokenTable.of_file(tokenizer, kind, path)
+    entry, ready = "", False
+    try:
+        if distributed.is_rank_zero():
+            made_of = contents(path, kind, tokenizer)
+            entry = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:32]
+            make_entry(folder / entry, made_of, path, tokenizer)
+            ready = True
+    finally:
+        entry, ready = distributed.broadcast_from_rank0([entry, ready])
+    if not ready:
+        raise DataError(f"{path} could not be tokenised; rank 0 says why")
+    return open_entry(folder / entry)
+
+
+def contents(path: Path, kind: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What the tokens of a file depend on."""
+    folder = Path(__file__).parents[1]
+    return {
+        "kind": kind,
+        "data": sha256_file(path),
+        "tokenizer": tokenizer_digest(tokenizer),
+        "code": hashlib.sha256(b"".join((folder / name).read_bytes() for name in CODE)).hexdigest(),
+        "libraries": {name: version(name) for name in LIBRARIES},
+    }
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of the tokenizer's files as it would be saved, chat template included."""
+    digest = hashlib.sha256()
+    with tempfile.TemporaryDirectory(prefix="rlhf-tokenizer-") as folder:
+        tokenizer.save_pretrained(folder)
+        for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            content = file.read_bytes()
+            if file.name == "tokenizer_config.json":
+                settings = {key: value for key, value in json.loads(content).items() if key not in ORIGIN}
+                content = json.dumps(settings, sort_keys=True).encode()
+            digest.update(f"{file.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def make_entry(entry: Path, made_of: Mapping[str, Any], path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Tokenise ``path`` into the folder ``entry``, unless it is there and sound; it appears there as a whole.
+
+    Of several processes one makes it, and the others wait.
+    """
+    with LockFile(entry.with_name(f".{entry.name}.lock")) as lock:
+        lock.acquire()
+        problem = damage(entry, made_of)
+        if problem is None:
+            os.utime(entry / RECORD)
+            return
+        if problem:
+            logger.warning("the tokens of %s in %s %s: tokenising again", path, entry, problem)
+        for leftover in entry.parent.glob(f".{entry.name}.*.part"):
+            shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed, since the lock is ours
+        started, rows, kind = time.perf_counter(), 0, str(made_of["kind"])
+        with atomic_dir(entry) as folder:
+            with pa.OSFile(str(folder / STREAM), "wb") as file, pa.ipc.new_stream(file, token_schema(kind)) as stream:
+                for batch in encode_file(tokenizer, kind, path):
+                    stream.write_batch(batch)
+                    rows += batch.num_rows
+            record = {
+                "made_of": dict(made_of),
+                "path": str(path.resolve()),
+                "rows": rows,
+                "sha256": sha256_file(folder / STREAM),
+            }
+            atomic_write_json(folder / RECORD, record)
+        logger.info("tokenised %d rows of %s in %.1f s", rows, path, time.perf_counter() - started)
+
+
+def damage(entry: Path, made_of: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with an entry: None for nothing, an empty text where there is no entry."""
+    if not entry.exists():
+        return ""
+    try:
+        record = read_json(entry / RECORD)
+        if record["made_of"] != made_of:
+            return "are of other data"
+        sound = sha256_file(entry / STREAM) == record["sha256"]
+    except (DataError, OSError, KeyError, TypeError):
+        sound = False
+    return None if sound else "are damaged"
+
+
+def open_entry(entry: Path) -> TokenTable:
+    """Map the tokens of an entry into memory; a page is read when it is first asked for."""
+    with pa.memory_map(str(entry / STREAM)) as source:
+        return TokenTable(pa.ipc.open_stream(source).read_all())

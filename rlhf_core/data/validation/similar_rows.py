@@ -1,0 +1,337 @@
+"""Similar rows by MinHash: near duplicates, similar prompts across splits, contamination by evaluation sets.
+
+Texts that resemble each other: MinHash signatures of their shingles, looked up by locality-sensitive hashing.
+
+Broder (1997), "On the resemblance and containment of documents": the share of equal minima under random permutations
+estimates the Jaccard similarity of two sets of shingles, here runs of neighbouring words. Its standard deviation is at
+most ``0.5 / sqrt(permutations)``.
+
+Contamination: rows of training whose prompt is one of an evaluation set, or holds a part of one.
+
+As for GPT-3 (Brown et al., 2020, appendix C), a run of 13 words in common counts. Evaluation prompts that are shorter
+count where a turn is the same text, and prompts of any length where they are nearly the same by MinHash.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from datasketch import MinHash, MinHashLSH
+
+from rlhf_core.config.data import NearDuplicatesConfig
+from rlhf_core.data.collection.rows import FileRows
+from rlhf_core.data.row_counts import RowFinding
+from rlhf_core.data.text import split_words
+from rlhf_core.data.validation.set_rows import SPLIT_ORDER, SPLIT_PARTS, USER_PARTS, SetRows
+
+# An odd 64-bit multiplier, 2**64 over the golden ratio: a shingle's hash is a polynomial in it of its words' hashes.
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+HALF, LOW_HALF = np.uint64(32), np.uint64(2**32 - 1)  # signatures are of 32-bit hashes
+# What a missed candidate costs, beside a superfluous one, in the choice of the bands: candidates are verified.
+WEIGHTS = (0.1, 0.9)
+# A text that shares a band with so many others is not added: no lookup takes long, however alike all texts are.
+CROWDED = 64
+# Shingles that are permuted together: each takes eight bytes for every permutation.
+SHINGLES = 2**14
+
+
+def shingle_hashes(words: Sequence[str], size: int) -> npt.NDArray[np.uint64]:
+    """Return the distinct 64-bit hashes of all runs of ``size`` words; of fewer words that of the whole text."""
+    hashes = np.fromiter((zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words), np.uint64, len(words))
+    size = min(size, len(words))
+    shingles = np.zeros(len(words) - size + 1 if words else 0, np.uint64)
+    for offset in range(size):
+        shingles = shingles * MULTIPLIER + hashes[offset : offset + len(shingles)]
+    return np.unique(shingles)
+
+
+@dataclass(frozen=True)
+class Similar:
+    """A text that resembles another: the key it was added with, and the estimated Jaccard similarity."""
+
+    key: int
+    similarity: float
+
+
+class SimilarTexts:
+    """An index of texts by their signatures; adding and finding take time that does not grow with its size."""
+
+    def __init__(self, config: NearDuplicatesConfig) -> None:
+        self._similarity, self._words = config.similarity, config.shingle_words
+        self._empty = MinHash(num_perm=config.permutations, seed=1, hashfunc=int)
+        self._index = MinHashLSH(threshold=config.similarity, num_perm=config.permutations, weights=WEIGHTS)
+        self._signatures: dict[int, MinHash] = {}
+
+    def __len__(self) -> int:
+        """Return how many texts are in the index."""
+        return len(self._signatures)
+
+    def signature(self, text: str) -> MinHash:
+        """Return the signature of a text; white space and case do not count."""
+        signature = self._empty.copy()
+        shingles = shingle_hashes(split_words(text), self._words)
+        hashes = (shingles ^ shingles >> HALF) & LOW_HALF
+        for start in range(0, len(hashes), SHINGLES):
+            signature.update_batch(hashes[start : start + SHINGLES].tolist())
+        return signature
+
+    def most_similar(self, signature: MinHash, without: Collection[int] = ()) -> Similar | None:
+        """Return the text that resembles the signature most, the first of equal ones; None below the limit.
+
+        Args:
+            without: Keys of texts that are left out.
+        """
+        candidates = sorted(key for key in self._index.query(signature) if key not in without)[:CROWDED]
+        if not candidates:
+            return None
+        hashes = np.stack([self._signatures[key].hashvalues for key in candidates])
+        similarities = np.mean(hashes == signature.hashvalues, axis=1)
+        best = int(np.argmax(similarities))
+        if similarities[best] < self._similarity:
+            return None
+        return Similar(candidates[best], float(similarities[best]))
+
+    def add(self, key: int, signature: MinHash) -> None:
+        """Add a text under a key that is not taken, unless ``CROWDED`` others share a band with it."""
+        if len(self._index.query(signature)) < CROWDED:
+            self._signatures[key] = signature
+            self._index.insert(key, signature, check_duplication=False)
+
+
+NEAR_DUPLICATES = "no_near_duplicates"
+
+
+@dataclass(frozen=True)
+class NearDuplicates:
+    """Rows that resemble an earlier one, and by kind how many rows were compared."""
+
+    breaches: list[RowFinding]
+    compared: dict[str, int]
+
+
+def near_duplicates(rows: SetRows, kinds: Collection[str], config: NearDuplicatesConfig) -> NearDuplicates:
+    """Compare the prompt and replies of each row with those of the earlier rows of its kind.
+
+    Pairs of one ranking share their prompt and some of their replies by design, and are not compared with each other.
+
+    The time is linear in rows. What is found is an estimate: the hashing misses some pairs near the limit and finds
+    some a little below it. A row that is nearly a copy itself is not compared with later ones, which are compared with
+    its original.
+    """
+    breaches: list[RowFinding] = []
+    compared: dict[str, int] = {}
+    for kind in kinds:
+        index = SimilarTexts(config)
+        ids: list[str] = []
+        ranking: object = None
+        of_ranking: set[int] = set()
+        for row in rows.of(kind):
+            if row.number == config.max_rows:
+                break
+            ids.append(row.id)
+            if (row.origin, row.turns) != ranking:
+                ranking, of_ranking = (row.origin, row.turns), set()
+            signature = index.signature(row.text)
+            similar = index.most_similar(signature, of_ranking)
+            if similar is None:
+                index.add(row.number, signature)
+                if row.origin is not None and row.turns:
+                    of_ranking.add(row.number)
+            else:
+                reason = "nearly a copy of an earlier row"
+                other, similarity = ids[similar.key], similar.similarity
+                breaches.append(
+                    RowFinding(NEAR_DUPLICATES, kind, reason, number=row.number, other=other, similarity=similarity)
+                )
+        compared[kind] = len(ids)
+    return NearDuplicates(breaches, compared)
+
+
+SIMILAR_PROMPTS = "no_similar_held_out_prompts"
+
+
+@dataclass
+class PromptUses:
+    """A distinct prompt: the signature of its text, and the rows that have it by order of parts and part."""
+
+    id: str
+    signature: MinHash
+    rows: dict[tuple[str, int], list[tuple[str, int]]] = field(default_factory=dict)
+
+
+def similar_prompts(rows: SetRows, config: NearDuplicatesConfig) -> list[RowFinding]:
+    """Compare every distinct prompt with those of the parts that are held out from its own: splits, users of pairs.
+
+    The time is linear in prompts, of which at most ``config.max_rows`` are looked at. Prompts that are equal are no
+    matter of this rule: they share a group, and splits are by group.
+    """
+    signer = SimilarTexts(config)
+    prompts: dict[tuple[str, ...], PromptUses] = {}
+    for row in rows.with_prompts():
+        if row.turns not in prompts:
+            if len(prompts) == config.max_rows:
+                continue
+            prompts[row.turns] = PromptUses(row.id, signer.signature("\n".join(row.turns)))
+        uses = [("split", row.split)] if row.user is None else [("split", row.split), ("user", row.user)]
+        for use in uses:
+            prompts[row.turns].rows.setdefault(use, []).append((row.kind, row.number))
+    listed = list(prompts.values())
+    return [
+        *_between_parts("split", SPLIT_PARTS, listed, config),
+        *_between_parts("user", USER_PARTS, listed, config),
+    ]
+
+
+def _between_parts(
+    order: str, parts: tuple[str, ...], prompts: list[PromptUses], config: NearDuplicatesConfig
+) -> Iterator[RowFinding]:
+    """Yield the rows whose prompt resembles one of an earlier part; the parts are in order, the most held-out first."""
+    index = SimilarTexts(config)
+    part_of: dict[int, int] = {}
+    for part in range(len(parts)):
+        new = {n: uses for n, uses in enumerate(prompts) if (order, part) in uses.rows and n not in part_of}
+        for uses in new.values():
+            similar = index.most_similar(uses.signature)
+            if similar is None:
+                continue
+            reason = f"the prompt is nearly the same as one of {parts[part_of[similar.key]]}"
+            for kind, row in uses.rows[order, part]:
+                other, similarity = prompts[similar.key].id, similar.similarity
+                yield RowFinding(SIMILAR_PROMPTS, kind, reason, number=row, other=other, similarity=similarity)
+        for number, uses in new.items():
+            part_of[number] = part
+            index.add(number, uses.signature)
+
+
+CONTAMINATION = "no_contamination"
+RUN_OF_WORDS = 13
+TEST = SPLIT_ORDER.index("test")
+
+
+@dataclass(frozen=True)
+class EvaluationPrompt:
+    """A prompt of an evaluation file: the file as params.yaml spells it, its line or number there, and its turns."""
+
+    source: str
+    position: int
+    turns: tuple[str, ...]
+
+
+@dataclass
+class EvaluationOverlap:
+    """One evaluation file: how many prompts were read, refused, and met by a row of training."""
+
+    source: str
+    prompts: int
+    refused: int
+    met: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Contamination:
+    """Rows of training that overlap with evaluation prompts, and the evaluation files."""
+
+    breaches: list[RowFinding]
+    files: list[EvaluationOverlap]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What a prompt has in common with the evaluation prompt of this number."""
+
+    number: int
+    reason: str
+    similarity: float | None = None
+
+
+class EvaluationIndex:
+    """Evaluation prompts, looked up by runs of words, by whole texts and by similarity."""
+
+    def __init__(self, prompts: Sequence[EvaluationPrompt], config: NearDuplicatesConfig) -> None:
+        self._similar = SimilarTexts(config)
+        self._short: dict[int, int] = {}
+        runs, owners = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+        for number, prompt in enumerate(prompts):
+            text = "\n".join(prompt.turns)
+            words = split_words(text)
+            hashes = shingle_hashes(words, RUN_OF_WORDS)
+            if len(words) < RUN_OF_WORDS:
+                self._short |= {int(value): number for value in hashes if int(value) not in self._short}
+            else:
+                runs.append(hashes)
+                owners.append(np.full(len(hashes), number))
+            self._similar.add(number, self._similar.signature(text))
+        order = np.argsort(np.concatenate(runs), kind="stable")
+        self._runs: npt.NDArray[np.uint64] = np.concatenate(runs)[order]
+        self._owners: npt.NDArray[np.int64] = np.concatenate(owners)[order]
+
+    def shared_words(self, turns: Sequence[str]) -> int | None:
+        """Return the number of an evaluation prompt with a run of words, or a whole short prompt, in these turns."""
+        for text in dict.fromkeys(["\n".join(turns), *turns]):
+            words = split_words(text)
+            hashes = shingle_hashes(words, RUN_OF_WORDS)
+            if len(words) < RUN_OF_WORDS:
+                numbers = [self._short[int(value)] for value in hashes if int(value) in self._short]
+            else:
+                left, right = (np.searchsorted(self._runs, hashes, side) for side in ("left", "right"))
+                numbers = self._owners[left[left < right]].tolist()
+            if numbers:
+                return min(numbers)
+        return None
+
+    def overlap(self, turns: Sequence[str]) -> Overlap | None:
+        """Return what these turns have in common with an evaluation prompt."""
+        shared = self.shared_words(turns)
+        if shared is not None:
+            return Overlap(shared, f"the same text as an evaluation prompt, or {RUN_OF_WORDS} words in a row of one")
+        similar = self._similar.most_similar(self._similar.signature("\n".join(turns)))
+        if similar is None:
+            return None
+        return Overlap(similar.key, "nearly the same as an evaluation prompt", similar.similarity)
+
+
+def contamination(rows: SetRows, files: Sequence[FileRows], config: NearDuplicatesConfig) -> Contamination:
+    """Look up the prompts (of pretraining text: the texts) of all rows that are not of split test.
+
+    Args:
+        files: The evaluation files, read as prompts.
+    """
+    prompts = [
+        EvaluationPrompt(
+            file.counts.source, position, tuple(t["content"] for t in row["prompt"] if t["role"] != "system")
+        )
+        for file in files
+        for row, position in zip(file.rows, file.positions, strict=True)
+    ]
+    index = EvaluationIndex(prompts, config)
+    overlaps = {f.counts.source: EvaluationOverlap(f.counts.source, f.counts.kept, f.counts.refused) for f in files}
+    overlap_of: dict[int, Overlap | None] = {}  # by the hash of the turns: most prompts occur in several rows
+    breaches = []
+    for kind in rows.clean:
+        for row in rows.of(kind):
+            if row.split == TEST:
+                continue
+            turns = row.turns or (row.text,)
+            key = hash(turns)
+            if key not in overlap_of:
+                overlap_of[key] = index.overlap(turns)
+            overlap = overlap_of[key]
+            if overlap is not None:
+                prompt = prompts[overlap.number]
+                overlaps[prompt.source].met.add(prompt.position)
+                other = f"{prompt.source}:{prompt.position}"
+                breaches.append(
+                    RowFinding(
+                        CONTAMINATION,
+                        kind,
+                        overlap.reason,
+                        number=row.number,
+                        other=other,
+                        similarity=overlap.similarity,
+                    )
+                )
+    return Contamination(breaches, list(overlaps.values()))
