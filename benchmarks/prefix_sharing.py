@@ -21,8 +21,7 @@ from rlhf_core.data.batches import least_padded
 from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.training.losses import StepTotals
-from rlhf_core.training.reward.pair_batch import row_lengths
-from rlhf_core.training.reward.trainer import pair_loss
+from rlhf_core.training.reward.trainer import pair_loss, row_lengths
 
 HEAD_WIDTH = 64
 PAD = 0

@@ -55,7 +55,7 @@ class RewardConfig(StageConfig):
 
     ``pooling`` is what the head reads: the ``last`` token of a reply (paper, section 4.1), or the ``mean`` of all its
     hidden states. ``linear_probe`` fits the head to frozen features first, with an L2 penalty of that strength; see
-    :mod:`rlhf_core.training.reward.linear_probe`. Then ``steps`` may be 0.
+    :mod:`rlhf_core.training.reward.first_fits`. Then ``steps`` may be 0.
 
     ``imitation`` is the weight of the LM loss on the preferred reply, ``centering`` of ``mean((r_w + r_l)^2)``.
 
@@ -67,7 +67,7 @@ class RewardConfig(StageConfig):
     which the preferred reply is as often the shorter as the longer one; see
     :mod:`rlhf_core.data.batches`.
     ``length_balance: product_of_experts`` trains on all pairs, beside an expert for lengths that is dropped in the end;
-    see :mod:`rlhf_core.training.reward.length_expert`.
+    see :mod:`rlhf_core.training.reward.first_fits`.
     """
 
     init: Literal["sft", "base"] = "sft"

@@ -22,7 +22,7 @@ from rlhf_core.evaluation.safety.prompts import is_chinese
 from rlhf_core.evaluation.safety.refusals import HARMFUL_CATEGORY, safety_prompts
 from rlhf_core.evaluation.verifiable.prompts import VerifiablePrompts
 from rlhf_core.runtime import distributed
-from rlhf_core.training.dpo.logprobs import reply_logprobs
+from rlhf_core.training.dpo import reply_logprobs
 from rlhf_core.training.examples import by_length, collate
 from rlhf_core.world.grammar import is_world
 from rlhf_core.world.questions import SOURCE as WORLD_SOURCE

@@ -32,7 +32,7 @@ _NAMES = (
     "tracking.run_records",
     "tracking.stage_run",
     "tracking.tracker",
-    "training.checkpoints.location",
+    "training.checkpoints.store",
     "training.checkpoints.store",
     "training.run_context",
 )

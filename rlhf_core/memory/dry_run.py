@@ -31,9 +31,9 @@ from rlhf_core.models.attention import attention_of
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.io import quiet
-from rlhf_core.training.engine.gradient_checkpointing import recomputing
-from rlhf_core.training.engine.master_weights import MasterWeights
-from rlhf_core.training.optim import build_adamw
+from rlhf_core.training.engine.base import build_adamw
+from rlhf_core.training.engine.factory import recomputing
+from rlhf_core.training.engine.local import MasterWeights
 
 Head = Literal["causal_lm", "scalar", "reward"]
 # The layers that are built, and which of them stands for all between the first and the last.

@@ -24,8 +24,8 @@ from rlhf_core.models.forward import changes_logits
 from rlhf_core.ppo.rejection_sampling import PROMPTS_AT_ONCE
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.micro_batches import MicroBatchLimits
-from rlhf_core.training.dpo.task import scoring_rows
-from rlhf_core.training.reward.linear_probe import FEATURE_ROWS, FEATURE_TOKENS
+from rlhf_core.training.dpo import scoring_rows
+from rlhf_core.training.reward.first_fits import FEATURE_ROWS, FEATURE_TOKENS
 from rlhf_core.training.reward.trainer import SCORING_ROWS, SCORING_TOKENS
 from rlhf_core.training.sft import EVALUATION_ROWS
 

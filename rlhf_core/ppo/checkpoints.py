@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf_core.runtime import distributed
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, fsync_path, read_json
 from rlhf_core.training.checkpoints import checkpoint
-from rlhf_core.training.run_checkpoints import RunCheckpoints
+from rlhf_core.training.checkpoints.manager import RunCheckpoints
 
 JOURNAL = "rollbacks.json"
 

@@ -22,12 +22,11 @@ from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.trainer import PhaseClock, RolloutLoop
 from rlhf_core.sampling.local import LocalSampler
 from rlhf_core.sampling.sampler import Sampler
-from rlhf_core.training.checkpoints.manager import CheckpointManager
+from rlhf_core.training.checkpoints.manager import CheckpointManager, RunCheckpoints
 from rlhf_core.training.device_scalars import totals_of_steps
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.history import History
 from rlhf_core.training.rng import derive_seed
-from rlhf_core.training.run_checkpoints import RunCheckpoints
 from rlhf_core.training.run_context import RunContext
 
 FALLS_BY = 0.99  # a value loss counts as fallen when it is below this share of the best one

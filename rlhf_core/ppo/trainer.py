@@ -35,11 +35,10 @@ from rlhf_core.runtime.progress import progress
 from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.local import LocalSampler
 from rlhf_core.sampling.sampler import Sampler
-from rlhf_core.training.checkpoints.manager import CheckpointManager
+from rlhf_core.training.checkpoints.manager import CheckpointManager, RunCheckpoints
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.history import History
 from rlhf_core.training.rng import derive_seed
-from rlhf_core.training.run_checkpoints import RunCheckpoints
 from rlhf_core.training.run_context import RunContext
 
 

@@ -8,7 +8,7 @@ from rlhf_core.config.gates import GatesConfig
 from rlhf_core.gates import decide, load_metrics, settle
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json
-from rlhf_core.training.reward.agreement import agreement_metrics
+from rlhf_core.training.reward.evaluation import agreement_metrics
 from rlhf_core.training.run_context import RunContext
 
 

@@ -13,7 +13,7 @@ from rlhf_core.models.starting.base import fitting_length, load_policy, save_pol
 from rlhf_core.stages.policy.outputs import POLICY_OUTPUTS
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
-from rlhf_core.training.dpo.run import train_dpo
+from rlhf_core.training.dpo import train_dpo
 from rlhf_core.training.reward.run import read_split
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext

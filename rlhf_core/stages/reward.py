@@ -14,9 +14,8 @@ from rlhf_core.data.splits import PairUser
 from rlhf_core.models.starting.base import fitting_length, load_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, atomic_write_lines
-from rlhf_core.training.reward.baselines import bag_of_words_accuracy
-from rlhf_core.training.reward.mistakes import worst_mistakes
-from rlhf_core.training.reward.plots import draw_reward_plots
+from rlhf_core.training.reward.evaluation import bag_of_words_accuracy
+from rlhf_core.training.reward.results import draw_reward_plots, worst_mistakes
 from rlhf_core.training.reward.run import (
     RewardModelRun,
     metric_prefix,

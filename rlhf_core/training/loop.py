@@ -15,11 +15,10 @@ from typing import Any, Protocol
 from rlhf_core.config.model import CheckpointConfig
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.runtime.progress import Progress, progress
-from rlhf_core.training.checkpoints.manager import CheckpointManager
+from rlhf_core.training.checkpoints.manager import CheckpointManager, RunCheckpoints
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.history import CLOCK_FIELDS, Block, History
 from rlhf_core.training.rng import derive_seed, seed_everything
-from rlhf_core.training.run_checkpoints import RunCheckpoints
 from rlhf_core.training.run_context import RunContext
 
 RECORD_EVERY = 10

@@ -78,7 +78,7 @@ def test_a_changed_module_makes_its_own_stages_stale_and_no_other(
 
 
 def test_code_of_another_method_trains_no_policy_by_ppo_again(copy: Path, before: dict[str, str]) -> None:
-    for module in ("training/dpo/loss.py", "training/dpo/task.py", "ppo/rejection_sampling.py"):
+    for module in ("training/dpo.py", "training/dpo.py", "ppo/rejection_sampling.py"):
         change_functions(copy / module)
     assert stale(before, digests(copy.parent)) == set()
     changed = Package(copy.parent, PACKAGE, NEUTRAL)

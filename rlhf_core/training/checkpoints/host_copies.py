@@ -1,15 +1,18 @@
-"""Copies of a training state in host memory: what a checkpoint is written from while training goes on."""
+"""Copies of a training state in host memory, and the thread that writes them while training goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rlhf_core.runtime import host_memory
-from rlhf_core.training.checkpoints.pieces import Piece
+from rlhf_core.training.checkpoints.checkpoint import Piece
 
 # What other processes may take meanwhile, as a share of the memory that is available.
 MARGIN = 0.1
@@ -122,3 +125,40 @@ def _in_groups(pieces: Mapping[str, Piece]) -> list[dict[str, Piece]]:
 
 def _size(piece: Piece) -> int:
     return piece.values.numel() * piece.values.element_size()
+
+
+class BackgroundWriter:
+    """Runs jobs one after another, in the order in which they were submitted, beside the calling thread.
+
+    The thread lives as long as there are jobs. It does not keep the process alive: whoever needs a job done waits for
+    its future.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._running = False
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        """Run ``job`` after those before it; its error becomes that of the future."""
+        future: Future[None] = Future()
+        with self._lock:
+            self._jobs.append((job, future))
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name="checkpoint-writer", daemon=True).start()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._running = False
+                    return
+                job, future = self._jobs.popleft()
+            try:
+                job()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)

@@ -1,4 +1,6 @@
-"""The checkpoints of one run: written in the background by all ranks, and restored.
+"""The checkpoints of one run: complete enough that it resumes as if it had never stopped, written while it trains.
+
+The checkpoints of one run: written in the background by all ranks, and restored.
 
 :meth:`CheckpointManager.save` copies what it is given to host memory and returns. What there is no room for it writes
 before it returns. Then, in a thread, each rank writes its copies and hashes its files; when all ranks have, rank 0
@@ -26,11 +28,12 @@ from rlhf_core.runtime import distributed
 from rlhf_core.runtime.host_memory import forget_peak
 from rlhf_core.storage.files import fsync_path, sha256_file
 from rlhf_core.training.checkpoints import checkpoint
-from rlhf_core.training.checkpoints.background_writer import BackgroundWriter
-from rlhf_core.training.checkpoints.checkpoint import BUILDING, MANIFEST, META, Checkpoint
-from rlhf_core.training.checkpoints.host_copies import HostCopies, HostCopy
-from rlhf_core.training.checkpoints.pieces import Piece, write_pieces
+from rlhf_core.training.checkpoints.checkpoint import BUILDING, MANIFEST, META, Checkpoint, Piece, write_pieces
+from rlhf_core.training.checkpoints.host_copies import BackgroundWriter, HostCopies, HostCopy
 from rlhf_core.training.checkpoints.store import CheckpointStore
+from rlhf_core.training.engine import Engine
+from rlhf_core.training.history import History
+from rlhf_core.training.rng import rng_state, set_rng_state
 
 logger = logging.getLogger(__name__)
 
@@ -344,3 +347,75 @@ def _reason(error: Exception) -> str:
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
     fsync_path(path)
+
+
+@dataclass
+class RunCheckpoints:
+    """The checkpoints of one run, and what they restore.
+
+    Attributes:
+        manager: Writes and reads them.
+        engines: The engines of the run by name.
+        lines: Its line files by name.
+        keep: How many of the newest checkpoints are kept.
+        keep_from: From which step on older ones are kept too, for a coming rollback.
+    """
+
+    manager: CheckpointManager
+    engines: Mapping[str, Engine]
+    lines: Mapping[str, History]
+    keep: int
+    keep_from: int | None = None
+
+    def save(self, step: int, meta: Mapping[str, Any], extra: bool = False) -> None:
+        """Save the state after ``step`` steps or iterations: engines, generators, line offsets and ``meta`` (JSON).
+
+        It is written in the background; see ``CheckpointManager.save``. An ``extra`` checkpoint is that of a run that
+        is preempted between two regular ones. It does not count among the kept ones and is deleted with the next
+        regular one: what there is to roll back to must not depend on when a run was interrupted.
+        """
+        tensors, generators = rng_state()
+        pieces = {name: Piece.whole(t) for name, t in tensors.items()} if distributed.is_rank_zero() else {}
+        engines: dict[str, Any] = {}
+        for name, engine in self.engines.items():
+            state = engine.state()
+            engines[name] = state.meta
+            pieces |= {f"{name}/{key}": piece for key, piece in state.pieces.items()}
+        content = {
+            "run": dict(meta),
+            "rng": generators,
+            "engines": engines,
+            "lines": {name: lines.size for name, lines in self.lines.items()},
+            "extra": extra,
+        }
+        earlier = self.manager.metas()
+        spare = {number for number, other in earlier.items() if other["extra"] and not extra}
+        keep = len(earlier) + 1 if extra else self.keep
+        paths = [lines.path for lines in self.lines.values()]
+        self.manager.save(step, pieces, content, keep, self.keep_from, spare, paths)
+
+    def metas(self) -> dict[int, dict[str, Any]]:
+        """``meta`` of every readable regular checkpoint by its step, the one that is being written included."""
+        return {step: content["run"] for step, content in self.manager.metas().items() if not content["extra"]}
+
+    def holds(self, step: int) -> bool:
+        """Whether there is a checkpoint of ``step``, regular or extra."""
+        return step in self.manager.metas()
+
+    def load(self) -> tuple[int, dict[str, Any]] | None:
+        """Restore the newest sound checkpoint.
+
+        Returns:
+            Its step and ``meta``; None for a fresh start, which clears what a run left that ended before its first
+            checkpoint.
+        """
+        self.manager.finish()
+        newest = self.manager.load_latest()
+        for name, lines in self.lines.items():
+            lines.truncate(int(newest.meta["lines"][name]) if newest else 0)
+        if newest is None:
+            return None
+        for name, engine in self.engines.items():
+            engine.load_state(newest.tensors.under(f"{name}/"), newest.meta["engines"][name])
+        set_rng_state(newest.tensors.all_under("rng."), newest.meta["rng"])
+        return newest.step, newest.meta["run"]

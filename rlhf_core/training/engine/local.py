@@ -1,6 +1,13 @@
 """The local engine: plain torch. On several ranks each holds the whole model, and gradients are summed once a step.
 
 A low-precision model computes in its own precision and is trained through float32 copies of its weights.
+
+Float32 master weights: what the optimiser updates in place of low-precision weights, which are rounded from them.
+
+bfloat16 has 8 significant bits, so that a step of less than 1/512 of a weight rounds to nothing: AdamW at a rate of
+5e-7 leaves nearly all weights of a bfloat16 model where they are, however many steps it makes. Steps are therefore made
+in float32 and add up there; moments are float32, and so are the sums of gradients over micro-batches. Source:
+Micikevicius et al. 2018, "Mixed Precision Training", section 3.1.
 """
 
 from __future__ import annotations
@@ -11,12 +18,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import CheckpointError
+from rlhf_core.models.float32_head import LOW_PRECISION
 from rlhf_core.runtime import distributed
-from rlhf_core.training.checkpoints.pieces import SavedTensors, pieces_of_rank
+from rlhf_core.training.checkpoints.checkpoint import SavedTensors, pieces_of_rank
 from rlhf_core.training.engine.base import (
     OPTIMIZER_SLOTS,
     EngineState,
@@ -24,11 +32,51 @@ from rlhf_core.training.engine.base import (
     Result,
     StepCount,
     StepResult,
+    build_adamw,
     clip_scale,
     trained_parameters,
 )
-from rlhf_core.training.engine.master_weights import MasterWeights
-from rlhf_core.training.optim import build_adamw
+
+
+class MasterWeights:
+    """Float32 copies of the trainable low-precision parameters of a model; a float32 model has none.
+
+    While it exists, every gradient that a backward pass leaves at such a parameter is added to the copy's gradient and
+    freed. :meth:`detach` ends that.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
+        """Copy the weights, and make ``optimizer``, which was built for the model's own, update the copies."""
+        low = [p for p in model.parameters() if p.requires_grad and p.dtype in LOW_PRECISION]
+        self.copies = {parameter: nn.Parameter(parameter.detach().float()) for parameter in low}
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._take_gradient) for parameter in low]
+        for group in optimizer.param_groups:
+            group["params"] = [self.of(parameter) for parameter in group["params"]]
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The float32 copy of a parameter of the model, or the parameter itself where it has none."""
+        return self.copies.get(parameter, parameter)
+
+    def _take_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        master = self.copies[parameter]  # type: ignore[index]
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad += parameter.grad
+        parameter.grad = None
+
+    @torch.no_grad()
+    def round_to_model(self) -> None:
+        """Set the model's weights to the copies, rounded to the model's precision."""
+        for parameter, master in self.copies.items():
+            parameter.copy_(master)
+
+    def detach(self) -> None:
+        """Leave the gradients of later backward passes at the model's own parameters."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 class LocalEngine(StepCount):

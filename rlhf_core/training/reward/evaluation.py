@@ -1,17 +1,31 @@
-"""What a reward model is worth beyond accuracy: margins, calibration, length, categories (algorithms.md §2).
+"""What a reward model is worth beyond accuracy: margins, calibration, length, categories, and a bag of words beside it.
+
+What a reward model is worth beyond accuracy: margins, calibration, length, categories (algorithms.md §2).
 
 Pure functions of arrays over B pairs; ``margins`` is ``r_w - r_l``.
+
+Temperature scaling: one divisor of all margins after which their confidence matches how often they are right.
+
+Guo et al., 2017, "On Calibration of Modern Neural Networks". It changes no ranking. PPO normalises rewards, so that the
+divisor matters to readers of margins and of calibration only. ``margins`` is ``r_w - r_l`` over B pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, stats
 
 from rlhf_core.data.batches import length_balanced_rows
-from rlhf_core.data.correlation import rank_correlation
+from rlhf_core.data.correlation import linear_correlation, rank_correlation
+from rlhf_core.data.schema import Preference
+from rlhf_core.data.text import IDEOGRAPHS
+from rlhf_core.errors import DataError
+from rlhf_core.storage.files import read_json
 
 CALIBRATION_BINS = 10
 PERCENTILES = (5, 25, 50, 75, 95)
@@ -111,3 +125,85 @@ def accuracy_by_category(margins: np.ndarray, categories: Sequence[str]) -> dict
 def agreement(first: np.ndarray, second: np.ndarray) -> float:
     """Share of pairs that two models rank the same way, from the margins of each."""
     return float((np.sign(first) == np.sign(second)).mean())
+
+
+def agreement_metrics(first: Path, second: Path) -> dict[str, float]:
+    """Compare the rewards of two models on the pairs that both have scored.
+
+    Returns:
+        ``share`` is the share of pairs that both rank alike; the others are correlations of rewards and of margins.
+
+    Raises:
+        DataError: They have no pair in common.
+    """
+    tables = [_read_scores(path) for path in (first, second)]
+    common = sorted(tables[0].keys() & tables[1].keys())
+    if not common:
+        raise DataError(f"{first} and {second} have no pair in common; run their stages again")
+    a, b = (np.array([table[row] for row in common]) for table in tables)
+    margins = a[:, 0] - a[:, 1], b[:, 0] - b[:, 1]
+    return {
+        "pairs": float(len(common)),
+        "share": agreement(*margins),
+        "score_correlation": linear_correlation(a.ravel(), b.ravel()),
+        "score_rank_correlation": rank_correlation(a.ravel(), b.ravel()),
+        "margin_correlation": linear_correlation(*margins),
+    }
+
+
+def _read_scores(path: Path) -> dict[str, tuple[float, float]]:
+    table = read_json(path)
+    return {row: (c, r) for row, c, r in zip(table["ids"], table["chosen"], table["rejected"], strict=True)}
+
+
+WORDS = 5000
+MOST_PAIRS = 20000
+# An ideograph is a word of its own: without spaces, a whole clause would be one.
+TOKEN_PATTERN = rf"[{IDEOGRAPHS}]|[^\W{IDEOGRAPHS}]+|[^\w\s]"
+
+
+def bag_of_words_accuracy(
+    train: Sequence[Preference], held_out: Mapping[str, Sequence[Preference]]
+) -> dict[str, float]:
+    """Accuracy on each held-out split of a logistic regression on word-count differences of the two replies.
+
+    It is trained on at most 20,000 pairs and reads replies alone: it can learn style, but not answers to prompts.
+    """
+    from scipy.sparse import vstack
+    from sklearn.feature_extraction.text import CountVectorizer
+    from sklearn.linear_model import LogisticRegression
+
+    pairs = train[:MOST_PAIRS]
+    vectorizer = CountVectorizer(max_features=WORDS, token_pattern=TOKEN_PATTERN)
+    try:
+        vectorizer.fit([text for pair in pairs for text in (pair.chosen, pair.rejected)])
+    except ValueError:
+        # Replies without any word give the regression no feature.
+        return dict.fromkeys(held_out, 0.5)
+
+    def differences(rows: Sequence[Preference]) -> Any:
+        """Sparse (pairs, words)."""
+        return vectorizer.transform([p.chosen for p in rows]) - vectorizer.transform([p.rejected for p in rows])
+
+    features = differences(pairs)
+    # Each pair enters both ways round, so that the labels are balanced and no intercept is needed.
+    labels = np.concatenate([np.ones(len(pairs)), np.zeros(len(pairs))])
+    model = LogisticRegression(fit_intercept=False, max_iter=1000).fit(vstack([features, -features]), labels)
+    return {name: accuracy(model.decision_function(differences(rows))) for name, rows in held_out.items()}
+
+
+LIMITS = (0.01, 100.0)
+
+
+def fitted_temperature(margins: np.ndarray) -> float:
+    """Return the temperature T within ``LIMITS`` that minimises the ranking loss ``mean(log(1 + exp(-margin / T)))``.
+
+    T lies at the upper limit where the margins are wrong as often as right, and at the lower one where they are never
+    wrong. It must be fitted on pairs other than those it is measured on.
+    """
+
+    def loss(log_temperature: float) -> float:
+        return float(np.logaddexp(0.0, -margins / math.exp(log_temperature)).mean())
+
+    lowest, highest = map(math.log, LIMITS)
+    return math.exp(float(optimize.minimize_scalar(loss, bounds=(lowest, highest), method="bounded").x))

@@ -30,10 +30,9 @@ from rlhf_core.training.reward.evaluation import (
     accuracy,
     accuracy_by_category,
     evaluate_scores,
+    fitted_temperature,
 )
-from rlhf_core.training.reward.length_expert import LengthExperts, fitted_length_experts
-from rlhf_core.training.reward.linear_probe import fit_linear_probe
-from rlhf_core.training.reward.temperature_scaling import fitted_temperature
+from rlhf_core.training.reward.first_fits import LengthExperts, fit_linear_probe, fitted_length_experts
 from rlhf_core.training.reward.trainer import PairScores, RewardTask, rows_of_epoch, score_pairs
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext

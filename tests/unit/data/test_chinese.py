@@ -22,7 +22,7 @@ from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.models.starting.base import train_tokenizer
 from rlhf_core.sampling.reply import sample_reply
 from rlhf_core.training.examples import collate, fitting_examples
-from rlhf_core.training.reward.baselines import bag_of_words_accuracy
+from rlhf_core.training.reward.evaluation import bag_of_words_accuracy
 
 QUESTION = "请问：怎样煮一杯好茶？"
 REPLY = "先把水烧开，再放茶叶；等三分钟，就可以喝了。　（水温约９０℃！）\n\n“好茶”……不必贵，对吧？"

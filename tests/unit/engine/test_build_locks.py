@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.training.engine.build_locks import remove_stale_build_locks
+from rlhf_core.training.engine.deepspeed import remove_stale_build_locks
 
 
 def test_only_old_locks_are_removed(

@@ -23,13 +23,12 @@ from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.runtime import distributed
-from rlhf_core.training.checkpoints.pieces import SavedTensors
+from rlhf_core.training.checkpoints.checkpoint import SavedTensors
 from rlhf_core.training.engine import Engine, LocalEngine
-from rlhf_core.training.engine.base import OptimizerBuilder
+from rlhf_core.training.engine.base import OptimizerBuilder, build_adamw
+from rlhf_core.training.engine.factory import recomputing
 from rlhf_core.training.engine.frozen import FrozenModels
-from rlhf_core.training.engine.gradient_checkpointing import recomputing
 from rlhf_core.training.engine.zero_config import zero_config
-from rlhf_core.training.optim import build_adamw
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,

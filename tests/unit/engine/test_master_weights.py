@@ -13,7 +13,7 @@ from rlhf_core.models.adapters.lora import add_adapters, merge_adapters
 from rlhf_core.models.heads.actor_critic import ActorCritic
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.training.engine import LocalEngine
-from rlhf_core.training.optim import build_adamw
+from rlhf_core.training.engine.base import build_adamw
 
 PAPER = OptimizerConfig(lr=5e-7, schedule="constant", warmup=0.0, max_grad_norm=None)
 IDS = torch.arange(12).view(2, 6)

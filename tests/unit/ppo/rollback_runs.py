@@ -19,9 +19,9 @@ from rlhf_core.config.health import Check, Rule
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.ppo.checkpoints import RollbackJournal
 from rlhf_core.training.checkpoints import checkpoint
+from rlhf_core.training.checkpoints.manager import RunCheckpoints
 from rlhf_core.training.history import History
 from rlhf_core.training.rng import seed_everything
-from rlhf_core.training.run_checkpoints import RunCheckpoints
 
 ITERATIONS = 6
 

@@ -20,7 +20,7 @@ from unit.ppo.tiny import Tiny, health_of, make_config, make_tiny, make_trainer,
 from rlhf_core.config.health import Check, Rule
 from rlhf_core.errors import CheckpointError, RlhfError, TrainingPaused
 from rlhf_core.storage.files import sha256_file
-from rlhf_core.training.optim import lr_at
+from rlhf_core.training.engine.base import lr_at
 
 ROOT = Path(__file__).resolve().parents[3]
 CHILD = """

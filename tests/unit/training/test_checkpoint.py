@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from rlhf_core.errors import CheckpointError
-from rlhf_core.training.checkpoints.checkpoint import load_latest
+from rlhf_core.training.checkpoints.checkpoint import Piece, load_latest
 from rlhf_core.training.checkpoints.manager import CheckpointManager
-from rlhf_core.training.checkpoints.pieces import Piece
 from rlhf_core.training.rng import derive_seed, rng_state, seed_everything, set_rng_state
 
 

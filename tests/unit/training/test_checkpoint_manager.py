@@ -23,10 +23,16 @@ from rlhf_core.errors import CheckpointError
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints import consolidate
 from rlhf_core.training.checkpoints import manager as module
-from rlhf_core.training.checkpoints.checkpoint import load_latest, verified
+from rlhf_core.training.checkpoints.checkpoint import (
+    Piece,
+    SavedTensors,
+    load_latest,
+    pieces_of_rank,
+    verified,
+    write_pieces,
+)
 from rlhf_core.training.checkpoints.host_copies import HostCopies
 from rlhf_core.training.checkpoints.manager import CheckpointManager
-from rlhf_core.training.checkpoints.pieces import Piece, SavedTensors, pieces_of_rank, write_pieces
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -147,7 +153,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from rlhf_core.training.checkpoints.manager import CheckpointManager
-from rlhf_core.training.checkpoints.pieces import Piece
+from rlhf_core.training.checkpoints.checkpoint import Piece
 manager = CheckpointManager(Path(sys.argv[1]))
 manager.save(1, {"w": Piece.whole(torch.ones(10))}, {}, keep=2)
 manager.finish()

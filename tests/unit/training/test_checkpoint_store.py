@@ -14,8 +14,7 @@ import pytest
 
 from rlhf_core.config.loading import check_params
 from rlhf_core.errors import EXIT_USER_ERROR, CheckpointError, ConfigError
-from rlhf_core.training.checkpoints.location import StoreLocation
-from rlhf_core.training.checkpoints.store import CheckpointStore, open_store, state_files
+from rlhf_core.training.checkpoints.store import CheckpointStore, StoreLocation, open_store, state_files
 
 
 def write_state(work: Path, step: int) -> None:

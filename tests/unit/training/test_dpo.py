@@ -22,9 +22,16 @@ from rlhf_core.stages import critic, policy_by_dpo
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.tracking import NullTracker, Tracker
-from rlhf_core.training.dpo.logprobs import all_logprobs, batch_logprobs, reference_logprobs
-from rlhf_core.training.dpo.loss import ImplicitRewards, PairLogprobs, dpo_loss, implicit_rewards
-from rlhf_core.training.dpo.task import DpoTask
+from rlhf_core.training.dpo import (
+    DpoTask,
+    ImplicitRewards,
+    PairLogprobs,
+    all_logprobs,
+    batch_logprobs,
+    dpo_loss,
+    implicit_rewards,
+    reference_logprobs,
+)
 from rlhf_core.training.engine import LocalEngine
 from rlhf_core.training.history import CLOCK_FIELDS, read_history
 from rlhf_core.training.reward.run import Split, split_of
@@ -127,7 +134,7 @@ def test_the_reference_is_computed_once_and_for_the_pairs_that_are_used(
     file = tmp_path / "reference.safetensors"
     first = reference_logprobs(loaded.model, loaded.train.pairs, {1, 4}, loaded.pad, file)
     assert (~first.chosen.isnan()).nonzero().flatten().tolist() == [1, 4]
-    monkeypatch.setattr("rlhf_core.training.dpo.logprobs.all_logprobs", pytest.fail)
+    monkeypatch.setattr("rlhf_core.training.dpo.all_logprobs", pytest.fail)
     again = reference_logprobs(loaded.model, loaded.train.pairs, {1, 4}, loaded.pad, file)
     assert torch.equal(again.chosen.nan_to_num(), first.chosen.nan_to_num())
 

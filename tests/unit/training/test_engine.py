@@ -14,7 +14,7 @@ from torch import nn
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import CheckpointError, TrainingPaused
 from rlhf_core.training.engine import LocalEngine, clip_scale, joint_step
-from rlhf_core.training.optim import lr_at
+from rlhf_core.training.engine.base import lr_at
 
 CONSTANT = OptimizerConfig(lr=0.1, schedule="constant", warmup=0.0, max_grad_norm=1.0)
 

@@ -9,8 +9,8 @@ import torch
 
 from rlhf_core.runtime import host_memory
 from rlhf_core.training.checkpoints import host_copies
+from rlhf_core.training.checkpoints.checkpoint import Piece
 from rlhf_core.training.checkpoints.host_copies import HostCopies
-from rlhf_core.training.checkpoints.pieces import Piece
 
 
 def whole(**tensors: torch.Tensor) -> dict[str, Piece]:

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 from scipy.special import expit
 
-from rlhf_core.training.reward.length_expert import LengthExpert, fitted_length_expert, fitted_length_experts
+from rlhf_core.training.reward.first_fits import (
+    LengthExpert,
+    fitted_length_expert,
+    fitted_length_experts,
+)
 
 
 def test_log_odds_by_hand_change_sign_with_the_order() -> None:

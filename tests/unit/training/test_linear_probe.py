@@ -14,7 +14,11 @@ from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.starting.base import load_policy
-from rlhf_core.training.reward.linear_probe import fit_linear_probe, logistic_weights, pooled_features
+from rlhf_core.training.reward.first_fits import (
+    fit_linear_probe,
+    logistic_weights,
+    pooled_features,
+)
 from rlhf_core.training.reward.trainer import score_pairs
 
 DRAW = np.random.default_rng(3)

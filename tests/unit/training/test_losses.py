@@ -19,8 +19,7 @@ from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.starting.base import new_model, train_tokenizer
 from rlhf_core.training.examples import Example, LengthBucketedBatches, collate
 from rlhf_core.training.losses import StepTotals, centering_loss, pairwise_loss, token_cross_entropy
-from rlhf_core.training.reward.pair_batch import pair_batch, row_lengths
-from rlhf_core.training.reward.trainer import PairBatches, pair_batches, pair_loss, score_pairs
+from rlhf_core.training.reward.trainer import PairBatches, pair_batch, pair_batches, pair_loss, row_lengths, score_pairs
 from rlhf_core.training.sft import example_batch, mean_reply_loss, reply_loss
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from unit.training.tiny import run_and_die
 
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.history import CLOCK_FIELDS, read_history
-from rlhf_core.training.reward.mistakes import KEPT
+from rlhf_core.training.reward.results import KEPT
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ import pytest
 
 from rlhf_core.data.schema import Message, Preference
 from rlhf_core.training.reward import evaluation
-from rlhf_core.training.reward.baselines import bag_of_words_accuracy
-from rlhf_core.training.reward.temperature_scaling import LIMITS, fitted_temperature
+from rlhf_core.training.reward.evaluation import LIMITS, bag_of_words_accuracy, fitted_temperature
 
 
 def test_accuracy_counts_ties_half() -> None:

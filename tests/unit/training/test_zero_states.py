@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.operations import LaunchConfig
-from rlhf_core.training.checkpoints.pieces import SavedTensors, write_pieces
+from rlhf_core.training.checkpoints.checkpoint import SavedTensors, write_pieces
 
 IDS = torch.arange(32).view(2, 16)
 SLOW = [("float32", 1), ("float32", 2), ("bfloat16", 1), ("bfloat16", 2), ("bfloat16", 3)]
