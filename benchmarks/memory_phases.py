@@ -36,11 +36,9 @@ from rlhf_core.ppo.rewards import RunningMeanStd, with_rewards
 from rlhf_core.ppo.rollout import predict_tokens
 from rlhf_core.ppo.update import Learner, PtxData, accumulate_policy_gradients, accumulate_ptx_gradient
 from rlhf_core.runtime import distributed
-from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
-from rlhf_core.sampling.local import LocalSampler
-from rlhf_core.sampling.sampler import PromptBatch
+from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
 from rlhf_core.sampling.token_scoring import Tokens
 from rlhf_core.training.engine import Engine, joint_step
 from rlhf_core.training.engine.factory import build_engine

@@ -27,8 +27,7 @@ from rlhf_core.models.adapters.lora import add_adapters
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.micro_batches import MicroBatchLimits
-from rlhf_core.sampling.token_scoring import Tokens, response_logits
-from rlhf_core.sampling.token_statistics import DistributionScorer
+from rlhf_core.sampling.token_scoring import DistributionScorer, Tokens, response_logits
 
 
 def main() -> int:

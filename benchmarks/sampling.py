@@ -28,10 +28,8 @@ from benchmarks.worker import Worker
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.models.adapters.lora import add_adapters
 from rlhf_core.models.io import load_model
-from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.local import LocalSampler
-from rlhf_core.sampling.sampler import PromptBatch
+from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
 
 VLLM_PROGRAM = Path(__file__).with_name("sampling_by_vllm.py")
 ANSWER = "seconds: "

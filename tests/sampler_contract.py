@@ -17,12 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.precision import Precision
 from rlhf_core.ppo.rollout import SamplerAgreement, require_agreement
-from rlhf_core.sampling.data_parallel import concatenate, sample_replies
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
-from rlhf_core.sampling.sampler import PromptBatch, Sampler
-from rlhf_core.sampling.token_scoring import Tokens, response_logits
-from rlhf_core.sampling.token_statistics import DistributionScorer
+from rlhf_core.sampling.sampler import PromptBatch, Sampler, concatenate, sample_replies
+from rlhf_core.sampling.token_scoring import DistributionScorer, Tokens, response_logits
 
 EOS, OTHER_STOP, PAD, FORBIDDEN, VOCABULARY = 3, 5, 0, (0, 7), 23
 SAMPLING = Sampling(EOS, PAD, 9, 0.8, 2, FORBIDDEN, VOCABULARY - 2, (OTHER_STOP,))

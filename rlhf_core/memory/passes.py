@@ -21,8 +21,7 @@ from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.models.forward import lazy_logits
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.lazy_logits import LOGITS_BYTES, LazyLogits
-from rlhf_core.sampling.decoding.decoding_layers import decoding_layers
-from rlhf_core.sampling.decoding.kv_cache import BlockCache
+from rlhf_core.sampling.decoding import decoding_layers
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,
     Sampling,
@@ -30,8 +29,8 @@ from rlhf_core.sampling.distribution import (
     inverse_cdf,
     log_distribution,
 )
-from rlhf_core.sampling.token_scoring import Tokens, response_logits, response_values
-from rlhf_core.sampling.token_statistics import DistributionScorer
+from rlhf_core.sampling.generation import BlockCache
+from rlhf_core.sampling.token_scoring import DistributionScorer, Tokens, response_logits, response_values
 from rlhf_core.training.losses import chunked_cross_entropy, pairwise_loss
 
 

@@ -25,13 +25,14 @@ from rlhf_core.ppo.losses import ValueObjective, step_totals
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.micro_batches import MicroBatchLimits
 from rlhf_core.sampling.token_scoring import (
+    DistributionScorer,
     Tokens,
     TokenScorer,
+    TokenStatistics,
     logits_and_values,
     response_logits,
     response_values,
 )
-from rlhf_core.sampling.token_statistics import DistributionScorer, TokenStatistics
 from rlhf_core.training.device_scalars import Share
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.engine.factory import build_engine, finish

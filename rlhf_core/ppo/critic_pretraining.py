@@ -20,8 +20,7 @@ from rlhf_core.ppo.reward_sources.source import RewardFn, reward_metrics
 from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.trainer import PhaseClock, RolloutLoop
-from rlhf_core.sampling.local import LocalSampler
-from rlhf_core.sampling.sampler import Sampler
+from rlhf_core.sampling.sampler import LocalSampler, Sampler
 from rlhf_core.training.checkpoints.manager import CheckpointManager, RunCheckpoints
 from rlhf_core.training.device_scalars import totals_of_steps
 from rlhf_core.training.engine.frozen import FrozenModels

@@ -1,7 +1,7 @@
 """KL to the reference policy: estimators and the controller of its coefficient (algorithms.md §4.5).
 
 The penalty itself is applied in the token rewards (``rewards.py``) or in the policy's loss (``losses.py``). The exact
-KL over the vocabulary is computed with the log-probabilities (``sampling/token_statistics.py``).
+KL over the vocabulary is computed with the log-probabilities (``sampling/token_scoring.py``).
 
 Shapes: B sequences, T response positions. All divergences are in nats.
 """

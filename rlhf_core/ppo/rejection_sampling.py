@@ -18,10 +18,8 @@ from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.runtime.progress import progress
-from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.local import LocalSampler
-from rlhf_core.sampling.sampler import PromptBatch
+from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
 from rlhf_core.sampling.token_scoring import Tokens
 from rlhf_core.storage.files import atomic_write_json, read_json
 from rlhf_core.training.engine.frozen import FrozenModels

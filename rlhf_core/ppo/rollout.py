@@ -28,8 +28,8 @@ from rlhf_core.ppo.advantages import explained_variance
 from rlhf_core.ppo.experience import Experience, TokenPredictions
 from rlhf_core.ppo.losses import initial_ratio, masked_mean, sequence_sums
 from rlhf_core.runtime import distributed
+from rlhf_core.sampling.agreement import LIMITS
 from rlhf_core.sampling.generation import Rollout
-from rlhf_core.sampling.rounding_limits import LIMITS
 from rlhf_core.sampling.sampler import PromptBatch
 from rlhf_core.sampling.token_scoring import Tokens, pad_columns, response_logits
 from rlhf_core.training.side_by_side import run_side_by_side

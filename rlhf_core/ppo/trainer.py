@@ -32,9 +32,7 @@ from rlhf_core.ppo.selection import CheckpointSelector
 from rlhf_core.ppo.update import Learner, UpdateResult, update
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import progress
-from rlhf_core.sampling.data_parallel import sample_replies
-from rlhf_core.sampling.local import LocalSampler
-from rlhf_core.sampling.sampler import Sampler
+from rlhf_core.sampling.sampler import LocalSampler, Sampler, sample_replies
 from rlhf_core.training.checkpoints.manager import CheckpointManager, RunCheckpoints
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.history import History

@@ -34,8 +34,7 @@ from rlhf_core.ppo.losses import (
     ratios,
     step_totals,
 )
-from rlhf_core.sampling.token_scoring import Tokens, logits_and_values
-from rlhf_core.sampling.token_statistics import TokenStatistics
+from rlhf_core.sampling.token_scoring import Tokens, TokenStatistics, logits_and_values
 from rlhf_core.training.device_scalars import Share, device_scalar, mean_of_steps, totals_of_steps
 from rlhf_core.training.engine.base import MAX_NONFINITE_IN_A_ROW
 from rlhf_core.training.rng import derive_seed

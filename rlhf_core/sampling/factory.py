@@ -7,8 +7,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from rlhf_core.config.ppo import SamplerConfig
-from rlhf_core.sampling.local import LocalSampler
-from rlhf_core.sampling.sampler import Sampler
+from rlhf_core.sampling.sampler import LocalSampler, Sampler
 
 
 @contextmanager
@@ -22,7 +21,7 @@ def opened_sampler(config: SamplerConfig, work: Path) -> Iterator[Sampler]:
     if config.kind == "local":
         yield LocalSampler()
         return
-    from rlhf_core.sampling.vllm.sampler import VllmSampler
+    from rlhf_core.sampling.vllm import VllmSampler
 
     with closing(VllmSampler(config, work / "sampler")) as sampler:
         yield sampler

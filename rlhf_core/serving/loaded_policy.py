@@ -19,7 +19,7 @@ from rlhf_core.data.schema import Message
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.runtime import distributed
-from rlhf_core.sampling.decoding.decoding_layers import decoding_layers
+from rlhf_core.sampling.decoding import decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms
 from rlhf_core.sampling.reply import Check, OnText, SampledReply, sample_reply
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision

@@ -23,7 +23,7 @@ from rlhf_core.models.starting.base import load_policy, new_model, save_policy, 
 from rlhf_core.models.starting.gguf import is_gguf, load_gguf
 from rlhf_core.models.starting.starting_model import prepare_tokenizer, require_trainable
 from rlhf_core.models.starting.stop_tokens import with_stop_tokens
-from rlhf_core.sampling.probe import require_replies_as_scored
+from rlhf_core.sampling.agreement import require_replies_as_scored
 from rlhf_core.stages.policy.training_prompts import require_room_for_replies
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.rng import derive_seed

@@ -16,8 +16,7 @@ from rlhf_core.evaluation.statistics import one_each, standard_error
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
-from rlhf_core.sampling.token_scoring import Tokens, response_logits
-from rlhf_core.sampling.token_statistics import DistributionScorer
+from rlhf_core.sampling.token_scoring import DistributionScorer, Tokens, response_logits
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from rlhf_core.models.starting.base import fitting_length
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.generation import Rollout
-from rlhf_core.sampling.local import LocalSampler
-from rlhf_core.sampling.sampler import PromptBatch
+from rlhf_core.sampling.sampler import LocalSampler, PromptBatch
 from rlhf_core.training.examples import by_length
 from rlhf_core.training.rng import derive_seed
 

@@ -19,7 +19,7 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.sampler import Sampler
-from rlhf_core.sampling.vllm.sampler import VllmSampler
+from rlhf_core.sampling.vllm import VllmSampler
 
 pytestmark = VLLM_MARKS
 

@@ -8,9 +8,9 @@ from architectures import VOCABULARY, tiny_causal_lm
 
 from rlhf_core.errors import ModelError
 from rlhf_core.models.forward import has_plain_head, selected_logits
+from rlhf_core.sampling.agreement import require_replies_as_scored
 from rlhf_core.sampling.distribution import Sampling, philox_uniforms
 from rlhf_core.sampling.generation import generate
-from rlhf_core.sampling.probe import require_replies_as_scored
 
 PLAIN = ("llama", "qwen3", "gpt2", "opt", "gpt_neox", "bloom", "phi", "olmo2", "gemma3_text", "mamba")
 # Soft caps, scales, a layer before the unembedding, a head with a transformation.

@@ -24,7 +24,7 @@ from rlhf_core.models.forward import probe_ids
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.openblas_linear import OpenBlasLinear, default_products, is_plain_linear, use_openblas
 from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer
-from rlhf_core.sampling.decoding.decoding_layers import decoding_layers
+from rlhf_core.sampling.decoding import decoding_layers
 
 
 @pytest.fixture(autouse=True)

@@ -13,11 +13,9 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.ppo.rollout import SamplerAgreement, predict_tokens, require_agreement
-from rlhf_core.sampling.data_parallel import sample_replies
+from rlhf_core.sampling.agreement import LIMITS
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.local import LocalSampler
-from rlhf_core.sampling.rounding_limits import LIMITS
-from rlhf_core.sampling.sampler import PromptBatch
+from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
 
 
 def in_bfloat16() -> Tiny:

@@ -27,11 +27,9 @@ from rlhf_core.config.model import LoraConfig
 from rlhf_core.models.adapters.lora import add_adapters
 from rlhf_core.models.adapters.nf4 import NF4Linear
 from rlhf_core.models.float32_head import use_float32_unembedding
+from rlhf_core.sampling import decoding as layers
 from rlhf_core.sampling import generation
-from rlhf_core.sampling.decoding import decoding_layers as layers
-from rlhf_core.sampling.decoding.decoding_layers import decoding_layers, packing_pays
-from rlhf_core.sampling.decoding.kv_cache import BLOCK, BlockCache, BlockLayer
-from rlhf_core.sampling.decoding.packed_linear import PackedLinear
+from rlhf_core.sampling.decoding import PackedLinear, decoding_layers, packing_pays
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,
     Sampling,
@@ -39,7 +37,7 @@ from rlhf_core.sampling.distribution import (
     log_distribution,
     philox_uniforms,
 )
-from rlhf_core.sampling.generation import Rollout, generate
+from rlhf_core.sampling.generation import BLOCK, BlockCache, BlockLayer, Rollout, generate
 
 V, STEPS = 29, 40
 SAMPLING = Sampling(

@@ -19,7 +19,6 @@ from rlhf_core.models.starting.base import train_tokenizer
 from rlhf_core.ppo.experience import TokenPredictions
 from rlhf_core.ppo.kl import kl_estimate
 from rlhf_core.ppo.rollout import SamplerAgreement, predict_tokens, require_agreement
-from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,
     Sampling,
@@ -29,10 +28,15 @@ from rlhf_core.sampling.distribution import (
     philox_uniforms,
 )
 from rlhf_core.sampling.generation import Rollout, generate
-from rlhf_core.sampling.local import LocalSampler
-from rlhf_core.sampling.sampler import PromptBatch
-from rlhf_core.sampling.token_scoring import Tokens, response_logits
-from rlhf_core.sampling.token_statistics import DistributionScorer, entropy, full_kl, gather_logprobs
+from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
+from rlhf_core.sampling.token_scoring import (
+    DistributionScorer,
+    Tokens,
+    entropy,
+    full_kl,
+    gather_logprobs,
+    response_logits,
+)
 
 
 def sample(tiny: Tiny, sampling: Sampling | None = None, rows: list[int] | None = None) -> Rollout:

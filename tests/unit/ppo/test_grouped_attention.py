@@ -9,9 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rlhf_core.sampling.decoding import grouped_attention as module
-from rlhf_core.sampling.decoding.decoding_layers import decoding_layers
-from rlhf_core.sampling.decoding.grouped_attention import CPU_NAME, decoding_attention, grouped_attention
+from rlhf_core.sampling import decoding as module
+from rlhf_core.sampling.decoding import CPU_NAME, decoding_attention, decoding_layers, grouped_attention
 from rlhf_core.sampling.distribution import Sampling, philox_uniforms
 from rlhf_core.sampling.generation import Rollout, generate
 

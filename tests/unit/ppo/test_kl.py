@@ -13,7 +13,7 @@ from rlhf_core.config.ppo import KlConfig, PpoConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.ppo.kl import KlController, kl_estimate, kl_pull
 from rlhf_core.ppo.rewards import token_rewards
-from rlhf_core.sampling.token_statistics import full_kl
+from rlhf_core.sampling.token_scoring import full_kl
 
 
 def test_kl_estimators_by_hand() -> None:

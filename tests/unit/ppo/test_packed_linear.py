@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rlhf_core.sampling.decoding import decoding_layers as layers
-from rlhf_core.sampling.decoding.decoding_layers import decoding_layers
-from rlhf_core.sampling.decoding.packed_linear import FusedProjection, PackedLinear
+from rlhf_core.sampling import decoding as layers
+from rlhf_core.sampling.decoding import FusedProjection, PackedLinear, decoding_layers
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this build of PyTorch has no packed products"

@@ -28,7 +28,7 @@ from rlhf_core.ppo.losses import (
     value_clip_mask,
     value_loss,
 )
-from rlhf_core.sampling.token_statistics import entropy
+from rlhf_core.sampling.token_scoring import entropy
 
 
 def test_gae_by_hand() -> None:

@@ -8,7 +8,7 @@ from unit.ppo.tensors import NAN, t
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.ppo.rollout import SamplerAgreement, require_agreement
-from rlhf_core.sampling.rounding_limits import LIMITS
+from rlhf_core.sampling.agreement import LIMITS
 
 
 def test_mean_share_growth_and_largest_by_hand() -> None:

@@ -21,8 +21,7 @@ from rlhf_core.models.lazy_logits import LazyLogits, chunk_count
 from rlhf_core.ppo.losses import ptx_loss_sum
 from rlhf_core.ppo.update import measure_minibatch
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.token_scoring import Tokens, response_logits
-from rlhf_core.sampling.token_statistics import DistributionScorer, TokenStatistics
+from rlhf_core.sampling.token_scoring import DistributionScorer, Tokens, TokenStatistics, response_logits
 from rlhf_core.training.losses import chunked_cross_entropy
 
 HIDDEN, VOCABULARY = 5, 11

@@ -28,10 +28,8 @@ from rlhf_core.ppo.rollout import TrainingPrompts, score_rollout
 from rlhf_core.ppo.selection import CheckpointSelector, MeasurePolicy
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner, PtxData, gradient_tasks
-from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.local import LocalSampler
-from rlhf_core.sampling.sampler import PromptBatch
+from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
 from rlhf_core.training.device_scalars import totals_of_steps
 from rlhf_core.training.engine import LocalEngine
 from rlhf_core.training.run_context import RunContext

@@ -7,9 +7,7 @@ from sampler_contract import SAMPLING, SamplerContract, batch_of, contract_polic
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import RlhfError
-from rlhf_core.sampling.data_parallel import sample_replies
-from rlhf_core.sampling.local import LocalSampler
-from rlhf_core.sampling.sampler import PromptBatch, Sampler
+from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, Sampler, sample_replies
 
 
 @pytest.fixture

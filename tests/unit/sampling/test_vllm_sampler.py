@@ -18,9 +18,7 @@ from rlhf_core.config.ppo import PpoConfig, VllmSamplerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.adapters.lora import add_adapters
 from rlhf_core.sampling.sampler import PromptBatch
-from rlhf_core.sampling.vllm.client import SampledTokens, VllmClient, request_seed
-from rlhf_core.sampling.vllm.merged_weights import save_merged
-from rlhf_core.sampling.vllm.sampler import VllmSampler, rollout_of
+from rlhf_core.sampling.vllm import SampledTokens, VllmClient, VllmSampler, request_seed, rollout_of, save_merged
 
 CORRECTED = {"importance_sampling_correction": {"mode": "always"}}
 

@@ -1,4 +1,6 @@
-"""Whether replies can be sampled from a model and scored as they were sampled: tried once, on a few tokens.
+"""Whether replies are scored as they were sampled: how far both may differ, and a trial on a few tokens.
+
+Whether replies can be sampled from a model and scored as they were sampled: tried once, on a few tokens.
 
 Architectures differ in what they keep between tokens (keys and values, a window of them, states of recurrent layers),
 in how they count positions, and in whether padding changes a result. A few tokens tell, before anything is trained.
@@ -6,18 +8,44 @@ in how they count positions, and in whether padding changes a result. A few toke
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import ModelError
 from rlhf_core.models.forward import arguments_of, probe_ids
-from rlhf_core.models.precision import matmul_precision
+from rlhf_core.models.precision import Precision, matmul_precision
 from rlhf_core.sampling.distribution import Sampling, log_distribution, philox_uniforms
 from rlhf_core.sampling.generation import Rollout, generate
-from rlhf_core.sampling.rounding_limits import LIMITS
-from rlhf_core.sampling.token_scoring import Tokens, response_logits
-from rlhf_core.sampling.token_statistics import gather_logprobs
+from rlhf_core.sampling.token_scoring import Tokens, gather_logprobs, response_logits
+
+
+@dataclass(frozen=True)
+class RoundingLimits:
+    """The most that rounding explains, in nats.
+
+    Attributes:
+        mean: Mean absolute difference of log-probabilities per token.
+        token: Beyond it a single token differs much.
+        share: Share of tokens that may.
+        growth: By how much the mean of the later halves of replies may exceed that of the earlier halves.
+    """
+
+    mean: float
+    token: float
+    share: float
+    growth: float
+
+
+LIMITS: dict[Precision, RoundingLimits] = {
+    "float64": RoundingLimits(mean=1e-7, token=1e-6, share=0.001, growth=1e-7),
+    "float32": RoundingLimits(mean=2e-4, token=2e-3, share=0.001, growth=1e-4),
+    "tf32": RoundingLimits(mean=0.01, token=0.1, share=0.01, growth=0.005),
+    "bfloat16": RoundingLimits(mean=0.06, token=0.5, share=0.01, growth=0.03),
+}
+
 
 PROMPT_TOKENS, REPLY_TOKENS = (8, 5, 6), 6
 

@@ -1,0 +1,261 @@
+"""Faster layers while replies are sampled on CPUs: packed weights, and attention of grouped heads.
+
+Attention of one new token in bfloat16 or float16 on a CPU, where several query heads share keys and values.
+
+PyTorch's kernel treats each query head by itself there, and takes up to eight times as long as with the queries that
+share a head passed as so many positions, which is the same sum. In float32, and where a mask is passed, it is as fast
+either way or transformers does so itself (Ainslie et al., 2023, "GQA: Training Generalized Multi-Query Transformer
+Models from Multi-Head Checkpoints").
+
+Linear layers for decoding on a CPU, whose weights lie in the order in which oneDNN multiplies few rows fastest.
+
+With the few rows of a decoding step they take about half the time of plain products, which read their weights in an
+order made for many rows. Layers of the same input, as queries, keys and values have, are one product.
+
+Layers for decoding: adapters merged, heads held in float32, on a CPU packed weights and grouped attention.
+
+They replace a model's own layers while it samples. Its own are left untouched and are put back afterwards, so a model
+that has sampled is bit for bit what it was. What is computed differs by rounding where adapters are merged, weights are
+packed as oneDNN orders them, or attention is grouped; ``ppo.sampler_agreement`` measures that in every rollout.
+Elsewhere it is the same to the bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from rlhf_core.models.adapters.lora import adapted_layers
+from rlhf_core.models.float32_head import LOW_PRECISION, Float32Linear
+from rlhf_core.models.openblas_linear import is_plain_linear
+
+CPU_NAME, GPU_NAME = "rlhf_grouped_sdpa", "rlhf_sdpa"
+
+
+def grouped_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+) -> tuple[Tensor, None]:
+    """(B, H, 1, D) queries, (B, K, L, D) keys and values -> (B, 1, H, D); anything else as transformers computes it."""
+    batch, heads, positions, width = query.shape
+    special = attention_mask is not None or any(settings.get(name) is not None for name in ("position_bias", "cache"))
+    if positions > 1 or special or heads == key.shape[1]:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+    grouped = query.reshape(batch, key.shape[1], -1, width)
+    attended = nn.functional.scaled_dot_product_attention(grouped, key, value, scale=settings.get("scaling"))
+    return attended.reshape(batch, 1, heads, width), None
+
+
+@contextmanager
+def decoding_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Decode inside the block with grouped attention on a CPU, and on a GPU with masks that nothing waits for."""
+    name = GPU_NAME if model.device.type != "cpu" else CPU_NAME if model.dtype in LOW_PRECISION else None
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    changed = [each for each in configs.values() if name and getattr(each, "_attn_implementation", None) == "sdpa"]
+    if changed:
+        AttentionInterface.register(CPU_NAME, grouped_attention)
+        AttentionMaskInterface.register(CPU_NAME, sdpa_mask)
+        AttentionInterface.register(GPU_NAME, sdpa_attention_forward)
+        AttentionMaskInterface.register(GPU_NAME, mask_without_look)
+    try:
+        for config in changed:
+            # The empty name stands for the configuration itself, without those of its parts.
+            config._attn_implementation = {"": name}
+        yield
+    finally:
+        for config in changed:
+            config._attn_implementation = {"": "sdpa"}
+
+
+def mask_without_look(*args: Any, **settings: Any) -> Tensor | None:
+    """transformers' mask, made whether or not a row is padded: to find out, the host would wait at every token."""
+    if settings.get("attention_mask") is not None:
+        settings["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, **settings)
+
+
+class FusedProjection:
+    """The weights of one or more linear layers of the same input, packed as one for products with about ``rows`` rows.
+
+    Args:
+        layers: The layers, for their biases.
+        weights: Their weights (out, in), all of one precision, which inputs are converted to.
+        rows: Rows of a decoding step.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], weights: Sequence[Tensor], rows: int) -> None:
+        self.precision = weights[0].dtype
+        self.widths = [len(weight) for weight in weights]
+        whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(whole.detach(), rows)
+        biases = [layer.bias for layer in layers]
+        self.bias: Tensor | None = None
+        if any(bias is not None for bias in biases):
+            self.bias = torch.cat([
+                weight.new_zeros(len(weight)) if bias is None else bias.detach().to(self.precision)
+                for weight, bias in zip(weights, biases, strict=True)
+            ])  # fmt: skip
+        # Of the calling thread, so that two that sample with one model cannot take each other's.
+        self._last = threading.local()
+
+    def product(self, input: Tensor, position: int) -> Tensor:
+        """(..., in) -> (..., out) of the layer at ``position``.
+
+        The first one called computes for all of them, and those after it take that where they are called with the same
+        tensor, which nothing must have changed meanwhile. In another order, or with other tensors, all is computed
+        again: slower, but the same values.
+        """
+        held: tuple[Tensor, tuple[Tensor, ...]] | None = getattr(self._last, "held", None)
+        if held is None or held[0] is not input:
+            rows = torch.ops.mkldnn._linear_pointwise(input.to(self.precision), self.packed, self.bias, "none", [], "")
+            held = input, rows.split(self.widths, dim=-1)
+        self._last.held = held if position + 1 < len(self.widths) else None
+        return held[1][position]
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer without gradient that computes by a :class:`FusedProjection`, in its precision.
+
+    The attribute ``weight`` is that of the layer it replaces, for models that look at its precision or device.
+    """
+
+    def __init__(self, replaced: nn.Linear, shared: FusedProjection, position: int) -> None:
+        super().__init__(replaced.in_features, replaced.out_features, bias=False, device="meta")
+        self.weight, self.shared, self.position = replaced.weight, shared, position
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return self.shared.product(input, self.position)
+
+
+# Packing rounds otherwise than a plain product and takes about as long as five steps of 16 rows: it is left to models,
+# batches and replies where it pays.
+PACKED_PARAMETERS = 10_000_000
+PACKED_ROWS = 4
+PACKED_STEPS = 16
+# Layers of one block that read the same input, as Llama and its relatives name them.
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@contextmanager
+def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[None]:
+    """Decode with merged, float32 and packed layers and grouped attention inside the block, each where it applies.
+
+    Args:
+        model: The model that samples. Its weights must not change inside the block.
+        rows: Sequences of one decoding step.
+        steps: Decoding steps of all batches inside the block, at most.
+    """
+    with torch.inference_mode():
+        layers = dict(_decoded_layers(model))
+        replacements = _packed(layers, rows) if packing_pays(model, rows, steps) else {}
+        for name, layer in layers.items():
+            if name not in replacements and layer.is_changed:
+                replacements[name] = _plain(layer)
+    originals = {name: model.get_submodule(name) for name in replacements}
+    try:
+        for name, replacement in replacements.items():
+            model.set_submodule(name, replacement)
+        with decoding_attention(model):
+            yield
+    finally:
+        for name, original in originals.items():
+            model.set_submodule(name, original)
+
+
+def packing_pays(model: PreTrainedModel, rows: int, steps: int) -> bool:
+    """Whether to pack the weights of ``model`` for ``steps`` decoding steps of ``rows`` sequences."""
+    supported = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if not supported or model.device.type != "cpu" or rows < PACKED_ROWS or steps < PACKED_STEPS:
+        return False
+    return sum(parameter.numel() for parameter in model.parameters()) >= PACKED_PARAMETERS
+
+
+@dataclass(frozen=True)
+class _DecodedLayer:
+    """A linear layer of the model, and which weight decoding uses in place of its own.
+
+    Adapters are merged into it, with one rounding to the layer's precision; a head that computes in float32 has it in
+    float32.
+    """
+
+    own: nn.Linear
+    in_float32: bool = False
+    adapted: Any = None
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the weight is another than the layer's own."""
+        return bool(self.adapters) or (self.in_float32 and self.own.weight.dtype != torch.float32)
+
+    @property
+    def precision(self) -> torch.dtype:
+        """That of the weight."""
+        return torch.float32 if self.in_float32 else self.own.weight.dtype
+
+    def weight(self) -> Tensor:
+        """(out, in), computed anew where it is changed: all of them at once would take the model's memory again."""
+        weight: Tensor = self.own.weight
+        for adapter in self.adapters:
+            delta = self.adapted.get_delta_weight(adapter)
+            weight = weight.to(torch.promote_types(weight.dtype, delta.dtype)) + delta
+        return weight.to(self.precision)
+
+
+def _decoded_layers(model: PreTrainedModel) -> Iterator[tuple[str, _DecodedLayer]]:
+    """Every linear layer of ``model`` by name, but layers in 4 bits: they are not to be unpacked as a whole."""
+    adapted = dict(adapted_layers(model))
+    inside = tuple(f"{name}." for name in adapted)
+    for name, layer in adapted.items():
+        if is_plain_linear(base := layer.get_base_layer()):
+            adapters = () if layer.disable_adapters else tuple(layer.active_adapters)
+            yield name, _DecodedLayer(base, adapted=layer, adapters=adapters)
+    for name, layer in model.named_modules():
+        if type(layer) is Float32Linear:
+            yield name, _DecodedLayer(layer, in_float32=True)
+        elif is_plain_linear(layer) and not name.startswith(inside):
+            yield name, _DecodedLayer(layer)
+
+
+def _packed(layers: Mapping[str, _DecodedLayer], rows: int) -> dict[str, nn.Linear]:
+    """The layers that compute by packed weights, by name; those of the same input share one product."""
+    packed: dict[str, nn.Linear] = {}
+    packable = [torch.float32]
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # oneDNN refuses it on processors without AVX-512
+        packable.append(torch.bfloat16)
+    for name, layer in layers.items():
+        if name in packed or layer.precision not in packable:
+            continue
+        names = _same_input(name, layers)
+        own = [layers[member].own for member in names]
+        shared = FusedProjection(own, [layers[member].weight() for member in names], rows)
+        for position, member in enumerate(names):
+            packed[member] = PackedLinear(own[position], shared, position)
+    return packed
+
+
+def _same_input(name: str, layers: Mapping[str, _DecodedLayer]) -> list[str]:
+    """The names of all layers of the same block that read the input of layer ``name``, itself among them."""
+    block, _, own = name.rpartition(".")
+    for members in SAME_INPUT:
+        names = [f"{block}.{member}" for member in members]
+        if own in members and all(member in layers for member in names):
+            kinds = {(layers[member].precision, layers[member].own.in_features) for member in names}
+            return names if len(kinds) == 1 else [name]
+    return [name]
+
+
+def _plain(layer: _DecodedLayer) -> nn.Linear:
+    """A layer of the same kind with the weight for decoding."""
+    plain = type(layer.own)(layer.own.in_features, layer.own.out_features, bias=False, device="meta")
+    plain.weight, plain.bias = nn.Parameter(layer.weight(), requires_grad=False), layer.own.bias
+    return plain

@@ -1,0 +1,450 @@
+"""Sampling by a vLLM server: the server, its client, the weights it is sent, and the sampler."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_core.config.ppo import VllmSamplerConfig
+from rlhf_core.data.encoding import left_pad
+from rlhf_core.errors import RlhfError
+from rlhf_core.models.adapters.lora import adapted_layers
+from rlhf_core.models.forward import probe_ids
+from rlhf_core.models.io import quiet
+from rlhf_core.models.precision import matmul_precision
+from rlhf_core.runtime import distributed
+from rlhf_core.runtime.http_retry import RetriesExhausted, bearer_token, describe_answer, post_json
+from rlhf_core.sampling.agreement import LIMITS
+from rlhf_core.sampling.distribution import Sampling, TokenDistribution
+from rlhf_core.sampling.generation import Rollout, trimmed_rollout
+from rlhf_core.sampling.sampler import PromptBatch, require_version
+from rlhf_core.storage.files import atomic_dir
+
+MODEL = "policy"  # the name that requests give
+STOP_SECONDS, POLL_SECONDS = 30.0, 0.2
+PR_SET_PDEATHSIG = 1
+LOG_CHARACTERS = 400
+# What a launcher of ranks sets for the trainer, and would make the server join it.
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
+
+
+class VllmServer:
+    """A vLLM server that listens on a socket which only its user can open, and ends with the trainer.
+
+    It offers vLLM's development endpoints, by which weights are loaded. vLLM asks for no token at these, so that a port
+    would let every user of the machine load weights and call methods of its workers.
+
+    Args:
+        python: The Python of an environment that has vLLM.
+        arguments: Added to the server's command line.
+        model: The folder of the policy to start with.
+        precision: That of its weights, such as ``bfloat16``.
+        log: Where the server's output goes.
+        sleep: Whether it must be able to give its memory back.
+
+    Raises:
+        RlhfError: ``python`` cannot be started.
+    """
+
+    def __init__(
+        self, python: str, arguments: Sequence[str], model: Path, precision: str, log: Path, sleep: bool = False
+    ) -> None:
+        self.token, self.log = secrets.token_urlsafe(32), log
+        self._folder = Path(tempfile.mkdtemp(prefix="rlhf-vllm-"))  # not beside the log: sockets have short paths
+        self.socket = self._folder / "socket"
+        command = [
+            *(python, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(self.socket)),
+            *("--model", str(model), "--served-model-name", MODEL, "--dtype", precision, "--skip-tokenizer-init"),
+            *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+            *(["--enable-sleep-mode"] if sleep else []),
+            *arguments,
+        ]
+        environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+        environment |= {
+            "PATH": os.pathsep.join([str(Path(python).parent), environment.get("PATH", os.defpath)]),
+            "VLLM_API_KEY": self.token,
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        prctl = getattr(ctypes.CDLL(None), "prctl", None)
+
+        def end_with_trainer() -> None:
+            if prctl is not None:
+                prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+        try:
+            with log.open("wb") as output:
+                self.process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
+                    start_new_session=True, preexec_fn=end_with_trainer,
+                )  # fmt: skip
+        except OSError as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise RlhfError(
+                f"ppo.sampler.python {python} cannot be started ({error.strerror}); name the Python of an environment "
+                "that has vLLM"
+            ) from error
+
+    @property
+    def address(self) -> list[str]:
+        """Socket and token."""
+        return [str(self.socket), self.token]
+
+    def end_report(self) -> str:
+        """How the server ended, with the last line of its log; empty while it runs."""
+        status = self.process.poll()
+        if status is None:
+            return ""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
+        written = [line.strip() for line in lines if line.strip()]
+        # vLLM wraps the error of a worker process in others, whose text says nothing.
+        causes = [line for line in written if "Error: " in line and "Engine core initialization failed" not in line]
+        last = (causes or written or ["it is empty"])[-1][-LOG_CHARACTERS:]
+        return f"vLLM's server ended with status {status}; from its log {self.log}: {last}"
+
+    def stop(self) -> None:
+        """End the server and its workers."""
+        deadline = time.monotonic() + STOP_SECONDS
+        for sent in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, sent)
+            except ProcessLookupError:
+                break
+            while sent == signal.SIGTERM and self.process.poll() is None and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+        self.process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+RETRIES = 2
+# The lowest bias that the OpenAI API has. Weighed with e^-100 a token is never drawn.
+FORBIDDING_BIAS = -100.0
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """Token ids of a reply, its end marker included, and the log-probabilities that they were drawn with."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class VllmClient:
+    """Talks to one vLLM server of version 0.32, which has ``VLLM_SERVER_DEV_MODE=1``.
+
+    Args:
+        http: Has the server's address and the token.
+        token: Masked in messages.
+        end_report: Says how the server ended, if it did.
+    """
+
+    def __init__(self, http: httpx.Client, token: str = "", end_report: Callable[[], str] = lambda: "") -> None:
+        self.http, self.token, self.end_report = http, token, end_report
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Wait for the server to answer; ``RlhfError`` if it ends before, or takes longer than ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if ended := self.end_report():
+                raise RlhfError(ended)
+            try:
+                if self.http.get("/health").status_code == 200:
+                    return
+            except httpx.RequestError:
+                pass
+            time.sleep(0.5)
+        raise RlhfError(
+            f"vLLM's server at {self.http.base_url} has not answered for {seconds:g} seconds; look at its log, or "
+            "raise ppo.sampler.start_seconds"
+        )
+
+    def complete(self, prompt: Sequence[int], seed: int, sampling: Sampling, vocabulary: int) -> SampledTokens:
+        """Sample one reply from the training distribution.
+
+        Args:
+            prompt: Token ids.
+            seed: Decides the draws.
+            sampling: The distribution.
+            vocabulary: Logits of the model.
+        """
+        forbidden = {*sampling.forbidden_ids, *range(sampling.vocabulary_size or vocabulary, vocabulary)}
+        choice = self._complete(
+            prompt,
+            max_tokens=sampling.max_new_tokens,
+            min_tokens=sampling.min_new_tokens,
+            temperature=sampling.temperature,
+            seed=seed,
+            logprobs=0,
+            ignore_eos=True,  # what ends a reply is said by the trainer, not by files of the model
+            stop_token_ids=list(sampling.stop_ids),
+            logit_bias={str(token): FORBIDDING_BIAS for token in sorted(forbidden)},
+        )
+        return SampledTokens(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+
+    def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
+        """The log-probability of every token of ``prompt`` but the first, at temperature 1 and without masks."""
+        entries = self._complete(prompt, max_tokens=1, temperature=1.0, prompt_logprobs=0)["prompt_logprobs"]
+        return [entry[str(token)]["logprob"] for token, entry in zip(prompt[1:], entries[1:], strict=True)]
+
+    def load_weights(self, folder: Path) -> None:
+        """Load the weights in ``folder`` in place of the present ones, and forget what was computed with those."""
+        self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        self._post("/reset_prefix_cache")
+
+    def label_weights(self, version: str) -> None:
+        """Name the weights that the server has."""
+        self._post("/update_weight_version", {"new_version": version})
+
+    def weights_label(self) -> str:
+        """The name of the weights that the server has; another one after a restart."""
+        try:
+            answer = self.http.get("/weight_info")
+            return str(answer.json()["weight_version"])
+        except (httpx.RequestError, ValueError, KeyError) as error:
+            raise self._failed("/weight_info", f"failed ({type(error).__name__})") from error
+
+    def sleep(self) -> None:
+        """Have the server give its memory back."""
+        self._post("/sleep?level=1")
+
+    def wake_up(self) -> None:
+        """Have the server take its memory again."""
+        self._post("/wake_up")
+
+    def _complete(self, prompt: Sequence[int], **settings: Any) -> dict[str, Any]:
+        body = {
+            "model": MODEL,
+            "prompt": list(prompt),
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            **settings,
+        }
+        answer = self._post("/v1/completions", body)
+        try:
+            choice: dict[str, Any] = answer.json()["choices"][0]
+        except (ValueError, KeyError, IndexError) as error:
+            raise self._failed("/v1/completions", describe_answer(answer, self.token)) from error
+        return choice
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        try:
+            answer = post_json(self.http, path, body or {}, retries=RETRIES, wait=time.sleep, secret=self.token)
+        except RetriesExhausted as error:
+            raise self._failed(path, str(error)) from error
+        if answer.status_code != 200:
+            raise self._failed(path, describe_answer(answer, self.token))
+        return answer
+
+    def _failed(self, path: str, problem: str) -> RlhfError:
+        return RlhfError(self.end_report() or f"vLLM's server at {self.http.base_url}: {path} {problem}")
+
+
+def request_seed(seed: int, stream: int) -> int:
+    """The seed, in [0, 2^63), of the reply of random stream ``stream``."""
+    return int(np.random.Philox(key=[seed, stream]).random_raw()) >> 1
+
+
+def save_merged(policy: PreTrainedModel, folder: Path) -> None:
+    """Write config and weights of ``policy`` to ``folder``, which is replaced at once; the policy is left as it is."""
+    with atomic_dir(folder) as building, quiet():
+        policy.save_pretrained(building, state_dict=merged_weights(policy))
+
+
+@torch.no_grad()
+def merged_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
+    """All weights by the names that they have without adapters; adapters are merged in the weight's precision."""
+    weights: dict[str, Tensor] = policy.state_dict()
+    for name, layer in adapted_layers(policy):
+        base = layer.get_base_layer()
+        weight: Tensor = base.weight
+        for adapter in () if layer.disable_adapters else layer.active_adapters:
+            delta = layer.get_delta_weight(adapter)
+            weight = weight.to(torch.promote_types(weight.dtype, delta.dtype)) + delta
+        weights = {key: tensor for key, tensor in weights.items() if not key.startswith(f"{name}.")}
+        weights[f"{name}.weight"] = weight.to(base.weight.dtype)
+        if base.bias is not None:
+            weights[f"{name}.bias"] = base.bias
+    return weights
+
+
+class VllmSampler:
+    """Samples in a vLLM server that is started at the first :meth:`sync`, or that runs already.
+
+    Rank 0 starts the server and loads weights; every rank sends the requests for its own prompts. A reply's draws are
+    a function of seed and stream, and its tokens are too but for rounding, which may depend on what is sampled with it.
+
+    Args:
+        config: Names the server.
+        work: A folder for the log, and for the weights unless ``config.weights_folder`` names one.
+    """
+
+    def __init__(self, config: VllmSamplerConfig, work: Path) -> None:
+        self.config = config
+        self.version: int | None = None
+        self._log = work / "vllm.log"
+        self._weights = Path(config.weights_folder or work) / "vllm-weights"
+        self._name = secrets.token_hex(8)  # tells apart the weights of this run and of others on the same server
+        self._server: VllmServer | None = None
+        self._client: VllmClient | None = None
+        self._vocabulary, self._awake = 0, False
+
+    def sync(self, policy: PreTrainedModel, version: int) -> None:
+        """Have the server load the weights of ``policy``, adapters merged; see :meth:`Sampler.sync`.
+
+        Raises:
+            RlhfError: The sampler is awake, the server cannot be started or reached, or it does not compute what the
+                policy computes.
+        """
+        if self._awake:
+            raise RlhfError("the weights of a sampler that is awake must not change: call sync before awake")
+        problem = ""
+        if distributed.is_rank_zero():
+            try:
+                self._load(policy, version)
+            except RlhfError as error:
+                problem = str(error)
+        address = self._server.address if self._server is not None else None
+        problem, self._name, address = distributed.broadcast_from_rank0([problem, self._name, address])
+        if problem:
+            raise RlhfError(problem)
+        if self._client is None:
+            self._client = self._connect(address)
+        self._vocabulary, self.version = int(policy.config.get_text_config().vocab_size), version
+
+    @contextmanager
+    def awake(self, version: int, rows: int, steps: int) -> Iterator[None]:
+        """Check that the server has the weights of ``version``, awake if it sleeps; see :meth:`Sampler.awake`."""
+        require_version(self.version, version)
+        assert self._client is not None
+        if self.config.sleep and distributed.is_rank_zero():
+            self._client.wake_up()
+        distributed.any_rank(False)  # all ranks wait for it
+        if (label := self._client.weights_label()) != self._label(version):
+            raise RlhfError(
+                f"vLLM's server has the weights {label}, not {self._label(version)} as after the last sync: it was "
+                "started again, or another run loads weights into it; give each run a server of its own"
+            )
+        self._awake = True
+        try:
+            yield
+        finally:
+            self._awake = False
+        if self.config.sleep:
+            distributed.any_rank(False)  # the others may sample still
+            if distributed.is_rank_zero():
+                self._client.sleep()
+
+    def sample(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout:
+        """Send a request per prompt, all at once; see :meth:`Sampler.sample`.
+
+        Raises:
+            RlhfError: The sampler is not awake, the server fails, or ``sampling`` has the filters of evaluation.
+        """
+        if not self._awake:
+            raise RlhfError("a sampler samples only while it is awake: call sample inside of awake")
+        if not isinstance(sampling, Sampling):
+            # vLLM's repetition penalty counts the prompt's tokens too, which ours does not.
+            raise RlhfError("vLLM samples from the training distribution only: sample for evaluation locally")
+        assert self._client is not None
+        seeds = [request_seed(prompts.seed, stream) for stream in prompts.streams]
+        request = partial(self._client.complete, sampling=sampling, vocabulary=self._vocabulary)
+        with ThreadPoolExecutor(self.config.concurrent_requests) as pool:
+            replies = list(pool.map(request, prompts.ids, seeds))
+        return rollout_of(prompts, replies, sampling)
+
+    def close(self) -> None:
+        """Stop the server if this sampler started it, and remove the folder of weights."""
+        if self._client is not None:
+            self._client.http.close()
+        if self._server is not None:
+            self._server.stop()
+        if distributed.is_rank_zero():
+            shutil.rmtree(self._weights, ignore_errors=True)
+
+    def _label(self, version: int) -> str:
+        return f"{self._name}-{version}"
+
+    def _load(self, policy: PreTrainedModel, version: int) -> None:
+        """Hand the weights over and compare what the server computes with them, on rank 0."""
+        save_merged(policy, self._weights)
+        if self._client is None:
+            if self.config.python is not None:
+                precision = str(policy.dtype).removeprefix("torch.")
+                self._log.parent.mkdir(parents=True, exist_ok=True)
+                self._server = VllmServer(
+                    self.config.python, self.config.arguments, self._weights, precision, self._log, self.config.sleep
+                )
+            self._client = self._connect(self._server.address if self._server is not None else None)
+            self._client.wait_until_ready(self.config.start_seconds)
+        elif self.config.sleep:
+            self._client.wake_up()
+        self._client.label_weights(f"{self._name}-unverified")
+        self._client.load_weights(self._weights)
+        self._require_same(policy)
+        self._client.label_weights(self._label(version))
+
+    @torch.no_grad()
+    def _require_same(self, policy: PreTrainedModel) -> None:
+        """Compare log-probabilities of fixed tokens. Only a coarse difference decides: rollouts are compared finely."""
+        assert self._client is not None
+        ids = probe_ids(int(policy.config.get_text_config().vocab_size))
+        logits = policy(input_ids=ids.to(policy.device), use_cache=False).logits[:, :-1].float()
+        expected = logits.log_softmax(dim=-1).gather(2, ids[:, 1:, None].to(logits.device)).squeeze(2).cpu()
+        server = torch.tensor([self._client.prompt_logprobs(row) for row in ids.tolist()])
+        difference, limit = float((server - expected).abs().mean()), LIMITS[matmul_precision(policy)].token
+        if not difference <= limit:
+            raise RlhfError(
+                f"vLLM's server differs by {difference:.3g} nats per token from the policy whose weights it loaded (at "
+                f"most {limit:g}): it did not take them, or computes in another precision than {policy.dtype}"
+            )
+
+    def _connect(self, address: list[str] | None) -> VllmClient:
+        """Connect to the server that rank 0 started, at ``address`` (socket and token), or to the one at ``url``."""
+        limits = httpx.Limits(max_connections=self.config.concurrent_requests)
+        if address is not None:
+            socket, token = address
+            transport, url = httpx.HTTPTransport(uds=socket, limits=limits), "http://localhost"
+        else:
+            token = bearer_token(self.config.token_env, "ppo.sampler")
+            transport, url = httpx.HTTPTransport(limits=limits), str(self.config.url)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        http = httpx.Client(transport=transport, base_url=url, headers=headers, timeout=self.config.timeout_seconds)
+        return VllmClient(http, token, self._server.end_report if self._server is not None else lambda: "")
+
+
+def rollout_of(prompts: PromptBatch, replies: list[SampledTokens], sampling: Sampling) -> Rollout:
+    """The replies to ``prompts`` as tensors on this rank's device."""
+    device = distributed.device()
+    ids, mask = left_pad(prompts.ids, sampling.pad_id, prompts.width)
+    response = ids.new_full((len(replies), sampling.max_new_tokens), sampling.pad_id)
+    logprobs = torch.zeros(response.shape)
+    for row, reply in enumerate(replies):
+        response[row, : len(reply.token_ids)] = torch.tensor(reply.token_ids)
+        logprobs[row, : len(reply.logprobs)] = torch.tensor(reply.logprobs)
+    lengths = torch.tensor([len(reply.token_ids) for reply in replies], dtype=torch.long)
+    finished = torch.tensor([reply.token_ids[-1] in sampling.stop_ids for reply in replies], dtype=torch.bool)
+    columns = (ids, mask, response, logprobs, lengths, finished)
+    return trimmed_rollout(*(column.to(device) for column in columns))
