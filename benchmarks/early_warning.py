@@ -89,7 +89,7 @@ def watch(folder: Path) -> Watcher:
     from rlhf_core.models.starting.base import load_tokenizer
     from rlhf_core.sampling.distribution import Sampling
     from rlhf_core.stages import ppo
-    from rlhf_core.stages.policy.training_prompts import read_training_prompts
+    from rlhf_core.stages.policy import read_training_prompts
     from rlhf_core.stages.runtime.contract import Paths
     from rlhf_core.training.rng import derive_seed, seed_everything
 

@@ -30,8 +30,8 @@ from rlhf_core.memory.command import PlanRequest, estimate_of
 from rlhf_core.memory.stages import estimate_memory
 from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.stages.runtime.freed_memory import return_freed_memory
-from rlhf_core.stages.runtime.names import load_stage
+from rlhf_core.stages.runtime.runner import load_stage
+from rlhf_core.stages.runtime.threads import return_freed_memory
 from rlhf_core.training.run_context import RunContext
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -67,8 +67,7 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     from rlhf_core.fingerprint import write_fingerprints, write_sources
     from rlhf_core.fingerprint.starting_model import tokenizer_patterns, write_starting_model
     from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs, write_tracked_files
-    from rlhf_core.stages.runtime.names import STAGES
-    from rlhf_core.stages.runtime.runner import workspace_root
+    from rlhf_core.stages.runtime.runner import STAGES, workspace_root
 
     root = workspace_root(workspace)
     params = load_params(root)

@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from rlhf_core.fingerprint.stages import NEUTRAL, PACKAGE, package, reached
-from rlhf_core.stages.runtime.names import load_stage
+from rlhf_core.stages.runtime.runner import load_stage
 
 ROOT = Path(sys.modules[PACKAGE].__file__ or "").parent
 

@@ -237,7 +237,7 @@ def _token_limits(workspace: Path | None, tokenizer: str | None) -> TokenLimits 
     """
     from rlhf_core.config.loading import check_params, load_params
     from rlhf_core.stages.runtime.runner import workspace_root
-    from rlhf_core.stages.token_lengths.token_limits import local_token_limits, token_limits
+    from rlhf_core.stages.token_lengths import local_token_limits, token_limits
 
     try:
         root: Path | None = workspace_root(workspace)

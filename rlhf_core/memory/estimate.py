@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rlhf_core.memory.inputs import EstimateInputs, ModelRole
 from rlhf_core.memory.sharding import DeviceBudget, ParallelLayout
 from rlhf_core.memory.tensor_memory import MemoryUse
-from rlhf_core.stages.runtime.freed_memory import KEPT_AT_THE_END
+from rlhf_core.stages.runtime.threads import KEPT_AT_THE_END
 
 # Of a stage's process on a CPU beside its tensors: Python and the libraries once all are imported. See docs/plan.md.
 PROCESS_BASE = 600 << 20

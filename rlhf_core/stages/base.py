@@ -24,7 +24,7 @@ from rlhf_core.models.starting.gguf import is_gguf, load_gguf
 from rlhf_core.models.starting.starting_model import prepare_tokenizer, require_trainable
 from rlhf_core.models.starting.stop_tokens import with_stop_tokens
 from rlhf_core.sampling.agreement import require_replies_as_scored
-from rlhf_core.stages.policy.training_prompts import require_room_for_replies
+from rlhf_core.stages.policy import require_room_for_replies
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext

@@ -20,8 +20,7 @@ from rlhf_core.ppo.rejection_sampling import BestReplies, RejectionSampler
 from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.stages.policy.outputs import POLICY_OUTPUTS
-from rlhf_core.stages.policy.training_prompts import read_training_prompts
+from rlhf_core.stages.policy import POLICY_OUTPUTS, read_training_prompts
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
 from rlhf_core.training.engine.factory import build_engine, finish

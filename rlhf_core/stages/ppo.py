@@ -18,8 +18,7 @@ from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.ppo.checkpoints import abandoned_rows
 from rlhf_core.ppo.selection import CheckpointChoice
 from rlhf_core.runtime import distributed
-from rlhf_core.stages.policy.outputs import POLICY_OUTPUTS
-from rlhf_core.stages.policy.training_prompts import read_training_prompts
+from rlhf_core.stages.policy import POLICY_OUTPUTS, read_training_prompts
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
 from rlhf_core.training.history import read_history

@@ -22,7 +22,7 @@ from rlhf_core.evaluation.data_card.build import CardSources, build_card
 from rlhf_core.evaluation.data_card.write import write_card
 from rlhf_core.gates import GateDecision, decide
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.stages.token_lengths.counting_tokenizer import load_counting_tokenizer
+from rlhf_core.stages.token_lengths import load_counting_tokenizer
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, read_json, sha256_file
 from rlhf_core.training.run_context import RunContext
 

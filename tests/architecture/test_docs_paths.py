@@ -13,7 +13,7 @@ import typer
 
 from flows.cli import app
 from rlhf_core.commands.data import SHORT_FORM
-from rlhf_core.stages.runtime.names import STAGES
+from rlhf_core.stages.runtime.runner import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

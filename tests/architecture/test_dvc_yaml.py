@@ -11,7 +11,7 @@ from rlhf_core.cli import fingerprint
 from rlhf_core.config import yaml_text
 from rlhf_core.config.policy import Method
 from rlhf_core.config.ppo import RolloutConfig
-from rlhf_core.stages.runtime.names import STAGES, load_stage
+from rlhf_core.stages.runtime.runner import STAGES, load_stage
 
 ROOT = Path(__file__).resolve().parents[2]
 

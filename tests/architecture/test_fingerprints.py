@@ -11,11 +11,11 @@ import pytest
 
 from rlhf_core.fingerprint.reach import Package
 from rlhf_core.fingerprint.stages import NEUTRAL, PACKAGE, ROOTS, fingerprint, reached, stage_module_name
-from rlhf_core.stages.runtime.names import STAGES
+from rlhf_core.stages.runtime.runner import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 # Modules whose imports are computed: the stages themselves, and a user's functions.
-COMPUTED_IMPORTS = {"__init__.py", "stages/runtime/names.py", "runtime/user_function.py"}
+COMPUTED_IMPORTS = {"__init__.py", "stages/runtime/runner.py", "runtime/user_function.py"}
 
 
 def digests(root: Path) -> dict[str, str]:

@@ -12,15 +12,68 @@ import signal
 import sys
 import uuid
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rlhf_core.config.operations import LaunchConfig
-from rlhf_core.errors import Preempted, RlhfError
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, Preempted, RlhfError
+from rlhf_core.redaction import redacted
 from rlhf_core.runtime.preemption import PreemptionSignal
-from rlhf_core.stages.runtime.outcome import StageExit, outcome_path
+from rlhf_core.storage.files import atomic_write_json, read_json
+
+OUTCOMES = Path(".rlhf") / "outcomes"
+
+
+@dataclass(frozen=True)
+class StageExit:
+    """Exit code and message of one run of a stage. Times are seconds since the epoch."""
+
+    stage: str
+    exit_code: int
+    message: str
+    started: float
+    ended: float
+
+    @classmethod
+    def done(cls, stage: str, started: float, ended: float) -> StageExit:
+        """The outcome of a stage that ended without an error."""
+        return cls(stage, EXIT_OK, "done", started, ended)
+
+    @classmethod
+    def failed(cls, stage: str, error: BaseException, started: float, ended: float) -> StageExit:
+        """The outcome of a stage that ``error`` ended."""
+        if isinstance(error, RlhfError):
+            return cls(stage, error.exit_code, str(error), started, ended)
+        if isinstance(error, KeyboardInterrupt):
+            return cls(stage, EXIT_INTERRUPTED, "interrupted", started, ended)
+        return cls(stage, 1, redacted(f"{type(error).__name__}: {error}"), started, ended)
+
+    @property
+    def explains(self) -> bool:
+        """Whether it names a cause of failure: the stage neither succeeded nor was merely stopped."""
+        return self.exit_code not in (EXIT_OK, EXIT_INTERRUPTED)
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, with the ``seconds`` that the stage took."""
+        atomic_write_json(path, asdict(self) | {"seconds": round(self.ended - self.started, 3)})
+
+    @classmethod
+    def load(cls, path: Path) -> StageExit | None:
+        """The outcome in ``path``; None when there is none."""
+        if not path.is_file():
+            return None
+        record = read_json(path)
+        del record["seconds"]
+        return cls(**record)
+
+
+def outcome_path(folder: Path, stage: str, rank: int | None = None) -> Path:
+    """Where a stage leaves its outcome, or one of its ranks its own."""
+    return folder / (f"{stage}.json" if rank is None else f"{stage}.rank-{rank}.json")
+
 
 # The agent installs handlers for these and does not restore them. Not SIGTERM: it would grant the ranks 30 seconds.
 HANDLED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -20,20 +21,54 @@ from typing import Any, get_args
 from rlhf_core.config.loading import Params, load_params, load_section
 from rlhf_core.config.model import StageConfig
 from rlhf_core.config.operations import LaunchConfig, Trained
+from rlhf_core.config.policy import Method
+from rlhf_core.config.problems import nearest
 from rlhf_core.data.token_folder import TOKENS
-from rlhf_core.errors import DataError, RlhfError, is_full_disk
-from rlhf_core.fingerprint import fingerprint, tracked_files
+from rlhf_core.errors import ConfigError, DataError, RlhfError, is_full_disk
+from rlhf_core.fingerprint import fingerprint, stage_module_name, tracked_files
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import launcher
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.stages.runtime.freed_memory import return_freed_memory
-from rlhf_core.stages.runtime.names import load_stage
-from rlhf_core.stages.runtime.outcome import OUTCOMES, StageExit, outcome_path
-from rlhf_core.stages.runtime.threads import limit_threads
+from rlhf_core.stages.runtime.launcher import OUTCOMES, StageExit, outcome_path
+from rlhf_core.stages.runtime.threads import limit_threads, return_freed_memory
 from rlhf_core.storage.files import atomic_write_json, flatten, sha256_tree
+from rlhf_core.storage.garbage_collection import paused_collector
 from rlhf_core.tracking import Tracker, stage_tracker
 from rlhf_core.training.checkpoints.store import CheckpointStore
 from rlhf_core.training.run_context import RunContext
+
+STAGES = (
+    "collect",
+    "validate",
+    "base",
+    "sft",
+    "gate-sft",
+    "reward",
+    "referee",
+    "judge",
+    "gate-reward",
+    "critic",
+    "ppo",
+    "evaluate",
+    "gate-policy",
+    "report",
+)
+
+
+def load_stage(name: str, method: Method = "ppo") -> Stage[Any]:
+    """The stage called ``name``; ``ConfigError`` with the nearest name when there is none.
+
+    Args:
+        name: One of :data:`STAGES`.
+        method: How the policy is trained. The stage ``ppo`` has a module for each method, so that a change of one does
+            not train by another again.
+    """
+    if name not in STAGES:
+        raise ConfigError(f"no stage '{name}'; {nearest(name, STAGES)}")
+    with paused_collector():
+        stage: Stage[Any] = importlib.import_module(stage_module_name(name, method)).STAGE
+    return stage
+
 
 logger = logging.getLogger(__name__)
 

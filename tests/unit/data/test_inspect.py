@@ -20,7 +20,7 @@ from rlhf_core.data.inspection.describe import TokenLimit, TokenLimits, as_json_
 from rlhf_core.data.lengths import LengthPercentiles, character_counts, token_lengths
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.starting.base import load_tokenizer, new_model, save_policy, train_tokenizer
-from rlhf_core.stages.token_lengths.token_limits import local_token_limits, token_limits
+from rlhf_core.stages.token_lengths import local_token_limits, token_limits
 
 PAIR = {"prompt": "what color is the sky?", "chosen": "the sky is blue.", "rejected": "no"}
 

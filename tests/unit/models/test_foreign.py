@@ -35,7 +35,7 @@ from rlhf_core.ppo.reward_sources.classifier import load_classifier
 from rlhf_core.runtime.limited_call import GIB, CallLimits, limit_reached
 from rlhf_core.serving.loaded_policy import LoadedPolicy
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
-from rlhf_core.stages.token_lengths.counting_tokenizer import load_counting_tokenizer
+from rlhf_core.stages.token_lengths import load_counting_tokenizer
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 Damage = Callable[[Path], None]

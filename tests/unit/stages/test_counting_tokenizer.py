@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from rlhf_core.commands.data import app
 from rlhf_core.errors import RlhfError
-from rlhf_core.stages.token_lengths.counting_tokenizer import load_counting_tokenizer
+from rlhf_core.stages.token_lengths import load_counting_tokenizer
 
 
 @pytest.mark.parametrize(

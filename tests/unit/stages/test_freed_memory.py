@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.stages.runtime import freed_memory, runner
+from rlhf_core.stages.runtime import runner
+from rlhf_core.stages.runtime import threads as freed_memory
 from rlhf_core.stages.runtime.contract import Paths
 
 ROOT = Path(__file__).parents[3]
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 # raises glibc's own limit for mapping blocks. Prints how many MiB the process has more than at its start.
 CHANGING_SIZES = """
 import ctypes, sys
-from rlhf_core.stages.runtime.freed_memory import return_freed_memory
+from rlhf_core.stages.runtime.threads import return_freed_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4 // 1024

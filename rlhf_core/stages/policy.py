@@ -1,4 +1,4 @@
-"""The prompts file of critic pre-training and PPO, and whether all prompts leave room for a reply."""
+"""What the stages that train the policy share: their prompts and their outputs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from rlhf_core.data.schema import Prompt, read_rows
 from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.errors import DataError
 from rlhf_core.ppo.rollout import TrainingPrompts, require_room
+
+POLICY_OUTPUTS = {
+    "model": "models/policy",
+    "metrics": "metrics/ppo.json",
+    "history": "history/ppo.jsonl",
+    "abandoned": "history/ppo_abandoned.jsonl",
+    "samples": "samples/ppo.jsonl",
+}
 
 
 def read_training_prompts(

@@ -1,1 +1,0 @@
-"""What the stages that train the policy share: models, selection, prompts, outputs."""
