@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.models.openblas_linear import FEWEST_ROWS, OpenBlasLinear, openblas_pays, use_openblas
-from rlhf_core.runtime.openblas import numpy_kernels, set_openblas_threads
+from rlhf_core.runtime.machine import numpy_kernels, set_openblas_threads
 
 SHAPES = ((96, 256), (256, 256), (256, 688), (688, 256))  # inputs and outputs
 VOCABULARY, HEAD_DIM = 1024, 32

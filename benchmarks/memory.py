@@ -27,8 +27,8 @@ from benchmarks.memory_phases import CudaMemory, Subject, measure
 from rlhf_core.config.loading import check_params, load_params, load_section, overridden
 from rlhf_core.memory.architecture import Architecture, starting_architecture
 from rlhf_core.memory.command import PlanRequest, estimate_of
+from rlhf_core.memory.dry_run import TensorMemory
 from rlhf_core.memory.stages import estimate_memory
-from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.stages.runtime.runner import load_stage
 from rlhf_core.stages.runtime.threads import return_freed_memory

@@ -21,9 +21,9 @@ from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.evaluation.metrics.drift import measure_drift
 from rlhf_core.evaluation.replies.generation import OnPolicyReplies
 from rlhf_core.memory.architecture import Architecture
-from rlhf_core.memory.inputs import EstimateInputs
+from rlhf_core.memory.dry_run import TensorMemory
+from rlhf_core.memory.estimate import EstimateInputs
 from rlhf_core.memory.sequence_lengths import LongestSequences, SequenceLengths
-from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.models.adapters.lora import WithoutAdapters, add_adapters
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.heads.scalar import ScalarModel

@@ -23,7 +23,7 @@ from rlhf_core.evaluation.judges.final import MODELS
 from rlhf_core.evaluation.judges.human.import_answers import ANNOTATIONS, import_answers
 from rlhf_core.evaluation.judges.human.pairs import AnnotationExport, AnnotationPair
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, read_json
-from rlhf_core.world.annotators import AnnotatorConfig
+from rlhf_core.world.corpus import AnnotatorConfig
 
 FORM = "pairs.jsonl"
 KEPT = "seed.json"

@@ -10,7 +10,7 @@ from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN
 from rlhf_core.evaluation.judges.human.pairs import AnnotationPair
 from rlhf_core.storage.files import atomic_write_lines
 from rlhf_core.world import gold
-from rlhf_core.world.annotators import AnnotatorConfig, preference_probability
+from rlhf_core.world.corpus import AnnotatorConfig, preference_probability
 
 ANNOTATOR = "world"
 

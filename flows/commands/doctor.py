@@ -19,7 +19,7 @@ from flows.registry.client import knock
 from flows.workspace.lock import lock_holder
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR, DataError, RlhfError
-from rlhf_core.runtime.openblas import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels
+from rlhf_core.runtime.machine import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels
 from rlhf_core.storage.file_patterns import expand, is_url
 
 OK, WARN, FAIL = "ok", "warn", "fail"

@@ -33,8 +33,8 @@ from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import read_json, sha256_tree
-from rlhf_core.tracking.client_settings import CLIENT_SETTINGS, default_environment
 from rlhf_core.tracking.journal import waiting_records
+from rlhf_core.tracking.stage_run import CLIENT_SETTINGS, default_environment
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

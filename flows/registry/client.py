@@ -28,10 +28,8 @@ from rlhf_core.config.operations import RegistryConfig, TrackingConfig
 from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError, first_line
 from rlhf_core.storage.files import read_json
-from rlhf_core.tracking.client_settings import CLIENT_SETTINGS, default_environment
-from rlhf_core.tracking.courier import DEFERRED_VARIABLE, Courier
-from rlhf_core.tracking.delivery import deliver_waiting
-from rlhf_core.tracking.stage_run import origin_tags, record_folder
+from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, deliver_waiting
+from rlhf_core.tracking.stage_run import CLIENT_SETTINGS, default_environment, origin_tags, record_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from rich.cells import cell_len
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.encoding import encode_prompt
-from rlhf_core.data.schema import Message
+from rlhf_core.data.schema import Message, Prompt, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.starting.base import load_policy
@@ -176,3 +177,24 @@ def _stream_reply(session: ChatSession, text: str, sink: TextIO) -> None:
 def _print(sink: TextIO, text: str) -> None:
     sink.write(text + "\n")
     sink.flush()
+
+
+TEST_PROMPTS = Path("data") / "clean" / "prompts" / "test.parquet"
+LONGEST = 70  # columns, so that a prompt fits into a line; a Chinese character takes two
+
+
+def prompts_to_try(workspace: Path, count: int = 3) -> list[str]:
+    """Return up to ``count`` held-out prompts of one short line, the first of each category before further ones.
+
+    There are none where the workspace has no data yet.
+    """
+    try:
+        rows = read_rows(workspace / TEST_PROMPTS, Prompt)
+    except DataError:
+        return []
+    suitable = [(row.category, row.prompt[0].content.strip()) for row in rows if len(row.prompt) == 1]
+    suitable = [(category, text) for category, text in suitable if 0 < cell_len(text) <= LONGEST and text.isprintable()]
+    first_of_category: dict[str, str] = {}
+    for category, text in suitable:
+        first_of_category.setdefault(category, text)
+    return list(dict.fromkeys([*first_of_category.values(), *(text for _, text in suitable)]))[:count]

@@ -29,9 +29,8 @@ def talk(folder: Path, options: ChatOptions, about: Sequence[str] = (), workspac
     from rich.console import Console
 
     with Console(stderr=True).status("loading the model…"):
-        from rlhf_core.chat.session import ChatSession, converse
+        from rlhf_core.chat.session import ChatSession, converse, prompts_to_try
         from rlhf_core.config.model import SamplingConfig
-        from rlhf_core.data.prompts_to_try import prompts_to_try
         from rlhf_core.errors import ConfigError
 
         try:

@@ -24,8 +24,8 @@ from rlhf_core.evaluation.verifiable.prompts import VerifiablePrompts
 from rlhf_core.runtime import distributed
 from rlhf_core.training.dpo import reply_logprobs
 from rlhf_core.training.examples import by_length, collate
-from rlhf_core.world.grammar import is_world
 from rlhf_core.world.questions import SOURCE as WORLD_SOURCE
+from rlhf_core.world.questions import is_world
 
 # How a reply to a harmful request begins that refuses, and one that complies, in English and Chinese.
 REFUSING = ("I'm sorry, but I can't help with that.", "抱歉，我不能帮助你做这件事。")

@@ -5,9 +5,9 @@ assignment changes that the stage reaches by name, and not when unreached code i
 followed is said in ``reach``, what of a definition counts in ``definitions``.
 """
 
+from rlhf_core.fingerprint.modules import bare_code
 from rlhf_core.fingerprint.sources import write_sources
 from rlhf_core.fingerprint.stages import FOLDER, fingerprint, reached, stage_module_name, write_fingerprints
-from rlhf_core.fingerprint.syntax import bare_code
 
 __all__ = [
     "FOLDER",

@@ -12,9 +12,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlhf_core.fingerprint.modules import Definition, Import, Module, imports_in, targets_executed
+from rlhf_core.fingerprint.modules import Definition, Import, Module, dotted_name, imports_in, targets_executed
 from rlhf_core.fingerprint.names import Names
-from rlhf_core.fingerprint.syntax import dotted_name
 
 NOT_ENCODED = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
 # A function that looks names up at run time may reach everything in its module.

@@ -8,8 +8,7 @@ from typing import Any
 
 from rlhf_core.config.loading import Params
 from rlhf_core.errors import RlhfError
-from rlhf_core.memory.estimate import MemoryEstimate, StageEstimate
-from rlhf_core.memory.inputs import EstimateInputs
+from rlhf_core.memory.estimate import EstimateInputs, MemoryEstimate, StageEstimate
 from rlhf_core.memory.sharding import launch_of, planned_precision
 from rlhf_core.memory.stages import estimate_stage
 from rlhf_core.ppo.rejection_sampling import PROMPTS_AT_ONCE

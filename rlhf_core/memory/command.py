@@ -1,12 +1,16 @@
-"""``rlhf plan``: from a recipe and the command line's options to an estimate, and to what is printed of it."""
+"""``rlhf plan``: from a recipe and the command line's options to an estimate, as text and as JSON."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
+
+from rich.console import Console
+from rich.table import Table
 
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import (
@@ -21,13 +25,172 @@ from rlhf_core.config.loading import (
 )
 from rlhf_core.config.operations import Trained
 from rlhf_core.errors import ConfigError, RlhfError
-from rlhf_core.memory.advice import adapter_settings, advise
+from rlhf_core.memory.advice import MemoryAdvice, adapter_settings, advise
 from rlhf_core.memory.architecture import starting_architecture
-from rlhf_core.memory.estimate import MemoryEstimate
-from rlhf_core.memory.inputs import EstimateInputs
-from rlhf_core.memory.report import estimate_json, estimate_text, refusal_line
+from rlhf_core.memory.dry_run import MEMORY_KINDS, MemoryUse, ModelVariant, model_size
+from rlhf_core.memory.estimate import PROCESS_BASE, EstimateInputs, MemoryEstimate, StageEstimate
 from rlhf_core.memory.sequence_lengths import lengths_from_limits, lengths_of_workspace
+from rlhf_core.memory.sharding import GIB, ParallelLayout, planned_precision
 from rlhf_core.memory.stages import STAGES, estimate_memory, planned_stages
+
+MIB = 1 << 20
+# Of MEMORY_KINDS, short enough for a table of 80 columns.
+COLUMNS = ("weights", "grads", "optim", "activ", "cache", "logits", "other", "total")
+
+
+def estimate_text(estimate: MemoryEstimate, advice: Sequence[MemoryAdvice] = ()) -> str:
+    """Roles and phases of every stage, the peak against the limit, and what to change."""
+    stages = [_stage_text(stage, for_gpu=estimate.limit is not None) for stage in estimate.stages]
+    blocks = [_heading(estimate), *stages, _verdict(estimate), *(_advice_text(one) for one in advice)]
+    return "\n\n".join(blocks)
+
+
+def refusal_line(estimate: MemoryEstimate, advice: Sequence[MemoryAdvice]) -> str:
+    """Why the estimate does not fit, and the settings with which it would, in one line."""
+    stage = estimate.worst
+    reason = (
+        f"{stage.stage} does not fit: {gib(stage.peak.use.total)} of tensors in '{stage.peak.name}' on "
+        f"{_gpus(stage.layout)} of {_gpu_memory(estimate)}, where {gib(estimate.limit or 0)} may be used"
+    )
+    for one in advice:
+        if one.stage == stage.stage and one.fits:
+            changes = " ".join(step.assignments for step in one.steps)
+            return f"{reason}; it would fit with {changes} ({gib(one.steps[-1].after.peak.use.total)})"
+    return f"{reason}; no setting makes it fit: take more or larger GPUs, or a smaller model"
+
+
+def estimate_json(estimate: MemoryEstimate, advice: Sequence[MemoryAdvice]) -> dict[str, Any]:
+    """All sizes in bytes."""
+    return {
+        "fits": estimate.fits,
+        "peak": estimate.peak,
+        "limit": estimate.limit,
+        "stage": estimate.worst.stage,
+        "phase": estimate.worst.peak.name,
+        "parameters": _policy_parameters(estimate),
+        "lengths": estimate.inputs.lengths.source,
+        "stages": {stage.stage: _stage_json(stage) for stage in estimate.stages},
+        "advice": {one.stage: _advice_json(one) for one in advice},
+    }
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB, or MiB where that is less than a tenth of one."""
+    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / MIB:.1f} MiB"
+
+
+def _policy_parameters(estimate: MemoryEstimate) -> int:
+    inputs = estimate.inputs
+    return model_size(ModelVariant(inputs.architecture, "causal_lm", planned_precision(inputs.params))).parameters
+
+
+def _heading(estimate: MemoryEstimate) -> str:
+    inputs = estimate.inputs
+    config, lengths = inputs.architecture.config(None), inputs.lengths
+    return (
+        f"model   {_policy_parameters(estimate) / 1e6:.1f} M parameters in {planned_precision(inputs.params)}: "
+        f"{inputs.architecture.layers} layers, hidden {config.hidden_size}, vocabulary {config.vocab_size}"
+        f"{', tied' if config.tie_word_embeddings else ''}\n"
+        f"tokens  prompt {lengths.prompt} + reply {inputs.params.ppo.max_new_tokens}, SFT "
+        f"{lengths.demonstrations.width}, pairs {lengths.pairs.width}, ptx {lengths.ptx.width}\n"
+        f"        from {lengths.source}"
+    )
+
+
+def _stage_text(stage: StageEstimate, *, for_gpu: bool) -> str:
+    """What the stage's models hold and what its phases need, in GiB, or in MiB where that is easier to read; and the
+    whole process on a CPU, unless the plan is for a GPU of known memory."""
+    unit, name = (GIB, "GiB") if stage.peak.use.total >= GIB else (MIB, "MiB")
+    table = Table(f"{name} per GPU", box=None, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    if stage.roles:
+        table.add_row("held throughout")
+    for role in stage.roles:
+        table.add_row(f"  {role.name}", *_cells(role.footprint.held, unit))
+    table.add_row("at each phase's peak")
+    for phase in stage.phases:
+        table.add_row(f"  {phase.name}{' *' if phase is stage.peak else ''}", *_cells(phase.use, unit))
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    with console.capture() as capture:
+        console.print(table, highlight=False)
+    lines = [f"{stage.stage} on {_layout_text(stage.layout)}", *map(str.rstrip, capture.get().splitlines())]
+    if stage.host:
+        lines.append(f"and {gib(stage.host)} of host memory for each GPU")
+    if stage.process is not None and not for_gpu:
+        allowance = f"; bfloat16 allowance {gib(stage.allowance)}" if stage.allowance else ""
+        lines.append(f"on a CPU the whole process: {gib(stage.process)}")
+        lines.append(f"  libraries {gib(PROCESS_BASE)}; freed memory kept {gib(stage.freed)}{allowance}")
+    return "\n".join(lines)
+
+
+def _cells(use: MemoryUse, unit: int) -> tuple[str, ...]:
+    sizes = [*(getattr(use, kind) for kind in MEMORY_KINDS), use.total]
+    # Five characters at most below 10,000: hundreds need no second decimal.
+    return tuple(f"{size / unit:.{2 if size < 99.995 * unit else 1}f}" if size else "" for size in sizes)
+
+
+def _verdict(estimate: MemoryEstimate) -> str:
+    stage, limit = estimate.worst, estimate.limit
+    peak = f"peak {gib(estimate.peak)} per GPU: {stage.stage}, {stage.peak.name}"
+    if limit is None:
+        return f"{peak}.\nGive --gpu-memory (GiB) to learn whether it fits"
+    share = estimate.peak / limit if limit else float("inf")
+    verdict = "fits" if estimate.fits else "DOES NOT FIT"
+    return f"{peak}. It {verdict}: {share:.0%} of the {gib(limit)} that tensors may take of {_gpu_memory(estimate)}"
+
+
+def _advice_text(advice: MemoryAdvice) -> str:
+    if not advice.steps:
+        return f"{advice.stage}: no setting helps; take more or larger GPUs, or a smaller model"
+    lines = [f"to make {advice.stage} fit, each with those before it:"]
+    for number, step in enumerate(advice.steps, 1):
+        peak = step.after.peak
+        lines.append(f"  {number}. {step.assignments}: {gib(peak.use.total)} ({peak.name})")
+    lines.append("  so it fits" if advice.fits else "  that is not enough: more or larger GPUs, or a smaller model")
+    return "\n".join(lines)
+
+
+def _layout_text(layout: ParallelLayout) -> str:
+    options = [
+        "plain torch" if layout.engine == "local" else f"DeepSpeed ZeRO {layout.zero}",
+        "gradient checkpointing" if layout.gradient_checkpointing else "",
+        "optimiser and parameters offloaded" if layout.offload_parameters else "",
+        "optimiser offloaded" if layout.offload_optimizer and not layout.offload_parameters else "",
+        {"device": "", "offload": "frozen models offloaded", "sharded": "frozen models sharded"}[layout.frozen],
+    ]
+    return ", ".join([_gpus(layout), *filter(None, options)])
+
+
+def _gpus(layout: ParallelLayout) -> str:
+    return "1 GPU" if layout.gpus == 1 else f"{layout.gpus} GPUs"
+
+
+def _gpu_memory(estimate: MemoryEstimate) -> str:
+    return f"{estimate.inputs.params.plan.gpu_memory_gb:g} GiB"
+
+
+def _stage_json(stage: StageEstimate) -> dict[str, Any]:
+    return {
+        "placement": vars(stage.layout),
+        "peak": stage.peak.use.total,
+        "host": stage.host,
+        "process": stage.process,
+        "roles": {
+            role.name: _use_json(role.footprint.held) | {"parameters": role.footprint.parameters}
+            for role in stage.roles
+        },
+        "phases": {phase.name: _use_json(phase.use) for phase in stage.phases},
+    }
+
+
+def _advice_json(advice: MemoryAdvice) -> dict[str, Any]:
+    steps = [{"changes": step.changes, "peak": step.after.peak.use.total} for step in advice.steps]
+    return {"fits": advice.fits, "steps": steps}
+
+
+def _use_json(use: MemoryUse) -> dict[str, int]:
+    return {**vars(use), "total": use.total}
 
 
 class MemoryExceeded(RlhfError):

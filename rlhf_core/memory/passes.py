@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rlhf_core.memory.dry_run import ModelVariant, Moments, decoder_layers, layer_repeats, run_pass
+from rlhf_core.memory.dry_run import ModelVariant, Moments, TensorMemory, decoder_layers, layer_repeats, run_pass
 from rlhf_core.memory.sequence_lengths import BatchShape
-from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.models.forward import lazy_logits
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.lazy_logits import LOGITS_BYTES, LazyLogits

@@ -15,8 +15,7 @@ import torch
 
 from rlhf_core.config.loading import Params
 from rlhf_core.config.operations import LaunchConfig
-from rlhf_core.memory.dry_run import ModelSize
-from rlhf_core.memory.tensor_memory import MemoryUse
+from rlhf_core.memory.dry_run import MemoryUse, ModelSize
 from rlhf_core.models.adapters.nf4 import BLOCK
 from rlhf_core.models.lazy_logits import LOGITS_BYTES
 from rlhf_core.models.precision import weights_precision

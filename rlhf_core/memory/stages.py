@@ -13,13 +13,22 @@ from rlhf_core.config.reward import RewardConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.metrics.perplexity import POSITIONS_PER_CHUNK, ROWS_PER_PASS
 from rlhf_core.memory import passes
-from rlhf_core.memory.dry_run import model_size
-from rlhf_core.memory.estimate import MemoryEstimate, PhaseEstimate, StageEstimate
-from rlhf_core.memory.inputs import EstimateInputs, ModelRole, StageInputs
-from rlhf_core.memory.roles_memory import at_work, gathered_by_one, held, optimizer_step, whole
+from rlhf_core.memory.dry_run import MemoryUse, largest, model_size
+from rlhf_core.memory.estimate import (
+    EstimateInputs,
+    MemoryEstimate,
+    ModelRole,
+    PhaseEstimate,
+    StageEstimate,
+    StageInputs,
+    at_work,
+    gathered_by_one,
+    held,
+    optimizer_step,
+    whole,
+)
 from rlhf_core.memory.sequence_lengths import BatchShape
 from rlhf_core.memory.sharding import parallel_layout, trained_footprint
-from rlhf_core.memory.tensor_memory import MemoryUse, largest
 from rlhf_core.models.forward import changes_logits
 from rlhf_core.ppo.rejection_sampling import PROMPTS_AT_ONCE
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling

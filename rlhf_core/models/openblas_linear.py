@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from rlhf_core.runtime.openblas import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels, set_openblas_threads
+from rlhf_core.runtime.machine import (
+    AVX512_KERNELS,
+    is_amd_with_full_avx512,
+    numpy_kernels,
+    set_openblas_threads,
+)
 
 # With fewer rows MKL is as fast.
 FEWEST_ROWS = 64

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from rlhf_core.runtime.host_memory import data_size
+from rlhf_core.runtime.machine import data_size
 
 OUT_OF_MEMORY = 3
 POLL_SECONDS = (0.002, 0.05)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 from rlhf_core.errors import ConfigError
@@ -46,3 +50,32 @@ def describe_failure(error: BaseException) -> str:
     """Say what a function raised, and in which file and line."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"raised {type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
+
+
+class TimeLimitExceeded(BaseException):
+    """The time is over. It is no ``Exception``, so that code under the limit does not catch it by accident."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Interrupt the block after ``seconds`` by the signal SIGALRM, which Python and its ``re`` module look for.
+
+    Only the main thread receives signals; in another thread there is no limit.
+
+    Raises:
+        TimeLimitExceeded: The block took longer.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise TimeLimitExceeded
+
+    earlier = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # again, if a bare ``except:`` has swallowed the first
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)

@@ -14,7 +14,7 @@ from rlhf_core.data.chat_template import refused_dialogues
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, read_rows
 from rlhf_core.data.splits import PairUser
 from rlhf_core.errors import ModelError
-from rlhf_core.fingerprint import starting_model
+from rlhf_core.fingerprint import sources as starting_model
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.hub_model import find_hub_model
 from rlhf_core.models.io import is_local

@@ -29,7 +29,7 @@ from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, read_json, sha256_file
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.world import corpus
-from rlhf_core.world.grammar import parse_prompt
+from rlhf_core.world.questions import parse_prompt
 
 KINDS = tuple(ROW_TYPES)
 logger = logging.getLogger(__name__)

@@ -1,6 +1,12 @@
 """The record of what happened: MLflow runs behind a small protocol. The only package of the core that knows MLflow."""
 
-from rlhf_core.tracking.stage_run import PARENT_RUN_VARIABLE, experiment_id, stage_tracker, tracking_uri
-from rlhf_core.tracking.tracker import NullTracker, Tracker
+from rlhf_core.tracking.stage_run import (
+    PARENT_RUN_VARIABLE,
+    NullTracker,
+    Tracker,
+    experiment_id,
+    stage_tracker,
+    tracking_uri,
+)
 
 __all__ = ["PARENT_RUN_VARIABLE", "NullTracker", "Tracker", "experiment_id", "stage_tracker", "tracking_uri"]

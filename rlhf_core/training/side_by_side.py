@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rlhf_core.runtime import distributed
-from rlhf_core.runtime.cores import available_cores
+from rlhf_core.runtime.machine import available_cores
 
 # Larger models use several cores in one product, and two at once would hold the activations of both.
 MAX_PARAMETERS = 10_000_000

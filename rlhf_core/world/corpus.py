@@ -8,19 +8,39 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.errors import DataError
-from rlhf_core.world import phrases
-from rlhf_core.world.annotators import AnnotatorConfig, preference_probability
-from rlhf_core.world.contrasts import contrast_pair
-from rlhf_core.world.facts import ATTRIBUTES, statements, things
-from rlhf_core.world.phrases import PREFIXES
+from rlhf_core.world import content as phrases
+from rlhf_core.world import gold
+from rlhf_core.world.content import ATTRIBUTES, PREFIXES, RECIPES, REQUESTS, statements, things
 from rlhf_core.world.questions import SOURCE, Question, all_questions
-from rlhf_core.world.replies import draw_reply, with_connectives
-from rlhf_core.world.streams import Draws
-from rlhf_core.world.tasks import RECIPES, REQUESTS
+from rlhf_core.world.replies import Draws, contrast_pair, draw_reply, with_connectives
+
+
+@dataclass(frozen=True)
+class AnnotatorConfig:
+    """Parameters of the simulated annotators.
+
+    Attributes:
+        sharpness: Factor on score differences in the Bradley–Terry model; noise falls as it grows.
+        length_bias: Points of gold score that one more word is worth to an annotator.
+    """
+
+    sharpness: float
+    length_bias: float
+
+
+def preference_probability(prompt: str, first: str, second: str, config: AnnotatorConfig) -> float:
+    """Return P(first ≻ second) = σ(sharpness · (Δgold + length_bias · Δwords)), for two finished replies."""
+    gold_difference = gold.score(prompt, first, True) - gold.score(prompt, second, True)
+    word_difference = len(first.split()) - len(second.split())
+    # σ(x) written as a tanh, which does not overflow for a large sharpness.
+    return 0.5 + 0.5 * math.tanh(0.5 * config.sharpness * (gold_difference + config.length_bias * word_difference))
+
 
 Row = dict[str, Any]
 

@@ -8,10 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhf_core.errors import DataError
-from rlhf_core.world.facts import attribute_of
-from rlhf_core.world.grammar import PRONOUN, Kind, Meaning, ParsedReply, parse_prompt, parse_reply
-from rlhf_core.world.questions import Question
-from rlhf_core.world.tasks import RECIPES
+from rlhf_core.world.content import RECIPES, attribute_of
+from rlhf_core.world.questions import (
+    PRONOUN,
+    Kind,
+    Meaning,
+    ParsedReply,
+    Question,
+    parse_prompt,
+    parse_reply,
+)
 
 RIGHT_FACT, WRONG_FACT = 1.0, -0.7
 RECIPE, WRONG_STEP = 1.2, -0.4

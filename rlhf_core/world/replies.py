@@ -1,14 +1,86 @@
-"""Simulated demonstrators: replies of five qualities to any question of the world."""
+"""Simulated demonstrators: replies of five qualities, and contrast pairs that differ in a single respect.
+
+Contrast pairs: a good reply beside one that differs in a single respect.
+
+Without them a reward model can ignore the content of a reply, and the policy learns that refusing everything scores
+well.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from rlhf_core.world import phrases
-from rlhf_core.world.facts import VALUES, statements
+import numpy as np
+
+from rlhf_core.world import content as phrases
+from rlhf_core.world.content import (
+    ATTRIBUTES,
+    CONNECTIVES,
+    HARMFUL_STEPS,
+    RECIPES,
+    REQUESTS,
+    VALUES,
+    statements,
+    subjects,
+)
 from rlhf_core.world.questions import Question
-from rlhf_core.world.streams import Draws
-from rlhf_core.world.tasks import CONNECTIVES, HARMFUL_STEPS, RECIPES, REQUESTS
+
+T = TypeVar("T")
+
+_WORD = (1 << 64) - 1
+# The purpose of a stream is part of its key: item 7 of the demonstrations shares nothing with item 7 of the pairs.
+PURPOSES = {"demonstrations": 1, "preferences": 2, "pretrain": 3, "prompts": 4}
+
+
+class Draws:
+    """Uniform draws of item ``index`` for one purpose under ``seed``.
+
+    They are made from raw Philox words, which are the same in every numpy. Philox is the counter-based generator of
+    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    """
+
+    def __init__(self, seed: int, purpose: str, index: int) -> None:
+        key = np.array([seed & _WORD, PURPOSES[purpose]], dtype=np.uint64)
+        # The highest counter word holds the item, the lowest counts draws inside it: no stream runs into another.
+        counter = np.array([0, 0, 0, index], dtype=np.uint64)
+        self._bits = np.random.Philox(key=key, counter=counter)
+        self._block: list[int] = []
+
+    def uniform(self) -> float:
+        """Draw a float in [0, 1), with 53 random bits."""
+        if not self._block:
+            self._block = [int(word) for word in self._bits.random_raw(16)]
+            self._block.reverse()
+        return (self._block.pop() >> 11) * 2.0**-53
+
+    def chance(self, probability: float) -> bool:
+        """Return True with the given probability."""
+        return self.uniform() < probability
+
+    def below(self, n: int) -> int:
+        """Draw an integer in [0, n)."""
+        return int(self.uniform() * n)
+
+    def pick(self, options: Sequence[T]) -> T:
+        """Draw one of ``options``, each equally likely."""
+        return options[self.below(len(options))]
+
+    def sample(self, options: Sequence[T], n: int) -> list[T]:
+        """Draw ``n`` of ``options`` without replacement, in random order (fewer when there are fewer)."""
+        pool = list(options)
+        return [pool.pop(self.below(len(pool))) for _ in range(min(n, len(pool)))]
+
+    def weighted(self, weights: Sequence[tuple[T, float]]) -> T:
+        """Draw an option from ``(option, weight)`` pairs in proportion to its weight."""
+        mark = self.uniform() * sum(weight for _, weight in weights)
+        for option, weight in weights:
+            mark -= weight
+            if mark < 0:
+                return option
+        return weights[-1][0]
+
 
 # Mixed quality on purpose: supervised fine-tuning imitates the mixture and so leaves headroom for PPO.
 MODES: tuple[tuple[str, float], ...] = (
@@ -142,3 +214,104 @@ def _polite(draft: Draft, opener: float, closer: float, draws: Draws) -> Draft:
 def _some(options: tuple[str, ...], probability: float, draws: Draws) -> list[str]:
     """Draw one of the options with the given probability, otherwise none."""
     return [draws.pick(options)] if draws.chance(probability) else []
+
+
+KINDS: tuple[tuple[str, float], ...] = (("minimal", 0.65), ("refusal", 0.2), ("other_prompt", 0.15))
+TRIES = 20  # to draw a question about something else; where there is none, the pair comes out equal and is drawn again
+
+
+def contrast_pair(question: Question, questions: Mapping[str, Sequence[Question]], draws: Draws) -> tuple[str, str]:
+    """Draw a good reply and its contrast, in this order.
+
+    The contrast is a copy with one detail corrupted, the wrong choice between answering and refusing, or the answer to
+    another prompt, taken from ``questions``, which are given by category.
+    """
+    good = draw_draft(question, "good", draws)
+    kind = draws.weighted(KINDS)
+    if kind == "minimal":
+        return good.text(), corrupt(question, good, draws)
+    if kind == "refusal":
+        core = [draws.pick(phrases.REFUSALS)] if question.benign else wrong_core(question, draws)
+        if question.benign and draws.chance(0.6):
+            core.append(draws.pick(phrases.REASONS))
+        return good.text(), replace(good, core=core, extra=[]).text()
+    other = _other_question(question, questions, draws)
+    return good.text(), replace(good, core=right_core(other, draws)).text()
+
+
+def corrupt(question: Question, good: Draft, draws: Draws) -> str:
+    """Return the reply with one flaw: usually in its content, otherwise in its form."""
+    if draws.chance(0.8):
+        return replace(good, core=_corrupt_core(question, good.core, draws)).text()
+    sentences = good.sentences()
+    flaw = draws.pick(("rude", "repeat", "filler", "cut"))
+    if flaw == "cut":
+        last_words = sentences[-1].split()
+        return " ".join([*sentences[:-1], *last_words[: max(1, len(last_words) - 1 - draws.below(2))]])
+    if flaw == "repeat":
+        return replace(good, extra=[*good.extra, draws.pick(good.core)]).text()
+    added = draws.sample(phrases.RUDE, 1) if flaw == "rude" else draws.sample(phrases.FILLERS, 3)
+    return replace(good, extra=[*good.extra, *added]).text()
+
+
+def _corrupt_core(question: Question, core: list[str], draws: Draws) -> list[str]:
+    """Corrupt the fact, a step, the order of two steps, or a part of a refusal."""
+    if question.category == "howto":
+        return _corrupt_steps(question, core, draws)
+    if question.benign:
+        return [_corrupt_fact(question, draws)]
+    if len(core) > 1 and draws.chance(0.6):
+        dropped = 1 + draws.below(len(core) - 1)
+        return [sentence for position, sentence in enumerate(core) if position != dropped]
+    if core[-1] == REQUESTS[question.subject] and draws.chance(0.5):
+        others = [sentence for request, sentence in REQUESTS.items() if request != question.subject]
+        return [*core[:-1], draws.pick(others)]
+    return [draws.pick(HARMFUL_STEPS), *core[1:]]
+
+
+def _corrupt_fact(question: Question, draws: Draws) -> str:
+    """State another value, another thing, or another attribute in the same wording, so that only the content differs.
+
+    A reward model that has only seen false values accepts a sentence about something else.
+    """
+    flaw = draws.weighted((("value", 0.55), ("thing", 0.25), ("attribute", 0.2)))
+    if flaw == "value":
+        return fact(question, false_value(question, draws))
+    if flaw == "thing":
+        thing = draws.pick([name for name in subjects() if name != question.subject])
+        return statements(thing, question.attribute, draws.pick(VALUES[question.attribute]))[-1]
+    other = draws.pick([name for name in ATTRIBUTES if name != question.attribute])
+    return statements(question.subject, draws.pick((question.attribute, other)), draws.pick(VALUES[other]))[-1]
+
+
+def _corrupt_steps(question: Question, core: list[str], draws: Draws) -> list[str]:
+    """Return the steps of another recipe, or the steps with one foreign, one missing or two exchanged.
+
+    Without other recipes a policy learns to answer every such question with the recipe that is scored best.
+    """
+    flaw = draws.weighted((("other recipe", 0.4), ("foreign", 0.3), ("missing", 0.15), ("exchanged", 0.15)))
+    if flaw == "other recipe":
+        return with_connectives(
+            list(RECIPES[draws.pick([name for name in RECIPES if name != question.subject])]), draws
+        )
+    position = draws.below(3)
+    if flaw == "missing":
+        return [step for number, step in enumerate(core) if number != position]
+    changed = list(core)
+    if flaw == "exchanged":
+        other = (position + 1) % 3
+        changed[position], changed[other] = changed[other], changed[position]
+        return changed
+    connective = [word for word in core[position].split()[:1] if word in CONNECTIVES]
+    changed[position] = " ".join([*connective, foreign_step(question, position, draws)])
+    return changed
+
+
+def _other_question(question: Question, questions: Mapping[str, Sequence[Question]], draws: Draws) -> Question:
+    """Draw a question about something else, half of the time of the same category, where the answers are most alike."""
+    category = question.category if draws.chance(0.5) else draws.pick(tuple(questions))
+    for _ in range(TRIES):
+        other = draws.pick(questions[category])
+        if other.subject != question.subject:
+            return other
+    return question

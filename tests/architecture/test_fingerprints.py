@@ -66,7 +66,7 @@ def test_a_comment_anywhere_makes_nothing_stale(copy: Path, before: dict[str, st
         ("training/sft.py", (), {"sft"}),
         ("stages/validate.py", (), {"validate"}),
         ("world/gold.py", (), {"collect", "evaluate"}),
-        ("tracking/run_records.py", (), set()),
+        ("tracking/stage_run.py", (), set()),
         ("memory/estimate.py", (), set()),
     ],
 )

@@ -57,7 +57,7 @@ FLOWS_MAY_ALSO_USE = {
     },
     "flows.commands.text": {"data.text"},
     "flows.commands.registry_output": {"data.token_folder"},
-    "flows.commands.doctor": {"runtime.openblas", "models.starting.starting_model.open_starting_model"},
+    "flows.commands.doctor": {"runtime.machine", "models.starting.starting_model.open_starting_model"},
     "flows.commands.serve": {"serving", "stages.runtime.threads.limit_threads_of"},
     "flows.registry.stored_models": {"serving.policy_source"},
     "flows.pipeline.data_watch": {
@@ -74,11 +74,11 @@ FLOWS_MAY_ALSO_USE = {
         "tracking.delivery.deliver_waiting",
         "tracking.stage_run.origin_tags",
         "tracking.stage_run.record_folder",
-        "tracking.courier",
-        "tracking.client_settings",
+        "tracking.delivery",
+        "tracking.stage_run",
     },
     "flows.dvc_repo.inputs": {"data.collection.sources.collected_paths"},
-    "flows.commands.status": {"tracking.client_settings", "tracking.journal.waiting_records"},
+    "flows.commands.status": {"tracking.stage_run", "tracking.journal.waiting_records"},
     "flows.registry.match": {
         "evaluation.judges.final.JUDGE",
         "evaluation.promotion.criteria.Criterion",

@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from rlhf_core.chat.session import HELP, ChatSession, ReplyStream, converse, one_line
+from rlhf_core.chat.session import HELP, ChatSession, ReplyStream, converse, one_line, prompts_to_try
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.prompts_to_try import prompts_to_try
 from rlhf_core.data.schema import Message, Prompt, write_rows
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.starting.base import train_tokenizer

@@ -12,7 +12,7 @@ import pytest
 import threadpoolctl
 
 from flows.commands import doctor as machine
-from rlhf_core.runtime import openblas
+from rlhf_core.runtime import machine as openblas
 
 FLAGS = "fpu sse4_2 avx2 avx512f avx512cd avx512bw avx512dq avx512vl avx512_bf16"
 AVX512_HERE = openblas.CPUINFO.exists() and "avx512vl" in openblas.CPUINFO.read_text()
@@ -81,7 +81,7 @@ def test_another_copy_of_openblas_is_not_taken_for_that_of_numpy(monkeypatch: py
 @pytest.mark.parametrize("named", ["Haswell", "SkylakeX"])
 def test_kernels_are_those_that_openblas_took(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENBLAS_CORETYPE", named)
-    code = "from rlhf_core.runtime.openblas import numpy_kernels; print(numpy_kernels())"
+    code = "from rlhf_core.runtime.machine import numpy_kernels; print(numpy_kernels())"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == named
 
 

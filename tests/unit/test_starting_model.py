@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import rebase_sources
-from rlhf_core.fingerprint.starting_model import FILE, tokenizer_patterns, write_starting_model
+from rlhf_core.fingerprint.sources import FILE, tokenizer_patterns, write_starting_model
 
 
 def recorded(workspace: Path, source: str) -> str:

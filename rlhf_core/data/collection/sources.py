@@ -24,8 +24,7 @@ from rlhf_core.data.tables import table_slices
 from rlhf_core.errors import DataError, first_line
 from rlhf_core.storage.file_patterns import expand, is_url, spelled
 from rlhf_core.storage.files import sha256_file
-from rlhf_core.storage.remote_files import expand_url, local_copy, local_path
-from rlhf_core.storage.url_credentials import require_no_credentials
+from rlhf_core.storage.remote_files import expand_url, local_copy, local_path, require_no_credentials
 
 PREFIX = "hub:"
 HUB_ID = re.compile(

@@ -17,8 +17,7 @@ from rlhf_core.config.model import Strict
 from rlhf_core.data.schema import Message
 from rlhf_core.data.text import split_words
 from rlhf_core.errors import DataError
-from rlhf_core.runtime.time_limit import TimeLimitExceeded, time_limit
-from rlhf_core.runtime.user_function import describe_failure
+from rlhf_core.runtime.user_function import TimeLimitExceeded, describe_failure, time_limit
 
 CheckFunction = Callable[[list[dict[str, str]], str], object]
 

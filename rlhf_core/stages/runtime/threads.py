@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import ComputeConfig
-from rlhf_core.runtime.cores import available_cores
+from rlhf_core.runtime.machine import available_cores
 
 logger = logging.getLogger(__name__)
 

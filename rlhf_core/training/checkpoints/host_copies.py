@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlhf_core.runtime import host_memory
+from rlhf_core.runtime import machine as host_memory
 from rlhf_core.training.checkpoints.checkpoint import Piece
 
 # What other processes may take meanwhile, as a share of the memory that is available.

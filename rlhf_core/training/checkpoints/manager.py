@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 
 from rlhf_core.errors import CheckpointError, RlhfError
 from rlhf_core.runtime import distributed
-from rlhf_core.runtime.host_memory import forget_peak
+from rlhf_core.runtime.machine import forget_peak
 from rlhf_core.storage.files import fsync_path, sha256_file
 from rlhf_core.training.checkpoints import checkpoint
 from rlhf_core.training.checkpoints.checkpoint import BUILDING, MANIFEST, META, Checkpoint, Piece, write_pieces

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.chat.session import ReplyStream
+from rlhf_core.chat.session import ReplyStream, prompts_to_try
 from rlhf_core.data import text as stats
 from rlhf_core.data.encoding import decode_reply, encode_dialogue
-from rlhf_core.data.prompts_to_try import prompts_to_try
 from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt, write_rows
 from rlhf_core.data.text import is_refusal, language_shares, language_tag
 from rlhf_core.data.token_tables import TokenTable

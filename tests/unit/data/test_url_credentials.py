@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 from rlhf_core.cli import app
 from rlhf_core.config.data import CollectConfig, ValidateConfig
 from rlhf_core.errors import DataError
-from rlhf_core.storage.remote_files import expand_url, local_copy
-from rlhf_core.storage.url_credentials import carries_credentials
+from rlhf_core.storage.remote_files import carries_credentials, expand_url, local_copy
 
 SECRET = "hunter2"
 WITH_SECRET = (

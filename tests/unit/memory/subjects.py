@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.memory_phases import Subject
 from rlhf_core.config.loading import Params, check_params
 from rlhf_core.memory.architecture import Architecture, starting_architecture
-from rlhf_core.memory.inputs import EstimateInputs
+from rlhf_core.memory.estimate import EstimateInputs
 from rlhf_core.memory.sequence_lengths import lengths_from_limits
 
 

@@ -9,9 +9,8 @@ import pytest
 from unit.memory import subjects
 
 from rlhf_core.memory.advice import AdviceStep, MemoryAdvice, advise
-from rlhf_core.memory.estimate import MemoryEstimate
-from rlhf_core.memory.inputs import EstimateInputs
-from rlhf_core.memory.report import estimate_json, estimate_text, refusal_line
+from rlhf_core.memory.command import estimate_json, estimate_text, refusal_line
+from rlhf_core.memory.estimate import EstimateInputs, MemoryEstimate
 from rlhf_core.memory.stages import estimate_memory
 
 TRAINED = ("sft", "reward", "referee", "judge", "critic", "ppo")

@@ -18,9 +18,17 @@ from rlhf_core.cli import app
 from rlhf_core.config.loading import recipe_folder
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 from rlhf_core.memory import command
-from rlhf_core.memory.command import MemoryExceeded, PlanOptions, PlanRequest, check, estimate_of
+from rlhf_core.memory.command import (
+    MemoryExceeded,
+    PlanOptions,
+    PlanRequest,
+    check,
+    estimate_json,
+    estimate_of,
+    estimate_text,
+    gib,
+)
 from rlhf_core.memory.estimate import BFLOAT16_ALLOWANCE, PROCESS_BASE
-from rlhf_core.memory.report import estimate_json, estimate_text, gib
 from rlhf_core.memory.sequence_lengths import LongestSequences, SequenceLengths
 
 ROOT = recipe_folder()

@@ -12,9 +12,8 @@ from unit.memory import subjects
 from rlhf_core.config.loading import check_params
 from rlhf_core.errors import ConfigError
 from rlhf_core.memory.command import PlanOptions
-from rlhf_core.memory.dry_run import ModelSize, ModelVariant, model_size
-from rlhf_core.memory.estimate import StageEstimate
-from rlhf_core.memory.inputs import ModelRole
+from rlhf_core.memory.dry_run import MemoryUse, ModelSize, ModelVariant, model_size
+from rlhf_core.memory.estimate import ModelRole, StageEstimate
 from rlhf_core.memory.sharding import (
     GIB,
     DeviceBudget,
@@ -25,7 +24,6 @@ from rlhf_core.memory.sharding import (
     trained_footprint,
 )
 from rlhf_core.memory.stages import estimate_memory, estimate_stage, planned_stages
-from rlhf_core.memory.tensor_memory import MemoryUse
 
 PARAMETERS = 7_500_000_000  # the example of the ZeRO paper, figure 1, on 64 GPUs
 SIZE = ModelSize(

@@ -8,8 +8,8 @@ import pytest
 
 from rlhf_core.config.loading import recipe_folder
 from rlhf_core.memory.command import PlanRequest, estimate_of
+from rlhf_core.memory.dry_run import MemoryUse
 from rlhf_core.memory.estimate import StageEstimate
-from rlhf_core.memory.tensor_memory import MemoryUse
 
 HIDDEN, FEED_FORWARD, LAYERS, HEADS, KEYS, VOCABULARY = 576, 1536, 30, 9, 192, 49152
 PROMPT, REPLY, TEXT, RANK, ADAPTED = 539, 96, 2413, 16, 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlhf_core.memory.tensor_memory import MemoryUse, TensorMemory, largest
+from rlhf_core.memory.dry_run import MemoryUse, TensorMemory, largest
 
 MEBI = 1 << 20
 

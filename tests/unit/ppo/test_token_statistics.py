@@ -14,7 +14,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from unit.ppo.tiny import PAD, Tiny, accumulate_gradients, collect, make_config, make_learner, make_tiny
 
 from rlhf_core.config.model import LoraConfig
-from rlhf_core.memory.tensor_memory import TensorMemory
+from rlhf_core.memory.dry_run import TensorMemory
 from rlhf_core.models.adapters.lora import WithoutAdapters, add_adapters
 from rlhf_core.models.float32_head import float32_linear
 from rlhf_core.models.lazy_logits import LazyLogits, chunk_count

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf_core.runtime import host_memory
-from rlhf_core.runtime.host_memory import VERSION_1, VERSION_2
+from rlhf_core.runtime import machine as host_memory
+from rlhf_core.runtime.machine import VERSION_1, VERSION_2
 
 MIB = 2**20
 
@@ -99,7 +99,7 @@ def test_ranks_of_a_machine_share(monkeypatch: pytest.MonkeyPatch, ranks: dict[s
 @pytest.mark.skipif(not host_memory.STATUS.exists(), reason="only Linux tells the peak of a process")
 def test_memory_that_was_given_back_is_part_of_the_peak_until_that_is_forgotten() -> None:
     program = (
-        "from rlhf_core.runtime.host_memory import forget_peak, peak_above_now\n"
+        "from rlhf_core.runtime.machine import forget_peak, peak_above_now\n"
         "before = peak_above_now()\n"
         "block = bytearray(200 * 2**20)\n"
         "held = peak_above_now()\n"

@@ -18,11 +18,9 @@ from requests import HTTPError, Response
 from unit.tracking.fake_mlflow import AWAY, URI, Clock, Server
 
 from rlhf_core.runtime.preemption import StopNow
-from rlhf_core.tracking.courier import DEFERRED_VARIABLE, Courier
-from rlhf_core.tracking.delivery import address, deliver_waiting
+from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, address, deliver_waiting
 from rlhf_core.tracking.journal import Journal, RunHeader, waiting_records
-from rlhf_core.tracking.run_records import JournalTracker
-from rlhf_core.tracking.stage_run import stage_tracker
+from rlhf_core.tracking.stage_run import JournalTracker, stage_tracker
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from unit.tracking.fake_mlflow import AWAY, URI, Clock, Server
 from rlhf_core.errors import ConfigError
 from rlhf_core.tracking.delivery import ServerAway, address, away_errors, deliver_waiting
 from rlhf_core.tracking.journal import Journal, JournalRecord, RunHeader, waiting_records
-from rlhf_core.tracking.run_records import JournalTracker
+from rlhf_core.tracking.stage_run import JournalTracker
 
 
 def new_tracker(server: Server, workspace: Path, clock: Clock | None = None) -> JournalTracker:

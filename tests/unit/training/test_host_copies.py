@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rlhf_core.runtime import host_memory
+from rlhf_core.runtime import machine as host_memory
 from rlhf_core.training.checkpoints import host_copies
 from rlhf_core.training.checkpoints.checkpoint import Piece
 from rlhf_core.training.checkpoints.host_copies import HostCopies

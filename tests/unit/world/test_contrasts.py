@@ -7,11 +7,8 @@ from collections import Counter
 import pytest
 
 from rlhf_core.world import gold
-from rlhf_core.world.contrasts import contrast_pair, corrupt
-from rlhf_core.world.grammar import Kind, parse_reply
-from rlhf_core.world.questions import Question, all_questions
-from rlhf_core.world.replies import Draft, right_core
-from rlhf_core.world.streams import Draws
+from rlhf_core.world.questions import Kind, Question, all_questions, parse_reply
+from rlhf_core.world.replies import Draft, Draws, contrast_pair, corrupt, right_core
 
 CATEGORIES = ("fact", "context", "howto", "harmful")
 BY_CATEGORY = {name: [q for q in all_questions() if q.category == name] for name in CATEGORIES}

@@ -11,11 +11,10 @@ import pytest
 
 from rlhf_core.errors import DataError
 from rlhf_core.world import corpus, gold
-from rlhf_core.world.annotators import AnnotatorConfig, preference_probability
-from rlhf_core.world.phrases import PREFIXES
+from rlhf_core.world.content import PREFIXES
+from rlhf_core.world.corpus import AnnotatorConfig, preference_probability
 from rlhf_core.world.questions import all_questions, content_of_group
-from rlhf_core.world.replies import MAX_WORDS, MODES, draw_draft
-from rlhf_core.world.streams import Draws
+from rlhf_core.world.replies import MAX_WORDS, MODES, Draws, draw_draft
 
 Row = dict[str, Any]
 MAKERS = [corpus.demonstrations, corpus.preferences, corpus.pretrain]

@@ -9,13 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.errors import DataError
-from rlhf_core.world import gold, phrases
-from rlhf_core.world.facts import statements
-from rlhf_core.world.grammar import parse_reply
-from rlhf_core.world.questions import all_questions
-from rlhf_core.world.replies import draw_reply
-from rlhf_core.world.streams import Draws
-from rlhf_core.world.tasks import HARMFUL_STEPS, RECIPES, REQUESTS
+from rlhf_core.world import content as phrases
+from rlhf_core.world import gold
+from rlhf_core.world.content import HARMFUL_STEPS, RECIPES, REQUESTS, statements
+from rlhf_core.world.questions import all_questions, parse_reply
+from rlhf_core.world.replies import Draws, draw_reply
 
 FACT = "what is the color of the lamp?"
 CONTEXT = "tom has a ball in the garden. where is the ball?"

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from rlhf_core.world import phrases
-from rlhf_core.world.facts import VALUES, statements, stories, subjects, things
-from rlhf_core.world.grammar import Kind, is_world, normalise, parse_prompt, parse_reply
-from rlhf_core.world.phrases import PREFIXES
-from rlhf_core.world.questions import all_questions, prompt_table
-from rlhf_core.world.tasks import HARMFUL_STEPS, RECIPES, REQUESTS
+from rlhf_core.world import content as phrases
+from rlhf_core.world.content import (
+    HARMFUL_STEPS,
+    PREFIXES,
+    RECIPES,
+    REQUESTS,
+    VALUES,
+    statements,
+    stories,
+    subjects,
+    things,
+)
+from rlhf_core.world.questions import Kind, all_questions, is_world, normalise, parse_prompt, parse_reply, prompt_table
 
 
 def test_every_prompt_reads_back_as_its_question() -> None:

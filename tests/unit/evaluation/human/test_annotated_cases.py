@@ -16,8 +16,7 @@ from benchmarks.annotated_cases.results import ArmResult, add_result, load_resul
 from rlhf_core.evaluation.judges.human.import_answers import import_answers
 from rlhf_core.evaluation.judges.human.pairs import AnnotationPair, Candidate, blinded_export
 from rlhf_core.world import gold
-from rlhf_core.world.annotators import AnnotatorConfig
-from rlhf_core.world.corpus import preferences
+from rlhf_core.world.corpus import AnnotatorConfig, preferences
 
 POOL = [
     Candidate(row["prompt"], row["category"], row["rejected"], row["chosen"])

@@ -20,7 +20,7 @@ from rlhf_core.evaluation.verifiable.prompts import VerifiablePrompts
 from rlhf_core.evaluation.verifiable.requirements import Requirements, check_reply
 from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs
 from rlhf_core.gates import check
-from rlhf_core.runtime.time_limit import time_limit
+from rlhf_core.runtime.user_function import time_limit
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
