@@ -3,7 +3,7 @@
 A definition reaches what its names lead to (see ``names``), a class with all of its members, bases and annotations.
 Where names alone do not say enough, more is taken:
 
-- every statement that acts when a module is imported (see ``execution``) counts for whatever imports the module;
+- every statement that acts when a module is imported (see ``acts_on_import``) counts for whatever imports the module;
 - a function that calls ``globals``, ``eval`` or ``exec`` reaches all of its own module;
 - where ``__subclasses__`` is used, every derived class of the imported modules counts.
 

@@ -30,9 +30,6 @@ _NAMES = (
     "tracking.delivery",
     "tracking.journal",
     "tracking.stage_run",
-    "tracking.stage_run",
-    "tracking.stage_run",
-    "training.checkpoints.store",
     "training.checkpoints.store",
     "training.run_context",
 )
