@@ -28,7 +28,7 @@ FILE = re.compile(rf"(?<![\w/.~:*-])((?:[\w.-]+/)+[\w.-]+\.(?:{SUFFIXES}))(?![\w
 PACKAGE = re.compile(r"`((?:rlhf_core|flows|tests|infra|docs|benchmarks|profiles)/[\w./-]*/)`")
 # Pages say what could be: the change log names files that are gone, how-tos name files that a reader will write.
 GONE = {"CHANGELOG.md": {"ppo/objectives.py", "ppo/value.py"}}
-YOURS = {"CONTRIBUTING.md": {"rlhf_core/config/stages/diversity.py", "rlhf_core/stages/diversity.py"}}
+YOURS = {"CONTRIBUTING.md": {"rlhf_core/config/diversity.py", "rlhf_core/stages/diversity.py"}}
 EXAMPLE_STAGE = "diversity"  # of CONTRIBUTING.md
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
