@@ -593,7 +593,7 @@ def _put(document: Any, path: str, value: Any) -> None:
 
 def recipe_folder() -> Path:
     """The checkout's root where the package is used from one, else ``share/rlhf-pipeline`` of the installation."""
-    checkout = Path(__file__).resolve().parents[3]
+    checkout = Path(__file__).resolve().parents[2]
     installed = Path(sysconfig.get_path("data")) / "share" / "rlhf-pipeline"
     for folder in (checkout, installed):
         if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
