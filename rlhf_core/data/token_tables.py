@@ -171,13 +171,7 @@ def encode_file(tokenizer: PreTrainedTokenizerBase, kind: str, path: Path) -> It
 logger = logging.getLogger(__name__)
 
 STREAM = "tokens.arrow"
-CODE = (
-    "chat/encoding.py",
-    "chat/chat_template.py",
-    "chat/special_tokens.py",
-    "tokens/batch_encoding.py",
-    "tokens/token_table.py",
-)
+CODE = ("chat_template.py", "encoding.py", "token_tables.py")
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
 # Where a tokenizer was loaded from: no token depends on it.
 ORIGIN = ("name_or_path", "is_local", "local_files_only")
@@ -217,7 +211,7 @@ def read_tokens(folder: Path | None, path: Path, kind: str, tokenizer: PreTraine
 
 def contents(path: Path, kind: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """What the tokens of a file depend on."""
-    folder = Path(__file__).parents[1]
+    folder = Path(__file__).parent
     return {
         "kind": kind,
         "data": sha256_file(path),
