@@ -222,8 +222,10 @@ def benchmark(
     folder = model or workspace_root(workspace) / "models" / "reward"
     from rlhf_core.evaluation.benchmarks.reward_benchmark import as_text, read_benchmark, run_benchmark
     from rlhf_core.evaluation.judges.model import ModelJudge
+    from rlhf_core.models.foreign import require_openable
 
     rows = read_benchmark(file)
+    require_openable(folder)
     result = run_benchmark(ModelJudge.load(folder, "reward", batch_size), rows)
     if as_json:
         import json

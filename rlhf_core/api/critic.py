@@ -16,6 +16,7 @@ from rlhf_core.api.inputs import (
     checked_tokenizer,
     encode_prompts,
     evaluating,
+    require_loadable,
     require_type,
     reward_fn_of,
 )
@@ -113,6 +114,8 @@ def train_critic(
     score = reward.model if isinstance(reward, TrainedRewardModel) else reward
     start = init.model if isinstance(init, TrainedRewardModel) else init
     config = config or CriticConfig(optimizer=OptimizerConfig(lr=DEFAULT_LR, schedule="constant", warmup=0.0))
+    require_loadable(policy, "policy")
+    require_loadable(start, "init")
     seed_everything(config.seed)
     tokenizer = checked_tokenizer(tokenizer, policy)
     encoded = encode_prompts(prompts, tokenizer, policy, rollout.max_new_tokens)

@@ -21,6 +21,7 @@ from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainTe
 from rlhf_core.data.text.visible_text import has_visible_text
 from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.errors import ConfigError, DataError, ModelError
+from rlhf_core.models.computed_buffers import require_computed_buffers
 from rlhf_core.models.float32_head import float32_unembedding
 from rlhf_core.models.forward import embedding_weight
 from rlhf_core.models.heads.scalar import ScalarModel
@@ -55,16 +56,14 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
 
     Args:
         kind: The class of the rows.
-        records: Rows, or records such as those of a ``datasets.Dataset``.
+        records: Rows, or records such as those of a ``datasets.Dataset``; or a table, see :func:`records_of`.
         name: What messages call them.
 
     Raises:
         DataError: There are none, they are of no known format, or one of them is not of the format of the first, or
             prefers no reply.
     """
-    if isinstance(records, str | Mapping):
-        raise DataError(f"{name} is one {type(records).__name__}; give a list of records")
-    listed = list(records)
+    listed = records_of(records, name)
     if not listed:
         raise DataError(f"{name} is empty; at least one record is needed")
     rows = [record for record in listed if isinstance(record, kind)]
@@ -94,6 +93,67 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
     return rows
 
 
+def records_of(given: Any, name: str) -> list[Any]:
+    """The records of a list or another iterable of them, or of a table of pandas, Polars or PyArrow.
+
+    Missing values of a table are None. What has columns and would yield their names in place of rows is refused.
+
+    Raises:
+        DataError: ``given`` is one record, no iterable, or a table of another kind; or it holds something else than
+            strings and records.
+    """
+    kind = type(given).__name__
+    if isinstance(given, str | bytes):
+        raise DataError(f"{name} is one {kind}; give a list of records")
+    if isinstance(given, Mapping):
+        held = ", ".join(map(str, list(given)[:4]))
+        raise DataError(f"{name} is one {kind} (with {held}); give a list of records, such as the rows of one split")
+    listed: list[Any]
+    if hasattr(given, "to_pylist"):  # PyArrow's tables, batches and columns
+        listed = given.to_pylist()
+    elif hasattr(given, "to_dicts"):  # Polars' tables
+        listed = given.to_dicts()
+    elif hasattr(given, "to_dict") and hasattr(given, "iterrows"):  # pandas' and those that follow it
+        listed = [plain_values(row) for row in given.to_dict("records")]
+    elif hasattr(given, "tolist") and _field_names(given) is None:  # a column of pandas, an array of NumPy
+        listed = plain_values(given)
+    elif not isinstance(given, Iterable) or (_names_columns(given) and not isinstance(given, Sequence)):
+        raise DataError(f"{name} is a {kind}, which is no list of records; give its rows as a list of dicts")
+    else:
+        listed = list(given)
+    for number, record in enumerate(listed, start=1):
+        if not isinstance(record, str | Mapping | Demonstration | Preference | Prompt | PretrainText):
+            raise DataError(
+                f"{name}, record {number} is a {type(record).__name__}; give each as a dict, or as a string"
+            )
+    return listed
+
+
+def _names_columns(given: Any) -> bool:
+    """Whether ``given`` is a table or like a dict; a data set of the package datasets is, too, but yields rows."""
+    if type(given).__module__.partition(".")[0] == "datasets":
+        return False
+    return hasattr(given, "columns") or hasattr(given, "keys") or _field_names(given) is not None
+
+
+def _field_names(given: Any) -> tuple[str, ...] | None:
+    """The names of the fields of a structured array of NumPy; None for anything else."""
+    names: tuple[str, ...] | None = getattr(getattr(given, "dtype", None), "names", None)
+    return names
+
+
+def plain_values(value: Any) -> Any:
+    """A value of a table of pandas as JSON would have it: lists for arrays, and None for what is missing."""
+    if isinstance(value, Mapping):
+        return {key: plain_values(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):  # NumPy's arrays and numbers
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [plain_values(item) for item in value]
+    missing = (isinstance(value, float) and value != value) or type(value).__name__ in ("NAType", "NaTType")
+    return None if missing else value
+
+
 def _require_usable(row: Demonstration | Preference | Prompt | PretrainText, where: str) -> None:
     if isinstance(row, PretrainText):
         return
@@ -120,13 +180,13 @@ def held_out(rows: Sequence[Row], validation: Sequence[Row] | None, name: str) -
 
 
 def token_table(
-    given: Iterable[Any] | TokenTable, kind: type[Row], tokenizer: PreTrainedTokenizerBase
+    given: Iterable[Any] | TokenTable, kind: type[Row], tokenizer: PreTrainedTokenizerBase, name: str
 ) -> TokenTable | None:
     """Tokenise records of ``kind``, if there are any; a table is taken as it is."""
     if isinstance(given, TokenTable):
         return given
-    listed = given if isinstance(given, str | Mapping) else list(given)
-    return TokenTable.of_rows(tokenizer, kind.KIND, rows_of(kind, listed, kind.KIND)) if listed else None
+    listed = records_of(given, name)
+    return TokenTable.of_rows(tokenizer, kind.KIND, rows_of(kind, listed, name)) if listed else None
 
 
 def encode_prompts(
@@ -141,6 +201,13 @@ def encode_prompts(
     positions = fitting_length(sys.maxsize, policy)
     prompts.require_room(max_new_tokens, positions)
     return prompts
+
+
+def require_loadable(model: PreTrainedModel | ScalarModel | Path | None, name: str) -> None:
+    """Refuse a model in memory that no folder could hold as it is; ``ModelError`` says why."""
+    own = model.model if isinstance(model, ScalarModel) else model
+    if isinstance(own, PreTrainedModel):
+        require_computed_buffers(own, name)
 
 
 def checked_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | Path) -> PreTrainedTokenizerBase:

@@ -17,6 +17,8 @@ from rlhf_core.api.inputs import (
     checked_tokenizer,
     encode_prompts,
     evaluating,
+    records_of,
+    require_loadable,
     require_type,
     reward_fn_of,
     reward_folder,
@@ -144,15 +146,17 @@ def train_ppo(
         TrainingPaused: A health rule paused the run, or three steps in a row were not finite.
     """
     require_type(config, PpoConfig, "config")
+    require_loadable(model, "model")
+    require_loadable(base, "base")
     tokenizer = checked_tokenizer(tokenizer, model)
     tables = {
-        Demonstration.KIND: token_table(demonstrations, Demonstration, tokenizer),
-        PretrainText.KIND: token_table(pretrain, PretrainText, tokenizer),
+        Demonstration.KIND: token_table(demonstrations, Demonstration, tokenizer, "demonstrations"),
+        PretrainText.KIND: token_table(pretrain, PretrainText, tokenizer, "pretrain"),
     }
     texts = {kind: table for kind, table in tables.items() if table is not None}
     config = config or default_ppo_config(ptx=bool(texts))
     encoded = encode_prompts(prompts, tokenizer, model, config.max_new_tokens)
-    held_out = list(validation_prompts)
+    held_out = records_of(validation_prompts, "validation_prompts")
     judged = [row.prompt for row in rows_of(Prompt, held_out, "validation_prompts")] if held_out else []
     judged = judged[: config.selection.prompts]
     inputs = PpoInputs(

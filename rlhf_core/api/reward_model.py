@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.inputs import checked_tokenizer, held_out, require_type, rows_of
+from rlhf_core.api.inputs import checked_tokenizer, held_out, require_loadable, require_type, rows_of
 from rlhf_core.api.run_folder import run_context
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.stages.reward import PairBatchConfig, RewardConfig
@@ -78,6 +78,7 @@ def train_reward_model(
         TrainingPaused: Three steps in a row were not finite.
     """
     require_type(config, RewardConfig, "config")
+    require_loadable(model, "model")
     tokenizer = checked_tokenizer(tokenizer, model)
     if isinstance(preferences, Split):
         assert isinstance(validation, Split) and config is not None

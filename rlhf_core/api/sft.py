@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.inputs import checked_tokenizer, held_out, require_type, rows_of
+from rlhf_core.api.inputs import checked_tokenizer, held_out, require_loadable, require_type, rows_of
 from rlhf_core.api.run_folder import run_context
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.stages.sft import SftConfig
@@ -78,6 +78,7 @@ def train_sft(
         TrainingPaused: Three steps in a row were not finite.
     """
     require_type(config, SftConfig, "config")
+    require_loadable(model, "model")
     given = rows_of(Demonstration, demonstrations, "demonstrations")
     checks = rows_of(Demonstration, validation, "validation") if validation is not None else None
     train, checks = held_out(given, checks, "demonstrations")

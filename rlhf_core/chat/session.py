@@ -12,6 +12,7 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.chat.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
+from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.sampling.decoding.decoding_layers import decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms
@@ -43,6 +44,7 @@ class ChatSession:
         cls, folder: Path, sampling: SamplingConfig | None = None, seed: int = 0, system: str | None = None
     ) -> ChatSession:
         """Load a Hugging Face folder; ``ModelError`` when it is missing or incomplete."""
+        require_openable(folder)
         model, tokenizer = load_policy(folder)
         return cls(model, tokenizer, sampling or SamplingConfig(), seed, system)
 

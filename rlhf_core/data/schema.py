@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from rlhf_core.data.chunks import bytes_in_memory, chunked
 from rlhf_core.errors import DataError
+from rlhf_core.storage.files import permitted
 
 ROLES = ("system", "user", "assistant")
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -137,7 +138,7 @@ def write_table(path: Path, table: pa.Table) -> None:
         # A column of nested strings can be read only where a row group has less than 2 GiB of it.
         rows = table.num_rows * ROW_GROUP_BYTES // table.nbytes if table.nbytes > ROW_GROUP_BYTES else None
         pq.write_table(table, temporary, compression="zstd", row_group_size=rows if rows is None else max(rows, 1))
-        Path(temporary).chmod(0o644)
+        Path(temporary).chmod(permitted(0o644))
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

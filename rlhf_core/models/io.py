@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,6 +23,7 @@ from rlhf_core.models.attention import attention_of
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.forward import has_plain_head
 from rlhf_core.models.openblas_linear import use_openblas
+from rlhf_core.models.own_files import ADAPTER_CONFIG, SMALL_FILES, require_own_files
 from rlhf_core.runtime import distributed
 from rlhf_core.storage.files import atomic_dir, atomic_write_json
 
@@ -30,7 +31,6 @@ from rlhf_core.storage.files import atomic_dir, atomic_write_json
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-ADAPTER_CONFIG = "adapter_config.json"  # as the package peft names it
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 GENERATION_CONFIG = "generation_config.json"
 JSON_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors.index.json")
@@ -49,6 +49,7 @@ def check_folder(path: Path) -> None:
     require_no_adapter(path)
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json; {REPAIR}")
+    require_own_files(path)
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         others = sorted(file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")))
@@ -76,7 +77,7 @@ def _json_fault(file: Path) -> str:
     """What is wrong with a file that should hold a JSON object; empty where nothing is."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"its {file.name} is not valid JSON ({error})"
     return "" if isinstance(content, dict) else f"its {file.name} holds no JSON object"
 
@@ -131,6 +132,26 @@ def _cause(source: str | Path, error: Exception) -> str:
     return next(faults, missing or said)
 
 
+def hub_files(source: str, revision: str | None) -> Path | None:
+    """The folder in the cache with a hub id's small files, checked as a folder is; None where it cannot be had.
+
+    Raises:
+        ModelError: They name what lies outside of the folder, or another model.
+    """
+    try:
+        with quiet():
+            folder = Path(snapshot_download(source, revision=revision, allow_patterns=list(SMALL_FILES)))
+    except Exception:  # of several libraries; whoever loads the model says what is wrong
+        return None
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ModelError(
+            f"{source} holds an adapter ({ADAPTER_CONFIG}), which names the model to load; merge the two (peft's "
+            "merge_and_unload), and name the folder with the result"
+        )
+    require_own_files(folder)
+    return folder
+
+
 def require_room_for(tokenizer: PreTrainedTokenizerBase, entries: int, source: str | Path) -> None:
     """Raise ``ModelError`` where a tokenizer has more entries than the embedding of the model; fewer are common."""
     if len(tokenizer) > entries:
@@ -158,6 +179,8 @@ def load_model(
             random.
     """
     with reading(source):
+        if not is_local(source):
+            hub_files(str(source), revision)
         config = AutoConfig.from_pretrained(str(source), revision=revision, trust_remote_code=False)
         model, info = auto_class.from_pretrained(
             str(source),
@@ -257,7 +280,8 @@ def require_equal(path: Path, saved: Tensor, expected: Tensor) -> None:
     if saved.shape != expected.shape or not torch.allclose(saved.float(), expected.float(), atol=1e-5, rtol=1e-4):
         raise ModelError(
             f"the model saved at {path} does not compute the same as the trained one; "
-            "nothing was published: check free disk space and, for sharded training, how weights are gathered"
+            "nothing was published: config.json and the weights do not hold all that it computes with (such as a "
+            "module that was exchanged), a sharded engine gathered them otherwise, or the disk lost some of it"
         )
 
 

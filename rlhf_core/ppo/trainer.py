@@ -6,6 +6,7 @@ Critic pre-training goes the same way up to the advantages, so both share one lo
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class PhaseClock:
         self.seconds[f"seconds_{name}"] = time.perf_counter() - started
 
 
-class RolloutLoop:
+class RolloutLoop(ABC):
     """What PPO and critic pre-training share: the resumable loop, and the way from prompts to rewarded replies."""
 
     name: str  # sets random streams apart, and titles the progress
@@ -74,24 +75,25 @@ class RolloutLoop:
     seed: int
     total: int  # turns at most
 
-    def before_run(self) -> None:
-        """Called once, after the newest checkpoint was restored, if there is one."""
+    def needs_start(self) -> bool:
+        """Whether the state before the first turn is to be saved, for a rollback to go back to."""
+        return False
 
     def finished(self) -> bool:
         """Whether no further turn is to be made."""
         return self.done >= self.total
 
+    @abstractmethod
     def turn(self) -> dict[str, float]:
         """Make one turn of the loop and save the state where that is due; returns what the progress shows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def meta(self) -> dict[str, Any]:
         """What a checkpoint must say beside weights, optimisers and generators, as JSON with finite numbers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Undo :meth:`meta`."""
-        raise NotImplementedError
 
     def run(self) -> None:
         """Go to the last turn, resuming where an earlier process stopped.
@@ -105,7 +107,8 @@ class RolloutLoop:
         self.restore()
         preemption, manager = self.context.preemption, self.checkpoints.manager
         with manager, progress(self.total, self.name) as bar, preemption.deferred():
-            self.before_run()
+            if self.needs_start():
+                self.save()
             if self.done:
                 bar.advance(self.done)
             while not (preempted := preemption.requested()) and not self.finished():
@@ -222,10 +225,9 @@ class Trainer(RolloutLoop):
         )
         self.done = 0
 
-    def before_run(self) -> None:
-        """Save the start of a run that may be rolled back."""
-        if self.health is not None and self.health.needs_start(self.checkpoints):
-            self.save()
+    def needs_start(self) -> bool:
+        """Whether a health rule may roll back to the start, which is not saved yet."""
+        return self.health is not None and self.health.needs_start(self.checkpoints)
 
     def turn(self) -> dict[str, float]:
         """Make one iteration."""

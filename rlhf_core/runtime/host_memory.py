@@ -67,6 +67,15 @@ def peak_above_now() -> int:
     return max(0, int(sizes.get("VmHWM", "0")) - int(sizes.get("VmRSS", "0"))) * 1024
 
 
+def data_size() -> int | None:
+    """Bytes that count towards a limit of this process's data (RLIMIT_DATA); None where the system does not tell."""
+    try:
+        found = re.search(r"^VmData:\s+(\d+) kB$", STATUS.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
 def forget_peak() -> None:
     """Have :func:`peak_above_now` count from now on, where the system allows that."""
     with contextlib.suppress(OSError):

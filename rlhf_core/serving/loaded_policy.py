@@ -16,6 +16,7 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.chat.chat_template import reply_format
 from rlhf_core.data.chat.encoding import encode_prompt
 from rlhf_core.data.schema import Message
+from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.decoding.decoding_layers import decoding_layers
@@ -83,8 +84,9 @@ class LoadedPolicy:
         Its weights are in memory of this process: what happens to the files afterwards changes no reply.
 
         Raises:
-            ModelError: The folder is missing, incomplete or damaged.
+            ModelError: The folder is missing, incomplete or damaged, or opening it ends at a limit.
         """
+        require_openable(files.folder)
         model, tokenizer = load_policy(files.folder)
         module: nn.Module = model
         module.to(distributed.device())

@@ -15,6 +15,7 @@ from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainTe
 from rlhf_core.data.splits import PairUser
 from rlhf_core.errors import ModelError
 from rlhf_core.fingerprint import starting_model
+from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.hub_model import find_hub_model
 from rlhf_core.models.io import is_local
 from rlhf_core.models.precision import weights_precision
@@ -45,11 +46,12 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
         model: PreTrainedModel = new_model(config, tokenizer, derive_seed(config.seed, "base", "weights"))
     else:
         source, dtype = _source(config.source), getattr(torch, weights_precision(config.dtype))
+        if not is_local(source) and not is_gguf(source):
+            find_hub_model(source, config.revision)
+        require_openable(source, config.revision)
         if is_gguf(source):
             model, tokenizer = load_gguf(Path(source), dtype)
         else:
-            if not is_local(source):
-                find_hub_model(source, config.revision)
             require_trainable(source, config.revision)
             model, tokenizer = load_policy(source, dtype, config.revision)
         require_finite_weights(model, source)

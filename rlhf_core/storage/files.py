@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +16,16 @@ from types import TracebackType
 from typing import IO, Any
 
 from rlhf_core.errors import DataError, RlhfError
+
+
+def permitted(mode: int) -> int:
+    """``mode`` without what this process's umask takes away: temporary files begin private, and end as others do."""
+    try:
+        found = re.search(r"^Umask:\s+(\d+)$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    # Elsewhere than on Linux it can only be asked for by setting it, which other threads would see.
+    return mode & ~int(found[1], 8) if found else mode
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -30,7 +41,7 @@ def atomic_write_text(path: Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, permitted(0o644))
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -68,7 +79,7 @@ def atomic_dir(path: Path) -> Iterator[Path]:
         raise RlhfError(f"cannot write {path}: {error.strerror}; make the folder writable or choose another") from error
     try:
         yield temporary
-        temporary.chmod(0o755)
+        temporary.chmod(permitted(0o755))
         _replace_dir(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -48,3 +49,9 @@ def test_an_experiment_is_run_shown_and_compared(repository: Path) -> None:
     for title in ("SFT loss", "Accuracy of reward model, referee and judge", "PPO reward", "PPO KL from SFT"):
         assert title in page
     assert output("git", "status", "--porcelain", cwd=repository).split() == ["M", "dvc.lock", "M", "params.yaml"]
+
+
+def test_an_experiment_in_a_folder_of_its_own_finds_what_the_workspace_has_done(repository: Path) -> None:
+    ran = output("dvc", "exp", "run", "--temp", "--name", "third", "-S", "report.title=Third", cwd=repository)
+    assert re.findall(r"Running stage '([\w-]+)'", ran) == ["report"]
+    assert "third" in output("dvc", "exp", "list", cwd=repository)

@@ -6,7 +6,18 @@ import json
 import os
 from pathlib import Path
 
-from rlhf_core.storage.files import LockFile, atomic_write_lines, flatten, split_json_lines
+import pyarrow as pa
+import pytest
+
+from rlhf_core.data.schema import write_table
+from rlhf_core.storage.files import (
+    LockFile,
+    atomic_dir,
+    atomic_write_json,
+    atomic_write_lines,
+    flatten,
+    split_json_lines,
+)
 
 
 def test_a_lock_excludes_others_until_it_is_closed(tmp_path: Path) -> None:
@@ -45,3 +56,19 @@ def test_separators_of_unicode_end_no_json_line(tmp_path: Path) -> None:
     atomic_write_lines(tmp_path / "x.jsonl", rows)
     assert [json.loads(line) for line in split_json_lines((tmp_path / "x.jsonl").read_text())] == rows
     assert split_json_lines("") == [] and split_json_lines('{"cut": ') == ['{"cut": ']
+
+
+@pytest.mark.parametrize(("umask", "file", "folder"), [(0o077, 0o600, 0o700), (0o027, 0o640, 0o750), (0, 0o644, 0o755)])
+def test_what_is_written_is_as_private_as_the_umask_asks_for(
+    umask: int, file: int, folder: int, tmp_path: Path
+) -> None:
+    before = os.umask(umask)
+    try:
+        atomic_write_json(tmp_path / "a.json", {})
+        write_table(tmp_path / "a.parquet", pa.table({"a": [1]}))
+        with atomic_dir(tmp_path / "folder"):
+            pass
+    finally:
+        os.umask(before)
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("a.json", "a.parquet", "folder")]
+    assert modes == [file, file, folder]

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from flows.registry.governance.identity import actor
 from rlhf_core.evaluation.promotion.criteria import Criterion
-from rlhf_core.storage.files import read_json
+from rlhf_core.storage.files import permitted, read_json
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -146,7 +146,7 @@ def write_decision(workspace: Path, decision: Mapping[str, Any], decision_id: st
             stream.write(json.dumps(decision, indent=2, sort_keys=True) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o444)
+        os.chmod(temporary, permitted(0o444))
         os.rename(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)

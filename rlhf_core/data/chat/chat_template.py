@@ -28,7 +28,8 @@ SYSTEM_TURN, SEVERAL_TURNS, REASONING_BEFORE = "a system turn", "several turns",
 EXCERPT = 60
 _LITERAL = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")
 # What code in a template may raise: its own refusals, and Python's errors of what it does with the turns.
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+PYTHON_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError)
+TEMPLATE_ERRORS = (TemplateError, *PYTHON_ERRORS)
 # The day that templates write which ask for today's (Llama 3.2): the one that Llama's own fall back to. With the
 # clock's, the same dialogue would be other tokens tomorrow, in a resumed run and beside results of today.
 TODAY = datetime(2024, 7, 26)

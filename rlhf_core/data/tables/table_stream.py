@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from rlhf_core.data.chunks import CHUNK_BYTES, rows_within, table_slices
 from rlhf_core.errors import DataError
+from rlhf_core.storage.files import permitted
 
 # A row group is written when so many rows or bytes wait for it.
 ROW_GROUP_ROWS = 65_536
@@ -70,7 +71,7 @@ class TableWriter:
                 self._write_group()
             self._parquet.close()
             if error is None:
-                self._temporary.chmod(0o644)
+                self._temporary.chmod(permitted(0o644))
                 self._temporary.replace(self.path)
         finally:
             self._temporary.unlink(missing_ok=True)

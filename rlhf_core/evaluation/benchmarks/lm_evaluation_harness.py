@@ -19,6 +19,7 @@ from rich.table import Table
 
 from rlhf_core.errors import ConfigError, DataError, RlhfError, named_line
 from rlhf_core.evaluation.figures.format_number import format_number
+from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.starting.base import load_policy
 
 MISSING = "lm-eval is not installed: pip install 'rlhf-pipeline[lm-eval]'"
@@ -92,6 +93,7 @@ def _evaluate(folder: Path, options: TaskOptions, manager: Any) -> dict[str, Any
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
+    require_openable(folder)
     model, tokenizer = load_policy(folder)
     language_model = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=options.batch_size, trust_remote_code=False)
     try:

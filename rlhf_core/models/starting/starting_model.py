@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from rlhf_core.data.chat.chat_template import bos_expression, reply_format
 from rlhf_core.errors import DataError, ModelError
+from rlhf_core.models.attention import attention_of
+from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.forward import embedding_weight
 from rlhf_core.models.hub_model import find_hub_model
 from rlhf_core.models.io import REPAIR, is_local, reading, require_room_for
@@ -56,9 +58,11 @@ def open_starting_model(workspace: Path, source: str, revision: str | None = Non
     """
     path = workspace / Path(source).expanduser()
     if not path.exists() and not is_local(source):
+        # Nothing is downloaded here; the base stage opens it under limits.
         return OpenedModel(f"a hub id, {find_hub_model(source, revision)}")
     if not path.exists():
         raise ModelError(f"base.source {source} does not exist; give a folder, a .gguf file, a hub id, or scratch")
+    require_openable(path)
     tokenizer = open_gguf(path) if is_gguf(path) else open_model_folder(path)
     has_template = bool(tokenizer.chat_template)
     prepare_tokenizer(tokenizer, source)
@@ -95,7 +99,8 @@ def open_model_folder(folder: Path) -> PreTrainedTokenizerBase:
     tokenizer = load_tokenizer(folder)
     with reading(folder), torch.device("meta"):
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        attention = attention_of(AutoModelForCausalLM, config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation=attention)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in sorted(expected.keys() & stored.keys()):
         if stored[name].shape != expected[name]:

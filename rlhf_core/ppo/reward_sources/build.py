@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo.reward_sources import (
     OWN_MODEL,
@@ -24,6 +24,7 @@ from rlhf_core.config.ppo.reward_sources import (
 from rlhf_core.data.chat.encoding import encode_dialogue, encode_reply, left_pad, pad_id, right_pad
 from rlhf_core.data.schema import Demonstration, Message, read_rows
 from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.io import is_local
 from rlhf_core.models.starting.base import load_tokenizer
@@ -154,6 +155,7 @@ def _reward_model(path: str, who: str, context: SourceContext) -> ScalarModel:
     folder = _folder(path, context.workspace)
     if not _is_own(path, context):
         _refuse_own(folder, who, context.workspace)
+        require_openable(folder, auto_class=AutoModelForSequenceClassification)
     model = ScalarModel.load(folder)
     if not _is_own(path, context):
         require_same_tokens(folder, context.tokenizer)

@@ -21,6 +21,7 @@ from rlhf_core.data.chat.chat_template import encode_rendered
 from rlhf_core.data.chat.special_tokens import special_tokens
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError, first_line
+from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.io import load_model, reading
 from rlhf_core.ppo.reward_sources.source import Replies, checked_rewards
 
@@ -133,6 +134,7 @@ def load_classifier(source: str | Path, config: ClassifierSource, device: torch.
     Raises:
         ModelError: It cannot be loaded.
     """
+    require_openable(source, config.revision, AutoModelForSequenceClassification)
     model: Any = load_model(AutoModelForSequenceClassification, source, None, config.revision)
     with reading(source):
         tokenizer = AutoTokenizer.from_pretrained(

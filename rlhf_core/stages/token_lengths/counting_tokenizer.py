@@ -33,12 +33,14 @@ def load_counting_tokenizer(source: str, base: Path) -> PreTrainedTokenizerBase:
             f"{source}: {HUB_PREFIX} is for data sets; name the tokenizer as {source.removeprefix(HUB_PREFIX)}"
         )
     # Imported here: these load torch and transformers, which takes seconds and is for nothing without a tokenizer.
+    from rlhf_core.models.foreign import require_openable
     from rlhf_core.models.io import is_local
     from rlhf_core.models.starting.gguf import is_gguf, load_gguf_tokenizer
     from rlhf_core.models.starting.starting_model import prepare_tokenizer
 
     if not path.exists() and (is_local(source) or is_gguf(source)):
         raise ModelError(f"the tokenizer {source} does not exist; {WANTED}")
+    require_openable(path if path.exists() else source)
     if path.is_dir():
         tokenizer = _load_folder(path, source)
     else:

@@ -1,0 +1,95 @@
+"""What the files of a model folder name or link to: nothing outside of the folder, and no code from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import Any
+
+from rlhf_core.errors import ModelError
+
+CONFIGS = ("config*.json", "params.json")  # the library may take config.VERSION.json, and Mistral's own form
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*")
+SHARD, INDEXES = ".safetensors", "*.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"  # as the package peft names it
+ATTENTION = frozenset({"attn_implementation", "_attn_implementation", "_attn_implementation_internal"})
+# Where a link may lead to out of the folder: a store that names its files by their content.
+DVC_CACHE = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$")
+
+
+def require_own_files(folder: Path) -> None:
+    """Refuse a folder whose files name, or link to, what lies outside of it.
+
+    Raises:
+        ModelError: A file that would be read is a link out of the folder, or no plain file; an index names a shard
+            that is no safetensors file of the folder; a configuration names attention that would be fetched.
+    """
+    _require_no_way_out(folder)
+    for index in sorted(folder.glob(INDEXES)):
+        for name in _shards(_json(index)):
+            if not isinstance(name, str) or PurePath(name).name != name or not name.endswith(SHARD):
+                raise ModelError(
+                    f"{folder}: its {index.name} names {name!r}; a shard is a {SHARD} file in the folder itself"
+                )
+    for pattern in CONFIGS:
+        for file in sorted(folder.glob(pattern)):
+            _require_known_attention(file)
+
+
+def _require_no_way_out(folder: Path) -> None:
+    home = folder.resolve()
+    # A snapshot of the hub's cache is links to its blobs.
+    roots = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    for pattern in (*SMALL_FILES, f"*{SHARD}"):
+        for file in sorted(folder.glob(pattern)):
+            target = file.resolve()
+            if not target.exists():
+                continue  # loading says what is missing
+            inside = any(target.is_relative_to(root) for root in roots) or DVC_CACHE.search(target.as_posix())
+            if not inside:
+                raise ModelError(
+                    f"{folder}: its {file.name} is a link to {target}, outside of the folder; put the file itself there"
+                )
+            if not stat.S_ISREG(target.stat().st_mode) and not target.is_dir():
+                raise ModelError(f"{folder}: its {file.name} is no plain file; put one there")
+
+
+def _json(file: Path) -> Any:
+    """The content of a JSON file; None where it is damaged, which loading says."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError):
+        return None
+
+
+def _shards(index: Any) -> list[Any]:
+    shards = index.get("weight_map") if isinstance(index, dict) else None
+    return list(shards.values()) if isinstance(shards, dict) else []
+
+
+def _require_known_attention(file: Path) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = {"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
+    for name in _attention_names(_json(file)):
+        if name.removeprefix("paged|") not in known:
+            raise ModelError(
+                f"{file.parent}: its {file.name} asks for the attention {name!r}, which is not part of transformers "
+                "and would be fetched from elsewhere; take attn_implementation out of it"
+            )
+
+
+def _attention_names(config: Any) -> Iterator[str]:
+    """All texts under keys that name the attention of a model or of one of its parts."""
+    left = [(config, False)]
+    while left:
+        value, named = left.pop()
+        if isinstance(value, dict):
+            left += [(item, named or key in ATTENTION) for key, item in value.items()]
+        elif isinstance(value, list):
+            left += [(item, named) for item in value]
+        elif named and isinstance(value, str):
+            yield value

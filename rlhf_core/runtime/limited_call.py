@@ -1,0 +1,107 @@
+"""A call tried in a child process under limits of time and memory, where what it does to itself does no harm."""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import os
+import resource
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from rlhf_core.runtime.host_memory import data_size
+
+OUT_OF_MEMORY = 3
+POLL_SECONDS = (0.002, 0.05)
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class CallLimits:
+    """What a call may take.
+
+    Attributes:
+        cpu_seconds: Time of one processor; waiting for a disk or a network costs none.
+        seconds: Time by the clock, for what waits without end.
+        memory: Bytes beyond those that this process holds.
+    """
+
+    cpu_seconds: int = 60
+    seconds: float = 600.0
+    memory: int = 4 * GIB
+
+
+def limit_reached(call: Callable[[], object], limits: CallLimits) -> str | None:
+    """Try ``call`` in a child process, and say which limit ended it; None where it returned or raised an error.
+
+    The child is a fork, so that nothing is imported anew: the call should start no thread and use no GPU.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads; the child uses none
+        child = os.fork()
+    if child == 0:
+        _run_and_exit(call, limits)
+    deadline, pause = time.monotonic() + limits.seconds, POLL_SECONDS[0]
+    status: int | None = None
+    try:
+        while status is None and time.monotonic() < deadline:
+            ended, code = os.waitpid(child, os.WNOHANG)
+            status = code if ended else None
+            if status is None:
+                time.sleep(pause)
+                pause = min(2 * pause, POLL_SECONDS[1])
+    finally:
+        if status is None:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    if status is None:
+        return f"took more than {limits.seconds:.0f} s"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number in (signal.SIGXCPU, signal.SIGKILL):
+            return f"took more than {limits.cpu_seconds} s of a processor, or all memory"
+        return f"ended its process by {signal.Signals(number).name}, as for want of memory"
+    if os.WEXITSTATUS(status) == OUT_OF_MEMORY:
+        return f"took more than {limits.memory / GIB:.1f} GiB of memory"
+    return None
+
+
+def _run_and_exit(call: Callable[[], object], limits: CallLimits) -> None:
+    """The child: it says nothing, and ends without what the parent does at its own end."""
+    code = 0
+    try:
+        faulthandler.disable()  # it writes to a descriptor of its own
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(nothing, stream)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _lower(resource.RLIMIT_CPU, limits.cpu_seconds)
+        if (held := data_size()) is not None:
+            _lower(resource.RLIMIT_DATA, held + limits.memory)
+        call()
+    except BaseException as error:  # the parent meets it again, and names it
+        code = OUT_OF_MEMORY if any(map(_is_out_of_memory, _causes(error))) else 0
+    finally:
+        os._exit(code)
+
+
+def _lower(kind: int, value: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    wanted = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (wanted, hard))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    full = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return full or isinstance(error, MemoryError) or "allocate memory" in str(error)

@@ -1,0 +1,303 @@
+"""A model folder of somebody else's: it names nothing outside of itself, and opening it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from base_stage import run_base
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
+from transformers.utils import import_utils
+from unit.models.gguf_files import write_gguf
+from unit.training.tiny import SHAPE, text
+
+from flows.commands.checks import FAIL
+from flows.commands.checks.workspace import base_model_check
+from rlhf_core.chat.session import ChatSession
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.ppo.reward_sources import ClassifierSource
+from rlhf_core.errors import ModelError
+from rlhf_core.models import foreign
+from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.io import load_model, save_folder
+from rlhf_core.models.starting.base import load_policy, new_model, train_tokenizer
+from rlhf_core.ppo.reward_sources.classifier import load_classifier
+from rlhf_core.runtime.limited_call import GIB, CallLimits, limit_reached
+from rlhf_core.serving.loaded_policy import LoadedPolicy
+from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
+from rlhf_core.stages.token_lengths.counting_tokenizer import load_counting_tokenizer
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
+    folder = tmp_path_factory.mktemp("good") / "source"
+    save_folder(folder, new_model(SHAPE, tokenizer, seed=3).eval(), tokenizer)
+    return folder
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    """A copy of a good model, for the test to change."""
+    return Path(shutil.copytree(good, tmp_path / "source"))
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the library fetches through the package kernels, which stands here installed."""
+    asked: list[str] = []
+
+    def get_kernel(name: str, *_: Any, **__: Any) -> None:
+        asked.append(name)
+        raise RuntimeError("no network here")
+
+    kernels = types.ModuleType("kernels")
+    kernels.get_kernel = get_kernel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kernels", kernels)
+    monkeypatch.setattr(import_utils, "is_kernels_available", lambda *_: True)
+    return asked
+
+
+def edit(file: str, **values: object) -> Damage:
+    def damage(folder: Path) -> None:
+        path = folder / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return damage
+
+
+def of_a_version(folder: Path) -> None:
+    """Name the attention in a configuration that the library prefers to config.json."""
+    shutil.copy(folder / CONFIG, folder / "config.5.0.0.json")
+    edit("config.5.0.0.json", attn_implementation="owner/kernel")(folder)
+    edit(CONFIG, configuration_files=["config.5.0.0.json"])(folder)
+
+
+OTHERS: dict[str, Damage] = {
+    "a name": edit(CONFIG, attn_implementation="owner/kernel"),
+    "a name of the property": edit(CONFIG, _attn_implementation="owner/kernel"),
+    "a revision": edit(CONFIG, attn_implementation="owner/kernel@main:function"),
+    "paged": edit(CONFIG, attn_implementation="paged|owner/kernel"),
+    "by part": edit(CONFIG, attn_implementation={"": "sdpa", "text_config": "owner/kernel"}),
+    "a part": edit(CONFIG, text_config={"attn_implementation": "owner/kernel"}),
+    "a part of a part": edit(CONFIG, a={"b": [{"_attn_implementation": "owner/kernel"}]}),
+    "another name": edit(CONFIG, attn_implementation="my_attention"),
+    "of a version": lambda folder: of_a_version(folder),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_attention_of_elsewhere_is_refused_before_anything_is_fetched(
+    kind: str, folder: Path, fetched: list[str], tmp_path: Path
+) -> None:
+    OTHERS[kind](folder)
+    for call in (
+        lambda: run_base(folder, tmp_path),
+        lambda: load_policy(folder),
+        lambda: load_model(AutoModelForSequenceClassification, folder, None),
+        lambda: ScalarModel.from_causal_lm(folder, seed=0),
+    ):
+        with pytest.raises(ModelError, match=r"^[^\n]*asks for the attention [^\n]*$"):
+            call()
+    assert base_model_check(tmp_path, "source", None).level == FAIL and not fetched
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2", None])
+def test_attention_of_the_library_is_taken_and_nothing_is_fetched(
+    name: str | None, folder: Path, fetched: list[str], tmp_path: Path
+) -> None:
+    edit(CONFIG, attn_implementation=name)(folder)
+    run_base(folder, tmp_path)
+    assert (tmp_path / "base").is_dir() and not fetched
+
+
+def in_shards(folder: Path, second: object) -> None:
+    """Split the weights in two; the index calls the second part ``second``."""
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    first, rest = sorted(tensors)[:1], sorted(tensors)[1:]
+    save_file({name: tensors[name] for name in first}, folder / "a.safetensors", {"format": "pt"})
+    save_file({name: tensors[name] for name in rest}, folder / "b.safetensors", {"format": "pt"})
+    names = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(rest, second)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def elsewhere(folder: Path) -> Path:
+    """A readable safetensors file outside of the folder."""
+    other = folder.parent / "other"
+    other.mkdir(exist_ok=True)
+    shutil.copy(folder / "b.safetensors", other / "model.safetensors")
+    torch.save(load_file(folder / "b.safetensors"), folder / "evil.bin")
+    return other / "model.safetensors"
+
+
+SHARDS = ["evil.bin", "../other/model.safetensors", "./b.safetensors", "/ABSOLUTE", "sub/b.safetensors", "..", "", 3]
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_shard_that_is_no_plain_name_is_refused(name: object, folder: Path, tmp_path: Path) -> None:
+    in_shards(folder, name)
+    target = elsewhere(folder)
+    if name == "/ABSOLUTE":
+        in_index = json.loads((folder / INDEX).read_text())
+        in_index["weight_map"] = {key: str(target) for key in in_index["weight_map"]}
+        (folder / INDEX).write_text(json.dumps(in_index))
+    for call in (lambda: run_base(folder, tmp_path), lambda: load_policy(folder)):
+        with pytest.raises(ModelError, match=r"^[^\n]*a shard is a \.safetensors file in the folder itself$"):
+            call()
+
+
+def test_plain_shards_are_taken(folder: Path, tmp_path: Path) -> None:
+    in_shards(folder, "b.safetensors")
+    run_base(folder, tmp_path)
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, CONFIG, "tokenizer.json", "tokenizer_config.json", "extra.jinja"])
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_link_out_of_the_folder_is_refused(file: str, absolute: bool, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    target = tmp_path / "other" / file
+    shutil.move(folder / file, target) if (folder / file).exists() else target.write_text("{{ messages }}")
+    (folder / file).symlink_to(target if absolute else Path("../other") / file)
+    with pytest.raises(ModelError, match=r"^[^\n]*is a link to [^\n]* outside of the folder[^\n]*$"):
+        run_base(folder, tmp_path)
+
+
+def test_links_into_stores_of_contents_are_taken(good: Path, folder: Path, tmp_path: Path) -> None:
+    store = tmp_path / "hub" / "models--owner--name"
+    snapshot, blobs = store / "snapshots" / "0a1b", store / "blobs"
+    cache = tmp_path / "cache" / "files" / "md5" / "ab"
+    for made in (snapshot, blobs, cache):
+        made.mkdir(parents=True)
+    for number, file in enumerate(sorted(good.iterdir())):
+        shutil.copy(file, blobs / f"{number:064x}")
+        (snapshot / file.name).symlink_to(Path("../../blobs") / f"{number:064x}")
+    (tmp_path / "link").symlink_to(snapshot)
+    shutil.move(folder / WEIGHTS, cache / f"{7:030x}")
+    (folder / WEIGHTS).symlink_to(cache / f"{7:030x}")
+    (folder / "same.jinja").symlink_to("chat_template.jinja")
+    for source in (snapshot, tmp_path / "link", folder):
+        load_policy(source)
+
+
+def test_a_pipe_in_place_of_a_file_is_refused(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer_config.json").unlink()
+    os.mkfifo(folder / "tokenizer_config.json")
+    with pytest.raises(ModelError, match="is no plain file"):
+        run_base(folder, tmp_path)
+
+
+def normaliser(*steps: dict[str, object]) -> Damage:
+    def damage(folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        document = json.loads(path.read_text())
+        document["normalizer"] = {"type": "Sequence", "normalizers": list(steps)}
+        path.write_text(json.dumps(document))
+
+    return damage
+
+
+def template(source: str) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / "chat_template.jinja").write_text(source)
+
+    return damage
+
+
+def refusing_and_deep(folder: Path) -> None:
+    template("{{ raise_exception('no') }}")(folder)
+    edit(CONFIG, num_hidden_layers=2_000_000)(folder)
+
+
+DOUBLE: dict[str, object] = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+NESTED = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+ENDLESS: dict[str, Damage] = {
+    "a template that loops": template(NESTED),
+    "a template that loops on an answer": template(
+        "{% if messages|length > 1 %}" + NESTED + "{% endif %}{{ messages }}"
+    ),
+    "a template of ten terabytes": template("{{ 'a' * 10**13 }}"),
+    "a template of ten gigabytes": template("{{ 'a' * 10**10 }}"),
+    "a template with a huge power": template("{{ 9 ** (9 ** 9) }}"),
+    "a normaliser that doubles": normaliser(*[DOUBLE] * 45),
+    "two million layers": edit(CONFIG, num_hidden_layers=2_000_000),
+    "two million layers behind a template that refuses": lambda folder: refusing_and_deep(folder),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_a_folder_that_cannot_be_opened_within_limits_is_one_line(
+    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "LIMITS", CallLimits(cpu_seconds=1, memory=GIB))
+    ENDLESS[kind](folder)
+    with pytest.raises(ModelError, match=rf"^{folder}: opening [^\n]*$"):
+        run_base(folder, tmp_path)
+
+
+def callers(folder: Path, workspace: Path) -> dict[str, Callable[[], object]]:
+    revision, files = PolicyRevision("source"), PolicyFiles(folder, SamplingConfig())
+    classifier = ClassifierSource(kind="classifier", model=str(folder), template="reply")
+    return {
+        "serve": lambda: LoadedPolicy.load(revision, files),
+        "chat": lambda: ChatSession.open(folder),
+        "classifier": lambda: load_classifier(folder, classifier, torch.device("cpu"), "reward source"),
+        "tokenizer": lambda: load_counting_tokenizer(str(folder), workspace),
+    }
+
+
+@pytest.mark.parametrize("name", ["serve", "chat", "classifier", "tokenizer"])
+def test_everyone_who_opens_a_folder_does_it_under_limits(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "LIMITS", CallLimits(cpu_seconds=1, memory=GIB))
+    template(NESTED)(folder)
+    with pytest.raises(ModelError, match="opening its tokenizer and chat template took more than 1 s"):
+        callers(folder, tmp_path)[name]()
+    check = base_model_check(tmp_path, "source", None)
+    assert check.level == FAIL and "took more than 1 s" in check.finding
+
+
+def test_a_gguf_file_is_opened_under_limits(tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "LIMITS", CallLimits(cpu_seconds=1, memory=GIB))
+    model, tokenizer = load_policy(good)
+    assert isinstance(model, LlamaForCausalLM)
+    foreign.require_openable(good)
+    tokenizer.chat_template = NESTED
+    write_gguf(tmp_path / "tiny.gguf", model, tokenizer)
+    with pytest.raises(ModelError, match="opening its tokenizer and chat template took more than"):
+        run_base(tmp_path / "tiny.gguf", tmp_path)
+
+
+def test_what_ends_within_limits_leaves_no_trace(tmp_path: Path) -> None:
+    limits = CallLimits(cpu_seconds=5, seconds=30.0, memory=GIB)
+    seen: list[int] = []
+    for call in (lambda: seen.append(1), lambda: sys.exit(9), lambda: 1 / 0, lambda: print("loud")):
+        assert limit_reached(call, limits) is None
+    assert not seen
+    assert "GiB of memory" in (limit_reached(lambda: bytearray(2 * GIB), limits) or "")
+    assert "SIGSEGV" in (limit_reached(lambda: os.kill(os.getpid(), 11), limits) or "")
+    waiting = limit_reached(lambda: __import__("time").sleep(60), replace(limits, seconds=0.2))
+    assert "took more than" in (waiting or "")
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_the_library_would_load_what_is_refused_here(folder: Path) -> None:
+    """Otherwise the refusals could go."""
+    in_shards(folder, "../other/model.safetensors")
+    elsewhere(folder)
+    assert AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) is not None
