@@ -43,7 +43,7 @@ def resolved(profile: str) -> Params:
 
 def documented(profile: str) -> dict[str, Any]:
     """Every parameter of the page with its value in ``profile``; the rows of the reward model are of its twins too."""
-    values = {}
+    values: dict[str, Any] = {}
     *common, last = tables()
     for parameters, value, _ in (row for table in common for row in table):
         for name in re.findall(r"`([\w.]+)`", parameters):
