@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 from base_stage import run_base
-from flows.commands.checks.workspace import base_model_check
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 from transformers.utils import import_utils
 from unit.models.gguf_files import write_gguf
 from unit.training.tiny import SHAPE, text
 
-from flows.commands.checks import FAIL
+from flows.commands.doctor import FAIL, base_model_check
 from rlhf_core.chat.session import ChatSession
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.reward_sources import ClassifierSource
