@@ -86,7 +86,9 @@ def test_a_table_is_read_as_its_rows(table: str, kind: type) -> None:
     assert rows_of(kind, READ[table](ROWS[kind]), "rows") == rows_of(kind, ROWS[kind], "rows")
 
 
-@pytest.mark.parametrize("column", [pd.Series, np.array, pa.array, tuple, pa.chunked_array], ids=str)
+@pytest.mark.parametrize(
+    "column", [pd.Series, np.array, pa.array, tuple, pa.chunked_array], ids=lambda column: column.__name__
+)
 def test_a_column_of_texts_is_read_as_prompts(column: Callable[[Any], Any]) -> None:
     given = column([QUESTIONS]) if column is pa.chunked_array else column(QUESTIONS)
     assert rows_of(Prompt, given, "prompts") == rows_of(Prompt, QUESTIONS, "prompts")
