@@ -85,7 +85,7 @@ def watch(folder: Path) -> Watcher:
     from rlhf_core.data.schema import Prompt, read_rows
     from rlhf_core.evaluation.comparisons.comparison import compare
     from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
-    from rlhf_core.evaluation.replies.generation import on_policy_replies
+    from rlhf_core.evaluation.replies import on_policy_replies
     from rlhf_core.models.starting.base import load_tokenizer
     from rlhf_core.sampling.distribution import Sampling
     from rlhf_core.stages import ppo

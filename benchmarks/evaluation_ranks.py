@@ -62,7 +62,7 @@ def make_workspace(folder: Path, prompts: int, processes: int) -> None:
     """Write random models, ``prompts`` different questions, and the stage's parameters."""
     from rlhf_core.config.base import BaseConfig
     from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, write_rows
-    from rlhf_core.models.heads.scalar import ScalarModel
+    from rlhf_core.models.heads import ScalarModel
     from rlhf_core.models.starting.base import new_model, save_policy, train_tokenizer
 
     draw = random.Random(0)

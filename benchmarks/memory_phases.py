@@ -18,15 +18,15 @@ from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.evaluation.metrics.drift import measure_drift
-from rlhf_core.evaluation.replies.generation import OnPolicyReplies
+from rlhf_core.evaluation.metrics.perplexity import measure_drift
+from rlhf_core.evaluation.replies import OnPolicyReplies
 from rlhf_core.memory.architecture import Architecture
 from rlhf_core.memory.dry_run import TensorMemory
 from rlhf_core.memory.estimate import EstimateInputs
 from rlhf_core.memory.sequence_lengths import LongestSequences, SequenceLengths
-from rlhf_core.models.adapters.lora import WithoutAdapters, add_adapters
-from rlhf_core.models.float32_head import use_float32_unembedding
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.adapters import WithoutAdapters, add_adapters
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import with_advantages
 from rlhf_core.ppo.experience import Experience

@@ -23,7 +23,7 @@ from benchmarks.padding import replies
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Prompt, read_rows
-from rlhf_core.models.adapters.lora import add_adapters
+from rlhf_core.models.adapters import add_adapters
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.micro_batches import MicroBatchLimits

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.batches import least_padded
 from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.training.losses import StepTotals
 from rlhf_core.training.reward.trainer import pair_loss, row_lengths
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.worker import Worker
 from rlhf_core.config.model import LoraConfig
-from rlhf_core.models.adapters.lora import add_adapters
+from rlhf_core.models.adapters import add_adapters
 from rlhf_core.models.io import load_model
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies

@@ -24,7 +24,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config.operations import DEFAULT_LOGITS_MIB, MIB
-from rlhf_core.models.float32_head import use_float32_unembedding
+from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.token_scoring import DistributionScorer, Tokens, response_logits
 from rlhf_core.training.examples import Example

@@ -426,8 +426,8 @@ def _check_page(page: Path) -> None:
 
 def _write_results(plan: AblationPlan, results: Sequence[JobResult], page: Path | None) -> str:
     """Write table, figures and verdicts; return how many claims came to which verdict."""
-    from rlhf_core.evaluation.ablation.results import AblationRun
-    from rlhf_core.evaluation.ablation.summary import summarise
+    from rlhf_core.evaluation.ablation.page import summarise
+    from rlhf_core.evaluation.ablation.verdicts import AblationRun
 
     runs = [
         AblationRun(result.job.variant, result.job.seed, result.job.workspace, result.state, result.message)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlhf_core.config.reward import RewardConfig as RewardConfig
     from rlhf_core.errors import RlhfError as RlhfError
     from rlhf_core.errors import TrainingPaused as TrainingPaused
-    from rlhf_core.models.heads.scalar import ScalarModel as ScalarModel
+    from rlhf_core.models.heads import ScalarModel as ScalarModel
     from rlhf_core.models.starting.base import load_policy as load_policy
     from rlhf_core.training.run_context import RunContext as RunContext
 
@@ -46,7 +46,7 @@ _MODULES = {
     "RlhfError": "errors",
     "RolloutConfig": "config.ppo",
     "RunContext": "training.run_context",
-    "ScalarModel": "models.heads.scalar",
+    "ScalarModel": "models.heads",
     "SftConfig": "config.base",
     "SftRun": "api.sft",
     "TrainedCritic": "api.critic",

@@ -15,14 +15,12 @@ from rlhf_core.config.loading import load_section
 from rlhf_core.data.schema import Message, Preference, Prompt, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare, tie_margin_of
-from rlhf_core.evaluation.judges.disagreement import worst_disagreements
-from rlhf_core.evaluation.judges.final import JUDGE, MODELS, TRAINED_ON
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
 from rlhf_core.evaluation.judges.human.pairs import TEST_PROMPTS
-from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.judges.model import JUDGE, MODELS, TRAINED_ON, ModelJudge
+from rlhf_core.evaluation.judges.pairwise import worst_disagreements
 from rlhf_core.evaluation.regression import fixed_subset
-from rlhf_core.evaluation.replies.generation import evaluation_replies
-from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.evaluation.replies import Reply, evaluation_replies
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.storage.files import atomic_write_lines, split_json_lines
 

@@ -13,9 +13,9 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from benchmarks.ppo_iteration.workload import EOS, PAD, EndOfInput, Stopwatch, Workload, ranks
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.schema import Message
-from rlhf_core.models.float32_head import use_float32_unembedding
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.openblas_linear import use_openblas
+from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.ppo.actor_critic import build_actor_critic
 from rlhf_core.ppo.reward_sources.source import reward_model_fn
 from rlhf_core.ppo.rewards import RunningMeanStd

@@ -23,7 +23,7 @@ from rlhf_core.config.policy import METHOD_NAMES
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.alternative_runs import AlternativeRun, evaluation_basis, save_alternatives
-from rlhf_core.evaluation.judges.final import JUDGE, SELECTED_BY
+from rlhf_core.evaluation.judges.model import JUDGE, SELECTED_BY
 from rlhf_core.evaluation.metrics.training_cost import TrainingCost, best_of_n_cost, training_cost
 from rlhf_core.git import git_revision
 from rlhf_core.storage.files import read_json, sha256_file

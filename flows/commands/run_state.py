@@ -27,7 +27,7 @@ from flows.stage.outcome import LoggedProgress, StageOutcome, progress_lines
 from flows.supervision.processes import LogReader
 from flows.workspace.folder import PRIVATE
 from rlhf_core.errors import RlhfError
-from rlhf_core.evaluation.verdict.standing import judge_results
+from rlhf_core.evaluation.verdict import judge_results
 from rlhf_core.storage.files import read_json
 
 TAIL_BYTES = 4096

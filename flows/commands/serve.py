@@ -157,7 +157,7 @@ def serve(workspace: Path | None, choice: PolicyChoice, options: ServeOptions) -
     from rlhf_core.serving.app import AppSettings, create_app
     from rlhf_core.serving.completions import Completions
     from rlhf_core.serving.metrics import ServingMetrics
-    from rlhf_core.serving.policy_watch import PolicyWatch
+    from rlhf_core.serving.policy import PolicyWatch
     from rlhf_core.serving.server import bind, run_server
 
     address = bind(options.host, options.port)  # before the model is loaded, which takes longer

@@ -11,7 +11,7 @@ from flows.pipeline.events import PipelineEvent, StageEnded
 from flows.pipeline.verdict import RunVerdict
 from flows.stage.outcome import StageOutcome
 from flows.workspace.folder import display_path
-from rlhf_core.evaluation.verdict.standing import Standing
+from rlhf_core.evaluation.verdict import Standing
 
 STYLES = {Standing.BETTER: "bold green", Standing.WORSE: "bold red"}
 EXIT_CODES = {

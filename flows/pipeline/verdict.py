@@ -11,8 +11,7 @@ from typing import Any
 from flows.registry.decisions import PromotionDecision
 from flows.stage.outcome import StageOutcome, failed_conditions
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
-from rlhf_core.evaluation.verdict.alarms import alarms
-from rlhf_core.evaluation.verdict.standing import JudgeResult, Standing, judge_results, standing_of
+from rlhf_core.evaluation.verdict import JudgeResult, Standing, alarms, judge_results, standing_of
 from rlhf_core.storage.files import read_json
 
 EVALUATE_STAGE = "evaluate"

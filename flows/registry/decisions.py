@@ -28,7 +28,7 @@ from flows.registry.history import DECLINE, ENTRY_LIMIT, REQUEST, history_ledger
 from flows.registry.workspace import actor
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.evaluation.promotion.criteria import Criterion
+from rlhf_core.evaluation.promotion import Criterion
 from rlhf_core.storage.files import permitted, read_json
 
 if TYPE_CHECKING:

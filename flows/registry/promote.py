@@ -31,7 +31,7 @@ from flows.registry.session import RegistrySession, not_the_owner, ownership, re
 from flows.registry.stored_models import verified_folder
 from flows.registry.workspace import OWNER_TAG, printed_line
 from rlhf_core.errors import RlhfError
-from rlhf_core.evaluation.promotion.criteria import non_inferiority_criteria, win_rate_criteria
+from rlhf_core.evaluation.promotion import non_inferiority_criteria, win_rate_criteria
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -51,7 +51,7 @@ def promote(
     The registered files must be the ones that the gates judged, and the version must have passed every gate. Only the
     workspace that owns the registered model promotes (:mod:`flows.registry.session`). Where there was never a
     champion the challenger then takes the place at once; else every criterion of
-    :mod:`rlhf_core.evaluation.promotion.criteria` must hold. With ``registry.approval`` a challenger that passes is not
+    :mod:`rlhf_core.evaluation.promotion` must hold. With ``registry.approval`` a challenger that passes is not
     promoted, forced or not: it waits for :func:`flows.registry.approval.approve`.
 
     Args:

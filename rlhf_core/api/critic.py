@@ -27,8 +27,8 @@ from rlhf_core.config.policy import CriticConfig
 from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.data.schema import Prompt
 from rlhf_core.errors import ConfigError
-from rlhf_core.models.adapters.lora import merge_adapters
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.adapters import merge_adapters
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.shared_base import SETTINGS, TENSORS, Adapters, adapters_of
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.ppo.actor_critic import ActorCriticPair

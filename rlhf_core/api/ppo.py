@@ -35,11 +35,10 @@ from rlhf_core.data.schema import Demonstration, Message, PretrainText, Prompt
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.judges.model import ModelJudge
-from rlhf_core.evaluation.replies.generation import OnPolicyReplies, on_policy_replies
+from rlhf_core.evaluation.replies import OnPolicyReplies, on_policy_replies
 from rlhf_core.evaluation.selection import SelectionEvaluator
-from rlhf_core.models.adapters.lora import WithoutAdapters, add_adapters, merge_adapters
-from rlhf_core.models.adapters.nf4 import pack_linear_layers
-from rlhf_core.models.heads.scalar import ReplyScorer, ScalarModel
+from rlhf_core.models.adapters import WithoutAdapters, add_adapters, merge_adapters, pack_linear_layers
+from rlhf_core.models.heads import ReplyScorer, ScalarModel
 from rlhf_core.models.io import load_weights
 from rlhf_core.models.shared_base import SETTINGS, SharedBase
 from rlhf_core.models.starting.base import load_policy, save_policy

@@ -15,7 +15,7 @@ from rlhf_core.api.run_folder import run_context
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.schema import Preference
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.starting.base import fitting_length
 from rlhf_core.training.reward.run import RewardModelRun, Split, split_of, train_scalar
 from rlhf_core.training.run_context import RunContext

@@ -20,7 +20,7 @@ from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Demonstration
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError
-from rlhf_core.models.float32_head import use_float32_unembedding
+from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.models.starting.base import fitting_length, save_policy
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.examples import fitting_examples

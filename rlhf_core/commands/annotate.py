@@ -56,13 +56,12 @@ def export(
 
     skip_last_collection()
     root = workspace_root(workspace)
-    from rlhf_core.evaluation.judges.human.forms import write_forms
-    from rlhf_core.evaluation.judges.human.pairs import blinded_export, evaluated_candidates
+    from rlhf_core.evaluation.judges.human.pairs import blinded_export, evaluated_candidates, write_forms
 
     if prompts is None:
         candidates, bad = evaluated_candidates(root)
     else:
-        from rlhf_core.evaluation.judges.human.sampled_candidates import sampled_candidates
+        from rlhf_core.evaluation.judges.human.pairs import sampled_candidates
 
         candidates, bad = sampled_candidates(root, prompts, replies)
     exported = blinded_export(candidates, bad[:bad_cases], control, seed)
@@ -98,7 +97,7 @@ def import_(
     from rlhf_core.stages.runtime.runner import workspace_root
 
     root = workspace_root(workspace)
-    from rlhf_core.evaluation.judges.human.import_answers import as_text, import_answers
+    from rlhf_core.evaluation.judges.human.answers import as_text, import_answers
 
     imported = import_answers(root, files, annotator, replace)
     if as_json:

@@ -51,7 +51,7 @@ class PairBatchConfig(Strict):
 
 class RewardConfig(StageConfig):
     """``layers`` keeps only so many decoder layers, from the embedding up; see
-    :mod:`rlhf_core.models.adapters.lower_layers`.
+    :mod:`rlhf_core.models.adapters`.
 
     ``pooling`` is what the head reads: the ``last`` token of a reply (paper, section 4.1), or the ``mean`` of all its
     hidden states. ``linear_probe`` fits the head to frozen features first, with an L2 penalty of that strength; see

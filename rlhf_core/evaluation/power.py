@@ -13,7 +13,7 @@ from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.losses import ERRORS_PER_MARGIN, PairedLoss
-from rlhf_core.evaluation.promotion.criteria import MEASUREMENTS
+from rlhf_core.evaluation.promotion import MEASUREMENTS
 from rlhf_core.storage.files import read_json
 
 EVALUATION = Path("metrics") / "evaluation.json"

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from rlhf_core.data.schema import Message
 from rlhf_core.evaluation.comparisons.comparison import compare, tie_margin_of
-from rlhf_core.evaluation.judges.judge import Judge
-from rlhf_core.evaluation.metrics.drift import measure_drift
+from rlhf_core.evaluation.judges.pairwise import Judge
+from rlhf_core.evaluation.metrics.perplexity import measure_drift
 from rlhf_core.evaluation.metrics.text_metrics import measure_text
-from rlhf_core.evaluation.replies.generation import OnPolicyReplies
+from rlhf_core.evaluation.replies import OnPolicyReplies
 
 SampleReplies = Callable[[PreTrainedModel], OnPolicyReplies]
 

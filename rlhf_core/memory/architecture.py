@@ -12,11 +12,10 @@ from transformers import AutoConfig, PretrainedConfig
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.models.adapters.lower_layers import limit_layers
+from rlhf_core.models.adapters import limit_layers
 from rlhf_core.models.io import require_no_adapter
-from rlhf_core.models.starting.base import scratch_config
+from rlhf_core.models.starting.base import require_decoder_only, scratch_config
 from rlhf_core.models.starting.gguf import gguf_config, is_gguf
-from rlhf_core.models.starting.model_kind import require_decoder_only
 
 GIVE_FOLDER = "give a complete model folder"
 # Fields that differ between a model made by the base stage and its settings only in what the tokenizer decides.
@@ -179,7 +178,7 @@ def _from_scratch(base: BaseConfig, built: Path) -> Architecture:
 def _from_hub(source: str, revision: str | None) -> Architecture:
     from huggingface_hub import hf_hub_download
 
-    from rlhf_core.models.hub_model import find_hub_model
+    from rlhf_core.models.foreign import find_hub_model
 
     try:
         find_hub_model(source, revision)  # a hub that does not answer is given up here, and tried for minutes below

@@ -33,11 +33,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rlhf_core.config.model import LoraConfig, OptimizerConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.memory.architecture import Architecture
-from rlhf_core.models.adapters.lora import add_adapters
-from rlhf_core.models.attention import attention_of
-from rlhf_core.models.float32_head import use_float32_unembedding
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.adapters import add_adapters
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import quiet
+from rlhf_core.models.own_files import attention_of
+from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.training.engine.base import build_adamw
 from rlhf_core.training.engine.factory import recomputing
 from rlhf_core.training.engine.local import MasterWeights

@@ -17,9 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_core.memory.dry_run import ModelVariant, Moments, TensorMemory, decoder_layers, layer_repeats, run_pass
 from rlhf_core.memory.sequence_lengths import BatchShape
-from rlhf_core.models.forward import lazy_logits
-from rlhf_core.models.heads.scalar import ScalarModel
-from rlhf_core.models.lazy_logits import LOGITS_BYTES, LazyLogits
+from rlhf_core.models.forward import LOGITS_BYTES, LazyLogits, lazy_logits
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.sampling.decoding import decoding_layers
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,

@@ -16,8 +16,8 @@ import torch
 from rlhf_core.config.loading import Params
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.memory.dry_run import MemoryUse, ModelSize
-from rlhf_core.models.adapters.nf4 import BLOCK
-from rlhf_core.models.lazy_logits import LOGITS_BYTES
+from rlhf_core.models.adapters import BLOCK
+from rlhf_core.models.forward import LOGITS_BYTES
 from rlhf_core.models.precision import weights_precision
 from rlhf_core.training.engine.zero_config import BUCKET_ELEMENTS, zero_config
 
@@ -223,7 +223,7 @@ def frozen_footprint(parameters: int, layout: ParallelLayout, whole: int | None 
 
 def packed_size(size: ModelSize) -> int:
     """Bytes of linear layers in NF4: 4 bits a parameter, 8 for each block of them, and tables
-    (models/adapters/nf4.py).
+    (models/adapters.py).
     """
     scales = size.linear // BLOCK + size.linear // (BLOCK * OUTER_BLOCK) * FLOAT32
     return size.linear // 2 + scales + size.matrices * CODE_TABLES

@@ -19,11 +19,10 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf_core.errors import ModelError, RlhfError, first_line
 from rlhf_core.hub import require_hub
-from rlhf_core.models.attention import attention_of
-from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.forward import has_plain_head
 from rlhf_core.models.openblas_linear import use_openblas
-from rlhf_core.models.own_files import ADAPTER_CONFIG, SMALL_FILES, require_own_files
+from rlhf_core.models.own_files import ADAPTER_CONFIG, SMALL_FILES, attention_of, require_own_files
+from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.runtime import distributed
 from rlhf_core.storage.files import atomic_dir, atomic_write_json
 

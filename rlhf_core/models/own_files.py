@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from rlhf_core.errors import ModelError
 
 CONFIGS = ("config*.json", "params.json")  # the library may take config.VERSION.json, and Mistral's own form
@@ -93,3 +95,16 @@ def _attention_names(config: Any) -> Iterator[str]:
             left += [(item, named) for item in value]
         elif named and isinstance(value, str):
             yield value
+
+
+def attention_of(auto_class: Any, config: PretrainedConfig) -> str:
+    """``sdpa``, scaled-dot-product attention, or ``eager`` for an architecture that cannot have it.
+
+    Gemma 2 is such a one, whose scores have a soft cap, and BLOOM. Eager attention holds the scores of all positions.
+
+    Args:
+        auto_class: ``AutoModelForCausalLM`` or another of its kind, by which the model is made.
+        config: The model's.
+    """
+    known = type(config) in auto_class._model_mapping
+    return "sdpa" if not known or auto_class._model_mapping[type(config)]._supports_sdpa else "eager"

@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.models.adapters.lower_layers import keep_lower_layers
-from rlhf_core.models.attention import attention_of
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.adapters import keep_lower_layers
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import reading
+from rlhf_core.models.own_files import attention_of
 from rlhf_core.storage.files import read_json, sha256_file
 
 TENSORS, SETTINGS = "lora.safetensors", "lora.json"

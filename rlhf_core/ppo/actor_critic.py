@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.models.heads.actor_critic import ActorCritic, policy_weights
-from rlhf_core.models.heads.scalar import ScalarModel
-from rlhf_core.models.lazy_logits import LOGITS_BYTES, LazyLogits
+from rlhf_core.models.forward import LOGITS_BYTES, LazyLogits
+from rlhf_core.models.heads import ActorCritic, ScalarModel, policy_weights
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.losses import ValueObjective, step_totals
 from rlhf_core.sampling.distribution import Sampling

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import EntropyConfig, ImportanceSamplingCorrectionConfig, PpoConfig
 from rlhf_core.data.encoding import right_pad
-from rlhf_core.models.forward import selected_logits
-from rlhf_core.models.lazy_logits import LOGITS_BYTES
+from rlhf_core.models.forward import LOGITS_BYTES, selected_logits
 from rlhf_core.models.precision import Precision
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.kl import kl_estimate

@@ -21,7 +21,7 @@ from rlhf_core.data.correlation import rank_correlation
 from rlhf_core.data.encoding import encode_prompts
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.models.adapters.frozen_lower_layers import FrozenLowerLayers
+from rlhf_core.models.adapters import FrozenLowerLayers
 from rlhf_core.models.precision import Precision, matmul_precision
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import explained_variance

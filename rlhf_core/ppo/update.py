@@ -17,7 +17,7 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.batches import batch_at, passes, rows_by_category_share
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError, TrainingPaused
-from rlhf_core.models.heads.actor_critic import ActorCritic
+from rlhf_core.models.heads import ActorCritic
 from rlhf_core.models.precision import matmul_precision
 from rlhf_core.ppo.actor_critic import ActorCriticPair, frozen_logits
 from rlhf_core.ppo.advantages import normalize_and_clip_advantages

@@ -3,7 +3,7 @@
 What a next-token distribution says of sampled replies: log-probability of each token, entropy, exact KL.
 
 The distribution is a row of the vocabulary's size for every position, the result a few numbers. Where the rows of a
-batch would not fit into ``limit`` bytes, they are computed in chunks (see :mod:`rlhf_core.models.lazy_logits`), and at
+batch would not fit into ``limit`` bytes, they are computed in chunks (see :mod:`rlhf_core.models.forward`), and at
 the tokens of replies only, not at their padding. Within the limit they are computed as a whole.
 
 Shapes: B sequences, T response positions, V vocabulary.
@@ -18,9 +18,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.models.forward import has_plain_head, lazy_logits, position_ids_from_mask
-from rlhf_core.models.heads.actor_critic import ActorCritic
-from rlhf_core.models.lazy_logits import LOGITS_BYTES, LazyLogits, compute_in_chunks
+from rlhf_core.models.forward import (
+    LOGITS_BYTES,
+    LazyLogits,
+    compute_in_chunks,
+    has_plain_head,
+    lazy_logits,
+    position_ids_from_mask,
+)
+from rlhf_core.models.heads import ActorCritic
 from rlhf_core.sampling.distribution import Sampling, log_distribution, log_distribution_at
 
 MICRO_BATCH = 16

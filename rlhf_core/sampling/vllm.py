@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from rlhf_core.config.ppo import VllmSamplerConfig
 from rlhf_core.data.encoding import left_pad
 from rlhf_core.errors import RlhfError
-from rlhf_core.models.adapters.lora import adapted_layers
+from rlhf_core.models.adapters import adapted_layers
 from rlhf_core.models.forward import probe_ids
 from rlhf_core.models.io import quiet
 from rlhf_core.models.precision import matmul_precision

@@ -20,10 +20,14 @@ from starlette.requests import ClientDisconnect
 from rlhf_core.serving.completions import Completions
 from rlhf_core.serving.limits import MAX_BODY_BYTES
 from rlhf_core.serving.metrics import CONTENT_TYPE
-from rlhf_core.serving.protocol.access import require_access, require_loopback_name
-from rlhf_core.serving.protocol.api_error import CLIENT_CLOSED_REQUEST, ApiError, internal_error
-from rlhf_core.serving.protocol.chat_request import ECHOED_CHARACTERS, parse_chat_request, shown
-from rlhf_core.serving.protocol.chat_response import model_entry, model_list
+from rlhf_core.serving.protocol.access import (
+    CLIENT_CLOSED_REQUEST,
+    ApiError,
+    internal_error,
+    require_access,
+    require_loopback_name,
+)
+from rlhf_core.serving.protocol.chat import ECHOED_CHARACTERS, model_entry, model_list, parse_chat_request, shown
 
 JSON = "application/json"
 # Proxies would otherwise keep pieces back until a buffer is full.

@@ -15,12 +15,15 @@ from typing import Any
 from rlhf_core.errors import DataError
 from rlhf_core.sampling.reply import SampledReply
 from rlhf_core.serving.limits import MAX_TOKEN_CHARACTERS, RETRY_AFTER_SECONDS, ServingLimits
-from rlhf_core.serving.loaded_policy import LoadedPolicy, ReplySettings
 from rlhf_core.serving.metrics import ServingMetrics
-from rlhf_core.serving.policy_watch import PolicyWatch
-from rlhf_core.serving.protocol.api_error import CLIENT_CLOSED_REQUEST, ApiError, internal_error, timed_out
-from rlhf_core.serving.protocol.chat_request import ChatRequest, shown
-from rlhf_core.serving.protocol.chat_response import END_OF_STREAM, CompletionId, Usage, event
+from rlhf_core.serving.policy import LoadedPolicy, PolicyWatch, ReplySettings
+from rlhf_core.serving.protocol.access import (
+    CLIENT_CLOSED_REQUEST,
+    ApiError,
+    internal_error,
+    timed_out,
+)
+from rlhf_core.serving.protocol.chat import END_OF_STREAM, ChatRequest, CompletionId, Usage, event, shown
 
 logger = logging.getLogger(__name__)
 

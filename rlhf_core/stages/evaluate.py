@@ -14,32 +14,27 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.evaluation import EvaluateStageConfig
 from rlhf_core.data.schema import Prompt, write_table
-from rlhf_core.evaluation.benchmarks.multiple_choice.accuracy import AnsweredQuestions
-from rlhf_core.evaluation.benchmarks.multiple_choice.log_likelihood import answer_questions
-from rlhf_core.evaluation.benchmarks.multiple_choice.questions import MultipleChoiceSet
-from rlhf_core.evaluation.comparisons.best_of_n import BestOfN
-from rlhf_core.evaluation.comparisons.comparison import Comparison, compare, tie_margin_of
-from rlhf_core.evaluation.comparisons.length_control import length_differences
-from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
-from rlhf_core.evaluation.comparisons.prompt_groups import compare_groups, group_of, policy_outcomes
+from rlhf_core.evaluation.benchmarks.multiple_choice import AnsweredQuestions, MultipleChoiceSet, answer_questions
+from rlhf_core.evaluation.comparisons.comparison import Comparison, compare, length_differences, tie_margin_of
+from rlhf_core.evaluation.comparisons.opponents import (
+    Opponent,
+    compare_groups,
+    group_of,
+    policy_outcomes,
+    read_opponent,
+    score_opponents,
+)
+from rlhf_core.evaluation.comparisons.policy_vs_sft import BestOfN, EvaluatedModel, Evaluation
 from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies, sample_sets
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
 from rlhf_core.evaluation.judges.load import load_judge
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.losses import as_measurements, paired_losses
-from rlhf_core.evaluation.metrics.drift import measure_drift
-from rlhf_core.evaluation.metrics.perplexity import HeldOutText, held_out_perplexities
-from rlhf_core.evaluation.opponents.judging import score_opponents
-from rlhf_core.evaluation.opponents.replies import Opponent, read_opponent
-from rlhf_core.evaluation.replies.generation import (
-    OnPolicyReplies,
-    evaluation_replies,
-    on_policy_replies,
-)
-from rlhf_core.evaluation.replies.reply import Reply
-from rlhf_core.evaluation.safety.refusals import refusal_rates
+from rlhf_core.evaluation.metrics.perplexity import HeldOutText, held_out_perplexities, measure_drift
+from rlhf_core.evaluation.replies import OnPolicyReplies, Reply, evaluation_replies, on_policy_replies
+from rlhf_core.evaluation.safety import refusal_rates
 from rlhf_core.evaluation.statistics import clusters_of
-from rlhf_core.evaluation.verifiable.prompts import VerifiablePrompts
+from rlhf_core.evaluation.verifiable import VerifiablePrompts
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import Progress, progress

@@ -14,7 +14,7 @@ from rlhf_core.data.batches import epoch_order
 from rlhf_core.data.encoding import decode_reply, pad_id
 from rlhf_core.errors import DataError
 from rlhf_core.fingerprint import tracked_files
-from rlhf_core.models.adapters.lora import add_adapters, merge_adapters
+from rlhf_core.models.adapters import add_adapters, merge_adapters
 from rlhf_core.models.starting.base import load_policy, save_policy
 from rlhf_core.ppo.rejection_sampling import BestReplies, RejectionSampler
 from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn

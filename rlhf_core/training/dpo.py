@@ -18,9 +18,8 @@ from rlhf_core.config.model import LoraConfig
 from rlhf_core.config.policy import DpoConfig
 from rlhf_core.data.batches import passes
 from rlhf_core.data.pairs import TokenisedPair, pair_sequences
-from rlhf_core.models.adapters.lora import add_adapters, merge_adapters
-from rlhf_core.models.forward import selected_logits
-from rlhf_core.models.lazy_logits import LOGITS_BYTES
+from rlhf_core.models.adapters import add_adapters, merge_adapters
+from rlhf_core.models.forward import LOGITS_BYTES, selected_logits
 from rlhf_core.runtime import distributed
 from rlhf_core.training.device_scalars import Scalar, device_scalar, read_scalars
 from rlhf_core.training.engine import Engine

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from rlhf_core.models.lazy_logits import LOGITS_BYTES, LazyLogits, compute_in_chunks
+from rlhf_core.models.forward import LOGITS_BYTES, LazyLogits, compute_in_chunks
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.batches import passes, whole_passes
 from rlhf_core.data.encoding import decode_reply, encode_prompt, left_pad, pad_id, stop_token_ids
 from rlhf_core.data.schema import Demonstration
-from rlhf_core.models.forward import position_ids_from_mask, selected_logits
-from rlhf_core.models.lazy_logits import LOGITS_BYTES
+from rlhf_core.models.forward import LOGITS_BYTES, position_ids_from_mask, selected_logits
 from rlhf_core.runtime import distributed
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.examples import Example, LengthBucketedBatches, ReplyBatch, by_length, collate

@@ -43,8 +43,8 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.data_diff": {"commands.data", "commands.output", "data.inspection.changes"},
     "flows.commands.compare": {
         "evaluation.alternative_runs",
-        "evaluation.judges.final.JUDGE",
-        "evaluation.judges.final.SELECTED_BY",
+        "evaluation.judges.model.JUDGE",
+        "evaluation.judges.model.SELECTED_BY",
         "evaluation.metrics.training_cost",
         "training.history.read_history",
     },
@@ -65,11 +65,11 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.sources.SOURCES_FILE",
         "fingerprint.sources.describe_sources",
     },
-    "flows.pipeline.verdict": {"evaluation.verdict.alarms.alarms", "evaluation.verdict.standing"},
-    "flows.commands.run_state": {"evaluation.verdict.standing.judge_results"},
-    "flows.commands.summary": {"evaluation.verdict.standing.Standing"},
-    "flows.registry.decisions": {"evaluation.promotion.criteria.Criterion"},
-    "flows.registry.release_page": {"evaluation.report.parts.release", "evaluation.report.render.with_release"},
+    "flows.pipeline.verdict": {"evaluation.verdict.alarms", "evaluation.verdict"},
+    "flows.commands.run_state": {"evaluation.verdict.judge_results"},
+    "flows.commands.summary": {"evaluation.verdict.Standing"},
+    "flows.registry.decisions": {"evaluation.promotion.Criterion"},
+    "flows.registry.release_page": {"evaluation.report.parts.headline", "evaluation.report.render.with_release"},
     "flows.registry.client": {
         "tracking.delivery.deliver_waiting",
         "tracking.stage_run.origin_tags",
@@ -80,20 +80,20 @@ FLOWS_MAY_ALSO_USE = {
     "flows.dvc_repo.inputs": {"data.collection.sources.collected_paths"},
     "flows.commands.status": {"tracking.stage_run", "tracking.journal.waiting_records"},
     "flows.registry.match": {
-        "evaluation.judges.final.JUDGE",
-        "evaluation.promotion.criteria.Criterion",
-        "evaluation.promotion.criteria.failed",
+        "evaluation.judges.model.JUDGE",
+        "evaluation.promotion.Criterion",
+        "evaluation.promotion.failed",
         "fingerprint.tracked_files.code_lines",
         "fingerprint.tracked_files.verifiable_functions",
     },
     "flows.registry.promote": {
-        "evaluation.promotion.criteria.non_inferiority_criteria",
-        "evaluation.promotion.criteria.win_rate_criteria",
+        "evaluation.promotion.non_inferiority_criteria",
+        "evaluation.promotion.win_rate_criteria",
     },
     "flows.release.model_card": {
-        "evaluation.judges.final.SELECTED_BY",
-        "evaluation.judges.final.TRAINED_ON",
-        "evaluation.verdict.standing",
+        "evaluation.judges.model.SELECTED_BY",
+        "evaluation.judges.model.TRAINED_ON",
+        "evaluation.verdict",
     },
     "flows.jobs.remote_client": {
         "fingerprint.tracked_files.function_files",
@@ -101,8 +101,8 @@ FLOWS_MAY_ALSO_USE = {
     },
     "flows.ablation": {
         "evaluation.ablation.page.insert",
-        "evaluation.ablation.results.AblationRun",
-        "evaluation.ablation.summary.summarise",
+        "evaluation.ablation.verdicts.AblationRun",
+        "evaluation.ablation.page.summarise",
     },
 }
 ORCHESTRATORS = {"prefect", "dvc", "flows"}

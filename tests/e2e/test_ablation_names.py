@@ -6,7 +6,7 @@ import pytest
 from commands import SmokeRun
 
 from rlhf_core.config.ablation import CURVES, METRICS
-from rlhf_core.evaluation.ablation.results import AblationRun, read_results
+from rlhf_core.evaluation.ablation.verdicts import AblationRun, read_results
 
 pytestmark = pytest.mark.services
 

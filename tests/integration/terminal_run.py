@@ -12,7 +12,7 @@ from flows.commands.summary import print_verdict
 from flows.pipeline.events import PhaseStarted, RunEnded, RunPlanned, StageEnded, StageStarted
 from flows.pipeline.verdict import KlEstimate, RunVerdict
 from flows.stage.outcome import StageOutcome
-from rlhf_core.evaluation.verdict.standing import JudgeResult, Standing
+from rlhf_core.evaluation.verdict import JudgeResult, Standing
 
 STAGES = ("collect", "validate", "base", "sft", "reward", "referee", "gate-reward", "critic", "ppo", "evaluate")
 PROGRESS = "ppo: {}/90 {} s reward 0.3418 kl 1.894 length 22.56\n"

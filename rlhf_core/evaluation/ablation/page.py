@@ -1,16 +1,36 @@
-"""The results as Markdown: what each claim came to, every variant's level, every variant against the reference."""
+"""The page of an ablation: figures, tables and verdicts."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
-from rlhf_core.config.ablation import METRICS, Ablation, FigurePlan, Metric
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from rlhf_core.config.ablation import CURVES, METRICS, Ablation, FigurePlan, Metric
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.ablation.intervals import Interval, SeedTable
-from rlhf_core.evaluation.ablation.results import DONE, RunResult
-from rlhf_core.evaluation.ablation.verdicts import ClaimOutcome, ClaimVerdict
+from rlhf_core.evaluation.ablation.verdicts import (
+    DONE,
+    AblationRun,
+    ClaimOutcome,
+    ClaimVerdict,
+    Interval,
+    RunResult,
+    SeedTable,
+    judge_claim,
+    read_results,
+    write_csv,
+)
+from rlhf_core.storage.files import atomic_write_json, atomic_write_text
 
 BEGIN, END = "<!-- ablation: begin -->", "<!-- ablation: end -->"
 LEVELS = ("gold_gain", "reward_gain", "gold_win_rate", "referee_win_rate", "kl", "length", "repetition", "missing_eos",
@@ -148,3 +168,159 @@ def _number(value: float) -> str:
 def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+COLUMNS = 3
+PANEL = (4.6, 3.1)
+COLOURS = colormaps["tab10"]
+SPARSE = 6  # curves of so few points get marks
+WIDE = 10.0  # values above it are drawn on a logarithmic scale, where a curve allows that
+
+Colour = tuple[float, float, float, float]
+
+
+def draw_figure(path: Path, plan: FigurePlan, results: Sequence[RunResult]) -> bool:
+    """Write the picture (PNG) to ``path``; return False when none of its variants has a result."""
+    variants = [name for name in plan.variants if any(r.values and r.run.variant == name for r in results)]
+    if not variants:
+        return False
+    panels = len(plan.curves) + len(plan.ends)
+    rows = math.ceil(panels / COLUMNS)
+    figure = Figure(figsize=(PANEL[0] * COLUMNS, PANEL[1] * rows + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = [figure.add_subplot(rows, COLUMNS, number + 1) for number in range(panels)]
+    # Colours by position in the plan, so that a variant keeps its own when another has no result.
+    colours = {name: COLOURS(number % COLOURS.N) for number, name in enumerate(plan.variants)}
+    for panel, name in zip(axes, plan.curves, strict=False):
+        _draw_curve(panel, name, {variant: colours[variant] for variant in variants}, results)
+    for panel, metric in zip(axes[len(plan.curves) :], plan.ends, strict=True):
+        _draw_end_values(panel, metric, {variant: colours[variant] for variant in variants}, SeedTable(results))
+    figure.suptitle(plan.title)
+    handles = [Line2D([], [], color=colours[name], label=name, linewidth=2) for name in variants]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), fontsize=8, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # No software version or date inside: the same numbers give the same file.
+    figure.savefig(path, dpi=90, metadata={"Software": None})
+    return True
+
+
+def curve(results: Sequence[RunResult], name: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the iterations (n,) at which every run has ``name``, and its values (runs, n); None if there are none."""
+    rows = [{row["iteration"]: row[name] for row in r.history if row.get(name) is not None} for r in results]
+    rows = [row for row in rows if row]
+    shared = sorted(set.intersection(*(set(row) for row in rows))) if rows else []
+    if not shared:
+        return None
+    return np.array(shared), np.array([[row[step] for step in shared] for row in rows], dtype=np.float64)
+
+
+def _draw_curve(panel: Axes, name: str, colours: dict[str, Colour], results: Sequence[RunResult]) -> None:
+    """Draw each variant's mean over seeds, with the range of the seeds as a shade."""
+    for variant, colour in colours.items():
+        points = curve([r for r in results if r.run.variant == variant], name)
+        if points is not None:
+            x, y = points
+            marker = "o" if len(x) <= SPARSE else ""
+            panel.plot(x, y.mean(axis=0), color=colour, linewidth=1.4, marker=marker, markersize=4)
+            panel.fill_between(x, y.min(axis=0), y.max(axis=0), color=colour, alpha=0.12, linewidth=0)
+    panel.set_title(CURVES[name].label, fontsize=10)
+    panel.set_xlabel("iteration", fontsize=8)
+    if CURVES[name].log and panel.get_ylim()[1] > WIDE:
+        lowest = panel.get_ylim()[0]
+        panel.set_yscale("symlog", linthresh=1.0)
+        panel.set_ylim(bottom=min(max(lowest, -1.0), 0.0))
+        panel.yaxis.set_major_formatter("{x:g}")
+    _style_axes(panel)
+
+
+def _draw_end_values(panel: Axes, name: str, colours: dict[str, Colour], table: SeedTable) -> None:
+    """Draw each variant's seeds as small dots, and their mean as a large one with its interval."""
+    metric = METRICS[name]
+    for height, (variant, colour) in enumerate(reversed(colours.items())):
+        seeds = list(table.by_seed(variant, name).values())
+        points = [math.exp(v) if metric.kind == "ratio" else v for v in seeds]
+        panel.plot(points, [height + 0.22] * len(points), "o", color=colour, markersize=3, alpha=0.6)
+        level = table.level(variant, name).in_readers_unit(metric)
+        if level.n > 1:
+            panel.plot([level.low, level.high], [height, height], color=colour, linewidth=2)
+        panel.plot([level.mean], [height], "o", color=colour, markersize=6)
+    panel.set_yticks(range(len(colours)), list(reversed(colours)), fontsize=7)
+    panel.set_ylim(-0.6, len(colours) - 0.4)
+    panel.set_title(metric.label, fontsize=10)
+    if metric.kind == "ratio":
+        panel.set_xscale("log")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.xaxis.set_minor_formatter(NullFormatter())
+    _style_axes(panel)
+
+
+def _style_axes(panel: Axes) -> None:
+    panel.tick_params(labelsize=7)
+    panel.grid(alpha=0.25, linewidth=0.6)
+
+
+FIGURES = "figures"
+DOCS_FIGURES = Path("..") / ".." / "docs" / "images" / "ablation"  # seen from benchmarks/results
+
+
+def summarise(
+    ablation: Ablation, runs: Iterable[AblationRun], folder: Path, docs: Path | None = None
+) -> dict[str, list[ClaimVerdict]]:
+    """Write ``results.csv``, ``verdicts.json``, ``table.md`` and ``figures/`` into ``folder``.
+
+    Args:
+        ablation: The definition.
+        runs: All runs, finished or not.
+        folder: Where the files go.
+        docs: A page two folders down that gets the same text between its markers; ``docs/images/ablation`` gets the
+            figures.
+
+    Returns:
+        The verdicts by figure.
+    """
+    results = read_results(runs)
+    table = SeedTable(results)
+    verdicts = {figure.name: [judge_claim(claim, table) for claim in figure.claims] for figure in ablation.figures}
+    drawn = []
+    for figure in ablation.figures:
+        picture = folder / FIGURES / f"{figure.name}.png"
+        if draw_figure(picture, figure, results):
+            drawn.append(figure.name)
+        else:
+            picture.unlink(missing_ok=True)
+    write_csv(folder / "results.csv", results)
+    atomic_write_json(folder / "verdicts.json", _as_json(verdicts))
+    links = {name: f"{FIGURES}/{name}.png" for name in drawn}
+    atomic_write_text(folder / "table.md", "# Ablation\n\n" + write_page(ablation, results, verdicts, links))
+    if docs is not None:
+        links = {name: (DOCS_FIGURES / f"{name}.png").as_posix() for name in drawn}
+        page = insert(docs.read_text(encoding="utf-8"), write_page(ablation, results, verdicts, links), str(docs))
+        for name, link in links.items():
+            _copy_atomically(folder / FIGURES / f"{name}.png", Path(os.path.normpath(docs.parent / link)))
+        atomic_write_text(docs, page)
+    return verdicts
+
+
+def _copy_atomically(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.part")
+    partial.write_bytes(source.read_bytes())
+    os.replace(partial, target)
+
+
+def _as_json(verdicts: dict[str, list[ClaimVerdict]]) -> dict[str, list[dict[str, object]]]:
+    return {
+        figure: [
+            {
+                "claim": verdict.says,
+                "verdict": str(verdict.outcome),
+                "evidence": [
+                    {"expected": item.expected, "measured": item.measured, "verdict": str(item.outcome)}
+                    for item in verdict.evidence
+                ],
+            }
+            for verdict in group
+        ]
+        for figure, group in verdicts.items()
+    }

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_core.errors import ConfigError, DataError, RlhfError, named_line
-from rlhf_core.evaluation.figures.format_number import format_number
+from rlhf_core.evaluation.figures import format_number
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.starting.base import load_policy
 

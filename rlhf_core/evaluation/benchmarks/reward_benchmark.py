@@ -20,8 +20,8 @@ from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.schema import ROLES, Message
 from rlhf_core.data.text import HALF_PAIR, is_encodable
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.judges.judge import Judge
-from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.evaluation.judges.pairwise import Judge
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.statistics import bootstrap_bounds, cluster_codes
 
 RESAMPLES = 2000

@@ -3,24 +3,209 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from rlhf_core.config.data import AUTOMATIC_ROWS, RULES, NearDuplicatesConfig, ValidateConfig
 from rlhf_core.data.inspection.report_lines import counted
+from rlhf_core.data.lengths import PERCENTILES, SEQUENCE, LengthPercentiles
 from rlhf_core.data.row_counts import RowFinding
-from rlhf_core.data.safe_text import shortened
+from rlhf_core.data.safe_text import excerpt, shortened
+from rlhf_core.data.schema import CONTENT_FIELDS
 from rlhf_core.data.validation.check_set import SetFindings
 from rlhf_core.data.validation.pair_statistics import balance, category_counts
-from rlhf_core.data.validation.stored_rows import CountedTokens
-from rlhf_core.data.validation.suites import SOURCE_PASSED
+from rlhf_core.data.validation.stored_rows import CountedTokens, Quarantined, StoredRows
+from rlhf_core.data.validation.suites import NOT_DERIVED, SOURCE_PASSED
 from rlhf_core.data.validation.tables import Validated
-from rlhf_core.evaluation.data_card.card import CardSection, CardTable, DataCard
-from rlhf_core.evaluation.data_card.lengths import length_section
-from rlhf_core.evaluation.data_card.refused_rows import refused_section
-from rlhf_core.evaluation.data_card.safe_text import safe_card
-from rlhf_core.evaluation.data_card.similar_rows import SimilarRows, similar_rows, similar_section
+from rlhf_core.evaluation.data_card.card import CardSection, CardTable, DataCard, Histogram, safe_card
+
+
+def length_section(clean: Mapping[str, StoredRows], tokens: CountedTokens | None = None) -> CardSection:
+    """Return the section on the lengths of every text column of every kind, in characters and, if counted, tokens."""
+    characters = [
+        (f"{kind}: {name}", lengths)
+        for kind, stored in clean.items()
+        for name, lengths in (_lengths(stored) if stored.num_rows else ())
+    ]
+    histograms = [Histogram.of(f"{title} (characters)", lengths) for title, lengths in characters]
+    tables = [_percentiles("characters", characters)]
+    notes = ["Clean rows. The turns of a prompt count together; each bar holds the lengths up to the number below it."]
+    if tokens is None:
+        notes.append(
+            "Lengths are in characters only: validate.tokenizer names no tokenizer. One that is made from nothing "
+            "(base.source: scratch) is trained later, on the clean rows."
+        )
+    else:
+        in_tokens = [
+            (f"{kind}: {name}", np.array(lengths))
+            for kind, of_kind in tokens.kinds.items()
+            for name, lengths in of_kind.lengths.items()
+        ]
+        histograms += [Histogram.of(f"{title} (tokens)", lengths) for title, lengths in in_tokens]
+        tables.append(_percentiles("tokens", in_tokens))
+        notes += _token_notes(tokens)
+    return CardSection("Lengths", notes, tables, histograms)
+
+
+def _percentiles(unit: str, columns: Sequence[tuple[str, npt.NDArray[np.int64]]]) -> CardTable:
+    header = (unit, *(f"{p} %" if p < 100 else "longest" for p in PERCENTILES))
+    return CardTable(
+        header, [(title, *LengthPercentiles.of(title, list(lengths)).values) for title, lengths in columns]
+    )
+
+
+def _token_notes(tokens: CountedTokens) -> Iterator[str]:
+    """Yield how tokens were counted, of how many rows, and which rows the tokenizer cannot write."""
+    yield (
+        f"Tokens are those of the tokenizer {tokens.tokenizer}, as training writes the rows: a prompt in the chat "
+        f"template, a reply with the token that ends it. {SEQUENCE} is a prompt with its longest reply."
+    )
+    for kind, tally in tokens.kinds.items():
+        if tally.looked_at < tally.rows:
+            yield f"{kind}: tokens of {tally.looked_at} of {tally.rows} rows were counted, spread evenly."
+        first = {row.reason: row for row in reversed(tally.unwritable)}
+        for reason, rows in Counter(row.reason for row in tally.unwritable).most_common():
+            row = first[reason]
+            where = "" if row.source is None else f" (first: {row.source}:{row.position})"
+            yield f"{kind}: {rows} row{'s have' if rows > 1 else ' has'} no tokens, since {reason}{where}."
+
+
+def _lengths(rows: StoredRows) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+    for name in CONTENT_FIELDS[rows.kind]:
+        lengths_of = _prompt_lengths if name == "prompt" else _text_lengths
+        chunks = (chunk for part in rows.parts([name]) for chunk in part.column(name).chunks)
+        yield name, np.concatenate([lengths_of(chunk) for chunk in chunks])
+
+
+def _text_lengths(texts: pa.StringArray) -> npt.NDArray[np.int64]:
+    return pc.utf8_length(texts).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _prompt_lengths(prompts: pa.ListArray) -> npt.NDArray[np.int64]:
+    turns = pc.list_flatten(prompts)
+    characters = pc.utf8_length(pc.struct_field(turns, "content")).to_numpy(zero_copy_only=False)
+    rows = pc.list_parent_indices(prompts).to_numpy(zero_copy_only=False)
+    return np.bincount(rows, weights=characters, minlength=len(prompts)).astype(np.int64)
+
+
+EXAMPLES_OF_A_RULE = 3
+
+
+@dataclass(frozen=True)
+class SimilarRows:
+    """A row that breaks a rule, and what it resembles.
+
+    Attributes:
+        row: The file and line of the row, or its id where it is from no file.
+        text: How the row begins.
+        other: What it resembles, likewise: another row, the line of an evaluation file, or what the rule expects.
+        other_text: How the other row begins; empty where it is none of the data.
+    """
+
+    finding: RowFinding
+    row: str
+    text: str
+    other: str
+    other_text: str
+
+
+def similar_rows(findings: Sequence[RowFinding], validated: Validated) -> list[SimilarRows]:
+    """Return the first findings of each rule with the places and texts of both rows."""
+    listed: Counter[str] = Counter()
+    examples = []
+    for finding in findings:
+        if listed[finding.rule] < EXAMPLES_OF_A_RULE:
+            examples.append(finding)
+        listed[finding.rule] += 1
+    rows = _texts_of({row_id for finding in examples for row_id in (finding.id, finding.other)}, validated)
+    similar = []
+    for finding in examples:
+        row, other = rows.get(finding.id), rows.get(finding.other)
+        origin = f"{finding.source}:{finding.position}" if finding.source else finding.id
+        other_origin, other_text = other or (finding.other, "")
+        similar.append(SimilarRows(finding, origin, row[1] if row else "", other_origin, other_text))
+    return similar
+
+
+def similar_section(similar: Sequence[SimilarRows]) -> list[CardSection]:
+    """Return the section that quotes the beginnings of similar rows, if there are any."""
+    rows = [(pair.row, pair.text, pair.other, pair.other_text) for pair in similar if pair.other_text]
+    if not rows:
+        return []
+    table = CardTable(("row", "begins", "similar to", "begins"), rows)
+    return [CardSection("Similar rows", ["The beginnings of the examples above."], [table], quotes_rows=True)]
+
+
+def _texts_of(ids: Collection[str], validated: Validated) -> dict[str, tuple[str, str]]:
+    """Return the place and the beginning of every row with one of these ids; of copies the first."""
+    rows: dict[str, tuple[str, str]] = {}
+    wanted = pa.array(sorted(ids), pa.string())
+    for kind, stored in validated.raw.rows.items() if ids else ():
+        parts = [pc.is_in(part.column("id"), value_set=wanted).to_numpy() for part in stored.parts(["id"])]
+        if not any(part.any() for part in parts):
+            continue
+        chosen = stored.where(np.concatenate(parts))
+        contents = (row for part in chosen.parts(["id", *CONTENT_FIELDS[kind]]) for row in part.to_pylist())
+        origins = validated.raw.origins.get(kind)
+        for number, row in zip(chosen.numbers, contents, strict=True):
+            origin = origins[int(number)] if origins is not None else None
+            texts = [turn["content"] for turn in row.get("prompt") or () if turn["role"] != "system"]
+            texts += [row[name] for name in CONTENT_FIELDS[kind] if name != "prompt"]
+            location = f"{origin.source}:{origin.position}" if origin else row["id"]
+            rows.setdefault(row["id"], (location, excerpt("\n".join(texts))))
+    return rows
+
+
+EXAMPLES = 10
+
+
+def refused_section(quarantined: Iterable[Quarantined]) -> CardSection:
+    """Return ten refused rows of the sources, as many different reasons as possible first."""
+    spread = spread_over_reasons(quarantined, EXAMPLES)
+    rows = [
+        (row.kind, f"{row.source}:{row.position}" if row.source else row.id, "; ".join(row.reasons), row.row)
+        for row in spread.rows
+    ]
+    note = f"Rows in the quarantine: {spread.total}. All are in data/quarantine.parquet, with every reason."
+    tables = [CardTable(("kind", "row", "reasons", "content"), rows)] if rows else []
+    return CardSection("Refused rows", [note], tables, quotes_rows=True)
+
+
+@dataclass(frozen=True)
+class SpreadRows:
+    """Rows chosen from a quarantine, each with the beginning of its content alone, and how many there are in all."""
+
+    rows: list[Quarantined]
+    total: int
+
+
+def spread_over_reasons(quarantined: Iterable[Quarantined], count: int) -> SpreadRows:
+    """Choose the first row of each kind and reason, then the second of each, and so on, until there are ``count``.
+
+    A row of a file is chosen once, not again as a row of a kind that is derived from it.
+    """
+    total = 0
+    groups: dict[tuple[str, str], list[Quarantined]] = {}
+    origins: set[tuple[str, int | None]] = set()
+    for row in quarantined:
+        total += 1
+        origin = row.source or row.id, row.position
+        if NOT_DERIVED in row.reasons or origin in origins:
+            continue
+        group = groups.setdefault((row.kind, row.reasons[0] if row.reasons else ""), [])
+        if len(group) < count:
+            group.append(replace(row, row=excerpt(row.row)))
+            origins.add(origin)
+    chosen = (group[rank] for rank in range(count) for group in groups.values() if rank < len(group))
+    return SpreadRows(list(islice(chosen, count)), total)
+
 
 CATEGORIES = 12
 LONGEST_CATEGORY = 60

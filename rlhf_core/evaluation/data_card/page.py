@@ -9,8 +9,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from rlhf_core.evaluation.data_card.card import DataCard, Histogram
-from rlhf_core.evaluation.figures.bar_chart import bar_chart
-from rlhf_core.evaluation.figures.format_number import format_number
+from rlhf_core.evaluation.figures import bar_chart, format_number
 
 SHORT_TEXT, LONGEST_WORD = 40, 28
 

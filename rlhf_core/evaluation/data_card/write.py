@@ -8,8 +8,7 @@ from pathlib import Path
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import write_table
 from rlhf_core.data.validation.check_set import findings_table
-from rlhf_core.evaluation.data_card.card import DataCard
-from rlhf_core.evaluation.data_card.markdown import markdown
+from rlhf_core.evaluation.data_card.card import DataCard, markdown
 from rlhf_core.evaluation.data_card.page import page
 from rlhf_core.storage.files import atomic_dir
 

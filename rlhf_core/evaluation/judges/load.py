@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_core.evaluation.judges.gold import GoldJudge
-from rlhf_core.evaluation.judges.judge import Judge
 from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.judges.pairwise import Judge
 
 
 def load_judge(name: str, folders: Mapping[str, Path], batch_size: int) -> Judge:

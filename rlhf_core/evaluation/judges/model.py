@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -12,8 +12,8 @@ from rlhf_core.data.batches import whole_passes
 from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id, vocabulary_id
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.replies.reply import Reply
-from rlhf_core.models.heads.scalar import ReplyScorer, ScalarModel
+from rlhf_core.evaluation.replies import Reply
+from rlhf_core.models.heads import ReplyScorer, ScalarModel
 from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.runtime import distributed
 from rlhf_core.training.examples import collate
@@ -25,7 +25,7 @@ class ModelJudge:
     Args:
         model: The scalar model.
         tokenizer: Its tokenizer, which encodes the prompts.
-        name: See :class:`~rlhf_core.evaluation.judges.judge.Judge`.
+        name: See :class:`~rlhf_core.evaluation.judges.pairwise.Judge`.
         batch_size: Replies scored at once.
         positions: How many tokens the model can read; None for any number.
     """
@@ -87,3 +87,14 @@ class ModelJudge:
                 f"{self.name!r}; leave out or shorten {reply.text[:40]!r}…"
             )
         return prompt_ids, token_ids
+
+
+TRAINED_ON = "reward"
+SELECTED_BY = "referee"
+JUDGE = "judge"
+MODELS = Path("models")
+
+
+def final_judges(names: Iterable[str]) -> list[str]:
+    """Return those of the judges ``names`` that decide, in alphabetical order."""
+    return sorted(set(names) - {TRAINED_ON, SELECTED_BY})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from rlhf_core.evaluation.figures.svg_figure import COLOURS, HEIGHT, SERIES, draw_svg
+from rlhf_core.evaluation.figures import COLOURS, HEIGHT, SERIES, draw_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

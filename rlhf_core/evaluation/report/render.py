@@ -12,8 +12,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from rlhf_core.data.text import language_tag
-from rlhf_core.evaluation.figures.format_number import format_number
-from rlhf_core.evaluation.report.parts.release import BEGIN, END, ReleaseDecision
+from rlhf_core.evaluation.figures import format_number
+from rlhf_core.evaluation.report.parts.headline import BEGIN, END, ReleaseDecision
 
 PACKAGE = "rlhf_core.evaluation.report"
 

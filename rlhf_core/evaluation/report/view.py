@@ -10,20 +10,24 @@ from markupsafe import Markup
 
 from rlhf_core.config.health import DEFAULT_RULES
 from rlhf_core.config.policy import METHOD_NAMES
-from rlhf_core.evaluation.figures.format_number import format_number
-from rlhf_core.evaluation.judges.final import final_judges
+from rlhf_core.evaluation.figures import format_number
+from rlhf_core.evaluation.judges.model import final_judges
 from rlhf_core.evaluation.report.charts import interval_chart, outcome_chart
 from rlhf_core.evaluation.report.parts.alternatives import alternatives, method_of, ppo_batch_size
-from rlhf_core.evaluation.report.parts.category_outcomes import category_outcomes
-from rlhf_core.evaluation.report.parts.conclusion import conclude
-from rlhf_core.evaluation.report.parts.curves import draw_charts
-from rlhf_core.evaluation.report.parts.environment import package_versions
-from rlhf_core.evaluation.report.parts.group_outcomes import group_chart, opponent_charts
-from rlhf_core.evaluation.report.parts.over_optimization import over_optimization_chart
-from rlhf_core.evaluation.report.parts.reply_pairs import JUDGES, mistaken_pair, reply_pair, spread_over_categories
-from rlhf_core.evaluation.report.parts.reward_histograms import reward_histograms
+from rlhf_core.evaluation.report.parts.curves import draw_charts, over_optimization_chart, reward_histograms
+from rlhf_core.evaluation.report.parts.headline import conclude
+from rlhf_core.evaluation.report.parts.lineage import package_versions
+from rlhf_core.evaluation.report.parts.outcomes import (
+    JUDGES,
+    category_outcomes,
+    group_chart,
+    mistaken_pair,
+    opponent_charts,
+    reply_pair,
+    spread_over_categories,
+)
 from rlhf_core.evaluation.report.sources import JsonObject, ReportSources
-from rlhf_core.evaluation.verdict.alarms import alarms
+from rlhf_core.evaluation.verdict import alarms
 
 # Rows of the table of SFT beside policy.
 MODEL_METRICS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,28 +12,121 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.errors import ConfigError
-from rlhf_core.models.float32_head import float32_unembedding, use_float32_unembedding
+from rlhf_core.data.chat_template import STOP_TOKENS
+from rlhf_core.data.encoding import stop_token_ids
+from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.forward import embedding_weight, probe_ids
-from rlhf_core.models.io import (
-    load_model,
-    reading,
-    require_equal,
-    require_room_for,
-    save_folder,
-)
+from rlhf_core.models.io import load_model, reading, require_equal, require_room_for, save_folder
 from rlhf_core.models.openblas_linear import default_products
-from rlhf_core.models.precision import weights_precision
-from rlhf_core.models.starting.model_kind import require_replies
-from rlhf_core.models.starting.stop_tokens import complete_generation_config
+from rlhf_core.models.precision import float32_unembedding, use_float32_unembedding, weights_precision
+
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
+
+
+def require_replies(config: PretrainedConfig, source: str | Path) -> None:
+    """Refuse a reward model or another classifier.
+
+    Where embeddings are tied, its weights would load as those of a language model that was never trained as one.
+
+    Raises:
+        ModelError: ``config`` says so.
+    """
+    classifier = next((name for name in config.architectures or () if name.endswith(CLASSIFIERS)), None)
+    if classifier is not None:
+        raise ModelError(
+            f"{source} holds a {classifier}, which gives scores and no replies; name a language model, such as "
+            "models/sft"
+        )
+
+
+def require_decoder_only(config: PretrainedConfig, source: str | Path) -> None:
+    """Refuse a model of another kind than a decoder-only language model.
+
+    Raises:
+        ModelError: ``config`` says so.
+    """
+    require_replies(config, source)
+    if (other := _other_kind(config)) is not None:
+        raise ModelError(
+            f"{source} is {other} (of type {config.model_type!r}); give a decoder-only language model, one that "
+            "transformers loads as AutoModelForCausalLM"
+        )
+
+
+def _other_kind(config: PretrainedConfig) -> str | None:
+    """What a model is instead of a decoder-only language model; None where it is one."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "an encoder-decoder"
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return "no language model"
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
+        return "an encoder, which reads a text in both directions"
+    return None
+
+
+def generation_stop_ids(model: PreTrainedModel) -> list[int]:
+    """The ids at which the model's own generation config ends a reply; none where it has no such file.
+
+    A config that transformers derived from the architecture's defaults is left out: those ids belong to the tokenizer
+    of some other model.
+    """
+    config = model.generation_config
+    if config is None or config.eos_token_id is None or getattr(config, "_from_model_config", False):
+        return []
+    ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return [index for index in ids if isinstance(index, int)]
+
+
+def with_stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> PreTrainedTokenizerBase:
+    """The tokenizer, or a copy whose files name the tokens that end a reply, where those are not ``eos_token`` alone.
+
+    The first of them closes a turn. Added tokens at which the generation config of ``model`` ends a reply are among
+    them; a word of the vocabulary is not.
+    """
+    added = [index for index in generation_stop_ids(model) if index in tokenizer.added_tokens_decoder]
+    stop_ids = list(dict.fromkeys([*stop_token_ids(tokenizer), *added]))
+    names = tokenizer.convert_ids_to_tokens(stop_ids)
+    if names in ([tokenizer.eos_token], tokenizer.init_kwargs.get(STOP_TOKENS)):
+        return tokenizer
+    named = copy.deepcopy(tokenizer)
+    named.init_kwargs[STOP_TOKENS] = names
+    return named
+
+
+def complete_generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Name every token that ends a reply in the generation config, so that transformers and vLLM stop there too.
+
+    Published models have sampling settings that transformers reads but refuses to save, such as a temperature beside
+    ``do_sample: false``. They are left out: what samples here has settings of its own.
+    """
+    config = model.generation_config
+    if config is None:
+        return
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        config = GenerationConfig(
+            bos_token_id=config.bos_token_id, eos_token_id=generation_stop_ids(model), pad_token_id=config.pad_token_id
+        )
+        model.generation_config = config
+    known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    stop_ids = stop_token_ids(tokenizer)
+    if not set(stop_ids) <= set(known):
+        others = [i for i in generation_stop_ids(model) if i not in stop_ids]
+        config.eos_token_id = [*stop_ids, *others] if others or len(stop_ids) > 1 else stop_ids[0]
+        config._from_model_config = False  # otherwise transformers may take the model configuration's id instead
+
 
 PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
 BYTES = 256

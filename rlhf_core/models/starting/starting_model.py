@@ -13,14 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from rlhf_core.data.chat_template import bos_expression, reply_format
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.models.attention import attention_of
-from rlhf_core.models.foreign import require_openable
+from rlhf_core.models.foreign import find_hub_model, require_openable
 from rlhf_core.models.forward import embedding_weight
-from rlhf_core.models.hub_model import find_hub_model
 from rlhf_core.models.io import REPAIR, is_local, reading, require_room_for
-from rlhf_core.models.starting.base import load_tokenizer
+from rlhf_core.models.own_files import attention_of
+from rlhf_core.models.starting.base import load_tokenizer, require_decoder_only
 from rlhf_core.models.starting.gguf import is_gguf, open_gguf
-from rlhf_core.models.starting.model_kind import require_decoder_only
 
 # As safetensors names them.
 PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})

@@ -21,7 +21,7 @@ from rlhf_core.data.batches import passes
 from rlhf_core.data.encoding import decode_reply
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.models.heads.scalar import ReplyScorer
+from rlhf_core.models.heads import ReplyScorer
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.user_function import describe_failure

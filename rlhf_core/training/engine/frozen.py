@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.models.forward import has_plain_head
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.shared_base import SharedBase
 from rlhf_core.runtime import distributed
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn, optim
 
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import CheckpointError
-from rlhf_core.models.float32_head import LOW_PRECISION
+from rlhf_core.models.precision import LOW_PRECISION
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.checkpoint import SavedTensors, pieces_of_rank
 from rlhf_core.training.engine.base import (

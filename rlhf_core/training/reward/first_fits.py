@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rlhf_core.data.batches import whole_passes
 from rlhf_core.data.pairs import TokenisedPair, pair_sequences
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import progress
 from rlhf_core.training.examples import by_length, collate

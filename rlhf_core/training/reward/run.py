@@ -18,8 +18,8 @@ from rlhf_core.data.schema import Preference, RowTable
 from rlhf_core.data.token_tables import TokenTable, read_tokens
 from rlhf_core.errors import DataError
 from rlhf_core.models import shared_base
-from rlhf_core.models.adapters.lora import merge_adapters
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.adapters import merge_adapters
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.prefix_sharing import require_prefix_sharing
 from rlhf_core.models.shared_base import Adapters, adapters_of
 from rlhf_core.storage.files import atomic_write_json

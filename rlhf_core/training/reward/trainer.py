@@ -26,8 +26,8 @@ from rlhf_core.data.batches import (
     whole_passes,
 )
 from rlhf_core.data.pairs import PrefixRow, PromptBatches, TokenisedPair, pair_sequences, rows_of_sequences
-from rlhf_core.models.heads.scalar import ScalarModel
-from rlhf_core.models.lazy_logits import LOGITS_BYTES
+from rlhf_core.models.forward import LOGITS_BYTES
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.prefix_sharing import PrefixBatch, prefix_batch
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import track

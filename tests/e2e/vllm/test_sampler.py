@@ -16,7 +16,7 @@ from vllm_service import VLLM_MARKS, VLLM_PYTHON
 
 from rlhf_core.config.ppo import VllmSamplerConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.sampler import Sampler
 from rlhf_core.sampling.vllm import VllmSampler

@@ -10,7 +10,7 @@ from unit.engine import cases
 from unit.ppo.tiny import make_tiny
 
 from rlhf_core.config.model import LoraConfig
-from rlhf_core.models.adapters.lora import WithoutAdapters, add_adapters, merge_adapters
+from rlhf_core.models.adapters import WithoutAdapters, add_adapters, merge_adapters
 from rlhf_core.runtime import distributed
 from rlhf_core.training.engine import Engine
 

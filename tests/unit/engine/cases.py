@@ -20,7 +20,7 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data import batches as padding
 from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.losses import ValueObjective

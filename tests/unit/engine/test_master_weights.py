@@ -9,9 +9,8 @@ from torch import nn
 from unit.ppo.tiny import make_tiny
 
 from rlhf_core.config.model import LoraConfig, OptimizerConfig
-from rlhf_core.models.adapters.lora import add_adapters, merge_adapters
-from rlhf_core.models.heads.actor_critic import ActorCritic
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.adapters import add_adapters, merge_adapters
+from rlhf_core.models.heads import ActorCritic, ScalarModel
 from rlhf_core.training.engine import LocalEngine
 from rlhf_core.training.engine.base import build_adamw
 

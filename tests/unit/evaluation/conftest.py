@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.data.schema import Message, Prompt, content_id
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.starting.base import new_model, save_policy, train_tokenizer
 from rlhf_core.world.questions import all_questions
 

@@ -17,12 +17,22 @@ from scipy.stats import ttest_1samp
 
 from rlhf_core.config.ablation import METRICS, Claim, Expectation, load_ablation
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.ablation.figures import curve
-from rlhf_core.evaluation.ablation.intervals import Interval, SeedTable, t_interval
-from rlhf_core.evaluation.ablation.page import BEGIN, END, difference_cell, insert, level_cell
-from rlhf_core.evaluation.ablation.results import AblationRun, RunResult, end_values, history_values, read_results
-from rlhf_core.evaluation.ablation.summary import summarise
-from rlhf_core.evaluation.ablation.verdicts import ClaimOutcome, combine, decide, examine, judge_claim
+from rlhf_core.evaluation.ablation.page import BEGIN, END, curve, difference_cell, insert, level_cell, summarise
+from rlhf_core.evaluation.ablation.verdicts import (
+    AblationRun,
+    ClaimOutcome,
+    Interval,
+    RunResult,
+    SeedTable,
+    combine,
+    decide,
+    end_values,
+    examine,
+    history_values,
+    judge_claim,
+    read_results,
+    t_interval,
+)
 
 HERE = Path()
 DEFINITION = """

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.evaluation.verdict.alarms import alarms
+from rlhf_core.evaluation.verdict import alarms
 
 
 def both(metric: str, sft: float, policy: float) -> dict[str, Any]:

@@ -9,8 +9,7 @@ import pytest
 from validation_rows import good_rows, make_row, run_validate
 
 from rlhf_core.data.safe_text import TAKEN_OUT, excerpt
-from rlhf_core.evaluation.data_card.card import DataCard
-from rlhf_core.evaluation.data_card.markdown import markdown
+from rlhf_core.evaluation.data_card.card import DataCard, markdown
 from rlhf_core.evaluation.data_card.page import breakable, is_long
 
 BODY = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC"

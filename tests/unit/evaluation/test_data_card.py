@@ -24,12 +24,18 @@ from rlhf_core.data.validation.pair_statistics import pair_metrics
 from rlhf_core.data.validation.stored_rows import Quarantined, count_tokens, write_refused
 from rlhf_core.data.validation.suites import NOT_DERIVED, Checkpoints
 from rlhf_core.data.validation.tables import RawData, Validated, validate
-from rlhf_core.evaluation.data_card.build import CardSources, build_card, rules_section, source_section
+from rlhf_core.evaluation.data_card.build import (
+    CardSources,
+    build_card,
+    length_section,
+    refused_section,
+    rules_section,
+    source_section,
+    spread_over_reasons,
+)
 from rlhf_core.evaluation.data_card.card import CardTable, Histogram
-from rlhf_core.evaluation.data_card.lengths import length_section
-from rlhf_core.evaluation.data_card.refused_rows import refused_section, spread_over_reasons
 from rlhf_core.evaluation.data_card.write import write_card
-from rlhf_core.evaluation.figures.bar_chart import bar_chart
+from rlhf_core.evaluation.figures import bar_chart
 from rlhf_core.models.starting.base import train_tokenizer
 from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from rlhf_core.evaluation.comparisons.comparison import compare
-from rlhf_core.evaluation.comparisons.length_control import (
+from rlhf_core.evaluation.comparisons.comparison import (
+    compare,
     length_controlled_win_rate,
     length_differences,
     rates_at_equal_length,
 )
-from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 
 
 def rate_at_equal_length(outcome: np.ndarray, feature: np.ndarray) -> float:

@@ -13,7 +13,11 @@ from rlhf_core.config.evaluation import HeldOutPerplexityConfig
 from rlhf_core.data.encoding import encode_dialogue, encode_text, pad_id
 from rlhf_core.data.schema import Message, Preference, PretrainText
 from rlhf_core.evaluation.metrics import perplexity
-from rlhf_core.evaluation.metrics.perplexity import HeldOutText, held_out_perplexities, reply_perplexity
+from rlhf_core.evaluation.metrics.perplexity import (
+    HeldOutText,
+    held_out_perplexities,
+    reply_perplexity,
+)
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.training.examples import Example
 from rlhf_core.training.sft import mean_reply_loss

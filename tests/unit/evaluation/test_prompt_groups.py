@@ -10,8 +10,8 @@ import pytest
 
 from rlhf_core.data.schema import Prompt
 from rlhf_core.evaluation.comparisons.comparison import compare_outcomes
-from rlhf_core.evaluation.comparisons.prompt_groups import compare_groups, group_of
-from rlhf_core.evaluation.report.parts.group_outcomes import group_chart, opponent_charts
+from rlhf_core.evaluation.comparisons.opponents import compare_groups, group_of
+from rlhf_core.evaluation.report.parts.outcomes import group_chart, opponent_charts
 
 from .conftest import made_prompt
 

@@ -16,12 +16,16 @@ from rlhf_core.config.evaluation import ReportConfig
 from rlhf_core.config.gates import Condition
 from rlhf_core.data.schema import read_table, write_table
 from rlhf_core.evaluation.comparisons.comparison import compare
-from rlhf_core.evaluation.report.parts.category_outcomes import category_outcomes
-from rlhf_core.evaluation.report.parts.conclusion import conclude
-from rlhf_core.evaluation.report.parts.headline import CURVES, HEADLINE, headline_metrics
-from rlhf_core.evaluation.report.parts.over_optimization import over_optimization_chart
-from rlhf_core.evaluation.report.parts.release import ReleaseDecision, UnmetCondition
-from rlhf_core.evaluation.report.parts.reply_pairs import mark_differences, spread_over_categories
+from rlhf_core.evaluation.report.parts.curves import over_optimization_chart
+from rlhf_core.evaluation.report.parts.headline import (
+    CURVES,
+    HEADLINE,
+    ReleaseDecision,
+    UnmetCondition,
+    conclude,
+    headline_metrics,
+)
+from rlhf_core.evaluation.report.parts.outcomes import category_outcomes, mark_differences, spread_over_categories
 from rlhf_core.evaluation.report.render import with_release
 from rlhf_core.evaluation.report.view import flatten, format_number, sft_beside_policy
 from rlhf_core.gates import decide

@@ -12,7 +12,7 @@ import pytest
 from browser import Browser, find_chromium
 
 from rlhf_core.evaluation.alternative_runs import INPUTS, AlternativeRun, evaluation_basis, save_alternatives
-from rlhf_core.evaluation.report.parts.release import ReleaseDecision, UnmetCondition
+from rlhf_core.evaluation.report.parts.headline import ReleaseDecision, UnmetCondition
 from rlhf_core.evaluation.report.render import with_release
 
 from .test_report import ATTACK, fill, render, write

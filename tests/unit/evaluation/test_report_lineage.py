@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.evaluation.report.parts.lineage import ReportLineage, recorded_outputs, report_lineage
-from rlhf_core.evaluation.report.parts.reward_histograms import EDGES, histogram, reward_histograms
+from rlhf_core.evaluation.report.parts.curves import EDGES, histogram, reward_histograms
+from rlhf_core.evaluation.report.parts.lineage import (
+    ReportLineage,
+    recorded_outputs,
+    report_lineage,
+)
 from rlhf_core.storage.files import sha256_file
 
 LOCK = """schema: '2.0'

@@ -6,9 +6,8 @@ from collections import Counter
 
 import pytest
 
-from rlhf_core.evaluation.replies.reply import Reply
-from rlhf_core.evaluation.safety.prompts import BENIGN, HARMFUL
-from rlhf_core.evaluation.safety.refusals import refusal_rates, safety_prompts
+from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.safety import BENIGN, HARMFUL, refusal_rates, safety_prompts
 
 REFUSAL, ANSWER = Reply("I'm sorry, but I can't help with that.", True), Reply("Of course: first", False)
 

@@ -16,11 +16,10 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.ppo import PpoConfig, PtxConfig, SelectionConfig
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.metrics.drift import measure_drift
-from rlhf_core.evaluation.replies.generation import evaluation_replies, on_policy_replies
-from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.evaluation.metrics.perplexity import measure_drift
+from rlhf_core.evaluation.replies import Reply, evaluation_replies, on_policy_replies
 from rlhf_core.evaluation.selection import SelectionEvaluator
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.starting.base import load_policy, load_tokenizer
 from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import TrainingPrompts

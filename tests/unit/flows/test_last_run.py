@@ -23,7 +23,7 @@ from flows.pipeline.events import (
 )
 from flows.pipeline.verdict import KlEstimate, RunVerdict
 from flows.stage.outcome import StageOutcome
-from rlhf_core.evaluation.verdict.standing import JudgeResult, Standing
+from rlhf_core.evaluation.verdict import JudgeResult, Standing
 
 STARTED = datetime(2026, 3, 4, 5, 6, 7)
 FRESH, IDLE = StagesStatus([]), RegistryStatus([], champion="3")

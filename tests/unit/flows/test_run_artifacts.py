@@ -16,7 +16,7 @@ from flows.pipeline.verdict import KlEstimate, RunVerdict, markdown_text, verdic
 from flows.registry.client import MODEL_TRAINING, MlflowLinks, mlflow_links, run_page
 from flows.stage.outcome import StageOutcome
 from flows.workspace.cleanup import record_services
-from rlhf_core.evaluation.verdict.standing import JudgeResult, Standing
+from rlhf_core.evaluation.verdict import JudgeResult, Standing
 
 VERDICT = RunVerdict(
     standing=Standing.BETTER,

@@ -15,10 +15,9 @@ from flows.registry.model_pyfunc import ChatEncoder, RequestRefused, ServedPolic
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.encoding import encode_dialogue, stop_token_ids
 from rlhf_core.data.schema import Message
-from rlhf_core.models.starting.base import save_policy, train_tokenizer
-from rlhf_core.models.starting.stop_tokens import with_stop_tokens
+from rlhf_core.models.starting.base import save_policy, train_tokenizer, with_stop_tokens
 from rlhf_core.sampling.distribution import EvaluationSampling, evaluation_distribution
-from rlhf_core.serving.protocol.chat_response import CompletionId, Usage
+from rlhf_core.serving.protocol.chat import CompletionId, Usage
 
 CONVERSATION = [{"role": "user", "content": "what colour is the sky?"}]
 PIECES = ["the sky", "蓝色", " ", "\n", "?", "<|im_start|>", "<|eot_id|>", "<end_of_turn>", "</s>", "<s>", "[INST]"]

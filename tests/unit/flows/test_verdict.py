@@ -14,7 +14,7 @@ from flows.pipeline.verdict import RegistrationResult, RunVerdict, reach_verdict
 from flows.registry.decisions import PromotionDecision
 from flows.stage.outcome import StageOutcome
 from rlhf_core.errors import EXIT_GATE_FAILED
-from rlhf_core.evaluation.verdict.standing import Standing, judge_results, standing_of
+from rlhf_core.evaluation.verdict import Standing, judge_results, standing_of
 
 EVALUATED = {name: StageOutcome.ran(name, 0.0, 1.0, 1.0) for name in ("evaluate", "report")}
 

@@ -26,7 +26,7 @@ from rlhf_core import hub
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import EXIT_USER_ERROR, ModelError
 from rlhf_core.memory.architecture import starting_architecture
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import save_folder
 from rlhf_core.models.starting.base import load_policy, new_model, train_tokenizer
 

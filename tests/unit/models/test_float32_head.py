@@ -10,11 +10,16 @@ from torch import nn
 from unit.ppo.tiny import make_tiny
 
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.models.float32_head import Float32Linear, float32_unembedding, use_float32_unembedding
 from rlhf_core.models.forward import hidden_states, selected_logits
-from rlhf_core.models.heads.actor_critic import ActorCritic
-from rlhf_core.models.heads.scalar import ScalarModel
-from rlhf_core.models.precision import allow_tf32, matmul_precision, weights_precision
+from rlhf_core.models.heads import ActorCritic, ScalarModel
+from rlhf_core.models.precision import (
+    Float32Linear,
+    allow_tf32,
+    float32_unembedding,
+    matmul_precision,
+    use_float32_unembedding,
+    weights_precision,
+)
 from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.sampling.token_scoring import Tokens, logits_and_values, response_logits
 

@@ -27,12 +27,12 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.reward_sources import ClassifierSource
 from rlhf_core.errors import ModelError
 from rlhf_core.models import foreign
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import load_model, save_folder
 from rlhf_core.models.starting.base import load_policy, new_model, train_tokenizer
 from rlhf_core.ppo.reward_sources.classifier import load_classifier
 from rlhf_core.runtime.limited_call import GIB, CallLimits, limit_reached
-from rlhf_core.serving.loaded_policy import LoadedPolicy
+from rlhf_core.serving.policy import LoadedPolicy
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.stages.token_lengths import load_counting_tokenizer
 

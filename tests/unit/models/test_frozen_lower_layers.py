@@ -13,9 +13,7 @@ from unit.models.test_lora import needs_peft
 from unit.models.test_lower_layers import llama, qwen2
 
 from rlhf_core.config.model import LoraConfig
-from rlhf_core.models.adapters.frozen_lower_layers import FrozenLowerLayers
-from rlhf_core.models.adapters.lora import WithoutAdapters, add_adapters
-from rlhf_core.models.adapters.lower_layers import decoder_layers
+from rlhf_core.models.adapters import FrozenLowerLayers, WithoutAdapters, add_adapters, decoder_layers
 
 IDS = torch.arange(12).view(2, 6)
 pytestmark = needs_peft

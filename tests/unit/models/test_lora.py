@@ -16,7 +16,7 @@ from unit.ppo.tiny import Tiny, make_config, make_tiny, make_trainer
 from rlhf_core.config.model import LoraConfig, OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import ModelError, RlhfError
-from rlhf_core.models.adapters.lora import WithoutAdapters, add_adapters, merge_adapters
+from rlhf_core.models.adapters import WithoutAdapters, add_adapters, merge_adapters
 from rlhf_core.training.engine import LocalEngine
 
 needs_peft = pytest.mark.skipif(

@@ -11,8 +11,8 @@ from unit.ppo.tiny import make_tiny
 
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.models.adapters.lower_layers import keep_lower_layers
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.adapters import keep_lower_layers
+from rlhf_core.models.heads import ScalarModel
 
 IDS = torch.arange(12).view(2, 6)
 ONES = torch.ones_like(IDS)

@@ -18,7 +18,7 @@ from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.forward import last_token_indices, position_ids_from_mask, selected_logits
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import require_equal
 from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer
 

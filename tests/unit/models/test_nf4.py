@@ -14,8 +14,7 @@ from unit.ppo.tiny import Tiny, make_tiny
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.model import LoraConfig, OptimizerConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.models.adapters.lora import add_adapters, merge_adapters
-from rlhf_core.models.adapters.nf4 import NF4Linear, packed
+from rlhf_core.models.adapters import NF4Linear, add_adapters, merge_adapters, packed
 from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.training.engine import LocalEngine
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_core.models.heads.reply_pooling import PRIOR_TOKENS, mean_over_reply, mean_so_far
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.heads import PRIOR_TOKENS, ScalarModel, mean_over_reply, mean_so_far
 from rlhf_core.sampling.token_scoring import Tokens, response_values
 
 # One row: a padding position, two of the prompt, three of the reply, one of padding. H = 1.

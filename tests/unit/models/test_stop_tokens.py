@@ -11,8 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 
 from rlhf_core.api.inputs import checked_tokenizer
 from rlhf_core.data.encoding import special_token_ids, stop_token_ids
-from rlhf_core.models.starting.base import load_policy, save_policy
-from rlhf_core.models.starting.stop_tokens import with_stop_tokens
+from rlhf_core.models.starting.base import load_policy, save_policy, with_stop_tokens
 
 
 def template(name: str) -> RealTemplate:

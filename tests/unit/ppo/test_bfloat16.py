@@ -10,8 +10,8 @@ from saved_states import whole_state
 from unit.ppo.tiny import Tiny, make_config, make_tiny, make_trainer
 
 from rlhf_core.errors import RlhfError
-from rlhf_core.models.float32_head import use_float32_unembedding
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.ppo.rollout import SamplerAgreement, predict_tokens, require_agreement
 from rlhf_core.sampling.agreement import LIMITS
 from rlhf_core.sampling.distribution import Sampling

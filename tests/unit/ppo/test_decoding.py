@@ -24,9 +24,8 @@ from transformers.cache_utils import DynamicLayer
 from unit.ppo.tiny import EOS, Tiny
 
 from rlhf_core.config.model import LoraConfig
-from rlhf_core.models.adapters.lora import add_adapters
-from rlhf_core.models.adapters.nf4 import NF4Linear
-from rlhf_core.models.float32_head import use_float32_unembedding
+from rlhf_core.models.adapters import NF4Linear, add_adapters
+from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.sampling import decoding as layers
 from rlhf_core.sampling import generation
 from rlhf_core.sampling.decoding import PackedLinear, decoding_layers, packing_pays
@@ -199,7 +198,7 @@ def test_adapters_are_merged_while_sampling_and_the_model_is_what_it_was(
 
 @needs_peft
 def test_adapters_that_are_off_are_not_merged() -> None:
-    from rlhf_core.models.adapters.lora import adapters_off
+    from rlhf_core.models.adapters import adapters_off
 
     model = adapted()
     with adapters_off(model), decoding_layers(model, 8, STEPS):

@@ -28,8 +28,7 @@ from unit.ppo.tiny import (
 
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.models.heads.actor_critic import ActorCritic
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.heads import ActorCritic, ScalarModel
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.checkpoints import load_best
 from rlhf_core.ppo.experience import Experience

@@ -15,9 +15,9 @@ from unit.ppo.tiny import PAD, Tiny, accumulate_gradients, collect, make_config,
 
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.memory.dry_run import TensorMemory
-from rlhf_core.models.adapters.lora import WithoutAdapters, add_adapters
-from rlhf_core.models.float32_head import float32_linear
-from rlhf_core.models.lazy_logits import LazyLogits, chunk_count
+from rlhf_core.models.adapters import WithoutAdapters, add_adapters
+from rlhf_core.models.forward import LazyLogits, chunk_count
+from rlhf_core.models.precision import float32_linear
 from rlhf_core.ppo.losses import ptx_loss_sum
 from rlhf_core.ppo.update import measure_minibatch
 from rlhf_core.sampling.distribution import Sampling

@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from rlhf_core.config.health import DEFAULT_RULES, Rule
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.schema import Message
-from rlhf_core.models.heads.actor_critic import ActorCritic
-from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.heads import ActorCritic, ScalarModel
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import estimate_advantages
 from rlhf_core.ppo.experience import Experience

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.config.ppo import PpoConfig, VllmSamplerConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.models.adapters.lora import add_adapters
+from rlhf_core.models.adapters import add_adapters
 from rlhf_core.sampling.sampler import PromptBatch
 from rlhf_core.sampling.vllm import SampledTokens, VllmClient, VllmSampler, request_seed, rollout_of, save_merged
 

@@ -14,10 +14,9 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.starting.base import save_policy
-from rlhf_core.serving.loaded_policy import LoadedPolicy, ReplySettings
 from rlhf_core.serving.metrics import ServingMetrics
+from rlhf_core.serving.policy import RETRY_SECONDS, LoadedPolicy, PolicyWatch, ReplySettings
 from rlhf_core.serving.policy_source import FolderSource, PolicyFiles, PolicyRevision, sampling_of_folder
-from rlhf_core.serving.policy_watch import RETRY_SECONDS, PolicyWatch
 
 GREEDY = ReplySettings(temperature=0.0, top_p=1.0, repetition_penalty=1.0, max_new_tokens=8, seed=0)
 

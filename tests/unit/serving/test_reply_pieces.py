@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.serving.reply_pieces import ReplyPieces
+from rlhf_core.serving.policy import ReplyPieces
 
 
 @given(text=st.text("ab\n ", max_size=20), endings=st.lists(st.text("ab\n ", max_size=3), max_size=3))

@@ -21,7 +21,7 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import PretrainText, write_rows
 from rlhf_core.errors import DataError, TrainingPaused
-from rlhf_core.models.heads.scalar import Pooling, ScalarModel
+from rlhf_core.models.heads import Pooling, ScalarModel
 from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.update import PtxData

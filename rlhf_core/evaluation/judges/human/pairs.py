@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import random
 import re
@@ -11,9 +13,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from rlhf_core.config.evaluation import EvaluateConfig
+from rlhf_core.config.loading import load_section
 from rlhf_core.data.schema import Prompt, read_rows, read_table
 from rlhf_core.errors import DataError
-from rlhf_core.storage.files import atomic_write_json, read_json, split_json_lines
+from rlhf_core.evaluation.comparisons.comparison import tie_margin_of
+from rlhf_core.evaluation.judges.model import JUDGE, MODELS, TRAINED_ON, ModelJudge
+from rlhf_core.evaluation.judges.pairwise import worst_disagreements
+from rlhf_core.evaluation.regression import fixed_subset
+from rlhf_core.evaluation.replies import Reply, evaluation_replies
+from rlhf_core.models.starting.base import load_policy
+from rlhf_core.runtime.progress import progress
+from rlhf_core.storage.files import (
+    atomic_write_json,
+    atomic_write_lines,
+    atomic_write_text,
+    read_json,
+    split_json_lines,
+)
 
 EXPORT_NAME = re.compile(r"a[0-9a-f]{8}")
 EXPORTS = Path("data") / "annotations" / "exports"
@@ -176,3 +195,116 @@ def blinded_export(
             )
         )
     return AnnotationExport(name, seed, pairs)
+
+
+COLUMNS = ("id", "prompt", "reply_1", "reply_2", "choice", "comment")
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+LABEL_STUDIO_CONFIG = """\
+<View>
+  <Header value="Click the reply that serves the user better, or choose tie"/>
+  <Text name="prompt" value="$prompt"/>
+  <Pairwise name="choice" toName="reply_1,reply_2"/>
+  <View style="display: flex; gap: 1em; margin: 1em 0;">
+    <View style="flex: 1; border: 1px solid #aaa; padding: 0.5em;"><Text name="reply_1" value="$reply_1"/></View>
+    <View style="flex: 1; border: 1px solid #aaa; padding: 0.5em;"><Text name="reply_2" value="$reply_2"/></View>
+  </View>
+  <Choices name="tie" toName="prompt" choice="single">
+    <Choice value="tie"/>
+  </Choices>
+</View>
+"""
+
+
+def write_forms(pairs: Sequence[AnnotationPair], folder: Path) -> list[Path]:
+    """Write ``pairs.jsonl``, ``pairs.csv``, ``label_studio_tasks.json`` and ``label_studio_config.xml``.
+
+    They hold nothing about who wrote a reply, what chose the pair, or its category.
+    """
+    rows = [
+        {
+            "id": pair.id,
+            "prompt": pair.prompt_text,
+            "reply_1": pair.reply_1,
+            "reply_2": pair.reply_2,
+            "choice": "",
+            "comment": "",
+        }
+        for pair in pairs
+    ]
+    jsonl, table = folder / "pairs.jsonl", folder / "pairs.csv"
+    tasks, config = folder / "label_studio_tasks.json", folder / "label_studio_config.xml"
+    atomic_write_lines(jsonl, rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _no_formula(value) for name, value in row.items()} for row in rows)
+    atomic_write_text(table, "\ufeff" + text.getvalue())  # with the mark, spreadsheets read it as UTF-8
+    texts = ("prompt", "reply_1", "reply_2")
+    data = [{"pair_id": row["id"], **{name: row[name] for name in texts}} for row in rows]
+    atomic_write_json(tasks, [{"data": values} for values in data])
+    atomic_write_text(config, LABEL_STUDIO_CONFIG)
+    return [jsonl, table, tasks, config]
+
+
+def _no_formula(text: str) -> str:
+    """A cell that a spreadsheet would take for a formula, as text. Of a filled form only id and choice are read."""
+    return f"'{text}" if text.startswith(FORMULA) else text
+
+
+TRAINING_PROMPTS = Path("data") / "clean" / "prompts" / "train.parquet"
+
+
+def sampled_candidates(workspace: Path, count: int, replies_per_prompt: int = 1) -> tuple[list[Candidate], list[int]]:
+    """Let SFT and policy reply to ``count`` training prompts; return the pairs, and the positions of the bad cases.
+
+    Replies have the evaluation's sampling, bad cases are those of the reward model and the judge. With several replies
+    per prompt, the first of SFT is paired with the first of the policy, and so on; a pair that repeats counts once.
+
+    Raises:
+        DataError: There are no training prompts.
+    """
+    config = load_section(workspace, "evaluate", EvaluateConfig)
+    rows = fixed_subset(read_rows(workspace / TRAINING_PROMPTS, Prompt), count, "annotation")
+    if not rows:
+        raise DataError(f"{workspace / TRAINING_PROMPTS} has no rows")
+    prompts = [row.prompt for row in rows]
+    replies: dict[str, list[Reply]] = {}
+    with progress(2 * len(rows) * replies_per_prompt, "replies to training prompts") as bar:
+        for name in ("sft", "policy"):
+            model, tokenizer = load_policy(workspace / MODELS / name)
+            replies[name] = evaluation_replies(
+                model,
+                tokenizer,
+                prompts,
+                config.sampling,
+                config.seed,
+                bar.advance,
+                config.batch_size,
+                replies_per_prompt,
+            )
+            del model
+    rows = [row for row in rows for _ in range(replies_per_prompt)]
+    prompts = [row.prompt for row in rows]
+    gains, margin = {}, 0.0
+    for name in (TRAINED_ON, JUDGE):
+        judge = ModelJudge.load(workspace / MODELS / name, name, config.batch_size)
+        baseline = judge.score(prompts, replies["sft"])
+        gains[name] = np.subtract(judge.score(prompts, replies["policy"]), baseline)
+        margin = tie_margin_of(judge, config.tie_margin, baseline)
+    reward_gain, judge_gain = gains.values()
+    candidates = [
+        Candidate([dict(vars(turn)) for turn in row.prompt], row.category, sft.text, policy.text)
+        for row, sft, policy in zip(rows, replies["sft"], replies["policy"], strict=True)
+    ]
+    return _without_repeats(
+        candidates, [position for position, _ in worst_disagreements(reward_gain, judge_gain, margin)]
+    )
+
+
+def _without_repeats(candidates: Sequence[Candidate], bad_cases: Sequence[int]) -> tuple[list[Candidate], list[int]]:
+    """Keep the first of equal pairs, whoever wrote which reply, and the bad cases among those that are kept."""
+    first: dict[str, int] = {}
+    for position, candidate in enumerate(candidates):
+        first.setdefault(candidate.key, position)
+    kept = {position: new for new, position in enumerate(first.values())}
+    return [candidates[position] for position in kept], [kept[case] for case in bad_cases if case in kept]

@@ -6,13 +6,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from rlhf_core.config.evaluation import LlmJudgeConfig
+from rlhf_core.config.evaluation import LlmBudgetConfig, LlmJudgeConfig
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.http_retry import AnswerLimits, bearer_token, describe_answer, is_final, post_json
+from rlhf_core.storage.files import atomic_write_json, read_json
 
 REFUSED = frozenset({400, 413, 422})  # of one request, such as a prompt that is too long for the model
 LARGEST_ANSWER = 8 << 20  # bytes: far more than any model says
@@ -126,3 +128,80 @@ def _message(answer: httpx.Response) -> dict[str, Any] | None:
 def token_count(value: Any) -> int | None:
     """Return a number of tokens; None for anything that is none."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS else None
+
+
+class AnswerCache:
+    """Keeps each answer as soon as it is there, so that an evaluation that was stopped asks for the others alone.
+
+    Files are written atomically and hold the request beside the answer. Several processes may use the same folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def get(self, key: str) -> Completion | None:
+        """Return the answer to a request; None if there is none, or its file is damaged."""
+        try:
+            stored = read_json(self._path(key))
+            completion = Completion(stored["text"], stored["prompt_tokens"], stored["completion_tokens"])
+        except (DataError, KeyError, TypeError, ValueError, RecursionError, OSError):
+            return None
+        counts = completion.prompt_tokens, completion.completion_tokens
+        are_counts = all(count is None or token_count(count) is not None for count in counts)
+        return completion if isinstance(completion.text, str) and are_counts else None
+
+    def put(self, key: str, request: dict[str, Any], completion: Completion) -> None:
+        """Store the answer to a request."""
+        answer = {
+            "request": request,
+            "text": completion.text,
+            "prompt_tokens": completion.prompt_tokens,
+            "completion_tokens": completion.completion_tokens,
+        }
+        atomic_write_json(self._path(key), answer)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key[:2] / f"{key}.json"
+
+
+class UsageMeter:
+    """Counts tokens and money; several threads may share it."""
+
+    def __init__(self, budget: LlmBudgetConfig) -> None:
+        self.budget = budget
+        self.prompt_tokens = self.completion_tokens = 0
+        self._lock = threading.Lock()
+
+    @property
+    def cost(self) -> float:
+        """Money, 0 without prices."""
+        return self.budget.cost(self.prompt_tokens, self.completion_tokens)
+
+    def add(self, completion: Completion) -> None:
+        """Count an answer.
+
+        Raises:
+            DataError: There is a budget, and the endpoint does not say what the answer used.
+        """
+        if completion.refused:
+            return
+        if self.budget.is_limited and None in (completion.prompt_tokens, completion.completion_tokens):
+            raise DataError("the endpoint does not say how many tokens it used, so evaluate.llm_judge.budget "
+                            "cannot be kept; take the budget out")  # fmt: skip
+        with self._lock:
+            self.prompt_tokens += completion.prompt_tokens or 0
+            self.completion_tokens += completion.completion_tokens or 0
+
+    def require_budget(self) -> None:
+        """Allow another request.
+
+        Raises:
+            DataError: The budget is spent.
+        """
+        tokens, budget = self.prompt_tokens + self.completion_tokens, self.budget
+        if budget.tokens is not None and tokens >= budget.tokens:
+            raise DataError(f"the budget of {budget.tokens:,} tokens is spent ({tokens:,} used); raise "
+                            "evaluate.llm_judge.budget.tokens to go on")  # fmt: skip
+        if budget.money is not None and self.cost >= budget.money:
+            raise DataError(f"the budget of {budget.money:g} is spent ({self.cost:.4g} used); raise "
+                            "evaluate.llm_judge.budget.money to go on")  # fmt: skip

@@ -2,25 +2,140 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.evaluation import LlmJudgeConfig
+from rlhf_core.config.evaluation import TEMPLATE_FIELDS, LlmJudgeConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.evaluation.judges.llm.answer_cache import AnswerCache
-from rlhf_core.evaluation.judges.llm.endpoint import ChatEndpoint, Completion
-from rlhf_core.evaluation.judges.llm.question import built_in_template, content_key, question_text, request_body
-from rlhf_core.evaluation.judges.llm.usage import UsageMeter
-from rlhf_core.evaluation.judges.llm.verdict import Verdict, read_verdict
+from rlhf_core.evaluation.judges.llm.endpoint import AnswerCache, ChatEndpoint, Completion, UsageMeter
 from rlhf_core.evaluation.judges.pairwise import LOSS, TIE, WIN, PairwiseJudgement, PairwiseJudgements
-from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.runtime.progress import progress
+
+PACKAGE = "rlhf_core.evaluation.judges.llm"
+FIELD = re.compile("|".join(map(re.escape, TEMPLATE_FIELDS)))
+VERDICT_SCHEMA = {
+    "type": "object",
+    "properties": {"reason": {"type": "string"}, "verdict": {"type": "string", "enum": ["A", "B", "tie"]}},
+    "required": ["reason", "verdict"],
+    "additionalProperties": False,
+}
+
+
+def built_in_template() -> str:
+    """Return the text that is used where ``llm_judge.template`` is null."""
+    return files(PACKAGE).joinpath("pairwise_prompt.txt").read_text(encoding="utf-8")
+
+
+def question_text(template: str, prompt: Sequence[Message], reply_a: str, reply_b: str) -> str:
+    """Fill the template. A reply that contains ``{reply_b}`` stays what it is."""
+    values = {
+        "{conversation}": "\n\n".join(f"{turn.role}: {turn.content}" for turn in prompt),
+        "{reply_a}": reply_a,
+        "{reply_b}": reply_b,
+    }
+    text = FIELD.sub(lambda field: values[field.group()], template)
+    return text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be sent
+
+
+def request_body(config: LlmJudgeConfig, text: str) -> dict[str, Any]:
+    """Return the body of a chat completion that asks ``text`` at temperature 0."""
+    body: dict[str, Any] = {
+        "model": config.model,
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "max_tokens": config.max_tokens,
+    }
+    if config.response_format == "json_object":
+        body["response_format"] = {"type": "json_object"}
+    if config.response_format == "json_schema":
+        body["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "verdict", "strict": True, "schema": VERDICT_SCHEMA},
+        }
+    return body
+
+
+def content_key(base_url: str, body: dict[str, Any]) -> str:
+    """Return the SHA-256 of a request: the endpoint and everything that is asked of it."""
+    return hashlib.sha256(json.dumps([base_url.rstrip("/"), body], sort_keys=True).encode()).hexdigest()
+
+
+PREFERRED = {"a": "A", "b": "B", "tie": "tie"}
+# Reading takes up to the square of the length, where many objects begin and none ends. No verdict needs as much.
+LONGEST_ANSWER = 100_000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which reply the model prefers: ``A``, ``B`` or ``tie``, and its reason."""
+
+    preferred: str
+    reason: str
+
+
+def read_verdict(text: str) -> Verdict | None:
+    """Return the verdict of the JSON objects in ``text`` that have one; None if there is none or they contradict.
+
+    Text around the object (a code fence, reasoning before it) does not matter. An answer of more than
+    ``LONGEST_ANSWER`` characters has no verdict.
+    """
+    if len(text) > LONGEST_ANSWER:
+        return None
+    try:
+        objects = _json_objects(text)
+    except RecursionError:
+        return None
+    verdicts = []
+    for value in objects:
+        preferred = value.get("verdict")
+        if isinstance(preferred, str) and preferred.strip().lower() in PREFERRED:
+            reason = value.get("reason")
+            verdicts.append(Verdict(PREFERRED[preferred.strip().lower()], _writable(reason)))
+        elif preferred is not None:
+            return None
+    if len({verdict.preferred for verdict in verdicts}) != 1:
+        return None
+    return verdicts[-1]
+
+
+def _writable(reason: Any) -> str:
+    """The reason if it is a text, without lone surrogates, which cannot be written to a file."""
+    return reason.encode("utf-8", "replace").decode() if isinstance(reason, str) else ""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; one that names ``verdict`` twice, and differently, has one that is none."""
+    value = dict(pairs)
+    verdicts = [item for name, item in pairs if name == "verdict"]
+    return value | {"verdict": verdicts} if any(item != verdicts[0] for item in verdicts) else value
+
+
+def _json_objects(text: str) -> list[dict[str, Any]]:
+    """All JSON objects in a text that are not part of another; ``RecursionError`` if one is nested without measure."""
+    decoder = json.JSONDecoder(object_pairs_hook=_without_repeats)
+    objects = []
+    start = text.find("{")
+    while start >= 0:
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except ValueError:  # no JSON, or a number of thousands of digits
+            end = start + 1
+        else:
+            objects.append(value)
+        start = text.find("{", end)
+    return objects
+
 
 ANSWERS = Path(".rlhf") / "llm_judge"
 OUTCOMES = ({"A": WIN, "tie": TIE, "B": LOSS}, {"A": LOSS, "tie": TIE, "B": WIN})  # candidate first, then second

@@ -1,4 +1,4 @@
-"""The headline of a run: few metrics in one flat table, and its training curves as CSV files, for comparing runs."""
+"""The head of the report: verdict, headline numbers, and what was released."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import io
 import math
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.evaluation.figures import format_number
+from rlhf_core.evaluation.report.sources import JsonObject, failed_gate
+from rlhf_core.evaluation.verdict import JudgeResult, Standing, alarms, judge_results, standing_of
 from rlhf_core.storage.files import atomic_write_text, flatten
 
 # Name in the headline, and where the metric is: the stage's file, then the path in it; of several the first there is.
@@ -60,3 +64,119 @@ def write_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], folder: P
             text = io.StringIO()
             csv.writer(text, lineterminator="\n").writerows([columns, *rows])
             atomic_write_text(folder / f"{name}.csv", text.getvalue())
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """The first lines of the report.
+
+    Attributes:
+        state: ``good``, ``bad`` or ``open``, which gives the colour.
+        headline: Such as ``Better than SFT``.
+        judges: One sentence per judge that decides.
+        alarms: Figures to read before anything is released, the gravest first.
+        release: Whether the policy may be registered, and which conditions forbid it.
+        next_step: What to do now.
+    """
+
+    state: str
+    headline: str
+    judges: tuple[str, ...]
+    alarms: tuple[str, ...]
+    release: str
+    next_step: str
+
+
+def conclude(gates: Mapping[str, JsonObject], evaluation: Mapping[str, Any]) -> Conclusion:
+    """Conclude from the gates' evidence and ``metrics/evaluation.json``, either of which may be empty."""
+    judges = judge_results(evaluation.get("comparison", {}))
+    standing = standing_of(judges)
+    state, release, next_step = _release(gates)
+    if state == "good" and standing is not Standing.BETTER:
+        state = "open"
+    if standing is Standing.NOT_COMPARED:
+        headline = "No verdict: the policy was not compared with SFT"
+    else:
+        headline = f"{standing.value.capitalize()} than SFT"
+    alarming = tuple(alarm.sentence for alarm in alarms(evaluation))
+    return Conclusion(state, headline, tuple(map(_sentence, judges)), alarming, release, next_step)
+
+
+def _sentence(result: JudgeResult) -> str:
+    low, high = (format_number(bound, 2) for bound in (result.low95, result.high95))
+    at_equal_length = "" if result.lc_win_rate is None else f"; at equal length {format_number(result.lc_win_rate, 2)}"
+    return (
+        f"By {result.judge} it wins {format_number(result.win_rate, 2)} of {result.prompts} prompts, ties as half "
+        f"(95 %: {low} to {high}){at_equal_length}."
+    )
+
+
+def _release(gates: Mapping[str, JsonObject]) -> tuple[str, str, str]:
+    """State, whether the policy may be registered, and the next step."""
+    failed = failed_gate(gates)
+    if failed:
+        conditions = [c["metric"] for c in gates[failed].get("conditions", []) if not c.get("passed")]
+        return (
+            "bad",
+            f"Stopped at the {failed} gate: {', '.join(conditions)}. Nothing may be registered.",
+            "Read the reasons of the conditions that fail below, change data or params.yaml, and run again: rlhf run",
+        )
+    policy_gate = gates.get("policy")
+    if policy_gate is None:
+        return "open", "Not finished: the policy gate has not been reached.", "rlhf run goes on where it ended"
+    if policy_gate.get("passed"):
+        return "good", "The policy passed its gate: it may be registered and promoted.", "rlhf chat models/policy"
+    return (
+        "open",
+        "The policy did not pass its gate. Decisions are recorded, not enforced; what is registered is ungated.",
+        "Read the reasons of the conditions that fail below",
+    )
+
+
+# The report is written before registration. Between these comments stands what it says of release until then.
+BEGIN, END = "<!-- release -->", "<!-- /release -->"
+SHOWN_CONDITIONS = 6
+
+
+@dataclass(frozen=True)
+class UnmetCondition:
+    """A condition that forbade registration or promotion: its value and what is required, in words."""
+
+    name: str
+    measured: str
+    required: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class ReleaseDecision:
+    """Whether the policy of a report was released, as of a moment.
+
+    Attributes:
+        state: ``good``, ``bad`` or ``open``, which gives the colour.
+        headline: Such as ``Released: rlhf-policy version 3 is the champion``.
+        registered: As which version, or that it was not.
+        reason: Why it was promoted or not; empty where ``conditions`` say it.
+        conditions: All conditions that do not hold.
+        decided: Who decided and when; empty if nobody did.
+        champion: Which version is champion; empty if that is not known or said already.
+        next_command: What to type next.
+        next_hint: What that command is for.
+        as_of: When all this was true, in UTC.
+    """
+
+    state: str
+    headline: str
+    registered: str
+    reason: str
+    conditions: tuple[UnmetCondition, ...]
+    decided: str
+    champion: str
+    next_command: str
+    next_hint: str
+    as_of: str
+
+    @property
+    def first_conditions(self) -> tuple[UnmetCondition, ...]:
+        """The conditions that the page lists."""
+        return self.conditions[:SHOWN_CONDITIONS]

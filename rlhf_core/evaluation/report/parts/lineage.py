@@ -1,9 +1,11 @@
-"""Where the report's numbers come from: commit, recorded hashes, the run in MLflow. Nothing depends on it."""
+"""What the report is of: data, settings, code and machine."""
 
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rlhf_core.config import yaml_text
@@ -58,3 +60,17 @@ def recorded_outputs(lock: Path) -> dict[str, str]:
         if name != "report"
         for out in stage.get("outs") or []
     }
+
+
+LIBRARIES = ("rlhf-pipeline", "torch", "transformers", "datasets", "peft", "numpy", "scikit-learn")
+
+
+def package_versions() -> dict[str, str]:
+    """Return the version of Python and of each installed library, by name."""
+    versions = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions

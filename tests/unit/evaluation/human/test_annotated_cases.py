@@ -13,7 +13,7 @@ from benchmarks.annotated_cases.__main__ import main
 from benchmarks.annotated_cases.cases import choice, equal_cases, fill_form, gold_agreement
 from benchmarks.annotated_cases.held_out import pairwise_accuracy
 from benchmarks.annotated_cases.results import ArmResult, add_result, load_results, paired_difference, write_summary
-from rlhf_core.evaluation.judges.human.import_answers import import_answers
+from rlhf_core.evaluation.judges.human.answers import import_answers
 from rlhf_core.evaluation.judges.human.pairs import AnnotationPair, Candidate, blinded_export
 from rlhf_core.world import gold
 from rlhf_core.world.corpus import AnnotatorConfig, preferences

@@ -14,10 +14,17 @@ from typer.testing import CliRunner
 from rlhf_core.commands.annotate import app
 from rlhf_core.data.schema import write_rows, write_table
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.evaluation.judges.disagreement import worst_disagreements
-from rlhf_core.evaluation.judges.human.forms import COLUMNS, write_forms
-from rlhf_core.evaluation.judges.human.pairs import AnnotationExport, Candidate, blinded_export, evaluated_candidates
-from rlhf_core.evaluation.judges.human.sampled_candidates import _without_repeats, sampled_candidates
+from rlhf_core.evaluation.judges.human.pairs import (
+    COLUMNS,
+    AnnotationExport,
+    Candidate,
+    _without_repeats,
+    blinded_export,
+    evaluated_candidates,
+    sampled_candidates,
+    write_forms,
+)
+from rlhf_core.evaluation.judges.pairwise import worst_disagreements
 
 from ..conftest import made_prompt
 

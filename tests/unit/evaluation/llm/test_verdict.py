@@ -6,8 +6,7 @@ import pytest
 
 from rlhf_core.config.evaluation import LlmJudgeConfig
 from rlhf_core.data.schema import Message
-from rlhf_core.evaluation.judges.llm.question import built_in_template, question_text, request_body
-from rlhf_core.evaluation.judges.llm.verdict import Verdict, read_verdict
+from rlhf_core.evaluation.judges.llm.judge import Verdict, built_in_template, question_text, read_verdict, request_body
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,14 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.encoding import encode_dialogue, pad_id
 from rlhf_core.data.schema import Message, Preference, PretrainText, write_rows
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.benchmarks.multiple_choice.accuracy import AnsweredQuestions, accuracy
-from rlhf_core.evaluation.benchmarks.multiple_choice.log_likelihood import answer_questions, reply_log_likelihoods
-from rlhf_core.evaluation.benchmarks.multiple_choice.questions import (
+from rlhf_core.evaluation.benchmarks.multiple_choice import (
+    AnsweredQuestions,
     MultipleChoiceQuestion,
     MultipleChoiceSet,
+    accuracy,
+    answer_questions,
     read_questions,
+    reply_log_likelihoods,
 )
 from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs
 from rlhf_core.gates import check

@@ -17,12 +17,11 @@ from rlhf_core.config.loading import rebase_sources
 from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare, compare_outcomes, outcomes
+from rlhf_core.evaluation.comparisons.opponents import Opponent, read_opponent, score_opponents
 from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.judges.pairwise import PairwiseJudgement, PairwiseJudgements
-from rlhf_core.evaluation.metrics.drift import Drift
-from rlhf_core.evaluation.opponents.judging import score_opponents
-from rlhf_core.evaluation.opponents.replies import Opponent, read_opponent
-from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.evaluation.metrics.perplexity import Drift
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs
 from rlhf_core.gates import check
 from rlhf_core.stages import evaluate

@@ -20,8 +20,8 @@ from rlhf_core.evaluation.losses import (
     rise,
     share_loss,
 )
-from rlhf_core.evaluation.promotion.criteria import failed, non_inferiority_criteria, win_rate_criteria
-from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.evaluation.promotion import failed, non_inferiority_criteria, win_rate_criteria
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.statistics import paired_difference_high
 
 from ..conftest import made_prompt

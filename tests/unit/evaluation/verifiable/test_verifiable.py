@@ -15,9 +15,8 @@ from rlhf_core.config.gates import Condition
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message, Preference, PretrainText, write_rows
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.evaluation.replies.reply import Reply
-from rlhf_core.evaluation.verifiable.prompts import VerifiablePrompts
-from rlhf_core.evaluation.verifiable.requirements import Requirements, check_reply
+from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.verifiable import Requirements, VerifiablePrompts, check_reply
 from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs
 from rlhf_core.gates import check
 from rlhf_core.runtime.user_function import time_limit

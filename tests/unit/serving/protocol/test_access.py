@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.serving.protocol.access import checked_token, require_access
-from rlhf_core.serving.protocol.api_error import ApiError
+from rlhf_core.serving.protocol.access import ApiError, checked_token, require_access
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.data.schema import Message
-from rlhf_core.serving.protocol.api_error import ApiError
-from rlhf_core.serving.protocol.chat_request import parse_chat_request
+from rlhf_core.serving.protocol.access import ApiError
+from rlhf_core.serving.protocol.chat import parse_chat_request
 
 USER = {"role": "user", "content": "why?"}
 ASSISTANT = {"role": "assistant", "content": "because"}

@@ -1,1 +1,0 @@
-"""Figures and numbers as report and data card show them."""

@@ -1,1 +1,0 @@
-"""Any third party's replies to the evaluation's prompts, as the opponent of SFT and of the policy."""

@@ -1,0 +1,163 @@
+"""Replies of a policy to judged prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.data.batches import gather_passes, whole_passes
+from rlhf_core.data.encoding import (
+    decode_reply,
+    encode_prompt,
+    encode_prompts,
+    reply_length,
+    special_token_ids,
+    vocabulary_id,
+)
+from rlhf_core.data.schema import Message
+from rlhf_core.errors import DataError
+from rlhf_core.models.starting.base import fitting_length
+from rlhf_core.runtime import distributed
+from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
+from rlhf_core.sampling.generation import Rollout
+from rlhf_core.sampling.sampler import LocalSampler, PromptBatch
+from rlhf_core.training.examples import by_length
+from rlhf_core.training.rng import derive_seed
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply to one prompt, as the policy wrote it.
+
+    Attributes:
+        text: The reply without its end marker. Special tokens inside it are visible, such as ``<|user|>``.
+        finished: Whether the reply ended by itself.
+        token_ids: The generated ids, end marker included; empty for a reply that is known as text only.
+        special_tokens: How many of ``token_ids`` are padding, role or other special tokens: defects of the reply.
+        vocabulary: The vocabulary that ``token_ids`` belong to; see
+            :func:`~rlhf_core.data.encoding.vocabulary_id`.
+    """
+
+    text: str
+    finished: bool
+    token_ids: tuple[int, ...] = ()
+    special_tokens: int = 0
+    vocabulary: str = ""
+
+
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class OnPolicyReplies:
+    """Replies sampled from the training distribution, with what is needed to score their tokens again.
+
+    Attributes:
+        replies: One reply per prompt, on every rank.
+        rollouts: One rollout per batch; of several ranks each has those of its own prompts.
+        weights: One per rollout; 0 for a rollout that only keeps this rank in step with the others.
+        sampling: The distribution that was sampled from.
+    """
+
+    replies: list[Reply]
+    rollouts: list[Rollout]
+    weights: list[float]
+    sampling: Sampling
+
+
+def evaluation_replies(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[Message]],
+    config: SamplingConfig,
+    seed: int,
+    on_batch: Callable[[int], None] = lambda count: None,
+    batch_size: int = BATCH,
+    replies_per_prompt: int = 1,
+) -> list[Reply]:
+    """Sample replies with the evaluation filters (top-p, repetition penalty), those to one prompt in a row.
+
+    Prompt ``i`` uses random stream ``i`` of ``seed`` for its first reply, and of seeds derived from it for the others,
+    so two models get the same random numbers, and further replies change none. Prompts of similar length share a batch.
+    Of several ranks each samples its share of the batches, and gets all replies, which have the same bits as those of
+    one process; another batch size changes them by rounding, where that decides a draw.
+
+    ``on_batch`` is called with the number of replies of each finished batch, of all ranks together.
+
+    Raises:
+        DataError: A prompt is as long as the model has positions, or longer.
+    """
+    sampling = EvaluationSampling.for_tokenizer(tokenizer, config)
+    encoded = encode_prompts(tokenizer, prompts)
+    longest = max(range(len(encoded)), key=lambda row: len(encoded[row]), default=None)
+    if longest is not None and fitting_length(size := len(encoded[longest]) + 1, model) < size:
+        raise DataError(
+            f"a prompt of {size - 1} tokens leaves no room for a reply within the model's positions; leave out or "
+            f"shorten {prompts[longest][-1].content[:40]!r}…"
+        )
+    order = by_length([len(ids) for ids in encoded])
+    shared = list(whole_passes(order, batch_size))
+    steps = replies_per_prompt * len(shared) * config.max_new_tokens
+    draws: list[list[list[int]]] = []
+    sampler = LocalSampler.of(model)
+    with sampler.awake(0, max((len(rows) for rows, _ in shared), default=0), steps):
+        for number in range(replies_per_prompt):
+            draw_seed = derive_seed(seed, "evaluation replies", number) if number else seed
+            own: list[list[list[int]]] = []  # by batch
+            for done, (rows, weight) in enumerate(shared):
+                if weight:
+                    batch = PromptBatch([encoded[row] for row in rows], rows, draw_seed)
+                    own.append(sampler.sample(batch, sampling).replies())
+                together = batch_size * distributed.world_size()
+                on_batch(min(together, len(prompts) - done * together))
+            draws.append(_in_order(order, gather_passes(own)))
+    return generated_replies(tokenizer, [reply for of_prompt in zip(*draws, strict=True) for reply in of_prompt])
+
+
+def _in_order(order: Sequence[int], values: Sequence[list[int]]) -> list[list[int]]:
+    """Undo a permutation: ``values[i]`` belongs to the prompt ``order[i]``."""
+    by_prompt = dict(zip(order, values, strict=True))
+    return [by_prompt[prompt] for prompt in range(len(order))]
+
+
+def on_policy_replies(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[Message]],
+    sampling: Sampling,
+    seed: int,
+    batch_size: int = BATCH,
+) -> OnPolicyReplies:
+    """Sample one reply per prompt from the training distribution: the one that KL and checkpoint selection are about.
+
+    Prompts use their random streams as in :func:`evaluation_replies`; of several ranks each samples its share.
+    """
+    sequences: list[list[list[int]]] = []  # by batch
+    rollouts, weights = [], []
+    shared = list(whole_passes(list(range(len(prompts))), batch_size))
+    largest = max((len(rows) for rows, _ in shared), default=0)
+    sampler = LocalSampler.of(model)
+    with sampler.awake(0, largest, len(shared) * sampling.max_new_tokens):
+        for rows, weight in shared:
+            ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
+            rollouts.append(sampler.sample(PromptBatch(ids, rows, seed), sampling))
+            weights.append(weight)
+            if weight:
+                sequences.append(rollouts[-1].replies())
+    replies = generated_replies(tokenizer, gather_passes(sequences))
+    return OnPolicyReplies(replies, rollouts, weights, sampling)
+
+
+def generated_replies(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[Sequence[int]]) -> list[Reply]:
+    """Turn sequences of generated token ids into replies; what follows an end marker is left out."""
+    special, vocabulary = special_token_ids(tokenizer), vocabulary_id(tokenizer)
+    replies = []
+    for sequence in sequences:
+        text, finished = decode_reply(tokenizer, sequence)
+        length, _ = reply_length(tokenizer, sequence)
+        token_ids = tuple(int(i) for i in sequence[:length])
+        replies.append(Reply(text, finished, token_ids, sum(i in special for i in token_ids), vocabulary))
+    return replies

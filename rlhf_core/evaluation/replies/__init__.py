@@ -1,1 +1,0 @@
-"""Replies: generated for evaluation, recorded, and as metrics and judges see them."""

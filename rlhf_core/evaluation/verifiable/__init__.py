@@ -1,1 +1,0 @@
-"""Verifiable prompts: properties that a reply must have, checked instead of judged."""

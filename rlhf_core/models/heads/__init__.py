@@ -1,1 +1,0 @@
-"""Heads on a backbone: scalar models, and policy and critic on one."""

@@ -1,0 +1,326 @@
+"""Chat requests and responses as OpenAI's clients write and read them."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PositiveInt, ValidationError
+
+from rlhf_core.config.model import Strict
+from rlhf_core.data.schema import Message
+from rlhf_core.data.text import has_visible_text
+from rlhf_core.serving.protocol.access import ApiError
+
+MAX_STOP_STRINGS = 4
+SEEDS = 2**63  # random streams take any of them
+ECHOED_CHARACTERS = 40
+# What a request has at most: values that JSON writes apart, parameters or fields of a turn, turns, parts of a turn.
+MAX_VALUES, MAX_FIELDS, MAX_TURNS, MAX_PARTS = 20_000, 64, 1_000, 1_000
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+# Parameters that change nothing here.
+IGNORED = {
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user",
+}  # fmt: skip
+# Parameters that are not supported, with the values by which clients leave them off.
+LEFT_OFF: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+# The same of a turn: what a client has of an earlier reply, and sends back.
+TURN_LEFT_OFF = ("annotations", "audio", "function_call", "refusal", "tool_calls")
+
+
+def _joined_parts(content: Any) -> Any:
+    """Return the text of a list of text parts; other contents as they are."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("must be a text or a list of text parts; images, sounds and files are not supported")
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _as_list(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
+class ChatTurn(Strict):
+    """A turn of the conversation. ``developer`` is OpenAI's newer name of ``system``."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_joined_parts)]
+    name: str | None = None
+
+    def message(self) -> Message:
+        """The turn as the policy was trained on it."""
+        return Message("system" if self.role == "developer" else self.role, self.content)
+
+
+class StreamOptions(Strict):
+    """``include_usage`` adds a last event with the token counts."""
+
+    include_usage: bool = False
+
+
+class ChatRequest(Strict):
+    """A conversation to be answered, and how. What is None is as the policy was judged.
+
+    A ``temperature`` of 0 always takes the most likely token. The same ``seed`` gives the same reply of the same model.
+    """
+
+    messages: list[ChatTurn]
+    model: str | None = None
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.1, le=10)
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    seed: int | None = Field(default=None, ge=0, lt=SEEDS)
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]] | None, Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_as_list)
+    ] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def dialogue(self) -> list[Message]:
+        """The turns as the policy was trained on them."""
+        return [turn.message() for turn in self.messages]
+
+    @property
+    def requested_tokens(self) -> int | None:
+        """How long the reply may be, None where the request leaves it open."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+def parse_chat_request(body: bytes) -> ChatRequest:
+    """Read a request.
+
+    Raises:
+        ApiError: It is not JSON, or something in it is wrong or not supported; the first problem is named.
+    """
+    fields = _json_object(body)
+    _require_bounded(fields)
+    for name in sorted(set(fields) - set(ChatRequest.model_fields)):
+        value = fields.pop(name)
+        if name in IGNORED or value is None or any(value == off for off in LEFT_OFF.get(name, ())):
+            continue
+        known = f"{name} is not supported here" if name in LEFT_OFF else f"there is no parameter {shown(name)}"
+        raise ApiError(400, f"{known}; leave it out", param=name[:ECHOED_CHARACTERS], code="unsupported_parameter")
+    try:
+        request = ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise _first_problem(error) from error
+    _check_turns(request.messages)
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options is for streams; set stream to true too", param="stream_options")
+    both = (request.max_tokens, request.max_completion_tokens)
+    if None not in both and both[0] != both[1]:
+        message = "max_tokens and max_completion_tokens differ; give one of them"
+        raise ApiError(400, message, param="max_completion_tokens")
+    return request
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in ``body``. NaN and infinities are not JSON, and half of a surrogate pair is no character."""
+    if _values(body) > MAX_VALUES and _values(_STRING.sub(b"", body)) > MAX_VALUES:
+        raise ApiError(400, f"the request has more than {MAX_VALUES} values; shorten it", code="invalid_json")
+    try:
+        value = json.loads(body, parse_constant=_refuse_constant)
+        if _SURROGATE.search(body):
+            json.dumps(value, ensure_ascii=False).encode()
+        value = _without_nulls(value)
+    except UnicodeEncodeError as error:
+        message = "the request contains half of a surrogate pair, which is no character; send whole characters"
+        raise ApiError(400, message, code="invalid_json") from error
+    except RecursionError as error:
+        raise ApiError(400, "the request is nested too deeply", code="invalid_json") from error
+    except ValueError as error:
+        raise ApiError(400, f"the request is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, "the request must be a JSON object with messages", code="invalid_json")
+    turns = value.get("messages")
+    for turn in turns if isinstance(turns, list) else ():
+        for name in set(TURN_LEFT_OFF) & set(turn if isinstance(turn, dict) else ()):
+            if turn[name] in ([], ""):
+                del turn[name]
+    return value
+
+
+def _values(text: bytes) -> int:
+    """At least as many as the values of a JSON text, where it has no strings."""
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without the fields that are null, on every level: clients write so what they leave out."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _require_bounded(fields: dict[str, Any]) -> None:
+    """Raise ``ApiError`` where so much is wrong that naming it would take long: an error is made for each thing."""
+    turns = fields.get("messages")
+    turns = turns if isinstance(turns, list) else []
+    if len(turns) > MAX_TURNS:
+        raise ApiError(400, f"messages has {len(turns)} turns; this server reads {MAX_TURNS}", param="messages")
+    for name, value, most in [("the request", fields, MAX_FIELDS), ("stop", fields.get("stop"), MAX_STOP_STRINGS)]:
+        if isinstance(value, dict | list) and len(value) > most:
+            raise ApiError(400, f"{name} has {len(value)} entries, which may be at most {most}", param=name)
+    for number, turn in enumerate(turns):
+        path = f"messages[{number}]"
+        if not isinstance(turn, dict):
+            raise ApiError(400, f"{path} must be a turn {{role, content}}", param=path, code="invalid_value")
+        parts = turn.get("content")
+        if len(turn) > MAX_FIELDS or (isinstance(parts, list) and len(parts) > MAX_PARTS):
+            raise ApiError(400, f"{path} has too many fields or parts", param=path, code="invalid_value")
+
+
+def shown(value: object) -> str:
+    """``value`` as a message quotes it: not more than the beginning of what a client has sent."""
+    text = repr(value)
+    return text if len(text) <= ECHOED_CHARACTERS else f"{text[: ECHOED_CHARACTERS - 1]}…"
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _first_problem(error: ValidationError) -> ApiError:
+    """The first problem of ``error`` with the path of its parameter, as in ``messages[0].role``."""
+    problem = error.errors(include_url=False)[0]
+    path = ""
+    for part in problem["loc"]:
+        name = str(part)[:ECHOED_CHARACTERS]
+        path += f"[{part}]" if isinstance(part, int) else f".{name}" if path else name
+    if problem["type"] == "missing":
+        return ApiError(400, f"{path} is missing; add it", param=path, code="missing_parameter")
+    if problem["type"] == "extra_forbidden":
+        return ApiError(400, f"there is no parameter {path!r}; leave it out", param=path, code="unsupported_parameter")
+    message = problem["msg"].removeprefix("Value error, ")
+    value = problem.get("input")
+    echo = f" (got {value!r})" if isinstance(value, str | int | float) and len(repr(value)) < ECHOED_CHARACTERS else ""
+    return ApiError(400, f"{path}: {message[0].lower()}{message[1:]}{echo}", param=path, code="invalid_value")
+
+
+def _check_turns(turns: list[ChatTurn]) -> None:
+    """Require an order of roles that the policy was trained on: system first if at all, then user and assistant."""
+    if not turns:
+        raise ApiError(400, "messages is empty; give at least one turn {role, content}", param="messages")
+    roles = [turn.message().role for turn in turns]
+    first = 1 if roles[0] == "system" else 0
+    for number, role in enumerate(roles[first:], start=first):
+        if role == "system":
+            message = f"messages[{number}] is a {turns[number].role} turn; only the first turn may be one"
+            raise ApiError(400, message, param=f"messages[{number}].role")
+    if roles[first : first + 1] not in ([], ["user"]):
+        message = f"messages[{first}] is an assistant turn; a conversation begins with the user"
+        raise ApiError(400, message, param=f"messages[{first}].role")
+    for number, (before, role) in enumerate(pairwise(roles), start=1):
+        if role == before:
+            message = f"messages[{number}] is another {role} turn; user and assistant take turns, so join the two"
+            raise ApiError(400, message, param=f"messages[{number}].role")
+    if roles[-1] != "user":
+        raise ApiError(400, f"messages must end with a turn of role user, not {roles[-1]}", param="messages")
+    for number, turn in enumerate(turns):
+        if turn.role == "user" and not has_visible_text(turn.content):
+            raise ApiError(400, f"messages[{number}].content is empty", param=f"messages[{number}].content")
+
+
+END_OF_STREAM = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of a request. The end marker of the reply counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    def as_dict(self) -> dict[str, int]:
+        """The counts and their sum."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+
+@dataclass(frozen=True)
+class CompletionId:
+    """What all parts of one response share.
+
+    Attributes:
+        model: The revision that answers.
+        created: Seconds since 1970.
+    """
+
+    model: str
+    created: int
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+
+    def completion(self, text: str, finish_reason: str, usage: Usage) -> dict[str, Any]:
+        """The whole response."""
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
+        return {**self._head("chat.completion"), "choices": [choice], "usage": usage.as_dict()}
+
+    def first_event(self) -> bytes:
+        """The event that opens a stream: the role, no text."""
+        return self._chunk({"role": "assistant", "content": ""}, None)
+
+    def text_event(self, piece: str) -> bytes:
+        """The next piece of the reply."""
+        return self._chunk({"content": piece}, None)
+
+    def last_event(self, finish_reason: str) -> bytes:
+        """The event that ends the reply."""
+        return self._chunk({}, finish_reason)
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """The token counts, in an event without choices."""
+        return event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage.as_dict()})
+
+    def _chunk(self, delta: Mapping[str, str], finish_reason: str | None) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return event({**self._head("chat.completion.chunk"), "choices": [choice]})
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def event(content: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
+
+
+def model_entry(name: str, created: int) -> dict[str, Any]:
+    """One model of the list."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "rlhf-pipeline"}
+
+
+def model_list(names: Sequence[str], created: int) -> dict[str, Any]:
+    """The names by which the policy may be asked, the revision's own first."""
+    return {"object": "list", "data": [model_entry(name, created) for name in names]}
