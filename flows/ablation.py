@@ -25,16 +25,8 @@ from flows.workspace.folder import display_path, private_path
 from flows.workspace.lock import locked
 from rlhf_core.config import yaml_text
 from rlhf_core.config.ablation import ABLATION_FILE, Ablation, check_recipes, load_ablation
-from rlhf_core.config.loading import (
-    DEFAULT_PROFILE,
-    PARAMS_FILE,
-    merge,
-    overlays_of,
-    parse_assignment,
-    profiles_of,
-    recipe_folder,
-    workspace_name,
-)
+from rlhf_core.config.loading import DEFAULT_PROFILE, PARAMS_FILE, merge, overlays_of, parse_assignment, workspace_name
+from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, ConfigError, DataError, RlhfError
 
 FOLDER = "ablation"

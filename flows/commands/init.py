@@ -19,11 +19,10 @@ from rlhf_core.config.loading import (
     load_params,
     load_section,
     profile_text,
-    profiles_of,
-    recipe_folder,
     workspace_name,
 )
 from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.storage.file_patterns import expand, is_url
 

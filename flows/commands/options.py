@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flows.workspace.folder import find_workspace
-from rlhf_core.config.loading import profile_headers, profiles_of, recipe_folder
+from rlhf_core.config.recipe import profile_headers, profiles_of, recipe_folder
 from rlhf_core.errors import RlhfError
 
 Workspace = Annotated[

@@ -11,19 +11,9 @@ from typing import Any
 from flows.dvc_repo.inputs import with_sources
 from flows.workspace.folder import cannot_write
 from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import (
-    PARAMS_FILE,
-    Params,
-    check_params,
-    expectations_of,
-    merge,
-    overlaid,
-    overlays_of,
-    profile_headers,
-    profiles_of,
-    rebase_sources,
-)
+from rlhf_core.config.loading import PARAMS_FILE, Params, check_params, merge, overlaid, overlays_of, rebase_sources
 from rlhf_core.config.policy import PolicyConfig
+from rlhf_core.config.recipe import expectations_of, profile_headers, profiles_of
 from rlhf_core.errors import ConfigError
 from rlhf_core.storage.files import atomic_write_text
 

@@ -257,7 +257,7 @@ def _token_limits(workspace: Path | None, tokenizer: str | None) -> TokenLimits 
 
 def _require_sources(files: Sequence[str]) -> None:
     """Refuse a wrong path or hub id before the libraries that read files are imported."""
-    from rlhf_core.data.collection.sources import PREFIX, parse_hub_id
+    from rlhf_core.data.collection.hub import PREFIX, parse_hub_id
     from rlhf_core.storage.file_patterns import expand, is_url
 
     for spec in files:

@@ -13,17 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import (
-    PARAMS_FILE,
-    Params,
-    check_params,
-    load_params,
-    merge,
-    overlays_of,
-    overridden,
-    profiles_of,
-)
+from rlhf_core.config.loading import PARAMS_FILE, Params, check_params, load_params, merge, overlays_of, overridden
 from rlhf_core.config.operations import Trained
+from rlhf_core.config.recipe import profiles_of
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.memory.advice import MemoryAdvice, adapter_settings, advise
 from rlhf_core.memory.architecture import starting_architecture

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
-from rlhf_core.config.loading import expectations_of
+from rlhf_core.config.recipe import expectations_of
 from rlhf_core.data.collection.rows import DERIVED_FROM
 from rlhf_core.data.inspection.report_lines import column_lines, percentile_table, wrapped
 from rlhf_core.data.lengths import PERCENTILES, LengthPercentiles

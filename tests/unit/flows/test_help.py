@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from flows.commands.options import joined_lines, profile_list, profile_names
 from rlhf_core import __version__
-from rlhf_core.config.loading import profile_headers
+from rlhf_core.config.recipe import profile_headers
 
 COMMANDS = [(str(c.name or c.callback.__name__),) for c in app.registered_commands if c.callback]
 for group in app.registered_groups:

@@ -15,7 +15,7 @@ from flows.pipeline import preflight
 from flows.pipeline.preflight import memory_refusal
 from flows.supervision.processes import ModuleResult
 from rlhf_core.cli import app
-from rlhf_core.config.loading import recipe_folder
+from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 from rlhf_core.memory import command
 from rlhf_core.memory.command import (

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from rlhf_core.config.loading import recipe_folder
+from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.memory.command import PlanRequest, estimate_of
 from rlhf_core.memory.dry_run import MemoryUse
 from rlhf_core.memory.estimate import StageEstimate

@@ -1,0 +1,43 @@
+"""Where the default recipe lies (params.yaml, dvc.yaml, and folders): in a checkout or in an installed package."""
+
+from __future__ import annotations
+
+import itertools
+import sysconfig
+from pathlib import Path
+
+from rlhf_core.errors import ConfigError
+
+
+def recipe_folder() -> Path:
+    """The checkout's root where the package is used from one, else ``share/rlhf-pipeline`` of the installation."""
+    checkout = Path(__file__).resolve().parents[2]
+    installed = Path(sysconfig.get_path("data")) / "share" / "rlhf-pipeline"
+    for folder in (checkout, installed):
+        if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
+            return folder
+    raise ConfigError(f"the default recipe is neither in {checkout} nor in {installed}; install rlhf-pipeline again")
+
+
+def profiles_of(base: Path) -> Path:
+    """The folder of profiles: the workspace's own if it has one, else the project's."""
+    own = base / "profiles"
+    return own if own.is_dir() else recipe_folder() / "profiles"
+
+
+def expectations_of(base: Path) -> Path:
+    """The folder of suites of expectations: the workspace's own if it has one, else the project's."""
+    own = base / "expectations"
+    return own if own.is_dir() else recipe_folder() / "expectations"
+
+
+def profile_headers(folder: Path) -> dict[str, str]:
+    """Return the comment that opens each profile, as one paragraph, by the profile's name."""
+    return {path.stem: _header(path) for path in sorted(folder.glob("*.yaml"))}
+
+
+def _header(path: Path) -> str:
+    """Return the text of a file's first lines that are comments."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return " ".join(line.lstrip("# ") for line in comments)
