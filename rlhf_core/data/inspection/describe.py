@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_core.config.data import ReadOptions
-from rlhf_core.data.collection.rows import FileRows, row_chunks
 from rlhf_core.data.collection.hub import PREFIX
+from rlhf_core.data.collection.rows import FileRows, row_chunks
 from rlhf_core.data.collection.sources import SourceFile, open_source, require_utf8_name
 from rlhf_core.data.inspection.report_lines import INDENT, column_lines, example_lines, percentile_table, wrapped
 from rlhf_core.data.lengths import (
