@@ -28,6 +28,7 @@ pytestmark = pytest.mark.services
 SLOW_STAGE = "stages:\n  ppo: {cmd: 'echo x >> started && sleep 2 && echo p > policy.txt', outs: [policy.txt]}\n"
 
 
+@pytest.mark.slow
 def test_the_second_run_is_refused_in_one_line_and_the_first_continues(tmp_path: Path, prefect_database: Path) -> None:
     toy = training_toy(tmp_path, prefect_database, params="seed: 1\n", pace=0.05)
     first = begin("run", cwd=toy)

@@ -163,6 +163,7 @@ def test_the_automations_and_the_deployments_are_on_the_server(lasting: Path) ->
     }
 
 
+@pytest.mark.slow
 def test_mlflow_starts_no_processes_for_jobs_that_nothing_here_submits(lasting: Path) -> None:
     commands = [" ".join(process.cmdline()) for process in processes_of(lasting)]
     assert any("mlflow server" in command for command in commands)

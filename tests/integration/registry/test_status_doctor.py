@@ -48,6 +48,7 @@ def test_status_shows_stages_gates_run_registry_and_partial_work(workspace: Path
     assert "finished after" in status(workspace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_status_says_whether_the_champion_is_the_policy_of_the_workspace(contest: Path) -> None:
     screen = status(contest)

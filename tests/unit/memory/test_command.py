@@ -42,6 +42,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2-360m", "paper-7b", "paper-13b"])
 def test_the_large_profiles_fit_the_gpus_they_are_written_for(name: str) -> None:
     estimate = estimate_of(PlanRequest(ROOT, name))
