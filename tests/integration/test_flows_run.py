@@ -153,6 +153,7 @@ def test_a_schedule_creates_runs_that_complete(lasting: Path) -> None:
     assert (lasting / "report.html").read_text() == "done"
 
 
+@pytest.mark.slow
 def test_the_automations_and_the_deployments_are_on_the_server(lasting: Path) -> None:
     deployments = {row[0] for row in rows(lasting, "select name from deployment")}
     assert deployments == {f"{name}-{slug(lasting)}" for name in ("pipeline", "data-watch", "gpu-job", "promotion")}
