@@ -55,7 +55,6 @@ class Seconds:
 
     @classmethod
     def now(cls) -> Seconds:
-        """Both clocks."""
         return cls(time.perf_counter(), time.process_time())
 
     @classmethod

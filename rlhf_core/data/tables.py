@@ -120,7 +120,6 @@ class TableWriter:
         return self
 
     def write(self, table: pa.Table) -> None:
-        """Append rows."""
         # Arrow cannot read a row group whose texts exceed 2 GiB, which a few thousand long rows can have.
         for part in table_slices(table, table.num_rows, ROW_GROUP_BYTES):
             self._waiting.append(part)

@@ -94,7 +94,6 @@ class Architecture:
 
     @property
     def layers(self) -> int:
-        """Decoder layers."""
         return int(self.config(None).num_hidden_layers)
 
     @property

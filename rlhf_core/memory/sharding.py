@@ -43,7 +43,6 @@ class DeviceBudget:
 
     @property
     def usable(self) -> int:
-        """Bytes."""
         return max(int((self.memory_gib * GIB - CONTEXT) / (1 + FRAGMENTS)), 0)
 
 

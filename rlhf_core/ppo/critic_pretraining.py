@@ -170,6 +170,5 @@ class CriticTrainer(RolloutLoop):
         }
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Undo :meth:`meta`."""
         self.stop_rule.reached, self.stop_rule.best_loss, self.stop_rule.since_best = meta["stop_rule"]
         self.stopped, self.explained_variance = meta["stopped"], meta["explained_variance"]

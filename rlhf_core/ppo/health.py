@@ -284,7 +284,6 @@ class HealthGuard:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Undo :meth:`state`."""
         self.monitor.load_state(state["monitor"])
         self.findings = list(state["findings"])
         self.reported_rollbacks = int(state["reported_rollbacks"])

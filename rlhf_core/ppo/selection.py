@@ -158,7 +158,6 @@ class CheckpointSelector:
         return {"candidates": [nonfinite_as_none(asdict(seen)) for seen in self.candidates], "best": self.best}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Undo :meth:`state`."""
         rows: list[dict[str, Any]] = [
             {name: math.nan if value is None else value for name, value in row.items()} for row in state["candidates"]
         ]

@@ -90,7 +90,7 @@ class RolloutLoop(ABC):
 
     @abstractmethod
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Undo :meth:`meta`."""
+        """Go on from what :meth:`meta` of an earlier process said."""
 
     def run(self) -> None:
         """Go to the last turn, resuming where an earlier process stopped.

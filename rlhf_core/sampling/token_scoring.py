@@ -62,7 +62,6 @@ class Tokens:
 
     @property
     def width(self) -> int:
-        """T."""
         return self.response_mask.shape[1]
 
     @property

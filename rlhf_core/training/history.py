@@ -67,7 +67,6 @@ class Block:
         return {"sums": self.sums, "counts": self.counts}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state`."""
         self.sums, self.counts = dict(state["sums"]), dict(state["counts"])
 
 

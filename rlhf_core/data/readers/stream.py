@@ -239,7 +239,6 @@ class Decompressed(io.RawIOBase):
         self._name, self._stream, self._left = name, stream, limit
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
@@ -272,7 +271,6 @@ class XzStream(io.RawIOBase):
         self._waiting = b""
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]

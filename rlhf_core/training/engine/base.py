@@ -217,7 +217,6 @@ class StepCount:
         }
 
     def load_counters(self, meta: dict[str, Any]) -> None:
-        """Restore :meth:`counters`."""
         self.steps = int(meta["steps"])
         self.skipped_steps = int(meta["skipped_steps"])
         self.passed_over_steps = int(meta["passed_over_steps"])
