@@ -169,16 +169,16 @@ class NullTracker:
     run_id = ""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Discard."""
+        """Do nothing: this run is not recorded."""
 
     def log_params(self, params: Mapping[str, Any]) -> None:
-        """Discard."""
+        """Do nothing: this run is not recorded."""
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
-        """Discard."""
+        """Do nothing: this run is not recorded."""
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Discard."""
+        """Do nothing: this run is not recorded."""
 
 
 CLIENT_SETTINGS = {
