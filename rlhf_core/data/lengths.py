@@ -54,6 +54,8 @@ class TokenLengths:
         rows: How many rows were looked at.
         over_limit: How many of them exceed ``limit`` and would be dropped.
         unwritable: Those that the tokenizer cannot write, by reason.
+        marked: How many of the others have a reply with a marker, such as that of reasoning, by which the chat template
+            writes it otherwise; training writes it as the template does.
     """
 
     percentiles: LengthPercentiles
@@ -61,6 +63,7 @@ class TokenLengths:
     limit: int
     over_limit: int
     unwritable: Sequence[UnwritableRows] = ()
+    marked: int = 0
 
 
 def character_counts(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
@@ -99,13 +102,17 @@ def token_lengths(
     tokenizer: PreTrainedTokenizerBase, kind: str, rows: Sequence[Mapping[str, Any]], limit: int
 ) -> TokenLengths:
     """Tokenise ``rows`` of preferences or demonstrations, each with its ``position``, as training does."""
+    from rlhf_core.data.chat_template import reply_format  # imports torch
+
     lengths: list[int] = []
+    marked = 0
     unwritable: dict[str, UnwritableRows] = {}
     for row in rows:
         try:
             lengths.append(token_counts(tokenizer, kind, row)[SEQUENCE])
+            marked += any(reply_format(tokenizer).is_marked(row[name]) for name in REPLIES[kind])
         except UnwritableText as error:
             unwritable.setdefault(error.reason, UnwritableRows(error.reason, row["position"])).rows += 1
     over_limit = sum(length > limit for length in lengths)
     percentiles = LengthPercentiles.of(SEQUENCE, lengths)
-    return TokenLengths(percentiles, len(rows), limit, over_limit, list(unwritable.values()))
+    return TokenLengths(percentiles, len(rows), limit, over_limit, list(unwritable.values()), marked)

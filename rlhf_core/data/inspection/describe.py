@@ -278,6 +278,7 @@ def as_json_value(description: Description) -> dict[str, Any]:
                 "rows": file.tokens.rows,
                 "over_limit": file.tokens.over_limit,
                 "unwritable": [vars(rows) for rows in file.tokens.unwritable],
+                "marked": file.tokens.marked,
             }
         files.append(value)
     command = _init_command(description)
@@ -348,6 +349,9 @@ def _lengths(file: FileDescription, limits: TokenLimits | None, width: int) -> l
     for rows in measured.unwritable:
         reason = f"{rows.rows}{looked_at or ' of the rows'} have no tokens: {rows.reason} (first at row {rows.first})"
         lines += wrapped(INDENT * 2, reason, width)
+    if measured.marked:
+        marked = f"{measured.marked}{looked_at or ' of the rows'} have a reply with a marker, such as </think>"
+        lines += wrapped(INDENT * 2, f"{marked}: it is trained as the chat template writes it", width)
     if not measured.percentiles.values:
         return lines
     if measured.over_limit:

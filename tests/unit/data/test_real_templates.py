@@ -21,6 +21,7 @@ from rlhf_core.data.encoding import (
     stop_token_ids,
     vocabulary_id,
 )
+from rlhf_core.data.lengths import token_lengths
 from rlhf_core.data.schema import Demonstration, Message
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError, ModelError
@@ -327,6 +328,15 @@ def test_reasoning_in_a_reply_is_trained_as_the_template_writes_it(template: str
         assert whole.startswith(tokenizer.decode(ids)) and tokenizer.decode(ids).count("</think>") <= 1
         assert batch_encoding.encode_replies(tokenizer, [reply]) == [encode_reply(tokenizer, reply)]
         assert decode_reply(tokenizer, encode_reply(tokenizer, reply))[0].endswith("blue.") or "think> b" in reply
+
+
+def test_rows_whose_reply_the_template_writes_in_its_own_way_are_counted() -> None:
+    replies = ["It is blue.", THOUGHT, "It is </think> blue.", "a <think> b"]
+    rows = [{"prompt": [{"role": "user", "content": "The sky?"}], "reply": r, "position": 1} for r in replies]
+    assert token_lengths(of_template(QWEN_3), "demonstrations", rows, 99).marked >= 2
+    assert token_lengths(of_template(QWEN_3), "demonstrations", rows[:1], 99).marked == 0
+    pairs = [row | {"chosen": row["reply"], "rejected": "No."} for row in rows[:2]]
+    assert token_lengths(of_template(QWEN_3), "preferences", pairs, 99).marked == 1
 
 
 def test_a_sampled_reply_with_reasoning_is_read_and_written_again_as_it_was() -> None:
