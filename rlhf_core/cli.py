@@ -192,7 +192,7 @@ def match(
     skip_last_collection()
     folder = workspace_root(workspace)
     limit_threads_of(folder)
-    from rlhf_core.evaluation.promotion import run_match
+    from rlhf_core.evaluation.match import run_match
 
     atomic_write_json(output, run_match(folder, champion, challenger, prompt_set))
     typer.echo(output)

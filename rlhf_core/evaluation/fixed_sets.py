@@ -16,7 +16,8 @@ from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id
 from rlhf_core.data.schema import Message, Prompt, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.regression import regression_set, spread_subset
-from rlhf_core.evaluation.replies import Reply, evaluation_replies
+from rlhf_core.evaluation.replies import evaluation_replies
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.safety import HARMFUL_CATEGORY, is_chinese, safety_prompts
 from rlhf_core.evaluation.verifiable import VerifiablePrompts
 from rlhf_core.runtime import distributed

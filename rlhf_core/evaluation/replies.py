@@ -19,6 +19,7 @@ from rlhf_core.data.encoding import (
 )
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.models.starting.base import fitting_length
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
@@ -26,27 +27,6 @@ from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch
 from rlhf_core.training.examples import by_length
 from rlhf_core.training.rng import derive_seed
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A reply to one prompt, as the policy wrote it.
-
-    Attributes:
-        text: The reply without its end marker. Special tokens inside it are visible, such as ``<|user|>``.
-        finished: Whether the reply ended by itself.
-        token_ids: The generated ids, end marker included; empty for a reply that is known as text only.
-        special_tokens: How many of ``token_ids`` are padding, role or other special tokens: defects of the reply.
-        vocabulary: The vocabulary that ``token_ids`` belong to; see
-            :func:`~rlhf_core.data.encoding.vocabulary_id`.
-    """
-
-    text: str
-    finished: bool
-    token_ids: tuple[int, ...] = ()
-    special_tokens: int = 0
-    vocabulary: str = ""
-
 
 BATCH = 64
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from rlhf_core.data.schema import Message, Prompt, content_id
 from rlhf_core.evaluation.regression import REFUSAL_CHECKS, check_rates, fixed_subset
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 
 _HARMFUL = {
     "violence": """

@@ -31,7 +31,8 @@ from rlhf_core.evaluation.judges.load import load_judge
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.losses import as_measurements, paired_losses
 from rlhf_core.evaluation.metrics.perplexity import HeldOutText, held_out_perplexities, measure_drift
-from rlhf_core.evaluation.replies import OnPolicyReplies, Reply, evaluation_replies, on_policy_replies
+from rlhf_core.evaluation.replies import OnPolicyReplies, evaluation_replies, on_policy_replies
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.safety import refusal_rates
 from rlhf_core.evaluation.statistics import clusters_of
 from rlhf_core.evaluation.verifiable import VerifiablePrompts

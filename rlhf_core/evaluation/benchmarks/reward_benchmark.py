@@ -21,7 +21,7 @@ from rlhf_core.data.schema import ROLES, Message
 from rlhf_core.data.text import HALF_PAIR, is_encodable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.pairwise import Judge
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.statistics import bootstrap_bounds, cluster_codes
 
 RESAMPLES = 2000

@@ -18,7 +18,7 @@ from scipy.special import expit
 
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.pairwise import Judge
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.statistics import (
     CONFIDENCE,
     bootstrap_bounds,

@@ -25,7 +25,7 @@ from rlhf_core.evaluation.comparisons.comparison import (
 )
 from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.judges.pairwise import Judge, PairwiseJudge
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.statistics import clusters_of, one_each
 from rlhf_core.storage.file_patterns import expand
 

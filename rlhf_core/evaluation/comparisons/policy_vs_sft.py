@@ -27,7 +27,7 @@ from rlhf_core.evaluation.judges.pairwise import Judge, PairwiseJudge, PairwiseJ
 from rlhf_core.evaluation.metrics.perplexity import Drift
 from rlhf_core.evaluation.metrics.text_metrics import measure_text
 from rlhf_core.evaluation.regression import pass_rates
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.statistics import cluster_of, clusters_of
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhf_core.data.schema import Message
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.world import gold
 
 # The smallest step of a gold score is one word too many, .02 / 1.4 = .014: a difference below it is rounding.

@@ -12,7 +12,7 @@ from rlhf_core.data.batches import whole_passes
 from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id, vocabulary_id
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.models.heads import ReplyScorer, ScalarModel
 from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.runtime import distributed

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from rlhf_core.data.schema import Message
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 
 WIN, TIE, LOSS = 1.0, 0.5, 0.0
 

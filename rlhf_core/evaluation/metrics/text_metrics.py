@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from rlhf_core.data import text as text_statistics
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 
 SHORT_TOKENS = 4  # a reply of fewer tokens, its end marker included, says at most two words
 

@@ -16,7 +16,7 @@ from unit.evaluation.test_evaluate_stage import CONFIG, run_stage
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.data.schema import Message, Prompt, read_table
 from rlhf_core.evaluation.comparisons.policy_vs_sft import BestOfN, kl_bound
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.report.parts.alternatives import alternatives
 
 

@@ -14,7 +14,7 @@ from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare, compare_outcomes, tie_margin_of
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.statistics import bootstrap_bounds
 
 SCORES = st.lists(st.floats(-5, 5), min_size=1, max_size=30)

@@ -17,7 +17,7 @@ from rlhf_core.evaluation.comparisons.comparison import (
     length_differences,
     rates_at_equal_length,
 )
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 
 
 def rate_at_equal_length(outcome: np.ndarray, feature: np.ndarray) -> float:

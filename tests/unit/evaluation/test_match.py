@@ -12,7 +12,8 @@ from rlhf_core.config.operations import NonInferiorityConfig
 from rlhf_core.data.schema import Prompt, write_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.model import final_judges
-from rlhf_core.evaluation.promotion import non_inferiority_criteria, run_match
+from rlhf_core.evaluation.match import run_match
+from rlhf_core.evaluation.promotion import non_inferiority_criteria
 from rlhf_core.storage.files import sha256_tree
 
 from .conftest import made_prompt

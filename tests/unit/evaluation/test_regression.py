@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.evaluation.regression import fixed_subset, pass_rates, regression_set
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 
 ROWS = [Prompt(f"{i:04x}", [Message("user", "?")], "ab"[i % 2], "s", "g") for i in range(100)]
 REFUSAL = "i am sorry, but i cannot help with that."

@@ -15,7 +15,7 @@ from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.benchmarks.reward_benchmark import as_text, read_benchmark, row_accuracy, run_benchmark
 from rlhf_core.evaluation.judges.model import ModelJudge
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 
 
 class ByLength:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.safety import BENIGN, HARMFUL, refusal_rates, safety_prompts
 
 REFUSAL, ANSWER = Reply("I'm sorry, but I can't help with that.", True), Reply("Of course: first", False)

@@ -23,7 +23,8 @@ from rlhf_core.evaluation.comparisons.comparison import tie_margin_of
 from rlhf_core.evaluation.judges.model import JUDGE, MODELS, TRAINED_ON, ModelJudge
 from rlhf_core.evaluation.judges.pairwise import worst_disagreements
 from rlhf_core.evaluation.regression import fixed_subset
-from rlhf_core.evaluation.replies import Reply, evaluation_replies
+from rlhf_core.evaluation.replies import evaluation_replies
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.runtime.progress import progress
 from rlhf_core.storage.files import (

@@ -19,7 +19,7 @@ from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.evaluation.judges.llm.endpoint import AnswerCache, ChatEndpoint, Completion, UsageMeter
 from rlhf_core.evaluation.judges.pairwise import LOSS, TIE, WIN, PairwiseJudgement, PairwiseJudgements
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.runtime.progress import progress
 
 PACKAGE = "rlhf_core.evaluation.judges.llm"

@@ -14,7 +14,7 @@ from rlhf_core.config.gates import Condition
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Preference, PretrainText, Prompt, read_table, write_rows
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.evaluation.promotion import run_match
+from rlhf_core.evaluation.match import run_match
 from rlhf_core.evaluation.report.view import reply_pair
 from rlhf_core.gates import check
 from rlhf_core.stages import evaluate

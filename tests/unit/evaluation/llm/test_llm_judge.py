@@ -18,7 +18,7 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.judges.llm.endpoint import RateLimiter
 from rlhf_core.evaluation.judges.llm.judge import LlmJudge
 from rlhf_core.evaluation.judges.pairwise import PairwiseJudgements
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 
 from .conftest import ChatServer, completion
 

@@ -15,7 +15,7 @@ from rlhf_core.config.gates import Condition
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message, Preference, PretrainText, write_rows
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.verifiable import Requirements, VerifiablePrompts, check_reply
 from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs
 from rlhf_core.gates import check
