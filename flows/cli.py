@@ -136,44 +136,20 @@ def init(
     typer.echo(next_step(initialise(folder, profile, settings, cache=cache)))
 
 
-@app.command(cls=CommandWithProfiles)
-def ablate(
-    profile: Profile = None,
-    sets: Sets = None,
-    workspace: Workspace = None,
-    file: Annotated[
-        Path | None, typer.Option(help="Variants and claims; default: the workspace's ablation.yaml.")
-    ] = None,
-    variants: Annotated[str | None, typer.Option(help="Only these, separated by commas.")] = None,
-    seeds: Annotated[str | None, typer.Option(help="These seeds, separated by commas; default: the file's.")] = None,
-    iterations: Annotated[int | None, typer.Option(min=1, help="PPO iterations; default: the file's.")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side; default: one per core.")] = None,
-    docs: Annotated[bool, typer.Option("--docs", help="Update benchmarks/results/ablation.md too.")] = False,
-    listing: Annotated[bool, typer.Option("--list", help="Show variants and figures, run nothing.")] = False,
-) -> None:
-    """Train every variant of PPO with every seed, and check which of the paper's claims hold here.
+# Every option is the study's own, --help included.
+STUDY = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
-    Each run has a workspace under workspaces/ablation. What is up to date is not run again, so that a call after an
-    interruption resumes. The results (table.md, results.csv, figures) go to ablation/demo, those of a part to
-    ablation/demo-part.
 
-    Examples:
-    $ rlhf ablate --list
-    $ rlhf ablate
-    $ rlhf ablate --variants ppo-max,vanilla --seeds 1,2 --iterations 20
-    """
-    from flows.ablation import AblationOptions, AblationRequest, parse_names, parse_seeds
-    from flows.ablation import ablate as run_ablation
-    from flows.ablation import listing as list_variants
-    from flows.workspace.folder import find_workspace
+@app.command(hidden=True, context_settings=STUDY)
+def ablate(context: typer.Context) -> None:
+    """Train variants of PPO and judge the paper's claims: python -m benchmarks.ablation, where a checkout has it."""
+    checkout = Path(__file__).resolve().parents[1]
+    if not (checkout / "benchmarks" / "ablation").is_dir():
+        raise RlhfError("the study of the paper's claims is not part of the installed package; run it in a clone of it")
+    sys.path.append(str(checkout))
+    from benchmarks.ablation.__main__ import app as study
 
-    overrides = [*(sets or []), *([f"ppo.iterations={iterations}"] if iterations else [])]
-    request = AblationRequest(profile, tuple(overrides), file, parse_names(variants), parse_seeds(seeds))
-    folder = find_workspace(workspace)
-    if listing:
-        typer.echo(list_variants(folder, request))
-        return
-    raise typer.Exit(run_ablation(folder, request, AblationOptions(jobs, docs)))
+    raise typer.Exit(study(args=context.args, prog_name="rlhf ablate", standalone_mode=False) or 0)
 
 
 app.registered_commands += registry_commands.app.registered_commands
@@ -319,7 +295,7 @@ data_app.registered_commands += data_diff.app.registered_commands
 # Commands appear in these panels and in this order; groups come last in theirs.
 PANELS = {
     "Start": ("init", "doctor", "plan", "data"),
-    "Train": ("run", "stage", "status", "logs", "up", "ablate", "fingerprint"),
+    "Train": ("run", "stage", "status", "logs", "up", "fingerprint"),
     "Judge": ("report", "compare", "gate", "chat", "match", "replay", "benchmark", "lm-eval", "annotate"),
     "Release": ("promote", "approve", "decline", "rollback", "history", "export", "terms", "gc"),
     "Serve": ("serve",),

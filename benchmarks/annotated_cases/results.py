@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from rlhf_core.evaluation.ablation.verdicts import Interval, t_interval
+from benchmarks.ablation.verdicts import Interval, t_interval
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
 
 ARMS = ("none", "random", "bad")

@@ -27,7 +27,7 @@ FLOWS_LAYERS = (
     {"cli"},
     {"commands"},
     {"release"},
-    {"pipeline", "ablation"},
+    {"pipeline"},
     {"jobs", "registry"},
     {"stage"},
     {"prefect_server", "dvc_repo"},
@@ -98,11 +98,6 @@ FLOWS_MAY_ALSO_USE = {
     "flows.jobs.remote_client": {
         "fingerprint.tracked_files.function_files",
         "fingerprint.tracked_files.verifiable_functions",
-    },
-    "flows.ablation": {
-        "evaluation.ablation.page.insert",
-        "evaluation.ablation.verdicts.AblationRun",
-        "evaluation.ablation.page.summarise",
     },
 }
 ORCHESTRATORS = {"prefect", "dvc", "flows"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from commands import SmokeRun
 
-from rlhf_core.config.ablation import CURVES, METRICS
-from rlhf_core.evaluation.ablation.verdicts import AblationRun, read_results
+from benchmarks.ablation.definition import CURVES, METRICS
+from benchmarks.ablation.verdicts import AblationRun, read_results
 
 pytestmark = pytest.mark.services
 

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from flow_toys import CommandLine, begin, processes_of, rlhf, wait_until
 
-from flows.ablation import AblationJob, AblationRequest, JobResult, definition, make_plan, run_jobs
+from benchmarks.ablation.run import AblationJob, AblationRequest, JobResult, definition, make_plan, run_jobs
 from flows.supervision import signals
 from rlhf_core.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Ablations (``rlhf ablate``): variants of the recipe for several seeds, each a workspace that DVC keeps up to date."""
+"""Running an ablation: variants of the recipe for several seeds, each a workspace that DVC keeps up to date."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.ablation.definition import ABLATION_FILE, Ablation, check_recipes, load_ablation
+from benchmarks.ablation.page import insert, summarise
+from benchmarks.ablation.verdicts import AblationRun
 from flows.dvc_repo.graph import read_graph
 from flows.dvc_repo.recipe import TRIALS, merged_params, write_recipe
 from flows.dvc_repo.root import cache_of, ensure_dvc
@@ -24,9 +27,8 @@ from flows.workspace.cleanup import cleanup
 from flows.workspace.folder import display_path, private_path
 from flows.workspace.lock import locked
 from rlhf_core.config import yaml_text
-from rlhf_core.config.ablation import ABLATION_FILE, Ablation, check_recipes, load_ablation
 from rlhf_core.config.loading import DEFAULT_PROFILE, PARAMS_FILE, merge, overlays_of, parse_assignment, workspace_name
-from rlhf_core.config.recipe import profiles_of, recipe_folder
+from rlhf_core.config.recipe import profiles_of
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, ConfigError, DataError, RlhfError
 
 FOLDER = "ablation"
@@ -98,13 +100,13 @@ def parse_seeds(text: str | None) -> tuple[int, ...]:
 
 
 def definition(base: Path, request: AblationRequest) -> Ablation:
-    """Load the ablation of the request from its file, the workspace's ablation.yaml or the project's, and check it.
+    """Load the ablation of the request from its file, the workspace's ablation.yaml or the study's, and check it.
 
     Raises:
         ConfigError: the file, a variant or a parameter is wrong.
     """
     own = base / ABLATION_FILE
-    path = request.file or (own if own.is_file() else recipe_folder() / ABLATION_FILE)
+    path = request.file or (own if own.is_file() else Path(__file__).with_name(ABLATION_FILE))
     ablation = load_ablation(path)
     for name in request.variants:
         ablation.variant(name)
@@ -395,7 +397,7 @@ def ablate(base: Path, request: AblationRequest, options: AblationOptions) -> in
         progress.line(f"{len(plan.jobs)} jobs, {slots} at a time, in {folder}")
         results = run_jobs(plan.jobs, slots, lambda job: run_job(plan, job, cache), progress.job_ended)
         if signals.STOP.is_set():
-            print("stopped; the next `rlhf ablate` resumes from here", file=sys.stderr)
+            print("stopped; the next call resumes from here", file=sys.stderr)
             return EXIT_INTERRUPTED
         verdicts = _write_results(plan, results, page)
         unfinished = sum(not result.ok for result in results)
@@ -409,8 +411,6 @@ def ablate(base: Path, request: AblationRequest, options: AblationOptions) -> in
 
 def _check_page(page: Path) -> None:
     """Raise ``DataError`` unless ``page`` exists and has the markers between which an ablation's results go."""
-    from rlhf_core.evaluation.ablation.page import insert
-
     if not page.is_file():
         raise DataError(f"{page} does not exist; --docs writes into that page of the workspace")
     insert(page.read_text(encoding="utf-8"), "", str(page))
@@ -418,9 +418,6 @@ def _check_page(page: Path) -> None:
 
 def _write_results(plan: AblationPlan, results: Sequence[JobResult], page: Path | None) -> str:
     """Write table, figures and verdicts; return how many claims came to which verdict."""
-    from rlhf_core.evaluation.ablation.page import summarise
-    from rlhf_core.evaluation.ablation.verdicts import AblationRun
-
     runs = [
         AblationRun(result.job.variant, result.job.seed, result.job.workspace, result.state, result.message)
         for result in results

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.ablation.definition import Ablation, check_recipes, load_ablation
 from rlhf_core.config import yaml_text
-from rlhf_core.config.ablation import Ablation, check_recipes, load_ablation
 from rlhf_core.config.loading import check_params, merge, overridden
 from rlhf_core.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PARTS = ("kl", "reward-norm", "ptx", "critic-pretraining", "value-clip", "global-clip")
 OTHERS = {
     "ppo-max", "vanilla", "vanilla-reward-scaling", "vanilla-advantage-clip-0.15", "vanilla-advantage-clip-0.8",
@@ -41,7 +41,7 @@ figures:
 
 @pytest.fixture(scope="module")
 def ablation() -> Ablation:
-    return load_ablation(ROOT / "ablation.yaml")
+    return load_ablation(ROOT / "benchmarks" / "ablation" / "ablation.yaml")
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import ttest_1samp
 
-from rlhf_core.config.ablation import METRICS, Claim, Expectation, load_ablation
-from rlhf_core.errors import DataError
-from rlhf_core.evaluation.ablation.page import BEGIN, END, curve, difference_cell, insert, level_cell, summarise
-from rlhf_core.evaluation.ablation.verdicts import (
+from benchmarks.ablation.definition import METRICS, Claim, Expectation, load_ablation
+from benchmarks.ablation.page import BEGIN, END, curve, difference_cell, insert, level_cell, summarise
+from benchmarks.ablation.verdicts import (
     AblationRun,
     ClaimOutcome,
     Interval,
@@ -33,6 +32,7 @@ from rlhf_core.evaluation.ablation.verdicts import (
     read_results,
     t_interval,
 )
+from rlhf_core.errors import DataError
 
 HERE = Path()
 DEFINITION = """

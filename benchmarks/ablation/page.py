@@ -16,9 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from rlhf_core.config.ablation import CURVES, METRICS, Ablation, FigurePlan, Metric
-from rlhf_core.errors import DataError
-from rlhf_core.evaluation.ablation.verdicts import (
+from benchmarks.ablation.definition import CURVES, METRICS, Ablation, FigurePlan, Metric
+from benchmarks.ablation.verdicts import (
     DONE,
     AblationRun,
     ClaimOutcome,
@@ -30,6 +29,7 @@ from rlhf_core.evaluation.ablation.verdicts import (
     read_results,
     write_csv,
 )
+from rlhf_core.errors import DataError
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text
 
 BEGIN, END = "<!-- ablation: begin -->", "<!-- ablation: end -->"

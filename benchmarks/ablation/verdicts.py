@@ -33,7 +33,7 @@ import numpy as np
 import pyarrow as pa
 from scipy import stats
 
-from rlhf_core.config.ablation import METRICS, Claim, Expectation, Metric
+from benchmarks.ablation.definition import METRICS, Claim, Expectation, Metric
 from rlhf_core.data.schema import read_table
 from rlhf_core.storage.files import atomic_write_text, read_json
 from rlhf_core.training.history import read_history
