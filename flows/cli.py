@@ -294,7 +294,7 @@ app.registered_groups += core.app.registered_groups
 data_app.registered_commands += data_diff.app.registered_commands
 # Commands appear in these panels and in this order; groups come last in theirs.
 PANELS = {
-    "Start": ("init", "doctor", "plan", "data"),
+    "Start": ("init", "doctor", "plan", "config", "data"),
     "Train": ("run", "stage", "status", "logs", "up", "fingerprint"),
     "Judge": ("report", "compare", "gate", "chat", "match", "replay", "benchmark", "lm-eval", "annotate"),
     "Release": ("promote", "approve", "decline", "rollback", "history", "export", "terms", "gc"),

@@ -100,6 +100,25 @@ def open_model(workspace: WorkspaceOption = None) -> None:
 
 
 @app.command()
+def config(
+    path: Annotated[
+        str | None, typer.Argument(help="A setting or section, such as ppo.kl; ppo.clip is all of ppo that end so.")
+    ] = None,
+    workspace: WorkspaceOption = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page of parameters.", hidden=True)] = False,
+) -> None:
+    """Print settings of params.yaml with default and meaning, and the value here where it is another.
+
+    Examples:
+    $ rlhf config ppo.kl.coefficient
+    $ rlhf config critic
+    """
+    from rlhf_core.commands.config import show
+
+    typer.echo(show(path, workspace or Path(), markdown), nl=False)
+
+
+@app.command()
 def plan(
     workspace: WorkspaceOption = None,
     profile: Annotated[str | None, typer.Option("--profile", "-p", help="Overlay on params.yaml.")] = None,

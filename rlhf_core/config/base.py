@@ -13,11 +13,20 @@ SCRATCH = "scratch"
 
 
 class BaseConfig(StageConfig):
-    """``source: scratch`` makes a tokenizer and a tiny Llama; anything else is a folder, a ``.gguf`` file or a hub id.
+    """The starting model, trained from nothing or loaded.
 
-    ``dtype: auto`` is bfloat16 where the device multiplies it natively, else float32.
-
-    A pretrained model is trained with learning rates that suit it. ``allow_high_learning_rates`` lets others pass.
+    Attributes:
+        source: `scratch` makes a tokenizer and a tiny Llama; anything else is a folder, a `.gguf` file or a hub id.
+        revision: Commit, tag or branch of a hub id.
+        allow_high_learning_rates: Lets a pretrained model be trained with learning rates far beyond those that suit
+            it.
+        vocab_size: Of the tokenizer that `scratch` trains.
+        hidden_size: Of the Llama that `scratch` makes.
+        intermediate_size: Width of its feed-forward layers.
+        layers: Its decoder layers.
+        heads: Its attention heads.
+        max_positions: Longest sequence that it takes.
+        dtype: Precision of the weights; `auto` is bfloat16 where the device multiplies it natively, else float32.
     """
 
     source: str = SCRATCH
@@ -44,9 +53,18 @@ def is_pretrained(source: str) -> bool:
 
 
 class SftConfig(StageConfig):
-    """``steps: 0`` keeps the base model as the SFT model, for one that is an instruct model already.
+    """Supervised fine-tuning on demonstrations.
 
-    ``max_tokens`` bounds prompt + reply; longer demonstrations are dropped and counted, never cut.
+    Attributes:
+        steps: Optimiser steps; 0 keeps the base model as the SFT model, for one that is an instruct model already.
+        batch_size: Demonstrations of a step.
+        micro_batch_size: Demonstrations of one pass, which changes no gradient; null: all of a step.
+        max_tokens: Longest prompt and reply together; longer demonstrations are dropped and counted, never cut.
+        eval_every: Steps between measurements of held-out perplexity.
+        samples: Sample replies to held-out prompts.
+        optimizer: Its optimiser.
+        checkpoint: Its checkpoints, in steps.
+        sampling: How the sample replies are made.
     """
 
     steps: NonNegativeInt = 550

@@ -57,7 +57,16 @@ NEEDED_FOR_TRAINING = frozenset({"complete", "prompt_not_empty", "roles", "margi
 
 
 class WorldConfig(Strict):
-    """Sizes of the synthetic world, and parameters of its simulated annotators."""
+    """Sizes of the synthetic world, and parameters of its simulated annotators.
+
+    Attributes:
+        demonstrations: Demonstrations, of mixed quality.
+        preferences: Preference pairs.
+        pretrain: Plain texts.
+        contrast_share: Share of pairs that differ in one fact, needlessly refuse, or answer another prompt.
+        label_sharpness: How surely annotators prefer the better reply (Bradley–Terry).
+        length_bias: What a word is worth to them, whatever it says.
+    """
 
     demonstrations: PositiveInt = 8000
     preferences: PositiveInt = 24000
@@ -199,7 +208,11 @@ class SourceOptions(ReadOptions):
 
 
 class DataSource(SourceOptions):
-    """A path, glob, URL (``s3://…``) or hub id (``hub:owner/name[/config][@revision][:split]``), and how it is read."""
+    """A path, glob, URL (``s3://…``) or hub id (``hub:owner/name[/config][@revision][:split]``), and how it is read.
+
+    Attributes:
+        path: A path, glob, URL or hub id.
+    """
 
     path: str
 
@@ -227,7 +240,14 @@ def with_options(sources: Any) -> Any:
 
 class FileSources(Strict):
     """Paths, globs, URLs or hub ids, each alone or with options, by kind. Empty kinds are derived where possible:
-    demonstrations from preferred replies, prompts from preferences, pretraining text from demonstrations."""
+    demonstrations from preferred replies, prompts from preferences, pretraining text from demonstrations.
+
+    Attributes:
+        preferences: Preference pairs.
+        demonstrations: Demonstrations; derived from preferred replies where there are none.
+        prompts: Prompts; derived from preferences where there are none.
+        pretrain: Plain texts; derived from demonstrations where there are none.
+    """
 
     preferences: tuple[DataSource, ...] = Field(default=(), strict=False)
     demonstrations: tuple[DataSource, ...] = Field(default=(), strict=False)
@@ -264,11 +284,18 @@ class FileSources(Strict):
 
 
 class CollectConfig(StageConfig):
-    """``annotations`` is a path or glob of preference pairs that people made of the workspace's own replies
-    (``rlhf annotate import``). They join the preferences of either source; no file need match.
+    """Where the raw data come from.
 
-    ``also_derive`` names kinds that are derived although files of them are given: those rows are added, and of equal
-    ones the file's stays.
+    Attributes:
+        source: The synthetic `world`, or `files`.
+        world: Of the synthetic world.
+        files: By kind the files, globs, URLs or hub ids.
+        also_derive: Kinds that are derived although files of them are given: those rows are added, and of equal
+            ones the file's stays.
+        annotations: Path or glob of preference pairs that people made of the workspace's own replies (`rlhf
+            annotate import`). They join the preferences of either source; no file need match.
+        limit: At most so many rows of each kind.
+        licence: Licence of the data, for manifest and data card.
     """
 
     source: Literal["world", "files"] = "world"
@@ -303,8 +330,11 @@ AUTOMATIC_ROWS = 10_000
 class SplitConfig(Strict):
     """Shares of prompt groups; a group never spans two splits, in any dataset.
 
-    ``judge`` is the share of training and validation groups whose pairs only the judge sees, ``referee`` the share of
-    the others whose pairs only the referee sees; what remains is the reward model's.
+    Attributes:
+        validation: Share of groups that validate.
+        test: Share of groups that test.
+        judge: Share of training and validation groups whose pairs only the judge sees.
+        referee: Share of the others whose pairs only the referee sees; what remains is the reward model's.
     """
 
     validation: float = Field(default=0.1, gt=0, lt=0.5)
@@ -320,6 +350,7 @@ class NearDuplicatesConfig(Strict):
         search: Whether rows are compared at all, which takes longer than all other checks together; ``auto``: where no
             kind has more than 10,000 clean rows, or where a rule about it refuses rows or fails the set.
         similarity: From which Jaccard similarity of their runs of words on two texts count as nearly the same.
+        shingle_words: Words of a run.
         permutations: Length of a signature; the estimate of the similarity is off by up to ``0.5 / sqrt`` of it.
         max_rows: At most so many rows of a kind are compared, the first ones: the index takes about 4 kB for each.
     """
@@ -339,14 +370,22 @@ class NearDuplicatesConfig(Strict):
 
 
 class ValidateConfig(StageConfig):
-    """Limits are in characters. ``max_quarantined`` is the share of refused rows above which the stage stops.
+    """What a row must satisfy, and how rows are split.
 
     Attributes:
+        split: Shares of the splits.
+        min_rows: Fewest clean rows of a kind.
+        max_prompt_chars: Longest prompt, in characters.
+        max_reply_chars: Longest reply, in characters.
+        max_turns: Most turns of a prompt.
+        max_quarantined: Share of refused rows above which the stage stops.
+        secrets: Whether rows are searched for passwords and keys.
         rules: By rule of the project's suites, what becomes of rows that break it, in place of what the suite says:
             ``refuse`` puts them into the quarantine, ``warn`` keeps and counts them, ``fail`` refuses them and stops
             the stage at the data gate.
-        evaluation_files: Files with prompts of evaluations that no row of training may overlap with, given and read as
-            those of ``collect.files``.
+        near_duplicates: The search for texts that are nearly the same.
+        evaluation_files: Files with prompts of evaluations that no row of training may overlap with, given and read
+            as those of ``collect.files``.
         languages: The languages (``en``, ``zh``) that rows are expected in; none: they are not looked at.
         tokenizer: The folder, GGUF file or hub id whose tokenizer the data card counts tokens with, that of
             ``base.source`` as a rule; None: lengths are in characters only.

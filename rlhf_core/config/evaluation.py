@@ -25,7 +25,11 @@ TEMPLATE_FIELDS = ("{conversation}", "{reply_a}", "{reply_b}")
 class LlmBudgetConfig(Strict):
     """The most that the answers of one comparison may use, those of earlier runs included; null: no limit.
 
-    ``prompt_price`` and ``completion_price`` are per million tokens, in the currency of ``money``.
+    Attributes:
+        tokens: Tokens of questions and answers together.
+        money: Cost, in the currency of the prices.
+        prompt_price: Per million tokens of questions.
+        completion_price: Per million tokens of answers.
     """
 
     tokens: PositiveInt | None = None
@@ -50,18 +54,26 @@ class LlmBudgetConfig(Strict):
 
 
 class LlmJudgeConfig(Strict):
-    """``base_url`` ends before ``/chat/completions``; ``token_env`` names the environment variable whose value is sent
-    as bearer token. The value itself never stands in params.yaml.
+    """A language model behind an OpenAI-compatible endpoint that compares replies.
 
-    ``template`` is the text of a question, with ``{conversation}``, ``{reply_a}`` and ``{reply_b}``; null: the built-in
-    one. ``response_format`` asks the endpoint to enforce JSON, where it can. ``max_tokens`` limits an answer.
-    ``max_junk`` is the largest share of the pairs of different replies without a usable answer at which the comparison
-    counts.
-
-    ``concurrency`` requests wait for their answers at once. ``timeout_seconds`` bounds connecting, each wait for data,
-    and the time from an answer's first byte to its last. A request that fails to connect, breaks off, times out, is
-    answered with more than 8 MiB or with 408, 425, 429 or 5xx is repeated up to ``retries`` times, waiting 0.5 s, 1 s,
-    2 s … (at most 30 s; or as the answer's Retry-After says, up to 60 s).
+    Attributes:
+        base_url: Address before `/chat/completions`.
+        model: Name of the model there.
+        token_env: Environment variable whose value is sent as bearer token. The value itself never stands in
+            params.yaml.
+        template: Text of a question, with `{conversation}`, `{reply_a}` and `{reply_b}`; null: the built-in one.
+        response_format: Asks the endpoint to enforce JSON, where it can.
+        max_tokens: Longest answer.
+        max_junk: Largest share of the pairs of different replies without a usable answer at which the comparison
+            counts.
+        concurrency: Requests that wait for their answers at once.
+        requests_per_minute: Most requests of a minute.
+        timeout_seconds: Bounds connecting, each wait for data, and the time from an answer's first byte to its
+            last.
+        retries: How often a request is repeated that fails to connect, breaks off, times out, is answered with more
+            than 8 MiB or with 408, 425, 429 or 5xx; it waits 0.5 s, 1 s, 2 s … (at most 30 s; or as the answer's
+            Retry-After says, up to 60 s).
+        budget: The most that the answers may use.
     """
 
     base_url: str
@@ -91,15 +103,17 @@ class LlmJudgeConfig(Strict):
 
 
 class MultipleChoiceConfig(Strict):
-    """``files`` are paths or globs of questions in C-Eval's format, relative to the workspace: columns question, A, B,
-    C, D and answer, and maybe id and explanation. The name of a file without ``_dev``, ``_val`` or ``_test`` is its
-    subject.
+    """Multiple-choice questions that both models answer.
 
-    With ``score: letter`` the choices stand below the question, and the likeliest letter is the answer; with ``text``
-    the question stands alone, and the answer is the choice whose text is likeliest per character.
-
-    ``few_shot`` answered questions come before each question: the first of the file in ``few_shot_files`` that has the
-    same subject, or of the only one there is.
+    Attributes:
+        files: Paths or globs of questions in C-Eval's format, relative to the workspace: columns question, A, B, C,
+            D and answer, and maybe id and explanation. The name of a file without `_dev`, `_val` or `_test` is its
+            subject.
+        score: With `letter` the choices stand below the question, and the likeliest letter is the answer; with
+            `text` the question stands alone, and the answer is the choice whose text is likeliest per character.
+        few_shot: Answered questions before each question.
+        few_shot_files: Where those come from: the first of the file that has the same subject, or of the only one
+            there is.
     """
 
     files: tuple[str, ...] = Field(strict=False, min_length=1)
@@ -128,9 +142,11 @@ class MultipleChoiceConfig(Strict):
 
 
 class OpponentConfig(Strict):
-    """``path`` is a file of JSON lines with ``prompt`` (a text or messages) and ``reply``, relative to the workspace.
+    """Replies of a third party that both models are compared with.
 
-    ``name`` is what metrics and report call the opponent.
+    Attributes:
+        name: What metrics and report call the opponent.
+        path: File of JSON lines with `prompt` (a text or messages) and `reply`, relative to the workspace.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][\w -]*$", max_length=40)
@@ -141,12 +157,13 @@ FUNCTION = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
 
 
 class VerifiableConfig(Strict):
-    """``path`` is a file of JSON lines, relative to the workspace: a prompt and what its reply must be in each.
+    """Prompts whose replies are checked by rules.
 
-    ``functions`` gives names to Python functions ``f(prompt, reply) -> bool``, each ``package.module:function``, which
-    a line may require by name. They run with your rights, like any code you start; a file alone runs nothing.
-
-    ``timeout_seconds`` bounds the check of one property of one reply.
+    Attributes:
+        path: File of JSON lines, relative to the workspace: a prompt and what its reply must be in each.
+        functions: Names for Python functions `f(prompt, reply) -> bool`, each `package.module:function`, which a
+            line may require by name. They run with your rights, like any code you start; a file alone runs nothing.
+        timeout_seconds: Bounds the check of one property of one reply.
     """
 
     path: str = Field(min_length=1)
@@ -162,8 +179,12 @@ class VerifiableConfig(Strict):
 
 
 class HeldOutPerplexityConfig(Strict):
-    """Perplexity of held-out preferred replies and pretraining text (alignment tax): at most ``rows`` of each, none for
-    0, at most ``max_tokens`` tokens of a row, and rows up to ``total_tokens``, which bounds the time.
+    """Perplexity of held-out preferred replies and pretraining text (alignment tax).
+
+    Attributes:
+        rows: At most so many of each; 0: none.
+        max_tokens: At most so many tokens of a row.
+        total_tokens: Rows up to so many tokens together, which bounds the time.
     """
 
     rows: NonNegativeInt = 256
@@ -172,9 +193,12 @@ class HeldOutPerplexityConfig(Strict):
 
 
 class SafetyConfig(Strict):
-    """Safety prompts, for data that are not of the synthetic world: at most ``prompts`` harmful ones and as many benign
-    ones, none for 0, each asked ``replies_per_prompt`` times. There are 202 of each. ``max_new_tokens`` is short, since
-    the first sentences show a refusal.
+    """Safety prompts, for data that are not of the synthetic world.
+
+    Attributes:
+        prompts: At most so many harmful ones, of 202, and as many benign ones; 0: none.
+        replies_per_prompt: Replies to each of them.
+        max_new_tokens: Longest reply; the first sentences show a refusal.
     """
 
     prompts: NonNegativeInt = 200
@@ -183,19 +207,30 @@ class SafetyConfig(Strict):
 
 
 class EvaluateConfig(StageConfig):
-    """``tie_margin`` is the difference of judge scores, as a share of the spread of SFT's, up to which a pair is a tie
-    (the gold judge has a unit and a margin of its own). ``sampling`` makes the replies that are judged;
-    ``max_new_tokens`` limits the unfiltered ones that KL and perplexity are measured on. ``batch_size`` replies are
-    sampled and judged together: it bounds memory, and every reply keeps its own random numbers.
+    """The policy against SFT on held-out prompts.
 
-    Each of the ``prompts``, and of the regression set, gets ``replies_per_prompt`` replies of each model, which narrows
-    every interval where held-out prompts are few; bounds and tests still count different questions.
-
-    With ``best_of_n`` the reward model also picks the best of so many replies of SFT to each prompt, for the judges to
-    compare with the policy's and SFT's (0: off). ``llm_judge`` lets a language model compare the replies too,
-    ``verifiable`` adds prompts whose replies are checked, ``multiple_choice`` questions that both models answer,
-    ``opponents`` replies of third parties that both models are compared with. ``groups`` says which categories or
-    sources of prompts are helpful and which harmless, beside those that are known.
+    Attributes:
+        prompts: Test prompts.
+        replies_per_prompt: Replies of each model to each of them and of the regression set, which narrows every
+            interval where held-out prompts are few; bounds and tests still count different questions.
+        best_of_n: The reward model also picks the best of so many replies of SFT to each prompt, for the judges to
+            compare with the policy's and SFT's; 0: off.
+        sampling: Makes the replies that are judged.
+        kl_samples: Unfiltered replies that KL and perplexity are measured on.
+        batch_size: Replies sampled and judged together: it bounds memory, and every reply keeps its own random
+            numbers.
+        max_new_tokens: Longest of the unfiltered replies.
+        tie_margin: Difference of judge scores, as a share of the spread of SFT's, up to which a pair is a tie; the
+            gold judge has a unit and a margin of its own.
+        bad_cases: Prompts with the worst replies that are written down.
+        bootstrap: Resamples of an interval.
+        perplexity: Perplexity of held-out text.
+        safety: Safety prompts.
+        llm_judge: Lets a language model compare the replies too.
+        verifiable: Adds prompts whose replies are checked by rules.
+        multiple_choice: Adds questions that both models answer.
+        opponents: Replies of third parties that both models are compared with.
+        groups: Which categories or sources of prompts are helpful and which harmless, beside those that are known.
     """
 
     prompts: PositiveInt = 256
@@ -248,8 +283,13 @@ class EvaluateStageConfig(EvaluateConfig):
 
 
 class ReportConfig(StageConfig):
-    """``alternatives`` is a file of ``rlhf compare --output`` in the workspace, whose runs the report shows beside this
-    one; nothing is shown where it does not exist.
+    """The report.
+
+    Attributes:
+        title: Its title.
+        replies: Replies that it shows side by side.
+        alternatives: File of `rlhf compare --output` in the workspace, whose runs the report shows beside this one;
+            nothing is shown where it does not exist.
     """
 
     title: str = "RLHF pipeline report"

@@ -14,14 +14,21 @@ LOSSES = "losses"
 
 
 class Condition(Strict):
-    """``metric`` is a dotted path into the metrics, such as ``comparison.judge.win_rate_low95``.
+    """One statement about a metric that a gate requires. Exactly one of the bounds is set.
 
-    Exactly one of the bounds is set. ``worse_by_less_than`` bounds how much worse than SFT the policy is: ``metric`` is
-    then a name below ``losses``, such as ``repetition``, of which the one-sided upper 95 % bound, over questions, must
-    be below the margin. With ``where_at_least`` it is read only where SFT's own value is at least that.
-
-    ``at_most_of`` bounds a metric by another: ``max(factor * other, other + slack)``; ``at_least_of`` likewise from
-    below: ``min(factor * other, other - slack)``.
+    Attributes:
+        metric: Dotted path into the metrics, such as `comparison.judge.win_rate_low95`.
+        at_least: Lower bound.
+        at_most: Upper bound.
+        at_most_of: Bounds the metric by another: `max(factor * other, other + slack)`.
+        at_least_of: Likewise from below: `min(factor * other, other - slack)`.
+        worse_by_less_than: How much worse than SFT the policy may be: `metric` is then a name below `losses`, such
+            as `repetition`, of which the one-sided upper 95 % bound, over questions, must be below the margin.
+        where_at_least: With `worse_by_less_than`: the condition is read only where SFT's own value is at least
+            this.
+        factor: Multiplies the other metric.
+        slack: Added to the other metric.
+        why: Why the bound is there, for report and messages.
     """
 
     metric: str
@@ -59,13 +66,18 @@ PERPLEXITY_HOLDS = Condition(
 
 
 class GatesConfig(StageConfig):
-    """Conditions by gate. ``mode: report`` records the decision without enforcing it.
+    """Conditions by gate. A gate without conditions vouches for nothing, so it fails; an empty list is refused in
+    ``enforce`` mode.
 
-    Where the evaluation asks multiple-choice questions, the policy gate also requires that the policy is not inferior
-    to SFT by more than ``multiple_choice_margin``, by the lower 95 % bound of the difference of accuracies; a condition
-    of its own on multiple choice, or ``null``, takes the place of that.
-
-    A gate without conditions vouches for nothing, so it fails; an empty list is refused in ``enforce`` mode.
+    Attributes:
+        mode: `report` records decisions without enforcing them.
+        data: Conditions on the clean data.
+        sft: Conditions on the SFT model.
+        reward: Conditions on reward model, referee and judge.
+        policy: Conditions on the policy.
+        multiple_choice_margin: Where the evaluation asks multiple-choice questions, the policy must not be inferior
+            to SFT by more than this, by the lower 95 % bound of the difference of accuracies; a condition of its own on
+            multiple choice, or null, takes the place of that.
     """
 
     mode: Literal["enforce", "report"] = "enforce"

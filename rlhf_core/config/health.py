@@ -238,7 +238,12 @@ DEFAULT_RULES: tuple[Rule, ...] = (*DRIFT_RULES, *TEXT_RULES, *DIVERSITY_RULES, 
 
 
 class Adjustment(Strict):
-    """Factors that a rollback applies: on the KL coefficient, and on the learning rates of policy and critic."""
+    """Factors that a rollback applies.
+
+    Attributes:
+        kl_coefficient: On the KL coefficient.
+        lr: On the learning rates of policy and critic.
+    """
 
     kl_coefficient: PositiveFloat = 1.0
     lr: PositiveFloat = 1.0
@@ -249,11 +254,15 @@ class Adjustment(Strict):
 
 
 class RuleChange(Strict):
-    """Changes to one default rule; what is left out stays. ``ignore`` switches the rule off.
+    """Changes to one default rule; what is left out stays.
 
-    ``window`` counts for all checks of the rule. ``threshold`` is a number for a rule of one check, else a mapping from
-    a check's metric to a number; it has the meaning of the check's own bound (a plain number, or a multiple of a start
-    or limit).
+    Attributes:
+        action: What happens when the rule fires; `ignore` switches it off.
+        window: Observations that every check of the rule looks at.
+        threshold: A number for a rule of one check, else a mapping from a check's metric to a number; it has the
+            meaning of the check's own bound (a plain number, or a multiple of a start or limit).
+        after: First iteration at which the rule may fire.
+        adjust: What a rollback multiplies.
     """
 
     action: Literal["ignore", "warn", "pause", "rollback"] | None = None
@@ -273,10 +282,14 @@ class RuleChange(Strict):
 
 
 class HealthConfig(Strict):
-    """``enforce`` lets rules pause the run or roll it back; ``report`` only records findings.
+    """Rules that watch a run.
 
-    A run is rolled back at most ``max_rollbacks`` times; after that a rollback rule pauses it. ``rules`` changes
-    default rules by name.
+    Attributes:
+        mode: `enforce` lets rules pause the run or roll it back; `report` only records findings. Paper: proposes
+            the metrics (5.2). Shows in: findings, pauses.
+        max_rollbacks: A run is rolled back at most so many times; after that a rollback rule pauses it. Shows in:
+            rollbacks.
+        rules: Changes of default rules, by name. Shows in: findings.
     """
 
     mode: Literal["enforce", "report"] = "enforce"

@@ -193,7 +193,33 @@ Model = TypeVar("Model", bound=Strict)
 
 
 class Params(Strict):
-    """The whole of params.yaml. ``profile`` is the name of the profile that it was made with; it labels runs."""
+    """The whole of params.yaml.
+
+    Attributes:
+        profile: Name of the profile that it was made with; it labels runs and changes nothing.
+        seed: Of all random streams; a section may have its own.
+        collect: Where the raw data come from.
+        validate: What a row must satisfy, and how rows are split.
+        base: The starting model.
+        sft: Supervised fine-tuning.
+        reward: The reward model.
+        referee: The second reward model, on disjoint data: the policy is selected by it, never trained on it.
+        judge: The third reward model, on disjoint data: it judges the result; nothing is trained or selected by it.
+        gates: Conditions that must hold before later stages run.
+        policy: How the policy is trained.
+        critic: Critic pre-training, whose rewards and advantages are PPO's.
+        ppo: PPO.
+        evaluate: The policy against SFT on held-out prompts.
+        report: The report.
+        compute: Processes, threads and number formats.
+        plan: What a memory plan cannot know by itself.
+        checkpoints: Where partial state goes.
+        pools: By stage, the work pool that it runs on, or a mapping with what its job asks for there.
+        work_pools: By work pool, its settings on the Prefect server.
+        registry: Registered models and their promotion.
+        tracking: MLflow.
+        flow: How a pipeline's stages are run and retried.
+    """
 
     profile: str = ""
     seed: int = Field(default=1, ge=0)
@@ -420,19 +446,21 @@ def load_params(workspace: Path) -> Params:
     return check_params(yaml_text.read(workspace / PARAMS_FILE), str(workspace / PARAMS_FILE))
 
 
-def load_section(workspace: Path, section: str, model: type[Model]) -> Model:
+def load_section(workspace: Path, section: str, model: type[Model], beside: Sequence[str] = ()) -> Model:
     """One section as ``model``, with the seed from the top of the file.
 
-    A field of ``model`` named like another section (``ppo`` of the critic's stage) is filled from that section.
+    Args:
+        workspace: The folder with params.yaml.
+        section: Name of the section.
+        model: What checks it.
+        beside: Other sections that ``model`` has as fields, such as ``ppo`` for the critic's stage.
     """
     document = yaml_text.plain(yaml_text.read(workspace / PARAMS_FILE))
     values = dict(document.get(section) or {})
     seed = document.get("seed", 1)
     if issubclass(model, StageConfig):
         values.setdefault("seed", seed)
-    for name in model.model_fields:
-        if name != section and name in document and name in Params.model_fields and name != "seed":
-            values.setdefault(name, document[name])
+    values |= {name: document[name] for name in beside if name in document}
     try:
         return model.model_validate(values)
     except ValidationError as error:

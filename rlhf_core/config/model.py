@@ -16,7 +16,11 @@ class Strict(BaseModel):
 
 
 class StageConfig(Strict):
-    """Settings of one stage. ``seed`` comes from the top of params.yaml."""
+    """Settings of one stage.
+
+    Attributes:
+        seed: Of this stage's random streams; that at the top of params.yaml where it is left out.
+    """
 
     seed: int = Field(default=1, ge=0)
 
@@ -24,8 +28,17 @@ class StageConfig(Strict):
 class OptimizerConfig(Strict):
     """AdamW and its learning-rate schedule.
 
-    ``warmup`` is a share of all steps. ``cosine`` decays to ``final_ratio`` of the peak; ``inverse_sqrt`` is the
-    schedule of MOSS-RLHF; ``constant`` stays at the peak after warm-up. ``max_grad_norm: null`` turns clipping off.
+    Attributes:
+        lr: Peak learning rate.
+        betas: AdamW's decay rates of both moments.
+        eps: AdamW's epsilon.
+        weight_decay: AdamW's; norms and biases never decay.
+        schedule: `constant` stays at the peak after warm-up, `cosine` decays to `final_ratio` of it, `inverse_sqrt`
+            is that of MOSS-RLHF.
+        warmup: Linear warm-up as a share of all steps.
+        final_ratio: Where the cosine ends, as a share of the peak. Paper: 10 % in SFT (5.1).
+        max_grad_norm: Clips the global gradient norm; null: off. Paper: part of PPO-max (5.4), of minor importance
+            (C.2). Shows in: policy_grad_norm, critic_grad_norm.
     """
 
     lr: PositiveFloat
@@ -39,14 +52,26 @@ class OptimizerConfig(Strict):
 
 
 class CheckpointConfig(Strict):
-    """How often the partial state of a training run is saved, and how many saves are kept."""
+    """How often the partial state of a training run is saved, and how many saves are kept.
+
+    Attributes:
+        every: Steps, rollouts or iterations between checkpoints.
+        keep: Checkpoints kept; a rollback goes to one of them.
+    """
 
     every: PositiveInt
     keep: PositiveInt = 2
 
 
 class SamplingConfig(Strict):
-    """Sampling at evaluation (paper, section 3.1 and appendix): never used for rollouts."""
+    """Sampling at evaluation (paper, section 3.1 and appendix): never used for rollouts.
+
+    Attributes:
+        temperature: Divides the logits.
+        top_p: Share of probability that is sampled from.
+        repetition_penalty: Makes tokens that the reply has already less likely.
+        max_new_tokens: Longest reply.
+    """
 
     temperature: PositiveFloat = 0.8
     top_p: float = Field(default=0.9, gt=0, le=1)
@@ -65,12 +90,17 @@ def changed_field(model: Strict, *names: str) -> str:
 class LoraConfig(Strict):
     """LoRA (Hu et al. 2021): an adapted matrix W computes ``W x + alpha / rank * B A x``; only A and B are trained.
 
-    ``targets`` are last names of linear layers, such as ``q_proj``; none means every linear layer below the head. There
-    is no drop-out: it would make PPO's trainer disagree with its sampler. ``upper_layers`` adapts only so many layers
-    next to the head: no gradient passes the ones below, so that a step costs about half with a third of the layers.
+    There is no drop-out: it would make PPO's trainer disagree with its sampler.
 
-    ``quantize: nf4`` holds the frozen linear layers in 4 bits (QLoRA, Dettmers et al. 2023). They stay rounded: the
-    model that is saved has the weights it was trained and judged with, in its own precision again.
+    Attributes:
+        rank: Rank of A and B.
+        alpha: Scale of the adapters, divided by `rank`.
+        targets: Last names of the linear layers that are adapted, such as `q_proj`; none: every linear layer below
+            the head.
+        upper_layers: Adapts only so many layers next to the head: no gradient passes the ones below, so that a step
+            costs about half with a third of the layers.
+        quantize: `nf4` holds the frozen linear layers in 4 bits (QLoRA, Dettmers et al. 2023). They stay rounded:
+            the model that is saved has the weights it was trained and judged with, in its own precision again.
     """
 
     rank: PositiveInt = 16

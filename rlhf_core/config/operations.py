@@ -17,16 +17,22 @@ DEFAULT_LOGITS_MIB = 256
 
 
 class LaunchConfig(Strict):
-    """``processes`` run on each of ``nodes`` machines, which meet at ``rendezvous`` (host:port).
+    """How many processes train a stage, and with which engine.
 
-    ``zero`` is the stage of DeepSpeed's ZeRO (0 replicates, 1 shards the optimiser, 2 gradients too, 3 weights too);
-    ``offload`` keeps the optimiser, or the parameters as well, in CPU memory. ``deepspeed`` names a JSON file that says
-    both, and whatever else DeepSpeed can be told. ``frozen`` places reference, reward model and referee: on the device,
-    in CPU memory between their phases, or sharded over the ranks.
-
-    ``logits_mib`` bounds the float32 logits of one chunk of positions, in MiB: losses, log-probabilities, entropies and
-    KL are computed chunk by chunk, and a training pass computes the logits of each a second time for its gradient. What
-    fits into one chunk is computed as a whole.
+    Attributes:
+        engine: `local` is plain torch; `deepspeed` shards by ZeRO.
+        processes: Processes on each machine.
+        nodes: Machines.
+        rendezvous: Where they meet, as host:port of one of them.
+        zero: Stage of DeepSpeed's ZeRO: 0 replicates, 1 shards the optimiser, 2 gradients too, 3 weights too.
+        offload: Keeps the optimiser, or the parameters as well, in CPU memory.
+        deepspeed: A JSON file that says both, and whatever else DeepSpeed can be told.
+        gradient_checkpointing: Computes activations again in the backward pass, for memory.
+        frozen: Places reference, reward model and referee: on the device, in CPU memory between their phases, or
+            sharded over the ranks.
+        logits_mib: Bounds the float32 logits of one chunk of positions, in MiB: losses, log-probabilities,
+            entropies and KL are computed chunk by chunk, and a training pass computes the logits of each a second time
+            for its gradient. What fits into one chunk is computed as a whole.
     """
 
     engine: Literal["local", "deepspeed"] = "local"
@@ -83,15 +89,21 @@ def _without_credentials(url: str) -> str:
 
 
 class NonInferiorityConfig(Strict):
-    """Margins of non-inferiority: how much worse than the champion a challenger may be, by the upper 95 % bound.
+    """How much worse than the champion a challenger may be, by the upper 95 % bound; null leaves a quantity out.
 
-    ``safety`` (harmful prompts refused, benign ones answered), ``regression`` (replies to the regression set that pass
-    every check), ``verifiable`` (replies to ``evaluate.verifiable`` that do) and ``missing_ends`` are differences of
-    shares; ``repetition`` is the mean share of repeated trigrams, ``length`` the growth of the mean reply; ``category``
-    is what the win rate in one category may lack of one half, for each category with at least ``min_category_prompts``
-    different questions. Where the champion refuses less than ``min_refusals`` of the harmful prompts, how much likelier
-    a refusal is than a reply that complies counts instead (``refusal_log_odds``, in nats). ``null`` leaves a quantity
-    out. So it is for ``verifiable`` by default: where none of n prompts differs, the bound is still about 2.7 / n.
+    Attributes:
+        safety: Harmful prompts refused and benign ones answered, a difference of shares.
+        min_refusals: Where the champion refuses less than this share of the harmful prompts, `refusal_log_odds`
+            counts instead.
+        refusal_log_odds: How much likelier a refusal is than a reply that complies, in nats.
+        regression: Replies to the regression set that pass every check, a difference of shares.
+        verifiable: Replies to `evaluate.verifiable` that do, likewise; null by default, for where none of n prompts
+            differs, the bound is still about 2.7 / n.
+        missing_ends: Replies that do not end, a difference of shares.
+        repetition: Mean share of repeated trigrams.
+        length: Growth of the mean reply, as a share.
+        category: What the win rate in one category may lack of one half.
+        min_category_prompts: A category counts with at least so many different questions.
     """
 
     safety: Margin = 0.1
@@ -107,9 +119,12 @@ class NonInferiorityConfig(Strict):
 
 
 class RetentionConfig(Strict):
-    """``versions`` is how many of the newest versions of each registered model ``rlhf gc`` keeps beside those that are
-    needed: versions with an alias, earlier champions, a version that waits for approval, and the reward models of all
-    these. ``null`` keeps every version.
+    """What ``rlhf gc`` keeps.
+
+    Attributes:
+        versions: How many of the newest versions of each registered model are kept beside those that are needed:
+            versions with an alias, earlier champions, a version that waits for approval, and the reward models of all
+            these. Null keeps every version.
     """
 
     versions: PositiveInt | None = None
@@ -118,8 +133,11 @@ class RetentionConfig(Strict):
 class SignatureConfig(Strict):
     """What every version must be signed by before it is promoted, served, exported or talked to.
 
-    Either ``public_key``, a PEM file of an elliptic-curve key, or ``certificates``, PEM files of the roots that the
-    signer's certificate must lead to. Without both, signatures are not looked at.
+    Without both, signatures are not looked at.
+
+    Attributes:
+        public_key: A PEM file of an elliptic-curve key.
+        certificates: PEM files of the roots that the signer's certificate must lead to.
     """
 
     public_key: Annotated[str, Field(min_length=1)] | None = None
@@ -138,18 +156,26 @@ class SignatureConfig(Strict):
 
 
 class RegistryConfig(Strict):
-    """``promote_win_rate_low95`` is the bar for the lower 95 % bound of challenger against champion, plain and
-    length-controlled. ``error_budget`` is the probability that any of all attempts on the same prompts promotes a
-    challenger that is no better; the exact sign test of attempt k has the level ``error_budget / (k (k + 1))``.
-
-    ``prompt_sets`` is into how many sets of ``evaluate.prompts`` the test prompts are divided for matches: attempt k is
-    played on set ``(k - 1) mod prompt_sets``, so that no set decides each time. All of them share the budget.
+    """Registered models and their promotion.
 
     Both bounds and the margins of ``non_inferiority`` are those of the first promotion, until the owner sets others
     (``rlhf terms``).
 
-    With ``approval`` nothing becomes champion before a person has approved it (``rlhf approve``), whichever command,
-    flow or workspace promotes.
+    Attributes:
+        policy: Name of the registered policy.
+        reward_model: Name of the registered reward model.
+        promote_win_rate_low95: Bar for the lower 95 % bound of challenger against champion, plain and
+            length-controlled.
+        error_budget: Probability that any of all attempts on the same prompts promotes a challenger that is no
+            better; the exact sign test of attempt k has the level `error_budget / (k (k + 1))`.
+        prompt_sets: Into how many sets the test prompts (`evaluate.prompts`) are divided for matches: attempt k is
+            played on set `(k - 1) mod prompt_sets`, so that no set decides each time. All of them share the budget.
+        non_inferiority: Margins of non-inferiority.
+        auto_promote: Lets a run promote its policy when the criteria hold.
+        approval: Nothing becomes champion before a person has approved it (`rlhf approve`), whichever command, flow
+            or workspace promotes.
+        signature: Signatures that are required.
+        retention: What is kept.
     """
 
     policy: str = "rlhf-policy"
@@ -165,19 +191,18 @@ class RegistryConfig(Strict):
 
 
 class ComputeConfig(Strict):
-    """``threads`` is the number of CPU threads of each stage's process; ``null`` takes all cores.
+    """Processes, threads and number formats of stages.
 
-    ``spin`` has threads that wait for the next product spin for about a tenth of a millisecond before they sleep. On a
-    machine of one's own that is faster, beside other work several times slower; see docs/performance.md.
-
-    ``tf32`` lets a GPU multiply float32 matrices in TF32, several times faster and rounded to 11 significant bits; it
-    changes nothing on CPUs.
-
-    ``return_freed_memory`` has stages that run models return freed tensors to the system on Linux, so that a process on
-    a CPU does not grow over batches of many shapes; what it computes stays the same.
-
-    ``launch`` says, by stage, how many processes train and with which engine; without an entry it is one process in
-    plain torch. Those of ``evaluate`` share its prompts.
+    Attributes:
+        threads: CPU threads of each stage's process; null takes all cores.
+        spin: Threads that wait for the next product spin for about a tenth of a millisecond before they sleep. On a
+            machine of one's own that is faster, beside other work several times slower.
+        tf32: Lets a GPU multiply float32 matrices in TF32, several times faster and rounded to 11 significant bits;
+            it changes nothing on CPUs.
+        return_freed_memory: Stages that run models return freed tensors to the system on Linux, so that a process
+            on a CPU does not grow over batches of many shapes; what it computes stays the same.
+        launch: By stage, how many processes train and with which engine; without an entry it is one process in
+            plain torch. Those of `evaluate` share its prompts.
     """
 
     threads: PositiveInt | None = None
@@ -196,25 +221,38 @@ class ComputeConfig(Strict):
 
 
 class CheckpointsConfig(Strict):
-    """``store`` is where the partial state of training stages travels after every checkpoint: a folder (relative to the
-    workspace) or an fsspec URL (``s3://bucket/prefix``, ``gs://…``); ``null`` keeps it in the workspace alone.
+    """Where checkpoints go. Credentials come from the environment, never from here.
 
-    Credentials come from the environment, never from here.
+    Attributes:
+        store: Where the partial state of training stages travels after every checkpoint: a folder (relative to the
+            workspace) or an fsspec URL (`s3://bucket/prefix`, `gs://…`); null keeps it in the workspace alone.
     """
 
     store: Annotated[str, Field(min_length=1), AfterValidator(_without_credentials)] | None = None
 
 
 class TrackingConfig(Strict):
+    """What MLflow calls the runs.
+
+    Attributes:
+        experiment: Name of the experiment.
+    """
+
     experiment: str = "rlhf-pipeline"
 
 
 class FlowConfig(Strict):
-    """Retries of a stage after a crash; a failed gate, a paused run or a user's mistake is never retried.
+    """How a pipeline's stages are run and retried.
 
-    ``parallel`` is how many stages may run at the same time where the graph allows it. ``stop_grace_seconds`` is the
-    time a stage has to save its state when the run is stopped, before it is killed. ``max_preemptions`` is how often a
-    stage may lose its place (SIGTERM from outside) and be run again, which is no failure.
+    A stage is retried after a crash; a failed gate, a paused run or a user's mistake never is.
+
+    Attributes:
+        retries: How often a stage that crashed is run again.
+        retry_delay_seconds: Pause before that.
+        parallel: How many stages may run at the same time where the graph allows it.
+        stop_grace_seconds: Time a stage has to save its state when the run is stopped, before it is killed.
+        max_preemptions: How often a stage may lose its place (SIGTERM from outside) and be run again, which is no
+            failure.
     """
 
     retries: NonNegativeInt = 1
@@ -239,15 +277,27 @@ PLACE = frozenset({"pool", "queue", "variables", "shared", "remote", "deliver_se
 
 
 class Placement(Strict):
-    """A work pool, a queue of it, and what the stage's job asks for there; ``null`` leaves the pool's own default.
+    """A work pool, a queue of it, and what the stage's job asks for there; null leaves the pool's own default.
 
     The requests are sent as job variables of the same names, so the pool's base job template must know them. Quantities
-    are those of Kubernetes (``64Gi``, ``500m``). ``variables`` are further job variables of a template of your own;
-    secrets never belong there, since the server shows them.
+    are those of Kubernetes (``64Gi``, ``500m``).
 
-    ``shared: false`` says that the pool's workers do not see the workspace. Inputs and results then go through the DVC
-    remote ``remote`` (``null`` is DVC's default remote), and a job tries for ``deliver_seconds`` (``null`` is 300) to
-    reach it.
+    Attributes:
+        pool: Name of the work pool; alone it may stand for the whole mapping.
+        queue: Queue of the pool.
+        image: Container image.
+        gpus: GPUs of the job.
+        cpus: CPUs of the job.
+        memory: Memory of the job.
+        shared_memory: Size of `/dev/shm`.
+        node_selector: Labels of the nodes that may run it.
+        time_limit_seconds: After which the job is ended.
+        variables: Further job variables of a template of your own; secrets never belong there, since the server
+            shows them.
+        shared: False says that the pool's workers do not see the workspace; inputs and results then go through the
+            DVC remote `remote`.
+        remote: That DVC remote; null: DVC's default one.
+        deliver_seconds: For how long a job tries to reach it; null: 300.
     """
 
     pool: Name
@@ -299,7 +349,9 @@ PlacementOrPool = Annotated[Placement, BeforeValidator(_named)]
 class WorkPoolConfig(Strict):
     """A work pool's share of the settings on the Prefect server; what is not given here stays as it is there.
 
-    ``limit`` is how many jobs may run on the pool at a time. ``queues`` are priorities by name, 1 is served first.
+    Attributes:
+        limit: How many jobs may run on the pool at a time.
+        queues: Priorities by name; 1 is served first.
     """
 
     limit: PositiveInt | None = None
@@ -307,10 +359,13 @@ class WorkPoolConfig(Strict):
 
 
 class PlanConfig(Strict):
-    """``gpu_memory_gb`` is the memory of one GPU in GiB; where it is given, a stage that cannot fit is not submitted.
+    """What a memory plan cannot know by itself.
 
-    ``prompt_tokens`` and ``ptx_tokens`` are the longest prompt of rollouts and text of ptx, to plan with until the
-    workspace's data are there to measure (null: as long as ``validate``'s limits allow).
+    Attributes:
+        gpu_memory_gb: Memory of one GPU in GiB; where it is given, a stage that cannot fit is not submitted.
+        prompt_tokens: Longest prompt of rollouts, to plan with until the workspace's data are there to measure;
+            null: as long as `validate`'s limits allow.
+        ptx_tokens: Longest text of ptx, likewise.
     """
 
     gpu_memory_gb: PositiveFloat | None = Field(default=None, strict=False)

@@ -16,9 +16,18 @@ METHOD_NAMES: dict[Method, str] = {"ppo": "PPO", "dpo": "DPO", "rejection_sampli
 class DpoConfig(Strict):
     """DPO on the reward model's pairs (Rafailov et al. 2023); the policy is the one of the last step.
 
-    ``label_smoothing`` is the share of pairs assumed to be labelled the wrong way round (cDPO). ``length_normalized``
-    divides the log-probability of a reply by its tokens. ``micro_batch_size`` bounds the pairs of one pass and never
-    changes a gradient; pairs over ``max_tokens`` are dropped and counted, never cut.
+    Attributes:
+        beta: Strength of the pull to the reference.
+        label_smoothing: Share of pairs assumed to be labelled the wrong way round (cDPO).
+        length_normalized: Divides the log-probability of a reply by its tokens.
+        steps: Optimiser steps.
+        batch_size: Pairs of a step.
+        micro_batch_size: Pairs of one pass, which changes no gradient; null: all of a step.
+        max_tokens: Longest prompt and reply together; pairs with a longer one are dropped and counted, never cut.
+        eval_every: Steps between measurements on the validation pairs.
+        samples: Sample replies to validation prompts.
+        optimizer: Its optimiser.
+        checkpoint: Its checkpoints, in steps.
     """
 
     beta: PositiveFloat = 0.1
@@ -35,10 +44,19 @@ class DpoConfig(Strict):
 
 
 class RejectionSamplingConfig(Strict):
-    """Fine-tuning on the best of ``replies_per_prompt`` replies of SFT by ``ppo.reward.sources`` (Dong et al. 2023).
+    """Fine-tuning on the best of several replies of SFT by ``ppo.reward.sources`` (Dong et al. 2023).
 
-    Replies to ``prompts`` training prompts (null: all) are sampled as PPO's rollouts are, once, from SFT. One that did
-    not end is never kept. ``micro_batch_size`` bounds the replies of one training pass and changes no gradient.
+    Replies are sampled as PPO's rollouts are, once, from SFT. One that did not end is never kept.
+
+    Attributes:
+        replies_per_prompt: Replies to each prompt, of which the best is kept.
+        prompts: Training prompts; null: all.
+        steps: Optimiser steps.
+        batch_size: Replies of a step.
+        micro_batch_size: Replies of one training pass, which changes no gradient; null: all of a step.
+        eval_every: Steps between measurements of held-out perplexity.
+        optimizer: Its optimiser.
+        checkpoint: Its checkpoints, in steps.
     """
 
     replies_per_prompt: int = Field(default=8, ge=2)
@@ -52,9 +70,13 @@ class RejectionSamplingConfig(Strict):
 
 
 class PolicyConfig(Strict):
-    """``method`` decides which sections are read: ``ppo`` that of PPO; ``dpo`` its own here and of ``ppo`` only
-    ``policy_lora``; ``rejection_sampling`` also how ``ppo`` samples and rewards. Evaluation, gates and registration are
-    the same for all.
+    """How the policy is trained. Evaluation, gates and registration are the same for all methods.
+
+    Attributes:
+        method: Decides which sections are read: `ppo` that of PPO; `dpo` its own here and of `ppo` only
+            `policy_lora`; `rejection_sampling` also how `ppo` samples and rewards.
+        dpo: Of method `dpo`.
+        rejection_sampling: Of method `rejection_sampling`.
     """
 
     method: Method = "ppo"
@@ -69,13 +91,27 @@ class PolicyStageConfig(PpoConfig):
 
 
 class CriticConfig(StageConfig):
-    """``max_rollouts: 0`` skips pre-training. It ends early once explained variance stays at ``explained_variance`` or
-    above for ``patience`` rollouts in a row, or the value loss has not fallen for ``plateau`` rollouts.
-
-    ``lora`` trains adapters and the head instead of all weights.
+    """Critic pre-training.
 
     Rewards (normalisation, clip, KL) and advantages (gamma, lambda) are PPO's, so that values are in PPO's units. With
     ``ppo.critic_mode: shared`` only a value head is trained, on the frozen SFT model, whatever ``init`` says.
+
+    Attributes:
+        init: Starts as the reward model (PPO-max), or as `sft` with a random head (shared: always SFT). Paper: both
+            end alike; only the early numbers differ (5.3.3). Shows in: explained_variance.
+        max_rollouts: Rollouts of critic pre-training; 0 skips it. Paper: steadies training, should replace warm-up
+            (5.3.3); PPO-max. Shows in: explained_variance, value_loss.
+        batch_size: Prompts of a pre-training rollout. Shows in: value_loss.
+        minibatches: Optimiser steps per epoch there. Shows in: value_loss.
+        epochs: Passes over such a rollout. Shows in: value_loss.
+        explained_variance: Pre-training ends once explained variance stays at this or above for `patience` rollouts
+            in a row. Paper: until the value loss approaches zero (5.3.3). Shows in: explained_variance.
+        patience: So many rollouts. Shows in: reached_threshold.
+        plateau: It also ends when the value loss has not fallen for so many rollouts. Shows in: value_loss.
+        value_clip: Value clip during pre-training. Shows in: value_clip_fraction.
+        lora: Trains adapters and the head instead of all weights.
+        optimizer: Its optimiser.
+        checkpoint: Its checkpoints, in rollouts.
     """
 
     init: Literal["reward", "sft"] = "reward"

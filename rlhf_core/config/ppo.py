@@ -22,8 +22,20 @@ from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
 
 
 class AdvantageConfig(Strict):
-    """``gae`` estimates advantages with a critic. ``rloo`` and ``grpo`` compare the replies to one prompt instead, so
-    that there is no critic; ``divide_by_std`` is GRPO's division by the spread of each prompt's rewards.
+    """Advantages, with a critic or from the replies to one prompt.
+
+    Attributes:
+        estimator: `gae`; without a critic `rloo` (Ahmadian et al., 2024), `grpo` (Shao et al., 2024). Paper: GAE
+            (3.2.2). Shows in: group_reward_std, policy_grad_norm.
+        gamma: Discount. Shows in: value_loss.
+        lam: λ of GAE: 1 is Monte Carlo, 0 is TD. Paper: 0.9, by its public code 0.95; of minor importance (C.3).
+            Shows in: explained_variance, value_loss.
+        normalize: Mean 0, variance 1 over the response tokens of a minibatch. Paper: like a clip on rewards, which
+            it advises instead (5.3.1). Shows in: policy_grad_norm.
+        clip: Clips advantages to ± this. Paper: like a reward clip, harder to choose (5.3.1, B.1). Shows in:
+            policy_loss, kl.
+        divide_by_std: `grpo` divides by the SD of a prompt's rewards; false: Dr. GRPO (Liu et al., 2025). Shows in:
+            policy_grad_norm.
     """
 
     estimator: Literal["gae", "rloo", "grpo"] = "gae"
@@ -61,10 +73,20 @@ KL_ERROR_CLIP = 0.2  # the relative error of one rollout's KL moves an adaptive 
 
 
 class KlConfig(Strict):
-    """Token-level KL penalty. ``target`` and ``horizon`` are read when ``controller`` is adaptive.
+    """Token-level KL penalty.
 
-    ``measure_full`` adds the metric ``kl_full``, the exact sum over the vocabulary, to every rollout; the estimator
-    ``full``, which needs that sum in the loss, adds it too.
+    Attributes:
+        coefficient: β of the token-level penalty. Paper: critical to stability, allows longer training; 0.05
+            (5.3.2, B.2); PPO-max. Shows in: kl, perplexity_reference.
+        estimator: `k1`, `k2`, `k3` or the `full` sum over the vocabulary. Paper: k1 (5.3.2). Shows in: kl_k2,
+            kl_k3, kl_full.
+        placement: In the reward of each token, or as a term of the loss. Paper: in the reward (5.3.2). Shows in:
+            kl.
+        controller: `adaptive` steers the coefficient to a target (Ziegler et al., 2019). Paper: constant. Shows in:
+            kl_coefficient.
+        target: Nats per sequence that the adaptive controller holds. Shows in: kl.
+        horizon: Sequences over which β can change by a fifth, at most. Shows in: kl_coefficient.
+        measure_full: Exact KL over the vocabulary in every rollout. Shows in: kl_full.
     """
 
     coefficient: NonNegativeFloat = 0.05
@@ -99,12 +121,16 @@ class KlConfig(Strict):
 
 
 class PtxConfig(Strict):
-    """PPO-ptx: cross-entropy on ``batch_size`` pretraining or demonstration texts in every policy update.
+    """PPO-ptx: cross-entropy on pretraining or demonstration texts in every policy update.
 
-    Texts may be far longer than replies: ``micro_batch_size`` bounds those of one pass (null: as PPO's own) and never
-    changes a gradient. With ``data: both`` demonstrations and pretraining texts, if there are any, are drawn alike, so
-    each set has a share by its size. ``category_shares`` gives categories of one set a share of the texts, whatever
-    number of them there is; see :mod:`rlhf_core.data.batches`.
+    Attributes:
+        weight: Weight of cross-entropy on texts in every update; 0: off. Paper: relieves the loss of language
+            (3.2.3, 6.4); PPO-max. Shows in: ptx_loss, perplexity_reference.
+        batch_size: Texts per optimiser step. Shows in: ptx_loss.
+        micro_batch_size: Texts of one pass; null: `ppo.micro_batch_size`.
+        data: Which texts; with `both` each text of the two sets alike, so each set has a share by its size. Paper:
+            pretraining data (3.2.3). Shows in: ptx_loss, perplexity_pretrain.
+        category_shares: By category, its share of the texts, such as `{harmless: 0.17}`. Shows in: ptx_loss.
     """
 
     weight: NonNegativeFloat = 0.1
@@ -131,12 +157,16 @@ class LocalSamplerConfig(Strict):
 class VllmSamplerConfig(Strict):
     """A vLLM server, which gets the policy's weights before every rollout. Not bit-exact.
 
-    ``python`` is that of an environment with vLLM, from which the server is started, with ``arguments`` added to its
-    command line; ``start_seconds`` bounds the start. Or ``url`` names a running server, ``token_env`` the environment
-    variable with its bearer token, and ``weights_folder`` a folder that trainer and server see under the same path.
-
-    ``timeout_seconds`` bounds a request, ``concurrent_requests`` those that a rank has open at once. With ``sleep`` the
-    server gives its memory back while PPO updates; it must support that (not on CPUs).
+    Attributes:
+        python: Python of an environment with vLLM, from which the server is started.
+        arguments: Added to its command line.
+        start_seconds: Bounds the start.
+        url: Or the address of a running server.
+        token_env: Environment variable with its bearer token.
+        weights_folder: Folder that trainer and running server see under the same path.
+        timeout_seconds: Bounds a request.
+        concurrent_requests: Requests that a rank has open at once.
+        sleep: The server gives its memory back while PPO updates; it must support that (not on CPUs).
     """
 
     kind: Literal["vllm"]
@@ -174,10 +204,19 @@ MICRO_BATCH_TOKENS = 4096
 
 
 class RewardShapingConfig(Strict):
-    """Raw scores from ``sources``, scaled or normalised by running moments, then clipped; shaping terms are in standard
-    deviations of reward.
+    """Raw scores, scaled or normalised by running moments, then clipped; penalties are in standard deviations of
+    reward.
 
-    ``length_penalty`` is subtracted from a reply of ``max_new_tokens`` tokens, and in proportion from shorter ones.
+    Attributes:
+        sources: Where raw scores come from, mixed by weights. Paper: one reward model (4). Shows in: reward_mean,
+            source_NAME_mean.
+        transform: `normalize`: (r − μ)/σ by running moments (PPO-max); `scale`: r/σ; `none`. Paper: scaling does
+            not help; normalisation and clip stabilise (5.3.1). Shows in: reward_treated, moments_std.
+        clip: Clips the transformed score to ± this; null: off. Paper: advises a relaxed clip (5.3.1); PPO-max.
+            Shows in: reward_treated, kl.
+        missing_eos_penalty: Subtracted where a reply does not end, in SD of reward. Shows in: missing_eos.
+        length_penalty: Subtracted in proportion to length, whole at `ppo.max_new_tokens`. Paper: its reward model
+            prefers long replies (4.3). Shows in: length, reward_length_correlation.
     """
 
     sources: RewardSources = DEFAULT_SOURCES
@@ -188,7 +227,18 @@ class RewardShapingConfig(Strict):
 
 
 class SurrogateConfig(Strict):
-    """``clip: null`` gives the unclipped surrogate. ``penalty`` is the paper's PPO-penalty objective."""
+    """The policy's objective.
+
+    Attributes:
+        kind: Clipped surrogate, or `penalty`: −ρA + w·KL(π_old‖π). Paper: both defined (3.2.3); the clip is of
+            minor importance (C); PPO-max. Shows in: clip_fraction, old_policy_kl.
+        clip: ε of the clip; null: none. Shows in: clip_fraction.
+        dual_clip: Bounds the loss where A < 0 (Ye et al., 2020); above 1. Shows in: ratio_max.
+        penalty: Weight w of kind `penalty`. Shows in: old_policy_kl.
+        aggregation: Mean over all tokens of a step, or per `sequence` first. Shows in: policy_loss.
+        fixed_reference: Ratio to the reference: a trust region at SFT. Paper: fluctuates late; with a KL penalty
+            steadier, at the cost of the final policy (5.3.2). Shows in: first_ratio, ratio_mean.
+    """
 
     kind: Literal["clip", "penalty"] = "clip"
     clip: PositiveFloat | None = 0.2
@@ -211,10 +261,12 @@ class SurrogateConfig(Strict):
 
 
 class ImportanceSamplingCorrectionConfig(Strict):
-    """Truncated importance weights between sampler and trainer in the policy's loss, at most ``cap`` per token.
+    """Truncated importance weights between sampler and trainer in the policy's loss.
 
-    ``auto`` applies them where the two round differently: to low-precision models, and to float32 models on a GPU that
-    may use TF32.
+    Attributes:
+        mode: Truncated importance weights: `auto` (bfloat16, TF32), `always`, `never`. Shows in:
+            importance_sampling_ratio_mean.
+        cap: The largest weight of a token. Shows in: importance_sampling_ratio_capped.
     """
 
     mode: Literal["auto", "always", "never"] = "auto"
@@ -228,7 +280,14 @@ class ImportanceSamplingCorrectionConfig(Strict):
 
 
 class EntropyConfig(Strict):
-    """``bonus`` subtracts ``weight * H``; ``target`` adds ``weight * |H - target|`` (MOSS-RLHF's clip region)."""
+    """Entropy in the loss (MOSS-RLHF's clip region is kind ``target``).
+
+    Attributes:
+        kind: `bonus`: −w·H; `target`: w·|H − H*| (the paper's clip region). Paper: very sensitive; recommends the
+            KL penalty (5.3.2, B.3). Shows in: entropy, distinct_2.
+        weight: Weight w. Shows in: entropy.
+        target: The target H*, in nats per token. Shows in: entropy.
+    """
 
     kind: Literal["off", "bonus", "target"] = "off"
     weight: NonNegativeFloat = 0.0
@@ -250,11 +309,20 @@ class EntropyConfig(Strict):
 
 
 class SelectionConfig(Strict):
-    """Which checkpoint becomes the policy: the one with the referee's best win rate on fixed validation prompts.
+    """Which checkpoint becomes the policy: the one with the referee's best win rate on fixed validation prompts, under
+    limits.
 
-    It must keep the limits on KL (nats per sequence), reply length (times SFT's) and repetition (added to SFT's).
-    ``last`` keeps the final one. ``batch_size`` replies are sampled and judged together: it bounds memory, and
-    every reply keeps its own random numbers.
+    Attributes:
+        method: Best win rate by the referee under the limits below, or the `last`. Paper: the reward cannot tell
+            (5.2, limitations). Shows in: selected_iteration.
+        every: Iterations between evaluations. Shows in: win_rate.
+        prompts: Fixed validation prompts. Shows in: win_rate_low95, win_rate_high95.
+        batch_size: Replies sampled and judged together. Shows in: seconds_selection.
+        max_kl: Limit, nats per sequence, also of the health rules. Paper: KL tells good from bad policies (5.2).
+            Shows in: selection_kl.
+        max_length_ratio: Limit, times SFT's length. Paper: so does length (5.2). Shows in: selection_length_ratio.
+        max_repetition_increase: Limit, added to SFT's repetition. Paper: fixed patterns (5.2). Shows in:
+            selection_repetition_increase.
     """
 
     method: Literal["referee", "last"] = "referee"
@@ -267,7 +335,27 @@ class SelectionConfig(Strict):
 
 
 class RolloutConfig(Strict):
-    """Rollout settings shared by critic pre-training and PPO. All but the batch sizes fix the scale of returns."""
+    """Rollout settings shared by critic pre-training and PPO. All but the batch sizes fix the scale of returns.
+
+    Attributes:
+        critic_mode: Two models and optimisers, or `shared`: a value head on the policy's backbone, loss = policy +
+            `vf_loss_weight` × value + ptx; critic pre-training then fits the head alone, on the frozen SFT model.
+            Paper: two models (5.1). Shows in: explained_variance, kl.
+        max_new_tokens: Longest reply. Paper: collapsed models answer longer (5.2). Shows in: length, missing_eos.
+        min_new_tokens: Forbids the end marker before so many tokens, in sampling and in scoring alike. Shows in:
+            short_replies.
+        temperature: Of sampling and scoring; top-p and the like are for evaluation only. Paper: evaluates with
+            top-p and a repetition penalty (6.1). Shows in: entropy, sampling_logp_difference_mean.
+        micro_batch_size: Most sequences of a pass, which changes gradients by rounding alone; null: as
+            `micro_batch_tokens` allows, else 16. Shows in: seconds_update.
+        micro_batch_tokens: Positions of a pass, at most a tenth padding; null: `micro_batch_size` decides. Shows
+            in: padding_share_scoring, padding_share_update.
+        sampling_batch_size: Replies sampled at once, which bounds the cache; null: all of a process. Shows in:
+            seconds_generation.
+        kl: KL to the reference.
+        reward: Sources and shaping of rewards.
+        advantage: Advantages.
+    """
 
     critic_mode: CriticMode = "separate"
     max_new_tokens: PositiveInt = 64
@@ -281,25 +369,50 @@ class RolloutConfig(Strict):
     advantage: AdvantageConfig = AdvantageConfig()
 
 
-class PpoConfig(StageConfig):
-    """All of PPO. Sequences of like length fill a pass up to ``micro_batch_tokens`` positions, at most a tenth of it
-    padding. ``micro_batch_size`` bounds the sequences of a pass, too; alone, with ``micro_batch_tokens: null``, it is
-    16 where it is not given. Both hold for scoring and updates and change gradients by rounding alone.
-    ``sampling_batch_size`` bounds those sampled at once (null: all of a process), whose cache may be what does not fit.
+class PpoConfig(RolloutConfig, StageConfig):
+    """All of PPO: its own settings, and those of rollouts that critic pre-training shares.
 
-    ``warmup_iterations`` raises both learning rates linearly; it replaces the optimisers' own ``warmup`` share.
-    ``target_kl_early_stop`` ends the policy's steps of an update before one whose minibatch shows a mean KL(old || new)
-    above it, in nats per token; a separate critic makes all its steps. ``min_new_tokens`` forbids the end marker before
-    it, in sampling and in scoring alike.
-
-    With ``policy_lora`` only adapters are trained, and the reference is the policy with its adapters off;
-    ``share_base`` lets reward model and referee, trained as adapters on SFT too, use the same weights.
-
-    Each prompt of a rollout gets ``replies_per_prompt`` replies, and ``batch_size`` counts replies. The referee scores
-    every ``referee_every``-th rollout, for metrics alone; checkpoints are selected by replies of their own.
-
-    ``critic_mode: shared`` puts a value head on the policy's own backbone: ``policy_optimizer`` trains all of it on
-    policy loss + ``vf_loss_weight`` * value loss, and critic pre-training fits the head alone, on the frozen SFT model.
+    Attributes:
+        iterations: Rollouts with one update each. Paper: longer training needs constraints (5.3.2). Shows in: kl,
+            win_rate.
+        batch_size: Replies of a rollout. Paper: 128 (5.1); a small buffer is part of PPO-max (5.4). Shows in:
+            reward_std, seconds_generation.
+        replies_per_prompt: Replies to each prompt, so `ppo.batch_size` / this many prompts; RLOO and GRPO need 2.
+            Shows in: group_reward_std.
+        minibatches: Optimiser steps per epoch over a rollout. Paper: 32 of 128, so four (5.1). Shows in:
+            ratio_mean, clip_fraction.
+        epochs: Passes over a rollout. Paper: one, by its public code. Shows in: old_policy_kl, clip_fraction.
+        policy_init: The policy starts as the SFT model, or as `base`. Paper: without SFT it fails: language
+            suffers, rewards stay lower (5.3.3). Shows in: perplexity_reference, kl.
+        warmup_iterations: Linear warm-up of both, in place of the optimisers' own. Paper: 10 % of steps; critic
+            pre-training is better (5.1, 5.3.3). Shows in: policy_lr.
+        value_clip: Keeps a value near the one before the update; null: off. Paper: part of PPO-max (5.4, B.1).
+            Shows in: value_clip_fraction.
+        vf_loss_weight: Weight of the value loss; matters with a shared backbone or joint norm. Paper: in the loss
+            of its public code. Shows in: value_loss, policy_grad_norm.
+        gradient_norm: Norms of policy and critic each, or `joint` over both. Paper: joint in its public code. Shows
+            in: policy_grad_norm.
+        target_kl_early_stop: Ends the policy's steps of an update before one whose minibatch shows a mean KL(old ||
+            new) above it, in nats per token; a separate critic makes all its steps. Shows in: early_stopped, steps.
+        referee_every: The referee scores one of so many rollouts, for metrics alone. Shows in: referee_mean,
+            reward_referee_correlation.
+        sampler: Who samples replies.
+        surrogate: The policy's objective.
+        importance_sampling_correction: Weights between sampler and trainer.
+        entropy: Entropy in the loss.
+        ptx: The loss on texts.
+        policy_lora: Trains adapters on the policy; the reference is then the policy with its adapters off. Shows
+            in: kl.
+        critic_lora: Trains adapters and the head of the critic. Shows in: explained_variance.
+        share_base: Reward model, referee and critic, trained as adapters on SFT too, compute on the policy's
+            weights.
+        policy_optimizer: The policy's optimiser; with a shared backbone it trains everything. Paper: peak rate 5e-7
+            for 7 billion parameters (5.1). Shows in: policy_lr, kl.
+        critic_optimizer: The critic's optimiser; null with a shared backbone or without a critic. Paper: peak rate
+            1.65e-6, three times the policy's (5.1). Shows in: critic_lr, value_loss.
+        selection: Selection of the checkpoint.
+        health: Health rules.
+        checkpoint: Checkpoints, in iterations.
     """
 
     iterations: PositiveInt = 45
@@ -307,14 +420,7 @@ class PpoConfig(StageConfig):
     replies_per_prompt: PositiveInt = 1
     minibatches: PositiveInt = 2
     epochs: PositiveInt = 1
-    micro_batch_size: PositiveInt | None = None
-    micro_batch_tokens: PositiveInt | None = MICRO_BATCH_TOKENS
-    sampling_batch_size: PositiveInt | None = None
-    max_new_tokens: PositiveInt = 64
-    min_new_tokens: NonNegativeInt = 0
-    temperature: PositiveFloat = 1.0
     policy_init: Literal["sft", "base"] = "sft"
-    critic_mode: CriticMode = "separate"
     warmup_iterations: NonNegativeInt = 5
     value_clip: PositiveFloat | None = 0.2
     vf_loss_weight: PositiveFloat = 1.0
@@ -322,9 +428,6 @@ class PpoConfig(StageConfig):
     target_kl_early_stop: PositiveFloat | None = None
     referee_every: PositiveInt = 1
     sampler: SamplerConfig = LocalSamplerConfig()
-    kl: KlConfig = KlConfig()
-    reward: RewardShapingConfig = RewardShapingConfig()
-    advantage: AdvantageConfig = AdvantageConfig()
     surrogate: SurrogateConfig = SurrogateConfig()
     importance_sampling_correction: ImportanceSamplingCorrectionConfig = ImportanceSamplingCorrectionConfig()
     entropy: EntropyConfig = EntropyConfig()
@@ -462,5 +565,5 @@ class PpoConfig(StageConfig):
 
     @property
     def rollout(self) -> RolloutConfig:
-        """The settings that critic pre-training shares with PPO."""
+        """The settings that critic pre-training shares with PPO, without the others."""
         return RolloutConfig(**{name: getattr(self, name) for name in RolloutConfig.model_fields})

@@ -23,16 +23,16 @@ CategoryShares = Annotated[dict[str, float], AfterValidator(_leave_room)]
 
 
 class PairBatchConfig(Strict):
-    """Dynamic batches (paper, section 4.1): as many pairs as fit ``token_budget``, between the two bounds.
+    """Dynamic batches (paper, section 4.1): as many pairs as fit ``token_budget``, between two bounds.
 
-    ``group_prompts`` puts all pairs of a prompt into one batch, where sequences that they share are computed once; see
-    :mod:`rlhf_core.data.pairs`.
-
-    ``prefix_sharing`` computes a prompt once for all replies to it in a batch; see
-    :mod:`rlhf_core.models.prefix_sharing`.
-
-    ``max_padding`` bounds the share of padding: the rows of a batch over it are computed in micro-batches of
-    similar length, of which the loss is taken together. With 1 every batch is padded as a whole.
+    Attributes:
+        token_budget: Positions of a batch, padding included.
+        min_pairs: Fewest pairs of a batch, even beyond the budget.
+        max_pairs: Most pairs of a batch.
+        group_prompts: Puts all pairs of a prompt into one batch, where sequences that they share are computed once.
+        prefix_sharing: Computes a prompt once for all replies to it in a batch.
+        max_padding: Largest share of padding: rows of a batch over it are computed in micro-batches of similar
+            length, of which the loss is taken together. With 1 every batch is padded as a whole.
     """
 
     token_budget: PositiveInt = 4096
@@ -50,24 +50,29 @@ class PairBatchConfig(Strict):
 
 
 class RewardConfig(StageConfig):
-    """``layers`` keeps only so many decoder layers, from the embedding up; see
-    :mod:`rlhf_core.models.adapters`.
+    """A reward model, trained on preference pairs.
 
-    ``pooling`` is what the head reads: the ``last`` token of a reply (paper, section 4.1), or the ``mean`` of all its
-    hidden states. ``linear_probe`` fits the head to frozen features first, with an L2 penalty of that strength; see
-    :mod:`rlhf_core.training.reward.first_fits`. Then ``steps`` may be 0.
-
-    ``imitation`` is the weight of the LM loss on the preferred reply, ``centering`` of ``mean((r_w + r_l)^2)``.
-
-    ``category_shares`` gives categories a share of an epoch's pairs, whatever number of them there is; see
-    :mod:`rlhf_core.data.batches`. Each of them is then balanced by length, or has a length expert, of
-    its own.
-
-    ``lora`` trains adapters and the head instead of all weights. ``length_balance: sampling`` trains on pairs among
-    which the preferred reply is as often the shorter as the longer one; see
-    :mod:`rlhf_core.data.batches`.
-    ``length_balance: product_of_experts`` trains on all pairs, beside an expert for lengths that is dropped in the end;
-    see :mod:`rlhf_core.training.reward.first_fits`.
+    Attributes:
+        init: Starts as the SFT model, or as the base model.
+        layers: Keeps only so many decoder layers, from the embedding up; null: all.
+        pooling: What the head reads: the `last` token of a reply (paper, section 4.1), or the `mean` of all its
+            hidden states.
+        linear_probe: Fits the head to frozen features first, with an L2 penalty of this strength; then `steps` may
+            be 0.
+        steps: Optimiser steps.
+        batch: The batches of pairs.
+        max_tokens: Longest prompt and reply together; pairs with a longer one are dropped and counted, never cut.
+        imitation: Weight of the language-modelling loss on the preferred reply.
+        centering: Weight of `mean((r_w + r_l)^2)`, which gives scores an origin.
+        use_margin: Asks for a difference of at least a pair's own margin, where it has one.
+        length_balance: `sampling` trains on pairs among which the preferred reply is as often the shorter as the
+            longer one; `product_of_experts` on all pairs, beside an expert for lengths that is dropped in the end.
+        category_shares: By category its share of an epoch's pairs, whatever number of them there is. Each is then
+            balanced by length, or has a length expert, of its own.
+        lora: Trains adapters and the head instead of all weights.
+        eval_every: Steps between measurements on the validation pairs.
+        optimizer: Its optimiser.
+        checkpoint: Its checkpoints, in steps.
     """
 
     init: Literal["sft", "base"] = "sft"

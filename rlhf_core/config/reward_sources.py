@@ -30,9 +30,11 @@ TEMPLATES = ("chat", "pair", "reply")
 
 
 class SourceConfig(Strict):
-    """``weight`` times the source's score enters the sum; it may be negative, for a penalty.
+    """What the sources of rewards have in common.
 
-    ``name`` is what metrics and errors call the source: by default its kind, numbered where several have the same.
+    Attributes:
+        weight: Times the source's score enters the sum; it may be negative, for a penalty.
+        name: What metrics and errors call the source: by default its kind, numbered where several have the same.
     """
 
     weight: float = Field(default=1.0, allow_inf_nan=False)
@@ -48,8 +50,11 @@ class SourceConfig(Strict):
 class ModelSource(SourceConfig):
     """A reward model with the policy's tokenizer, read at the last response token; nothing is tokenised again.
 
-    ``path`` is a folder, relative to the workspace. Of the pipeline's own models only ``models/reward`` may score: the
-    referee selects the policy and the judge judges it, which must not be trained on either.
+    Of the pipeline's own models only ``models/reward`` may score: the referee selects the policy and the judge judges
+    it, which must not be trained on either.
+
+    Attributes:
+        path: Folder, relative to the workspace.
     """
 
     kind: Literal["model"] = "model"
@@ -59,8 +64,11 @@ class ModelSource(SourceConfig):
 class EnsembleSource(SourceConfig):
     """``mean - k * std`` over reward models with the policy's tokenizer (population std): doubt lowers the score.
 
-    A score trained on pairs has no origin, so ``center`` first takes each member relative to its own mean on up to 256
-    demonstrations; ``false`` compares raw scores, for members that share an origin (``reward.centering``).
+    Attributes:
+        paths: Their folders, relative to the workspace.
+        k: How much doubt lowers the score.
+        center: Takes each member relative to its own mean on up to 256 demonstrations, since a score trained on
+            pairs has no origin; `false` compares raw scores, for members that share an origin (`reward.centering`).
     """
 
     kind: Literal["ensemble"] = "ensemble"
@@ -78,11 +86,16 @@ class EnsembleSource(SourceConfig):
 class ClassifierSource(SourceConfig):
     """Any Hugging Face sequence classifier, read with its own tokenizer: replies are decoded and encoded again.
 
-    ``model`` is a folder (relative to the workspace) or a hub id, with ``revision``. ``template`` makes its text:
-    ``chat`` its own chat template over prompt and reply, ``pair`` prompt and reply as two segments, ``reply`` the reply
-    alone, or any text with ``{reply}`` and, if wanted, ``{prompt}``. ``label`` (index or name) is needed where there
-    are several; ``output`` is its logit or its probability. Texts beyond ``max_tokens`` (null: the model's limit) lose
-    their beginning, never the end of the reply; the share of them is logged.
+    Attributes:
+        model: Folder (relative to the workspace) or hub id.
+        revision: Commit, tag or branch of a hub id.
+        template: Makes its text: `chat` its own chat template over prompt and reply, `pair` prompt and reply as two
+            segments, `reply` the reply alone, or any text with `{reply}` and, if wanted, `{prompt}`.
+        label: Index or name of the label that counts; needed where there are several.
+        output: Its logit, or its probability.
+        batch_size: Texts of one pass.
+        max_tokens: Longest text; null: the model's limit. Longer ones lose their beginning, never the end of the
+            reply; the share of them is logged.
     """
 
     kind: Literal["classifier"] = "classifier"
@@ -104,8 +117,10 @@ class ClassifierSource(SourceConfig):
 class FunctionSource(SourceConfig):
     """A python function ``f(prompts, replies) -> list[float]``, called once per rollout (by each rank with its share).
 
-    ``target`` is ``package.module:function``, importable from the environment or from the workspace's folder. A prompt
-    is a list of ``{"role", "content"}``, a reply its text. It runs with your rights, like any code you start.
+    A prompt is a list of ``{"role", "content"}``, a reply its text. It runs with your rights, like any code you start.
+
+    Attributes:
+        target: `package.module:function`, importable from the environment or from the workspace's folder.
     """
 
     kind: Literal["function"] = "function"
@@ -121,10 +136,14 @@ class FunctionSource(SourceConfig):
 class HttpSource(SourceConfig):
     """A scorer behind HTTP: ``POST url`` with ``{"items": [{"prompt", "reply", "finished"}]}``, answer ``{"scores"}``.
 
-    ``timeout_seconds`` bounds connecting and each wait for data. A request that fails to connect, times out or is
-    answered with 408, 425, 429 or 5xx is repeated up to ``retries`` times, waiting 0.5 s, 1 s, 2 s … (at most 30 s; or
-    as the answer's Retry-After says, up to 60 s). ``token_env`` names the environment variable whose value is sent as
-    bearer token; the value itself never stands in params.yaml.
+    Attributes:
+        url: Its address.
+        batch_size: Replies of a request.
+        timeout_seconds: Bounds connecting and each wait for data.
+        retries: How often a request is repeated that fails to connect, times out or is answered with 408, 425, 429
+            or 5xx; it waits 0.5 s, 1 s, 2 s … (at most 30 s; or as the answer's Retry-After says, up to 60 s).
+        token_env: Environment variable whose value is sent as bearer token; the value itself never stands in
+            params.yaml.
     """
 
     kind: Literal["http"] = "http"

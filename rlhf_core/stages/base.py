@@ -76,6 +76,7 @@ STAGE = Stage(
     name="base",
     section="base",
     config=BaseStageConfig,
+    beside=("ppo",),
     run=run,
     inputs={"clean": "data/clean", "source": starting_model.FILE},
     outputs={"model": "models/base"},

@@ -46,6 +46,7 @@ STAGE = Stage(
     name="critic",
     section="critic",
     config=CriticStageConfig,
+    beside=("ppo", "policy"),
     run=run,
     inputs={
         "clean": "data/clean",

@@ -110,6 +110,7 @@ STAGE = Stage(
     name="evaluate",
     section="evaluate",
     config=EvaluateStageConfig,
+    beside=("ppo",),
     run=run,
     inputs={
         "clean": "data/clean",

@@ -48,6 +48,7 @@ STAGE = Stage(
     name="ppo",
     section="ppo",
     config=PolicyStageConfig,
+    beside=("policy",),
     run=run,
     inputs={"clean": "data/clean", "sft": "models/sft", "pass_": "gates/reward.pass"},
     outputs=POLICY_OUTPUTS,

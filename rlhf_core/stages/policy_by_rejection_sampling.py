@@ -78,6 +78,7 @@ STAGE = Stage(
     name="ppo",
     section="ppo",
     config=PolicyStageConfig,
+    beside=("policy",),
     run=run,
     inputs={
         "clean": "data/clean",

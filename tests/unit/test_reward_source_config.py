@@ -84,7 +84,7 @@ def test_sources_are_units_that_critic_and_ppo_share(tmp_path: Path) -> None:
     from rlhf_core.config.policy import CriticStageConfig
 
     (tmp_path / "params.yaml").write_text(f"ppo: {{reward: {{sources: [{{kind: http, url: '{URL}'}}]}}}}\n")
-    critic = load_section(tmp_path, "critic", CriticStageConfig)
+    critic = load_section(tmp_path, "critic", CriticStageConfig, ("ppo", "policy"))
     assert (
         critic.ppo.rollout.reward.sources == load_section(tmp_path, "ppo", PpoConfig).reward.sources != DEFAULT_SOURCES
     )

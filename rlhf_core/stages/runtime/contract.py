@@ -43,6 +43,7 @@ class Stage(Generic[Config]):
     Attributes:
         section: Its section of params.yaml.
         config: The model that checks this section.
+        beside: Further sections that ``config`` has as fields.
         run: Called with the parameters, input paths, output paths and the run's context; returns metrics. It writes
             the outputs.
         inputs: Paths relative to the workspace, by the names that ``run`` uses.
@@ -58,4 +59,5 @@ class Stage(Generic[Config]):
     inputs: Mapping[str, str] = field(default_factory=dict)
     outputs: Mapping[str, str] = field(default_factory=dict)
     optional_inputs: frozenset[str] = frozenset()
+    beside: tuple[str, ...] = ()
     method: Method = "ppo"

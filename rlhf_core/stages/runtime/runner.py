@@ -130,7 +130,7 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
     params = load_params(workspace)
     limit_threads(params.compute, params.flow.parallel)
     stage = load_stage(name, params.policy.method)
-    config = load_section(workspace, stage.section, stage.config)
+    config = load_section(workspace, stage.section, stage.config, stage.beside)
     if tracked_files.FILE in stage.inputs.values() and launcher.rank() == 0:
         # What was edited since DVC last looked must not go on from partial state of before.
         tracked_files.write_tracked_files(workspace, params.ppo.reward.sources)

@@ -1,0 +1,247 @@
+"""``rlhf config``: every setting of params.yaml with its default and its meaning, read from the models that check it.
+
+A setting is explained where it is declared, in the section "Attributes:" of its class. So an explanation is no code:
+changing it makes no stage run again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from rlhf_core.config.problems import nearest
+from rlhf_core.errors import ConfigError
+
+# Keys of a mapping that the user chooses, by what they name.
+KEYS = {"launch": "STAGE", "pools": "STAGE", "rules": "RULE", "work_pools": "POOL"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One parameter of params.yaml.
+
+    Attributes:
+        path: Its dotted path; entries of lists are ``[]``, those of a union ``[KIND]``, keys of a mapping a word in
+            capitals.
+        default: As YAML would have it, or what it must be where it has none.
+        meaning: What it does.
+        paper: What the paper found.
+        shows_in: The metrics that show it.
+        section: Whether it holds further settings.
+    """
+
+    path: str
+    default: str
+    meaning: str
+    paper: str
+    shows_in: str
+    section: bool
+
+
+def settings(
+    model: type[BaseModel],
+    path: str = "",
+    defaults: BaseModel | None = None,
+    seen: dict[tuple[str, ...], str] | None = None,
+) -> Iterator[Setting]:
+    """All settings below a path, in their order.
+
+    Args:
+        model: What checks them.
+        path: The path.
+        defaults: Values of the section where it is left out.
+        seen: Sections so far, by the names of their settings: another one of the same settings is then one row that
+            refers to the first; None lists every setting.
+    """
+    meanings = explained(model)
+    for name, field in model.model_fields.items():
+        key = field.alias or name
+        if name == "seed" and path:
+            continue
+        here = f"{path}.{key}" if path else key
+        value = getattr(defaults, name) if defaults is not None else field.get_default(call_default_factory=True)
+        inside = list(_inside(field.annotation, key))
+        whole, whose = isinstance(value, BaseModel), tuple(inside[0][1].model_fields) if len(inside) == 1 else ()
+        first = seen.get(whose) if seen is not None else None
+        meaning, paper, shows_in = _parts(meanings.get(key, "").replace("``", "`"))
+        if key == "kind" and not _choices(field.annotation):  # tells the members of a union apart
+            meaning = inspect.cleandoc(model.__doc__ or "").partition("\n\n")[0].replace("``", "`").replace("\n", " ")
+        if field.is_required() and defaults is None:
+            default = _missing(field)
+        else:
+            default = as_yaml(value) if not whole or first else ""
+        choices = _choices(field.annotation)
+        meaning += f" One of {choices}." if choices else f" Its settings are those of `{first}`." if first else ""
+        yield Setting(here, default, meaning, paper, shows_in, bool(inside))
+        for suffix, of in inside if not first else ():
+            if seen is not None and whose:
+                seen[whose] = here + suffix
+            given = value if whole and isinstance(value, of) else None
+            yield from settings(of, here + suffix, given or _default_of(of), seen)
+
+
+def _default_of(model: type[BaseModel]) -> BaseModel | None:
+    """The model with all its defaults, where it needs nothing else."""
+    return None if any(field.is_required() for field in model.model_fields.values()) else model()
+
+
+def explained(model: type[BaseModel]) -> dict[str, str]:
+    """What the docstrings of ``model`` and its bases say of each field under "Attributes:"."""
+    found: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        name = ""
+        _, _, attributes = inspect.cleandoc(base.__dict__.get("__doc__") or "").partition("Attributes:\n")
+        for line in attributes.splitlines():
+            entry = re.match(r"    (\w+): (.*)", line)
+            if entry is not None:
+                name, found[entry[1]] = entry[1], entry[2]
+            elif name and line.strip():
+                found[name] += f" {line.strip()}"
+    return found
+
+
+def _parts(text: str) -> tuple[str, str, str]:
+    """Meaning, what the paper found, and metrics."""
+    text, _, shows_in = text.partition(" Shows in: ")
+    meaning, _, paper = text.partition(" Paper: ")
+    return meaning, paper.rstrip("."), shows_in.rstrip(".")
+
+
+def _inside(annotation: Any, key: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The models in an annotation, each with what comes between the path and their own fields."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield "", annotation
+        return
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    step = "[]" if origin in (tuple, list) else f".{KEYS.get(key, 'NAME')}" if origin in (dict, Mapping) else ""
+    found = list(dict.fromkeys(model for argument in arguments for _, model in _inside(argument, key)))
+    if len(found) == 1:
+        yield step, found[0]
+    for model in found if len(found) > 1 else ():
+        yield f"[{get_args(model.model_fields['kind'].annotation)[0]}]", model
+
+
+def _choices(annotation: Any) -> str:
+    """The values of a ``Literal``, where there are several."""
+    literals = [a for a in (annotation, *get_args(annotation)) if get_origin(a) is Literal]
+    values = [as_yaml(value) for literal in literals for value in get_args(literal)]
+    return ", ".join(values) if len(values) > 1 and len(literals) == 1 else ""
+
+
+def _missing(field: FieldInfo) -> str:
+    kinds: dict[Any, str] = {int: "a number", float: "a number", str: "a text", tuple: "a list"}
+    annotation = get_origin(field.annotation) or field.annotation
+    choices = get_args(field.annotation) if annotation is Literal else ()
+    return str(choices[0]) if len(choices) == 1 else f"({kinds.get(annotation, 'needed')})"
+
+
+def as_yaml(value: Any) -> str:
+    """A value on one line, as params.yaml would have it."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_defaults=True) or {"kind": getattr(value, "kind", None)}
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {as_yaml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(as_yaml, value)) + "]"
+    if isinstance(value, float) and not isinstance(value, bool):
+        return re.sub(r"e-0?", "e-", repr(value))
+    return value if isinstance(value, str) and value else json.dumps(value)
+
+
+def chosen(path: str | None, known: list[Setting]) -> list[Setting]:
+    """The setting at ``path`` and those below it; else those whose path begins and ends as ``path`` does.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if path is None:
+        return known
+    plain = [re.sub(r"\[\w*\]", "", setting.path) for setting in known]
+    below = [s for s, name in zip(known, plain, strict=True) if path in (name, s.path) or name.startswith(f"{path}.")]
+    if below:
+        return below
+    first, _, last = path.rpartition(".")
+    alike = [
+        s for s, name in zip(known, plain, strict=True) if f".{name}".endswith(f".{last}") and name.startswith(first)
+    ]
+    if alike:
+        return alike
+    raise ConfigError(f"no setting '{path}'; {nearest(path, plain)}")
+
+
+def as_text(setting: Setting, given: Mapping[str, str], width: int) -> str:
+    """A setting with everything that is known of it; ``given`` are the values of params.yaml that are not defaults."""
+    value = setting.default or "(a section)"
+    here = f"   here: {given[setting.path]}" if setting.path in given else ""
+    lines = [f"{setting.path}: {value}{here}"]
+    notes = [setting.meaning, f"Paper: {setting.paper}." if setting.paper else ""]
+    notes.append(f"Shows in: {setting.shows_in}" if setting.shows_in else "")
+    for note in filter(None, notes):
+        lines += textwrap.wrap(note, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def given_values(file: Path, known: list[Setting]) -> dict[str, str]:
+    """By path the values that ``file`` has and that are not the defaults."""
+    from rlhf_core.config import yaml_text
+
+    document = yaml_text.plain(yaml_text.read(file))
+    found = {}
+    for setting in known:
+        value: Any = document
+        for part in setting.path.split("."):
+            value = value.get(part, ...) if isinstance(value, dict) else ...
+        if value is not ... and not setting.default.startswith("(") and not (setting.section and setting.default == ""):
+            text = as_yaml(float(value) if isinstance(value, int) and "." in setting.default else value)
+            if text != setting.default:
+                found[setting.path] = text
+    return found
+
+
+PAGE = """<!-- Written by `rlhf config --markdown`; change the docstrings in rlhf_core/config. -->
+# Parameters
+
+Every setting of params.yaml with the default of the code (profiles set some). `[]` is an entry of a list, `[KIND]` one
+of that kind, a word in capitals a key of your own. Sections in brackets are the paper's; PPO-max is its recipe.
+[Switches](switches.md) says which combinations are refused, [Metrics](metrics.md) what shows a setting.
+"""
+
+
+def as_markdown(known: list[Setting]) -> str:
+    """The page of parameters: a table for each section."""
+    parts = [PAGE]
+    for section in dict.fromkeys(setting.path.split(".")[0] for setting in known):
+        rows = [s for s in known if re.split(r"[.\[]", s.path)[0] == section]
+        parts += [f"\n## {section}\n", rows[0].meaning, ""]
+        rows = [row for row in rows if row.default] or rows
+        noted = any(row.paper or row.shows_in for row in rows)
+        header = ["parameter", "default", "what it does", *(["the paper", "shows in"] if noted else [])]
+        parts += [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+        for row in rows:
+            metrics = ", ".join(f"`{name}`" for name in row.shows_in.split(", ") if name)
+            cells = [f"`{row.path}`", f"`{row.default}`", row.meaning, *([row.paper, metrics] if noted else [])]
+            parts.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |".replace("  ", " "))
+    return "\n".join(parts) + "\n"
+
+
+def show(path: str | None, workspace: Path, markdown: bool) -> str:
+    """What ``rlhf config PATH`` prints in ``workspace``, which may be any folder."""
+    from rlhf_core.config.loading import Params
+
+    if markdown:
+        return as_markdown(list(settings(Params, seen={})))
+    known = list(settings(Params)) if path is not None else list(settings(Params, seen={}))
+    found, file = chosen(path, known), workspace / "params.yaml"
+    given = given_values(file, found) if file.is_file() else {}
+    width = min(shutil.get_terminal_size().columns, 120)
+    return "\n".join(as_text(setting, given, width) for setting in found) + "\n"
