@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, ModelError, UnwritableText, first_line
+from rlhf_core.runtime.limited_call import TookTooLong, limited_time
 
 # A private-use plane of Unicode: characters that stand for special tokens inside contents.
 PLACEHOLDERS = range(0xF0000, 0xFFFFE)
@@ -121,6 +122,8 @@ _LITERAL = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")
 # What code in a template may raise: its own refusals, and Python's errors of what it does with the turns.
 PYTHON_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError)
 TEMPLATE_ERRORS = (TemplateError, *PYTHON_ERRORS)
+# What a template may take and add for one dialogue, a thousand times what it needs: a foreign one may loop for some.
+RENDER_SECONDS, MOST_ADDED = 10.0, 2**20
 # The day that templates write which ask for today's (Llama 3.2): the one that Llama's own fall back to. With the
 # clock's, the same dialogue would be other tokens tomorrow, in a resumed run and beside results of today.
 TODAY = datetime(2024, 7, 26)
@@ -203,7 +206,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_
     """The dialogue as the chat template writes it; for a template that asks for it, today is :data:`TODAY`.
 
     Raises:
-        ModelError: The tokenizer has no chat template.
+        ModelError: The tokenizer has no chat template, or one that does not end, or writes without end.
         UnwritableText: The template refuses the dialogue; a few of its words say which one.
     """
     if not tokenizer.chat_template:
@@ -215,10 +218,14 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_
         template = tokenizer.get_chat_template()
         if CLOCK in template:
             template = CLOCK_STOPPED + template
-        written = tokenizer.apply_chat_template(
-            turns, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-        return str(written)
+        with limited_time(RENDER_SECONDS):
+            written = str(
+                tokenizer.apply_chat_template(
+                    turns, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
+                )
+            )
+    except TookTooLong as error:
+        raise _endless(messages, f"takes more than {RENDER_SECONDS:g} s") from error
     except TEMPLATE_ERRORS as error:
         refused = f"the chat template refuses a dialogue of the turns {', '.join(message.role for message in messages)}"
         cause = first_line(error)
@@ -227,6 +234,16 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_
             "a template that takes them",
             f"{refused}: {cause}",
         ) from error
+    if len(written) > MOST_ADDED + 2 * sum(len(message.content) for message in messages):
+        raise _endless(messages, f"writes {len(written)} characters")
+    return written
+
+
+def _endless(messages: Sequence[Message], what: str) -> ModelError:
+    return ModelError(
+        f"the chat template {what} for a dialogue of {len(messages)} turns ({messages[-1].content[:EXCERPT]!r}); it is "
+        "damaged, or made to do harm: take another model"
+    )
 
 
 def written_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool) -> str:

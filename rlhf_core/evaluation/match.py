@@ -25,6 +25,7 @@ from rlhf_core.evaluation.judges.pairwise import Judge
 from rlhf_core.evaluation.losses import as_measurements, paired_losses
 from rlhf_core.evaluation.metrics.text_metrics import measure_text
 from rlhf_core.evaluation.statistics import clusters_of
+from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.runtime.progress import Progress, progress
 from rlhf_core.storage.files import sha256_tree
@@ -55,6 +56,8 @@ def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int
     judges: list[Judge] = [ModelJudge.load(workspace / MODELS / JUDGE, JUDGE, config.batch_size)]
     if sets.world:
         judges.append(GoldJudge())
+    for folder in (champion, challenger):  # either may be of somebody else's
+        require_openable(folder)
     with progress(2 * sets.replies(config), "match") as bar:
         old, new = (_sample(folder, sets, config, bar) for folder in (champion, challenger))
     prompts, replies = [row.prompt for row in sets.judged], config.replies_per_prompt

@@ -8,16 +8,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import ModelError
+from rlhf_core.models import foreign
 from rlhf_core.models.adapters import limit_layers
 from rlhf_core.models.io import require_no_adapter
 from rlhf_core.models.starting.base import require_decoder_only, scratch_config
 from rlhf_core.models.starting.gguf import gguf_config, is_gguf
+from rlhf_core.runtime.limited_call import limit_reached
 
 GIVE_FOLDER = "give a complete model folder"
+LARGEST_CONFIG = 16 * 2**20
 # Fields that differ between a model made by the base stage and its settings only in what the tokenizer decides.
 SCRATCH_SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
@@ -151,12 +155,32 @@ def _loaded_architecture(base: BaseConfig, root: Path) -> Architecture:
 
 
 def architecture_of_file(file: Path) -> Architecture:
-    """The architecture that a config.json describes; ``ModelError`` where it is missing, broken or of no model."""
+    """The architecture that a config.json describes, tried under limits first: it may be of somebody else's.
+
+    Raises:
+        ModelError: It is missing, broken, of no model, or building the model's lowest layers ends at a limit.
+    """
+
+    def build() -> None:
+        torch.set_num_threads(1)
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(_read_architecture(file).config(1))
+
+    if reached := limit_reached(build, foreign.LIMITS):
+        raise ModelError(f"{file}: building its model {reached}; it is damaged, or made to do harm: {GIVE_FOLDER}")
+    return _read_architecture(file)
+
+
+def _read_architecture(file: Path) -> Architecture:
     try:
+        if file.exists() and not file.is_file():
+            raise ModelError(f"{file} is no file; {GIVE_FOLDER}")
+        if file.stat().st_size > LARGEST_CONFIG:
+            raise ModelError(f"{file} has {file.stat().st_size} bytes, too many for a config.json; {GIVE_FOLDER}")
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{file} cannot be read ({error.strerror}); {GIVE_FOLDER}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not valid JSON ({error}); {GIVE_FOLDER}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{file} names no model_type, so it is no model's config.json; {GIVE_FOLDER}")

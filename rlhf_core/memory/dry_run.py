@@ -397,7 +397,7 @@ def _built(variant: ModelVariant) -> nn.Module:
     with quiet(), torch.device("meta"):
         try:
             model = kind.from_config(config, dtype=precision, attn_implementation=attention_of(kind, config))
-        except ValueError as error:
+        except Exception as error:  # whatever a model's code makes of sizes and names that it does not know
             raise ModelError(f"transformers cannot build a {config.model_type} model ({first_line(error)})") from error
         if len(decoder_layers(model)) != config.num_hidden_layers:
             raise ModelError(f"the decoder layers of a {config.model_type} model cannot be told from its other parts")

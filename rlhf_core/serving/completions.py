@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, ModelError
 from rlhf_core.sampling.reply import SampledReply
 from rlhf_core.serving.limits import MAX_TOKEN_CHARACTERS, RETRY_AFTER_SECONDS, ServingLimits
 from rlhf_core.serving.metrics import ServingMetrics
@@ -23,7 +23,7 @@ from rlhf_core.serving.protocol.access import (
     internal_error,
     timed_out,
 )
-from rlhf_core.serving.protocol.chat import END_OF_STREAM, ChatRequest, CompletionId, Usage, event, shown
+from rlhf_core.serving.protocol.chat import END_OF_STREAM, SEEDS, ChatRequest, CompletionId, Usage, event, shown
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class Completions:
         self._refuse_endless(request, policy)
         try:
             prompt_ids = policy.encode(request.dialogue)
-        except DataError as error:
+        except (DataError, ModelError) as error:  # the chat template refuses the dialogue, or does not end on it
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
         limits, judged = self.limits, policy.judged
         count = len(prompt_ids)
@@ -158,7 +158,7 @@ class Completions:
             top_p=judged.top_p if request.top_p is None else request.top_p,
             repetition_penalty=request.repetition_penalty or judged.repetition_penalty,
             max_new_tokens=tokens,
-            seed=secrets.randbits(63) if request.seed is None else request.seed,
+            seed=secrets.randbits(63) if request.seed is None else request.seed % SEEDS,
             stop=tuple(request.stop or ()),
         )
         completion = CompletionId(policy.revision.id, int(self._now()))

@@ -89,7 +89,8 @@ def run_server(app: FastAPI, address: BoundAddress, timeout_seconds: float) -> N
         backlog=min(BACKLOG, max(most // 4, 8)),
         timeout_graceful_shutdown=math.ceil(timeout_seconds) + 1,
     )
-    logging.getLogger("asyncio").addFilter(OncePerMinute())
+    for name in ("asyncio", "uvicorn.error"):
+        logging.getLogger(name).addFilter(OncePerMinute())
     uvicorn.Server(config).run(sockets=[address.socket])
 
 
@@ -161,7 +162,10 @@ def limited_protocol(most: int) -> type[asyncio.Protocol]:
 
 
 class OncePerMinute(logging.Filter):
-    """Lets a message of the same beginning pass once a minute: asyncio repeats some for each connection it lacks."""
+    """Lets a message of the same beginning pass once a minute, and every error.
+
+    asyncio repeats some for each connection that it lacks, and uvicorn for each request that is none.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,6 +173,8 @@ class OncePerMinute(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether ``record`` is the first of its kind in this minute."""
+        if record.exc_info and record.name != "asyncio":
+            return True
         key, now = record.getMessage()[:60], time.monotonic()
         if now - self._passed.get(key, -math.inf) < MINUTE:
             return False

@@ -19,6 +19,8 @@ from rlhf_core.serving.protocol.access import ApiError
 
 MAX_STOP_STRINGS = 4
 SEEDS = 2**63  # random streams take any of them
+MAX_NUMBER_CHARACTERS = 1_000  # a number of millions of digits is read for seconds
+LOOKED_AT_CHARACTERS = 10_000  # of a turn, for something to be seen
 ECHOED_CHARACTERS = 40
 # What a request has at most: values that JSON writes apart, parameters or fields of a turn, turns, parts of a turn.
 MAX_VALUES, MAX_FIELDS, MAX_TURNS, MAX_PARTS = 20_000, 64, 1_000, 1_000
@@ -26,21 +28,28 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # Parameters that change nothing here.
 IGNORED = {
-    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user",
+    "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier",
+    "store", "user",
 }  # fmt: skip
 # Parameters that are not supported, with the values by which clients leave them off.
 LEFT_OFF: dict[str, tuple[Any, ...]] = {
+    "audio": (),
     "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
     "logit_bias": ({},),
     "logprobs": (False,),
     "modalities": (["text"],),
     "n": (1,),
     "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
+    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
 }
 # The same of a turn: what a client has of an earlier reply, and sends back.
 TURN_LEFT_OFF = ("annotations", "audio", "function_call", "refusal", "tool_calls")
@@ -73,9 +82,10 @@ class ChatTurn(Strict):
 
 
 class StreamOptions(Strict):
-    """``include_usage`` adds a last event with the token counts."""
+    """``include_usage`` adds a last event with the token counts. ``include_obfuscation`` changes nothing here."""
 
     include_usage: bool = False
+    include_obfuscation: bool = False
 
 
 class ChatRequest(Strict):
@@ -91,7 +101,7 @@ class ChatRequest(Strict):
     repetition_penalty: float | None = Field(default=None, ge=0.1, le=10)
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
-    seed: int | None = Field(default=None, ge=0, lt=SEEDS)
+    seed: int | None = Field(default=None, ge=-SEEDS, lt=SEEDS)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]] | None, Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_as_list)
     ] = None
@@ -147,7 +157,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
     if _values(body) > MAX_VALUES and _values(_STRING.sub(b"", body)) > MAX_VALUES:
         raise ApiError(400, f"the request has more than {MAX_VALUES} values; shorten it", code="invalid_json")
     try:
-        value = json.loads(body, parse_constant=_refuse_constant)
+        value = json.loads(body, parse_constant=_refuse_constant, parse_float=_float, parse_int=_int)
         if _SURROGATE.search(body):
             json.dumps(value, ensure_ascii=False).encode()
         value = _without_nulls(value)
@@ -204,6 +214,20 @@ def shown(value: object) -> str:
     return text if len(text) <= ECHOED_CHARACTERS else f"{text[: ECHOED_CHARACTERS - 1]}…"
 
 
+def _int(digits: str) -> int:
+    return int(_number(digits))
+
+
+def _float(digits: str) -> float:
+    return float(_number(digits))
+
+
+def _number(digits: str) -> str:
+    if len(digits) > MAX_NUMBER_CHARACTERS:
+        raise ValueError(f"a number has {len(digits)} characters")
+    return digits
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
@@ -245,7 +269,8 @@ def _check_turns(turns: list[ChatTurn]) -> None:
     if roles[-1] != "user":
         raise ApiError(400, f"messages must end with a turn of role user, not {roles[-1]}", param="messages")
     for number, turn in enumerate(turns):
-        if turn.role == "user" and not has_visible_text(turn.content):
+        short = len(turn.content) <= LOOKED_AT_CHARACTERS
+        if turn.role == "user" and short and not has_visible_text(turn.content):
             raise ApiError(400, f"messages[{number}].content is empty", param=f"messages[{number}].content")
 
 

@@ -10,10 +10,12 @@ import pytest
 
 from rlhf_core.config.operations import NonInferiorityConfig
 from rlhf_core.data.schema import Prompt, write_rows
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, ModelError
 from rlhf_core.evaluation.judges.model import final_judges
 from rlhf_core.evaluation.match import run_match
 from rlhf_core.evaluation.promotion import non_inferiority_criteria
+from rlhf_core.models import foreign
+from rlhf_core.runtime.limited_call import CallLimits
 from rlhf_core.storage.files import sha256_tree
 
 from .conftest import made_prompt
@@ -66,3 +68,21 @@ def test_verifiable_prompts_are_measured_and_may_have_a_margin(tmp_path: Path, m
     assert non_inferiority_criteria(fallen, NonInferiorityConfig(**only)) == [], "it has no margin by default"
     (criterion,) = non_inferiority_criteria(fallen, NonInferiorityConfig(**only, verifiable=0.1))
     assert not criterion.passed and "0.900 → 0.800 on 2 replies to 2 questions" in criterion.measured
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_either_model_is_opened_under_limits(
+    side: int, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "LIMITS", CallLimits(cpu_seconds=1))
+    shutil.copytree(models, tmp_path / "models")
+    (tmp_path / "params.yaml").write_text(PARAMS)
+    rows: list[Prompt] = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(4)]
+    write_rows(tmp_path / "data/clean/prompts/test.parquet", rows)
+    folders = [models / "sft", models / "policy"]
+    folders[side] = tmp_path / "other"
+    shutil.copytree(models / "sft", folders[side])
+    loop = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    (folders[side] / "chat_template.jinja").write_text(loop)
+    with pytest.raises(ModelError, match="opening its tokenizer and chat template took more than 1 s"):
+        run_match(tmp_path, *folders)

@@ -12,8 +12,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import ConfigError, ModelError
-from rlhf_core.memory.architecture import PUBLISHED_CONFIGS, Architecture, starting_architecture
+from rlhf_core.memory.architecture import (
+    LARGEST_CONFIG,
+    PUBLISHED_CONFIGS,
+    Architecture,
+    architecture_of_file,
+    starting_architecture,
+)
 from rlhf_core.memory.dry_run import ModelVariant, model_size
+from rlhf_core.models import foreign
+from rlhf_core.runtime.limited_call import CallLimits
 
 SMALL = {
     "vocab_size": 300,
@@ -99,3 +107,41 @@ def test_the_vocabulary_of_a_model_from_nothing_is_known_once_it_is_made(tmp_pat
     assert starting_architecture(base, tmp_path).vocabulary == 814
     # A model made by other settings says nothing about this one.
     assert starting_architecture(BaseConfig(layers=5), tmp_path).vocabulary == 1024
+
+
+LLAMA = {"model_type": "llama", **SMALL, "max_position_embeddings": 64}
+GEMMA = {"model_type": "gemma3", "text_config": {"num_hidden_layers": 2_000_000}}
+ODD_CONFIGS: dict[str, object] = {
+    "layers of a part": GEMMA,
+    "an activation that is none": {**LLAMA, "hidden_act": "__import__('os').system('id')"},
+    "rotations of an unknown kind": {**LLAMA, "rope_scaling": {"type": "evil"}},
+    "a width that overflows": {**LLAMA, "hidden_size": 10**12},
+    "a width that is no machine's": {**LLAMA, "hidden_size": 10**25},
+    "a vocabulary that overflows": {**LLAMA, "vocab_size": 10**18},
+    "deep": '{"model_type": "llama", "a": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "large": '{"model_type": "llama", "a": "' + "a" * LARGEST_CONFIG + '"}',
+    "a number": '{"model_type": "llama", "vocab_size": ' + "9" * 5000 + "}",
+}
+
+
+@pytest.mark.parametrize("kind", ODD_CONFIGS)
+def test_a_config_that_no_model_can_have_is_one_line(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "LIMITS", CallLimits(cpu_seconds=4))
+    content = ODD_CONFIGS[kind]
+    file = tmp_path / "config.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ModelError, match=r"^[^\n]{20,700}$"):
+        model_size(ModelVariant(architecture_of_file(file), "causal_lm", "float32", "weights"))
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "."])
+def test_what_is_no_file_is_no_config(path: str) -> None:
+    with pytest.raises(ModelError, match="is no file; give a complete model folder"):
+        architecture_of_file(Path(path))
+
+
+def test_two_million_layers_of_one_kind_can_be_planned(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 2_000_000}))
+    assert architecture_of_file(tmp_path / "config.json").layers == 2_000_000

@@ -79,4 +79,9 @@ def test_a_message_is_logged_once_a_minute() -> None:
     texts = ["socket.accept() out of system resource", "socket.accept() out of system resource", "another"]
     records = [logging.LogRecord("asyncio", logging.ERROR, "f", 1, text, (), None) for text in texts]
     assert [once.filter(record) for record in records] == [True, False, True]
+    failure = (ValueError, ValueError(), None)
+    for cause, passes in ((None, [True, False]), (failure, [True, True])):
+        text = f"with {cause}"
+        repeated = [logging.LogRecord("uvicorn.error", logging.ERROR, "f", 1, text, (), cause) for _ in passes]
+        assert [once.filter(record) for record in repeated] == passes
     assert connection_limit() >= 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -47,6 +48,8 @@ def test_text_parts_are_joined_and_developer_means_system() -> None:
 
 def test_parameters_at_the_values_that_leave_them_off_are_accepted() -> None:
     parse(n=1, user="u", frequency_penalty=0, presence_penalty=0.0, logprobs=None, tools=[], logit_bias={}, stop=None)
+    parse(functions=[], function_call="none", reasoning_effort="none", verbosity="medium", seed=-1)
+    parse(stream=True, stream_options={"include_obfuscation": False, "include_usage": True})
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,7 @@ def test_parameters_at_the_values_that_leave_them_off_are_accepted() -> None:
         ({"max_tokens": 0}, "max_tokens", "greater than 0"),
         ({"max_tokens": 1.5}, "max_tokens", "integer"),
         ({"max_tokens": True}, "max_tokens", "integer"),
-        ({"seed": -1}, "seed", "greater than or equal to 0"),
+        ({"seed": -(2**63) - 1}, "seed", "greater than or equal to"),
         ({"seed": 2**63}, "seed", "less than"),
         ({"stop": ["a", ""]}, "stop[1]", "at least 1 character"),
         ({"stop": list("abcde")}, "stop", "at most 4"),
@@ -66,6 +69,8 @@ def test_parameters_at_the_values_that_leave_them_off_are_accepted() -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
         ({"n": 2}, "n", "n is not supported here"),
         ({"tools": [{}]}, "tools", "tools is not supported here"),
+        ({"functions": [{}]}, "functions", "functions is not supported here"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "reasoning_effort is not supported here"),
         ({"temprature": 1}, "temprature", "there is no parameter 'temprature'"),
     ],
 )
@@ -114,3 +119,17 @@ def test_wrong_turns_are_named(messages: Any, param: str, words: str) -> None:
 )
 def test_bodies_that_are_no_request_are_refused_in_one_line(body: bytes, words: str) -> None:
     assert words in refused(body).message
+
+
+@pytest.mark.parametrize("number", [b"0." + b"9" * 3_000_000, b"1" + b"0" * 3_000_000, b"1e" + b"0" * 3_000_000])
+def test_a_number_of_millions_of_digits_costs_no_time(number: bytes) -> None:
+    began = time.thread_time()
+    assert "not JSON: a number has 300000" in refused(b'{"temperature": ' + number + b"}").message
+    assert time.thread_time() - began < 0.5
+
+
+def test_a_turn_of_millions_of_spaces_costs_no_time() -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": " " * 3_000_000}]}).encode()
+    began = time.thread_time()
+    parse_chat_request(body)
+    assert time.thread_time() - began < 0.5
