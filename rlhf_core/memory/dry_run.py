@@ -253,7 +253,6 @@ def model_size(variant: ModelVariant) -> ModelSize:
         with _fake_mode():
             adamw = build_adamw(model, OptimizerConfig(lr=1.0))
             masters = MasterWeights(model, adamw)
-            masters.detach()
             updated = {parameter: masters.of(parameter) for parameter in trainable}
             for one in updated.values():
                 one.grad = torch.empty_like(one)
@@ -263,6 +262,7 @@ def model_size(variant: ModelVariant) -> ModelSize:
                 repeat, copy = repeats.get(id(parameter), 1), one.nbytes if one is not parameter else 0
                 gradients += repeat * one.nbytes
                 optimizer += repeat * (copy + sum(slot.nbytes for slot in adamw.state[one].values()))
+            masters.detach()
     return ModelSize(
         parameters=sum(repeats.get(id(one), 1) * one.numel() for one in parameters),
         trainable=sum(repeats.get(id(one), 1) * one.numel() for one in trainable),

@@ -40,7 +40,7 @@ from rlhf_core.models.forward import (
     probe_ids,
     unembedded,
 )
-from rlhf_core.models.io import load_model, reading, require_equal, save_folder
+from rlhf_core.models.io import load_model, reading, require_same, save_folder
 from rlhf_core.models.openblas_linear import default_products, fastest_linear
 from rlhf_core.models.own_files import attention_of
 from rlhf_core.models.precision import LOW_PRECISION, float32_linear
@@ -238,10 +238,10 @@ class ScalarModel(nn.Module):
         """
         self.model.config.pad_token_id = tokenizer.pad_token_id
         ids = probe_ids(len(tokenizer)).to(self.model.device)
-        expected = _probe(self, ids)
 
         def verify(folder: Path) -> None:
-            require_equal(path, _probe(ScalarModel.load(folder).to(ids.device), ids), expected)
+            kind = AutoModelForSequenceClassification
+            require_same(path, folder, self.model, kind, lambda each: _probe(ScalarModel(each), ids))
 
         save_folder(path, self.model, tokenizer, json_files, verify=verify, tensor_files=tensor_files)
 

@@ -6,12 +6,13 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -26,10 +27,11 @@ from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.runtime import distributed
 from rlhf_core.storage.files import atomic_dir, atomic_write_json
 
-# Files of a tokenizer; a model folder needs one of them.
 logger = logging.getLogger(__name__)
 
+# Files of a tokenizer; a model folder needs one of them.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+WEIGHT_FILES = "model*.safetensors"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 GENERATION_CONFIG = "generation_config.json"
 JSON_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors.index.json")
@@ -83,8 +85,6 @@ def _json_fault(file: Path) -> str:
 
 def _check_safetensors(file: Path) -> None:
     """Read the header, which finds truncated and foreign files before a slow load does."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(file, framework="pt") as opened:
             opened.keys()
@@ -165,19 +165,24 @@ def load_model(
     source: str | Path,
     dtype: torch.dtype | None,
     revision: str | None = None,
+    device: torch.device | None = None,
 ) -> Any:
-    """Load a model on this process's device by ``auto_class.from_pretrained``. Only safetensors, never remote code.
+    """Load a model on ``device`` by ``auto_class.from_pretrained``. Only safetensors, never remote code.
 
     The logits of a low-precision language model are computed in float32.
 
     Args:
         dtype: Precision of the weights; None keeps that of the files.
+        device: None for this process's own.
 
     Raises:
         ModelError: The folder lacks weights of the model, or has them in other shapes, which the library would fill at
             random.
     """
-    with reading(source):
+    place = device or distributed.device()
+    # A model on its way to a GPU is in host memory as a whole.
+    turn = nullcontext() if place.type == "cpu" else distributed.one_of_machine_at_a_time()
+    with reading(source), turn:
         if not is_local(source):
             hub_files(str(source), revision)
         config = AutoConfig.from_pretrained(str(source), revision=revision, trust_remote_code=False)
@@ -191,6 +196,7 @@ def load_model(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
         )
+        model = model.to(place)
     if info["mismatched_keys"]:
         name, stored, expected = sorted(info["mismatched_keys"])[0]
         raise ModelError(
@@ -209,7 +215,7 @@ def load_model(
             "%s: %d weights, such as %s, are no part of a %s and left out", source, len(names), names[0], kind
         )
     use_float32_unembedding(model)
-    model = model.to(distributed.device()).eval()
+    model.eval()
     use_openblas(model)
     with reading(source):
         has_plain_head(model)  # is noted in the model, before an engine may shard its weights
@@ -236,7 +242,6 @@ def save_folder(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     json_files: Mapping[str, Any] | None = None,
-    weights: Mapping[str, Tensor] | None = None,
     verify: Callable[[Path], None] | None = None,
     tensor_files: Mapping[str, dict[str, Tensor]] | None = None,
 ) -> None:
@@ -244,13 +249,12 @@ def save_folder(
 
     Args:
         json_files: Further files by name, written as JSON.
-        weights: Weights in place of the model's own, such as those that a sharding engine gathered.
         verify: Called with the new folder before it replaces ``path``; if it raises, the old folder stays.
         tensor_files: Further files by name, written as safetensors.
     """
     with atomic_dir(Path(path)) as folder:
         with quiet():
-            model.save_pretrained(folder, state_dict=dict(weights) if weights is not None else None)
+            model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         for name, value in (json_files or {}).items():
             atomic_write_json(folder / name, value)
@@ -274,14 +278,79 @@ def _flush(folder: Path) -> None:
             os.close(descriptor)
 
 
-def require_equal(path: Path, saved: Tensor, expected: Tensor) -> None:
-    """Raise ``ModelError`` unless the outputs of the saved model are those of the model in memory."""
-    if saved.shape != expected.shape or not torch.allclose(saved.float(), expected.float(), atol=1e-5, rtol=1e-4):
-        raise ModelError(
-            f"the model saved at {path} does not compute the same as the trained one; "
-            "nothing was published: config.json and the weights do not hold all that it computes with (such as a "
-            "module that was exchanged), a sharded engine gathered them otherwise, or the disk lost some of it"
-        )
+def require_same(
+    path: Path, folder: Path, model: PreTrainedModel, auto_class: Any, probe: Callable[[PreTrainedModel], Tensor]
+) -> None:
+    """Check that ``folder`` holds what ``model`` computes with; no second model is made for it.
+
+    The saved weights are compared one after another, on the CPU, in all bits. What the saved configuration describes is
+    built without weights, given those of ``model``, and has to compute the same.
+
+    Args:
+        path: What messages call the folder.
+        auto_class: By which the folder will be loaded.
+        probe: Outputs of a model for fixed tokens.
+
+    Raises:
+        ModelError: Something differs.
+    """
+    differing = _first_difference(folder, model, auto_class)
+    if differing is None:
+        twin = _rebuilt(folder, model, auto_class)
+        expected = probe(model)
+        computed = probe(twin) if twin is not None else expected.new_empty(0)
+        if computed.shape == expected.shape and torch.allclose(computed, expected, atol=1e-5, rtol=1e-4):
+            return
+    what = f"the weight {differing} is another one" if differing is not None else "it does not compute the same"
+    raise ModelError(
+        f"the model saved at {path} is not the trained one ({what}); nothing was published: config.json and the "
+        "weights do not hold all that it computes with (such as a module that was exchanged), or the disk lost some"
+    )
+
+
+def _first_difference(folder: Path, model: PreTrainedModel, auto_class: Any) -> str | None:
+    """Name of a tensor that was not saved as it is in ``model``; None where all were. Tied ones are saved once."""
+    left = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    saved = {tensor.data_ptr() for name, tensor, same in _compared(folder, left, auto_class) if same}
+    return next((name for name, tensor in left.items() if tensor.numel() and tensor.data_ptr() not in saved), None)
+
+
+def _compared(folder: Path, own: Mapping[str, Tensor], auto_class: Any) -> Iterator[tuple[str, Tensor, bool]]:
+    """Every tensor of ``own`` that was saved, and whether with the same bits."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(file, framework="pt")) for file in sorted(folder.glob(WEIGHT_FILES))]
+        names = [(name, file) for file in files for name in file.keys()]  # noqa: SIM118 - no mapping
+        if all(name in own for name, _ in names):
+            for name, file in names:
+                yield name, own[name], _same_bits(file.get_tensor(name), own[name])
+            return
+    # The library writes some architectures, such as mixtures of experts, in another form than it computes with.
+    copy = load_model(auto_class, folder, None, device=torch.device("cpu"))
+    for name, tensor in copy.state_dict().items():
+        if name in own:
+            yield name, own[name], _same_bits(tensor, own[name])
+
+
+def _same_bits(saved: Tensor, expected: Tensor) -> bool:
+    return saved.dtype == expected.dtype and torch.equal(saved, expected.cpu())
+
+
+def _rebuilt(folder: Path, model: PreTrainedModel, auto_class: Any) -> PreTrainedModel | None:
+    """The model that ``folder`` describes with the very tensors of ``model``; None where these do not fit it."""
+    with reading(folder), torch.device("meta"):
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        twin: PreTrainedModel = auto_class.from_config(config, attn_implementation=attention_of(auto_class, config))
+    modules = dict(model.named_modules())
+    for path, module in twin.named_modules():
+        own = modules.get(path)
+        for kind in ("_parameters", "_buffers"):
+            places, tensors = getattr(module, kind), getattr(own, kind, {})
+            for name, empty in places.items():
+                tensor = tensors.get(name)
+                if empty is not None and (tensor is None or tensor.shape != empty.shape):
+                    return None
+                places[name] = tensor
+    return twin.eval()
 
 
 def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:

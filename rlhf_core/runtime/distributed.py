@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.storage.files import LockFile
 
 # A rank waits this long for another that evaluates or saves; the launcher notices dead ranks within seconds.
 TIMEOUT = timedelta(minutes=60)
@@ -87,6 +89,18 @@ def process_group() -> Iterator[None]:
     # On an error destroy_process_group is skipped: it can hang when peers have died.
     if active():
         dist.destroy_process_group()
+
+
+@contextmanager
+def one_of_machine_at_a_time() -> Iterator[None]:
+    """Let one rank of this machine in after the other, so that host memory holds one copy of a model on its way."""
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= 1:
+        yield
+        return
+    # The ranks' common launcher tells jobs apart.
+    with LockFile(Path(tempfile.gettempdir(), f"rlhf-turn-{os.getuid()}-{os.getppid()}")) as lock:
+        lock.acquire()
+        yield
 
 
 class NonzeroRankReleased(BaseException):

@@ -30,16 +30,22 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """State of Python's, NumPy's and torch's generators, as ``(tensors, JSON values)``."""
+    """State of this rank's generators, as ``(tensors, JSON values)``.
+
+    Those of Python, NumPy and torch's CPU are the same on all ranks, and given by rank 0 alone. A GPU's has the rank in
+    its name.
+    """
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    tensors = {
-        "rng.python": torch.tensor(internal, dtype=torch.int64),
-        "rng.numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-        "rng.torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        tensors |= {f"rng.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    tensors = {}
+    if distributed.is_rank_zero():
+        tensors = {
+            "rng.python": torch.tensor(internal, dtype=torch.int64),
+            "rng.numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "rng.torch": torch.get_rng_state(),
+        }
+    if distributed.device().type == "cuda":
+        tensors[f"rng.cuda.{distributed.rank()}"] = torch.cuda.get_rng_state(distributed.device())
     meta = {
         "python": [version, gauss],
         "numpy": [str(name), int(position), int(has_gauss), float(cached)],
@@ -48,17 +54,13 @@ def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def set_rng_state(tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    """Restore what :func:`rng_state` returned on rank 0, on every rank.
-
-    GPU generators are restored where the number of GPUs is the same.
-    """
-    tensors = distributed.broadcast_tensors_from_rank0({k: v for k, v in tensors.items() if k.startswith("rng.")})
+    """Restore what all ranks gave as :func:`rng_state`; a GPU's generator stays where its rank gave none."""
     version, gauss = meta["python"]
     random.setstate((version, tuple(tensors["rng.python"].tolist()), gauss))
     name, position, has_gauss, cached = meta["numpy"]
     keys = tensors["rng.numpy"].numpy().astype(np.uint32)
     np.random.set_state((name, keys, position, has_gauss, cached))
     torch.set_rng_state(tensors["rng.torch"])
-    devices = [tensors[key] for key in sorted(k for k in tensors if k.startswith("rng.cuda."))]
-    if torch.cuda.is_available() and len(devices) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(devices)
+    own = tensors.get(f"rng.cuda.{distributed.rank()}")
+    if own is not None and distributed.device().type == "cuda":
+        torch.cuda.set_rng_state(own, distributed.device())

@@ -27,7 +27,7 @@ from rlhf_core.data.chat_template import STOP_TOKENS
 from rlhf_core.data.encoding import stop_token_ids
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.forward import embedding_weight, probe_ids
-from rlhf_core.models.io import load_model, reading, require_equal, require_room_for, save_folder
+from rlhf_core.models.io import load_model, reading, require_room_for, require_same, save_folder
 from rlhf_core.models.openblas_linear import default_products
 from rlhf_core.models.precision import float32_unembedding, use_float32_unembedding, weights_precision
 
@@ -244,18 +244,10 @@ def load_policy(
     return model, tokenizer
 
 
-def save_policy(
-    path: Path,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    weights: dict[str, Tensor] | None = None,
-) -> None:
+def save_policy(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save a causal language model as a Hugging Face folder, after checking that the saved copy computes the same.
 
     The generation config of ``model`` is completed by the tokens that end a reply.
-
-    Args:
-        weights: Weights gathered by an engine, in place of the model's own. They are then compared instead of logits.
 
     Raises:
         ModelError: The saved copy differs; nothing is published.
@@ -264,16 +256,9 @@ def save_policy(
     complete_generation_config(model, tokenizer)
 
     def verify(folder: Path) -> None:
-        copy, _ = load_policy(folder)
-        if weights is None:
-            require_equal(path, _probe(copy, ids), _probe(model, ids))
-            return
-        parameters = dict(copy.named_parameters())
-        for name, expected in weights.items():
-            if name in parameters:
-                require_equal(path, parameters[name], expected.to(parameters[name]))
+        require_same(path, folder, model, AutoModelForCausalLM, lambda each: _probe(each, ids))
 
-    save_folder(path, model, tokenizer, weights=weights, verify=verify)
+    save_folder(path, model, tokenizer, verify=verify)
 
 
 @torch.no_grad()

@@ -20,7 +20,8 @@ SPIN_ROUNDS = 5000
 
 
 def limit_threads(compute: ComputeConfig, parallel: int) -> None:
-    """Tell OpenMP and the tokenizers before they are loaded. An explicit setting of the environment wins.
+    """Tell OpenMP, the tokenizers and the GPU's allocator before they are loaded. An explicit setting of the
+    environment wins.
 
     Args:
         compute: Has the number of threads, and whether they spin.
@@ -28,6 +29,9 @@ def limit_threads(compute: ComputeConfig, parallel: int) -> None:
             times slower, so they sleep where all stages together may have more threads than there are cores.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Batches of ever other widths would leave fragments that no tensor fits into.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if compute.threads is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(compute.threads))
         os.environ.setdefault("RAYON_NUM_THREADS", str(compute.threads))

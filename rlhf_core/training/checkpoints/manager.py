@@ -375,7 +375,7 @@ class RunCheckpoints:
         regular one: what there is to roll back to must not depend on when a run was interrupted.
         """
         tensors, generators = rng_state()
-        pieces = {name: Piece.whole(t) for name, t in tensors.items()} if distributed.is_rank_zero() else {}
+        pieces = {name: Piece.whole(tensor) for name, tensor in tensors.items()}
         engines: dict[str, Any] = {}
         for name, engine in self.engines.items():
             state = engine.state()

@@ -12,6 +12,7 @@ without an end. A process killed in between leaves it, and every later run would
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import math
 import os
@@ -438,7 +439,7 @@ class DeepSpeedEngine(StepCount):
         return weights
 
     def release(self) -> nn.Module:
-        """Return a plain copy of the model with the gathered weights on rank 0; the shards are freed.
+        """Return a plain copy of the model with the gathered weights on rank 0; the shards are freed first.
 
         Raises:
             ModelError: It does not compute what the sharded model did.
@@ -446,11 +447,28 @@ class DeepSpeedEngine(StepCount):
         with self.gathered_parameters():
             expected = probe(self.model)
         weights = self._gathered(dict(self.model.named_parameters()))
-        self.ds.destroy()
-        released = self.skeleton.filled(weights, distributed.device())
-        if distributed.is_rank_zero() and not torch.allclose(probe(released), expected, atol=1e-5, rtol=1e-4):
+        self._drop()
+        self.model = self.skeleton.filled(weights, distributed.device())
+        if distributed.is_rank_zero() and not torch.allclose(probe(self.model), expected, atol=1e-5, rtol=1e-4):
             raise ModelError(
                 f"{self.name}: the weights gathered from {distributed.world_size()} ranks do not compute what the "
                 "sharded ones did; nothing was saved, and the last checkpoint holds the training's state"
             )
-        return released
+        return self.model
+
+    def _drop(self) -> None:
+        """Free weights, gradients and optimiser state.
+
+        DeepSpeed's ``destroy`` alone frees none: hooks, parameters and whoever holds the model keep its buffers alive.
+        """
+        self.ds.destroy()
+        for module in self.ds.modules():
+            for name, hooks in vars(module).items():
+                if name.endswith("_hooks"):
+                    hooks.clear()
+        for parameter in self.model.parameters():
+            parameter.data, parameter.grad = parameter.new_empty(0), None
+            vars(parameter).clear()  # DeepSpeed's shards and mappings
+        vars(self.ds.optimizer).clear()
+        del self.ds, self.shards, module
+        gc.collect()

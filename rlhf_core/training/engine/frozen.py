@@ -26,12 +26,13 @@ class FrozenModels:
     """The frozen models of a run, placed as ``launch.frozen`` says.
 
     Attributes:
-        waiting: Models that are kept in CPU memory while nothing uses them.
+        waiting: Weights and buffers in host memory of the models that are kept there while nothing uses them: the
+            module's dictionary that has each, and its name there. Nothing is ever copied back from the device.
         base: Weights that reward model and referee share with the policy, if they do.
     """
 
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-    waiting: list[nn.Module] = field(default_factory=list)
+    waiting: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)
     base: SharedBase | None = None
     _scalars: dict[Path, Any] = field(default_factory=dict)
 
@@ -57,19 +58,38 @@ class FrozenModels:
     def place_whole(self, model: Model) -> Model:
         """Place ``model`` without sharding, for models that ranks run independently of each other."""
         if self.launch.frozen == "offload":
-            self.waiting.append(model.to("cpu"))
+            model.to("cpu")
+            pin = distributed.device().type == "cuda"
+            pinned: dict[Tensor, Tensor] = {}
+            for module in model.modules():
+                for places in (module._parameters, module._buffers):
+                    for name, tensor in places.items():
+                        if tensor is None:
+                            continue
+                        if tensor not in pinned:
+                            pinned[tensor] = _like(tensor, tensor.detach().pin_memory()) if pin else tensor
+                        places[name] = pinned[tensor]
+                        self.waiting.append((places, name, pinned[tensor]))
         return model
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Move waiting models to the device for the block."""
-        for model in self.waiting:
-            model.to(distributed.device())
+        """Copy waiting models to the device for the block."""
+        moved: dict[Tensor, Tensor] = {}  # tied weights once
         try:
+            for places, name, tensor in self.waiting:
+                if tensor not in moved:
+                    moved[tensor] = _like(tensor, tensor.detach().to(distributed.device(), non_blocking=True))
+                places[name] = moved[tensor]
             yield
         finally:
-            for model in self.waiting:
-                model.to("cpu")
+            for places, name, tensor in self.waiting:
+                places[name] = tensor
+
+
+def _like(tensor: Tensor, values: Tensor) -> Tensor:
+    """``values`` as a frozen parameter where ``tensor`` is a parameter."""
+    return nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values
 
 
 class ShardedModel:

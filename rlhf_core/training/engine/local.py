@@ -74,9 +74,10 @@ class MasterWeights:
             parameter.copy_(master)
 
     def detach(self) -> None:
-        """Leave the gradients of later backward passes at the model's own parameters."""
+        """Leave the gradients of later backward passes at the model's own parameters, and forget the copies."""
         for hook in self._hooks:
             hook.remove()
+        self.copies = {}
 
 
 class LocalEngine(StepCount):
@@ -217,9 +218,12 @@ class LocalEngine(StepCount):
         return {name: p.detach().cpu().clone() for name, p in trained_parameters(self.model).items()}
 
     def release(self) -> nn.Module:
-        """Return the model itself, without gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
+        """Return the model itself; gradients, moments and float32 copies are freed."""
+        self._clear()
+        self.optimizer.state.clear()
+        self.optimizer.param_groups.clear()
         self.masters.detach()
+        self.parameters = []
         return self.model
 
 

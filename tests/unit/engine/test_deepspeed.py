@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import math
@@ -64,6 +65,7 @@ def everything(folder: Path, stored: Path) -> None:
     for kind in KINDS:
         with_adam(folder, kind, deepspeed_maker(kind, stored.parent, build_adamw), stored.parent)
         with_going_back(deepspeed_maker(kind, stored.parent, build_adamw))
+        with_release(deepspeed_maker(kind, stored.parent, build_adamw))
     with_checkpointing(folder, deepspeed_maker("3", stored.parent, cases.sgd))
     with_bfloat16(deepspeed_maker("2", stored.parent, build_adamw))
     with_frozen(folder)
@@ -185,6 +187,30 @@ def steps(engine: Engine, numbers: range) -> dict[str, float]:
         assert result.skipped == (step == 2)
         norms[f"norm{step}"] = result.grad_norm
     return norms
+
+
+def with_release(make: cases.MakeEngine) -> None:
+    """Nothing is left of an engine but the model that it returns, although others hold engine and model."""
+    before = live_bytes()
+    model = make_tiny().policy
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    engine = make(model, ADAM, "policy")
+    steps(engine, range(2))
+    assert live_bytes() - before > 2 * weights
+    released = engine.release()
+    kept = weights if distributed.is_rank_zero() else 0
+    assert kept <= live_bytes() - before < kept + 1024, "buffers of the model have some bytes, too"
+    assert engine.model is released and engine.skipped_steps == 0
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors of the process that Python can reach."""
+    gc.collect()
+    sizes = {}
+    for tensor in gc.get_objects():
+        if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(sizes.values())
 
 
 @torch.no_grad()

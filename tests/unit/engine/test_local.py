@@ -14,6 +14,7 @@ from unit.ppo.tiny import make_tiny
 
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.errors import CheckpointError, ModelError, RlhfError
+from rlhf_core.runtime import distributed
 from rlhf_core.training.engine import LocalEngine
 from rlhf_core.training.engine.deepspeed import Skeleton
 from rlhf_core.training.engine.factory import build_engine, finish
@@ -75,11 +76,22 @@ def test_without_settings_the_engine_is_local_and_hands_back_its_model() -> None
     assert FrozenModels().place(model) is model
 
 
+def test_offloaded_weights_are_never_copied_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = FrozenModels(LaunchConfig(frozen="offload"))
+    model = frozen.place(make_tiny().reference)
+    before = {name: weight.data_ptr() for name, weight in model.named_parameters()}
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("meta"))
+    for _ in range(2):
+        with frozen.on_device():
+            assert {weight.device.type for weight in model.parameters()} == {"meta"}
+        assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == before
+
+
 def test_offloaded_models_wait_on_the_cpu() -> None:
     frozen = FrozenModels(LaunchConfig(frozen="offload"))
     model = frozen.place(make_tiny().reward)
     with frozen.on_device():
-        assert frozen.waiting == [model]
+        assert {id(tensor) for _, _, tensor in frozen.waiting} == {id(each) for each in model.parameters()}
     assert {p.device.type for p in model.parameters()} == {"cpu"}
 
 

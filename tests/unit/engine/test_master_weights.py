@@ -84,6 +84,7 @@ def test_gathered_and_released_weights_are_the_models_own() -> None:
     steps(engine, range(3))
     assert {weight.dtype for weight in engine.trained_weights().values()} == {torch.bfloat16}
     released = engine.release()
+    assert not engine.optimizer.state and not engine.masters.copies and not engine.parameters
     released.weight.sum().backward()
     assert released.weight.grad is not None  # what comes after is no longer the engine's
 

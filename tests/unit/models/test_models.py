@@ -17,9 +17,9 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.memory.dry_run import TensorMemory
 from rlhf_core.models.forward import last_token_indices, position_ids_from_mask, selected_logits
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.io import require_equal
 from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer
 
 SHAPE = BaseConfig(vocab_size=280, hidden_size=16, intermediate_size=24, layers=2, heads=2, max_positions=64)
@@ -135,17 +135,59 @@ def test_broken_folders_are_refused_with_reason_and_remedy(folder: Path, damage:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("fault", ["a bit", "a tensor", "precision", "module", "configuration"])
 def test_a_model_that_was_not_saved_as_it_is_is_never_published(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, policy: LlamaForCausalLM
+    fault: str, folder: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = (folder / "model.safetensors").read_bytes()
-    with pytest.raises(ModelError, match="nothing was published"):
-        require_equal(folder, torch.zeros(2), torch.ones(2))
-    # What a sharded engine hands over when only a part was gathered.
-    with pytest.raises(ModelError, match="lacks"):
-        save_policy(folder, policy, tokenizer, weights={"model.norm.weight": torch.zeros(SHAPE.hidden_size)})
+    policy, _ = load_policy(folder)
+    save = policy.save_pretrained
+
+    def damaged(target: Path) -> None:
+        """Save, and lose something."""
+        save(target)
+        tensors = load_file(target / "model.safetensors")
+        norm = tensors.pop("model.norm.weight")
+        norm[-1] += 2**-23
+        changed = {"a bit": {"model.norm.weight": norm}, "precision": {"model.norm.weight": norm.bfloat16()}}
+        if fault in ("a bit", "a tensor", "precision"):
+            save_file(tensors | changed.get(fault, {}), target / "model.safetensors", {"format": "pt"})
+        if fault == "configuration":
+            config = json.loads((target / "config.json").read_text())
+            (target / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+
+    if fault == "module":
+        policy.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+    monkeypatch.setattr(policy, "save_pretrained", damaged)
+    with pytest.raises(
+        ModelError, match=r"(model\.norm\.weight is another|not compute the same).*nothing was published"
+    ):
+        save_policy(folder, policy, tokenizer)
     assert (folder / "model.safetensors").read_bytes() == before
     assert [path.name for path in folder.parent.iterdir()] == ["policy"]
+
+
+class Allocations(TensorMemory):
+    """Bytes of tensors that have a storage: those on the meta device take none."""
+
+    def _count(self, tensor: torch.Tensor, kind: str) -> None:
+        if not tensor.is_meta:
+            super()._count(tensor, kind)
+
+
+def test_a_saved_model_is_verified_without_a_second_one(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """By allocations where the model computes: a copy of its weights would double them."""
+    shape = SHAPE.model_copy(update={"hidden_size": 128, "intermediate_size": 256, "layers": 4})
+    policy = new_model(shape, tokenizer, seed=1)
+    reward = ScalarModel.from_causal_lm(policy, seed=1)
+    for model, save in (
+        (policy, lambda: save_policy(tmp_path / "policy", policy, tokenizer)),
+        (reward, lambda: reward.save(tmp_path / "reward", tokenizer)),
+    ):
+        with Allocations(model) as memory:
+            held = memory.live
+            save()
+        assert memory.peak < 1.2 * held
 
 
 def test_positions_and_last_tokens() -> None:

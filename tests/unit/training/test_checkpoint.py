@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlhf_core.errors import CheckpointError
+from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.checkpoint import Piece, load_latest
 from rlhf_core.training.checkpoints.manager import CheckpointManager
 from rlhf_core.training.rng import derive_seed, rng_state, seed_everything, set_rng_state
@@ -96,6 +97,25 @@ def test_random_state_restores_all_three_generators() -> None:
         assert [draws(), draws()] == expected
     finally:
         set_rng_state(tensors, meta)
+
+
+def test_each_rank_restores_the_generator_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = [torch.tensor([rank], dtype=torch.uint8) for rank in range(3)]
+    now = [0]
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda", now[0]))
+    monkeypatch.setattr(distributed, "rank", lambda: now[0])
+    monkeypatch.setattr(distributed, "is_rank_zero", lambda: now[0] == 0)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: generators[device.index])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.append((device.index, int(state))))
+    restored: list[tuple[int, int]] = []
+    stored, meta = rng_state()
+    assert {"rng.python", "rng.numpy", "rng.torch", "rng.cuda.0"} == stored.keys()
+    now[0] = 1
+    assert list(rng_state()[0]) == ["rng.cuda.1"]
+    stored |= rng_state()[0]
+    for now[0] in range(3):
+        set_rng_state(stored, meta)
+    assert restored == [(0, 0), (1, 1)], "the third rank is a new one"
 
 
 def test_streams_differ_and_stay_in_range() -> None:
