@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer.models import CommandInfo, TyperInfo
 
 from flows.commands import data_diff, registry_commands
 from flows.commands.options import Commands, CommandWithProfiles, Reason, Workspace, profile_names
 from rlhf_core import __version__
 from rlhf_core import cli as core
+from rlhf_core.commands.data import JsonOption
 from rlhf_core.commands.data import app as data_app
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, GateFailed, RlhfError, first_line, is_full_disk
+from rlhf_core.commands.output import print_json
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, GateFailed, RlhfError, first_line, is_full_disk
 from rlhf_core.redaction import redacted
 
 DEBUG = "--debug"
@@ -41,7 +42,12 @@ app = typer.Typer(
 )
 Profile = Annotated[
     str | None,
-    typer.Option("--profile", "-p", help="Overlay on params.yaml, such as smoke.", autocompletion=profile_names),
+    typer.Option(
+        "--profile",
+        "-p",
+        help="Overlay on params.yaml, such as smoke; several: own-data,8x80gb.",
+        autocompletion=profile_names,
+    ),
 ]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", "-s", help="section.key=value, overrides params.yaml; may be repeated.")
@@ -152,9 +158,6 @@ def ablate(context: typer.Context) -> None:
     raise typer.Exit(study(args=context.args, prog_name="rlhf ablate", standalone_mode=False) or 0)
 
 
-app.registered_commands += registry_commands.app.registered_commands
-
-
 @app.command()
 def export(
     target: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.")],
@@ -222,15 +225,21 @@ def chat(
 
 
 @app.command()
-def status(workspace: Workspace = None) -> None:
+def status(workspace: Workspace = None, as_json: JsonOption = False) -> None:
     """Show stages, gates, the last run and its verdict, champion and challenger, and the next command."""
     import shutil
 
     from flows.commands.status import status as describe
     from flows.workspace.folder import find_workspace
 
+    found = describe(find_workspace(workspace))
+    if as_json:
+        from flows.commands.text import without_secrets
+
+        print_json(without_secrets(found.as_dict()))
+        return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    typer.echo(redacted(describe(find_workspace(workspace), width)))
+    typer.echo(redacted(found.as_text(width)))
 
 
 @app.command()
@@ -250,21 +259,32 @@ def logs(
 
 
 @app.command()
-def doctor(workspace: Workspace = None) -> None:
+def doctor(workspace: Workspace = None, as_json: JsonOption = False) -> None:
     """Check the installation and the workspace, and say what is missing or misconfigured."""
+    from dataclasses import asdict
+
     from flows.commands.doctor import doctor as check
+    from flows.commands.doctor import doctor_text, failures
     from flows.workspace.folder import find_workspace
 
     try:
         folder: Path | None = find_workspace(workspace)
     except RlhfError:
         folder = workspace  # the machine is checked all the same, and the report says that there is no workspace
-    text, code = check(folder)
-    typer.echo(redacted(text))
-    raise typer.Exit(code)
+    found = check(folder)
+    if as_json:
+        from flows.commands.text import without_secrets
+
+        print_json(without_secrets({"checks": [asdict(result) for result in found], "failed": failures(found)}))
+    else:
+        typer.echo(redacted(doctor_text(found)))
+    raise typer.Exit(EXIT_USER_ERROR if failures(found) else EXIT_OK)
 
 
-@app.command()
+over_core = typer.Typer()  # added after the core's commands, of which its own take the place
+
+
+@over_core.command()
 def report(
     workspace: Workspace = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
@@ -288,29 +308,19 @@ def report(
         typer.launch(page.resolve().as_uri())
 
 
-# The core's own command writes the report alone.
-app.registered_commands += [command for command in core.app.registered_commands if command.callback is not core.report]
-app.registered_groups += core.app.registered_groups
-data_app.registered_commands += data_diff.app.registered_commands
-# Commands appear in these panels and in this order; groups come last in theirs.
-PANELS = {
-    "Start": ("init", "doctor", "plan", "config", "data"),
-    "Train": ("run", "stage", "status", "logs", "up", "fingerprint"),
-    "Judge": ("report", "compare", "gate", "chat", "match", "replay", "benchmark", "lm-eval", "annotate"),
-    "Release": ("promote", "approve", "decline", "rollback", "history", "export", "terms", "gc"),
-    "Serve": ("serve",),
-}
-ORDER = [name for names in PANELS.values() for name in names]
-
-
-def _name(entry: CommandInfo | TyperInfo) -> str:
-    return entry.name or (entry.callback.__name__ if entry.callback is not None else "")
-
-
-entries: list[CommandInfo | TyperInfo] = [*app.registered_commands, *app.registered_groups]
-for entry in entries:
-    entry.rich_help_panel = next((panel for panel, names in PANELS.items() if _name(entry) in names), None)
-app.registered_commands.sort(key=lambda command: ORDER.index(_name(command)) if _name(command) in ORDER else len(ORDER))
+evaluate = typer.Typer(help="Measure models apart from a run: two policies' replies, public benchmarks.")
+evaluate.command()(core.match)
+evaluate.command(no_args_is_help=True)(core.benchmark)
+evaluate.command("lm-eval", no_args_is_help=True)(core.lm_eval)
+registry = typer.Typer(help="Look after the registered models: who owns them, what may be deleted.")
+registry.command()(registry_commands.terms)
+registry.command()(registry_commands.gc)
+over_core.add_typer(evaluate, name="evaluate", no_args_is_help=True)
+over_core.add_typer(registry, name="registry", no_args_is_help=True)
+app.add_typer(core.app)
+app.add_typer(registry_commands.app)
+app.add_typer(over_core)
+data_app.command(no_args_is_help=True)(data_diff.diff)
 
 
 def main() -> None:

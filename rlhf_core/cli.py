@@ -138,7 +138,7 @@ def plan(
     lora_rank: Annotated[int | None, typer.Option(help="Adapters of this rank instead of all weights.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt of rollouts.")] = None,
     config: Annotated[Path | None, typer.Option(help="config.json in place of the starting model's.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Has no effect: every estimate is a dry run.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", hidden=True)] = False,
     check: Annotated[bool, typer.Option("--check", help="Print one line; exit with 2 if it cannot fit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
 ) -> None:
@@ -230,8 +230,8 @@ def benchmark(
     """Measure how often a reward model scores the right reply above all wrong ones, by subset.
 
     Examples:
-    $ rlhf benchmark reward-bench-2.parquet
-    $ rlhf benchmark questions.jsonl --model models/judge --json
+    $ rlhf evaluate benchmark reward-bench-2.parquet
+    $ rlhf evaluate benchmark questions.jsonl --model models/judge --json
     """
     from rlhf_core.stages.runtime.runner import workspace_root
     from rlhf_core.storage.garbage_collection import skip_last_collection
@@ -275,8 +275,8 @@ def lm_eval(
     nothing is downloaded. The Python functions that a task names run with your rights.
 
     Examples:
-    $ rlhf lm-eval --task my_exam --include-path tasks
-    $ rlhf lm-eval models/policy --task arc_easy --task ceval-valid --few-shot 5
+    $ rlhf evaluate lm-eval --task my_exam --include-path tasks
+    $ rlhf evaluate lm-eval models/policy --task arc_easy --task ceval-valid --few-shot 5
     """
     from rlhf_core.stages.runtime.runner import workspace_root
     from rlhf_core.storage.garbage_collection import skip_last_collection

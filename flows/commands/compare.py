@@ -26,7 +26,7 @@ from rlhf_core.evaluation.alternative_runs import AlternativeRun, evaluation_bas
 from rlhf_core.evaluation.judges.model import JUDGE, SELECTED_BY
 from rlhf_core.evaluation.metrics.training_cost import TrainingCost, best_of_n_cost, training_cost
 from rlhf_core.git import git_revision
-from rlhf_core.storage.files import read_json, sha256_file
+from rlhf_core.storage.files import flatten, read_json, sha256_file
 from rlhf_core.training.history import read_history
 
 EVALUATION = Path("metrics") / "evaluation.json"
@@ -263,6 +263,23 @@ def comparability_warnings(workspaces: Sequence[EvaluatedWorkspace]) -> list[str
     return warnings + _differing("the settings of section evaluate", settings)
 
 
+def differing_settings(workspaces: Sequence[EvaluatedWorkspace]) -> dict[str, dict[str, str]]:
+    """Return the parameters that not all of these runs were made with, by name: the value in each workspace.
+
+    They are those that dvc.lock records of the stages, else those of params.yaml.
+    """
+    settings = {workspace.name: _settings(workspace) for workspace in workspaces}
+    names = sorted({name for values in settings.values() for name in values})
+    rows = {name: {run: values.get(name, MISSING) for run, values in settings.items()} for name in names}
+    return {name: row for name, row in rows.items() if len({*row.values()}) > 1}
+
+
+def _settings(workspace: EvaluatedWorkspace) -> dict[str, str]:
+    recorded = {name: value for stage in workspace.stages.values() for name, value in stage.params.items()}
+    values = flatten(recorded or yaml_text.plain(yaml_text.read(workspace.folder / PARAMS_FILE)))
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+
+
 def _differing(what: str, values: Mapping[str, str | None]) -> list[str]:
     """Say which workspaces have another value than the others, and which have none, by workspace."""
     groups: dict[str, list[str]] = {}
@@ -287,20 +304,30 @@ def _outdated(workspace: EvaluatedWorkspace) -> bool:
 
 
 LABEL_WIDTH, RUN_WIDTH, GAP = 24, 12, 2
+SETTING = 36  # of a longer value, such as a gate's conditions, the beginning is shown
 MISSING = "–"
 
 
-def results_table(results: Sequence[RunResults], width: int) -> Group:
-    """Return one table, or several below each other where ``width`` columns do not hold all runs."""
+def results_table(
+    results: Sequence[RunResults], width: int, settings: Mapping[str, Mapping[str, str]] | None = None
+) -> Group:
+    """Return one table, or several below each other where ``width`` columns do not hold all runs.
+
+    Args:
+        settings: The parameters that differ, with which the table starts.
+    """
     at_once = max(1, (width - LABEL_WIDTH) // (RUN_WIDTH + GAP))
-    return Group(*(_block(results[at : at + at_once]) for at in range(0, len(results), at_once)))
+    return Group(*(_block(results[at : at + at_once], settings or {}) for at in range(0, len(results), at_once)))
 
 
-def _block(results: Sequence[RunResults]) -> Table:
+def _block(results: Sequence[RunResults], settings: Mapping[str, Mapping[str, str]]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-    table.add_column("", max_width=LABEL_WIDTH - GAP, style="dim")
+    table.add_column("", max_width=LABEL_WIDTH - GAP, style="dim", overflow="fold")
     for result in results:
         table.add_column(result.workspace, max_width=RUN_WIDTH, overflow="fold")
+    for name, values in settings.items():
+        shown = (values[result.workspace] for result in results)
+        table.add_row(name, *(text if len(text) <= SETTING else f"{text[:SETTING]} …" for text in shown), style="cyan")
     cells = [dict(_rows(result)) for result in results]
     for label in dict.fromkeys(label for column in cells for label in column):
         values = [column.get(label, MISSING) for column in cells]

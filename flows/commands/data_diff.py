@@ -32,10 +32,8 @@ if TYPE_CHECKING:
 
 COLLECTED = "data/raw"
 WORKING_TREE = "workspace"  # as DVC calls it
-app = typer.Typer(add_completion=False)
 
 
-@app.command(no_args_is_help=True)
 def diff(
     before: Annotated[str, typer.Argument(help="A file, or a revision of git.", show_default=False)],
     after: Annotated[

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from flows.prefect_server.services import LOOPBACK, free_port
 from flows.registry.client import knock
 from flows.workspace.lock import lock_holder
 from rlhf_core.config.loading import Params, load_params
-from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR, DataError, RlhfError
+from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.runtime.machine import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels
 from rlhf_core.storage.file_patterns import expand, is_url
 
@@ -320,25 +320,28 @@ def _source(workspace: Path, pattern: str) -> DoctorCheck:
 MARKS = {OK: "ok  ", WARN: "warn", FAIL: "FAIL"}
 
 
-def doctor(workspace: Path | None = None) -> tuple[str, int]:
+def doctor(workspace: Path | None = None) -> list[DoctorCheck]:
     """Check the machine, the services and, if there is one, the workspace.
 
     Nothing is changed, but for a temporary file that tests whether the workspace can be written to.
-
-    Returns:
-        The text, one line per check, and the exit status: 2 if a check failed, else 0. Warnings do not count.
     """
     console = Console(stderr=True, force_terminal=sys.stderr.isatty())
     with console.status("checking the machine, the services and the workspace"):
-        checks = [*machine_checks(), *service_checks(), *workspace_checks(workspace)]
+        return [*machine_checks(), *service_checks(), *workspace_checks(workspace)]
+
+
+def failures(checks: Sequence[DoctorCheck]) -> int:
+    """Return how many checks failed; warnings do not count."""
+    return sum(check.level == FAIL for check in checks)
+
+
+def doctor_text(checks: Sequence[DoctorCheck]) -> str:
+    """Return one line per check, and how many failed."""
     width = max(len(check.name) for check in checks)
-    lines = [_line(check, width) for check in checks]
-    failed = sum(check.level == FAIL for check in checks)
+    lines = [
+        f"{MARKS[check.level]}  {check.name.ljust(width)}  {check.finding}"
+        + (f" → {check.remedy}" if check.remedy else "")
+        for check in checks
+    ]
     warned = sum(check.level == WARN for check in checks)
-    lines.append(f"{len(checks)} checks: {failed} failed, {warned} warnings")
-    return "\n".join(lines), EXIT_USER_ERROR if failed else EXIT_OK
-
-
-def _line(check: DoctorCheck, width: int) -> str:
-    remedy = f" → {check.remedy}" if check.remedy else ""
-    return f"{MARKS[check.level]}  {check.name.ljust(width)}  {check.finding}{remedy}"
+    return "\n".join([*lines, f"{len(checks)} checks: {failures(checks)} failed, {warned} warnings"])

@@ -18,6 +18,7 @@ from rlhf_core.config.loading import (
     PARAMS_FILE,
     load_params,
     load_section,
+    profile_names,
     profile_text,
     workspace_name,
 )
@@ -119,7 +120,8 @@ def _own_model_names(base: Path, profile: str | None, trial: str, folder: Path) 
         names = load_section(folder, "registry", RegistryConfig)
         return [f"registry.policy={names.policy}", f"registry.reward_model={names.reward_model}"]
     names = load_section(base, "registry", RegistryConfig)
-    overlay = yaml_text.parse(profile_text(profiles_of(base), profile), profile) if profile else {}
-    chosen = overlay.get("registry") or {}
+    chosen: dict[str, str] = {}
+    for name in profile_names(profile):
+        chosen |= yaml_text.parse(profile_text(profiles_of(base), name), name).get("registry") or {}
     own = {"policy": names.policy, "reward_model": names.reward_model}
     return [f"registry.{key}={chosen.get(key) or f'{value}-{trial}'}" for key, value in own.items()]

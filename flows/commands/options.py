@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from flows.workspace.folder import find_workspace
 from rlhf_core.config.recipe import profile_headers, profiles_of, recipe_folder
@@ -34,7 +34,9 @@ def joined_lines(text: str) -> str:
 
 def profile_names(incomplete: str = "") -> list[str]:
     """Return the names of the profiles that start with ``incomplete``, for completion in a shell."""
-    return [name for name in profile_headers(_profiles_folder()) if name.startswith(incomplete)]
+    earlier, comma, last = incomplete.rpartition(",")
+    names = [name for name in profile_headers(_profiles_folder()) if name.startswith(last)]
+    return [f"{earlier}{comma}{name}" for name in names]
 
 
 def profile_list() -> str:
@@ -61,18 +63,55 @@ class CommandWithProfiles(TyperCommand):
         super().format_help(ctx, formatter)
 
 
+# The commands that the help shows, in panels and in this order; others, such as old names, are hidden.
+PANELS = {
+    "Start": ("init", "data", "doctor", "plan", "config"),
+    "Train": ("run", "stage", "status", "logs", "up"),
+    "Judge": ("report", "compare", "gate", "chat", "evaluate", "annotate"),
+    "Release": ("promote", "approve", "decline", "rollback", "history", "export", "registry"),
+    "Serve": ("serve",),
+}
+
+
 class Commands(TyperGroup):
-    """All commands: their help texts have no line breaks within a paragraph, the group's ends with the profiles."""
+    """All commands, in panels. Help texts have no line breaks within a paragraph; that of the whole lists profiles."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
+        panels = {name: panel for panel, names in PANELS.items() for name in names}
+        shown = {name: self.commands[name] for name in panels if name in self.commands}
+        self.commands = shown | {name: other for name, other in self.commands.items() if name not in shown}
         waiting: list[Any] = [self]
         while waiting:
             command = waiting.pop()
             command.help = joined_lines(command.help or "")
             waiting += getattr(command, "commands", {}).values()
+        for name, listed in self.commands.items():
+            setattr(listed, "rich_help_panel", panels.get(name))  # noqa: B010 - of both kinds of commands
+            listed.hidden = name not in panels
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command, whose help is to be read on a terminal."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            plain_parameters(command, type(ctx)(command, info_name=cmd_name, parent=ctx))
+        return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help; the profiles are read now, not when the command line starts."""
+        plain_parameters(self, ctx)
         self.epilog = profile_list()
         super().format_help(ctx, formatter)
+
+
+def plain_parameters(command: Any, ctx: Any) -> None:
+    """Show flags without a type, and arguments in the line of usage without braces, in the help of a command."""
+    for parameter in command.get_params(ctx):
+        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+            parameter.metavar = ""
+        if isinstance(parameter, TyperArgument):
+            name = parameter.display_name_raw.upper() + ("..." if parameter.nargs != 1 else "")
+            pieces = [name if parameter.required else f"[{name}]"]
+            parameter.get_usage_pieces = lambda _, pieces=pieces: pieces
+    for name, member in getattr(command, "commands", {}).items():
+        plain_parameters(member, type(ctx)(member, info_name=name, parent=ctx))

@@ -28,7 +28,7 @@ def compare(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare finished runs: judges, KL, perplexity, cost, gates and registered version in one table.
+    """Compare finished runs: the settings that differ, then judges, KL, perplexity, cost, gates and registered version.
 
     Nothing is computed: the table has what the workspaces hold on disk. A warning says where runs were judged on other
     prompts, by another judge, or against another SFT model. Best of n is a column of its own where it was evaluated.
@@ -40,7 +40,7 @@ def compare(
     """
     from dataclasses import asdict
 
-    from flows.commands.compare import EvaluatedWorkspace, comparability_warnings, read_workspace
+    from flows.commands.compare import EvaluatedWorkspace, comparability_warnings, differing_settings, read_workspace
     from flows.commands.text import error_console, print_error
 
     read: list[EvaluatedWorkspace] = []
@@ -51,21 +51,21 @@ def compare(
             print_error(f"left out: {error}", sys.stderr)
     if not read:
         raise RlhfError("none of these folders has an evaluated policy")
-    warnings = comparability_warnings(read)
+    warnings, settings = comparability_warnings(read), differing_settings(read)
     if output is not None:
         from flows.commands.compare import write_alternatives
 
         write_alternatives(output, read)
     results = [result for workspace in read for result in workspace.results]
     if as_json:
-        print_json({"runs": [asdict(result) for result in results], "warnings": warnings})
+        print_json({"settings": settings, "runs": [asdict(result) for result in results], "warnings": warnings})
         return
     from rich.console import Console
 
     from flows.commands.compare import results_table
 
     console = Console(highlight=False, width=terminal_width())
-    console.print(results_table(results, console.width))
+    console.print(results_table(results, console.width, settings))
     for warning in warnings:
         error_console(sys.stderr).print(f"warning: {warning}", style="yellow", soft_wrap=True)
     if output is not None:
@@ -219,8 +219,8 @@ def terms(
     The first promotion makes its workspace the owner: only there versions become champion, by its own settings.
 
     Examples:
-    $ rlhf terms
-    $ rlhf terms --take-over --reason "the first machine is gone"
+    $ rlhf registry terms
+    $ rlhf registry terms --take-over --reason "the first machine is gone"
     """
     from flows.registry.session import describe_terms
     from flows.registry.session import take_over as become_owner
@@ -244,8 +244,8 @@ def gc(
     data that changed, or that no stage has read for 30 days, are listed too.
 
     Examples:
-    $ rlhf gc
-    $ rlhf gc --delete
+    $ rlhf registry gc
+    $ rlhf registry gc --delete
     """
     from flows.commands.registry_output import clean_token_cache, describe_retention
     from flows.registry.retention import apply_retention
@@ -263,6 +263,7 @@ def history(
     model: Annotated[
         str | None, typer.Option("--model", help="Name of a registered model; default: the workspace's policy.")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show who made which version champion or challenger, when, why and by what evidence.
 
@@ -270,10 +271,20 @@ def history(
 
     Example: rlhf history
     """
-    from flows.commands.registry_output import describe_history
-    from flows.workspace.folder import find_workspace
+    from rich.console import Console
 
-    typer.echo(describe_history(find_workspace(workspace), model))
+    with Console(stderr=True).status("reading the history"):
+        from dataclasses import asdict
+
+        from flows.commands.registry_output import model_history
+        from flows.commands.text import without_secrets
+        from flows.workspace.folder import find_workspace
+
+        found = model_history(find_workspace(workspace), model)
+    if as_json:
+        print_json(without_secrets(asdict(found)))
+    else:
+        typer.echo(found.as_text())
 
 
 @app.command()
@@ -286,6 +297,7 @@ def gate(
     power: Annotated[
         bool, typer.Option("--power", help="Say which margins the last evaluation is large enough to show.")
     ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say whether a gate of the last run passed. Nothing is judged anew.
 
@@ -293,6 +305,8 @@ def gate(
 
     Example: rlhf gate policy --explain
     """
+    from dataclasses import asdict
+
     from flows.commands.registry_output import explain_gate, gate_report, gate_verdict, has_passed
     from flows.workspace.folder import find_workspace
 
@@ -301,11 +315,17 @@ def gate(
         from rlhf_core.evaluation.power import describe_power, power_of
 
         rows = power_of(folder)
-        typer.echo(describe_power(rows))
+        if as_json:
+            print_json([asdict(row) for row in rows])
+        else:
+            typer.echo(describe_power(rows))
         raise typer.Exit(EXIT_OK if all(row.suffices for row in rows) else EXIT_GATE_FAILED)
     report = gate_report(folder, name)
-    typer.echo(gate_verdict(name, report))
-    if explain:
+    if as_json:
+        print_json({"gate": name, **report, "passed": has_passed(report)})
+    else:
+        typer.echo(gate_verdict(name, report))
+    if explain and not as_json:
         from rich.console import Console
 
         Console().print(explain_gate(folder, report), soft_wrap=not sys.stdout.isatty())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,28 @@ def explain_gate(workspace: Path, report: Mapping[str, Any]) -> Group:
     return Group(gate_table(report, every_reason=True), *lines)
 
 
-def describe_history(workspace: Path, model: str | None = None) -> str:
-    """List who changed what when and why, oldest first, and whether the champion is the one that the history ends with.
+@dataclass(frozen=True)
+class ModelHistory:
+    """The decisions on a registered model, oldest first, its champion, and the one that the history ends with."""
 
-    Args:
-        model: Name of the registered model; default: the policy of ``workspace``.
+    model: str
+    decisions: Sequence[Mapping[str, Any]]
+    champion: str | None
+    recorded_champion: str | None
+
+    def as_text(self) -> str:
+        """List who changed what when and why, and say where the champion is not the one of the history."""
+        lines = [line for record in self.decisions for line in _describe(record, self.model)]
+        if self.recorded_champion != self.champion:
+            lines.append(
+                f"the champion is {_version(self.champion)}, but the history ends with "
+                f"{_version(self.recorded_champion)}: @{CHAMPION} was moved by something else than rlhf"
+            )
+        return "\n".join(lines)
+
+
+def model_history(workspace: Path, model: str | None = None) -> ModelHistory:
+    """Read the history of a registered model, by default of the policy of ``workspace``.
 
     Raises:
         RlhfError: The model is unknown, or its history cannot be read.
@@ -110,15 +128,7 @@ def describe_history(workspace: Path, model: str | None = None) -> str:
     records = read_history(client, name, registered_model(client, name))
     if not records:
         raise RlhfError(f"{name} has no history yet; it begins with the first version that becomes challenger")
-    lines = [line for record in records for line in _describe(record, name)]
-    recorded = last_champion(records, name)
-    champion = read_aliases(client, name).get(CHAMPION)
-    if recorded != champion:
-        lines.append(
-            f"the champion is {_version(champion)}, but the history ends with {_version(recorded)}: @{CHAMPION} was "
-            "moved by something else than rlhf"
-        )
-    return "\n".join(lines)
+    return ModelHistory(name, records, read_aliases(client, name).get(CHAMPION), last_champion(records, name))
 
 
 def last_champion(records: Sequence[Mapping[str, Any]], model: str) -> str | None:

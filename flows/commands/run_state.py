@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -268,12 +268,6 @@ def read_run_state(workspace: Path, since: datetime) -> RunState | None:
         state.apply(event)
     state.refresh()
     return state
-
-
-def describe_stages(stages: Sequence[StageState], now: float) -> list[str]:
-    """Return a line per stage without control codes, for output that is not a terminal."""
-    width = max((len(stage.name) for stage in stages), default=0)
-    return [f"{stage.name:<{width}}  {describe_stage(stage, now)}" for stage in stages]
 
 
 def describe_stage(stage: StageState, now: float) -> str:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from flows.commands.run_state import describe_stages, read_run_state
+from flows.commands.run_state import describe_stage, read_run_state
 from flows.commands.summary import command_for, verdict_rows
 from flows.commands.text import format_age, format_seconds
 from flows.dvc_repo.graph import describe_changes, dvc_status
@@ -172,22 +172,98 @@ SHOWN_OF_VERDICT = ("verdict", "judges", "", "KL", "registered", "promotion")
 
 @dataclass(frozen=True)
 class StagesStatus:
-    """One line per stage, and how many have never run or are not up to date."""
+    """What each stage's state is, how many have never run or are not up to date, and ``note`` on all of them."""
 
-    lines: list[str]
+    states: Mapping[str, str]
     not_run: int = 0
     stale: int = 0
+    note: str = ""
+
+    @property
+    def lines(self) -> list[str]:
+        """The note, and one line per stage."""
+        width = max(map(len, self.states), default=0)
+        return [*([self.note] if self.note else []), *(f"{n.ljust(width)}  {s}" for n, s in self.states.items())]
+
+
+@dataclass(frozen=True)
+class GateStatus:
+    """Whether a gate passed when it was last judged, and the conditions that failed."""
+
+    gate: str
+    passed: bool
+    mode: str
+    failed: Sequence[str]
+
+
+@dataclass(frozen=True)
+class WorkspaceStatus:
+    """All that `rlhf status` says.
+
+    Attributes:
+        resumable: The stages with saved partial state.
+        last: The last run as its events tell it, None while one is under way.
+        recorded: The lines on the newest run in MLflow, or why it does not answer.
+        next: The command to type next, and what it is for.
+    """
+
+    workspace: Path
+    holder: LockHolder | None
+    stages: StagesStatus
+    gates: Sequence[GateStatus]
+    resumable: Sequence[str]
+    last: LastRun | None
+    recorded: Sequence[str]
+    registry: RegistryStatus
+    next: tuple[str, str]
+
+    def as_text(self, width: int | None = None) -> str:
+        """Return everything on one screen; longer lines are wrapped to ``width`` columns, None wraps nothing."""
+        sections = {
+            "stages": self.stages.lines,
+            "gates": [gate_line(gate) for gate in self.gates],
+            "to resume": self.resumable,
+            "last run": [
+                *(last_run_lines(self.workspace, self.last, datetime.now()) if self.last else []),
+                *self.recorded,
+            ],
+            "registry": self.registry.lines,
+        }
+        report = self.report
+        blocks = [[f"workspace {self.workspace}", f"in use by: {self.holder or 'nobody'}"]]
+        blocks += [[title, *(INDENT + line for line in lines or ["none"])] for title, lines in sections.items()]
+        blocks += [[f"report: {report if report.is_file() else 'not written yet'}"]]
+        blocks += [[f"next: {command_for(self.workspace, self.next[0])}   ({self.next[1]})"]]
+        return "\n\n".join("\n".join(fit_line(line, width) for line in block) for block in blocks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same for a program."""
+        return {
+            "workspace": str(self.workspace),
+            "in_use_by": None if self.holder is None else asdict(self.holder),
+            "stages": {**self.stages.states},
+            "stale": self.stages.stale,
+            "not_run": self.stages.not_run,
+            "gates": [asdict(gate) for gate in self.gates],
+            "resumable": [*self.resumable],
+            "last_run": None if self.last is None else asdict(self.last),
+            "registry": asdict(self.registry),
+            "report": str(self.report) if self.report.is_file() else None,
+            "next": {"command": self.next[0], "hint": self.next[1]},
+        }
+
+    @property
+    def report(self) -> Path:
+        """The page that says most; it need not exist."""
+        return current_page(self.workspace) or self.workspace / REPORT_PAGE
 
 
 @default_environment(CLIENT_SETTINGS)  # a server that hangs is given up soon
-def status(workspace: Path, width: int | None = None) -> str:
-    """Describe stages (as DVC sees them), gates, partial work, the last run, the registry, and the next command.
+def status(workspace: Path) -> WorkspaceStatus:
+    """Read stages (as DVC sees them), gates, partial work, the last run, the registry, and say what to type next.
 
     Nothing is changed but what DVC compares with: source files in dvc.yaml and the fingerprints of code and URLs, as
     `git status` refreshes its index.
-
-    Args:
-        width: Columns that longer lines are wrapped to; None wraps nothing.
     """
     workspace = workspace.resolve()
     params = load_params(workspace)
@@ -209,23 +285,12 @@ def status(workspace: Path, width: int | None = None) -> str:
         except RlhfError as error:
             registry = RegistryStatus([str(error)])
     resumable = partial_work(workspace)
-    sections = {
-        "stages": stages.lines,
-        "gates": gate_lines(workspace),
-        "to resume": resumable,
-        "last run": (last_run_lines(workspace, last, now) if last else []) + recorded,
-        "registry": registry.lines,
-    }
     if holder is not None:
-        command, hint = "rlhf status", "a command is under way; a run ends with its verdict"
+        step = "rlhf status", "a command is under way; a run ends with its verdict"
     else:
-        command, hint = next_step(stages, bool(resumable), last, registry)
-    report = current_page(workspace) or workspace / REPORT_PAGE
-    blocks = [[f"workspace {workspace}", f"in use by: {holder or 'nobody'}"]]
-    blocks += [[title, *(INDENT + line for line in lines or ["none"])] for title, lines in sections.items()]
-    blocks += [[f"report: {report if report.is_file() else 'not written yet'}"]]
-    blocks += [[f"next: {command_for(workspace, command)}   ({hint})"]]
-    return "\n\n".join("\n".join(fit_line(line, width) for line in block) for block in blocks)
+        step = next_step(stages, bool(resumable), last, registry)
+    gates = gate_statuses(workspace)
+    return WorkspaceStatus(workspace, holder, stages, gates, resumable, last, recorded, registry, step)
 
 
 def fit_line(line: str, width: int | None) -> str:
@@ -278,12 +343,11 @@ def stages_status(workspace: Path) -> StagesStatus:
             refresh_inputs(workspace)
         stale = dvc_status(workspace)
     except RlhfError as error:
-        return StagesStatus([str(error)])
+        return StagesStatus({}, note=str(error))
     names = [name for name, stage in stages.items() if not stage.get("always_changed")]
-    width = max((len(name) for name in names), default=0)
-    lines = [f"{name.ljust(width)}  {_state(name, stale, recorded)}" for name in names]
+    states = {name: _state(name, stale, recorded) for name in names}
     not_run = sum(name not in recorded for name in names)
-    return StagesStatus(lines, not_run, sum(name in recorded and name in stale for name in names))
+    return StagesStatus(states, not_run, sum(name in recorded and name in stale for name in names))
 
 
 def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
@@ -295,12 +359,13 @@ def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
     state = read_run_state(workspace, since)
     if state is None or state.ended or not state.stages:
         message = "a command has just started, or does not report its stages; it keeps DVC from telling their state"
-        return StagesStatus([message])
+        return StagesStatus({}, note=message)
     now = datetime.now()
     elapsed = format_seconds((now - since).total_seconds())
     phase = f"; {state.phase}" if state.phase else ""
     head = f"{state.done}/{len(state.stages)} done after {elapsed}{phase}"
-    return StagesStatus([head, *describe_stages(list(state.stages.values()), now.timestamp())])
+    states = {name: describe_stage(stage, now.timestamp()) for name, stage in state.stages.items()}
+    return StagesStatus(states, note=head)
 
 
 def _state(name: str, stale: Mapping[str, Any], recorded: Mapping[str, Any]) -> str:
@@ -312,15 +377,20 @@ def _state(name: str, stale: Mapping[str, Any], recorded: Mapping[str, Any]) -> 
     return f"stale: {details if len(details) <= DETAIL else details[:DETAIL] + ' …'}"
 
 
-def gate_lines(workspace: Path) -> list[str]:
-    """Return one line per gate that has decided: passed, or the conditions that failed."""
-    lines = []
+def gate_statuses(workspace: Path) -> list[GateStatus]:
+    """Read how each gate has decided that was judged."""
+    gates = []
     for path in sorted((workspace / "gates").glob("*.json")):
         report = read_json(path)
         failed = [c["metric"] for c in report.get("conditions", []) if not c.get("passed")]
-        verdict = "passed" if report.get("passed") else f"FAILED ({', '.join(failed)})"
-        lines.append(f"{path.stem.ljust(8)}{verdict}, mode {report.get('mode', 'enforce')}")
-    return lines
+        gates.append(GateStatus(path.stem, bool(report.get("passed")), report.get("mode", "enforce"), failed))
+    return gates
+
+
+def gate_line(gate: GateStatus) -> str:
+    """Describe a gate: passed, or the conditions that failed."""
+    verdict = "passed" if gate.passed else f"FAILED ({', '.join(gate.failed)})"
+    return f"{gate.gate.ljust(8)}{verdict}, mode {gate.mode}"
 
 
 def partial_work(workspace: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,11 @@ from rlhf_core.redaction import redacted
 from rlhf_core.storage.files import read_json
 
 PROGRAM = "rlhf"
+
+
+def without_secrets(value: Any) -> Any:
+    """Return ``value`` as JSON knows it, without secrets; times and paths become texts."""
+    return json.loads(redacted(json.dumps(value, ensure_ascii=False, default=str)))
 
 
 def error_console(stream: TextIO) -> Console:

@@ -11,7 +11,16 @@ from typing import Any
 from flows.dvc_repo.inputs import with_sources
 from flows.workspace.folder import cannot_write
 from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import PARAMS_FILE, Params, check_params, merge, overlaid, overlays_of, rebase_sources
+from rlhf_core.config.loading import (
+    PARAMS_FILE,
+    Params,
+    check_params,
+    merge,
+    overlaid,
+    overlays_of,
+    profile_names,
+    rebase_sources,
+)
 from rlhf_core.config.policy import PolicyConfig
 from rlhf_core.config.recipe import expectations_of, profile_headers, profiles_of
 from rlhf_core.errors import ConfigError
@@ -49,7 +58,10 @@ def merged_params(base: Path, profile: str | None, sets: Sequence[str], folder: 
     text = overlaid(recipe, overlays)
     from_current_folder = merge(rebase_sources(text, base.resolve(), Path.cwd()), sets=sets)
     params = rebase_sources(from_current_folder, Path.cwd(), folder.resolve())
-    return with_profile_header(params, profile, profile_headers(profiles_of(base))[profile]) if profile else params
+    if not profile:
+        return params
+    headers = profile_headers(profiles_of(base))
+    return with_profile_header(params, profile, " ".join(headers[name] for name in profile_names(profile)))
 
 
 def with_profile_header(params: str, profile: str, header: str) -> str:

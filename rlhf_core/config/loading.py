@@ -476,6 +476,11 @@ def profiles(folder: Path) -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
+def profile_names(profile: str | None) -> list[str]:
+    """The profiles of ``own-data,8x80gb``, none where ``profile`` is None."""
+    return [name.strip() for name in profile.split(",")] if profile else []
+
+
 def profile_text(folder: Path, name: str) -> str:
     """The overlay of profile ``name``; ``ConfigError`` with the nearest name when there is none."""
     known = profiles(folder)
@@ -513,10 +518,10 @@ def overlays_of(base: str, folder: Path, profile: str | None, sets: Sequence[str
     Args:
         base: Text of the params.yaml that is changed.
         folder: The profiles.
-        profile: Name of the profile, if there is one.
+        profile: Name of the profile, or several, as in ``own-data,8x80gb``, a later one over those before it.
         sets: ``section.key=value`` overrides.
     """
-    overlays = [(f"profile {profile}", profile_text(folder, profile))] if profile else []
+    overlays = [(f"profile {name}", profile_text(folder, name)) for name in profile_names(profile)]
     chosen = [value for path, value in map(parse_assignment, sets) if path == "base.source"]
     documents = [yaml_text.parse(base, "params.yaml"), *(yaml_text.parse(text, name) for name, text in overlays)]
     sources = [str((document.get("base") or {}).get("source", SCRATCH)) for document in documents]
@@ -593,10 +598,11 @@ def _rebase_model(path: str, origin: Path, target: Path) -> str:
 
 def workspace_name(profile: str, sets: Sequence[str]) -> str:
     """Folder name of the workspace of a profile and its overrides: the same for the same, whatever their order."""
+    name = "-".join(profile_names(profile))
     if not sets:
-        return profile
+        return name
     digest = hashlib.sha256("\n".join(sorted(sets)).encode()).hexdigest()[:8]
-    return f"{profile}-{digest}"
+    return f"{name}-{digest}"
 
 
 def _merge_into(target: Any, overlay: Any) -> None:

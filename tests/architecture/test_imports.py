@@ -38,7 +38,13 @@ FLOWS_LAYERS = (
 FLOWS_MAY_USE = {"config", "gates", "errors", "redaction", "storage", "git", "__version__"}
 FLOWS_MAY_ALSO_USE = {
     # It mounts the core's commands on its own command line.
-    "flows.cli": {"chat.terminal", "cli", "commands.data", "stages.runtime.threads.limit_threads_of"},
+    "flows.cli": {
+        "chat.terminal",
+        "cli",
+        "commands.data",
+        "commands.output",
+        "stages.runtime.threads.limit_threads_of",
+    },
     # Of the group ``rlhf data``.
     "flows.commands.data_diff": {"commands.data", "commands.output", "data.inspection.changes"},
     "flows.commands.compare": {

@@ -22,7 +22,7 @@ from servers.conftest import Servers
 from servers.small_registry import SmallRegistry
 from unit.flows.registry.conftest import ScriptedMatch
 
-from flows.commands.registry_output import describe_history
+from flows.commands.registry_output import model_history
 from flows.registry import decisions
 from flows.registry.approval import approve, decline
 from flows.registry.history import history_ledger
@@ -116,7 +116,7 @@ def test_a_history_that_was_damaged_in_the_database(servers: Servers, registry: 
         lambda: rollback(contest, "why"),
         lambda: approve(contest),
         lambda: decline(contest, "why"),
-        lambda: describe_history(contest),
+        lambda: model_history(contest).as_text(),
     ):
         assert f"entry 1 of the history of {registry.name} cannot be read" in refused(action)
     assert registry.champion() == "2" and decided(registry) == 2
@@ -126,7 +126,7 @@ def test_a_login_that_may_only_read(servers: Servers, registry: SmallRegistry, c
     with reader(servers):
         line = refused(lambda: win(contest))
         assert line.startswith("the model registry could not ") and "Permission denied" in line
-        assert "promote: " in describe_history(contest)
+        assert "promote: " in model_history(contest).as_text()
     assert registry.champion() == "1" and decided(registry) == 1
     assert win(contest).promoted and registry.consistent_champions() == ["1", "2"]
 
@@ -195,7 +195,7 @@ def test_a_clock_that_jumps_back_changes_no_order(
         patch.setattr(decisions, "utc_now", lambda: earlier)
         win(contest)
         rollback(contest, "rude")
-    listed = describe_history(contest)
+    listed = model_history(contest).as_text()
     assert registry.champion() == "1" and decided(registry) == 3
     assert listed.index("promote") < listed.index("rollback")
 

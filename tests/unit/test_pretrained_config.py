@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import Params, check_params, merge, overlays_of
+from rlhf_core.config.loading import Params, check_params, merge, overlays_of, workspace_name
 from rlhf_core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,3 +101,12 @@ def test_rates_that_would_wreck_the_model_are_refused(section: str, change: dict
 )
 def test_adapters_and_new_heads_may_learn_faster(change: dict) -> None:
     check_params(PRETRAINED | {name: PRETRAINED[name] | section for name, section in change.items()})
+
+
+def test_profiles_stack_a_later_one_over_those_before_it() -> None:
+    both = settings("own-data,8x80gb", "collect.files.preferences=[pairs.jsonl]")
+    assert both.collect.source == "files" and both.ppo.ptx.data == "demonstrations"
+    assert both.compute.launch["ppo"].processes == 8 and both.plan.gpu_memory_gb == 80
+    assert workspace_name("own-data,8x80gb", []) == "own-data-8x80gb"
+    with pytest.raises(ConfigError, match="no profile '9x80gb'"):
+        overlays_of(RECIPE, PROFILES, "own-data,9x80gb")

@@ -128,7 +128,7 @@ def test_a_promotion_suspends_until_a_person_has_decided_and_an_automation_start
     deployment.execute(first)
     assert deployment.state(first) == "Suspended", "to resume it on the server is no approval"
     assert aliases(release)["champion"] == "1"
-    screen = status(release)
+    screen = status(release).as_text()
     assert "waits for approval: v2, since 2" in screen and "next: rlhf approve" in screen
     second = deployment.start()
     assert (deployment.state(first), deployment.state(second)) == ("Cancelled", "Suspended")

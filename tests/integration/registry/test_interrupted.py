@@ -74,7 +74,7 @@ def test_a_promotion_killed_at_any_step_is_completed_or_has_not_begun(
         assert aliases(workspace) == PROMOTED
         assert [report["challenger"] for report in reports(workspace)] == ["1", "2"], "one report per decision"
     assert any(moved), "no kill came between two moves"
-    assert "interrupted" not in status(workspace)
+    assert "interrupted" not in status(workspace).as_text()
 
 
 def test_a_rollback_killed_at_any_step_is_completed_or_has_not_begun(
@@ -147,6 +147,8 @@ def test_a_refused_change_moves_nothing(contest: Path, monkeypatch: pytest.Monke
 def test_registering_completes_an_interrupted_promotion_first(contests: Callable[[], Path]) -> None:
     workspace = contests()
     assert killed_before(5, lambda: win(workspace))
-    assert "a promote was interrupted; the next promote, rollback, run or chat completes it" in status(workspace)
+    assert (
+        "a promote was interrupted; the next promote, rollback, run or chat completes it" in status(workspace).as_text()
+    )
     register(workspace)
     assert aliases(workspace) == PROMOTED

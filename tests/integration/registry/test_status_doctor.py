@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from integration.registry.conftest import policy_name
 
-from flows.commands.doctor import FAIL, OK, check_package, doctor
+from flows.commands.doctor import FAIL, OK, check_package, doctor, doctor_text, failures
 from flows.commands.serve import champion_model
 from flows.commands.status import status
 from flows.pipeline.events import (
@@ -30,13 +30,19 @@ from flows.stage.outcome import StageOutcome
 from flows.workspace.lock import locked
 
 
+def checked(folder: Path) -> tuple[str, int]:
+    """What `rlhf doctor` prints, and how many checks failed."""
+    checks = doctor(folder)
+    return doctor_text(checks), failures(checks)
+
+
 def test_status_shows_stages_gates_run_registry_and_partial_work(workspace: Path) -> None:
     run_id = start_pipeline_run(workspace, "demo · now")
     register(workspace, run_id)
     promote(workspace)
     (workspace / "work" / "ppo" / "abc" / "step-000005").mkdir(parents=True)
     (workspace / "metrics" / "ppo.json").write_text("{}")
-    screen = status(workspace)
+    screen = status(workspace).as_text()
     assert "in use by: nobody" in screen
     assert "reward       up to date" in screen
     assert "ppo          stale: metrics/ppo.json modified" in screen
@@ -44,27 +50,31 @@ def test_status_shows_stages_gates_run_registry_and_partial_work(workspace: Path
     assert "ppo: step-000005 (work/ppo/abc)" in screen
     assert f"interrupted (its process is gone; the next run resumes)  (MLflow run {run_id})" in screen
     assert f"{policy_name(workspace)}: 1 version; @champion v1, @challenger v1" in screen
+    answer = json.loads(json.dumps(status(workspace).as_dict(), default=str))
+    assert answer["stages"]["reward"] == "up to date" and answer["in_use_by"] is None
+    assert {"gate": "policy", "passed": True, "mode": "enforce", "failed": []} in answer["gates"]
+    assert answer["registry"]["champion"] == "1" and answer["next"]["command"].startswith("rlhf ")
     end_pipeline_run(run_id, "completed", workspace)
-    assert "finished after" in status(workspace)
+    assert "finished after" in status(workspace).as_text()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_status_says_whether_the_champion_is_the_policy_of_the_workspace(contest: Path) -> None:
-    screen = status(contest)
+    screen = status(contest).as_text()
     elsewhere = r"champion v1, registered (.* ago|just now): it is not the policy of this workspace, which is v2$"
     assert re.search(elsewhere, screen, re.MULTILINE)
     assert re.search(r"last decision: \d{4}-\d\d-\d\d \d\d:\d\d, v1 promoted: there was no champion", screen)
     assert promote(contest, force_reason="a test").promoted
-    screen = status(contest)
+    screen = status(contest).as_text()
     assert re.search(r"champion v2, registered .*: it is the policy of this workspace$", screen, re.MULTILINE)
     assert "v2 promoted: forced: a test" in screen and "next: rlhf chat" in screen
     (contest / "metrics" / "ppo.json").write_text("{}")
-    screen = status(contest)
+    screen = status(contest).as_text()
     assert re.search(r"it is the policy of this workspace, \d of whose stages are stale$", screen, re.MULTILINE)
     assert "next: rlhf run" in screen
     (contest / "models" / "policy" / "config.json").write_text("{}")
-    assert "it is not the policy of this workspace, which is not registered" in status(contest)
+    assert "it is not the policy of this workspace, which is not registered" in status(contest).as_text()
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
@@ -81,7 +91,7 @@ def test_the_champion_introduces_itself_in_chat(workspace: Path) -> None:
 def test_status_of_a_new_workspace_creates_nothing(workspace: Path) -> None:
     (workspace / "mlflow.db").unlink()
     (workspace / "dvc.lock").unlink()
-    screen = status(workspace)
+    screen = status(workspace).as_text()
     assert "ppo          not run yet" in screen and "last run\n  none" in screen
     assert not (workspace / "mlflow.db").exists()
 
@@ -91,7 +101,7 @@ def test_status_gives_up_on_a_server_that_hangs(workspace: Path, monkeypatch: py
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts connections and answers nothing
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-        assert "does not answer" in status(workspace)
+        assert "does not answer" in status(workspace).as_text()
         server.setblocking(False)
         connections = 0
         with pytest.raises(BlockingIOError):
@@ -105,7 +115,7 @@ def test_status_names_the_holder_of_the_lock(workspace: Path) -> None:
     (workspace / ".rlhf").mkdir(exist_ok=True)
     record = {"pid": os.getpid(), "since": "2026-01-01T00:00:00", "command": "rlhf run"}
     (workspace / ".rlhf" / "lock").write_text(json.dumps(record))
-    assert f"in use by: `rlhf run` (pid {os.getpid()}" in status(workspace)
+    assert f"in use by: `rlhf run` (pid {os.getpid()}" in status(workspace).as_text()
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
@@ -122,10 +132,10 @@ def test_status_while_a_run_is_under_way_shows_its_progress_without_dvc(
     writer.emit(StageEnded(StageOutcome.ran("fingerprint", started, started + 2.0, 1.0)))
     writer.emit(StageStarted("ppo", "gpu-pool", started, log_start=log.stat().st_size))
     with locked(workspace):
-        assert "ppo          running for 1:0" in status(workspace)
+        assert "ppo          running for 1:0" in status(workspace).as_text()
         with log.open("a") as stream:
             stream.write("ppo: 45/90 45 s reward 0.3418 kl 1.894\n")
-        screen = status(workspace)
+        screen = status(workspace).as_text()
         assert "stages\n  1/3 done after 0:0" in screen
         assert "  fingerprint  ran in 0:02\n" in screen
         assert re.search(r"ppo          running 45/90, 0:4\d left, reward 0\.342, kl 1\.89\n", screen), screen
@@ -138,13 +148,13 @@ def test_status_does_not_take_the_events_of_an_earlier_run_for_this_one(workspac
     EventWriter(str(path)).emit(RunPlanned(("fingerprint", "ppo")))
     os.utime(path, (1.0, 1.0))
     with locked(workspace):
-        screen = status(workspace)
+        screen = status(workspace).as_text()
     assert "waiting" not in screen and "it keeps DVC from telling their state" in screen
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_a_healthy_machine_passes(workspace: Path) -> None:
-    text, code = doctor(workspace)
+    text, code = checked(workspace)
     assert code == 0, text
     assert "every parameter is known and in range" in text
 
@@ -155,17 +165,17 @@ def test_doctor_names_what_is_wrong_and_what_to_do(workspace: Path, monkeypatch:
     monkeypatch.setenv("PREFECT_API_URL", f"{dead}/api")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", dead)
     (workspace / "params.yaml").write_text("collect: {source: files, files: {preferences: [no/such/*.jsonl]}}\n")
-    text, code = doctor(workspace)
-    assert code == 2
+    text, code = checked(workspace)
+    assert code
     assert "no/such/*.jsonl matches no file" in text
     assert "unset PREFECT_API_URL" in text and "unset MLFLOW_TRACKING_URI" in text
     (workspace / "params.yaml").write_text("ppo: {iterations: many}\n")
-    text, code = doctor(workspace)
-    assert code == 2 and "FAIL  params.yaml" in text and "ppo.iterations" in text
+    text, code = checked(workspace)
+    assert code and "FAIL  params.yaml" in text and "ppo.iterations" in text
 
 
 def test_a_folder_that_is_no_workspace_is_only_a_warning(tmp_path: Path) -> None:
-    text, code = doctor(tmp_path)
+    text, code = checked(tmp_path)
     assert code == 0 and "is not one (no params.yaml) → make one with `rlhf init DIR`" in text
 
 

@@ -191,3 +191,18 @@ def test_results_are_written_for_a_report_with_what_they_were_judged_on(tmp_path
     assert policy.basis.inputs == {"data/clean": "d", "models/sft": "s", "models/judge": "j"}
     assert (best.method, best.basis.policy, best.gate, best.kl_is_bound) == ("best of 16", "", "", True)
     assert best.sampled_per_reply == 310.0 and best.basis.inputs == policy.basis.inputs
+
+
+def test_the_table_starts_with_the_settings_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, coefficient in (("a", 0.05), ("b", 0.1)):
+        workspace(tmp_path / name, params={"ppo": {"batch_size": 10, "kl": {"coefficient": coefficient}}})
+    lines = command("a", "b").stdout.splitlines()
+    assert "".join(lines[1:3]).split() == ["ppo.kl.coefficient", "0.05", "0.1"] or lines[1].split()[1:] == [
+        "0.05",
+        "0.1",
+    ]
+    assert not any("batch_size" in line for line in lines)
+    assert json.loads(command("a", "b", "--json").stdout)["settings"] == {
+        "ppo.kl.coefficient": {"a": "0.05", "b": "0.1"}
+    }

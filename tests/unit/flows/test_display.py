@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from flows.commands.display import RunTable
-from flows.commands.run_state import RunState, StageProgress, describe_result, describe_stages
+from flows.commands.run_state import RunState, StageProgress, describe_result, describe_stage
 from flows.commands.text import format_metrics, format_rate, format_seconds
 from flows.pipeline.events import RunPlanned, StageEnded, StageRetried, StageStarted
 from flows.stage.outcome import StageOutcome, last_progress
@@ -188,21 +188,17 @@ def test_a_retried_stage_says_why_it_waits(tmp_path: Path) -> None:
     state.apply(RunPlanned(("ppo", "report")))
     state.apply(StageStarted("ppo", "gpu-pool", 40.0))
     state.apply(StageRetried("ppo", "its job was killed\ntrace", 5))
-    lines = describe_stages(list(state.stages.values()), now=50.0)
-    assert lines == [
-        "ppo     running for 0:10, its job was killed; trying again in 5 s",
-        "report  waiting",
-    ]
+    lines = [describe_stage(stage, now=50.0) for stage in state.stages.values()]
+    assert lines == ["running for 0:10, its job was killed; trying again in 5 s", "waiting"]
 
 
 def test_plain_lines_tell_what_the_table_shows(tmp_path: Path) -> None:
     state = running_state(tmp_path)
     state.apply(StageEnded(StageOutcome.failed(STAGES[7], "no\nmore", 1, started=40.0, ended=100.0)))
-    lines = describe_stages(list(state.stages.values()), now=100.0)
-    assert lines[5] == "stage-05  ran in 0:51"
-    assert lines[6] == "stage-06  running 3/9, 0:15 left, reward 0.25, kl 1.5"
-    assert lines[7] == "stage-07  failed after 1:00, no"
-    assert lines[8] == "stage-08  waiting"
+    lines = [describe_stage(stage, now=100.0) for stage in state.stages.values()]
+    assert lines[5] == "ran in 0:51"
+    assert lines[6] == "running 3/9, 0:15 left, reward 0.25, kl 1.5"
+    assert lines[7:9] == ["failed after 1:00, no", "waiting"]
 
 
 def test_formats() -> None:

@@ -9,18 +9,17 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT, command_environment, run
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.commands.options import joined_lines, profile_list, profile_names
+from flows.commands.options import PANELS, joined_lines, profile_list, profile_names
 from rlhf_core import __version__
 from rlhf_core.config.recipe import profile_headers
 
-COMMANDS = [(str(c.name or c.callback.__name__),) for c in app.registered_commands if c.callback]
-for group in app.registered_groups:
-    COMMANDS.append((str(group.name),))
-    members = group.typer_instance.registered_commands if group.typer_instance else []
-    COMMANDS += [(str(group.name), str(c.name or c.callback.__name__)) for c in members if c.callback]
+TREE = get_command(app)
+COMMANDS = [(name,) for name in TREE.commands if name != "ablate"]  # its help is that of benchmarks/ablation
+COMMANDS += [(name, member) for name, group in TREE.commands.items() for member in getattr(group, "commands", ())]
 
 
 def shown(*words: str) -> str:
@@ -44,6 +43,22 @@ def test_no_line_of_a_help_ends_before_its_width(command: tuple[str, ...]) -> No
         if line.strip() and following.strip() and not example:
             # The first word of the next line would not have fitted.
             assert len(line.rstrip()) + 1 + len(following.split()[0]) > 79, line
+
+
+def test_every_command_of_a_panel_is_shown_and_old_names_still_work() -> None:
+    screen = shown("--help")
+    listed = [name for names in PANELS.values() for name in names]
+    assert all(re.search(rf"^│ {name} ", screen, re.MULTILINE) for name in listed)
+    assert [*TREE.commands][: len(listed)] == listed
+    for name in ("match", "benchmark", "lm-eval", "terms", "gc"):
+        assert not re.search(rf"^│ {name} ", screen, re.MULTILINE)
+        assert f" {name} [OPTIONS]" in shown(name, "--help")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_flags_have_no_type_and_arguments_no_braces(command: tuple[str, ...]) -> None:
+    screen = shown(*command, "--help")
+    assert "<bool>" not in screen and not re.search(r"Usage: .*\{", screen)
 
 
 @pytest.mark.parametrize("words", [("--help",), ("init",), ("init", "-h"), ("run", "-h")])

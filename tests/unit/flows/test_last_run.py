@@ -26,7 +26,7 @@ from flows.stage.outcome import StageOutcome
 from rlhf_core.evaluation.verdict import JudgeResult, Standing
 
 STARTED = datetime(2026, 3, 4, 5, 6, 7)
-FRESH, IDLE = StagesStatus([]), RegistryStatus([], champion="3")
+FRESH, IDLE = StagesStatus({}), RegistryStatus([], champion="3")
 VERDICT = RunVerdict(
     standing=Standing.BETTER,
     opponent="champion version 3",
@@ -118,10 +118,10 @@ LATER, EARLIER = STARTED + timedelta(hours=1), STARTED - timedelta(hours=1)
         (FRESH, False, run_of(), IDLE, "rlhf chat", "talk to the champion"),
         (FRESH, False, run_of(verdict=PROMOTE), RegistryStatus([], decided=EARLIER), "rlhf promote", "decide"),
         (FRESH, False, run_of(verdict=PROMOTE), RegistryStatus([], "3", "", LATER), "rlhf chat", "talk"),
-        (StagesStatus([], 2, 3), True, run_of("GateFailed", GATE), IDLE, "rlhf run", "after a change of data"),
-        (StagesStatus([], 2, 0), True, run_of("", None), IDLE, "rlhf run", "resumes"),
-        (StagesStatus([], 0, 3), False, run_of(), IDLE, "rlhf run", "brings stages up to date: 3 stale"),
-        (StagesStatus([], 2, 3), False, None, IDLE, "rlhf run", "3 stale and 2 that have not run"),
+        (StagesStatus({}, 2, 3), True, run_of("GateFailed", GATE), IDLE, "rlhf run", "after a change of data"),
+        (StagesStatus({}, 2, 0), True, run_of("", None), IDLE, "rlhf run", "resumes"),
+        (StagesStatus({}, 0, 3), False, run_of(), IDLE, "rlhf run", "brings stages up to date: 3 stale"),
+        (StagesStatus({}, 2, 3), False, None, IDLE, "rlhf run", "3 stale and 2 that have not run"),
         (FRESH, False, None, RegistryStatus([]), "rlhf run", "registers its models"),
         (FRESH, False, None, IDLE, "rlhf chat", "talk to the champion"),
         (FRESH, True, run_of(), RegistryStatus([], "3", "rollback"), "rlhf promote", "completes the rollback"),
@@ -146,12 +146,12 @@ def test_every_line_with_a_break_in_it_fits_the_terminal(
     for name in ("dvc.yaml", "dvc.lock"):
         (tmp_path / name).write_text(json.dumps({"stages": stages}))
     emit(tmp_path, RunPlanned(("ppo",)), VerdictReached(VERDICT), RunEnded("Completed", ""))
-    screen = status(tmp_path, width)
+    screen = status(tmp_path).as_text(width)
     long = [line for line in screen.splitlines() if len(line) > width and " " in line.strip()]
     assert [line for line in long if str(tmp_path) not in line] == []
     assert re.search(r"\n {15}\w+", screen)  # under the text, not under the stage's name
     assert " ".join(screen.split()).endswith("next: rlhf run (brings stages up to date: 1 stale)")
-    assert status(tmp_path).count("\n") < screen.count("\n")
+    assert status(tmp_path).as_text().count("\n") < screen.count("\n")
 
 
 @pytest.mark.parametrize(

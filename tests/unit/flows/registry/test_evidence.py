@@ -12,12 +12,12 @@ from rich.console import Console
 from scripted_match import match_result
 
 from flows.commands.registry_output import (
-    describe_history,
     explain_gate,
     explain_promotion,
     gate_report,
     gate_verdict,
     has_passed,
+    model_history,
 )
 from flows.registry.match import attempt_number
 from flows.registry.promote import promote, rollback
@@ -104,7 +104,7 @@ def test_the_history_tells_who_when_what_and_why(
     monkeypatch.setenv("RLHF_ACTOR", "ann")
     promote(contest, play=ScriptedMatch())
     rollback(contest, "rude")
-    text = describe_history(contest)
+    text = model_history(contest).as_text()
     lines = text.splitlines()
     assert re.fullmatch(r"1  20\S+ \S+ UTC  \S+@\S+  promote: @previous → none, @champion → 1", lines[0])
     assert re.search(r"3  20\S+ \S+ UTC  ann  rollback: @previous → none, @champion → 1", text)
@@ -115,10 +115,10 @@ def test_the_history_tells_who_when_what_and_why(
 
 def test_an_alias_that_was_moved_by_hand_is_told(registry: Registry, contest: Path) -> None:
     registry.client.set_registered_model_alias(MODEL, "champion", "2")
-    text = describe_history(contest)
+    text = model_history(contest).as_text()
     assert "the champion is version 2, but the history ends with version 1" in text
     with pytest.raises(RlhfError, match="other has no history yet"):
-        describe_history(contest, "other")
+        model_history(contest, "other").as_text()
 
 
 def test_a_first_promotion_is_explained_too(registry: Registry) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from flows.commands.registry_output import describe_history
+from flows.commands.registry_output import model_history
 from flows.registry.approval import approve
 from flows.registry.decisions import DONE_TAG, AliasTransaction, commit, finish_interrupted, registry_events
 from flows.registry.history import LEDGER_TAG, EntryTaken, Ledger, history_ledger, read_history
@@ -88,7 +88,7 @@ def test_a_reason_or_a_name_looks_like_no_other_entry(
     rollback(contest, "rude\n8  2026-01-01 00:00:00 UTC  ceo\x1b[2J  approve: @champion → 7\u202e")
     foreign = AliasTransaction(MODEL, (), action="note", reason="one\ntwo", who="a\r\x1b[1Fb")
     commit(registry.client, contest, foreign, read_history(registry.client, MODEL))
-    lines = describe_history(contest).splitlines()
+    lines = model_history(contest).as_text().splitlines()
     assert not [line for line in lines if line.startswith(("8", "9")) or not line.isprintable()]
     assert "   why: rude 8 2026-01-01 00:00:00 UTC ceo [2J approve: @champion → 7" in lines
     assert any("  a [1Fb  note: versions" in line for line in lines) and "   why: one two" in lines
@@ -102,7 +102,7 @@ def test_nothing_is_decided_on_an_entry_that_cannot_be_read(registry: Registry, 
     with sqlite3.connect(registry.folder / "shared" / "mlflow.db") as database:
         database.execute("UPDATE params SET value = ? WHERE key LIKE 'history.%.1'", (text,))
     for action in (
-        lambda: describe_history(contest),
+        lambda: model_history(contest).as_text(),
         lambda: promote(contest, play=ScriptedMatch()),
         lambda: rollback(contest, "rude"),
         lambda: approve(contest),
@@ -121,7 +121,7 @@ def test_a_history_that_was_written_anew_is_shown_and_not_called_true(registry: 
         text = json.dumps(record | {"who": "alice@example.org", "reason": "approved by the board"})
         registry.client.log_param(forged.info.run_id, f"history.{MODEL}.{record['number']}", text)
     registry.client.set_registered_model_tag(MODEL, LEDGER_TAG, forged.info.run_id)
-    listed = describe_history(contest)
+    listed = model_history(contest).as_text()
     assert listed.count("alice@example.org") == 2
     assert not [claim for claim in ("unchanged", "hash", "verified", "signed") if claim in listed]
 
