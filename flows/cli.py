@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from flows.commands import data_diff, registry_commands
-from flows.commands.options import Commands, CommandWithProfiles, Reason, Workspace, profile_names
+from flows.commands.options import Commands, CommandWithProfiles, Reason, Workspace, busy, profile_names
 from rlhf_core import __version__
 from rlhf_core import cli as core
 from rlhf_core.commands.data import JsonOption
@@ -177,14 +177,15 @@ def export(
     $ rlhf export my-model
     $ rlhf export my-model --push my-team/my-model --license apache-2.0
     """
-    from flows.release.export import ExportRequest
-    from flows.release.export import export as write
-    from flows.workspace.folder import find_workspace
-
     if force and not (reason or "").strip():
         raise RlhfError("a forced release needs a reason; add --reason TEXT, the card shows it")
-    request = ExportRequest(version, push, public, license_id, reason if force else None)
-    done = write(find_workspace(workspace), target, request)
+    with busy("writing the model and its card"):
+        from flows.release.export import ExportRequest
+        from flows.release.export import export as write
+        from flows.workspace.folder import find_workspace
+
+        request = ExportRequest(version, push, public, license_id, reason if force else None)
+        done = write(find_workspace(workspace), target, request)
     typer.echo(done.describe())
 
 
@@ -204,13 +205,11 @@ def chat(
     $ rlhf chat models/sft
     $ echo "what color is the lamp?" | rlhf chat models/policy
     """
-    from rich.console import Console
-
     from flows.workspace.folder import find_workspace, require_model_folder
 
     if model is not None:
         require_model_folder(model)  # before seconds of imports
-    with Console(stderr=True).status("looking up the model…"):
+    with busy("looking up the model"):
         from flows.commands.serve import champion_model, folder_model
         from rlhf_core.chat.terminal import ChatOptions, talk
         from rlhf_core.stages.runtime.threads import limit_threads_of
@@ -295,12 +294,14 @@ def report(
 
     Example: rlhf report --open
     """
-    from flows.registry.release_page import current_page, try_release_page
-    from flows.workspace.folder import find_workspace
+    with busy("writing the report"):
+        from flows.registry.release_page import current_page, try_release_page
+        from flows.workspace.folder import find_workspace
 
-    folder = find_workspace(workspace)
-    written = core.write_report(folder)
-    if problem := try_release_page(folder):
+        folder = find_workspace(workspace)
+        written = core.write_report(folder)
+        problem = try_release_page(folder)
+    if problem:
         typer.echo(problem, err=True)
     page = current_page(folder) or written
     typer.echo(page)

@@ -99,6 +99,20 @@ def open_model(workspace: WorkspaceOption = None) -> None:
         typer.echo(f"{base.source} has no chat template; it gets a plain one (User: … Assistant: …)")
 
 
+@app.command("check-pairs", hidden=True)
+def check_pairs(workspace: WorkspaceOption = None) -> None:
+    """Check whether the clean pairs suffice for the reward models and their gate, before anything is trained.
+
+    Exit codes: 0 they do, 2 a stage or the gate would refuse them.
+    """
+    from rlhf_core.stages.runtime.runner import workspace_root
+
+    root = workspace_root(workspace)
+    from rlhf_core.stages.pair_supply import require_pairs
+
+    require_pairs(root)
+
+
 @app.command()
 def config(
     path: Annotated[

@@ -325,8 +325,8 @@ def _block(results: Sequence[RunResults], settings: Mapping[str, Mapping[str, st
     table.add_column("", max_width=LABEL_WIDTH - GAP, style="dim", overflow="fold")
     for result in results:
         table.add_column(result.workspace, max_width=RUN_WIDTH, overflow="fold")
-    for name, values in settings.items():
-        shown = (values[result.workspace] for result in results)
+    for name, of_runs in settings.items():
+        shown = (of_runs[result.workspace] for result in results)
         table.add_row(name, *(text if len(text) <= SETTING else f"{text[:SETTING]} …" for text in shown), style="cyan")
     cells = [dict(_rows(result)) for result in results]
     for label in dict.fromkeys(label for column in cells for label in column):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +19,15 @@ Workspace = Annotated[
     Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml; default: the current one.")
 ]
 Reason = Annotated[str | None, typer.Option("--reason", help="The reason; recorded with the decision.")]
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Say on a terminal what a command is doing while it loads its libraries and works, until it prints."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"{what}…"):
+        yield
 
 
 COMMAND = "$ "
@@ -112,6 +124,6 @@ def plain_parameters(command: Any, ctx: Any) -> None:
         if isinstance(parameter, TyperArgument):
             name = parameter.display_name_raw.upper() + ("..." if parameter.nargs != 1 else "")
             pieces = [name if parameter.required else f"[{name}]"]
-            parameter.get_usage_pieces = lambda _, pieces=pieces: pieces
-    for name, member in getattr(command, "commands", {}).items():
-        plain_parameters(member, type(ctx)(member, info_name=name, parent=ctx))
+            vars(parameter)["get_usage_pieces"] = partial(lambda shown, _: shown, pieces)
+    for member_name, member in getattr(command, "commands", {}).items():
+        plain_parameters(member, type(ctx)(member, info_name=member_name, parent=ctx))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.commands.options import Reason, Workspace
+from flows.commands.options import Reason, Workspace, busy
 from rlhf_core.commands.data import JsonOption
 from rlhf_core.commands.output import print_json, terminal_width
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
@@ -97,14 +97,14 @@ def promote(
     $ rlhf promote --dry-run --explain
     $ rlhf promote --force --reason "champion was trained on leaked data"
     """
-    from flows.registry.promote import promote as decide
-    from flows.workspace.folder import find_workspace
-
     if force and not (reason or "").strip():
         raise RlhfError("a forced promotion needs a reason; add --reason TEXT, it is recorded")
-    force_reason = reason if force else None
-    folder = find_workspace(workspace)
-    decision = decide(folder, version=version, force_reason=force_reason, dry_run=dry_run)
+    with busy("comparing challenger and champion"):
+        from flows.registry.promote import promote as decide
+        from flows.workspace.folder import find_workspace
+
+        folder = find_workspace(workspace)
+        decision = decide(folder, version=version, force_reason=reason if force else None, dry_run=dry_run)
     typer.echo(decision.describe())
     if not dry_run:
         _refresh_release_page(folder)
@@ -131,11 +131,12 @@ def approve(version: VersionLookedAt = None, reason: Reason = None, workspace: W
 
     Example: rlhf approve --version 7 --reason "read 50 replies"
     """
-    from flows.registry.approval import approve as decide
-    from flows.workspace.folder import find_workspace
+    with busy("looking up the request"):
+        from flows.registry.approval import approve as decide
+        from flows.workspace.folder import find_workspace
 
-    folder = find_workspace(workspace)
-    decision = decide(folder, reason or "", version)
+        folder = find_workspace(workspace)
+        decision = decide(folder, reason or "", version)
     typer.echo(f"version {decision.challenger} is champion: {decision.reason}")
     _refresh_release_page(folder)
     _end_suspended_runs(folder, decision)
@@ -151,11 +152,12 @@ def decline(
 
     Example: rlhf decline --reason "refuses too much"
     """
-    from flows.registry.approval import decline as decide
-    from flows.workspace.folder import find_workspace
+    with busy("looking up the request"):
+        from flows.registry.approval import decline as decide
+        from flows.workspace.folder import find_workspace
 
-    folder = find_workspace(workspace)
-    decision = decide(folder, reason, version)
+        folder = find_workspace(workspace)
+        decision = decide(folder, reason, version)
     typer.echo(f"version {decision.challenger} is not promoted: {decision.reason}")
     _refresh_release_page(folder)
     _end_suspended_runs(folder, decision)
@@ -196,11 +198,12 @@ def rollback(
     $ rlhf rollback --reason "rude replies seen in production"
     $ rlhf rollback --to 3 --reason "drifted since"
     """
-    from flows.registry.promote import rollback as restore
-    from flows.workspace.folder import find_workspace
+    with busy("restoring the champion"):
+        from flows.registry.promote import rollback as restore
+        from flows.workspace.folder import find_workspace
 
-    folder = find_workspace(workspace)
-    decision = restore(folder, reason, to)
+        folder = find_workspace(workspace)
+        decision = restore(folder, reason, to)
     typer.echo(f"champion is version {decision.champion} again (was {decision.replaced})")
     _refresh_release_page(folder)
 
@@ -222,14 +225,16 @@ def terms(
     $ rlhf registry terms
     $ rlhf registry terms --take-over --reason "the first machine is gone"
     """
-    from flows.registry.session import describe_terms
-    from flows.registry.session import take_over as become_owner
-    from flows.workspace.folder import find_workspace
+    with busy("reading the registered policy"):
+        from flows.registry.session import describe_terms
+        from flows.registry.session import take_over as become_owner
+        from flows.workspace.folder import find_workspace
 
-    folder = find_workspace(workspace)
-    if take_over:
-        become_owner(folder, reason or "")
-    typer.echo(describe_terms(folder))
+        folder = find_workspace(workspace)
+        if take_over:
+            become_owner(folder, reason or "")
+        described = describe_terms(folder)
+    typer.echo(described)
 
 
 @app.command()
@@ -247,14 +252,15 @@ def gc(
     $ rlhf registry gc
     $ rlhf registry gc --delete
     """
-    from flows.commands.registry_output import clean_token_cache, describe_retention
-    from flows.registry.retention import apply_retention
-    from flows.workspace.folder import find_workspace
+    with busy("looking through versions, matches and token ids"):
+        from flows.commands.registry_output import clean_token_cache, describe_retention
+        from flows.registry.retention import apply_retention
+        from flows.workspace.folder import find_workspace
 
-    folder = find_workspace(workspace)
-    typer.echo(describe_retention(apply_retention(folder, delete=delete), deleted=delete))
-    for line in clean_token_cache(folder, delete=delete):
-        typer.echo(line)
+        folder = find_workspace(workspace)
+        kept = describe_retention(apply_retention(folder, delete=delete), deleted=delete)
+        lines = [kept, *clean_token_cache(folder, delete=delete)]
+    typer.echo("\n".join(lines))
 
 
 @app.command()
@@ -271,9 +277,7 @@ def history(
 
     Example: rlhf history
     """
-    from rich.console import Console
-
-    with Console(stderr=True).status("reading the history"):
+    with busy("reading the history"):
         from dataclasses import asdict
 
         from flows.commands.registry_output import model_history
@@ -363,9 +367,7 @@ def serve(
     $ rlhf serve --model models/sft --port 8001
     $ rlhf serve --alias challenger
     """
-    from rich.console import Console
-
-    with Console(stderr=True).status("looking up the model…"):
+    with busy("looking up the model"):
         from flows.commands.serve import PolicyChoice, ServeOptions
         from flows.commands.serve import serve as run_server
         from rlhf_core.serving.limits import ServingLimits

@@ -176,8 +176,8 @@ class PipelineRun:
         deploy_jobs(self.workspace, self.params)
         pools = self.params.pool_names()
         monitor = ServiceMonitor(services, self.params, pools, self.display.line, WORKER_RESTARTS)
-        monitor.workers.start_missing()
-        monitor.workers.require_remote()
+        monitor.start_missing()
+        monitor.require_remote()
         if not services.embedded:
             for line in idle_workers(self.params):
                 self.display.line(line)

@@ -11,9 +11,14 @@ from flows.pipeline.events import PipelineEvent, StageEnded
 from flows.pipeline.verdict import RunVerdict
 from flows.stage.outcome import StageOutcome
 from flows.workspace.folder import display_path
+from rlhf_core.config.loading import PARAMS_FILE, load_params, profile_names
 from rlhf_core.evaluation.verdict import Standing
 
 STYLES = {Standing.BETTER: "bold green", Standing.WORSE: "bold red"}
+TOY = (
+    "smoke is a toy: it tries every step on models too small to learn much. Better than SFT says what the judges saw; "
+    "promoted, that no champion won. The first version is promoted because there is no champion yet"
+)
 EXIT_CODES = {
     "Completed": 0,
     "GateFailed": 3,
@@ -49,7 +54,7 @@ def summary(workspace: Path, events: Sequence[PipelineEvent], total: float) -> l
     actions = [outcome.action for outcome in outcomes]
     counts = [f"{actions.count(a)} {a}" for a in ("ran", "cached", "failed", "stopped") if a in actions]
     busy = busy_seconds(work_spans(outcomes))
-    times = f"{total:.1f} s in all, {busy:.1f} s of stage work, {total - busy:.1f} s around it"
+    times = f"{total:.1f} s in all, of which {busy:.1f} s in stages"
     lines = [f"stages: {', '.join(counts) or 'none'}; {times}"]
     lines.append(f"logs:   {workspace / '.rlhf' / 'logs'}")
     return lines
@@ -72,9 +77,17 @@ def verdict_rows(verdict: RunVerdict, workspace: Path) -> list[tuple[str, str]]:
         rows.append(("KL", f"{kl.mean:.2f} nats per reply from SFT, 95 % interval {kl.low95:.2f} to {kl.high95:.2f}"))
     rows += [("" if number else "alarms", alarm) for number, alarm in enumerate(verdict.alarms)]
     rows += [("registered", verdict.registered), ("promotion", verdict.promotion)]
+    if verdict.judges and _is_toy(workspace):
+        rows.append(("note", TOY))
     if verdict.report:
         rows.append(("report", display_path(workspace / verdict.report)))
     return [*rows, ("next", f"{command_for(workspace, verdict.next_command)}   ({verdict.next_hint})")]
+
+
+def _is_toy(workspace: Path) -> bool:
+    """Whether the workspace was made with a profile that only tries the steps."""
+    params = workspace / PARAMS_FILE
+    return params.is_file() and "smoke" in profile_names(load_params(workspace).profile)
 
 
 def command_for(workspace: Path, command: str) -> str:

@@ -105,7 +105,7 @@ def _start_services(services: Services, params: Params, mlflow_port: int, displa
     ensure_zombie_automation()
     pools = [*params.pool_names(), PIPELINES_POOL]
     monitor = ServiceMonitor(services, params, pools, display.line, WORKER_RESTARTS)
-    monitor.workers.start_missing()
+    monitor.start_missing()
     record_services(workspace, services.api_url, {"prefect": services.ui_url, "mlflow": mlflow_url})
     for line in deep_links(workspace, services.ui_url):
         display.line(line)

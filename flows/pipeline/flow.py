@@ -44,10 +44,11 @@ from flows.pipeline.preflight import (
     find_unchanged,
     has_gated_policy,
     memory_refusal,
+    pairs_refusal,
     undecided_because,
     with_release_page,
 )
-from flows.pipeline.registration import MATCH_LOG, follow_request, promote_task, register_task
+from flows.pipeline.registration import MATCH_LOG, follow_request, promote_task, register_task, waited_for_approval
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans
 from flows.registry.client import delivered_records, end_pipeline_run, start_pipeline_run, without_delivery
@@ -154,6 +155,9 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[
     refresh_inputs(workspace)
     _describe_flow_run(workspace, params.profile)
     if (unchanged := find_unchanged(workspace, promotes=promote)) is not None:
+        if unchanged.decision is not None and waited_for_approval(workspace):
+            decided = follow_request(workspace, unchanged.decision)
+            return Completed(message=decided.describe())
         unchanged.emit(events)
         publish_run(workspace, None, unchanged.outcomes, unchanged.verdict)
         return Completed(message=unchanged.message)
@@ -251,11 +255,12 @@ def stage_task(context: PipelineContext, node: StageNode, placement: Placement |
         if attempt == 1:
             context.events.emit(_stage_started(context, node, placement))
         with logged_progress(context.workspace, node.name, get_run_logger().info):
+            refused = pairs_refusal(context.workspace, node.name)
             if placement is None:
-                outcome = _run_here(context, node)
+                outcome = refused or _run_here(context, node)
             else:
                 attempt_id = f"{prefect_context.task_run.id}:{attempt}"
-                refused = memory_refusal(context.workspace, node.name)
+                refused = refused or memory_refusal(context.workspace, node.name)
                 outcome = refused or _run_as_job(context, node, placement, attempt_id)
     get_run_logger().info("%s: %s %s", node.name, outcome.action, outcome.message)
     if outcome.retryable and attempt <= context.flow.retries and not signals.STOP.is_set():

@@ -20,6 +20,7 @@ from flows.pipeline.events import (
 )
 from flows.pipeline.verdict import NOTHING, RegistrationResult, RunVerdict, reach_verdict
 from flows.registry.client import RELEASE_PAGE, has_record
+from flows.registry.decisions import PromotionDecision
 from flows.registry.promote import promote
 from flows.registry.register import registered_before
 from flows.registry.release_page import RunNotes, current_page, try_release_page
@@ -50,6 +51,18 @@ def open_starting_model(workspace: Path, params: Params) -> str:
     return result.stdout.strip()
 
 
+def pairs_refusal(workspace: Path, stage: str) -> StageOutcome | None:
+    """Return a failed outcome where the clean pairs will not do for the reward models; None if ``stage`` may run.
+
+    That is asked before SFT, the first stage to take long, of data from files, unless SFT is up to date.
+    """
+    if stage != "sft" or not (workspace / "models" / BASE).is_dir():
+        return None
+    if load_params(workspace).collect.source == "world" or _is_up_to_date(workspace, stage):
+        return None
+    return _refusal(workspace, stage, "check-pairs")
+
+
 def memory_refusal(workspace: Path, stage: str) -> StageOutcome | None:
     """Return a failed outcome if ``rlhf plan --check`` finds the stage too large, None if it may be submitted.
 
@@ -58,9 +71,13 @@ def memory_refusal(workspace: Path, stage: str) -> StageOutcome | None:
     # DVC's answer takes half a second, the plan ten.
     if load_params(workspace).plan.gpu_memory_gb is None or _is_up_to_date(workspace, stage):
         return None
+    return _refusal(workspace, stage, "plan", "--check", "--stage", stage)
+
+
+def _refusal(workspace: Path, stage: str, *command: str) -> StageOutcome | None:
+    """Return a failed outcome where a command of this package exits as it does for a user's mistake."""
     started = time.time()
-    arguments = ("plan", "--check", "--stage", stage, "--workspace", str(workspace))
-    result = run_module(workspace, "flows.cli", *arguments)
+    result = run_module(workspace, "flows.cli", *command, "--workspace", str(workspace))
     if result.exit_code != EXIT_USER_ERROR:
         return None
     message = result.error_line.removeprefix("rlhf: ")
@@ -101,6 +118,7 @@ class UnchangedWorld:
     registered: str
     verdict: RunVerdict
     message: str
+    decision: PromotionDecision | None = None
 
     def emit(self, events: EventWriter) -> None:
         """Write the events of a run in which every stage was up to date."""
@@ -145,7 +163,7 @@ def find_unchanged(workspace: Path, *, promotes: bool) -> UnchangedWorld | None:
     outcomes = {name: StageOutcome.cached(name, now, now) for name in graph}
     verdict, _ = with_release_page(workspace, reach_verdict(workspace, outcomes, registration), registration)
     message = f"nothing to do: every stage is up to date, {registration.registered}; {verdict.promotion}"
-    return UnchangedWorld(outcomes, registration.registered, verdict, message)
+    return UnchangedWorld(outcomes, registration.registered, verdict, message, registration.decision)
 
 
 def _standing_registration(workspace: Path, promotes: bool) -> RegistrationResult | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
+from uuid import NAMESPACE_URL, uuid5
 
 from httpx import HTTPError
 from prefect import flow, get_run_logger, runtime, task
@@ -15,16 +16,20 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateName, FlowRunFilterTags
 from prefect.context import FlowRunContext
 from prefect.flow_runs import suspend_flow_run
+from prefect.input import RunInput
 from prefect.states import Cancelled, Completed, State
+from pydantic import Field, model_validator
 
 from flows.prefect_server.flow_runs import SUSPENDED
 from flows.prefect_server.services import known_server
+from flows.registry.approval import approve, decline
 from flows.registry.client import connect
 from flows.registry.decisions import PromotionDecision, as_report
 from flows.registry.history import history_ledger, latest_request, read_history
 from flows.registry.promote import promote
 from flows.registry.register import register
 from flows.registry.release_page import try_release_page
+from flows.registry.workspace import ACTOR_VARIABLE
 from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
@@ -54,32 +59,81 @@ def promote_task(workspace: Path, version: str) -> PromotionDecision:
     return promote(workspace, version=version)
 
 
-def follow_request(workspace: Path, decision: PromotionDecision) -> None:
-    """Suspend this flow run while ``decision`` waits for approval, and cancel earlier runs that wait in vain.
+class Approval(RunInput):
+    """What a person fills in to resume a run that waits for approval."""
 
-    Suspending ends the process of the run. Only a run of a deployment can be suspended; any other goes on to its end,
-    which makes no difference to the approval. A suspended run that is resumed on the server runs again, and suspends
-    itself again if nobody has decided.
+    approve: bool = Field(description="Make the version champion; else it is refused.")
+    decided_by: str = Field(min_length=1, description="Your name; it becomes part of the history.")
+    reason: str = Field(default="", description="Recorded with the decision; a refusal needs one.")
+
+    @model_validator(mode="after")
+    def _refusal_has_a_reason(self) -> Approval:
+        if not self.approve and not self.reason.strip():
+            raise ValueError("a refusal needs a reason")
+        return self
+
+    def decide(self, workspace: Path, version: str | None = None) -> PromotionDecision:
+        """Approve or refuse the version that waits, in the name of who decided.
+
+        Raises:
+            RlhfError: No version waits, it is not ``version``, or the registry has changed since it was judged.
+        """
+        os.environ[ACTOR_VARIABLE] = self.decided_by  # for the rest of this process, which does nothing else
+        if self.approve:
+            return approve(workspace, self.reason, version)
+        return decline(workspace, self.reason, version)
+
+
+def waited_for_approval(workspace: Path) -> bool:
+    """Whether this flow run was suspended for an approval, and runs again because somebody has decided."""
+    model = load_section(workspace, "registry", RegistryConfig).policy
+    tags = runtime.flow_run.tags
+    return any(tag.startswith(APPROVAL_TAG) for tag in tags) and _approval_tag(workspace, model) in tags
+
+
+def follow_request(workspace: Path, decision: PromotionDecision) -> PromotionDecision:
+    """Suspend this flow run until a person approves or refuses ``decision``; cancel earlier runs that wait in vain.
+
+    Suspending ends the process of the run. When somebody fills in the form on the server, the flow runs again, comes
+    here again, and the decision is carried out. Only a run of a deployment can be suspended; any other goes on to its
+    end, and `rlhf approve` decides.
+
+    Returns:
+        The decision as it stands afterwards.
+
+    Raises:
+        RlhfError: What the person decided can no longer be done.
     """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
-        return
+        return decision
     run = context.flow_run
     try:
         request = latest_request(decision.model, read_history(connect(workspace), decision.model))
         may_suspend = run.deployment_id is not None and run.parent_task_run_id is None
         if request is None or (request.is_open and not may_suspend):
-            return
+            return decision
         tag = _approval_tag(workspace, decision.model)
         reason = f"superseded by {run.name}" if request.is_open else request.closed_because()
         with get_client(sync_client=True) as client:
             _end_suspended(client, tag, Cancelled(message=reason))
             if request.is_open:
                 client.update_flow_run(run.id, tags=sorted({*client.read_flow_run(run.id).tags, tag}))
-        if request.is_open:
-            suspend_flow_run(key=uuid4().hex)  # another key each time: Prefect passes over one that has been resumed
+        if not request.is_open:
+            return decision
+        about = f"Version {request.challenger} of {request.model} passed everything: {decision.reason}"
+        # Prefect passes over the key of a request that has been answered, and gives the answer.
+        answer = suspend_flow_run(
+            wait_for_input=Approval.with_initial_data(description=about),
+            key=str(uuid5(NAMESPACE_URL, f"{tag} {request.asked_at}")),
+        )
     except (RlhfError, RuntimeError, HTTPError) as error:  # the request is in the history all the same
         get_run_logger().warning("this run ends instead of waiting for approval: %s", error)
+        return decision
+    decided = answer.decide(workspace, request.challenger)
+    if problem := try_release_page(workspace):
+        get_run_logger().warning(problem)
+    return decided
 
 
 def end_suspended_runs(workspace: Path, decision: PromotionDecision) -> int:
@@ -123,7 +177,7 @@ def promotion_flow(workspace: str, approval: bool = False) -> dict[str, Any]:
     """Promote the challenger of ``workspace`` if it beats the champion.
 
     With ``registry.approval``, or ``approval`` here, a challenger that passes is not promoted: the run suspends, which
-    ends its process, and ``rlhf approve`` or ``rlhf decline`` completes it.
+    ends its process, until a person resumes it with a decision, or ``rlhf approve`` or ``rlhf decline`` completes it.
     """
     folder = Path(workspace).resolve()
     decision = promote(folder, approval=approval)
@@ -131,5 +185,5 @@ def promotion_flow(workspace: str, approval: bool = False) -> dict[str, Any]:
     if problem := try_release_page(folder):
         get_run_logger().warning(problem)
     if approval or load_section(folder, "registry", RegistryConfig).approval:
-        follow_request(folder, decision)
+        decision = follow_request(folder, decision)
     return as_report(decision)

@@ -17,55 +17,28 @@ from rlhf_core.config.loading import Params
 from rlhf_core.errors import RlhfError
 
 SERVER_RESTARTS = 3
-
-
-class ServerWatchdog:
-    """Restarts the embedded server of ``services`` if it died or the clock was set back; leaves external servers alone.
-
-    Prefect's server schedules its own work (schedules, late runs, automations) by the wall clock: set back by hours, it
-    does none of that for as long, and was once seen to stop responding altogether. ``report`` is given a line for each
-    restart.
-    """
-
-    def __init__(self, services: Services, report: Callable[[str], None]) -> None:
-        self.services, self.report = services, report
-        self.clock = WallClock()
-        self.restarts = 0
-
-    def check(self) -> str | None:
-        """Restart the server if it needs it; return the problem if that was in vain or happened too often."""
-        if not self.services.embedded or (reason := self._reason_to_restart()) is None:
-            return None
-        if self.restarts >= SERVER_RESTARTS:
-            return f"{reason}, for the {SERVER_RESTARTS + 1}th time; see .rlhf/logs/{SERVER}.log"
-        self.restarts += 1
-        self.report(f"{reason}; restarting it")
-        try:
-            restart_server(self.services, STOP.is_set)
-        except RlhfError as error:
-            return str(error)
-        return None
-
-    def _reason_to_restart(self) -> str | None:
-        status = self.services.running[SERVER].poll()
-        if status is not None:
-            return f"the Prefect server exited (status {status})"
-        seconds = self.clock.seconds_set_back()
-        return f"the clock was set back by {seconds:.0f} s, which stalls the Prefect server" if seconds else None
-
-
 CHECK_SECONDS = 10.0
+RESTART_PAUSE_SECONDS = 1.0
 
 
-class PoolWorkers:
-    """Keeps a worker for each of ``pools`` while ``services`` run.
+class ServiceMonitor:
+    """Keeps the Prefect server and a worker for each of ``pools`` running; ``report`` gets a line for each restart.
 
-    Heartbeats expire slowly, so a worker that has just ended still counts as online; the pools are therefore checked
-    again from time to time.
+    An external server is left alone, but a pool that loses its worker there gets another one. At most
+    ``worker_restarts`` workers are restarted. Other services, such as the MLflow UI, are not.
     """
 
-    def __init__(self, services: Services, params: Params, pools: Sequence[str]) -> None:
-        self.services, self.params, self.pools = services, params, pools
+    def __init__(
+        self,
+        services: Services,
+        params: Params,
+        pools: Sequence[str],
+        report: Callable[[str], None],
+        worker_restarts: int,
+    ) -> None:
+        self.services, self.params, self.pools, self.report = services, params, pools, report
+        self.clock = WallClock()
+        self.server_restarts, self.worker_restarts = SERVER_RESTARTS, worker_restarts
         self.next_check = 0.0
 
     def start_missing(self) -> None:
@@ -93,43 +66,40 @@ class PoolWorkers:
                     "start one on a host of that pool, with PREFECT_API_URL set to this server (docs/operations.md)"
                 )
 
-    def check(self) -> None:
-        """Repeat :meth:`start_missing` every ten seconds; what fails is tried again the next time."""
-        if not self.services.embedded and time.monotonic() >= self.next_check:
-            with contextlib.suppress(httpx.HTTPError, RlhfError):
-                self.start_missing()
-
-
-RESTART_PAUSE_SECONDS = 1.0
-
-
-class ServiceMonitor:
-    """Keeps the Prefect server and a worker for each of ``pools`` running; ``report`` gets a line for each restart.
-
-    At most ``worker_restarts`` workers are restarted. Other services, such as the MLflow UI, are not.
-    """
-
-    def __init__(
-        self,
-        services: Services,
-        params: Params,
-        pools: Sequence[str],
-        report: Callable[[str], None],
-        worker_restarts: int,
-    ) -> None:
-        self.services, self.params, self.report = services, params, report
-        self.workers = PoolWorkers(services, params, pools)
-        self.watchdog = ServerWatchdog(services, report)
-        self.restarts_left = worker_restarts
-
     def check(self) -> str | None:
         """Restart what has died; return the problem if that failed or happened too often."""
-        if problem := self.watchdog.check():
+        if self.services.embedded and (problem := self._check_server()):
             return problem
         for service in self.services.dead():
             if service.name != SERVER and (problem := self._replace(service)):
                 return problem
-        self.workers.check()
+        # Heartbeats expire slowly, so that a worker that has just ended still counts as online: look again later.
+        if not self.services.embedded and time.monotonic() >= self.next_check:
+            with contextlib.suppress(httpx.HTTPError, RlhfError):
+                self.start_missing()
+        return None
+
+    def _check_server(self) -> str | None:
+        """Restart the embedded server if it died or the clock was set back; return the problem if that was in vain.
+
+        Prefect's server schedules its own work (schedules, late runs, automations) by the wall clock: set back by
+        hours, it does none of that for as long, and was once seen to stop responding altogether.
+        """
+        status = self.services.running[SERVER].poll()
+        seconds = self.clock.seconds_set_back()
+        if status is None and not seconds:
+            return None
+        reason = f"the clock was set back by {seconds:.0f} s, which stalls the Prefect server"
+        if status is not None:
+            reason = f"the Prefect server exited (status {status})"
+        if not self.server_restarts:
+            return f"{reason}, for the {SERVER_RESTARTS + 1}th time; see .rlhf/logs/{SERVER}.log"
+        self.server_restarts -= 1
+        self.report(f"{reason}; restarting it")
+        try:
+            restart_server(self.services, STOP.is_set)
+        except RlhfError as error:
+            return str(error)
         return None
 
     def _replace(self, service: SupervisedProcess) -> str | None:
@@ -139,9 +109,9 @@ class ServiceMonitor:
             del self.services.running[service.name]
             self.report(f"{service.name} exited (status {status}); everything else keeps running")
             return None
-        if self.restarts_left <= 0:
+        if self.worker_restarts <= 0:
             return f"{service.name} exited (status {status}); see .rlhf/logs/{service.name}.log"
-        self.restarts_left -= 1
+        self.worker_restarts -= 1
         pool = service.name.removeprefix(WORKER_PREFIX)
         self.report(f"the worker of {pool} exited (status {status}), and its job with it; starting another worker")
         own = None if self.services.embedded else self.services.workspace

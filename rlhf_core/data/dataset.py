@@ -79,6 +79,38 @@ def write_clean(
     return statistics
 
 
+README = """\
+---
+configs:
+{configs}
+---
+The clean data of a run. In Python:
+
+    from datasets import load_dataset
+
+    pairs = load_dataset("data/clean", "preferences")  # or another kind: {kinds}
+
+For the RewardTrainer or the DPOTrainer of TRL, a reply becomes a list of one message, as the prompt is one:
+
+    def messages(row):
+        return {{name: [{{"role": "assistant", "content": row[name]}}] for name in ("chosen", "rejected")}}
+
+    pairs = pairs.map(messages).select_columns(["prompt", "chosen", "rejected"])
+"""
+
+
+def write_readme(folder: Path) -> None:
+    """Write README.md, by which ``datasets.load_dataset(folder)`` knows every kind as a config with its splits."""
+    files = [name.split("/") for name in file_names()]
+    kinds = list(dict.fromkeys(kind for kind, _ in files))
+    lines = []
+    for kind in kinds:
+        lines += [f"- config_name: {kind}", *(["  default: true"] if kind == kinds[0] else []), "  data_files:"]
+        lines += [f"  - {{split: {split}, path: {kind}/{split}.parquet}}" for of, split in files if of == kind]
+    text = README.format(configs="\n".join(lines), kinds=", ".join(kinds))
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
 @dataclass
 class KindStatistics:
     """Counts and lengths of clean rows of a kind, taken part by part.

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from rlhf_core.config.data import ValidateConfig
 from rlhf_core.config.gates import Condition
 from rlhf_core.data.collection.sources import read_sources
-from rlhf_core.data.dataset import Numbers, data_metrics, file_names, rows_metric, write_clean
+from rlhf_core.data.dataset import Numbers, data_metrics, file_names, rows_metric, write_clean, write_readme
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.validation.check_set import apply_set_rules, check_set, named_findings
 from rlhf_core.data.validation.pair_statistics import pair_metrics
@@ -66,6 +66,7 @@ def run(
     write_quarantine(outputs.quarantine, validated.quarantine())
     with atomic_dir(outputs.clean) as folder:
         statistics = write_clean(folder, validated.clean, config.seed, config.split)
+        write_readme(folder)
         metrics = data_metrics(validated, statistics, findings.counts)
         atomic_write_json(outputs.metrics, metrics)
         conditions = gate_conditions(config, kinds) + rule_conditions(validated)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from integration.registry.test_unchanged import records
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
+from prefect.client.schemas.responses import SetStateStatus
 from prefect.events.actions import RunDeployment
 from prefect.events.filters import EventFilter, EventNameFilter
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
@@ -25,6 +27,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, te
 from prefect.states import Pending
 from prefect_database import prefect_server
 
+from flows.commands.registry_output import model_history
 from flows.commands.status import status
 from flows.pipeline import flow as pipeline
 from flows.pipeline.flow import rlhf_pipeline
@@ -97,6 +100,19 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.2)
 
 
+def cached_pipeline(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every stage of a pipeline be up to date, and the pipeline run as `rlhf run` runs it."""
+
+    def every_stage_is_cached(graph: Mapping[str, Any], _: object) -> dict[str, StageOutcome]:
+        return {name: StageOutcome.cached(name, 0.0, 0.0) for name in graph}
+
+    monkeypatch.setenv("RLHF_ACTOR", "")  # restored afterwards
+    monkeypatch.setattr(pipeline, "_run_stages", every_stage_is_cached)
+    monkeypatch.setattr(pipeline.signals, "install", lambda: None)
+    for variable in (OWNER_VARIABLE, LOCK_HELD_VARIABLE):  # as `rlhf run` sets them, which holds the lock
+        monkeypatch.setenv(variable, f"test:{workspace}")
+
+
 def command(*words: str) -> None:
     from flows.cli import app
 
@@ -124,10 +140,8 @@ def test_a_promotion_suspends_until_a_person_has_decided_and_an_automation_start
     )
     first = deployment.start()
     assert deployment.state(first) == "Suspended"
-    client.resume_flow_run(first)
-    deployment.execute(first)
-    assert deployment.state(first) == "Suspended", "to resume it on the server is no approval"
-    assert aliases(release)["champion"] == "1"
+    assert client.resume_flow_run(first).status == SetStateStatus.REJECT, "to resume it without an answer is none"
+    assert deployment.state(first) == "Suspended" and aliases(release)["champion"] == "1"
     screen = status(release).as_text()
     assert "waits for approval: v2, since 2" in screen and "next: rlhf approve" in screen
     second = deployment.start()
@@ -154,16 +168,37 @@ def test_a_promotion_suspends_until_a_person_has_decided_and_an_automation_start
     wait_until(lambda: client.read_flow_runs(flow_run_filter=of_listener), "run started by the automation")
 
 
+@pytest.mark.parametrize("flow", [promotion_flow, rlhf_pipeline], ids=["promotion", "pipeline"])
+@pytest.mark.parametrize("approved", [True, False], ids=["approved", "refused"])
+def test_the_form_on_the_server_decides(
+    release: Path,
+    client: SyncPrefectClient,
+    monkeypatch: pytest.MonkeyPatch,
+    flow: Flow[..., Any],
+    approved: bool,
+) -> None:
+    cached_pipeline(release, monkeypatch)
+    deployment = Deployment(client, flow, release)
+    run = deployment.start()
+    state = client.read_flow_run(run).state
+    schema = client.read_flow_run_input(run, state.state_details.run_input_keyset["schema"])
+    assert {"approve", "decided_by", "reason"} <= {*json.loads(schema)["properties"]}
+    answer = {"approve": approved, "decided_by": "ada@example.org", "reason": ""}
+    if not approved:
+        answer["reason"] = "rude"
+    assert client.resume_flow_run(run, run_input={"approve": approved}).status == SetStateStatus.REJECT
+    assert client.resume_flow_run(run, run_input=answer).status == SetStateStatus.ACCEPT
+    deployment.execute(run)
+    assert deployment.state(run) == "Completed"
+    assert aliases(release)["champion"] == ("2" if approved else "1")
+    last = model_history(release).decisions[-1]
+    assert (last["action"], last["who"]) == ("approve" if approved else "decline", "ada@example.org")
+
+
 def test_a_scheduled_pipeline_suspends_once_and_then_has_nothing_to_do(
     release: Path, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def every_stage_is_cached(graph: Mapping[str, Any], _: object) -> dict[str, StageOutcome]:
-        return {name: StageOutcome.cached(name, 0.0, 0.0) for name in graph}
-
-    monkeypatch.setattr(pipeline, "_run_stages", every_stage_is_cached)
-    monkeypatch.setattr(pipeline.signals, "install", lambda: None)
-    for variable in (OWNER_VARIABLE, LOCK_HELD_VARIABLE):  # as `rlhf run` sets them, which holds the lock
-        monkeypatch.setenv(variable, f"test:{release}")
+    cached_pipeline(release, monkeypatch)
     deployment = Deployment(client, rlhf_pipeline, release)
     first = deployment.start()
     assert deployment.state(first) == "Suspended" and aliases(release)["champion"] == "1"

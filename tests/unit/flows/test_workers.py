@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from flows.prefect_server import monitor as workers
-from flows.prefect_server.monitor import PoolWorkers
+from flows.prefect_server.monitor import ServiceMonitor
 from flows.prefect_server.services import Services
 from rlhf_core.config.loading import check_params
 from rlhf_core.errors import RlhfError
@@ -23,6 +23,9 @@ class Started:
 
     embedded: bool = False
     running: dict[str, int] = field(default_factory=dict)
+
+    def dead(self) -> list[Any]:
+        return []
 
     def start_worker(self, pool: str, limit: int) -> None:
         self.running[f"worker-{pool}"] = limit
@@ -42,11 +45,11 @@ class Server:
 
 def make(
     monkeypatch: pytest.MonkeyPatch, server: Server, clock: list[float], **services: Any
-) -> tuple[PoolWorkers, Started]:
+) -> tuple[ServiceMonitor, Started]:
     monkeypatch.setattr(workers, "needs_worker", server.needs_worker)
     monkeypatch.setattr(workers.time, "monotonic", lambda: clock[0])
     started = Started(**services)
-    return PoolWorkers(cast(Services, started), PARAMS, PARAMS.pool_names()), started
+    return ServiceMonitor(cast(Services, started), PARAMS, PARAMS.pool_names(), print, 0), started
 
 
 def test_only_pools_without_a_worker_get_one_and_with_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
