@@ -100,9 +100,12 @@ $(DOCS_VENV)/.installed: requirements-docs.lock
 	@touch $@
 
 # Options of the comparison with TRL; in its smallest form BENCH='--size "0.43 M" --reply 8 --repeats 1 --cores 1x1'.
+# Those of whole trainings are in BENCH_RUNS: BENCH_RUNS='--steps 2 --repeats 1'.
 BENCH ?=
-bench: setup-dev $(BENCH_VENV)/.installed
+BENCH_RUNS ?=
+bench: setup $(BENCH_VENV)/.installed
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.training_runs --trl-python $(BENCH_VENV)/bin/python $(BENCH_RUNS)
 	$(BIN)/python -m benchmarks.ppo_iteration --trl-python $(BENCH_VENV)/bin/python $(BENCH)
 
 $(BENCH_VENV)/.installed: requirements-bench.lock

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
+
+LAST_WORDS = 2000  # characters of a failed process's log
 
 
 class Worker:
@@ -17,6 +21,7 @@ class Worker:
         answer: What its answers begin with.
         environment: Its variables; None for those of this process.
         first: A line that it reads before it answers its start, if any.
+        log: Where its warnings go; None for those of this process. Its end is shown when the process fails.
     """
 
     def __init__(
@@ -26,11 +31,12 @@ class Worker:
         answer: str,
         environment: Mapping[str, str] | None = None,
         first: str | None = None,
+        log: IO[str] | None = None,
     ) -> None:
-        self._program, self._answer = command[0], answer
+        self._program, self._answer, self._log = command[0], answer, log
         pipe = subprocess.PIPE
         self._process = stack.enter_context(
-            subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=environment)
         )
         assert self._process.stdin is not None
         stack.callback(self._process.stdin.close)
@@ -53,4 +59,7 @@ class Worker:
         for line in self._process.stdout:
             if line.startswith(self._answer):
                 return line.removeprefix(self._answer)
-        raise SystemExit(f"a process of {self._program} ended with status {self._process.wait()}")
+        said = ""
+        if self._log is not None:
+            said = ":\n" + Path(self._log.name).read_text(errors="replace")[-LAST_WORDS:]
+        raise SystemExit(f"a process of {self._program} ended with status {self._process.wait()}{said}")

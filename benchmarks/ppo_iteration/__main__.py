@@ -3,7 +3,7 @@
 Both make the same work: as many prompts, forced replies of one length, epochs and minibatches of the same random
 models, with value and reward model of the policy's size, without texts of pretraining and referee. Each
 divides the cores as it is told to: as threads of one process, or as data-parallel processes. All make iterations in
-turn, so that other work on the machine meets all of them. Printed are medians. ``make bench`` makes TRL's environment.
+turn, so that other work on the machine meets all of them. Printed are medians, as soon as they are measured.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.ppo_iteration.workload import ANSWER, Workload
 from benchmarks.worker import Worker
@@ -29,6 +27,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "4.3 M": {"hidden": 256, "intermediate": 688, "layers": 5, "heads": 8},
 }
 
+ROW = "{:<12}{:>7}{:>21}{:>9}{:>12}"
 MINIBATCH = Workload.prompts // Workload.minibatches  # prompts, of which each process has a share
 
 
@@ -37,19 +36,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ppo_iteration", description=__doc__)
     parser.add_argument("--trl-python", type=Path, required=True, help="the Python of an environment with TRL")
     parser.add_argument("--size", choices=SIZES, nargs="+", default=list(SIZES), help="parameters of each model")
-    parser.add_argument("--reply", type=int, nargs="+", default=[64, 128], help="tokens of each reply")
+    parser.add_argument("--reply", type=int, nargs="+", default=[64], help="tokens of each reply")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
                         help="bfloat16: ours has float32 masters, TRL float32 weights under autocast")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=3)
     cores = torch.get_num_threads()
     most = max(filter(_shares_evenly, range(1, cores + 1)))
     parser.add_argument("--cores", type=_division, nargs="+", default=sorted({(1, 1), (1, cores), (most, 1)}),
                         help="processes x threads of each, such as 1x2 2x1; by default one core, and all of them as "
                         "threads and as processes", metavar="PxT")  # fmt: skip
     given = parser.parse_args()
-    table = Table(
-        "parameters", "reply", "processes x threads", "ours, s", "TRL, s", title=f"one PPO iteration, {given.dtype}"
-    )
+    print(f"one PPO iteration, {given.dtype}")
+    print(ROW.format("parameters", "reply", "processes x threads", "ours, s", "TRL, s"), flush=True)
     for size in given.size:
         for reply in given.reply:
             workloads = [
@@ -58,11 +56,9 @@ def main() -> int:
             ]
             ours, theirs = _measure(workloads, given.trl_python, given.repeats)
             for (processes, threads), mine, other in zip(given.cores, ours, theirs, strict=True):
-                table.add_row(size, str(reply), f"{processes} x {threads}", f"{mine:.2f}", f"{other:.2f}")
-            table.add_row(
-                size, str(reply), "each's best", "", f"{min(theirs) / min(ours):.2f} times ours", end_section=True
-            )
-    Console().print(table)
+                print(ROW.format(size, reply, f"{processes} x {threads}", f"{mine:.2f}", f"{other:.2f}"))
+            ratio = f"{min(theirs) / min(ours):.2f} times"
+            print(ROW.format(size, reply, "each's best", "", ratio), flush=True)
     return 0
 
 
@@ -91,7 +87,8 @@ def _measure(workloads: Sequence[Workload], trl_python: Path, repeats: int) -> t
             workload.write(Path(folder))
         ours = [[sys.executable, "-m", "benchmarks.ppo_iteration.ours", folder] for folder in folders]
         theirs = [[str(trl_python), script, folder] for folder in folders]
-        workers = [Worker(command, stack, ANSWER) for command in (*ours, *theirs)]
+        log = stack.enter_context((Path(temporary) / "log").open("w+"))
+        workers = [Worker(command, stack, ANSWER, log=log) for command in (*ours, *theirs)]
         laps = [[worker.ask()[0] for worker in workers] for _ in range(repeats)]
     medians = [statistics.median(times) for times in zip(*laps, strict=True)]
     return medians[: len(ours)], medians[len(ours) :]
