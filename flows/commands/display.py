@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import IO, TextIO
 
 from rich.console import Console, RenderableType
 from rich.progress import Progress, ProgressColumn, Task
@@ -31,7 +31,7 @@ class Display:
     ``watch`` measures the time since the command started.
     """
 
-    def __init__(self, state: RunState, stream: TextIO) -> None:
+    def __init__(self, state: RunState, stream: IO[str]) -> None:
         self.state, self.stream = state, stream
         self.watch = Stopwatch()
         self._last_lines: dict[str, str] = {}

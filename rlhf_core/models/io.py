@@ -350,7 +350,8 @@ def _rebuilt(folder: Path, model: PreTrainedModel, auto_class: Any) -> PreTraine
                 if empty is not None and (tensor is None or tensor.shape != empty.shape):
                     return None
                 places[name] = tensor
-    return twin.eval()
+    twin.eval()
+    return twin
 
 
 def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:

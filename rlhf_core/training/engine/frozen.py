@@ -62,7 +62,8 @@ class FrozenModels:
             pin = distributed.device().type == "cuda"
             pinned: dict[Tensor, Tensor] = {}
             for module in model.modules():
-                for places in (module._parameters, module._buffers):
+                own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+                for places in own:
                     for name, tensor in places.items():
                         if tensor is None:
                             continue
