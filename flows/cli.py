@@ -165,6 +165,7 @@ def export(
     push: Annotated[str | None, typer.Option("--push", help="Push to owner/name on a hub; needs HF_TOKEN.")] = None,
     public: Annotated[bool, typer.Option("--public", help="Make a new repository public.")] = False,
     license_id: Annotated[str | None, typer.Option("--license", help="License on the card, as in apache-2.0.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter that was trained, for PEFT.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Release an ungated version; needs --reason.")] = False,
     reason: Reason = None,
     workspace: Workspace = None,
@@ -184,7 +185,7 @@ def export(
         from flows.release.export import export as write
         from flows.workspace.folder import find_workspace
 
-        request = ExportRequest(version, push, public, license_id, reason if force else None)
+        request = ExportRequest(version, push, public, license_id, reason if force else None, adapter)
         done = write(find_workspace(workspace), target, request)
     typer.echo(done.describe())
 

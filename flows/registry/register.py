@@ -32,7 +32,8 @@ from flows.workspace.folder import SEPARATOR, run_label
 from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import GateFailed
-from rlhf_core.storage.files import read_json, sha256_tree
+from rlhf_core.storage.files import read_json, sha256_file, sha256_tree
+from rlhf_core.tracking.stage_run import METRICS_TAG
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -50,15 +51,20 @@ TAG_LIMIT = 5000  # MLflow refuses longer values
 class RegistrableModel:
     """A model folder of the workspace that may be registered.
 
-    ``gates`` are all gates upstream of it, its own last; ``gate_stage`` is the stage that runs its own gate, which all
-    stages that made the model come before.
+    ``stage`` trains it. ``gates`` are all gates upstream of it, its own last; ``gate_stage`` is the stage that runs its
+    own gate, which all stages that made the model come before.
     """
 
     kind: str
     name: str
-    folder: str
+    stage: str
     gates: tuple[str, ...]
     gate_stage: str
+
+    @property
+    def folder(self) -> str:
+        """Where the workspace has it."""
+        return f"models/{self.kind}"
 
 
 @dataclass(frozen=True)
@@ -97,8 +103,8 @@ class Registration:
 def registrable_models(config: RegistryConfig) -> tuple[RegistrableModel, RegistrableModel]:
     """Reward model and policy, in the order in which they are registered."""
     return (
-        RegistrableModel("reward", config.reward_model, "models/reward", GATES[:3], "gate-reward"),
-        RegistrableModel("policy", config.policy, "models/policy", GATES, "gate-policy"),
+        RegistrableModel("reward", config.reward_model, "reward", GATES[:3], "gate-reward"),
+        RegistrableModel("policy", config.policy, "ppo", GATES, "gate-policy"),
     )
 
 
@@ -275,7 +281,8 @@ def _create_version(
         fluent(workspace),
         _registration_run(client, workspace, model, run_id) as own_run,
     ):
-        logged = log_model(workspace, model.kind, model.folder, tags[CONTENT_TAG])
+        trained_by = training_run(client, workspace, model.stage)
+        logged = log_model(workspace, model.kind, model.folder, tags[CONTENT_TAG], trained_by)
         for gate in evidence:
             client.log_artifact(own_run, str(workspace / "gates" / f"{gate.gate}.json"), "gates")
         for path in files.values():
@@ -290,6 +297,19 @@ def _create_version(
             model.name, logged.uri, own_run, tags={**tags, COMPLETE_TAG: "true"}, model_id=logged.model_id
         )
     return str(version.version)
+
+
+def training_run(client: MlflowClient, workspace: Path, stage: str) -> str | None:
+    """The newest run of ``stage`` that made the metrics of the workspace, None where MLflow has none of it.
+
+    A result that DVC takes from its cache was made by an earlier run, maybe of another workspace.
+    """
+    metrics = workspace / "metrics" / f"{stage}.json"
+    if not metrics.is_file():
+        return None
+    made = f"tags.`rlhf.stage` = '{stage}' and tags.`{METRICS_TAG}` = '{sha256_file(metrics)}'"
+    newest = client.search_runs([experiment_id(client, workspace)], made, max_results=1)
+    return str(newest[0].info.run_id) if newest else None
 
 
 def _ensure_registered_model(client: MlflowClient, name: str) -> None:

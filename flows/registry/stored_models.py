@@ -21,6 +21,7 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError, first_line
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
+from rlhf_core.serving.protocol.chat import CompletionId, Usage
 from rlhf_core.storage.files import atomic_dir, sha256_tree
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ REMEDY = (
     "`rlhf run` registers the model again, and if it is the champion `rlhf promote --force --reason TEXT` replaces it; "
     "or roll back"
 )
-REQUIREMENTS = ("mlflow", "torch", "transformers", "pandas")
+REQUIREMENTS = ("rlhf-pipeline", "mlflow", "torch", "transformers", "pandas")
+EXAMPLE = [{"role": "user", "content": "What color is the sky?"}]
+SCORED_EXAMPLE = [*EXAMPLE, {"role": "assistant", "content": "It is blue."}]
 
 
 @dataclass(frozen=True)
@@ -47,23 +50,30 @@ class LoggedFolder:
     model_id: str
 
 
-def log_model(workspace: Path, kind: str, folder: str, content: str) -> LoggedFolder:
-    """Store ``folder`` of the workspace as a pyfunc model of MLflow's active run; to be called within :func:`fluent`.
+def log_model(workspace: Path, kind: str, folder: str, content: str, trained_by: str | None) -> LoggedFolder:
+    """Store ``folder`` of the workspace as a pyfunc model, within :func:`fluent` and an active run of MLflow.
 
     Inside, ``artifacts/`` holds the plain Hugging Face folder, which transformers and vLLM load as it is. The model
     carries its ``content`` hash, which is compared when it is loaded, and the sampling that the policy was judged with.
+
+    Args:
+        trained_by: The run whose model it is; None for the active one.
     """
     import mlflow
 
+    sampling = judged_sampling(workspace)
+    model = None if trained_by is None else mlflow.initialize_logged_model(kind, source_run_id=trained_by)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # advice on type hints and input examples
+        warnings.simplefilter("ignore", UserWarning)  # advice on type hints
         info = mlflow.pyfunc.log_model(
             name=kind,
             python_model=str(SERVING_CODE),
             artifacts={"hf": str(workspace / folder)},
-            signature=signature(kind, judged_sampling(workspace)),
-            model_config={"kind": kind, "content_sha256": content, "sampling": judged_sampling(workspace)},
+            signature=signature(kind, sampling),
+            input_example={"messages": EXAMPLE if kind == "policy" else SCORED_EXAMPLE},
+            model_config={"kind": kind, "content_sha256": content, "sampling": sampling},
             pip_requirements=_requirements(),
+            model_id=None if model is None else model.model_id,
         )
     return LoggedFolder(str(info.model_uri), str(info.model_id))
 
@@ -89,27 +99,28 @@ def _requirements() -> list[str]:
 
 
 def signature(kind: str, sampling: Mapping[str, Any]) -> ModelSignature:
-    """``messages`` in; a policy also takes sampling parameters, by default those it was judged with.
+    """``messages`` in, chat completions or scores out; a policy also takes the settings of a chat request.
 
-    A seed of 0 or more makes the answer repeatable.
+    By default they are those that it was judged with. A seed of 0 or more makes the answer repeatable.
     """
-    from mlflow.models import ModelSignature
+    from mlflow.models import ModelSignature, infer_signature
     from mlflow.types.schema import Array, ColSpec, DataType, Object, ParamSchema, ParamSpec, Property, Schema
 
     turn = Object([Property("role", DataType.string), Property("content", DataType.string)])
     inputs = Schema([ColSpec(Array(turn), "messages")])
     if kind == "reward":
-        return ModelSignature(inputs=inputs)
+        return ModelSignature(inputs, Schema([ColSpec(DataType.double, "score")]))
     params = ParamSchema(
         [
-            ParamSpec("max_new_tokens", DataType.long, sampling["max_new_tokens"]),
+            ParamSpec("max_tokens", DataType.long, sampling["max_new_tokens"]),
             ParamSpec("temperature", DataType.double, float(sampling["temperature"])),
             ParamSpec("top_p", DataType.double, float(sampling["top_p"])),
             ParamSpec("repetition_penalty", DataType.double, float(sampling["repetition_penalty"])),
             ParamSpec("seed", DataType.long, -1),
         ]
     )
-    return ModelSignature(inputs=inputs, params=params)
+    completion = CompletionId(kind, 0).completion("text", "stop", Usage(1, 1)) | {"reply": "text"}
+    return ModelSignature(inputs, infer_signature(None, [completion]).outputs, params)
 
 
 def verified_folder(workspace: Path, version: ModelVersion, client: MlflowClient | None = None) -> Path:

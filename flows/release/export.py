@@ -19,6 +19,7 @@ from flows.release.model_card import DATA_CARD_FILE, ReleaseEvidence, card_data,
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import GateFailed, RlhfError, first_line, named_line
+from rlhf_core.models.adapters import ADAPTER_CONFIG, ADAPTER_FOLDER
 from rlhf_core.storage.files import atomic_dir
 
 TOKEN_VARIABLE = "HF_TOKEN"
@@ -132,6 +133,7 @@ def _one_rope(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 GENERATION = "generation_config.json"
+MODEL_FILES = ("config.json", GENERATION, "model.safetensors.index.json")
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ class ExportRequest:
         push: ``owner/name`` of the hub repository that receives the folder too; None for none.
         public: Whether a repository that is made is public.
         license_id: The license on the card, as hubs spell it (``apache-2.0``).
+        adapter: Only what was trained, for PEFT, of a policy that was trained as adapters.
         force_reason: Release whatever gates say; the reason is written on the card.
     """
 
@@ -151,6 +154,7 @@ class ExportRequest:
     public: bool = False
     license_id: str | None = None
     force_reason: str | None = None
+    adapter: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,13 +164,18 @@ class Export:
     folder: Path
     name: str
     address: str | None
+    adapter: bool = False
 
     def describe(self) -> str:
         """Say where the model is and how to talk to it."""
         model = shlex.quote(str(self.folder))
+        head = f"{self.name} is in {self.folder}" + (f" and at {self.address}" if self.address else "")
+        if self.adapter:
+            loading = f"peft.PeftModel.from_pretrained(SFT_MODEL, {str(self.folder)!r})"
+            return f"{head}, as an adapter\nnext: in Python: {loading}"
         return "\n".join(
             [
-                f"{self.name} is in {self.folder}" + (f" and at {self.address}" if self.address else ""),
+                head,
                 f"next: rlhf chat {model}",
                 f"      vllm serve {model}",
                 f'      in Python: transformers.pipeline("text-generation", model={str(self.folder)!r})',
@@ -201,13 +210,20 @@ def export(workspace: Path, target: Path, request: ExportRequest) -> Export:
         raise GateFailed(f"{obstacle}; to release it all the same, add --force --reason TEXT, which the card will show")
     source = verified_folder(workspace, version)
     evidence = release_evidence(workspace, version, source, obstacle)
-    forced = request.force_reason if obstacle else None
     title = (request.push or target.name).rpartition("/")[2]
+    if request.adapter and not (source / ADAPTER_FOLDER).is_dir():
+        raise RlhfError(
+            f"{evidence.name} was not trained as an adapter (ppo.policy_lora), so there is none; leave --adapter out"
+        )
     with atomic_dir(target) as folder:
-        shutil.copytree(source, folder, dirs_exist_ok=True)
-        _write_generation_config(folder, evidence.sampling)
-        reads_in_4 = write_earlier_names(folder)
-        _write_card(folder, evidence, title, request.license_id, forced, reads_in_4)
+        if request.adapter:
+            _copy_adapter(source, folder, evidence)
+            reads_in_4 = True
+        else:
+            shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(ADAPTER_FOLDER))
+            _write_generation_config(folder, evidence.sampling)
+            reads_in_4 = write_earlier_names(folder)
+        _write_card(folder, evidence, title, request, reads_in_4)
         if evidence.data_card:
             (folder / DATA_CARD_FILE).write_text(evidence.data_card, encoding="utf-8")
         if signer is not None:
@@ -215,7 +231,19 @@ def export(workspace: Path, target: Path, request: ExportRequest) -> Export:
     address = None
     if request.push is not None:
         address = upload(target, Upload(request.push, request.public, f"{evidence.name}"))
-    return Export(target, evidence.name, address)
+    return Export(target, evidence.name, address, request.adapter)
+
+
+def _copy_adapter(source: Path, folder: Path, evidence: ReleaseEvidence) -> None:
+    """Copy the adapter of the model in ``source``, and what its tokenizer and chat template are made of."""
+    shutil.copytree(source / ADAPTER_FOLDER, folder, dirs_exist_ok=True)
+    if evidence.source is not None and not evidence.fine_tuned:  # else its base is a model of the workspace alone
+        config = folder / ADAPTER_CONFIG
+        settings = json.loads(config.read_text(encoding="utf-8")) | {"base_model_name_or_path": evidence.source.base}
+        config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    for file in source.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in MODEL_FILES:
+            shutil.copy(file, folder)
 
 
 def _write_generation_config(folder: Path, sampling: Mapping[str, Any]) -> None:
@@ -230,13 +258,12 @@ def _write_card(
     folder: Path,
     evidence: ReleaseEvidence,
     title: str,
-    license_id: str | None,
-    forced: str | None,
+    request: ExportRequest,
     reads_in_4: bool,
 ) -> None:
     from huggingface_hub import ModelCard, ModelCardData
 
-    data = ModelCardData(**card_data(evidence, license_id))
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{card_text(evidence, title, forced, reads_in_4)}").save(
-        folder / "README.md"
-    )
+    data = card_data(evidence, request.license_id) | ({"library_name": "peft"} if request.adapter else {})
+    forced = request.force_reason if evidence.obstacle else None
+    text = card_text(evidence, title, forced, reads_in_4, request.adapter)
+    ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{text}").save(folder / "README.md")

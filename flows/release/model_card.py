@@ -136,6 +136,14 @@ PENALTY = (
     "The repetition penalty it was judged with counts generated tokens alone. transformers and vLLM count those of the "
     "prompt too, so replies to long prompts can differ there; `rlhf serve` and MLflow sample as it was judged."
 )
+ADAPTER_USE = (
+    "A LoRA adapter on the SFT model that the policy started from (`models/sft` of the workspace). With 4-bit weights "
+    "it was trained on their rounding.\n\n"
+    "```python\n"
+    "from peft import PeftModel\n\n"
+    "model = PeftModel.from_pretrained(sft_model, FOLDER_OR_ID)\n"
+    "```"
+)
 NEEDS_5 = "It needs `transformers >= 5`: version 4 reads other rotary embeddings from its configuration, in silence."
 
 TRAINED_BY = {
@@ -178,13 +186,16 @@ def card_data(evidence: ReleaseEvidence, license_id: str | None) -> dict[str, An
     return data
 
 
-def card_text(evidence: ReleaseEvidence, title: str, forced: str | None, reads_in_4: bool = True) -> str:
+def card_text(
+    evidence: ReleaseEvidence, title: str, forced: str | None, reads_in_4: bool = True, adapter: bool = False
+) -> str:
     """The body of the card in Markdown.
 
     Args:
         title: Name of the model.
         forced: Why it was released although something stood against it; None if nothing did.
         reads_in_4: Whether transformers 4 computes the same with the folder as transformers 5.
+        adapter: Whether the folder has the adapter alone.
     """
     blocks = [f"# {title}", _opening(evidence)]
     if forced is not None:
@@ -205,7 +216,7 @@ def card_text(evidence: ReleaseEvidence, title: str, forced: str | None, reads_i
     if not reads_in_4:
         limits.append(NEEDS_5)
     blocks += ["## Limits", "\n".join(f"- {limit}" for limit in limits)]
-    blocks += ["## Use", _use(evidence.sampling)]
+    blocks += ["## Use", ADAPTER_USE if adapter else _use(evidence.sampling)]
     lineage = {"registered as": evidence.name, "MLflow run": evidence.run_id, **evidence.lineage}
     blocks += [
         "## Lineage",

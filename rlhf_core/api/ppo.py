@@ -37,7 +37,14 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.replies import OnPolicyReplies, on_policy_replies
 from rlhf_core.evaluation.selection import SelectionEvaluator
-from rlhf_core.models.adapters import WithoutAdapters, add_adapters, merge_adapters, pack_linear_layers
+from rlhf_core.models.adapters import (
+    PeftAdapter,
+    WithoutAdapters,
+    add_adapters,
+    merge_adapters,
+    pack_linear_layers,
+    peft_adapter,
+)
 from rlhf_core.models.heads import ReplyScorer, ScalarModel
 from rlhf_core.models.io import load_weights
 from rlhf_core.models.shared_base import SETTINGS, SharedBase
@@ -83,6 +90,7 @@ class TrainedPolicy:
         history: The metrics of each iteration.
         samples: Sampled prompts and replies of some iterations.
         metrics: The selected checkpoint, the last iteration, health findings, each rollback.
+        adapter: What was trained, with ``policy_lora``; it is merged into ``model``, and saved beside it.
     """
 
     model: PreTrainedModel
@@ -92,10 +100,11 @@ class TrainedPolicy:
     history: list[dict[str, Any]]
     samples: list[dict[str, Any]]
     metrics: dict[str, Any]
+    adapter: PeftAdapter | None = None
 
     def save(self, path: str | Path) -> None:
         """Save model and tokenizer as a Hugging Face folder, after checking that the copy computes the same."""
-        save_policy(Path(path), self.model, self.tokenizer)
+        save_policy(Path(path), self.model, self.tokenizer, adapter=self.adapter)
 
 
 def train_ppo(
@@ -181,11 +190,13 @@ def train_ppo(
             choice = selector.choice()
             load_weights(trained, load_best(selector.folder, choice.candidate.iteration))
         history, samples = trainer.history.rows(), trainer.samples.rows()
+    adapter = None
     if config.policy_lora is not None:
+        adapter = peft_adapter(trained)
         merge_adapters(trained)
     assert health is not None
     metrics = summary(trainer, history, health.findings, choice)
-    return TrainedPolicy(trained.eval(), tokenizer, choice, health.findings, history, samples, metrics)
+    return TrainedPolicy(trained.eval(), tokenizer, choice, health.findings, history, samples, metrics, adapter)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ same tokens, so the second pass takes what the first left there: the same bits, 
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -188,6 +189,36 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         if parameter.requires_grad:
             parameter.data = parameter.data.to(precision)
     model.eval()
+
+
+ADAPTER_FOLDER, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter", "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."  # of parameters in PEFT's files
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """The trained part of a language model, by which ``PeftModel.from_pretrained`` makes it from its frozen part.
+
+    Attributes:
+        settings: The content of ``adapter_config.json``.
+        tensors: That of ``adapter_model.safetensors``.
+    """
+
+    settings: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def peft_adapter(model: PreTrainedModel) -> PeftAdapter:
+    """Copy the adapters of ``model``, before they are merged."""
+    config = model.peft_config["default"]
+    settings = {**config.to_dict(), "task_type": "CAUSAL_LM", "inference_mode": True}
+    plain = json.loads(json.dumps(settings, default=lambda value: sorted(value) if isinstance(value, set) else None))
+    tensors = {
+        f"{PEFT_PREFIX}{name.replace('.default.', '.')}": parameter.detach().cpu().clone().contiguous()
+        for name, parameter in model.named_parameters()
+        if ".lora_" in name
+    }
+    return PeftAdapter(plain, tensors)
 
 
 def merge_adapters(model: nn.Module) -> None:

@@ -256,12 +256,14 @@ def save_folder(
         with quiet():
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
+        for name in (*(json_files or {}), *(tensor_files or {})):
+            (folder / name).parent.mkdir(exist_ok=True)
         for name, value in (json_files or {}).items():
             atomic_write_json(folder / name, value)
         for name, tensors in (tensor_files or {}).items():
             save_file(tensors, folder / name)
         # safetensors makes its files readable by their owner alone; a server may run as another user.
-        for file in folder.glob("*.safetensors"):
+        for file in folder.rglob("*.safetensors"):
             file.chmod((folder / "config.json").stat().st_mode & 0o777)
         if verify is not None:
             verify(folder)

@@ -50,6 +50,62 @@ class AcceptedRequest:
         """The token counts."""
         return Usage(len(self.prompt_ids), len(reply.token_ids))
 
+    def response(self, reply: SampledReply) -> dict[str, Any]:
+        """The whole chat completion."""
+        return self.completion.completion(reply.text, reply.finish_reason, self.usage(reply))
+
+
+def accept_request(request: ChatRequest, policy: LoadedPolicy, limits: ServingLimits, created: int) -> AcceptedRequest:
+    """Encode the prompt and settle how its reply is sampled: what the request leaves open is as the policy was judged.
+
+    Args:
+        created: Seconds since 1970.
+
+    Raises:
+        ApiError: The chat template refuses the messages, or prompt and reply do not fit.
+    """
+    _refuse_endless(request, policy, limits)
+    try:
+        prompt_ids = policy.encode(request.dialogue)
+    except (DataError, ModelError) as error:  # the chat template refuses the dialogue, or does not end on it
+        raise ApiError(400, str(error), param="messages", code="invalid_value") from error
+    judged, count = policy.judged, len(prompt_ids)
+    if limits.max_prompt_tokens is not None and count > limits.max_prompt_tokens:
+        message = f"the messages have {count} tokens; this server takes at most {limits.max_prompt_tokens}"
+        raise ApiError(400, message, param="messages", code="context_length_exceeded")
+    room = None if policy.context is None else policy.context - count
+    wanted = request.requested_tokens
+    if wanted is not None and wanted > limits.max_new_tokens:
+        message = f"max_tokens is {wanted}; this server writes at most {limits.max_new_tokens}"
+        raise ApiError(400, message, param="max_tokens", code="invalid_value")
+    tokens = min(judged.max_new_tokens, limits.max_new_tokens) if wanted is None else wanted
+    if room is not None and wanted is None:
+        tokens = min(tokens, room)
+    if room is not None and (tokens > room or room < 1):
+        message = (
+            f"the messages have {count} tokens; with max_tokens {max(tokens, 1)} that exceeds the {policy.context} "
+            "of the model's context: shorten one of them"
+        )
+        raise ApiError(400, message, param="messages", code="context_length_exceeded")
+    settings = ReplySettings(
+        temperature=judged.temperature if request.temperature is None else request.temperature,
+        top_p=judged.top_p if request.top_p is None else request.top_p,
+        repetition_penalty=request.repetition_penalty or judged.repetition_penalty,
+        max_new_tokens=tokens,
+        seed=secrets.randbits(63) if request.seed is None else request.seed % SEEDS,
+        stop=tuple(request.stop or ()),
+    )
+    return AcceptedRequest(request, policy, prompt_ids, settings, CompletionId(policy.revision.id, created))
+
+
+def _refuse_endless(request: ChatRequest, policy: LoadedPolicy, limits: ServingLimits) -> None:
+    """Raise ``ApiError`` for messages so long that their tokens need not be counted."""
+    bounds = [bound for bound in (limits.max_prompt_tokens, policy.context) if bound is not None]
+    characters = sum(len(message.content) for message in request.dialogue)
+    if bounds and characters > min(bounds) * MAX_TOKEN_CHARACTERS:
+        message = f"the messages have {characters} characters, far more than {min(bounds)} tokens hold; shorten them"
+        raise ApiError(400, message, param="messages", code="context_length_exceeded")
+
 
 class Completions:
     """Answers chat requests by the served policy, within limits.
@@ -94,7 +150,8 @@ class Completions:
             raise ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
         self._occupy()
         loop = asyncio.get_running_loop()
-        accepting = loop.run_in_executor(self._threads, self._accept, request, policy)
+        created = int(self._now())
+        accepting = loop.run_in_executor(self._threads, accept_request, request, policy, self.limits, created)
         try:
             accepted = await asyncio.shield(accepting)
         except asyncio.CancelledError:
@@ -116,53 +173,6 @@ class Completions:
             ended.exception()  # otherwise asyncio logs an error that nobody waited for
         self.in_flight -= 1
         self.metrics.in_flight.set(self.in_flight)
-
-    def _refuse_endless(self, request: ChatRequest, policy: LoadedPolicy) -> None:
-        """Raise ``ApiError`` for messages so long that their tokens need not be counted."""
-        bounds = [bound for bound in (self.limits.max_prompt_tokens, policy.context) if bound is not None]
-        characters = sum(len(message.content) for message in request.dialogue)
-        if bounds and characters > min(bounds) * MAX_TOKEN_CHARACTERS:
-            message = (
-                f"the messages have {characters} characters, far more than {min(bounds)} tokens hold; shorten them"
-            )
-            raise ApiError(400, message, param="messages", code="context_length_exceeded")
-
-    def _accept(self, request: ChatRequest, policy: LoadedPolicy) -> AcceptedRequest:
-        """Encode the prompt and settle how its reply is sampled."""
-        self._refuse_endless(request, policy)
-        try:
-            prompt_ids = policy.encode(request.dialogue)
-        except (DataError, ModelError) as error:  # the chat template refuses the dialogue, or does not end on it
-            raise ApiError(400, str(error), param="messages", code="invalid_value") from error
-        limits, judged = self.limits, policy.judged
-        count = len(prompt_ids)
-        if limits.max_prompt_tokens is not None and count > limits.max_prompt_tokens:
-            message = f"the messages have {count} tokens; this server takes at most {limits.max_prompt_tokens}"
-            raise ApiError(400, message, param="messages", code="context_length_exceeded")
-        room = None if policy.context is None else policy.context - count
-        wanted = request.requested_tokens
-        if wanted is not None and wanted > limits.max_new_tokens:
-            message = f"max_tokens is {wanted}; this server writes at most {limits.max_new_tokens}"
-            raise ApiError(400, message, param="max_tokens", code="invalid_value")
-        tokens = min(judged.max_new_tokens, limits.max_new_tokens) if wanted is None else wanted
-        if room is not None and wanted is None:
-            tokens = min(tokens, room)
-        if room is not None and (tokens > room or room < 1):
-            message = (
-                f"the messages have {count} tokens; with max_tokens {max(tokens, 1)} that exceeds the {policy.context} "
-                "of the model's context: shorten one of them"
-            )
-            raise ApiError(400, message, param="messages", code="context_length_exceeded")
-        settings = ReplySettings(
-            temperature=judged.temperature if request.temperature is None else request.temperature,
-            top_p=judged.top_p if request.top_p is None else request.top_p,
-            repetition_penalty=request.repetition_penalty or judged.repetition_penalty,
-            max_new_tokens=tokens,
-            seed=secrets.randbits(63) if request.seed is None else request.seed % SEEDS,
-            stop=tuple(request.stop or ()),
-        )
-        completion = CompletionId(policy.revision.id, int(self._now()))
-        return AcceptedRequest(request, policy, prompt_ids, settings, completion)
 
 
 class ReplyInProgress:
@@ -237,8 +247,7 @@ class ReplyInProgress:
         finally:
             leaving.cancel()
             self._cancelled.set()
-        accepted = self.accepted
-        return accepted.completion.completion(reply.text, reply.finish_reason, accepted.usage(reply))
+        return self.accepted.response(reply)
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the response as server-sent events; if the client leaves, the reply is cancelled.

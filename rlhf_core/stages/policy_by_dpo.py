@@ -31,7 +31,7 @@ def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunCo
         for split in ("train", "validation")
     )
     trained = train_dpo(policy, pad_id(tokenizer), train, validation, dpo, config.seed, context, config.policy_lora)
-    save_policy(outputs.model, trained.model, tokenizer)
+    save_policy(outputs.model, trained.model, tokenizer, adapter=trained.adapter)
     atomic_write_lines(outputs.history, trained.history)
     atomic_write_lines(outputs.abandoned, [])  # PPO's: DPO rolls nothing back
     rows = read_rows(inputs.clean / "demonstrations" / "validation.parquet", Demonstration)[: dpo.samples]

@@ -14,7 +14,7 @@ from rlhf_core.data.batches import epoch_order
 from rlhf_core.data.encoding import decode_reply, pad_id
 from rlhf_core.errors import DataError
 from rlhf_core.fingerprint import tracked_files
-from rlhf_core.models.adapters import add_adapters, merge_adapters
+from rlhf_core.models.adapters import PeftAdapter, add_adapters, merge_adapters, peft_adapter
 from rlhf_core.models.starting.base import load_policy, save_policy
 from rlhf_core.ppo.rejection_sampling import BestReplies, RejectionSampler
 from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
@@ -46,7 +46,7 @@ def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunCo
     best = sample_best(config, inputs, policy, tokenizer, prompts, context)
     examples = [Example(prompts.ids[row], reply) for row, reply in zip(best.prompts, best.replies, strict=True)]
     trained = fine_tune_on(examples, policy, pad_id(tokenizer), config, context)
-    save_policy(outputs.model, trained.model, tokenizer)
+    save_policy(outputs.model, trained.model, tokenizer, adapter=trained.adapter)
     sampling_cost = {"sampled_tokens": best.sampled_tokens, "seconds_sampling": best.seconds}
     first, *rest = trained.result.history
     atomic_write_lines(outputs.history, [first | sampling_cost, *rest])
@@ -123,12 +123,13 @@ def sample_best(
 
 @dataclass(frozen=True)
 class FineTunedPolicy:
-    """The policy after training on ``rows`` of the best replies, without adapters."""
+    """The policy after training on ``rows`` of the best replies; an ``adapter`` is merged into it."""
 
     model: PreTrainedModel
     result: LoopResult
     rows: int
     skipped_steps: int
+    adapter: PeftAdapter | None = None
 
 
 def fine_tune_on(
@@ -151,9 +152,11 @@ def fine_tune_on(
     loop = LoopSettings(NAME, config.seed, settings.steps, settings.eval_every, settings.checkpoint)
     result = Loop(engine, task, loop, context).run()
     policy = finish(engine, policy)
+    adapter = None
     if config.policy_lora is not None:
+        adapter = peft_adapter(policy)
         merge_adapters(policy)
-    return FineTunedPolicy(policy, result, len(train), engine.skipped_steps)
+    return FineTunedPolicy(policy, result, len(train), engine.skipped_steps, adapter)
 
 
 def as_sft(settings: RejectionSamplingConfig, seed: int) -> SftConfig:

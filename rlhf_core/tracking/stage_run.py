@@ -203,6 +203,7 @@ def default_environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
+METRICS_TAG = "rlhf.metrics_sha256"  # by which the run that made a workspace's result is found
 
 
 def record_folder(workspace: Path) -> Path:

@@ -18,7 +18,7 @@ from rlhf_core.config.model import LoraConfig
 from rlhf_core.config.policy import DpoConfig
 from rlhf_core.data.batches import passes
 from rlhf_core.data.pairs import TokenisedPair, pair_sequences
-from rlhf_core.models.adapters import add_adapters, merge_adapters
+from rlhf_core.models.adapters import PeftAdapter, add_adapters, merge_adapters, peft_adapter
 from rlhf_core.models.forward import LOGITS_BYTES, selected_logits
 from rlhf_core.runtime import distributed
 from rlhf_core.training.device_scalars import Scalar, device_scalar, read_scalars
@@ -286,11 +286,13 @@ class DpoRun:
         model: The policy, without adapters.
         metrics: What :func:`train_dpo` says of pairs, held-out loss and accuracy, speed and cost.
         history: The records of training, oldest first.
+        adapter: What was trained, with ``lora``; it is merged into ``model``.
     """
 
     model: PreTrainedModel
     metrics: dict[str, Any]
     history: list[dict[str, Any]]
+    adapter: PeftAdapter | None = None
 
 
 def train_dpo(
@@ -326,7 +328,9 @@ def train_dpo(
     settings = LoopSettings(NAME, seed, config.steps, config.eval_every, config.checkpoint)
     result = Loop(engine, task, settings, context).run()
     model = finish(engine, model)
+    adapter = None
     if lora is not None:
+        adapter = peft_adapter(model)
         merge_adapters(model)
     first, last = result.evaluations()[0], result.evaluations()[-1]
     metrics = {
@@ -342,4 +346,4 @@ def train_dpo(
         "tokens_per_second": result.tokens_per_second,
         "skipped_steps": engine.skipped_steps,
     }
-    return DpoRun(model, metrics, result.history)
+    return DpoRun(model, metrics, result.history, adapter)

@@ -65,7 +65,11 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.registry_output": {"data.token_folder"},
     "flows.commands.doctor": {"runtime.machine", "models.starting.starting_model.open_starting_model"},
     "flows.commands.serve": {"serving", "stages.runtime.threads.limit_threads_of"},
-    "flows.registry.stored_models": {"serving.policy_source"},
+    "flows.registry.stored_models": {"serving.policy_source", "serving.protocol.chat"},
+    # What a registered model is answered by, wherever it is loaded.
+    "flows.registry.model_pyfunc": {"serving", "evaluation.judges.model.ModelJudge", "evaluation.reply.Reply"},
+    "flows.registry.register": {"tracking.stage_run.METRICS_TAG"},
+    "flows.release.export": {"models.adapters.ADAPTER_CONFIG", "models.adapters.ADAPTER_FOLDER"},
     "flows.pipeline.data_watch": {
         "data.collection.sources.collected_paths",
         "fingerprint.sources.SOURCES_FILE",

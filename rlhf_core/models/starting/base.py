@@ -26,6 +26,7 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.data.chat_template import STOP_TOKENS
 from rlhf_core.data.encoding import stop_token_ids
 from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.models.adapters import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, PeftAdapter
 from rlhf_core.models.forward import embedding_weight, probe_ids
 from rlhf_core.models.io import load_model, reading, require_room_for, require_same, save_folder
 from rlhf_core.models.openblas_linear import default_products
@@ -244,10 +245,15 @@ def load_policy(
     return model, tokenizer
 
 
-def save_policy(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def save_policy(
+    path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: PeftAdapter | None = None
+) -> None:
     """Save a causal language model as a Hugging Face folder, after checking that the saved copy computes the same.
 
     The generation config of ``model`` is completed by the tokens that end a reply.
+
+    Args:
+        adapter: What was trained and is merged; saved in the folder ``adapter``, for PEFT.
 
     Raises:
         ModelError: The saved copy differs; nothing is published.
@@ -258,7 +264,15 @@ def save_policy(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
     def verify(folder: Path) -> None:
         require_same(path, folder, model, AutoModelForCausalLM, lambda each: _probe(each, ids))
 
-    save_folder(path, model, tokenizer, verify=verify)
+    settings, tensors = (
+        ({}, {})
+        if adapter is None
+        else (
+            {f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}": adapter.settings},
+            {f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}": adapter.tensors},
+        )
+    )
+    save_folder(path, model, tokenizer, json_files=settings, verify=verify, tensor_files=tensors)
 
 
 @torch.no_grad()

@@ -31,9 +31,10 @@ from rlhf_core.stages.runtime import launcher
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.runtime.launcher import OUTCOMES, StageExit, outcome_path
 from rlhf_core.stages.runtime.threads import limit_threads, return_freed_memory
-from rlhf_core.storage.files import atomic_write_json, flatten, sha256_tree
+from rlhf_core.storage.files import atomic_write_json, flatten, sha256_file, sha256_tree
 from rlhf_core.storage.garbage_collection import paused_collector
 from rlhf_core.tracking import Tracker, stage_tracker
+from rlhf_core.tracking.stage_run import METRICS_TAG
 from rlhf_core.training.checkpoints.store import CheckpointStore
 from rlhf_core.training.run_context import RunContext
 
@@ -235,6 +236,8 @@ def _record(metrics: Mapping[str, Any], outputs: Paths, tracker: Tracker) -> Non
         atomic_write_json(outputs["metrics"], metrics)
     numbers = {k: v for k, v in flatten(metrics).items() if isinstance(v, int | float) and not isinstance(v, bool)}
     tracker.log_metrics({f"final.{key}": float(value) for key, value in numbers.items()})
+    if "metrics" in outputs and outputs["metrics"].is_file():
+        tracker.set_tags({METRICS_TAG: sha256_file(outputs["metrics"])})
     for key in ("metrics", "evidence", "gate", "history", "report"):
         if key in outputs and outputs[key].is_file():
             tracker.log_artifact(outputs[key])

@@ -16,7 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flows.registry.promote import promote
 from flows.registry.register import register
 from flows.release.export import ExportRequest, export
+from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import EXIT_USER_ERROR, GateFailed, ModelError, RlhfError
+from rlhf_core.models.adapters import add_adapters, merge_adapters, peft_adapter
+from rlhf_core.models.starting.base import load_policy, save_policy
 from rlhf_core.storage.files import sha256_file
 
 JUDGED = {"win_rate": 0.67, "win_rate_low95": 0.63, "win_rate_high95": 0.71, "prompts": 8}
@@ -63,6 +66,41 @@ def test_the_champion_loads_in_plain_transformers_with_its_card(released: Path, 
     assert "| judge | 0.670 | 0.630 to 0.710 |  | 8 |" in card.text
     assert (done.folder / "DATA_CARD.md").read_text() == "# Data card\n" and "(DATA_CARD.md)" in card.text
     assert [f"**{gate}** passed" in card.text for gate in ("data", "sft", "reward", "policy")] == 4 * [True]
+
+
+def test_an_adapter_is_exported_where_one_was_trained(workspace: Path, tmp_path: Path) -> None:
+    """Base and adapter of PEFT compute what the registered policy does, whose own export is a plain model."""
+    from peft import PeftModel
+
+    with pytest.raises(RlhfError, match="was not trained as an adapter"):
+        register(workspace)
+        export(workspace, tmp_path / "none", ExportRequest(version="1", adapter=True))
+    assert not (tmp_path / "none").exists()
+    policy, tokenizer = load_policy(workspace / "models" / "policy")
+    policy.save_pretrained(tmp_path / "sft")
+    add_adapters(policy, LoraConfig(rank=2, alpha=4, upper_layers=1), seed=1)
+    for name, parameter in policy.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter)
+    adapter = peft_adapter(policy)
+    merge_adapters(policy)
+    save_policy(workspace / "models" / "policy", policy, tokenizer, adapter=adapter)
+    commit(workspace)
+    register(workspace)
+    done = export(workspace, tmp_path / "adapter", ExportRequest(version="2", adapter=True))
+    assert "PeftModel.from_pretrained" in done.describe()
+    card = ModelCard.load(done.folder / "README.md")
+    assert card.data.library_name == "peft" and "PeftModel.from_pretrained" in card.text
+    assert not (done.folder / "model.safetensors").exists()
+    plain = export(workspace, tmp_path / "plain", ExportRequest(version="2")).folder
+    assert not (plain / "adapter").exists()
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "sft"), str(done.folder))
+    ids = torch.arange(1, 60)[None]
+    with torch.inference_mode():
+        merged = AutoModelForCausalLM.from_pretrained(plain)(ids).logits
+        assert torch.allclose(adapted(ids).logits, merged, atol=1e-5)
+        assert not torch.allclose(AutoModelForCausalLM.from_pretrained(tmp_path / "sft")(ids).logits, merged, atol=1e-2)
+    assert AutoTokenizer.from_pretrained(done.folder).chat_template == tokenizer.chat_template
 
 
 def test_a_folder_in_use_and_changed_files_are_refused(released: Path, tmp_path: Path) -> None:

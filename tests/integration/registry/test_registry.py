@@ -33,18 +33,19 @@ from flows.registry.stored_models import champion_folder
 from flows.supervision.processes import child_environment
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.storage.files import sha256_file, sha256_tree
+from rlhf_core.tracking.stage_run import METRICS_TAG
 
 CHAT = {"messages": [{"role": "user", "content": "what colour is the sky?"}]}
 REFUSED_REQUESTS = [
     ({"messages": []}, "messages is empty"),
-    ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role is 'wizard'"),
+    ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": " "}]}, "messages[0].content is empty"),
-    ({"messages": [{"role": "assistant", "content": "hi"}]}, "must end with a turn of role user"),
-    ({"top_p": 7.0}, "top_p is 7.0; it must be above 0 and at most 1"),
-    ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
-    ({"max_new_tokens": 5000}, "exceeds the 256 positions of the model"),
-    ({"temperature": -1.0}, "temperature is -1.0"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+    ({"messages": [{"role": "assistant", "content": "hi"}]}, "a conversation begins with the user"),
+    ({"top_p": 7.0}, "top_p: "),
+    ({"max_tokens": 0}, "max_tokens: "),
+    ({"max_tokens": 5000}, "exceeds the 256 of the model's context"),
+    ({"temperature": -1.0}, "temperature: "),
+    ({"repetition_penalty": 0.0}, "repetition_penalty: "),
 ]
 SCORED = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "blue."}]}
 
@@ -166,6 +167,7 @@ def test_a_missing_gate_is_refused(workspace: Path) -> None:
     assert "has not judged this workspace" in register(workspace).refused[policy_name(workspace)]
 
 
+@pytest.mark.slow
 def test_versions_answer_through_pyfunc_and_are_plain_folders(workspace: Path) -> None:
     import mlflow
     from transformers import AutoModelForCausalLM
@@ -179,17 +181,68 @@ def test_versions_answer_through_pyfunc_and_are_plain_folders(workspace: Path) -
     with fluent(workspace):
         policy = mlflow.pyfunc.load_model(f"models:/{policy_name(workspace)}@champion")
         reward = mlflow.pyfunc.load_model(f"models:/{reward_name(workspace)}@challenger")
-    params = {"max_new_tokens": 5, "seed": 3}
+    params = {"max_tokens": 5, "seed": 3}
     first, second = policy.predict(CHAT, params=params), policy.predict(CHAT, params=params)
-    assert first == second and first[0]["choices"][0]["message"]["role"] == "assistant"
+    assert first[0]["choices"] == second[0]["choices"] and first[0]["choices"][0]["message"]["role"] == "assistant"
     assert 1 <= first[0]["usage"]["completion_tokens"] <= 5
-    assert len(policy.predict([CHAT, CHAT], params={"max_new_tokens": 2, "temperature": 0.0})) == 2
+    assert len(policy.predict([CHAT, CHAT], params={"max_tokens": 2, "temperature": 0.0})) == 2
     judge = ModelJudge.load(workspace / "models" / "reward", "reward")
     expected = judge.score([[Message("user", "what colour is the sky?")]], [Reply("blue.", True)])[0]
     assert reward.predict(SCORED)[0]["score"] == pytest.approx(expected, abs=1e-5)
     folder = champion_folder(workspace)
     assert sha256_tree(folder) == sha256_tree(workspace / "models" / "policy")
     AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_mlflow_evaluates_what_was_registered(workspace: Path) -> None:
+    """Both ways of MLflow, by the model's address alone: its signature and example say how to ask."""
+    import mlflow
+    import pandas
+    from mlflow.genai.scorers import scorer
+
+    register(workspace)
+    data = pandas.DataFrame({"messages": [CHAT["messages"]] * 2, "expected": ["blue.", "grey."]})
+    length = mlflow.models.make_metric(
+        eval_fn=lambda predictions, metrics: float(predictions.str.len().mean()), greater_is_better=True, name="length"
+    )
+    uri = f"models:/{policy_name(workspace)}@challenger"
+    with fluent(workspace), mlflow.start_run():
+        info = mlflow.models.get_model_info(uri)
+        assert "choices" in info.signature.outputs.input_names() and info.saved_input_example_info is not None
+        result = mlflow.models.evaluate(uri, data, targets="expected", predictions="reply", extra_metrics=[length])
+        assert result.metrics["length"] > 0
+        policy = mlflow.pyfunc.load_model(uri)
+
+        @scorer
+        def answered(outputs: str) -> bool:
+            return bool(outputs)
+
+        judged = mlflow.genai.evaluate(
+            data=[{"inputs": {"messages": CHAT["messages"]}}],
+            predict_fn=lambda messages: policy.predict({"messages": messages})[0]["reply"],
+            scorers=[answered],
+        )
+        assert judged.metrics["answered/mean"] == 1.0
+        rewards = pandas.DataFrame({"messages": [SCORED["messages"]] * 2, "expected": [0.1, 0.2]})
+        uri = f"models:/{reward_name(workspace)}@challenger"
+        scored = mlflow.models.evaluate(uri, rewards, targets="expected", predictions="score", model_type="regressor")
+        assert scored.metrics["mean_absolute_error"] >= 0
+
+
+def test_a_logged_model_comes_from_the_run_that_trained_it(workspace: Path) -> None:
+    client = connect(workspace)
+    experiment = experiment_id(client, workspace)
+    of_ppo = {"rlhf.stage": "ppo", METRICS_TAG: sha256_file(workspace / "metrics" / "ppo.json")}
+    trained = client.create_run(experiment, tags=of_ppo).info.run_id
+    client.create_run(experiment, tags={"rlhf.stage": "ppo", METRICS_TAG: "of another result"})
+    register(workspace)
+    version = client.get_model_version_by_alias(policy_name(workspace), "challenger")
+    logged = client.get_logged_model(version.source.removeprefix("models:/"))
+    assert logged.source_run_id == trained and version.run_id != trained
+    reward = client.get_model_version_by_alias(reward_name(workspace), "challenger")
+    logged = client.get_logged_model(reward.source.removeprefix("models:/"))
+    assert logged.source_run_id == reward.run_id, "without a record of its training the registration made it"
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
@@ -276,10 +329,10 @@ def test_mlflow_serves_the_policy_and_refuses_in_one_line(workspace: Path) -> No
     url = f"http://127.0.0.1:{port}/invocations"
     try:
         wait_for_url(f"http://127.0.0.1:{port}/ping", server)
-        answer = _post(url, {**CHAT, "max_new_tokens": 4, "seed": 1})
+        answer = _post(url, {**CHAT, "max_tokens": 4, "seed": 1})
         assert answer[0]["choices"][0]["message"]["role"] == "assistant"
         assert answer[0]["usage"]["completion_tokens"] <= 4
-        table = {"dataframe_records": [CHAT, CHAT], "params": {"max_new_tokens": 2}}
+        table = {"dataframe_records": [CHAT, CHAT], "params": {"max_tokens": 2}}
         assert len(_post(url, table)["predictions"]) == 2
         for change, reason in REFUSED_REQUESTS:
             with pytest.raises(urllib.error.HTTPError) as refusal:
