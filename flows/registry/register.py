@@ -33,7 +33,7 @@ from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import GateFailed
 from rlhf_core.storage.files import read_json, sha256_file, sha256_tree
-from rlhf_core.tracking.stage_run import METRICS_TAG
+from rlhf_core.tracking.stage_run import METRICS_TAG, origin_tags
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -335,7 +335,7 @@ def _registration_run(
 
     experiment = experiment_id(client, workspace)
     label = run_label(workspace, load_params(workspace).profile, datetime.now())
-    tags = {"mlflow.runName": f"register {model.name}{SEPARATOR}{label}"}
+    tags = {"mlflow.runName": f"register {model.name}{SEPARATOR}{label}", **origin_tags(workspace, "rlhf run")}
     if parent:
         tags["mlflow.parentRunId"] = parent
     with mlflow.start_run(experiment_id=experiment, tags=tags, log_system_metrics=False) as run:

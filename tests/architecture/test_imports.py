@@ -68,7 +68,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.registry.stored_models": {"serving.policy_source", "serving.protocol.chat"},
     # What a registered model is answered by, wherever it is loaded.
     "flows.registry.model_pyfunc": {"serving", "evaluation.judges.model.ModelJudge", "evaluation.reply.Reply"},
-    "flows.registry.register": {"tracking.stage_run.METRICS_TAG"},
+    "flows.registry.register": {"tracking.stage_run.METRICS_TAG", "tracking.stage_run.origin_tags"},
     "flows.release.export": {"models.adapters.ADAPTER_CONFIG", "models.adapters.ADAPTER_FOLDER"},
     "flows.pipeline.data_watch": {
         "data.collection.sources.collected_paths",

@@ -71,6 +71,10 @@ def test_both_models_are_registered_with_lineage_and_gate_report(workspace: Path
     assert {m.key: m.value for m in logged.metrics}["evaluation.nested.win_rate"] == 0.7
     assert run.data.metrics["evaluation.nested.win_rate"] == 0.7
     assert run.data.tags["mlflow.parentRunId"] == run_id
+    assert run.data.tags["mlflow.source.name"] == "rlhf run" and run.data.tags["mlflow.user"]
+    assert [(given.dataset.name, given.dataset.digest) for given in run.inputs.dataset_inputs] == [
+        ("data/clean", version.tags["lineage.data"])
+    ]
     assert client.get_run(run_id).info.status == "RUNNING"  # registering does not close the pipeline's run
 
 
