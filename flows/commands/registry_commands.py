@@ -209,31 +209,18 @@ def rollback(
 
 
 @app.command()
-def terms(
-    workspace: Workspace = None,
-    take_over: Annotated[
-        bool,
-        typer.Option("--take-over", help="Become the owner of the registered policy; needs --reason."),
-    ] = False,
-    reason: Reason = None,
-) -> None:
+def terms(workspace: Workspace = None) -> None:
     """Show who owns the registered policy, and what a promotion by this workspace requires.
 
     The first promotion makes its workspace the owner: only there versions become champion, by its own settings.
 
-    Examples:
-    $ rlhf registry terms
-    $ rlhf registry terms --take-over --reason "the first machine is gone"
+    Example: rlhf registry terms
     """
     with busy("reading the registered policy"):
         from flows.registry.session import describe_terms
-        from flows.registry.session import take_over as become_owner
         from flows.workspace.folder import find_workspace
 
-        folder = find_workspace(workspace)
-        if take_over:
-            become_owner(folder, reason or "")
-        described = describe_terms(folder)
+        described = describe_terms(find_workspace(workspace))
     typer.echo(described)
 
 

@@ -19,7 +19,6 @@ from flows.registry.decisions import PromotionDecision, report_name
 from flows.registry.evidence import GATES
 from flows.registry.history import read_history
 from flows.registry.retention import RetentionPlan
-from flows.registry.session import TAKE_OVER
 from flows.registry.workspace import printed_line
 from flows.stage.outcome import condition_rows
 from rlhf_core.config.loading import load_section
@@ -152,7 +151,6 @@ def _describe(record: Mapping[str, Any], model: str) -> list[str]:
         f"{'' if move['model'] == model else move['model'] + ' '}@{move['alias']} → {move['version'] or 'none'}"
         for move in record["moves"]
     ]
-    moves += ["owner"] if record["action"] == TAKE_OVER else []
     when = str(record["time"])[:19].replace("T", " ")
     about = ", ".join(moves) or (f"version {record['decided_on']}" if record["decided_on"] else "versions")
     lines = [

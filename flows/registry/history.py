@@ -197,11 +197,9 @@ class ApprovalRequest:
                 f"version {moves[CHAMPION]} became champion {by}, after {version} was {judged}; `rlhf promote` judges "
                 "the challenger against it"
             )
-        if CHALLENGER in moves:
-            newer = moves[CHALLENGER] or "none"
-            since = _minute(entry)
-            return f"the challenger is version {newer} since {since}, no longer {version}; `rlhf promote` judges it"
-        return f"{self.model} has another owner {by}, after {version} was judged; `rlhf promote` judges it again"
+        newer = moves.get(CHALLENGER) or "none"
+        since = _minute(entry)
+        return f"the challenger is version {newer} since {since}, no longer {version}; `rlhf promote` judges it"
 
 
 def latest_request(model: str, records: Sequence[Mapping[str, Any]]) -> ApprovalRequest | None:

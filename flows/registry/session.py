@@ -19,12 +19,11 @@ from flows.registry.aliases import aliases_of, get_version, registered_model
 from flows.registry.client import connect, prepare_tracking, tracking_uri
 from flows.registry.decisions import AliasTransaction, commit, finish_interrupted
 from flows.registry.evidence import GATES
-from flows.registry.workspace import OWNER_TAG, printed_line, workspace_id
+from flows.registry.workspace import OWNER_TAG, workspace_id
 from flows.workspace.lock import locked
 from rlhf_core.config.gates import GatesConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
-from rlhf_core.errors import RlhfError
 from rlhf_core.gates import describe_bound
 
 if TYPE_CHECKING:
@@ -116,9 +115,6 @@ def registry_session(workspace: Path) -> Iterator[RegistrySession]:
         yield RegistrySession(workspace, config, client, model, records)
 
 
-TAKE_OVER = "take over"
-
-
 def ownership(workspace: Path) -> str:
     """The tag that says that ``workspace`` is the owner: its id, then its folder for messages."""
     return f"{workspace_id(workspace)} {workspace}"
@@ -136,28 +132,9 @@ def not_the_owner(name: str, model: RegisteredModel | None, workspace: Path) -> 
     if not folder:
         return ""
     return (
-        f"{name} is owned by {folder}: promote there, set another name in registry.policy, or become the owner with "
-        "`rlhf terms --take-over --reason TEXT`"
+        f"{name} is owned by {folder}: promote there, or set another name in registry.policy; if that folder is gone, "
+        f"delete the tag {OWNER_TAG} of {name} in MLflow, and the next promotion makes its workspace the owner"
     )
-
-
-def take_over(workspace: Path, reason: str) -> None:
-    """Make ``workspace`` the owner of its registered policy, and record who did it and why.
-
-    Raises:
-        RlhfError: The reason is empty, or the policy has no version yet.
-    """
-    workspace = workspace.resolve()
-    reason = printed_line(reason)
-    if not reason:
-        raise RlhfError("to become the owner needs a reason; add --reason TEXT, it is recorded")
-    with registry_session(workspace) as session:
-        name = session.config.policy
-        if session.model is None:
-            raise RlhfError(f"{name} has no version yet; whoever promotes the first one becomes its owner")
-        session.commit(
-            AliasTransaction(name, (), action=TAKE_OVER, reason=reason, model_tags={OWNER_TAG: ownership(workspace)})
-        )
 
 
 def describe_terms(workspace: Path) -> str:

@@ -68,6 +68,7 @@ def test_the_champion_loads_in_plain_transformers_with_its_card(released: Path, 
     assert [f"**{gate}** passed" in card.text for gate in ("data", "sft", "reward", "policy")] == 4 * [True]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_exported_where_one_was_trained(workspace: Path, tmp_path: Path) -> None:
     """Base and adapter of PEFT compute what the registered policy does, whose own export is a plain model."""
     from peft import PeftModel

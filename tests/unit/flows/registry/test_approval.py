@@ -13,7 +13,6 @@ from flows.registry.approval import approve, decline
 from flows.registry.decisions import AliasMove, AliasTransaction, commit, finish_interrupted
 from flows.registry.history import read_history
 from flows.registry.promote import promote, rollback
-from flows.registry.session import take_over
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError
 
@@ -128,10 +127,6 @@ def promote_another(registry: Registry, workspace: Path) -> None:
     (workspace / "params.yaml").write_text(APPROVAL)
 
 
-def change_owner(registry: Registry, workspace: Path) -> None:
-    take_over(registry.workspace("second"), "the first machine is gone")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -141,7 +136,6 @@ def change_owner(registry: Registry, workspace: Path) -> None:
             promote_another,
             "version 3 became champion by .*, after version 2 of rlhf-policy was judged against",
         ),
-        (change_owner, "rlhf-policy has another owner by"),
     ],
 )
 def test_what_was_not_judged_is_not_approved(registry: Registry, waiting: Path, change: object, message: str) -> None:

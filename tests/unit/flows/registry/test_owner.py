@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from flows.registry.promote import promote
-from flows.registry.session import describe_terms, take_over
+from flows.registry.session import describe_terms
+from flows.registry.workspace import OWNER_TAG
 from rlhf_core.config.gates import Condition
-from rlhf_core.errors import RlhfError
 
 from .conftest import GATES, MODEL, PARAMS, Registry, ScriptedMatch
 
@@ -33,28 +33,28 @@ def test_another_workspace_does_not_decide(
     refused = promote(second, play=match, force_reason=force)
     assert not refused.promoted and match.played == 0 and registry.aliases()["champion"] == "1"
     assert f"is owned by {contest}: promote there" in refused.reason and "\n" not in refused.reason
-    assert "registry.policy" in refused.reason and "`rlhf terms --take-over --reason TEXT`" in refused.reason
+    assert "registry.policy" in refused.reason and f"delete the tag {OWNER_TAG}" in refused.reason
     assert promote(contest, play=match).promoted, "what another workspace registered, the owner may promote"
 
 
-def test_another_workspace_becomes_the_owner_by_saying_why(registry: Registry, contest: Path) -> None:
+def test_another_workspace_becomes_the_owner_once_the_tag_is_deleted(registry: Registry, contest: Path) -> None:
     second = registry.workspace("second", PARAMS + "registry: {promote_win_rate_low95: 0}\n")
-    with pytest.raises(RlhfError, match="needs a reason"):
-        take_over(second, " ")
     assert f"owned by {contest}" in describe_terms(second)
-    take_over(second, "the first machine is gone")
+    disown(registry)
+    assert promote(second, play=ScriptedMatch(0.156)).promoted
     terms = describe_terms(second)
     assert "owned by this workspace" in terms and "win rate above 0" in terms and "gates.policy: kl" in terms
-    assert promote(second, play=ScriptedMatch(0.156)).promoted
     registry.add_version()
     assert f"is owned by {second}" in promote(contest, play=ScriptedMatch(0.9)).reason
 
 
-def test_before_the_first_version_there_is_nothing_to_own(registry: Registry) -> None:
-    workspace = registry.workspace("first")
-    assert "owned by nobody yet" in describe_terms(workspace)
-    with pytest.raises(RlhfError, match="has no version yet"):
-        take_over(workspace, "mine")
+def test_before_the_first_promotion_nobody_owns_the_name(registry: Registry) -> None:
+    assert "owned by nobody yet" in describe_terms(registry.workspace("first"))
+
+
+def disown(registry: Registry) -> None:
+    """What the refusal says to do where the owner is gone."""
+    registry.client.delete_registered_model_tag(MODEL, OWNER_TAG)
 
 
 def test_a_version_that_passed_weaker_gates_is_not_promoted(registry: Registry, contest: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_version_that_passed_weaker_gates_is_not_promoted(registry: Registry, 
     assert promote(contest, version="2", play=ScriptedMatch(0.9)).promoted
     smoke = registry.workspace("smoke", WEAK_GATES)
     registry.add_version(gates=GATES)
-    take_over(smoke, "bounds as in the smoke run")
+    disown(registry)
     assert promote(smoke, play=ScriptedMatch(0.9)).promoted, "the gates of the owner are those that count"
 
 
