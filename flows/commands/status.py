@@ -22,9 +22,7 @@ from flows.dvc_repo.inputs import refresh_inputs
 from flows.pipeline.events import LastRun, read_last_run
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
 from flows.registry.client import PIPELINE_TAG, REPORT_PAGE, WORKSPACE_ID_TAG, connect, has_record
-from flows.registry.decisions import pending, read_decisions
-from flows.registry.history import latest_request, read_history
-from flows.registry.release_page import current_page
+from flows.registry.release_page import ReleaseState, current_page, read_release_state
 from flows.registry.stored_models import CONTENT_TAG
 from flows.registry.workspace import known_workspace_id
 from flows.workspace.lock import LockHolder, lock_holder
@@ -37,7 +35,6 @@ from rlhf_core.tracking.journal import waiting_records
 from rlhf_core.tracking.stage_run import CLIENT_SETTINGS, default_environment
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
 
@@ -75,43 +72,29 @@ def registry_status(workspace: Path, config: RegistryConfig, stale_stages: int, 
     if not has_record(workspace):
         return RegistryStatus([])
     client = connect(workspace)
-    policies = versions(client, config.policy)
-    aliases = read_aliases(client, config.policy)
-    lines = [_versions_line(config.policy, len(policies), aliases)]
-    champion = next((v for v in policies if str(v.version) == aliases.get(CHAMPION)), None)
+    state = read_release_state(client, workspace, config.policy)
+    lines = [_versions_line(config.policy, len(state.versions), state.aliases)]
+    champion = state.version(state.champion)
     if champion is not None:
-        lines.append(f"  {_describe_champion(workspace, champion, policies, stale_stages, now)}")
-    decisions = [d for d in read_decisions(workspace) if d.get("model") == config.policy]
-    if decisions:
-        lines.append(f"  last decision: {_describe_decision(decisions[-1])}")
-    elif challenger_reason := _recorded_reason(policies, aliases.get(CHALLENGER)):
+        lines.append(f"  {_describe_champion(workspace, champion, state.versions, stale_stages, now)}")
+    if state.decisions:
+        lines.append(f"  last decision: {_describe_decision(state.decisions[-1])}")
+    elif challenger_reason := _recorded_reason(state):
         lines.append(f"  last decision: {challenger_reason}")
-    awaiting, waiting_lines = _waiting_for_approval(client, config.policy) if policies else ("", [])
-    lines += waiting_lines
+    if (request := state.waiting) is not None:
+        since = datetime.fromisoformat(request.asked_at).astimezone()
+        line = f"  waits for approval: v{request.challenger}, since {since:%Y-%m-%d %H:%M}"
+        lines.append(f"{line}, requested by {request.asked_by}")
     rewards = versions(client, config.reward_model)
     lines.append(_versions_line(config.reward_model, len(rewards), read_aliases(client, config.reward_model)))
-    transaction = pending(client, config)
-    action = "" if transaction is None else transaction.action
-    if action:
-        lines.append(f"a {action} was interrupted; the next promote, rollback, run or chat completes it")
-    decided = _time_of(decisions[-1]) if decisions else None
-    return RegistryStatus(lines, None if champion is None else str(champion.version), action, decided, awaiting)
+    if state.interrupted:
+        lines.append(f"a {state.interrupted} was interrupted; the next promote, rollback, run or chat completes it")
+    decided = _time_of(state.decisions[-1]) if state.decisions else None
+    awaiting = "" if request is None else request.challenger
+    return RegistryStatus(lines, state.champion, state.interrupted, decided, awaiting)
 
 
-def _waiting_for_approval(client: MlflowClient, model: str) -> tuple[str, list[str]]:
-    """The version that waits for approval, and the line that says so; a history that is damaged has a line too."""
-    try:
-        request = latest_request(model, read_history(client, model))
-    except RlhfError as error:
-        return "", [f"  {error}"]
-    if request is None or not request.is_open:
-        return "", []
-    since = datetime.fromisoformat(request.asked_at).astimezone()
-    line = f"  waits for approval: v{request.challenger}, since {since:%Y-%m-%d %H:%M}, requested by {request.asked_by}"
-    return request.challenger, [line]
-
-
-def _versions_line(name: str, count: int, numbers: dict[str, str]) -> str:
+def _versions_line(name: str, count: int, numbers: Mapping[str, str]) -> str:
     if not count:
         return f"{name}: no version yet"
     aliases = ", ".join(f"@{alias} v{numbers[alias]}" for alias in (CHAMPION, CHALLENGER, PREVIOUS) if alias in numbers)
@@ -119,7 +102,7 @@ def _versions_line(name: str, count: int, numbers: dict[str, str]) -> str:
 
 
 def _describe_champion(
-    workspace: Path, champion: ModelVersion, policies: list[ModelVersion], stale_stages: int, now: datetime
+    workspace: Path, champion: ModelVersion, policies: Sequence[ModelVersion], stale_stages: int, now: datetime
 ) -> str:
     """Say how old the champion is, and whether it is the policy that this workspace has now."""
     age = format_age(now.timestamp() - champion.creation_timestamp / 1000)
@@ -136,7 +119,7 @@ def _describe_champion(
     return f"{head}: it is not the policy of this workspace, which {here}"
 
 
-def _describe_decision(decision: dict[str, Any]) -> str:
+def _describe_decision(decision: Mapping[str, Any]) -> str:
     moment = f"{_time_of(decision):%Y-%m-%d %H:%M}"
     if decision["action"] == "rollback":
         return f"{moment}, v{decision['replaced']} rolled back to v{decision['champion']}: {decision['reason']}"
@@ -145,16 +128,16 @@ def _describe_decision(decision: dict[str, Any]) -> str:
     return f"{moment}, v{decision['challenger']} {verb}: {decision['reason']}"
 
 
-def _time_of(decision: dict[str, Any]) -> datetime:
+def _time_of(decision: Mapping[str, Any]) -> datetime:
     """When a decision was made, in local time."""
     return datetime.fromisoformat(decision["time"]).astimezone().replace(tzinfo=None)
 
 
-def _recorded_reason(policies: list[ModelVersion], number: str | None) -> str:
+def _recorded_reason(state: ReleaseState) -> str:
     """The reason that the challenger is tagged with, for a decision that was made in another workspace."""
-    version = next((v for v in policies if str(v.version) == number), None)
+    version = state.version(state.aliases.get(CHALLENGER))
     reason = "" if version is None else version.tags.get("decision.reason", "")
-    return f"v{number}, {reason}" if reason else ""
+    return f"v{version.version}, {reason}" if version is not None and reason else ""
 
 
 DETAIL = 70

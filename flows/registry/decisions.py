@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID, uuid4, uuid5
 
 from flows.prefect_server.services import known_server
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 FOLDER = Path(".rlhf") / "promotions"
+Record = TypeVar("Record", bound=Mapping[str, Any])
 TAG_LIMIT = 5000  # MLflow refuses longer values
 
 
@@ -358,21 +359,22 @@ def finish_interrupted(
     while True:
         model = registered_model(client, config.policy)
         records = [] if model is None else read_history(client, config.policy, model)
-        unfinished = _unfinished(model, records)
-        if not unfinished:
+        left = unfinished(model, records)
+        if not left:
             return model, records
-        for record in unfinished:
+        for record in left:
             _carry_out(client, workspace, AliasTransaction.from_record(record))
 
 
 def pending(client: MlflowClient, config: RegistryConfig) -> AliasTransaction | None:
     """The newest decision that stands and was not carried out to its end, or None."""
     model = registered_model(client, config.policy)
-    unfinished = [] if model is None else _unfinished(model, read_history(client, config.policy, model))
-    return AliasTransaction.from_record(unfinished[-1]) if unfinished else None
+    left = [] if model is None else unfinished(model, read_history(client, config.policy, model))
+    return AliasTransaction.from_record(left[-1]) if left else None
 
 
-def _unfinished(model: RegisteredModel | None, records: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+def unfinished(model: RegisteredModel | None, records: Sequence[Record]) -> Sequence[Record]:
+    """Return the decisions among ``records`` that were not carried out to their end."""
     done = "0" if model is None else model.tags.get(DONE_TAG, "0")
     return records[int(done) if done.isdecimal() else 0 :]
 

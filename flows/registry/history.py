@@ -182,7 +182,7 @@ class ApprovalRequest:
         """Why it can no longer be decided, in one line."""
         entry = self.followed_by or {}
         version = f"version {self.challenger} of {self.model}"
-        by = f"by {entry.get('who') or 'unknown'} at {_minute(entry)}"
+        by = f"by {entry.get('who') or 'unknown'} at {utc_minute(str(entry.get('time', '')))}"
         moves = {move["alias"]: move["version"] for move in entry.get("moves", ()) if move["model"] == self.model}
         match entry.get("action"):
             case str(action) if action == APPROVE:
@@ -198,7 +198,7 @@ class ApprovalRequest:
                 "the challenger against it"
             )
         newer = moves.get(CHALLENGER) or "none"
-        since = _minute(entry)
+        since = utc_minute(str(entry.get("time", "")))
         return f"the challenger is version {newer} since {since}, no longer {version}; `rlhf promote` judges it"
 
 
@@ -254,5 +254,6 @@ def _version(number: str | None) -> str:
     return "none" if number is None else f"version {number}"
 
 
-def _minute(entry: Mapping[str, Any]) -> str:
-    return f"{str(entry.get('time', ''))[:16].replace('T', ' ')} UTC"
+def utc_minute(moment: str) -> str:
+    """Write an ISO time in UTC to the minute."""
+    return f"{moment[:16].replace('T', ' ')} UTC"

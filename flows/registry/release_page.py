@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.aliases import CHAMPION, aliases_of, get_version, registered_model, registry_errors
+from flows.registry.aliases import CHAMPION, aliases_of, get_version, registered_model, registry_errors, versions
 from flows.registry.champion_change import DECLINED_TAG, promotion_obstacle
 from flows.registry.client import RELEASE_PAGE, REPORT_PAGE, connect, has_record
-from flows.registry.decisions import read_decisions, utc_now
+from flows.registry.decisions import read_decisions, unfinished, utc_now
 from flows.registry.evidence import GATES, REPORT_MODE, gate_conditions
-from flows.registry.history import DECLINE, latest_request, read_history
+from flows.registry.history import DECLINE, ApprovalRequest, latest_request, read_history, utc_minute
 from flows.registry.session import not_the_owner
 from flows.registry.workspace import RegisteredHere, read_registered
 from flows.stage.outcome import SIGNS, condition_rows
@@ -27,6 +27,7 @@ from rlhf_core.evaluation.report.parts.headline import BEGIN, ReleaseDecision, U
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json, sha256_file
 
 if TYPE_CHECKING:
+    from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
 
@@ -66,23 +67,83 @@ class _Standing:
 
 
 @dataclass(frozen=True)
+class ReleaseState:
+    """What was registered, judged, decided and promoted of a policy, by one reading of its registry.
+
+    The page of the release and ``rlhf status`` show it.
+
+    Attributes:
+        policy: Name of the registered policy.
+        model: None where the registry does not know it.
+        versions: Newest first.
+        records: Its history, oldest entry first.
+        decisions: The reports of promotions and rollbacks that the workspace holds, oldest first.
+    """
+
+    workspace: Path
+    policy: str
+    model: RegisteredModel | None
+    versions: Sequence[ModelVersion]
+    records: Sequence[Record]
+    decisions: Sequence[Record]
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Version numbers by alias."""
+        return aliases_of(self.model)
+
+    @property
+    def champion(self) -> str | None:
+        """The version that is champion now."""
+        return self.aliases.get(CHAMPION)
+
+    @property
+    def waiting(self) -> ApprovalRequest | None:
+        """The request for approval that can still be decided."""
+        request = latest_request(self.policy, self.records)
+        return request if request is not None and request.is_open else None
+
+    @property
+    def interrupted(self) -> str:
+        """The action that was begun and not completed, empty if none was."""
+        left = unfinished(self.model, self.records)
+        return str(left[-1]["action"]) if left else ""
+
+    def version(self, number: str | None) -> ModelVersion | None:
+        """The version with this number, None if there is none."""
+        return next((version for version in self.versions if str(version.version) == number), None)
+
+
+def read_release_state(client: MlflowClient, workspace: Path, policy: str) -> ReleaseState:
+    """Read what the registry and ``workspace`` know of the registered model ``policy``.
+
+    Raises:
+        RlhfError: The registry does not answer, or the history cannot be read.
+    """
+    model = registered_model(client, policy)
+    known = model is not None
+    return ReleaseState(
+        workspace,
+        policy,
+        model,
+        versions(client, policy) if known else (),
+        read_history(client, policy, model) if known else (),
+        [decision for decision in read_decisions(workspace) if decision.get("model") == policy],
+    )
+
+
+@dataclass(frozen=True)
 class _Registered:
-    """The version that holds the policy of the workspace, and what the registry knows of it."""
+    """The version that holds the policy of the workspace, and what is known of it."""
 
     here: RegisteredHere
-    model: RegisteredModel
     version: ModelVersion
-    records: Sequence[Record]
+    state: ReleaseState
 
     @property
     def label(self) -> str:
         """Such as ``rlhf-policy version 3``."""
         return f"{self.here.model} version {self.here.version}"
-
-    @property
-    def champion(self) -> str | None:
-        """The version that is champion now."""
-        return aliases_of(self.model).get(CHAMPION)
 
 
 def read_release_decision(workspace: Path, notes: RunNotes) -> ReleaseDecision:
@@ -98,13 +159,12 @@ def read_release_decision(workspace: Path, notes: RunNotes) -> ReleaseDecision:
     if here is None:
         return _not_registered(workspace, refused_by(workspace), notes)
     client = connect(workspace)
-    version = get_version(client, here.model, here.version)
-    model = registered_model(client, here.model)
-    assert model is not None, "a version belongs to a registered model"
-    registered = _Registered(here, model, version, read_history(client, here.model, model))
+    state = read_release_state(client, workspace, here.model)
+    version = state.version(here.version) or get_version(client, here.model, here.version)
+    registered = _Registered(here, version, state)
     standing = _standing(workspace, registered, notes)
     gates = f"; no gate vouches for it: {here.ungated}" if here.ungated else "; it passed its gates"
-    is_champion = registered.champion == here.version
+    is_champion = registered.state.champion == here.version
     command, hint = standing.next_step
     return ReleaseDecision(
         state=standing.state,
@@ -113,10 +173,10 @@ def read_release_decision(workspace: Path, notes: RunNotes) -> ReleaseDecision:
         reason=standing.reason,
         conditions=standing.conditions,
         decided=standing.decided,
-        champion="" if is_champion else _champion_sentence(here.model, registered.champion),
+        champion="" if is_champion else _champion_sentence(here.model, registered.state.champion),
         next_command=command,
         next_hint=hint,
-        as_of=_minute(utc_now()),
+        as_of=utc_minute(utc_now()),
     )
 
 
@@ -168,23 +228,23 @@ def _not_registered(workspace: Path, gate: str, notes: RunNotes) -> ReleaseDecis
         champion=_present_champion(workspace),
         next_command=command,
         next_hint=hint,
-        as_of=_minute(utc_now()),
+        as_of=utc_minute(utc_now()),
     )
 
 
 def _standing(workspace: Path, registered: _Registered, notes: RunNotes) -> _Standing:
     """What was decided on the version, the newest decision first."""
-    moves = [record for record in registered.records if _new_champion(record, registered.here.model) is not None]
+    moves = [record for record in registered.state.records if _new_champion(record, registered.here.model) is not None]
     made = [i for i, move in enumerate(moves) if _new_champion(move, registered.here.model) == registered.here.version]
-    if registered.champion == registered.here.version:
+    if registered.state.champion == registered.here.version:
         return _champion(registered, moves[made[-1]] if made else None)
-    request = latest_request(registered.here.model, registered.records)
-    if request is not None and request.is_open and request.challenger == registered.here.version:
+    request = registered.state.waiting
+    if request is not None and request.challenger == registered.here.version:
         return _Standing(
             OPEN,
             f"Not released yet: {registered.label} waits for approval",
             f"It passed what a promotion requires: {request.decision['reason']}",
-            f"Requested by {request.asked_by}, {_minute(request.asked_at)}",
+            f"Requested by {request.asked_by}, {utc_minute(request.asked_at)}",
             (f"rlhf approve --version {request.challenger}", "or `rlhf decline --reason TEXT`"),
         )
     if DECLINED_TAG in registered.version.tags:  # a version that becomes champion loses it
@@ -220,7 +280,7 @@ def _former_champion(registered: _Registered, record: Record) -> _Standing:
 
 def _declined(registered: _Registered) -> _Standing:
     number = registered.here.version
-    records = [r for r in registered.records if r["action"] == DECLINE and str(r["decided_on"]) == number]
+    records = [r for r in registered.state.records if r["action"] == DECLINE and str(r["decided_on"]) == number]
     reason = str(registered.version.tags[DECLINED_TAG])
     decided = _decided_by(records[-1] if records else None)
     return _Standing(BAD, f"Not released: {registered.label} was declined", reason, decided, CHANGE)
@@ -229,7 +289,7 @@ def _declined(registered: _Registered) -> _Standing:
 def _not_promoted(workspace: Path, registered: _Registered, notes: RunNotes) -> _Standing:
     """An obstacle by what is recorded of the version, else the last match, else that nobody has decided."""
     headline = f"Not released: {registered.label} was not promoted"
-    not_allowed = not_the_owner(registered.here.model, registered.model, workspace)
+    not_allowed = not_the_owner(registered.here.model, registered.state.model, workspace)
     if obstacle := promotion_obstacle(registered.version, gate_conditions(workspace)):
         unmet = unmet_conditions(workspace) if registered.here.ungated else ()
         explain = ("rlhf gate policy --explain", "every condition; `rlhf promote --force --reason TEXT` overrides")
@@ -239,8 +299,8 @@ def _not_promoted(workspace: Path, registered: _Registered, notes: RunNotes) -> 
         said = bool(registered.here.ungated) and registered.here.ungated in obstacle
         reason = "" if said else f"{obstacle[0].upper()}{obstacle[1:]}."
         return _Standing(OPEN, headline, reason, "", explain, unmet)
-    for decision in reversed(read_decisions(workspace)):
-        if decision.get("challenger") == registered.here.version and decision.get("model") == registered.here.model:
+    for decision in reversed(registered.state.decisions):
+        if decision.get("challenger") == registered.here.version:
             return _refused(registered, headline, decision)
     if "decision.reason" in registered.version.tags:  # decided in another workspace
         return _Standing(OPEN, headline, registered.version.tags["decision.reason"], "", EXPLAIN)
@@ -252,7 +312,7 @@ def _not_promoted(workspace: Path, registered: _Registered, notes: RunNotes) -> 
 
 def _refused(registered: _Registered, headline: str, decision: Record) -> _Standing:
     """By the last decision of this workspace: criteria that do not hold, or a request that no longer stands."""
-    request = latest_request(registered.here.model, registered.records)
+    request = latest_request(registered.here.model, registered.state.records)
     if decision.get("awaiting_approval") and request is not None:
         again = ("rlhf promote", "judges it again")
         return _Standing(OPEN, headline, f"{request.closed_because()}.", _decided_by(request.followed_by), again)
@@ -302,11 +362,7 @@ def _champion_sentence(model: str, number: str | None) -> str:
 def _decided_by(record: Record | None) -> str:
     if record is None:
         return ""
-    return f"Decided by {record.get('who') or 'unknown'}, {_minute(str(record['time']))}"
-
-
-def _minute(moment: str) -> str:
-    return f"{moment[:16].replace('T', ' ')} UTC"
+    return f"Decided by {record.get('who') or 'unknown'}, {utc_minute(str(record['time']))}"
 
 
 RECORD = "release.json"
