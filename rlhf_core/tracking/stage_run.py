@@ -31,6 +31,7 @@ from rlhf_core.tracking.delivery import (
     send,
 )
 from rlhf_core.tracking.journal import Journal, JournalRecord, RunHeader
+from rlhf_core.tracking.machine_use import MachineUse
 
 logger = logging.getLogger(__name__)
 DELIVERY_SECONDS = 1.0
@@ -51,6 +52,7 @@ class JournalTracker:
     ) -> None:
         self.journal, self.client, self.experiment_id, self.clock = journal, client, experiment_id, clock
         self.pauses = RetryPauses(clock)
+        self.machine_use = MachineUse(clock)
         self._next_delivery = 0.0
         self._away = False
 
@@ -79,6 +81,7 @@ class JournalTracker:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(float(value))}
+        finite |= self.machine_use.sample()
         if finite:
             self._take(_record("metrics", finite, step or 0))
 

@@ -39,6 +39,23 @@ def left(workspace: Path) -> list[Path]:
     return list((workspace / ".rlhf" / "tracking").glob("*"))
 
 
+def test_use_of_the_machine_is_recorded_beside_a_stages_metrics_where_mlflows_setting_says_so(
+    server: Server, courier: Courier, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true")
+    header = RunHeader(address(URI), None, "rlhf", {"stage": "sft"}, 1000, True)
+    stage = JournalTracker(Journal.new(tmp_path, header), clock=clock)
+    for step in (1, 2):
+        stage.log_metrics({"loss": 1.0}, step)
+    courier.deliver_new()
+    logged = [(name, step) for kind, batch in server.calls if kind == "batch" for name, _, step in batch]
+    assert [entry for entry in logged if not entry[0].startswith("system/")] == [("loss", 1), ("loss", 2)]
+    sampled = {name: step for name, step in logged if name.startswith("system/")}
+    assert sampled["system/cpu_utilization_percentage"] == sampled["system/system_memory_usage_megabytes"] == 1
+    assert logged.count(("system/cpu_utilization_percentage", 2)) == 0, "not at every step"
+    stage.end("FINISHED")
+
+
 def test_records_arrive_while_the_stage_runs_each_once(server: Server, courier: Courier, tmp_path: Path) -> None:
     plot = tmp_path / "plot.txt"
     plot.write_text("as it was")
