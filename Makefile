@@ -50,8 +50,8 @@ $(VENV)/models: $(DEV)
 run: setup
 	$(BIN)/rlhf run
 
-# The demo by other methods, from the same data, SFT model and reward models, behind the same gates; then its report with
-# all of them in one table. With PROFILE=smoke: in workspaces/smoke. A policy that fails its gate (3) is in the table too.
+# The demo by other methods, from the same data, SFT model and reward models, behind the same gates; then all of
+# them in one table. With PROFILE=smoke: in workspaces/smoke. A policy that fails its gate (3) is in the table too.
 PROFILE ?= demo
 MAIN := $(if $(filter demo,$(PROFILE)),.,workspaces/$(PROFILE))
 again = $(BIN)/rlhf run $(if $(filter demo,$(PROFILE)),,--profile $(PROFILE)) || [ $$? -eq 3 ]
@@ -64,8 +64,7 @@ alternatives: setup
 	$(call by,--set policy.method=rejection_sampling)
 	$(call by,$(call critic_free,rloo))
 	$(call by,$(call critic_free,grpo))
-	$(BIN)/rlhf compare $(MAIN) workspaces/$(PROFILE)-* --output $(MAIN)/alternatives.json
-	$(again)
+	$(BIN)/rlhf compare $(MAIN) workspaces/$(PROFILE)-*
 
 test: setup-dev $(VENV)/models
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile

@@ -86,6 +86,7 @@ def watch(folder: Path) -> Watcher:
     from rlhf_core.evaluation.comparisons.comparison import compare
     from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
     from rlhf_core.evaluation.replies import on_policy_replies
+    from rlhf_core.evaluation.statistics import clusters_of
     from rlhf_core.models.starting.base import load_tokenizer
     from rlhf_core.sampling.distribution import Sampling
     from rlhf_core.stages import ppo
@@ -101,7 +102,7 @@ def watch(folder: Path) -> Watcher:
     parts = PpoInputs(
         config, inputs.sft, tokenizer, read_training_prompts(inputs.clean, tokenizer), inputs.reward, inputs.critic,
         inputs.base, inputs.referee,
-        [row.prompt for row in ppo.validation_prompts(inputs.clean)[: config.selection.prompts]],
+        ppo.validation_prompts(inputs.clean)[: config.selection.prompts],
         ppo.read_ptx_texts(config, inputs.clean, tokenizer),
     )  # fmt: skip
     seed_everything(config.seed)
@@ -119,7 +120,7 @@ def watch(folder: Path) -> Watcher:
     before = gold(policy)
 
     def difference() -> tuple[float, float]:
-        found = compare(gold(policy), before, GOLD_TIE_MARGIN, 500, config.seed)
+        found = compare(gold(policy), before, GOLD_TIE_MARGIN, 500, config.seed, clusters=clusters_of(rows))
         high = found.mean_difference_high95
         return found.mean_difference, math.inf if high is None else high
 

@@ -78,7 +78,6 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     write_sources(root, collected_paths(params.collect, root))
     write_sources(root, [*evaluation, *tokenizer_patterns(root, params.validate_.tokenizer)], "evaluation_files")
     write_evaluation_inputs(root, params.evaluate)
-    write_sources(root, [params.report.alternatives], "alternatives")
     write_starting_model(root, params.base.source)
     write_tracked_files(root, params.ppo.reward.sources)
 

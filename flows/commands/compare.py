@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Group
 from rich.table import Table
 
 from flows.commands.text import format_seconds
-from flows.dvc_repo.lock_file import LOCK_FILE, RecordedStage, recorded_stages
+from flows.dvc_repo.lock_file import RecordedStage, recorded_stages
 from flows.registry.workspace import RegisteredHere, read_registered
 from flows.stage.outcome import condition_rows
 from flows.workspace.folder import display_path, is_workspace
 from rlhf_core.config import yaml_text
+from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import PARAMS_FILE
-from rlhf_core.config.policy import METHOD_NAMES
+from rlhf_core.config.policy import METHOD_NAMES, Method
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.evaluation.alternative_runs import AlternativeRun, evaluation_basis, save_alternatives
-from rlhf_core.evaluation.judges.model import JUDGE, SELECTED_BY
-from rlhf_core.evaluation.metrics.training_cost import TrainingCost, best_of_n_cost, training_cost
-from rlhf_core.git import git_revision
-from rlhf_core.storage.files import flatten, read_json, sha256_file
+from rlhf_core.evaluation.judges.model import JUDGE
+from rlhf_core.storage.files import atomic_write_json, flatten, read_json, sha256_file
 from rlhf_core.training.history import read_history
 
 EVALUATION = Path("metrics") / "evaluation.json"
@@ -53,6 +52,75 @@ class GateStanding:
     failed: tuple[str, ...] = ()
 
 
+Histories = Mapping[str, Sequence[Mapping[str, Any]]]
+# The stages beside its own that a method needs a model of. DPO reads the pairs themselves.
+UPSTREAM: Mapping[Method, tuple[str, ...]] = {
+    "ppo": ("critic", "reward", "referee"),
+    "rejection_sampling": ("reward",),
+    "dpo": (),
+}
+POLICY_STAGE = "policy"
+PHASES = "seconds_"  # what the times of the phases of an iteration begin with
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """What the histories do not say is None, or left out.
+
+    Attributes:
+        seconds: Time of the training loops by stage, that of the policy first: without start-up, loading and saving.
+        sampled_tokens: Reply tokens that were generated to train the policy.
+        trained_tokens: Tokens that supervised steps of the policy were made on, padding not counted.
+        total_seconds: The sum of ``seconds``; None where the time of what the method is named after is not known.
+    """
+
+    seconds: Mapping[str, float]
+    sampled_tokens: int | None
+    trained_tokens: int | None
+    total_seconds: float | None
+
+
+def training_cost(histories: Histories, method: Method, batch_size: int | None, selects: bool = True) -> TrainingCost:
+    """Sum up the histories of the stages that ``method`` needs.
+
+    Args:
+        histories: Rows by the name of the history file.
+        method: How the policy was trained.
+        batch_size: Replies per iteration of PPO, whose history has their mean length; None if unknown.
+        selects: Whether the referee chose the checkpoint, without which PPO needs none.
+    """
+    rows = [*histories.get("ppo", ()), *histories.get("ppo_abandoned", ())]
+    of_stage = {POLICY_STAGE: _seconds(rows)}
+    for stage in UPSTREAM[method]:
+        if selects or stage != "referee":
+            of_stage[stage] = _seconds(histories.get(stage, ()))
+    seconds = {stage: value for stage, value in of_stage.items() if value is not None}
+    sampled = [row["sampled_tokens"] for row in rows if "sampled_tokens" in row]
+    lengths = [row["length"] for row in rows if "length" in row]
+    if method == "ppo" and batch_size is not None and lengths:
+        sampled = [round(batch_size * sum(lengths))]
+    return TrainingCost(
+        seconds,
+        sampled_tokens=max(sampled, default=None),
+        trained_tokens=max((row["tokens"] for row in rows if "tokens" in row), default=None),
+        total_seconds=sum(seconds.values()) if POLICY_STAGE in seconds else None,
+    )
+
+
+def best_of_n_cost(histories: Histories) -> TrainingCost:
+    """Best of n trains no policy, but needs the reward model that chooses."""
+    seconds = _seconds(histories.get("reward", ()))
+    return TrainingCost({} if seconds is None else {"reward": seconds}, None, None, seconds)
+
+
+def _seconds(rows: Iterable[Mapping[str, Any]]) -> float | None:
+    """The time of a history: rows of the supervised loop carry the total so far, those of iterations their parts."""
+    rows = list(rows)
+    totals = [row["seconds"] for row in rows if "seconds" in row]
+    parts = [value for row in rows for name, value in row.items() if name.startswith(PHASES)]
+    return sum(parts) + max(totals, default=0.0) if totals or parts else None
+
+
 @dataclass(frozen=True)
 class RunResults:
     """One way to better replies than SFT's, as its workspace evaluated it. None is what was not measured.
@@ -60,10 +128,12 @@ class RunResults:
     Attributes:
         workspace: Its folder as a person types it.
         method: ``PPO``, ``DPO``, …, or ``best of N`` of the workspace's SFT model.
-        judge: The judge of ``win_rate``; the referee where an earlier version trained no judge.
-        win_rate: Of the replies against SFT's.
+        prompts: How many prompts were judged.
+        clusters: How many different questions these ask, which intervals are over.
+        win_rate: Of the replies against SFT's, by the judge.
         lc_win_rate: The same at equal reply lengths.
         gold: Mean gold score; of the synthetic world alone.
+        sft_gold: That of SFT's replies.
         gold_win_rate: Win rate against SFT by the gold judge.
         judge_score: Mean score by the judge.
         reward: Mean reward by the reward model.
@@ -80,10 +150,12 @@ class RunResults:
 
     workspace: str
     method: str
-    judge: str
+    prompts: int
+    clusters: int
     win_rate: Estimate
     lc_win_rate: Estimate | None
     gold: float | None
+    sft_gold: float | None
     gold_win_rate: Estimate | None
     judge_score: float | None
     reward: float | None
@@ -122,19 +194,18 @@ def read_workspace(folder: Path) -> EvaluatedWorkspace:
             f"{name} has not been evaluated: it has no {EVALUATION}; `rlhf run --workspace {shlex.quote(name)}`"
         )
     evaluation = read_json(folder / EVALUATION)
-    judge = JUDGE if JUDGE in evaluation.get("comparison", {}) else SELECTED_BY
-    if judge not in evaluation.get("comparison", {}):
+    if JUDGE not in evaluation.get("comparison", {}):
         raise RlhfError(
             f"{name}: {EVALUATION} has no comparison by a judge; `rlhf run --workspace {shlex.quote(name)}`"
         )
     stages = recorded_stages(folder)
-    policy = policy_results(folder, name, evaluation, judge, stages)
-    best = best_of_n_results(folder, name, evaluation, judge)
+    policy = policy_results(folder, name, evaluation, stages)
+    best = best_of_n_results(folder, name, evaluation)
     return EvaluatedWorkspace(name, (policy, best) if best is not None else (policy,), stages, folder)
 
 
 def policy_results(
-    folder: Path, name: str, evaluation: Mapping[str, Any], judge: str, stages: Mapping[str, RecordedStage]
+    folder: Path, name: str, evaluation: Mapping[str, Any], stages: Mapping[str, RecordedStage]
 ) -> RunResults:
     """The results of the policy that the workspace trained."""
     params = _training_params(folder, stages)
@@ -147,12 +218,14 @@ def policy_results(
     return RunResults(
         workspace=name,
         method=WITHOUT_CRITIC.get(estimator, METHOD_NAMES[method]) if method == "ppo" else METHOD_NAMES[method],
-        judge=judge,
-        win_rate=_estimate(comparison[judge], "win_rate"),
-        lc_win_rate=_interval(comparison[judge], "lc_win_rate"),
+        prompts=comparison[JUDGE]["prompts"],
+        clusters=comparison[JUDGE]["clusters"],
+        win_rate=_estimate(comparison[JUDGE], "win_rate"),
+        lc_win_rate=_interval(comparison[JUDGE], "lc_win_rate"),
         gold=policy.get("gold"),
+        sft_gold=sft.get("gold"),
         gold_win_rate=_interval(comparison.get("gold", {}), "win_rate"),
-        judge_score=policy.get(judge),
+        judge_score=policy.get(JUDGE),
         reward=policy.get("reward"),
         kl=_interval(evaluation, "kl"),
         kl_is_bound=False,
@@ -166,20 +239,22 @@ def policy_results(
     )
 
 
-def best_of_n_results(folder: Path, name: str, evaluation: Mapping[str, Any], judge: str) -> RunResults | None:
+def best_of_n_results(folder: Path, name: str, evaluation: Mapping[str, Any]) -> RunResults | None:
     """The results of choosing among n replies of SFT; None where the evaluation has none."""
     best = evaluation.get("best_of_n")
-    if best is None or judge not in best.get("comparison", {}):
+    if best is None or JUDGE not in best.get("comparison", {}):
         return None
     return RunResults(
         workspace=name,
         method=f"best of {best['n']}",
-        judge=judge,
-        win_rate=_estimate(best["comparison"][judge], "win_rate"),
-        lc_win_rate=_interval(best["comparison"][judge], "lc_win_rate"),
+        prompts=best["comparison"][JUDGE]["prompts"],
+        clusters=best["comparison"][JUDGE]["clusters"],
+        win_rate=_estimate(best["comparison"][JUDGE], "win_rate"),
+        lc_win_rate=_interval(best["comparison"][JUDGE], "lc_win_rate"),
         gold=best.get("gold"),
+        sft_gold=evaluation.get("sft", {}).get("gold"),
         gold_win_rate=_interval(best["comparison"].get("gold", {}), "win_rate"),
-        judge_score=best.get(judge),
+        judge_score=best.get(JUDGE),
         reward=best.get("reward"),
         kl=Estimate(best["kl_bound"]),
         kl_is_bound=True,
@@ -235,32 +310,40 @@ def _gate_decision(folder: Path) -> GateStanding:
 
 
 POLICY = "models/policy"
+# What two evaluations must have in common; the other settings of the section add measurements.
+SETTINGS = ("prompts", "replies_per_prompt", "sampling", "tie_margin")
 
 
 def comparability_warnings(workspaces: Sequence[EvaluatedWorkspace]) -> list[str]:
     """Say, one line each, what the evaluations of these workspaces do not have in common, and which is outdated."""
     if not workspaces:
         return []
-    judged_by = {result.judge for workspace in workspaces for result in workspace.results}
     inputs = {
         "data/clean": "data/clean, with the test prompts,",
         "models/sft": "the SFT models that policies are compared with",
-        **{f"models/{judge}": f"the {judge}s that compare them" for judge in sorted(judged_by)},
+        "models/judge": "the judges that compare them",
     }
     warnings = [
         f"{workspace.name}: its policy was trained anew since it was evaluated; `rlhf run` evaluates it"
         for workspace in workspaces
         if _outdated(workspace)
     ]
-    if len(judged_by) > 1:
-        warnings.append(f"not comparable: some win rates are by the {', others by the '.join(sorted(judged_by))}")
     evaluations = {workspace.name: workspace.stages.get("evaluate", RecordedStage()) for workspace in workspaces}
     for path, what in inputs.items():
         warnings += _differing(what, {name: stage.inputs.get(path) for name, stage in evaluations.items()})
-    settings = {
-        name: json.dumps(stage.params, sort_keys=True) if stage.params else None for name, stage in evaluations.items()
-    }
-    return warnings + _differing("the settings of section evaluate", settings)
+    settings = {name: _verdict_settings(stage.params) for name, stage in evaluations.items()}
+    return warnings + _differing(f"the settings {', '.join(SETTINGS)} of section evaluate", settings)
+
+
+def _verdict_settings(recorded: Mapping[str, Any]) -> str | None:
+    """The settings of an evaluation that change replies or verdicts, as JSON with their defaults."""
+    if not recorded:
+        return None
+    try:
+        values = EvaluateConfig.model_validate(recorded.get("evaluate") or {}).model_dump(mode="json")
+    except ValidationError:  # of another version
+        values = recorded.get("evaluate") or {}
+    return json.dumps({name: values.get(name) for name in SETTINGS}, sort_keys=True)
 
 
 def differing_settings(workspaces: Sequence[EvaluatedWorkspace]) -> dict[str, dict[str, str]]:
@@ -338,11 +421,13 @@ def _block(results: Sequence[RunResults], settings: Mapping[str, Mapping[str, st
 
 def _rows(result: RunResults) -> Iterator[tuple[str, str]]:
     yield "method", result.method
-    by_other = "" if result.judge == JUDGE else f"\nby the {result.judge}"
-    yield "win rate", _percent(result.win_rate) + by_other
+    yield "prompts / questions", f"{result.prompts} / {result.clusters}"
+    yield "win rate", _percent(result.win_rate)
     yield "at equal length", _percent(result.lc_win_rate)
     yield "win rate, gold", _percent(result.gold_win_rate)
     yield "gold score", _number(result.gold, 3)
+    yield "gold score of SFT", _number(result.sft_gold, 3)
+    yield "judge's score", _number(result.judge_score, 3)
     yield "reward", _number(result.reward, 3)
     bound = "≤ " if result.kl_is_bound else ""
     yield "KL, nats per reply", bound + _number(result.kl.value, 2) if result.kl is not None else MISSING
@@ -350,7 +435,7 @@ def _rows(result: RunResults) -> Iterator[tuple[str, str]]:
         tax = result.perplexity_tax.get(kind)
         yield f"perplexity, {kind}", MISSING if tax is None else f"{tax:+.1%}"
     yield "length, tokens", _number(result.length, 1)
-    yield "  of SFT", _number(result.sft_length, 1)
+    yield "length of SFT", _number(result.sft_length, 1)
     yield from _cost_rows(result)
     yield "policy gate", _gate(result.gate)
     yield "registered", _version(result)
@@ -395,46 +480,23 @@ def _version(result: RunResults) -> str:
     return f"{entry.model} {entry.version}{' (ungated)' if entry.ungated else ''}"
 
 
-def write_alternatives(path: Path, workspaces: Sequence[EvaluatedWorkspace]) -> None:
-    """Write every result with what it was judged on and where it comes from.
+def results_document(workspaces: Sequence[EvaluatedWorkspace]) -> dict[str, Any]:
+    """Return everything that is known of the runs and why they may not compare, as JSON values."""
+    results = [result for workspace in workspaces for result in workspace.results]
+    return {
+        "settings": differing_settings(workspaces),
+        "runs": [asdict(result) for result in results],
+        "warnings": comparability_warnings(workspaces),
+    }
+
+
+def write_results(path: Path, workspaces: Sequence[EvaluatedWorkspace]) -> None:
+    """Write :func:`results_document` to a file.
 
     Raises:
         RlhfError: The file cannot be written.
     """
-    runs = [_run(workspace, result) for workspace in workspaces for result in workspace.results]
     try:
-        save_alternatives(path, runs)
+        atomic_write_json(path, results_document(workspaces))
     except OSError as error:
         raise RlhfError(f"{path} cannot be written: {error.strerror}; name another file with --output") from error
-
-
-def _run(workspace: EvaluatedWorkspace, result: RunResults) -> AlternativeRun:
-    lock = workspace.folder / LOCK_FILE
-    basis = evaluation_basis(lock)
-    seed = yaml_text.plain(yaml_text.read(workspace.folder / PARAMS_FILE)).get("seed")
-    return AlternativeRun(
-        workspace=result.workspace,
-        method=result.method,
-        seed=seed if isinstance(seed, int) else None,
-        git_revision=git_revision(workspace.folder),
-        dvc_lock=sha256_file(lock) if lock.is_file() else "",
-        basis=replace(basis, policy="") if result.gate is None else basis,
-        gold=result.gold,
-        judge=result.judge_score,
-        by_judge=_win_rate(result.win_rate),
-        by_gold=_win_rate(result.gold_win_rate),
-        kl=None if result.kl is None else result.kl.value,
-        kl_is_bound=result.kl_is_bound,
-        length=result.length,
-        sampled_per_reply=result.sampled_tokens_per_reply,
-        seconds=result.cost.total_seconds,
-        sampled_tokens=result.cost.sampled_tokens,
-        trained_tokens=result.cost.trained_tokens,
-        gate="" if result.gate is None else result.gate.decision,
-    )
-
-
-def _win_rate(estimate: Estimate | None) -> dict[str, float | None]:
-    if estimate is None:
-        return {}
-    return {"win_rate": estimate.value, "win_rate_low95": estimate.low95, "win_rate_high95": estimate.high95}

@@ -23,9 +23,7 @@ app = typer.Typer(add_completion=False)
 @app.command(no_args_is_help=True)
 def compare(
     workspaces: Annotated[list[Path], typer.Argument(help="Folders of finished runs.", show_default=False)],
-    output: Annotated[
-        Path | None, typer.Option("--output", help="Write the results here, for a workspace's report to show.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Also write what --json prints to this file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare finished runs: the settings that differ, then judges, KL, perplexity, cost, gates and registered version.
@@ -36,11 +34,9 @@ def compare(
     Examples:
     $ rlhf compare ws-ppo ws-dpo
     $ rlhf compare workspaces/* --json
-    $ rlhf compare . workspaces/demo-* --output alternatives.json
+    $ rlhf compare . workspaces/demo-* --output results.json
     """
-    from dataclasses import asdict
-
-    from flows.commands.compare import EvaluatedWorkspace, comparability_warnings, differing_settings, read_workspace
+    from flows.commands.compare import EvaluatedWorkspace, read_workspace, results_document, write_results
     from flows.commands.text import error_console, print_error
 
     read: list[EvaluatedWorkspace] = []
@@ -51,25 +47,23 @@ def compare(
             print_error(f"left out: {error}", sys.stderr)
     if not read:
         raise RlhfError("none of these folders has an evaluated policy")
-    warnings, settings = comparability_warnings(read), differing_settings(read)
     if output is not None:
-        from flows.commands.compare import write_alternatives
-
-        write_alternatives(output, read)
-    results = [result for workspace in read for result in workspace.results]
+        write_results(output, read)
+    document = results_document(read)
     if as_json:
-        print_json({"settings": settings, "runs": [asdict(result) for result in results], "warnings": warnings})
+        print_json(document)
         return
     from rich.console import Console
 
     from flows.commands.compare import results_table
 
     console = Console(highlight=False, width=terminal_width())
-    console.print(results_table(results, console.width, settings))
-    for warning in warnings:
+    results = [result for workspace in read for result in workspace.results]
+    console.print(results_table(results, console.width, document["settings"]))
+    for warning in document["warnings"]:
         error_console(sys.stderr).print(f"warning: {warning}", style="yellow", soft_wrap=True)
     if output is not None:
-        typer.echo(f"wrote {output}; the next `rlhf run` of the workspace whose report.alternatives it is shows it")
+        typer.echo(f"wrote {output}")
 
 
 @app.command()

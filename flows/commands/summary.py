@@ -67,7 +67,7 @@ def verdict_rows(verdict: RunVerdict, workspace: Path) -> list[tuple[str, str]]:
         (
             "" if number else "judges",
             f"{judge.judge}: win rate {judge.win_rate:.1%}, 95 % interval {judge.low95:.1%} to {judge.high95:.1%}, "
-            f"{judge.prompts} prompts"
+            f"{judge.prompts} prompts about {judge.clusters} questions"
             + (f"; {judge.lc_win_rate:.1%} at equal length" if judge.lc_win_rate is not None else ""),
         )
         for number, judge in enumerate(verdict.judges)

@@ -207,12 +207,13 @@ def verdict_markdown(verdict: RunVerdict, report_link: str | None = None) -> str
     """
     lines = [f"**{markdown_text(verdict.headline[:1].upper() + verdict.headline[1:])}**", ""]
     if verdict.judges:
-        lines += ["| judge | win rate | 95 % interval | prompts | at equal length |", "|---|---|---|---|---|"]
+        columns = ("judge", "win rate", "95 % interval", "prompts", "questions", "at equal length")
+        lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         for j in verdict.judges:
             controlled = "" if j.lc_win_rate is None else f"{j.lc_win_rate:.3f}"
             lines.append(
                 f"| {markdown_text(j.judge)} | {j.win_rate:.3f} | {j.low95:.3f} to {j.high95:.3f} | {j.prompts} "
-                f"| {controlled} |"
+                f"| {j.clusters} | {controlled} |"
             )
         lines.append("")
     if verdict.kl is not None:

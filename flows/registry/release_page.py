@@ -23,7 +23,7 @@ from flows.workspace.folder import PRIVATE, private_path
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.evaluation.report.parts.headline import BEGIN, ReleaseDecision, UnmetCondition
+from rlhf_core.evaluation.report.headline import BEGIN, ReleaseDecision, UnmetCondition
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json, sha256_file
 
 if TYPE_CHECKING:

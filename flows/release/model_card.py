@@ -243,14 +243,14 @@ def _judges(evidence: ReleaseEvidence) -> str:
     if not judges:
         return "No comparison with the SFT model was recorded."
     rows = [
-        (j.judge, f"{j.win_rate:.3f}", f"{j.low95:.3f} to {j.high95:.3f}", _at_equal_length(j), j.prompts)
+        (j.judge, f"{j.win_rate:.3f}", f"{j.low95:.3f} to {j.high95:.3f}", _at_equal_length(j), j.prompts, j.clusters)
         for j in judges
     ]
     excluded = NO_JUDGE[evidence.method]
     if evidence.method == "ppo":
         excluded += f", nor is the one that selected its checkpoint (`{SELECTED_BY}`)"
     return f"Policy against the SFT model that it started from, ties as half a win. {excluded}.\n\n" + _table(
-        ("judge", "win rate", "95 % interval", "at equal length", "prompts"), rows
+        ("judge", "win rate", "95 % interval", "at equal length", "prompts", "questions"), rows
     )
 
 

@@ -31,7 +31,7 @@ from rlhf_core.config.loading import rules_for
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig, PtxConfig, RolloutConfig
 from rlhf_core.data.encoding import decode_reply, pad_id
-from rlhf_core.data.schema import Demonstration, Message, PretrainText, Prompt
+from rlhf_core.data.schema import Demonstration, PretrainText, Prompt
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.judges.model import ModelJudge
@@ -164,7 +164,7 @@ def train_ppo(
     config = config or default_ppo_config(ptx=bool(texts))
     encoded = encode_prompts(prompts, tokenizer, model, config.max_new_tokens)
     held_out = records_of(validation_prompts, "validation_prompts")
-    judged = [row.prompt for row in rows_of(Prompt, held_out, "validation_prompts")] if held_out else []
+    judged = rows_of(Prompt, held_out, "validation_prompts") if held_out else []
     judged = judged[: config.selection.prompts]
     inputs = PpoInputs(
         config,
@@ -211,7 +211,7 @@ class PpoInputs:
     critic: Critic | None
     base: PreTrainedModel | Path | None
     referee: ScalarModel | Path | None
-    validation_prompts: Sequence[Sequence[Message]]
+    validation_prompts: Sequence[Prompt]
     texts: Mapping[str, TokenTable]
 
     def identity(self) -> tuple[Any, ...]:
@@ -388,16 +388,17 @@ def _evaluator(
 
     The ``reward`` model is for the metric ``referee_gap`` alone; None where the reward is no model.
     """
-    config, tokenizer, prompts = inputs.config, inputs.tokenizer, inputs.validation_prompts
+    config, tokenizer = inputs.config, inputs.tokenizer
     seed, together = derive_seed(config.seed, "ppo", "selection"), config.selection.batch_size
     sampling = Sampling.for_rollouts(tokenizer, config.rollout)
+    prompts = [row.prompt for row in inputs.validation_prompts]
 
     def sample(policy: PreTrainedModel) -> OnPolicyReplies:
         return on_policy_replies(policy, tokenizer, prompts, sampling, seed, together)
 
     judge = ModelJudge(referee, tokenizer, "referee", together)
     proxy = ModelJudge(reward, tokenizer, "reward", together) if reward is not None else None
-    return SelectionEvaluator(reference, prompts, judge, sample, proxy)
+    return SelectionEvaluator(reference, inputs.validation_prompts, judge, sample, proxy)
 
 
 def _critic(inputs: PpoInputs, frozen: FrozenModels, reward: Path | None) -> tuple[ScalarModel | None, RunningMeanStd]:

@@ -288,10 +288,7 @@ class ReportConfig(StageConfig):
     Attributes:
         title: Its title.
         replies: Replies that it shows side by side.
-        alternatives: File of `rlhf compare --output` in the workspace, whose runs the report shows beside this one;
-            nothing is shown where it does not exist.
     """
 
     title: str = "RLHF pipeline report"
     replies: PositiveInt = 16
-    alternatives: str = "alternatives.json"

@@ -146,7 +146,7 @@ def paired_losses(
         losses["regression.passed"] = _passed(checks, rows, baseline.regression, candidate.regression)
     if sets.verifiable.lines:
         before, after = (sets.verifiable.check(side.verifiable).passed for side in (baseline, candidate))
-        losses["verifiable.passed"] = share_loss(before.tolist(), after.tolist())
+        losses["verifiable.passed"] = share_loss(before.tolist(), after.tolist(), sets.verifiable.clusters)
     losses |= _safety(sets, baseline, candidate)
     categories = [row.category for row in repeated_rows(sets.judged, baseline.judged)]
     by_category = category_losses(categories, np.asarray(outcome, dtype=np.float64).ravel(), judged)

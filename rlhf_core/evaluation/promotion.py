@@ -1,6 +1,6 @@
-"""The criteria of a promotion: each with what was measured, what is required, and whether it holds.
+"""The criteria of a promotion: each with what was measured, what is required, and whether it passed.
 
-All must hold. What is missing or cannot be read does not hold.
+All must pass. A criterion that cannot be measured counts as failed.
 """
 
 from __future__ import annotations
@@ -130,5 +130,5 @@ def _number(values: Any, key: str) -> float | None:
 
 
 def failed(criteria: Sequence[Criterion]) -> list[Criterion]:
-    """Return the criteria that do not hold."""
+    """Return the criteria that failed."""
     return [criterion for criterion in criteria if not criterion.passed]

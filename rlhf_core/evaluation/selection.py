@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from transformers import PreTrainedModel
 
-from rlhf_core.data.schema import Message
+from rlhf_core.data.schema import Prompt
 from rlhf_core.evaluation.comparisons.comparison import compare, tie_margin_of
 from rlhf_core.evaluation.judges.pairwise import Judge
 from rlhf_core.evaluation.metrics.perplexity import measure_drift
 from rlhf_core.evaluation.metrics.text_metrics import measure_text
 from rlhf_core.evaluation.replies import OnPolicyReplies
+from rlhf_core.evaluation.statistics import clusters_of
 
 SampleReplies = Callable[[PreTrainedModel], OnPolicyReplies]
 
@@ -34,36 +35,37 @@ class SelectionEvaluator:
     def __init__(
         self,
         reference: PreTrainedModel,
-        prompts: Sequence[Sequence[Message]],
+        prompts: Sequence[Prompt],
         referee: Judge,
         sample: SampleReplies,
         reward: Judge | None = None,
         tie_margin: float = 0.05,
         seed: int = 0,
     ) -> None:
-        self.reference, self.prompts, self.sample = reference, prompts, sample
+        self.reference, self.sample = reference, sample
+        self.prompts, self.clusters = [row.prompt for row in prompts], clusters_of(prompts)
         self.referee, self.reward = referee, reward
         self.tie_margin, self.seed = tie_margin, seed
         replies = sample(reference).replies
         self.sft_text = measure_text(replies)
-        self.sft_referee = referee.score(prompts, replies)
-        self.sft_reward = reward.score(prompts, replies) if reward is not None else []
+        self.sft_referee = referee.score(self.prompts, replies)
+        self.sft_reward = reward.score(self.prompts, replies) if reward is not None else []
 
     def __call__(self, policy: PreTrainedModel) -> dict[str, float]:
         """Sample, judge and compare one checkpoint on the fixed prompts.
 
         Returns:
-            ``win_rate`` of the referee against SFT with bootstrap bounds ``_low95`` and ``_high95``; ``kl`` in nats per
-            sequence to SFT; ``length`` in tokens and ``length_ratio`` over SFT's; ``repetition``, the share of repeated
-            trigrams, and ``repetition_increase``, minus SFT's; ``missing_eos`` and ``special_tokens``, shares of
-            replies; with a reward model ``referee_gap``, by how many standard deviations of SFT's scores the reward's
-            gain exceeds the referee's.
+            ``win_rate`` of the referee against SFT with bootstrap bounds ``_low95`` and ``_high95`` over different
+            questions; ``kl`` in nats per sequence to SFT; ``length`` in tokens and ``length_ratio`` over SFT's;
+            ``repetition``, the share of repeated trigrams, and ``repetition_increase``, minus SFT's; ``missing_eos``
+            and ``special_tokens``, shares of replies; with a reward model ``referee_gap``, by how many standard
+            deviations of SFT's scores the reward's gain exceeds the referee's.
         """
         sampled = self.sample(policy)
         text = measure_text(sampled.replies)
         scores = self.referee.score(self.prompts, sampled.replies)
         margin = tie_margin_of(self.referee, self.tie_margin, self.sft_referee)
-        versus = compare(scores, self.sft_referee, margin, 500, self.seed)
+        versus = compare(scores, self.sft_referee, margin, 500, self.seed, clusters=self.clusters)
         metrics = {
             "win_rate": versus.win_rate,
             "win_rate_low95": versus.win_rate_low95,

@@ -134,9 +134,10 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True)
 class JudgeResult:
-    """The win rate of the new policy by one judge, ties counted as half, with its 95 % interval over prompts.
+    """The win rate of the new policy by one judge, ties counted as half, with its 95 % interval over questions.
 
-    ``lc_win_rate`` is the win rate at equal reply lengths; evaluations of earlier versions have none.
+    ``clusters`` are the different questions among the ``prompts``; ``lc_win_rate`` is the win rate at equal reply
+    lengths, where it was measured.
     """
 
     judge: str
@@ -144,6 +145,7 @@ class JudgeResult:
     low95: float
     high95: float
     prompts: int
+    clusters: int
     lc_win_rate: float | None = None
 
 
@@ -156,6 +158,7 @@ def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeR
             comparison[name]["win_rate_low95"],
             comparison[name]["win_rate_high95"],
             int(comparison[name]["prompts"]),
+            int(comparison[name]["clusters"]),
             comparison[name].get("lc_win_rate"),
         )
         for name in final_judges(comparison)

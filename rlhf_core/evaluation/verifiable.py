@@ -28,10 +28,11 @@ from referencing.jsonschema import DRAFT202012
 from rlhf_core.config.evaluation import VerifiableConfig
 from rlhf_core.config.model import Strict
 from rlhf_core.data.schema import Message
-from rlhf_core.data.text import split_words
+from rlhf_core.data.text import comparable, split_words
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import Comparison, compare_outcomes
 from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.statistics import cluster_codes
 from rlhf_core.runtime.user_function import TimeLimitExceeded, describe_failure, load_function, time_limit
 from rlhf_core.storage.files import split_json_lines
 
@@ -297,6 +298,11 @@ class VerifiablePrompts:
         """The prompts as messages."""
         return [line.messages() for line in self.lines]
 
+    @property
+    def clusters(self) -> np.ndarray:
+        """The cluster of each prompt: lines that begin with the same text ask the same, whatever they require."""
+        return cluster_codes([comparable(line.prompt[0].content) for line in self.lines])
+
     def check(self, replies: Sequence[Reply]) -> CheckedReplies:
         """Check one reply per prompt.
 
@@ -329,7 +335,7 @@ class VerifiablePrompts:
     def _comparison(self, sft: CheckedReplies, policy: CheckedReplies, bootstrap: int, seed: int) -> Comparison:
         """The policy wins where it alone passes."""
         outcomes = 0.5 + (policy.passed.astype(float) - sft.passed.astype(float)) / 2
-        return compare_outcomes(outcomes.tolist(), bootstrap, seed)
+        return compare_outcomes(outcomes, bootstrap, seed, clusters=self.clusters)
 
     def rows(self, sft: CheckedReplies, policy: CheckedReplies) -> list[dict[str, Any]]:
         """Return one row per prompt with both replies, and the properties that each lacks."""

@@ -15,12 +15,16 @@ from transformers import PreTrainedModel
 from rlhf_core.config.evaluation import EvaluateStageConfig
 from rlhf_core.data.schema import Prompt, write_table
 from rlhf_core.evaluation.benchmarks.multiple_choice import AnsweredQuestions, MultipleChoiceSet, answer_questions
-from rlhf_core.evaluation.comparisons.comparison import Comparison, compare, length_differences, tie_margin_of
+from rlhf_core.evaluation.comparisons.comparison import (
+    Comparison,
+    compare,
+    compare_groups,
+    length_differences,
+    tie_margin_of,
+)
 from rlhf_core.evaluation.comparisons.opponents import (
     Opponent,
-    compare_groups,
     group_of,
-    policy_outcomes,
     read_opponent,
     score_opponents,
 )
@@ -74,8 +78,8 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     if llm_judge is not None:
         evaluation = evaluation.judged_by(llm_judge, config.bootstrap, config.seed)
         opponents = [opponent.judged_by(llm_judge) for opponent in opponents]
-    metrics, rows = evaluation.metrics(world), evaluation.rows()
-    outcome = policy_outcomes(evaluation)
+    metrics, rows = evaluation.metrics(world, config.bootstrap, config.seed), evaluation.rows()
+    outcome = evaluation.outcomes()
     losses = paired_losses(data.sets, sft_samples.sets, policy_samples.sets, outcome[DECIDING])
     metrics["losses"] = as_measurements(losses)
     first_rows = rows[:: config.replies_per_prompt]

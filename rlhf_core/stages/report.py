@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_core.config.evaluation import ReportConfig
-from rlhf_core.evaluation.report.parts.headline import headline_metrics, write_curves
-from rlhf_core.evaluation.report.parts.lineage import LOCK, report_lineage
+from rlhf_core.evaluation.report.headline import headline_metrics, write_curves
 from rlhf_core.evaluation.report.render import render
-from rlhf_core.evaluation.report.sources import load_sources, with_other_runs
+from rlhf_core.evaluation.report.sources import load_sources, report_lineage
 from rlhf_core.evaluation.report.view import build_context
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text
@@ -41,7 +40,6 @@ def run(config: ReportConfig, inputs: Paths, outputs: Paths, context: RunContext
     workspace = outputs.report.parent
     lineage = report_lineage(workspace, context.tracker.run_id)
     sources = load_sources(inputs, workspace / "params.yaml", lineage)
-    sources = with_other_runs(sources, workspace / config.alternatives, workspace / LOCK)
     atomic_write_text(outputs.report, render(build_context(sources, config.title, config.replies)))
     atomic_write_json(outputs.headline, headline_metrics(sources.metrics))
     write_curves(sources.histories, outputs.curves)

@@ -48,10 +48,7 @@ FLOWS_MAY_ALSO_USE = {
     # Of the group ``rlhf data``.
     "flows.commands.data_diff": {"commands.data", "commands.output", "data.inspection.changes"},
     "flows.commands.compare": {
-        "evaluation.alternative_runs",
         "evaluation.judges.model.JUDGE",
-        "evaluation.judges.model.SELECTED_BY",
-        "evaluation.metrics.training_cost",
         "training.history.read_history",
     },
     "flows.commands.registry_commands": {
@@ -79,7 +76,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.run_state": {"evaluation.verdict.judge_results"},
     "flows.commands.summary": {"evaluation.verdict.Standing"},
     "flows.registry.decisions": {"evaluation.promotion.Criterion"},
-    "flows.registry.release_page": {"evaluation.report.parts.headline", "evaluation.report.render.with_release"},
+    "flows.registry.release_page": {"evaluation.report.headline", "evaluation.report.render.with_release"},
     "flows.registry.client": {
         "tracking.delivery.deliver_waiting",
         "tracking.stage_run.origin_tags",

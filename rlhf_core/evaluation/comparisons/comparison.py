@@ -9,7 +9,7 @@ replies to a prompt, which cannot tell a prompt's difficulty from the reply's qu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -246,6 +246,38 @@ def compare_outcomes(
     values = values.reshape(len(values), -1)
     low, high = bootstrap_bounds(values.mean(axis=1)[np.newaxis], bootstrap, seed, clusters)
     return _compared(values, low[0], high[0], bootstrap, seed, length_difference, clusters)
+
+
+def compare_groups(
+    groups: Sequence[str],
+    outcome: Mapping[str, np.ndarray],
+    bootstrap: int,
+    seed: int,
+    clusters: ArrayLike | None = None,
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Compare two sides within each group of prompts, by each judge.
+
+    Args:
+        groups: The group of each prompt, such as its category; prompts of "" are in none.
+        outcome: By judge 1 for a win, ½ for a tie, 0 for a loss, NaN where it did not decide (prompts, replies).
+        bootstrap: Number of resamples.
+        seed: Seed of the resamples.
+        clusters: See :func:`compare`.
+
+    Returns:
+        Comparisons by group and judge; a judge that decided on no prompt of a group is left out.
+    """
+    of_prompt = one_each(len(groups), clusters)
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    for group in sorted(set(groups) - {""}):
+        in_group = np.array([name == group for name in groups])
+        table[group] = {}
+        for judge, values in outcome.items():
+            known = in_group & ~np.isnan(values).any(axis=1)
+            if known.any():
+                compared = compare_outcomes(values[known], bootstrap, seed, clusters=of_prompt[known])
+                table[group][judge] = compared.as_dict()
+    return table
 
 
 def _compared(

@@ -19,6 +19,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import (
     Comparison,
     compare,
+    compare_groups,
     compare_outcomes,
     length_differences,
     outcomes,
@@ -26,7 +27,7 @@ from rlhf_core.evaluation.comparisons.comparison import (
 from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.judges.pairwise import Judge, PairwiseJudge
 from rlhf_core.evaluation.reply import Reply
-from rlhf_core.evaluation.statistics import clusters_of, one_each
+from rlhf_core.evaluation.statistics import clusters_of
 from rlhf_core.storage.file_patterns import expand
 
 REMEDY = "correct evaluate.opponents"
@@ -148,53 +149,6 @@ def _whole_word(name: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", re.IGNORECASE)
 
 
-def compare_groups(
-    groups: Sequence[str],
-    outcome: Mapping[str, np.ndarray],
-    bootstrap: int,
-    seed: int,
-    clusters: np.ndarray | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Compare two sides within each group, by each judge.
-
-    Args:
-        groups: The group of each prompt; prompts of "" are in none.
-        outcome: By judge 1 for a win, ½ for a tie, 0 for a loss, NaN where it did not decide (prompts, replies).
-        bootstrap: Number of resamples of the prompts.
-        seed: Seed of the resamples.
-        clusters: The cluster of each prompt; None: each is one of its own.
-
-    Returns:
-        Comparisons by group and judge; a judge that decided on no prompt of a group is left out.
-    """
-    of_prompt = one_each(len(groups), clusters)
-    table: dict[str, dict[str, Any]] = {}
-    for group in sorted(set(groups) - {""}):
-        in_group = np.array([name == group for name in groups])
-        table[group] = {}
-        for judge, values in outcome.items():
-            known = in_group & ~np.isnan(values).any(axis=1)
-            if known.any():
-                compared = compare_outcomes(values[known], bootstrap, seed, clusters=of_prompt[known])
-                table[group][judge] = compared.as_dict()
-    return table
-
-
-def policy_outcomes(evaluation: Evaluation) -> dict[str, np.ndarray]:
-    """Return the outcomes of policy against SFT by judge, (prompts, replies) as :func:`compare_groups` takes them."""
-    by_prompt = (-1, evaluation.replies_per_prompt)
-    table = {
-        judge: outcomes(
-            np.subtract(evaluation.policy.scores[judge], evaluation.sft.scores[judge]), comparison.tie_margin
-        ).reshape(by_prompt)
-        for judge, comparison in evaluation.comparisons.items()
-    }
-    for judge, pairwise in evaluation.pairwise.items():
-        decided = [np.nan if pair.outcome is None else pair.outcome for pair in pairwise.judgements.pairs]
-        table[judge] = np.array(decided)[:, np.newaxis]
-    return table
-
-
 SIDES = ("policy", "sft")
 
 
@@ -251,8 +205,7 @@ class OpponentEvaluation:
         decided = {}
         for side in SIDES:
             ours = [self._model(side).replies[row] for row in self.rows]
-            pairs = judge.judge(prompts, ours, self.opponent.known_replies()).pairs
-            decided[side, judge.name] = np.array([np.nan if pair.outcome is None else pair.outcome for pair in pairs])
+            decided[side, judge.name] = judge.judge(prompts, ours, self.opponent.known_replies()).decided()
         return replace(self, pairwise={**self.pairwise, **decided})
 
     def metrics(self, groups: Sequence[str], bootstrap: int, seed: int) -> dict[str, Any]:

@@ -19,10 +19,12 @@ from rlhf_core.data.text import language_shares
 from rlhf_core.evaluation.comparisons.comparison import (
     Comparison,
     ScoreComparison,
+    compare_groups,
     compare_outcomes,
     length_differences,
     outcomes,
 )
+from rlhf_core.evaluation.judges.model import final_judges
 from rlhf_core.evaluation.judges.pairwise import Judge, PairwiseJudge, PairwiseJudgements, worst_disagreements
 from rlhf_core.evaluation.metrics.perplexity import Drift
 from rlhf_core.evaluation.metrics.text_metrics import measure_text
@@ -113,11 +115,28 @@ class Evaluation:
         comparison = compare_outcomes(judgements.outcomes(), bootstrap, seed, longer_by, clusters)
         return replace(self, pairwise={**self.pairwise, judge.name: PairwiseEvaluation(judgements, comparison)})
 
-    def metrics(self, world: bool) -> dict[str, Any]:
+    def outcomes(self) -> dict[str, np.ndarray]:
+        """Return by judge 1 for a win of the policy, ½ for a tie, 0 for a loss, (prompts, replies).
+
+        NaN is where a judge did not decide. A judge without scores compared the first reply to each prompt alone.
+        """
+        table = {
+            judge: outcomes(
+                np.subtract(self.policy.scores[judge], self.sft.scores[judge]), comparison.tie_margin
+            ).reshape(-1, self.replies_per_prompt)
+            for judge, comparison in self.comparisons.items()
+        }
+        for judge, pairwise in self.pairwise.items():
+            table[judge] = pairwise.judgements.decided()[:, np.newaxis]
+        return table
+
+    def metrics(self, world: bool, bootstrap: int, seed: int) -> dict[str, Any]:
         """Return the content of ``metrics/evaluation.json``; see docs/metrics.md.
 
         Args:
             world: Whether the prompts are of the synthetic world, which adds checks to the regression set.
+            bootstrap: Number of resamples of the comparisons by category.
+            seed: Seed of these resamples.
         """
         each = len(self.sft.regression_replies) // max(len(self.regression_prompts), 1)
         categories = [row.category for row in self.regression_prompts for _ in range(each)]
@@ -137,35 +156,40 @@ class Evaluation:
                 **{judge: comparison.as_dict() for judge, comparison in self.comparisons.items()},
                 **{judge: pairwise.comparison.as_dict() for judge, pairwise in self.pairwise.items()},
             },
-            "category": self.by_category(),
+            "category": self.by_category(bootstrap, seed),
             "regression": {**policy_rates, "prompts": len(self.regression_prompts)},
             "regression_sft": sft_rates,
             **{f"{judge}_judge": dict(pairwise.judgements.metrics) for judge, pairwise in self.pairwise.items()},
             **({"languages": languages} if languages else {}),
         }
 
-    def by_category(self) -> dict[str, dict[str, float]]:
-        """Per category: number of prompts, and by each judge the mean score of both models and the win rate."""
-        table: dict[str, dict[str, float]] = {}
-        for category in sorted({row.category for row in self.prompts}):
-            rows = [i for i, row in enumerate(self.prompts) if row.category == category]
+    def by_category(self, bootstrap: int, seed: int) -> dict[str, dict[str, Any]]:
+        """Per category: number of prompts and questions, and by each judge the mean score of both models and the win
+        rate; ``comparison`` by the judges that decide.
+        """
+        first = self.prompts[:: self.replies_per_prompt]
+        outcome = self.outcomes()
+        deciding = {judge: outcome[judge] for judge in final_judges(outcome)}
+        compared = compare_groups([row.category for row in first], deciding, bootstrap, seed, clusters_of(first))
+        table: dict[str, dict[str, Any]] = {}
+        for category in sorted({row.category for row in first}):
+            here = np.array([row.category == category for row in first])
+            each = np.repeat(here, self.replies_per_prompt)
             table[category] = {
-                "prompts": len(rows) // self.replies_per_prompt,
-                "clusters": len({cluster_of(self.prompts[i]) for i in rows}),
+                "prompts": int(here.sum()),
+                "clusters": len({cluster_of(row) for row in first if row.category == category}),
+                **{f"sft_{judge}": float(np.asarray(scores)[each].mean()) for judge, scores in self.sft.scores.items()},
+                **{
+                    f"policy_{judge}": float(np.asarray(scores)[each].mean())
+                    for judge, scores in self.policy.scores.items()
+                },
             }
-            for judge, comparison in self.comparisons.items():
-                policy = np.asarray(self.policy.scores[judge])[rows]
-                sft = np.asarray(self.sft.scores[judge])[rows]
-                table[category] |= {
-                    f"sft_{judge}": float(sft.mean()),
-                    f"policy_{judge}": float(policy.mean()),
-                    f"win_rate_{judge}": float(outcomes(policy - sft, comparison.tie_margin).mean()),
-                }
-            for judge, pairwise in self.pairwise.items():
-                pairs = [pairwise.judgements.pairs[i // self.replies_per_prompt] for i in rows]
-                known = [pair.outcome for pair in pairs if pair.outcome is not None]
-                if known:
-                    table[category][f"win_rate_{judge}"] = float(np.mean(known))
+            for judge, values in outcome.items():
+                decided = values[here][~np.isnan(values[here])]
+                if len(decided):
+                    table[category][f"win_rate_{judge}"] = float(decided.mean())
+            if category in compared:
+                table[category]["comparison"] = compared[category]
         return table
 
     def rows(self) -> list[dict[str, Any]]:

@@ -49,6 +49,10 @@ class PairwiseJudgements:
         """The outcomes of the pairs that have one, in their order."""
         return [pair.outcome for pair in self.pairs if pair.outcome is not None]
 
+    def decided(self) -> np.ndarray:
+        """The outcome of each pair, NaN for one without, (pairs,)."""
+        return np.array([np.nan if pair.outcome is None else pair.outcome for pair in self.pairs])
+
 
 class PairwiseJudge(Protocol):
     """Decides which of two replies to a prompt is better.

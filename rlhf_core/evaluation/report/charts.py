@@ -1,12 +1,18 @@
-"""The report's charts: lines over bands, intervals, and shares of wins, ties and losses."""
+"""The report's charts: intervals, shares of wins, and which curves are drawn from which history.
+
+Names that a history lacks are left out. Over-optimisation shows as what reward model and judges say while the policy
+moves away from SFT (Gao et al. 2022): a reward that goes on rising where the judges' scores fall is the sign that the
+policy exploits the reward model.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from markupsafe import Markup
 
 from rlhf_core.evaluation.figures import COLOURS, HEIGHT, SERIES, draw_svg
@@ -35,20 +41,6 @@ class Band:
     label: str
     low: list[Point]
     high: list[Point]
-
-
-@dataclass(frozen=True)
-class Outcomes:
-    """Shares of prompts that each side wins, and the candidate's win rate with its 95 % interval."""
-
-    label: str
-    lose: float
-    tie: float
-    win: float
-    win_rate: float
-    low95: float
-    high95: float
-    prompts: int
 
 
 def line_chart(
@@ -101,21 +93,25 @@ def interval_chart(rows: Sequence[tuple[str, float, float, float]], centre: floa
 
 
 def outcome_chart(
-    rows: Sequence[Outcomes], title: str = "", baseline: str = "SFT", candidate: str = "policy"
+    rows: Sequence[tuple[str, Mapping[str, Any]]], title: str = "", baseline: str = "SFT", candidate: str = "policy"
 ) -> Markup:
-    """Draw a bar per row: from the left the shares of prompts that the baseline wins, ties, and the candidate wins."""
+    """Draw a bar per (label, comparison): from the left the shares that the baseline wins, ties, the candidate wins.
+
+    Beside it stand win rate, interval, and the numbers of prompts and of different questions, which the interval is of.
+    """
 
     def draw(axes: Axes) -> None:
-        for y, row in enumerate(rows):
+        for y, (_, row) in enumerate(rows):
             left = 0.0
-            for share, colour in ((row.lose, SERIES[1]), (row.tie, COLOURS["line"]), (row.win, SERIES[0])):
-                axes.barh(y, share, left=left, color=colour, height=0.62)
-                left += share
-            label = f"{row.win_rate:.2f} ({row.low95:.2f} to {row.high95:.2f}), n {row.prompts}"
+            for share, colour in (("lose", SERIES[1]), ("tie", COLOURS["line"]), ("win", SERIES[0])):
+                axes.barh(y, row[share], left=left, color=colour, height=0.62)
+                left += row[share]
+            interval = f"{row['win_rate']:.2f} ({row['win_rate_low95']:.2f} to {row['win_rate_high95']:.2f})"
+            label = f"{interval}, {row['prompts']} / {row['clusters']}"
             axes.text(1.02, y, label, va="center", color=COLOURS["soft"])
         axes.axvline(0.5, color=COLOURS["soft"], linestyle="--", linewidth=1)
         axes.set_xlim(0, 1)
-        _label_rows(axes, [row.label for row in rows])
+        _label_rows(axes, [label for label, _ in rows])
 
     legend = _legend([("s1", f"{baseline} wins"), ("tie", "tie"), ("s0", f"{candidate} wins")])
     return draw_svg(draw, title, ROW_HEIGHT * len(rows) + AXIS_HEIGHT) + legend
@@ -130,3 +126,268 @@ def _label_rows(axes: Axes, labels: Sequence[str]) -> None:
 def _legend(names: Sequence[tuple[str, str]]) -> Markup:
     items = [Markup('<span><i class="key {}"></i>{}</span>').format(css, label) for css, label in names]
     return Markup('<div class="legend">{}</div>').format(Markup("").join(items))
+
+
+STEP_NAMES = ("iteration", "step", "rollout")
+
+
+@dataclass(frozen=True)
+class ChartSpec:
+    """What a chart shows.
+
+    Attributes:
+        history: The stage whose history it is drawn from.
+        title: Its heading.
+        lines: Names in the history by label; of several names the first that the history has.
+        note: What to look for.
+        bands: (lower edge, upper edge), names in the history, by label.
+    """
+
+    history: str
+    title: str
+    lines: Mapping[str, tuple[str, ...]]
+    note: str = ""
+    bands: Mapping[str, tuple[str, str]] | None = None
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawn chart with its title and a note on what to look for."""
+
+    title: str
+    svg: Markup
+    note: str
+
+
+CHARTS = (
+    ChartSpec("sft", "Loss", {"training": ("loss",), "validation": ("validation_loss",)}),
+    ChartSpec("sft", "Perplexity", {"held-out demonstrations": ("validation_perplexity",)}),
+    ChartSpec("sft", "Learning rate", {"learning rate": ("lr",)}),
+    ChartSpec(
+        "reward",
+        "Loss",
+        {"ranking": ("ranking_loss",), "ranking, validation": ("validation_loss",), "imitation": ("imitation_loss",)},
+    ),
+    ChartSpec(
+        "reward",
+        "Accuracy",
+        {"training": ("accuracy",), "validation": ("validation_accuracy",)},
+        "Accuracy alone is not enough: see margins and calibration below.",
+    ),
+    ChartSpec("reward", "Margin", {"training": ("margin",), "validation": ("validation_margin",)}),
+    ChartSpec("referee", "Accuracy", {"training": ("accuracy",), "validation": ("validation_accuracy",)}),
+    ChartSpec("judge", "Accuracy", {"training": ("accuracy",), "validation": ("validation_accuracy",)}),
+    ChartSpec("critic", "Value loss", {"value loss": ("value_loss", "loss")}),
+    ChartSpec(
+        "critic", "Explained variance", {"explained variance": ("explained_variance",)}, "PPO starts once it is high."
+    ),
+    ChartSpec(
+        "ppo",
+        "Reward (raw score)",
+        {"mean": ("reward_mean",), "median": ("reward_p50",)},
+        "The whole distribution: a tail that opens below the median is an early sign of collapse.",
+        {"5–95 %": ("reward_p05", "reward_p95"), "25–75 %": ("reward_p25", "reward_p75")},
+    ),
+    ChartSpec(
+        "ppo",
+        "KL to the reference",
+        {"KL, nats per sequence": ("kl",)},
+        "The first signal that separates a healthy run from a collapsed one.",
+    ),
+    ChartSpec(
+        "ppo",
+        "Win rate against SFT by the referee",
+        {"win rate": ("win_rate",)},
+        "On fixed validation prompts; it selects the checkpoint.",
+        {"95 %": ("win_rate_low95", "win_rate_high95")},
+    ),
+    ChartSpec("ppo", "Loss", {"training": ("loss",), "validation": ("validation_loss",)}),
+    ChartSpec(
+        "ppo",
+        "Accuracy of the implicit reward",
+        {"training": ("accuracy",), "validation": ("validation_accuracy",)},
+        "Share of pairs whose chosen reply became likelier than the rejected one, beside SFT.",
+    ),
+    ChartSpec(
+        "ppo",
+        "Implicit reward of held-out replies",
+        {
+            "chosen": ("validation_implicit_reward_chosen",),
+            "rejected": ("validation_implicit_reward_rejected",),
+        },
+        "Both far below zero: the policy moves away from the replies of the pairs altogether.",
+    ),
+    ChartSpec("ppo", "Reply length", {"mean tokens": ("length",), "95th percentile": ("length_p95",)}),
+    ChartSpec(
+        "ppo", "Repetition and missing end", {"repeated trigrams": ("repetition",), "missing end": ("missing_eos",)}
+    ),
+    ChartSpec(
+        "ppo",
+        "Perplexity of the replies",
+        {"under the reference": ("perplexity_reference",), "under the policy": ("perplexity",)},
+    ),
+    ChartSpec(
+        "ppo",
+        "Variety",
+        {
+            "distinct bigrams": ("distinct_2",),
+            "distinct first sentences": ("distinct_first_sentences",),
+            "refusals": ("refusals",),
+        },
+    ),
+    ChartSpec("ppo", "Explained variance", {"explained variance": ("explained_variance",)}),
+    ChartSpec("ppo", "Value loss", {"value loss": ("value_loss",)}),
+    ChartSpec(
+        "ppo",
+        "Rewards of the replies to one prompt",
+        {"standard deviation": ("group_reward_std",), "prompts with equal rewards": ("equal_reward_groups",)},
+        "An update without a critic learns from their difference alone.",
+    ),
+    ChartSpec("ppo", "Entropy", {"nats per token": ("entropy",)}, "Alone it does not tell health from collapse."),
+    ChartSpec("ppo", "Gradient norms", {"policy": ("policy_grad_norm",), "critic": ("critic_grad_norm",)}),
+    ChartSpec("ppo", "Clipped share", {"policy": ("clip_fraction",), "value": ("value_clip_fraction",)}),
+    ChartSpec(
+        "ppo",
+        "Reward's correlation",
+        {"with length": ("reward_length_correlation",), "with the referee": ("reward_referee_correlation",)},
+    ),
+    ChartSpec("ppo", "KL coefficient", {"β": ("kl_coefficient",), "β per SD of treated reward": ("kl_pull",)}),
+)
+
+
+def draw_charts(
+    histories: Mapping[str, Sequence[Mapping[str, Any]]], findings: Sequence[float] = ()
+) -> dict[str, list[Chart]]:
+    """Draw charts by history, in the order of :data:`CHARTS`; a chart without any of its lines is left out.
+
+    Args:
+        histories: Rows of ``history/NAME.jsonl`` by stage.
+        findings: Iterations of PPO with a health finding, which its charts mark.
+    """
+    charts: dict[str, list[Chart]] = {}
+    for spec in CHARTS:
+        rows = histories.get(spec.history, [])
+        # Of several names the first that the history has.
+        lines = {
+            label: next((line for name in names if (line := points(rows, name))), [])
+            for label, names in spec.lines.items()
+        }
+        series = [Series(label, line) for label, line in lines.items() if line]
+        if not series:
+            continue
+        bands = [
+            Band(label, points(rows, low), points(rows, high))
+            for label, (low, high) in (spec.bands or {}).items()
+            if points(rows, low) and points(rows, high)
+        ]
+        x_label = next((name for name in STEP_NAMES if any(name in row for row in rows)), "row")
+        marks = findings if spec.history == "ppo" else ()
+        svg = line_chart(series, bands, x_label, f"{spec.history}: {spec.title}", marks)
+        charts.setdefault(spec.history, []).append(Chart(spec.title, svg, spec.note))
+    return charts
+
+
+def points(rows: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
+    """Return (step, value) of the rows that have ``name`` as a finite number."""
+    line = []
+    for number, row in enumerate(rows, start=1):
+        value = row.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            step = next((row[key] for key in STEP_NAMES if isinstance(row.get(key), int | float)), number)
+            line.append((float(step), float(value)))
+    return line
+
+
+TRAINING = {"reward": "reward_mean", "referee": "referee_mean"}
+JUDGED = ("judge", "gold")
+
+
+def over_optimization_chart(
+    history: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> Markup | None:
+    """Draw gains in standard deviations of SFT's scores against √KL; None without KL or scores.
+
+    Reward model and referee are known in every iteration of PPO, as gains over the first; judge and gold score only the
+    policy that was selected, as dots.
+    """
+    spread = {
+        name: float(np.std([row[f"sft_{name}"] for row in rows])) or 1.0
+        for name in (*TRAINING, *JUDGED)
+        if rows and f"sft_{name}" in rows[0]
+    }
+    series = []
+    for name, metric in TRAINING.items():
+        known = [(row["kl"], row[metric]) for row in history if _finite(row.get("kl")) and _finite(row.get(metric))]
+        if known and name in spread:
+            gains: list[Point] = [
+                (math.sqrt(max(kl, 0.0)), (score - known[0][1]) / spread[name]) for kl, score in known
+            ]
+            label = {"reward": "reward model", "referee": "referee"}[name]
+            series.append(Series(f"{label}, in training", gains, scattered=True))
+    if not series:
+        return None
+    sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
+    for name in JUDGED:
+        if name in spread and name in policy and _finite(evaluation.get("kl")):
+            gain = (policy[name] - sft[name]) / spread[name]
+            series.append(Series(f"{name}, selected policy", [(math.sqrt(max(evaluation["kl"], 0.0)), gain)]))
+    return line_chart(series, x_label="√KL from SFT, nats", title="gain in score against the distance from SFT")
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# Edges of the bins, as the history has them, and the share of the rollout's rewards in each bin.
+EDGES = ("reward_min", "reward_p05", "reward_p25", "reward_p50", "reward_p75", "reward_p95", "reward_max")
+SHARES = (0.05, 0.20, 0.25, 0.25, 0.20, 0.05)
+MOST_ROWS = 8
+HISTOGRAM_AXIS_HEIGHT = 50
+OVERLAP = 0.9  # height of the highest bin, in rows
+
+
+def reward_histograms(history: Sequence[Mapping[str, Any]]) -> Markup | None:
+    """Draw the raw rewards of up to eight iterations below each other, first and last among them; None without any.
+
+    The history has percentiles, so bins end at those: the area of a bin is its share, as in any histogram.
+    """
+    rows = [row for row in history if all(_finite(row.get(name)) for name in EDGES)]
+    if not rows:
+        return None
+    count = min(MOST_ROWS, len(rows))
+    chosen = [rows[round(i * (len(rows) - 1) / max(count - 1, 1))] for i in range(count)]
+
+    def draw(axes: Axes) -> None:
+        for y, row in enumerate(chosen):
+            xs, heights = histogram([float(row[name]) for name in EDGES])
+            top = max(heights)
+            axes.fill_between(
+                xs,
+                [y] * len(xs),
+                [y - OVERLAP * height / top for height in heights],
+                color=SERIES[0],
+                alpha=0.5,
+                linewidth=0,
+            )
+            axes.axhline(y, color=COLOURS["line"], linewidth=1)
+            axes.plot([row["reward_p50"]] * 2, [y, y - OVERLAP], color=SERIES[1], linewidth=2)
+        axes.set_yticks(range(count), [f"{row.get('iteration', '')}" for row in chosen])
+        axes.set_ylim(count - 0.5, -1.2)
+        axes.locator_params(axis="x", nbins=5)
+        axes.set_ylabel("iteration", color=COLOURS["soft"])
+        axes.set_xlabel("reward", color=COLOURS["soft"], loc="right")
+
+    return draw_svg(draw, "distribution of rewards by iteration", ROW_HEIGHT * (count + 1) + HISTOGRAM_AXIS_HEIGHT)
+
+
+def histogram(edges: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return the corners (x) of the bins between ``edges`` and the density at each; bins without width are left out.
+
+    Rewards that are all the same are one narrow bin.
+    """
+    bins = [(low, high, share) for low, high, share in zip(edges, edges[1:], SHARES, strict=False) if high > low]
+    if not bins:
+        width = max(abs(edges[0]), 1.0) / 100
+        bins = [(edges[0] - width, edges[0] + width, 1.0)]
+    xs = [x for low, high, _ in bins for x in (low, high)]
+    return xs, [share / (high - low) for low, high, share in bins for _ in range(2)]

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 
 from rlhf_core.data.text import language_tag
 from rlhf_core.evaluation.figures import format_number
-from rlhf_core.evaluation.report.parts.headline import BEGIN, END, ReleaseDecision
+from rlhf_core.evaluation.report.headline import BEGIN, END, ReleaseDecision
 
 PACKAGE = "rlhf_core.evaluation.report"
 

@@ -1,22 +1,28 @@
-"""What a run has left for the report. Whatever is missing stays missing and is named; nothing is guessed."""
+"""What a run has left for the report, and where it comes from: data, settings, code and machine.
+
+Whatever is missing stays missing and is named; nothing is guessed.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
+import os
+import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from rlhf_core.config import yaml_text
 from rlhf_core.data.schema import read_table
-from rlhf_core.errors import DataError
-from rlhf_core.evaluation.alternative_runs import evaluation_basis, read_alternatives
-from rlhf_core.evaluation.report.parts.alternatives import OtherRuns
-from rlhf_core.evaluation.report.parts.lineage import ReportLineage
+from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.git import git_revision
 from rlhf_core.storage.files import read_json, sha256_file, split_json_lines
+from rlhf_core.tracking import PARENT_RUN_VARIABLE
 
 STAGES = ("data", "sft", "reward", "referee", "judge", "critic", "ppo", "evaluation")
 GATES = ("data", "sft", "reward", "policy")
@@ -30,7 +36,68 @@ BEHIND_GATE = {
 DATA_CARD = "data/card/card.html"  # beside the report, in a workspace and among the artifacts of a run
 IMAGE_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
 
+LOCK = "dvc.lock"
+
 JsonObject = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ReportLineage:
+    """What led to a report.
+
+    Attributes:
+        git_revision: The workspace's commit, which ends in "-dirty" where tracked files differ; "none" outside git.
+        mlflow_run: Id of the run of the pipeline, else of the stage; empty without tracking.
+        dvc_lock: sha256 of dvc.lock when the report was made; empty without one.
+        outputs: Hash by path of what the stages wrote, as dvc.lock has it.
+    """
+
+    git_revision: str = "none"
+    mlflow_run: str = ""
+    dvc_lock: str = ""
+    outputs: dict[str, str] = field(default_factory=dict)
+
+
+def report_lineage(workspace: Path, own_run: str) -> ReportLineage:
+    """Read the lineage of a workspace.
+
+    Args:
+        workspace: The folder with params.yaml.
+        own_run: MLflow's id of the stage's own run, if it has one.
+    """
+    run = os.environ.get(PARENT_RUN_VARIABLE) or own_run
+    lock = workspace / LOCK
+    if not lock.is_file():
+        return ReportLineage(git_revision(workspace), run)
+    return ReportLineage(git_revision(workspace), run, sha256_file(lock), recorded_outputs(lock))
+
+
+def recorded_outputs(lock: Path) -> dict[str, str]:
+    """Return the hash of every output in dvc.lock by path, those of the report left out; empty if it is unreadable."""
+    try:
+        stages = yaml_text.plain(yaml_text.read(lock)).get("stages") or {}
+    except RlhfError:
+        return {}
+    return {
+        str(out["path"]): str(out.get("md5", ""))
+        for name, stage in sorted(stages.items())
+        if name != "report"
+        for out in stage.get("outs") or []
+    }
+
+
+LIBRARIES = ("rlhf-pipeline", "torch", "transformers", "datasets", "peft", "numpy", "scikit-learn")
+
+
+def package_versions() -> dict[str, str]:
+    """Return the version of Python and of each installed library, by name."""
+    versions = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
 
 
 @dataclass(frozen=True)
@@ -50,7 +117,6 @@ class ReportSources:
         params: Text of the workspace's params.yaml.
         missing: Why a part is not here, by part.
         data_card: The address of the data card as seen from the report; empty if there is none.
-        others: Runs of other workspaces to show beside this one.
     """
 
     metrics: dict[str, JsonObject]
@@ -65,7 +131,6 @@ class ReportSources:
     data_card: str = ""
     mistakes: list[JsonObject] = field(default_factory=list)
     lineage: ReportLineage = field(default_factory=ReportLineage)
-    others: OtherRuns = field(default_factory=OtherRuns)
 
 
 def load_sources(
@@ -113,19 +178,6 @@ def load_sources(
         lineage=lineage or ReportLineage(),
         data_card=DATA_CARD if "data_card" in inputs and (inputs["data_card"] / Path(DATA_CARD).name).is_file() else "",
     )
-
-
-def with_other_runs(sources: ReportSources, file: Path, lock: Path) -> ReportSources:
-    """Add the runs in a file of ``rlhf compare --output``; a file that is none is a missing part.
-
-    Args:
-        lock: The workspace's dvc.lock, which records what its own evaluation was made on.
-    """
-    try:
-        runs = read_alternatives(file)
-    except DataError as error:
-        return replace(sources, missing=sources.missing | {"alternatives": str(error)})
-    return replace(sources, others=OtherRuns(runs, evaluation_basis(lock)))
 
 
 def failed_gate(gates: Mapping[str, JsonObject]) -> str | None:

@@ -1,32 +1,28 @@
-"""Turn what was read into what the template shows: verdict, tiles, tables, charts, replies."""
+"""Turn what was read into what the template shows: verdict, tiles, tables, charts, pairs of replies to read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from difflib import SequenceMatcher
 from typing import Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from rlhf_core.config.health import DEFAULT_RULES
-from rlhf_core.config.policy import METHOD_NAMES
+from rlhf_core.config.policy import METHOD_NAMES, Method
 from rlhf_core.evaluation.figures import format_number
 from rlhf_core.evaluation.judges.model import final_judges
-from rlhf_core.evaluation.report.charts import interval_chart, outcome_chart
-from rlhf_core.evaluation.report.parts.alternatives import alternatives, method_of, ppo_batch_size
-from rlhf_core.evaluation.report.parts.curves import draw_charts, over_optimization_chart, reward_histograms
-from rlhf_core.evaluation.report.parts.headline import conclude
-from rlhf_core.evaluation.report.parts.lineage import package_versions
-from rlhf_core.evaluation.report.parts.outcomes import (
-    JUDGES,
-    category_outcomes,
-    group_chart,
-    mistaken_pair,
-    opponent_charts,
-    reply_pair,
-    spread_over_categories,
+from rlhf_core.evaluation.report.charts import (
+    draw_charts,
+    interval_chart,
+    outcome_chart,
+    over_optimization_chart,
+    reward_histograms,
 )
-from rlhf_core.evaluation.report.sources import JsonObject, ReportSources
+from rlhf_core.evaluation.report.headline import conclude
+from rlhf_core.evaluation.report.sources import JsonObject, ReportSources, package_versions
 from rlhf_core.evaluation.verdict import alarms
 
 # Rows of the table of SFT beside policy.
@@ -58,7 +54,11 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
     history = sources.histories.get("ppo", [])
     policy_gate = sources.gates.get("policy", {})
     fired = findings(sources)
-    method = method_of(sources.metrics.get("ppo", {}))
+    method: Method = sources.metrics.get("ppo", {}).get("method", "ppo")  # PPO's own metrics name none
+    categories = {
+        name: {key: value for key, value in row.items() if key != "comparison"}
+        for name, row in evaluation.get("category", {}).items()
+    }
     return {
         "title": title,
         "conclusion": conclude(sources.gates, evaluation),
@@ -67,16 +67,14 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "sides": sft_beside_policy(evaluation, policy_gate),
         "comparisons": comparisons,
         "comparison_chart": _comparison_chart(comparisons),
-        "categories": evaluation.get("category", {}),
-        "category_metrics": list(dict.fromkeys(key for row in evaluation.get("category", {}).values() for key in row)),
-        "category_charts": _category_charts(sources, comparisons),
+        "categories": categories,
+        "category_metrics": list(dict.fromkeys(key for row in categories.values() for key in row)),
+        "category_charts": category_charts(evaluation.get("category", {})),
         "group_chart": group_chart(evaluation.get("group", {})),
         "opponents": opponent_charts(evaluation.get("opponents", {})),
         "over_optimization": over_optimization_chart(history, evaluation, sources.comparisons),
-        "alternatives": _alternatives(sources, evaluation, policy_gate),
-        "left_out": sources.others.left_out() if evaluation else [],
+        "best_of_n": evaluation.get("best_of_n", {}),
         "method": METHOD_NAMES[method],
-        "policy_against_best": evaluation.get("best_of_n", {}).get("policy_comparison", {}),
         "regression": _regression(evaluation),
         "verifiable": _verifiable(evaluation.get("verifiable")),
         "multiple_choice": evaluation.get("multiple_choice", {}),
@@ -103,13 +101,6 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "lineage": sources.lineage,
         "missing": sources.missing,
     }
-
-
-def _alternatives(sources: ReportSources, evaluation: Mapping[str, Any], gate: Mapping[str, Any]) -> list[JsonObject]:
-    method = method_of(sources.metrics.get("ppo", {}))
-    decision = ("passed" if gate.get("passed") else "failed") if gate else ""
-    batch_size = ppo_batch_size(sources.params)
-    return alternatives(evaluation, method, sources.histories, sources.others, batch_size, decision)
 
 
 def tiles(sources: ReportSources) -> list[dict[str, str]]:
@@ -167,9 +158,7 @@ def sft_beside_policy(evaluation: Mapping[str, Any], gate: Mapping[str, Any]) ->
 
 def _comparisons(evaluation: Mapping[str, Any]) -> dict[str, JsonObject]:
     """Comparisons by judge, the best judge first."""
-    comparisons = evaluation.get("comparison", {})
-    order = sorted(comparisons, key=lambda judge: JUDGES.index(judge) if judge in JUDGES else len(JUDGES))
-    return {judge: comparisons[judge] for judge in order}
+    return dict(_best_judge_first(evaluation.get("comparison", {})))
 
 
 def _comparison_chart(comparisons: Mapping[str, JsonObject]) -> Markup | None:
@@ -180,13 +169,15 @@ def _comparison_chart(comparisons: Mapping[str, JsonObject]) -> Markup | None:
     return interval_chart(rows, 0.5, "win rate of the policy against SFT, with 95 % intervals") if rows else None
 
 
-def _category_charts(sources: ReportSources, comparisons: Mapping[str, JsonObject]) -> list[tuple[str, Markup]]:
-    """(judge, chart) for each judge that decides and whose scores are in the table of replies."""
+def category_charts(categories: Mapping[str, JsonObject]) -> list[tuple[str, Markup]]:
+    """Return (judge, chart) of the policy against SFT by category, its worst first, for each judge that decides."""
+    compared = {name: values.get("comparison", {}) for name, values in categories.items()}
+    judges = {judge for by_judge in compared.values() for judge in by_judge}
     charts = []
-    for judge in final_judges(comparisons):
-        if sources.comparisons and f"policy_{judge}" in sources.comparisons[0]:
-            rows = category_outcomes(sources.comparisons, judge, float(comparisons[judge].get("tie_margin", 0.0)))
-            charts.append((judge, outcome_chart(rows, f"wins, ties and losses by category, by {judge}")))
+    for judge in final_judges(judges):
+        rows = [(name, by_judge[judge]) for name, by_judge in compared.items() if judge in by_judge]
+        rows.sort(key=lambda row: row[1]["win_rate"])
+        charts.append((judge, outcome_chart(rows, f"wins, ties and losses by category, by {judge}")))
     return charts
 
 
@@ -263,3 +254,105 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
         elif not isinstance(value, list):
             rows.append((f"{prefix}{key}", value))
     return rows
+
+
+JUDGES = ("gold", "llm", "judge", "referee", "reward")
+LLM_VERDICTS = {1.0: "the policy's reply is better", 0.5: "a tie", 0.0: "SFT's reply is better"}
+WORDS = re.compile(r"\s+|\w+|[^\w\s]")
+
+
+def spread_over_categories(rows: Sequence[JsonObject], count: int) -> list[JsonObject]:
+    """Choose ``count`` rows: the first of each category, then the second of each, and so on; never the best ones."""
+    groups: dict[str, list[JsonObject]] = {}
+    for row in rows:
+        groups.setdefault(str(row.get("category")), []).append(row)
+    ordered = [
+        group[rank]
+        for rank in range(max((len(group) for group in groups.values()), default=0))
+        for _, group in sorted(groups.items())
+        if rank < len(group)
+    ]
+    return ordered[:count]
+
+
+def reply_pair(row: Mapping[str, Any]) -> JsonObject:
+    """Return a prompt with both replies, (judge, SFT's score, policy's score) triples, what the LLM judge said, and who
+    wins by the best judge with scores.
+
+    ``winner`` is ``policy``, ``sft`` or ``tie``, by the sign of the difference alone; empty without scores.
+    """
+    judges = [name for name in JUDGES if f"sft_{name}" in row and f"policy_{name}" in row]
+    winner = ""
+    if judges:
+        gain = row[f"policy_{judges[0]}"] - row[f"sft_{judges[0]}"]
+        winner = "policy" if gain > 0 else "sft" if gain < 0 else "tie"
+    sft, policy = str(row.get("sft_reply", "")), str(row.get("policy_reply", ""))
+    marked_sft, marked_policy = mark_differences(sft, policy)
+    return {
+        "category": row.get("category", ""),
+        "prompt": row.get("prompt", ""),
+        "sft": sft,
+        "policy": policy,
+        "sft_marked": marked_sft,
+        "policy_marked": marked_policy,
+        "sft_finished": row.get("sft_finished", True),
+        "policy_finished": row.get("policy_finished", True),
+        "winner": winner,
+        "scores": [(name, row[f"sft_{name}"], row[f"policy_{name}"]) for name in judges],
+        # It was asked about the first reply to each prompt; only then there is a reason, which may be empty.
+        "llm": "" if row.get("llm_reason") is None else LLM_VERDICTS.get(row["llm_outcome"], "no usable answer"),
+        "llm_reason": row.get("llm_reason") or "",
+    }
+
+
+def mistaken_pair(row: Mapping[str, Any]) -> JsonObject:
+    """Return a pair that the reward model ranks wrongly, with the words marked in which its replies differ."""
+    chosen, rejected = mark_differences(str(row.get("chosen", "")), str(row.get("rejected", "")))
+    return {**row, "chosen_marked": chosen, "rejected_marked": rejected}
+
+
+def mark_differences(first: str, second: str) -> tuple[Markup, Markup]:
+    """Escape both texts and put ``<mark>`` around the words that the other one does not have at that place."""
+    pieces = [WORDS.findall(text) for text in (first, second)]
+    marked: tuple[list[str], list[str]] = ([], [])
+    for kind, *spans in SequenceMatcher(a=pieces[0], b=pieces[1], autojunk=False).get_opcodes():
+        for side, (start, end) in enumerate((spans[:2], spans[2:])):
+            text = escape("".join(pieces[side][start:end]))
+            if text:
+                marked[side].append(text if kind == "equal" else f"<mark>{text}</mark>")
+    return Markup("".join(marked[0])), Markup("".join(marked[1]))
+
+
+def group_chart(groups: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Markup | None:
+    """Draw the policy against SFT by group and judge; None without groups."""
+    rows = [
+        (f"{group}, {judge}", comparison)
+        for group, by_judge in groups.items()
+        for judge, comparison in _best_judge_first(by_judge)
+    ]
+    return outcome_chart(rows, "wins, ties and losses on helpful and harmless prompts") if rows else None
+
+
+def opponent_charts(opponents: Mapping[str, Mapping[str, Any]]) -> list[JsonObject]:
+    """Return each opponent with its chart of SFT and policy against it, by judge, in all and by group."""
+    charts = []
+    for name, opponent in opponents.items():
+        judges = [judge for judge, _ in _best_judge_first(opponent["policy"]["comparison"])]
+        rows = []
+        for judge in judges:
+            for side, label in (("sft", "SFT"), ("policy", "policy")):
+                parts = {"": opponent[side]["comparison"], **opponent[side]["group"]}
+                rows += [
+                    (", ".join(part for part in (label, group, judge) if part), by_judge[judge])
+                    for group, by_judge in parts.items()
+                    if judge in by_judge
+                ]
+        chart = outcome_chart(rows, f"wins, ties and losses against {name}", name, "our side")
+        charts.append(
+            {"name": name, "chart": chart, **{key: opponent[key] for key in ("prompts", "missing", "unused")}}
+        )
+    return charts
+
+
+def _best_judge_first(by_judge: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return sorted(by_judge.items(), key=lambda row: JUDGES.index(row[0]) if row[0] in JUDGES else len(JUDGES))

@@ -22,7 +22,7 @@ from rlhf_core.models.adapters import add_adapters, merge_adapters, peft_adapter
 from rlhf_core.models.starting.base import load_policy, save_policy
 from rlhf_core.storage.files import sha256_file
 
-JUDGED = {"win_rate": 0.67, "win_rate_low95": 0.63, "win_rate_high95": 0.71, "prompts": 8}
+JUDGED = {"win_rate": 0.67, "win_rate_low95": 0.63, "win_rate_high95": 0.71, "prompts": 8, "clusters": 8}
 BACKENDS = ["sqlite", pytest.param("server", marks=pytest.mark.slow)]
 pytestmark = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 CLOSED_PORT = "http://127.0.0.1:9"

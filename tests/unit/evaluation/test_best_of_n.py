@@ -1,11 +1,10 @@
-"""Best of n: what is chosen, by hand; the stage's metrics and columns; the report's table."""
+"""Best of n: what is chosen, by hand; the stage's metrics and columns."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from architecture.glossary import documented
@@ -17,7 +16,6 @@ from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.data.schema import Message, Prompt, read_table
 from rlhf_core.evaluation.comparisons.policy_vs_sft import BestOfN, kl_bound
 from rlhf_core.evaluation.reply import Reply
-from rlhf_core.evaluation.report.parts.alternatives import alternatives
 
 
 class LongerIsBetter:
@@ -72,27 +70,3 @@ def test_the_stage_compares_it_with_both_and_changes_nothing_else(
 def test_one_reply_is_no_choice() -> None:
     with pytest.raises(ValidationError, match="best_of_n 1 is SFT itself"):
         EvaluateConfig(best_of_n=1)
-
-
-def test_the_report_shows_the_three_ways_side_by_side() -> None:
-    comparison = {"judge": {"win_rate": 0.6, "win_rate_low95": 0.5, "win_rate_high95": 0.7}}
-    best: dict[str, Any] = {
-        "n": 8, "kl_bound": 1.2, "sampled_tokens_per_reply": 160.0, "judge": 0.4, "length": 21.0,
-        "comparison": comparison, "policy_comparison": comparison,
-    }  # fmt: skip
-    sides = {"sft": {"judge": 0.1, "length": 20.0}, "policy": {"judge": 0.5, "length": 22.0}}
-    rows = alternatives({**sides, "kl": 2.0, "comparison": comparison, "best_of_n": best})
-    assert [row["name"] for row in rows] == ["SFT", "best of 8", "policy, by PPO"]
-    assert [row["sampled"] for row in rows] == [20.0, 160.0, 22.0]
-    assert [row["kl"] for row in rows] == [0.0, 1.2, 2.0] and rows[1]["kl_prefix"] == "≤ "
-    assert rows[0]["by_judge"] == {} and rows[2]["by_judge"]["win_rate"] == 0.6 and rows[2]["gold"] is None
-    assert alternatives(sides) == []
-
-
-def test_the_report_has_the_method_and_its_cost_where_it_is_no_ppo() -> None:
-    sides = {"sft": {"judge": 0.1}, "policy": {"judge": 0.5}, "comparison": {}}
-    histories = {"ppo": [{"step": 9, "seconds": 4.0}], "reward": [{"step": 9, "seconds": 7.0}]}
-    assert [(row["name"], row["seconds"]) for row in alternatives(sides, "dpo", histories)] == [
-        ("SFT", 0.0), ("policy, by DPO", 4.0),
-    ]  # fmt: skip
-    assert alternatives(sides, "rejection_sampling", histories)[-1]["seconds"] == 11.0  # with the reward model

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from rlhf_core.data.schema import Prompt
-from rlhf_core.evaluation.comparisons.comparison import compare_outcomes
-from rlhf_core.evaluation.comparisons.opponents import compare_groups, group_of
-from rlhf_core.evaluation.report.parts.outcomes import group_chart, opponent_charts
+from rlhf_core.evaluation.comparisons.comparison import compare_groups, compare_outcomes
+from rlhf_core.evaluation.comparisons.opponents import group_of
+from rlhf_core.evaluation.report.view import group_chart, opponent_charts
 
 from .conftest import made_prompt
 

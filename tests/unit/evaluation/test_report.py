@@ -16,8 +16,8 @@ from rlhf_core.config.evaluation import ReportConfig
 from rlhf_core.config.gates import Condition
 from rlhf_core.data.schema import read_table, write_table
 from rlhf_core.evaluation.comparisons.comparison import compare
-from rlhf_core.evaluation.report.parts.curves import over_optimization_chart
-from rlhf_core.evaluation.report.parts.headline import (
+from rlhf_core.evaluation.report.charts import over_optimization_chart
+from rlhf_core.evaluation.report.headline import (
     CURVES,
     HEADLINE,
     ReleaseDecision,
@@ -25,9 +25,15 @@ from rlhf_core.evaluation.report.parts.headline import (
     conclude,
     headline_metrics,
 )
-from rlhf_core.evaluation.report.parts.outcomes import category_outcomes, mark_differences, spread_over_categories
 from rlhf_core.evaluation.report.render import with_release
-from rlhf_core.evaluation.report.view import flatten, format_number, sft_beside_policy
+from rlhf_core.evaluation.report.view import (
+    category_charts,
+    flatten,
+    format_number,
+    mark_differences,
+    sft_beside_policy,
+    spread_over_categories,
+)
 from rlhf_core.gates import decide
 from rlhf_core.stages import report
 from rlhf_core.stages.runtime.contract import Paths
@@ -145,7 +151,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
 
 def test_best_of_n_stands_beside_the_policy_where_it_was_measured(tmp_path: Path) -> None:
     fill(tmp_path)
-    assert "Was PPO worth it?" not in render(tmp_path)
+    assert "Best of 16" not in render(tmp_path)
     path = tmp_path / "metrics/evaluation.json"
     evaluation = json.loads(path.read_text())
     versus = evaluation["comparison"]["gold"] | {"win_rate": 0.4321}
@@ -156,8 +162,8 @@ def test_best_of_n_stands_beside_the_policy_where_it_was_measured(tmp_path: Path
     }  # fmt: skip
     path.write_text(json.dumps(evaluation))
     page = render(tmp_path)
-    assert "Was PPO worth it?" in page and "best of 16" in page and "≤ 1.835" in page and "320" in page
-    assert "By judge the policy's win rate against best of n" in page and "By reward the policy's" not in page
+    assert "Best of 16" in page and "1.835" in page and "320" in page
+    assert "By judge the policy's win\n  rate against it is 0.432" in page and "By reward the policy's" not in page
 
 
 def test_the_judge_has_a_tile_and_the_referee_beside_it_has_none(tmp_path: Path) -> None:
@@ -208,7 +214,13 @@ def test_replies_are_spread_over_categories() -> None:
 
 
 def judged(low: float, high: float) -> dict[str, float]:
-    return {"win_rate": (low + high) / 2, "win_rate_low95": low, "win_rate_high95": high, "prompts": 100}
+    return {
+        "win_rate": (low + high) / 2,
+        "win_rate_low95": low,
+        "win_rate_high95": high,
+        "prompts": 100,
+        "clusters": 31,
+    }
 
 
 @pytest.mark.parametrize(
@@ -229,25 +241,19 @@ def test_the_conclusion_is_the_judges_and_the_release_the_gates(
     conclusion = conclude(gates, evaluation)
     assert (conclusion.headline, conclusion.state) == (headline, state)
     (sentence,) = conclusion.judges
-    assert f"{low:.2f} to {high:.2f}" in sentence and "100 prompts" in sentence
+    assert f"{low:.2f} to {high:.2f}" in sentence and "100 prompts about 31 different" in sentence
     assert ("may be registered and promoted" in conclusion.release) == passed
     assert ("Stopped at the policy gate: kl. Nothing may be registered." in conclusion.release) == (not passed)
 
 
-def test_outcomes_by_category_count_prompts_and_begin_with_the_worst() -> None:
-    rows = [
-        {"id": "1", "category": "a", "sft_judge": 0.0, "policy_judge": 1.0},
-        {"id": "1", "category": "a", "sft_judge": 0.0, "policy_judge": 1.0},
-        {"id": "2", "category": "a", "sft_judge": 1.0, "policy_judge": 0.0},
-        {"id": "2", "category": "a", "sft_judge": 0.0, "policy_judge": 0.05},
-        {"id": "3", "category": "b", "sft_judge": 1.0, "policy_judge": 0.0},
-        {"id": "3", "category": "b", "sft_judge": 1.0, "policy_judge": 0.0},
-    ]
-    worst, best = category_outcomes(rows, "judge", 0.1)
-    assert (worst.label, worst.win_rate, worst.lose, worst.prompts) == ("b", 0.0, 1.0, 1)
-    # Prompt 1 is won twice; prompt 2 is lost once and tied once.
-    assert (best.label, best.win_rate, best.prompts) == ("a", pytest.approx((1 + 0.25) / 2), 2)
-    assert (best.win, best.tie, best.lose) == (0.5, 0.0, 0.5)
+def test_charts_by_category_begin_with_the_worst_and_count_questions() -> None:
+    won = {"win": 1.0, "tie": 0.0, "lose": 0.0, "win_rate": 0.75, "win_rate_low95": 0.5, "win_rate_high95": 0.875}
+    better, worse = ({**won, "win_rate": rate, "prompts": 12, "clusters": 5} for rate in (0.75, 0.25))
+    ((judge, chart),) = category_charts(
+        {"a": {"comparison": {"judge": better}}, "b": {"comparison": {"judge": worse}}, "c": {"prompts": 1}}
+    )
+    assert judge == "judge" and chart.index(">b<") < chart.index(">a<") and ">c<" not in chart
+    assert "0.25 (0.50 to 0.88), 12 / 5" in chart
 
 
 def test_over_optimization_needs_kl_and_scores() -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import Browser, find_chromium
 
-from rlhf_core.evaluation.alternative_runs import INPUTS, AlternativeRun, evaluation_basis, save_alternatives
-from rlhf_core.evaluation.report.parts.headline import ReleaseDecision, UnmetCondition
+from rlhf_core.evaluation.report.headline import ReleaseDecision, UnmetCondition
 from rlhf_core.evaluation.report.render import with_release
 
 from .test_report import ATTACK, fill, render, write
@@ -49,7 +47,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"{side}_{judge}" for judge in ("gold", "judge", "referee", "reward") for side in ("policy", "sft", "win_rate")
     ]
     evaluation |= {
-        "category": {"selfinstruct": {"prompts": 100, **dict.fromkeys(scored, -0.123)}},
+        "category": {"selfinstruct": {
+            "prompts": 100, **dict.fromkeys(scored, -0.123), "comparison": {"judge": versus, "gold": versus}}},
         "group": {"helpful": {"judge": versus, "gold": versus}},
         "opponents": {"another assistant of a third party": {
             "prompts": 3, "missing": 2, "unused": 7, "sft": side, "policy": side}},
@@ -71,16 +70,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     history = [edges | {"iteration": i, "reward_mean": 0.1 * i, "kl": i, "findings": []} for i in range(1, 20)]
     write(root / "history/ppo.jsonl", "\n".join(map(json.dumps, history)))
     sft = {"outs": [{"path": "models/sft", "md5": f"{'0123456789abcdef' * 2}.dir"}]}
-    read = {"deps": [{"path": path, "md5": "a"} for path in (*INPUTS, "models/policy")]}
-    write(root / "dvc.lock", json.dumps({"stages": {"sft": sft, "evaluate": read}}))
-    basis = replace(evaluation_basis(root / "dvc.lock"), policy="b")
-    won = {key: versus[key] for key in ("win_rate", "win_rate_low95", "win_rate_high95")}
-    other = AlternativeRun(
-        LONG_WORD, "rejection sampling", 1, "ab" * 20 + "-dirty", "ab" * 32, basis, -0.123, -0.123, won, won, 1.835,
-        True, 21.0, 341.2, 1234.5, 1234567, 1234567, "failed, mode report",
-    )  # fmt: skip
-    elsewhere = replace(other, basis=replace(basis, inputs={}))
-    save_alternatives(root / "alternatives.json", [other, elsewhere])
+    write(root / "dvc.lock", json.dumps({"stages": {"sft": sft}}))
     text = render(root)
     for part in (
         "Distribution of rewards over time",
@@ -88,8 +78,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "Against another",
         "dvc.lock sha256",
         "verifiable prompts",
-        "Was PPO worth it?",
-        "judged on something else",
     ):
         assert part in text
     return root / "report.html"

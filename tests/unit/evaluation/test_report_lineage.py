@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.evaluation.report.parts.curves import EDGES, histogram, reward_histograms
-from rlhf_core.evaluation.report.parts.lineage import (
+from rlhf_core.evaluation.report.charts import EDGES, histogram, reward_histograms
+from rlhf_core.evaluation.report.sources import (
     ReportLineage,
     recorded_outputs,
     report_lineage,

@@ -72,11 +72,18 @@ def test_verifiable_prompts_are_shown_by_category_and_property(tmp_path: Path) -
         "prompts": 20,
         "sft": {"passed": 0.8, "category": {"sums": 0.9}, "property": {"regex": 0.85}},
         "policy": {"passed": 0.7, "category": {"sums": 0.95}, "property": {"regex": 0.65}},
-        "comparison": {"win": 0.1, "lose": 0.2, "win_rate": 0.45, "win_rate_low95": 0.3, "win_rate_high95": 0.6},
+        "comparison": {
+            "win": 0.1,
+            "lose": 0.2,
+            "win_rate": 0.45,
+            "win_rate_low95": 0.3,
+            "win_rate_high95": 0.6,
+            "clusters": 13,
+        },
     }
     write(tmp_path / "metrics/evaluation.json", json.dumps(evaluation))
     page = render(tmp_path)
     table = page[page.index('id="verifiable"') :]
     assert table.index("all that is required") < table.index("property regex") < table.index("category sums")
-    assert "win rate 0.450 (95 %:" in table and "SFT alone on\n  0.200" in table
+    assert "13 of them different" in table and "win rate 0.450 (95 %:" in table and "SFT alone on\n  0.200" in table
     assert "verifiable prompts passed 0.70 (SFT 0.80)" in page[: page.index("</section>")]

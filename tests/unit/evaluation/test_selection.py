@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,11 @@ class LengthJudge:
 def test_sft_against_itself_is_all_ties_at_no_distance(models: Path, prompts: list[Prompt]) -> None:
     sft, tokenizer = load_policy(models / "sft")
     policy, _ = load_policy(models / "policy")
-    messages, referee = [row.prompt for row in prompts[:8]], LengthJudge()
+    rows, referee = prompts[:8], LengthJudge()
+    messages = [row.prompt for row in rows]
     sampling = Sampling.for_tokenizer(tokenizer, 12)
     evaluator = SelectionEvaluator(
-        sft, messages, referee, lambda m: on_policy_replies(m, tokenizer, messages, sampling, 3), reward=LengthJudge()
+        sft, rows, referee, lambda m: on_policy_replies(m, tokenizer, messages, sampling, 3), reward=LengthJudge()
     )
     same = evaluator(sft)
     assert same["win_rate"] == 0.5 and same["kl"] == pytest.approx(0.0, abs=1e-4)
@@ -129,7 +131,7 @@ def test_selection_samples_as_ppo_does(models: Path, prompts: list[Prompt], tmp_
     ScalarModel.load(models / "reward").save(tmp_path / "critic", tokenizer, {MOMENTS: RunningMeanStd().to_dict()}, {})
     inputs = PpoInputs(
         config, models / "sft", tokenizer, encoded, by_length, tmp_path / "critic", None, models / "referee",
-        encoded.messages, {},
+        prompts[:4], {},
     )  # fmt: skip
     trainer = assemble(inputs, RunContext(tmp_path / "work"))
     assert trainer.selector is not None
@@ -156,9 +158,24 @@ def test_a_wild_checkpoint_cannot_turn_its_losses_into_ties(models: Path, prompt
     for outlier in (2.0, 2000.0):
         referee = ScriptedJudge(sft_scores, [-1.06, -1.06, 0.94, outlier])
         evaluator = SelectionEvaluator(
-            sft, messages, referee, lambda m: on_policy_replies(m, tokenizer, messages, sampling, 3)
+            sft, prompts[:4], referee, lambda m: on_policy_replies(m, tokenizer, messages, sampling, 3)
         )
         assert evaluator(sft)["win_rate"] == 0.25
+
+
+def test_several_openings_of_a_question_narrow_no_interval(models: Path, prompts: list[Prompt]) -> None:
+    """Eight questions asked five times each are eight questions: of forty rows the interval would be half as wide."""
+    sft, tokenizer = load_policy(models / "sft")
+    sampling = Sampling.for_tokenizer(tokenizer, 4)
+    widths = []
+    for count in (1, 5):
+        rows = [replace(row, source="a file") for row in prompts[:8] for _ in range(count)]
+        won = [score for score in (1.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0) for _ in range(count)]
+        messages = [row.prompt for row in rows]
+        sample = partial(on_policy_replies, tokenizer=tokenizer, prompts=messages, sampling=sampling, seed=3)
+        measured = SelectionEvaluator(sft, rows, ScriptedJudge([0.0] * len(rows), won), sample)(sft)
+        widths.append(measured["win_rate_high95"] - measured["win_rate_low95"])
+    assert widths[1] == pytest.approx(widths[0], rel=0.05)
 
 
 def test_replies_do_not_depend_on_the_company(models: Path, prompts: list[Prompt]) -> None:

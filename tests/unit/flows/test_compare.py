@@ -16,12 +16,17 @@ from flows.cli import app
 from flows.commands.compare import GateStanding, comparability_warnings, read_workspace, results_table
 from flows.registry.workspace import RegisteredHere, write_registered
 from rlhf_core.errors import RlhfError
-from rlhf_core.evaluation.alternative_runs import read_alternatives
 from rlhf_core.storage.files import sha256_file
 
 
 def compared(win_rate: float) -> dict[str, float]:
-    return {"win_rate": win_rate, "win_rate_low95": win_rate - 0.1, "win_rate_high95": win_rate + 0.1, "prompts": 9}
+    return {
+        "win_rate": win_rate,
+        "win_rate_low95": win_rate - 0.1,
+        "win_rate_high95": win_rate + 0.1,
+        "prompts": 9,
+        "clusters": 7,
+    }
 
 
 EVALUATION = {
@@ -178,19 +183,22 @@ def test_json_has_everything_and_the_warnings(tmp_path: Path) -> None:
     assert len(document["warnings"]) == 1
 
 
-def test_results_are_written_for_a_report_with_what_they_were_judged_on(tmp_path: Path) -> None:
+def test_results_are_written_to_a_file_beside_the_table(tmp_path: Path) -> None:
     read = workspace(tmp_path / "a", evaluation=EVALUATION | {"best_of_n": BEST})
-    file = tmp_path / "alternatives.json"
+    file = tmp_path / "results.json"
     result = command(read, "--output", file)
-    assert result.exit_code == 0 and "the next `rlhf run`" in result.output
-    policy, best = read_alternatives(file)
-    assert (policy.method, policy.gold, policy.kl, policy.gate) == ("PPO", 0.6, 1.5, "failed")
-    assert (policy.seconds, policy.sampled_tokens, policy.seed) == (21.5, 700, 1)
-    assert policy.by_judge == {"win_rate": 0.7, "win_rate_low95": pytest.approx(0.6), "win_rate_high95": 0.7 + 0.1}
-    assert policy.dvc_lock == sha256_file(read / "dvc.lock") and policy.basis.policy == "p"
-    assert policy.basis.inputs == {"data/clean": "d", "models/sft": "s", "models/judge": "j"}
-    assert (best.method, best.basis.policy, best.gate, best.kl_is_bound) == ("best of 16", "", "", True)
-    assert best.sampled_per_reply == 310.0 and best.basis.inputs == policy.basis.inputs
+    assert result.exit_code == 0 and "gold score" in result.output and str(file) in result.output.replace("\n", "")
+    assert json.loads(file.read_text()) == json.loads(command(read, "--json").stdout)
+
+
+def test_settings_that_add_measurements_do_not_make_runs_incomparable(tmp_path: Path) -> None:
+    runs = [workspace(tmp_path / name) for name in "ab"]
+    lock = runs[1] / "dvc.lock"
+    lock.write_text(lock.read_text().replace('{"prompts": 9}', '{"prompts": 9, "best_of_n": 16, "tie_margin": 0.05}'))
+    assert comparability_warnings([read_workspace(folder) for folder in runs]) == []
+    lock.write_text(lock.read_text().replace('"tie_margin": 0.05', '"tie_margin": 0.5'))
+    (warning,) = comparability_warnings([read_workspace(folder) for folder in runs])
+    assert "tie_margin" in warning
 
 
 def test_the_table_starts_with_the_settings_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from flows.stage.outcome import StageOutcome
 VERDICT = RunVerdict(
     standing=Standing.BETTER,
     opponent="SFT",
-    judges=(JudgeResult("judge", 0.8, 0.75, 0.85, 320),),
+    judges=(JudgeResult("judge", 0.8, 0.75, 0.85, 320, 103),),
     kl=KlEstimate(1.9, 1.7, 2.1),
     not_compared_because="",
     registered="rlhf-policy version 3",

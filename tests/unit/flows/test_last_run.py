@@ -30,7 +30,7 @@ FRESH, IDLE = StagesStatus({}), RegistryStatus([], champion="3")
 VERDICT = RunVerdict(
     standing=Standing.BETTER,
     opponent="champion version 3",
-    judges=(JudgeResult("gold", 0.71, 0.66, 0.76, 320, 0.684),),
+    judges=(JudgeResult("gold", 0.71, 0.66, 0.76, 320, 103, 0.684),),
     kl=KlEstimate(1.9, 1.7, 2.1),
     not_compared_because="",
     registered="policy version 4",
@@ -91,7 +91,8 @@ def test_the_last_run_is_described_with_its_numbers_and_its_decision(tmp_path: P
     assert lines == [
         "2026-03-04 05:06:07  completed after 5:57, 3 hours ago; stages computed: 13",
         "verdict     better than champion version 3",
-        "judges      gold: win rate 71.0%, 95 % interval 66.0% to 76.0%, 320 prompts; 68.4% at equal length",
+        "judges      gold: win rate 71.0%, 95 % interval 66.0% to 76.0%, 320 prompts about 103 questions; "
+        "68.4% at equal length",
         "KL          1.90 nats per reply from SFT, 95 % interval 1.70 to 2.10",
         "registered  policy version 4",
         "promotion   version 4 is champion: better by every judge",

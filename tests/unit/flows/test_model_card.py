@@ -11,7 +11,8 @@ from flows.registry.evidence import TrainingSource
 from flows.release.model_card import ReleaseEvidence, card_data, card_text
 
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 64}
-JUDGED = {"win_rate": 0.67, "win_rate_low95": 0.63, "win_rate_high95": 0.71, "lc_win_rate": 0.6512, "prompts": 320}
+JUDGED = {"win_rate": 0.67, "win_rate_low95": 0.63, "win_rate_high95": 0.71, "lc_win_rate": 0.6512,
+          "prompts": 320, "clusters": 103}  # fmt: skip
 EVALUATION: dict[str, Any] = {
     "comparison": {
         "judge": JUDGED,
@@ -47,7 +48,7 @@ def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
     text = card_text(evidence(), "my-model", None)
     assert text.startswith("# my-model\n")
     assert "5,998 preference pairs from pairs.jsonl; base: owner/base" in text
-    assert "| judge | 0.670 | 0.630 to 0.710 | 0.651 | 320 |" in text
+    assert "| judge | 0.670 | 0.630 to 0.710 | 0.651 | 320 | 103 |" in text
     # The reward model is no judge of what was optimised against it, nor the referee of what it selected.
     assert "0.99" not in text and "0.98" not in text and "(`referee`)" in text
     assert "KL from SFT: 2.07 nats per reply (95 %: 1.70 to 2.40)." in text

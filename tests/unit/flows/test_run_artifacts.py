@@ -21,7 +21,7 @@ from rlhf_core.evaluation.verdict import JudgeResult, Standing
 VERDICT = RunVerdict(
     standing=Standing.BETTER,
     opponent="SFT",
-    judges=(JudgeResult("judge", 0.61234, 0.5512, 0.6689, 320, 0.5876),),
+    judges=(JudgeResult("judge", 0.61234, 0.5512, 0.6689, 320, 103, 0.5876),),
     kl=KlEstimate(1.9, 1.7, 2.1),
     not_compared_because="",
     registered="rlhf-policy version 4",
@@ -74,7 +74,7 @@ def test_the_verdict_names_judges_intervals_kl_and_the_next_command(published: d
     publish_verdict(Path("demo"), VERDICT, "http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html")
     text = published["verdict"]
     assert text.startswith("**Better than SFT**\n")
-    assert "| judge | 0.612 | 0.551 to 0.669 | 320 | 0.588 |" in text
+    assert "| judge | 0.612 | 0.551 to 0.669 | 320 | 103 | 0.588 |" in text
     assert "KL from SFT: 1.90 nats per reply (95 %: 1.70 to 2.10)" in text
     assert "- Report: [report.html](http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html)" in text
     assert "- Next: `rlhf chat` (talk to the champion)" in text

@@ -20,7 +20,7 @@ EVALUATED = {name: StageOutcome.ran(name, 0.0, 1.0, 1.0) for name in ("evaluate"
 
 
 def interval(low: float, rate: float, high: float) -> dict[str, float]:
-    return {"win_rate": rate, "win_rate_low95": low, "win_rate_high95": high, "prompts": 320}
+    return {"win_rate": rate, "win_rate_low95": low, "win_rate_high95": high, "prompts": 320, "clusters": 103}
 
 
 def workspace_with(folder: Path, **judges: dict[str, float]) -> Path:

@@ -23,6 +23,7 @@ from rlhf_core.data.readers.json_records import json_line_records
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import Comparison, compare_outcomes
 from rlhf_core.evaluation.judges.human.pairs import EXPORTS, AnnotationExport, AnnotationPair
+from rlhf_core.evaluation.statistics import cluster_codes
 from rlhf_core.storage.files import LockFile, atomic_write_json, atomic_write_lines, split_json_lines
 
 CHOICES = {"1": "1", "1.0": "1", "2": "2", "2.0": "2", "tie": "tie"}
@@ -459,7 +460,8 @@ def _comparison(pairs: Sequence[AnnotationPair], votes: Votes, seed: int) -> Com
     answered = [pair for pair in pairs if votes.of(pair.id)]
     if not answered:
         return None
-    return compare_outcomes([pair.outcome(votes.majority(pair.id) or "tie") for pair in answered], BOOTSTRAP, seed)
+    outcome = [pair.outcome(votes.majority(pair.id) or "tie") for pair in answered]
+    return compare_outcomes(outcome, BOOTSTRAP, seed, clusters=cluster_codes([pair.cluster for pair in answered]))
 
 
 def _preference(pair: AnnotationPair, choice: str, export: str) -> dict[str, Any]:
@@ -485,7 +487,7 @@ def as_text(imported: AnswerImport) -> str:
                 low, high = comparison.win_rate_low95, comparison.win_rate_high95
                 lines.append(
                     f"  {name}: win rate of the policy {comparison.win_rate:.2f} (95 %: {low:.2f} to {high:.2f}) "
-                    f"on {comparison.prompts} pairs"
+                    f"on {comparison.prompts} pairs about {comparison.clusters} different questions"
                 )
         collected = "the next run collects them" if result.collected else "add it to collect.annotations"
         lines.append(

@@ -25,6 +25,7 @@ from rlhf_core.evaluation.judges.pairwise import worst_disagreements
 from rlhf_core.evaluation.regression import fixed_subset
 from rlhf_core.evaluation.replies import evaluation_replies
 from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.statistics import cluster_of
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.runtime.progress import progress
 from rlhf_core.storage.files import (
@@ -46,6 +47,7 @@ class Candidate:
 
     prompt: list[dict[str, str]]
     category: str
+    cluster: str
     sft_reply: str
     policy_reply: str
 
@@ -65,6 +67,7 @@ class AnnotationPair:
         reply_1: The reply that is shown first.
         reply_2: The other one.
         policy_reply: 1 or 2: which of them the policy wrote.
+        cluster: What the prompt is about: pairs of the same cluster are no independent evidence.
         bad_case: Whether the reward model prefers the policy's reply and the judge SFT's.
         control: Whether it was drawn at random from all pairs.
     """
@@ -74,6 +77,7 @@ class AnnotationPair:
     reply_1: str
     reply_2: str
     category: str
+    cluster: str
     policy_reply: int
     bad_case: bool
     control: bool
@@ -127,7 +131,7 @@ def evaluated_candidates(workspace: Path) -> tuple[list[Candidate], list[int]]:
     """
     table = read_table(workspace / "samples" / "comparisons.parquet")
     rows = table.select(["id", "category", "sft_reply", "policy_reply"]).to_pylist()
-    prompts = {row.id: row.prompt for row in read_rows(workspace / TEST_PROMPTS, Prompt)}
+    prompts = {row.id: row for row in read_rows(workspace / TEST_PROMPTS, Prompt)}
     unknown = [row["id"] for row in rows if row["id"] not in prompts]
     if unknown:
         raise DataError(
@@ -135,8 +139,9 @@ def evaluated_candidates(workspace: Path) -> tuple[list[Candidate], list[int]]:
         )
     candidates = [
         Candidate(
-            [{"role": turn.role, "content": turn.content} for turn in prompts[row["id"]]],
+            [{"role": turn.role, "content": turn.content} for turn in prompts[row["id"]].prompt],
             row["category"],
+            cluster_of(prompts[row["id"]]),
             row["sft_reply"],
             row["policy_reply"],
         )
@@ -190,6 +195,7 @@ def blinded_export(
                 reply_1=first,
                 reply_2=second,
                 category=candidate.category,
+                cluster=candidate.cluster,
                 policy_reply=1 if policy_first else 2,
                 bad_case=by_key[key] in bad,
                 control=by_key[key] in drawn,
@@ -294,7 +300,7 @@ def sampled_candidates(workspace: Path, count: int, replies_per_prompt: int = 1)
         margin = tie_margin_of(judge, config.tie_margin, baseline)
     reward_gain, judge_gain = gains.values()
     candidates = [
-        Candidate([dict(vars(turn)) for turn in row.prompt], row.category, sft.text, policy.text)
+        Candidate([dict(vars(turn)) for turn in row.prompt], row.category, cluster_of(row), sft.text, policy.text)
         for row, sft, policy in zip(rows, replies["sft"], replies["policy"], strict=True)
     ]
     return _without_repeats(

@@ -19,7 +19,7 @@ from rlhf_core.world import gold
 from rlhf_core.world.corpus import AnnotatorConfig, preferences
 
 POOL = [
-    Candidate(row["prompt"], row["category"], row["rejected"], row["chosen"])
+    Candidate(row["prompt"], row["category"], "", row["rejected"], row["chosen"])
     for row in preferences(3, 400, contrast_share=1.0)
 ]
 SHARP, INDIFFERENT = AnnotatorConfig(1000.0, 0.0), AnnotatorConfig(1e-9, 0.0)

@@ -29,7 +29,8 @@ from rlhf_core.evaluation.judges.pairwise import worst_disagreements
 from ..conftest import made_prompt
 
 CANDIDATES = [
-    Candidate([{"role": "user", "content": f"question {i}?"}], "sums", f"sft {i}", f"policy {i}") for i in range(200)
+    Candidate([{"role": "user", "content": f"question {i}?"}], "sums", f"{i}", f"sft {i}", f"policy {i}")
+    for i in range(200)
 ]
 
 
@@ -54,7 +55,7 @@ def test_sides_and_order_say_nothing_and_the_seed_decides_them() -> None:
 
 
 def test_equal_replies_are_not_asked_about() -> None:
-    equal = [Candidate([{"role": "user", "content": "?"}], "", "yes", "yes")]
+    equal = [Candidate([{"role": "user", "content": "?"}], "", "", "yes", "yes")]
     assert [pair.prompt for pair in blinded_export([*equal, CANDIDATES[0]], [0, 1], 5, 1).pairs] == [
         CANDIDATES[0].prompt
     ]
@@ -63,7 +64,8 @@ def test_equal_replies_are_not_asked_about() -> None:
 
 
 def test_the_forms_hold_nothing_about_who_wrote_what(tmp_path: Path) -> None:
-    candidates = [Candidate([{"role": "user", "content": "=1+1"}], "secret category", "=SUM(A1)", '好的，\n"是"')]
+    prompt = [{"role": "user", "content": "=1+1"}]
+    candidates = [Candidate(prompt, "secret category", "secret cluster", "=SUM(A1)", '好的，\n"是"')]
     exported = blinded_export(candidates, [0], 0, 1)
     files = write_forms(exported.pairs, tmp_path / "out")
     for file in files:
@@ -147,7 +149,7 @@ def test_training_prompts_are_answered_by_both_models(tmp_path: Path, models: Pa
 
 
 def test_a_pair_that_repeats_is_asked_about_once() -> None:
-    swapped = Candidate(CANDIDATES[0].prompt, "sums", "policy 0", "sft 0")
+    swapped = Candidate(CANDIDATES[0].prompt, "sums", "0", "policy 0", "sft 0")
     candidates = [*CANDIDATES[:3], swapped, CANDIDATES[1], CANDIDATES[3]]
     kept, bad = _without_repeats(candidates, [5, 4, 2])
     assert kept == CANDIDATES[:4]

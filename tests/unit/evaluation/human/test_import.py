@@ -16,14 +16,15 @@ from rlhf_core.commands.annotate import app
 from rlhf_core.config.data import CollectConfig, FileSources, WorldConfig
 from rlhf_core.data.schema import Preference, read_rows
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.judges.human.answers import cohen_kappas, fleiss_kappa, import_answers, read_form
+from rlhf_core.evaluation.judges.human.answers import as_text, cohen_kappas, fleiss_kappa, import_answers, read_form
 from rlhf_core.evaluation.judges.human.pairs import AnnotationExport, Candidate, blinded_export, write_forms
 from rlhf_core.stages.collect import collect
 from rlhf_core.storage.files import sha256_tree, split_json_lines
 from rlhf_core.world import corpus
 
 CANDIDATES = [
-    Candidate([{"role": "user", "content": f"question {i}?"}], "sums", f"sft {i}", f"policy {i}") for i in range(4)
+    Candidate([{"role": "user", "content": f"question {i}?"}], "sums", f"{i}", f"sft {i}", f"policy {i}")
+    for i in range(4)
 ]
 
 
@@ -148,7 +149,7 @@ def test_a_row_of_another_width_is_left_out_since_its_columns_may_have_moved(tmp
 
 def test_every_separator_of_lines_in_a_text_survives_the_round(tmp_path: Path) -> None:
     odd = "a\u2028b\u2029c\x85d\x0ce"
-    export = blinded_export([Candidate([{"role": "user", "content": odd}], "", odd, "x")], [], 1, 1)
+    export = blinded_export([Candidate([{"role": "user", "content": odd}], "", "", odd, "x")], [], 1, 1)
     export.save_key(tmp_path)
     (tmp_path / "params.yaml").write_text("seed: 1\n")
     files = write_forms(export.pairs, tmp_path / "forms")
@@ -325,7 +326,7 @@ def test_annotated_pairs_of_the_world_are_in_the_split_of_their_prompt(tmp_path:
     (tmp_path / "params.yaml").write_text("seed: 1\n")
     prompts = {row["prompt"][0]["content"]: row for row in corpus.prompts(config.seed)[:6]}
     candidates = [
-        Candidate(row["prompt"], row["category"], "sft", f"policy {i}") for i, row in enumerate(prompts.values())
+        Candidate(row["prompt"], row["category"], "", "sft", f"policy {i}") for i, row in enumerate(prompts.values())
     ]
     export = blinded_export([*candidates, CANDIDATES[0]], [], 7, 1)
     export.save_key(tmp_path)
@@ -334,3 +335,23 @@ def test_annotated_pairs_of_the_world_are_in_the_split_of_their_prompt(tmp_path:
     collected = read_rows(tmp_path / "data/raw/preferences/data.parquet", Preference)
     groups = {row.prompt[0].content: row.group for row in collected if row.source.startswith("annotations/")}
     assert groups == {text: row["group"] for text, row in prompts.items()} | {"question 0?": "question 0?"}
+
+
+def test_pairs_about_one_question_are_one_piece_of_evidence(tmp_path: Path) -> None:
+    """Of twelve pairs about three questions the interval is over three, and the text says so."""
+    candidates = [
+        Candidate([{"role": "user", "content": f"question {i}?"}], "", f"{i % 3}", f"sft {i}", f"policy {i}")
+        for i in range(12)
+    ]
+    export = blinded_export(candidates, [], 12, 1)
+    export.save_key(tmp_path)
+    (tmp_path / "params.yaml").write_text("seed: 1\n")
+    choices = {
+        pair.id: str(pair.policy_reply if pair.cluster != "0" else 3 - pair.policy_reply) for pair in export.pairs
+    }
+    imported = import_answers(tmp_path, [jsonl(tmp_path / "alice.jsonl", choices)])
+    control = imported.results[0].control
+    assert control is not None and (control.prompts, control.clusters) == (12, 3)
+    assert control.win_rate == pytest.approx(2 / 3)
+    assert (control.win_rate_low95, control.win_rate_high95) == (0.0, 1.0), "three questions show next to nothing"
+    assert "on 12 pairs about 3 different questions" in as_text(imported)

@@ -220,8 +220,17 @@ def test_metrics_by_hand(tmp_path: Path) -> None:
     assert metrics["policy"]["passed"] == 0.75 and metrics["policy"]["category"] == {"sums": 1.0}
     # One pair ties, two are won, one is lost.
     assert metrics["comparison"]["win_rate"] == pytest.approx((0.5 + 1 + 0 + 1) / 4)
+    assert metrics["comparison"]["clusters"] == 4
     rows = prompts.rows(sft, policy)
     assert rows[2]["policy_lacks"] == ["max_words"] and rows[2]["sft_lacks"] == []
+
+
+def test_lines_that_ask_the_same_are_one_question(tmp_path: Path) -> None:
+    lines = [{"prompt": f"say {i % 2}", "require": {"max_words": 1 + i}} for i in range(6)]
+    prompts = VerifiablePrompts.load(written(tmp_path, *lines), tmp_path)
+    sft, policy = (prompts.check([Reply(text, True)] * 6) for text in (" ".join("abcdefgh"), "a"))
+    comparison = prompts.metrics(sft, policy, 100, 1)["comparison"]
+    assert (comparison["prompts"], comparison["clusters"], comparison["clusters_won"]) == (6, 2, 2)
 
 
 def test_the_stage_checks_both_models_and_a_gate_can_use_it(tmp_path: Path, models: Path) -> None:

@@ -18,7 +18,7 @@ from flows.registry.release_page import (
     write_release_page,
 )
 from flows.registry.workspace import RegisteredHere, write_registered
-from rlhf_core.evaluation.report.parts.headline import BEGIN, END, ReleaseDecision, UnmetCondition
+from rlhf_core.evaluation.report.headline import BEGIN, END, ReleaseDecision, UnmetCondition
 from rlhf_core.storage.files import sha256_file
 
 from .conftest import MODEL, PARAMS, Registry, ScriptedMatch

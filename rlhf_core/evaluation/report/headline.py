@@ -16,16 +16,16 @@ from rlhf_core.evaluation.report.sources import JsonObject, failed_gate
 from rlhf_core.evaluation.verdict import JudgeResult, Standing, alarms, judge_results, standing_of
 from rlhf_core.storage.files import atomic_write_text, flatten
 
-# Name in the headline, and where the metric is: the stage's file, then the path in it; of several the first there is.
+# Name in the headline, and where the metric is: the stage's file, then the path in it.
 # `dvc metrics show` prints them side by side, which must fit 120 columns.
 HEADLINE = {
-    "sft_perplexity": ("sft.perplexity",),
-    "reward_accuracy": ("reward.accuracy",),
-    "win_rate": ("evaluation.comparison.judge.win_rate", "evaluation.comparison.referee.win_rate"),
-    "win_rate_low95": ("evaluation.comparison.judge.win_rate_low95", "evaluation.comparison.referee.win_rate_low95"),
-    "gold_win_rate": ("evaluation.comparison.gold.win_rate",),
-    "kl": ("evaluation.kl",),
-    "length": ("evaluation.policy.length",),
+    "sft_perplexity": "sft.perplexity",
+    "reward_accuracy": "reward.accuracy",
+    "win_rate": "evaluation.comparison.judge.win_rate",
+    "win_rate_low95": "evaluation.comparison.judge.win_rate_low95",
+    "gold_win_rate": "evaluation.comparison.gold.win_rate",
+    "kl": "evaluation.kl",
+    "length": "evaluation.policy.length",
 }
 DECIMALS = 4
 # Columns of each curve's file, the first of which counts training; dvc.yaml plots them.
@@ -42,11 +42,10 @@ CURVES = {
 def headline_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Select the headline from the content of ``metrics/NAME.json`` by name, rounded; what is missing is left out.
 
-    The win rate is the judge's against SFT, that of the referee where an earlier version trained no judge; the
-    synthetic world alone has a gold judge.
+    The win rate is the judge's against SFT; the synthetic world alone has a gold judge.
     """
     flat = flatten(metrics)
-    values = {name: next((flat[path] for path in paths if path in flat), None) for name, paths in HEADLINE.items()}
+    values = {name: flat.get(path) for name, path in HEADLINE.items()}
     return {
         name: round(float(value), DECIMALS)
         for name, value in values.items()
@@ -106,8 +105,8 @@ def _sentence(result: JudgeResult) -> str:
     low, high = (format_number(bound, 2) for bound in (result.low95, result.high95))
     at_equal_length = "" if result.lc_win_rate is None else f"; at equal length {format_number(result.lc_win_rate, 2)}"
     return (
-        f"By {result.judge} it wins {format_number(result.win_rate, 2)} of {result.prompts} prompts, ties as half "
-        f"(95 %: {low} to {high}){at_equal_length}."
+        f"By {result.judge} it wins {format_number(result.win_rate, 2)} of {result.prompts} prompts about "
+        f"{result.clusters} different questions, ties as half (95 %: {low} to {high}){at_equal_length}."
     )
 
 

@@ -1,1 +1,0 @@
-"""What the parts of the report show, as plain data."""
