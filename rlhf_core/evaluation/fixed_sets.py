@@ -135,6 +135,12 @@ class SetReplies:
     refusal_log_odds: list[float] = field(default_factory=list)
 
 
+def repeated_rows(rows: Sequence[Prompt], replies: Sequence[Reply]) -> list[Prompt]:
+    """The prompt of each reply, where every prompt has as many, which follow one another."""
+    each = len(replies) // max(len(rows), 1)
+    return [row for row in rows for _ in range(each)]
+
+
 def sample_sets(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -17,7 +17,7 @@ from scipy import stats
 
 from rlhf_core.data.schema import Prompt
 from rlhf_core.data.text import trigram_repetition
-from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
+from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies, repeated_rows
 from rlhf_core.evaluation.regression import GENERIC_CHECKS, REFUSAL_CHECKS, ReplyCheck, passes
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.statistics import (
@@ -180,12 +180,6 @@ def _safety(sets: FixedSets, baseline: SetReplies, candidate: SetReplies) -> dic
         asked = clusters_of(sets.harmful)
         losses["safety.refusal_log_odds"] = fall(baseline.refusal_log_odds, candidate.refusal_log_odds, asked)
     return losses
-
-
-def repeated_rows(rows: Sequence[Prompt], replies: Sequence[Reply]) -> list[Prompt]:
-    """The prompt of each reply, where every prompt has as many, which follow one another."""
-    each = len(replies) // max(len(rows), 1)
-    return [row for row in rows for _ in range(each)]
 
 
 def _passed(

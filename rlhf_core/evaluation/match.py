@@ -5,18 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
-from rlhf_core.evaluation.comparisons.comparison import (
-    compare,
-    compare_outcomes,
-    length_differences,
-    outcomes,
-    tie_margin_of,
-)
+from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, side_by_side
 from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies, sample_sets
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
@@ -24,7 +16,6 @@ from rlhf_core.evaluation.judges.model import JUDGE, MODELS, ModelJudge
 from rlhf_core.evaluation.judges.pairwise import Judge
 from rlhf_core.evaluation.losses import as_measurements, paired_losses
 from rlhf_core.evaluation.metrics.text_metrics import measure_text
-from rlhf_core.evaluation.statistics import clusters_of
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.runtime.progress import Progress, progress
@@ -60,30 +51,20 @@ def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int
         require_openable(folder)
     with progress(2 * sets.replies(config), "match") as bar:
         old, new = (_sample(folder, sets, config, bar) for folder in (champion, challenger))
-    prompts, replies = [row.prompt for row in sets.judged], config.replies_per_prompt
-    by_prompt, clusters = (len(prompts), replies), clusters_of(sets.judged)
-    longer_by = length_differences(new.judged, old.judged).reshape(by_prompt)
-    asked = [prompt for prompt in prompts for _ in range(replies)]
-    comparison, outcome = {}, {}
+    evaluation = side_by_side(
+        sets, EvaluatedModel(old.judged, old.regression), EvaluatedModel(new.judged, new.regression)
+    )
     for judge in judges:
-        scores, baseline = (np.reshape(judge.score(asked, side.judged), by_prompt) for side in (new, old))
-        margin = tie_margin_of(judge, config.tie_margin, baseline.ravel().tolist())
-        outcome[judge.name] = outcomes(scores - baseline, margin)
-        compared = compare(scores, baseline, margin, config.bootstrap, config.seed, longer_by, clusters)
-        comparison[judge.name] = compared.as_dict()
+        evaluation = evaluation.scored_by(judge, config)
     if llm_judge is not None:
-        judgements = llm_judge.judge(prompts, new.judged[::replies], old.judged[::replies])
-        rows = judgements.judged
-        comparison[llm_judge.name] = compare_outcomes(
-            judgements.outcomes(), config.bootstrap, config.seed, longer_by[rows, 0], clusters[rows]
-        ).as_dict()
+        evaluation = evaluation.judged_by(llm_judge, config)
     folders = {"champion": champion, "challenger": challenger, JUDGE: workspace / MODELS / JUDGE}
     return {
-        "comparison": comparison,
-        "losses": as_measurements(paired_losses(sets, old, new, outcome[JUDGE])),
+        "comparison": evaluation.comparison(),
+        "losses": as_measurements(paired_losses(sets, old, new, evaluation.outcomes()[JUDGE])),
         "champion": measure_text(old.judged).as_dict(),
         "challenger": measure_text(new.judged).as_dict(),
-        "prompts": len(prompts),
+        "prompts": len(sets.judged),
         "content": {role: sha256_tree(folder) for role, folder in folders.items()},
     }
 

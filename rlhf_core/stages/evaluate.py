@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedModel
 
@@ -19,8 +18,6 @@ from rlhf_core.evaluation.comparisons.comparison import (
     Comparison,
     compare,
     compare_groups,
-    length_differences,
-    tie_margin_of,
 )
 from rlhf_core.evaluation.comparisons.opponents import (
     Opponent,
@@ -28,7 +25,7 @@ from rlhf_core.evaluation.comparisons.opponents import (
     read_opponent,
     score_opponents,
 )
-from rlhf_core.evaluation.comparisons.policy_vs_sft import BestOfN, EvaluatedModel, Evaluation
+from rlhf_core.evaluation.comparisons.policy_vs_sft import BestOfN, EvaluatedModel, Evaluation, side_by_side
 from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies, sample_sets
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
 from rlhf_core.evaluation.judges.load import load_judge
@@ -64,21 +61,24 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     data = EvaluationData.read(config, inputs.clean, context.folder)
     world = data.sets.world
     with progress(data.replies(config), "evaluate") as bar:
-        sft_samples = sample_replies(config, inputs.sft, data, bar, best_of=config.best_of_n)
-        policy_samples = sample_replies(config, inputs.policy, data, bar)
+        sft_samples = samples_of(config, inputs.sft, data, bar, best_of=config.best_of_n)
+        policy_samples = samples_of(config, inputs.policy, data, bar)
     reference, _ = load_policy(inputs.sft)
     sft, policy = (evaluated_model(samples, data, reference) for samples in (sft_samples, policy_samples))
     del reference
     names = ("reward", "referee", "judge", "gold") if world else ("reward", "referee", "judge")
-    evaluation = scored_evaluation(config, inputs, data, sft, policy, names)
+    evaluation = side_by_side(data.sets, sft, policy)
+    for name in names:
+        # One judge at a time: a large one needs the memory of the one before.
+        evaluation = evaluation.scored_by(load_judge(name, inputs, config.batch_size), config)
     judges = (load_judge(name, inputs, config.batch_size) for name in names)
     opponents = score_opponents(data.opponents, evaluation, judges)
     best = judged_best_of_n(config, inputs, evaluation, sft_samples.candidates) if config.best_of_n else None
     distributed.release_nonzero_ranks()  # what is left runs none of these models
     if llm_judge is not None:
-        evaluation = evaluation.judged_by(llm_judge, config.bootstrap, config.seed)
+        evaluation = evaluation.judged_by(llm_judge, config)
         opponents = [opponent.judged_by(llm_judge) for opponent in opponents]
-    metrics, rows = evaluation.metrics(world, config.bootstrap, config.seed), evaluation.rows()
+    metrics, rows = evaluation.metrics(world, config), evaluation.rows()
     outcome = evaluation.outcomes()
     losses = paired_losses(data.sets, sft_samples.sets, policy_samples.sets, outcome[DECIDING])
     metrics["losses"] = as_measurements(losses)
@@ -180,7 +180,7 @@ class EvaluationSamples:
     candidates: list[list[Reply]]
 
 
-def sample_replies(
+def samples_of(
     config: EvaluateStageConfig, folder: Path, data: EvaluationData, bar: Progress, best_of: int = 0
 ) -> EvaluationSamples:
     """Sample from the model in ``folder``, which is in memory only meanwhile; every model gets the same random numbers.
@@ -234,34 +234,6 @@ def add_columns(rows: Sequence[dict[str, Any]], columns: Sequence[Mapping[str, A
     """Add further columns to rows, in place."""
     for row, further in zip(rows, columns, strict=True):
         row.update(further)
-
-
-def scored_evaluation(
-    config: EvaluateStageConfig,
-    inputs: Paths,
-    data: EvaluationData,
-    sft: EvaluatedModel,
-    policy: EvaluatedModel,
-    names: Sequence[str],
-) -> Evaluation:
-    """Let the judges ``names`` score the replies of both models, one after another, and compare them by each."""
-    asked = [row for row in data.prompts for _ in range(config.replies_per_prompt)]
-    by_prompt = (len(data.prompts), config.replies_per_prompt)
-    longer_by = length_differences(policy.replies, sft.replies).reshape(by_prompt)
-    comparisons = {}
-    for name in names:
-        # One judge at a time: a large one needs the memory of the one before.
-        judge = load_judge(name, inputs, config.batch_size)
-        sft, policy = sft.scored_by(judge, asked), policy.scored_by(judge, asked)
-        margin = tie_margin_of(judge, config.tie_margin, sft.scores[name])
-        scores, baseline = (np.reshape(model.scores[name], by_prompt) for model in (policy, sft))
-        comparisons[name] = compare(
-            scores, baseline, margin, config.bootstrap, config.seed, longer_by, clusters_of(data.prompts)
-        )
-        del judge
-    return Evaluation(
-        asked, list(data.sets.regression), sft, policy, comparisons, replies_per_prompt=config.replies_per_prompt
-    )
 
 
 def verifiable_metrics(

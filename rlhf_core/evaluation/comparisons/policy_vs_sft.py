@@ -14,16 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.data.schema import Prompt
+from rlhf_core.config.evaluation import EvaluateConfig
+from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.data.text import language_shares
 from rlhf_core.evaluation.comparisons.comparison import (
     Comparison,
     ScoreComparison,
+    compare,
     compare_groups,
     compare_outcomes,
     length_differences,
     outcomes,
+    tie_margin_of,
 )
+from rlhf_core.evaluation.fixed_sets import FixedSets, repeated_rows
 from rlhf_core.evaluation.judges.model import final_judges
 from rlhf_core.evaluation.judges.pairwise import Judge, PairwiseJudge, PairwiseJudgements, worst_disagreements
 from rlhf_core.evaluation.metrics.perplexity import Drift
@@ -40,7 +44,7 @@ class EvaluatedModel:
     Attributes:
         replies: Replies to the evaluation prompts, one for each row of :class:`Evaluation`.
         regression_replies: Replies to the regression set.
-        drift: Distance from SFT, on replies from the training distribution.
+        drift: Distance from SFT, on replies from the training distribution; None where it was not measured.
         scores: Scores of ``replies`` by judge.
         perplexities: Perplexity of held-out text by its kind.
         refusals: Shares of safety prompts that were refused or answered as they should be; empty if none were given.
@@ -48,15 +52,14 @@ class EvaluatedModel:
 
     replies: list[Reply]
     regression_replies: list[Reply]
-    drift: Drift
+    drift: Drift | None = None
     scores: dict[str, list[float]] = field(default_factory=dict)
     perplexities: dict[str, float] = field(default_factory=dict)
     refusals: dict[str, float] = field(default_factory=dict)
 
-    def scored_by(self, judge: Judge, prompts: Sequence[Prompt]) -> EvaluatedModel:
+    def scored_by(self, judge: Judge, prompts: Sequence[Sequence[Message]]) -> EvaluatedModel:
         """Return the same model with this judge's scores added."""
-        scores = judge.score([row.prompt for row in prompts], self.replies)
-        return replace(self, scores={**self.scores, judge.name: scores})
+        return replace(self, scores={**self.scores, judge.name: judge.score(prompts, self.replies)})
 
     def metrics(self, replies_per_prompt: int) -> dict[str, Any]:
         """Mean score by each judge, text metrics, perplexities of the replies under SFT and of held-out text, and the
@@ -69,7 +72,7 @@ class EvaluatedModel:
         return {
             **{judge: float(np.mean(scores)) for judge, scores in self.scores.items()},
             **{name: sum(values[name] for values in sets) / len(sets) for name in sets[0]},
-            "perplexity_reference": self.drift.perplexity,
+            **({} if self.drift is None else {"perplexity_reference": self.drift.perplexity}),
             **{f"perplexity_{kind}": perplexity for kind, perplexity in self.perplexities.items()},
             **safety,
         }
@@ -85,7 +88,7 @@ class PairwiseEvaluation:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """SFT and policy side by side on the same prompts.
+    """SFT and policy side by side on the same prompts, or champion and challenger.
 
     Attributes:
         prompts: The prompt of each row: every prompt ``replies_per_prompt`` times in a row.
@@ -101,18 +104,35 @@ class Evaluation:
     regression_prompts: list[Prompt]
     sft: EvaluatedModel
     policy: EvaluatedModel
-    comparisons: Mapping[str, ScoreComparison]
+    comparisons: Mapping[str, ScoreComparison] = field(default_factory=dict)
     pairwise: Mapping[str, PairwiseEvaluation] = field(default_factory=dict)
     replies_per_prompt: int = 1
 
-    def judged_by(self, judge: PairwiseJudge, bootstrap: int, seed: int) -> Evaluation:
-        """Return the same evaluation with this judge's comparison added; see :func:`compare_outcomes`."""
+    def scored_by(self, judge: Judge, config: EvaluateConfig) -> Evaluation:
+        """Return the same evaluation with this judge's scores of both models and its comparison added."""
+        asked = [row.prompt for row in self.prompts]
+        sft, policy = self.sft.scored_by(judge, asked), self.policy.scored_by(judge, asked)
+        by_prompt = (-1, self.replies_per_prompt)
+        scores, baseline = (np.reshape(model.scores[judge.name], by_prompt) for model in (policy, sft))
+        compared = compare(
+            scores,
+            baseline,
+            tie_margin_of(judge, config.tie_margin, sft.scores[judge.name]),
+            config.bootstrap,
+            config.seed,
+            length_differences(policy.replies, sft.replies).reshape(by_prompt),
+            clusters_of(self.prompts[:: self.replies_per_prompt]),
+        )
+        return replace(self, sft=sft, policy=policy, comparisons={**self.comparisons, judge.name: compared})
+
+    def judged_by(self, judge: PairwiseJudge, config: EvaluateConfig) -> Evaluation:
+        """Return the same evaluation with this judge's comparison of the first replies added."""
         first = slice(None, None, self.replies_per_prompt)
         policy, sft = self.policy.replies[first], self.sft.replies[first]
         judgements = judge.judge([row.prompt for row in self.prompts[first]], policy, sft)
         longer_by = length_differences(policy, sft)[judgements.judged]
         clusters = clusters_of(self.prompts[first])[judgements.judged]
-        comparison = compare_outcomes(judgements.outcomes(), bootstrap, seed, longer_by, clusters)
+        comparison = compare_outcomes(judgements.outcomes(), config.bootstrap, config.seed, longer_by, clusters)
         return replace(self, pairwise={**self.pairwise, judge.name: PairwiseEvaluation(judgements, comparison)})
 
     def outcomes(self) -> dict[str, np.ndarray]:
@@ -130,13 +150,19 @@ class Evaluation:
             table[judge] = pairwise.judgements.decided()[:, np.newaxis]
         return table
 
-    def metrics(self, world: bool, bootstrap: int, seed: int) -> dict[str, Any]:
+    def comparison(self) -> dict[str, dict[str, float]]:
+        """The numbers of every judge's comparison."""
+        return {
+            **{judge: comparison.as_dict() for judge, comparison in self.comparisons.items()},
+            **{judge: pairwise.comparison.as_dict() for judge, pairwise in self.pairwise.items()},
+        }
+
+    def metrics(self, world: bool, config: EvaluateConfig) -> dict[str, Any]:
         """Return the content of ``metrics/evaluation.json``; see docs/metrics.md.
 
         Args:
             world: Whether the prompts are of the synthetic world, which adds checks to the regression set.
-            bootstrap: Number of resamples of the comparisons by category.
-            seed: Seed of these resamples.
+            config: Of which resamples are made.
         """
         each = len(self.sft.regression_replies) // max(len(self.regression_prompts), 1)
         categories = [row.category for row in self.regression_prompts for _ in range(each)]
@@ -147,30 +173,26 @@ class Evaluation:
         return {
             "sft": {**self.sft.metrics(self.replies_per_prompt), "regression": sft_rates["passed"]},
             "policy": {**self.policy.metrics(self.replies_per_prompt), "regression": policy_rates["passed"]},
-            "kl": drift.kl,
-            "kl_low95": drift.kl - 1.96 * drift.kl_error,
-            "kl_high95": drift.kl + 1.96 * drift.kl_error,
+            **({} if drift is None else drift.as_dict()),
             "prompts": len(self.prompts) // self.replies_per_prompt,
             "clusters": len({cluster_of(row) for row in self.prompts}),
-            "comparison": {
-                **{judge: comparison.as_dict() for judge, comparison in self.comparisons.items()},
-                **{judge: pairwise.comparison.as_dict() for judge, pairwise in self.pairwise.items()},
-            },
-            "category": self.by_category(bootstrap, seed),
+            "comparison": self.comparison(),
+            "category": self.by_category(config),
             "regression": {**policy_rates, "prompts": len(self.regression_prompts)},
             "regression_sft": sft_rates,
             **{f"{judge}_judge": dict(pairwise.judgements.metrics) for judge, pairwise in self.pairwise.items()},
             **({"languages": languages} if languages else {}),
         }
 
-    def by_category(self, bootstrap: int, seed: int) -> dict[str, dict[str, Any]]:
+    def by_category(self, config: EvaluateConfig) -> dict[str, dict[str, Any]]:
         """Per category: number of prompts and questions, and by each judge the mean score of both models and the win
         rate; ``comparison`` by the judges that decide.
         """
         first = self.prompts[:: self.replies_per_prompt]
         outcome = self.outcomes()
         deciding = {judge: outcome[judge] for judge in final_judges(outcome)}
-        compared = compare_groups([row.category for row in first], deciding, bootstrap, seed, clusters_of(first))
+        names = [row.category for row in first]
+        compared = compare_groups(names, deciding, config.bootstrap, config.seed, clusters_of(first))
         table: dict[str, dict[str, Any]] = {}
         for category in sorted({row.category for row in first}):
             here = np.array([row.category == category for row in first])
@@ -233,6 +255,13 @@ class Evaluation:
         worst = worst_disagreements(gains["reward"], gains[judge], self.comparisons[judge].tie_margin)[:limit]
         rows = self.rows()
         return [rows[i] | {"judge": judge, "disagreement": disagreement} for i, disagreement in worst]
+
+
+def side_by_side(sets: FixedSets, sft: EvaluatedModel, policy: EvaluatedModel) -> Evaluation:
+    """Put two models' replies to the judged prompts of ``sets`` side by side, before any judge has seen them."""
+    asked = repeated_rows(sets.judged, sft.replies)
+    each = len(asked) // max(len(sets.judged), 1)
+    return Evaluation(asked, list(sets.regression), sft, policy, replies_per_prompt=each)
 
 
 def kl_bound(n: int) -> float:

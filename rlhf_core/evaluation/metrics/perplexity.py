@@ -147,6 +147,10 @@ class Drift:
     kl_error: float
     perplexity: float
 
+    def as_dict(self) -> dict[str, float]:
+        """The KL with its 95 % interval, for ``metrics/evaluation.json``."""
+        return {"kl": self.kl, "kl_low95": self.kl - 1.96 * self.kl_error, "kl_high95": self.kl + 1.96 * self.kl_error}
+
 
 def measure_drift(sampled: OnPolicyReplies, reference: PreTrainedModel, clusters: np.ndarray | None = None) -> Drift:
     """Measure how far the policy that wrote ``sampled`` is from ``reference``; ranks share the work.
