@@ -14,22 +14,12 @@ from transformers import PreTrainedModel
 from rlhf_core.config.evaluation import EvaluateStageConfig
 from rlhf_core.data.schema import Prompt, write_table
 from rlhf_core.evaluation.benchmarks.multiple_choice import AnsweredQuestions, MultipleChoiceSet, answer_questions
-from rlhf_core.evaluation.comparisons.comparison import (
-    Comparison,
-    compare,
-    compare_groups,
-)
-from rlhf_core.evaluation.comparisons.opponents import (
-    Opponent,
-    group_of,
-    read_opponent,
-    score_opponents,
-)
-from rlhf_core.evaluation.comparisons.policy_vs_sft import BestOfN, EvaluatedModel, Evaluation, side_by_side
+from rlhf_core.evaluation.comparisons.comparison import compare_groups
+from rlhf_core.evaluation.comparisons.opponents import Rival, best_of_n, group_of, read_opponent
+from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, side_by_side
 from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies, sample_sets
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
 from rlhf_core.evaluation.judges.load import load_judge
-from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.losses import as_measurements, paired_losses
 from rlhf_core.evaluation.metrics.perplexity import HeldOutText, held_out_perplexities, measure_drift
 from rlhf_core.evaluation.replies import OnPolicyReplies, evaluation_replies, on_policy_replies
@@ -71,13 +61,19 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     for name in names:
         # One judge at a time: a large one needs the memory of the one before.
         evaluation = evaluation.scored_by(load_judge(name, inputs, config.batch_size), config)
-    judges = (load_judge(name, inputs, config.batch_size) for name in names)
-    opponents = score_opponents(data.opponents, evaluation, judges)
-    best = judged_best_of_n(config, inputs, evaluation, sft_samples.candidates) if config.best_of_n else None
+    opponents, candidates, best = data.opponents, sft_samples.candidates, []
+    if candidates:
+        reward = load_judge("reward", inputs, config.batch_size)
+        best = [best_of_n(reward, [row.prompt for row in data.prompts], candidates)]
+        del reward
+    for name in names if opponents or best else ():
+        judge = load_judge(name, inputs, config.batch_size)
+        opponents, best = ([rival.scored_by(judge, evaluation) for rival in rivals] for rivals in (opponents, best))
+        del judge
     distributed.release_nonzero_ranks()  # what is left runs none of these models
     if llm_judge is not None:
         evaluation = evaluation.judged_by(llm_judge, config)
-        opponents = [opponent.judged_by(llm_judge) for opponent in opponents]
+        opponents = [opponent.judged_by(llm_judge, evaluation) for opponent in opponents]
     metrics, rows = evaluation.metrics(world, config), evaluation.rows()
     outcome = evaluation.outcomes()
     losses = paired_losses(data.sets, sft_samples.sets, policy_samples.sets, outcome[DECIDING])
@@ -86,13 +82,13 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     groups = [group_of(prompt, config.groups) for prompt in data.prompts]
     if any(groups):
         metrics["group"] = compare_groups(groups, outcome, config.bootstrap, config.seed, clusters_of(data.prompts))
-    for judged in opponents:
-        name = judged.opponent.name
-        metrics.setdefault("opponents", {})[name] = judged.metrics(groups, config.bootstrap, config.seed)
-        add_columns(first_rows, judged.columns())
-    if best is not None:
-        metrics["best_of_n"] = best_of_n_metrics(config, evaluation, best)
-        add_columns(first_rows, best.columns())
+    for settings, opponent in zip(config.opponents, opponents, strict=True):
+        measured = opponent.opponent_metrics(evaluation, groups, config)
+        metrics.setdefault("opponents", {})[settings.name] = measured
+    if best:
+        metrics["best_of_n"] = best[0].best_of_n_metrics(evaluation, candidates, config)
+    for rival in (*opponents, *best):
+        add_columns(first_rows, rival.columns())
     if config.verifiable is not None:
         metrics["verifiable"] = verifiable_metrics(config, data.sets.verifiable, sft_samples, policy_samples, context)
     if config.multiple_choice is not None:
@@ -139,7 +135,7 @@ class EvaluationData:
     sets: FixedSets
     multiple_choice: MultipleChoiceSet
     held_out: HeldOutText
-    opponents: list[Opponent]
+    opponents: list[Rival]
 
     @classmethod
     def read(cls, config: EvaluateStageConfig, clean: Path, workspace: Path) -> EvaluationData:
@@ -249,44 +245,3 @@ def verifiable_metrics(
     atomic_write_lines(path, prompts.rows(sft, policy))
     context.tracker.log_artifact(path, "samples")
     return prompts.metrics(sft, policy, config.bootstrap, config.seed)
-
-
-def judged_best_of_n(
-    config: EvaluateStageConfig, inputs: Paths, evaluation: Evaluation, candidates: Sequence[Sequence[Reply]]
-) -> BestOfN:
-    """Let the reward model choose among SFT's replies, and every judge of the evaluation score what it chose."""
-    prompts = evaluation.prompts[:: config.replies_per_prompt]
-    reward = ModelJudge.load(inputs.reward, "reward", config.batch_size)
-    best = BestOfN.chosen_by(reward, prompts, candidates).scored_by(reward, prompts)
-    del reward
-    for name in evaluation.comparisons:
-        if name != "reward":
-            judge = load_judge(name, inputs, config.batch_size)
-            best = best.scored_by(judge, prompts)
-    return best
-
-
-def best_of_n_metrics(config: EvaluateStageConfig, evaluation: Evaluation, best: BestOfN) -> dict[str, Any]:
-    """Compare best of n with SFT, and the policy with it, by every judge and with the tie margins of the evaluation.
-
-    There is one best of n to a prompt, so it meets the first reply of SFT and of the policy.
-    """
-
-    def compared(candidate: Mapping[str, list[float]], baseline: Mapping[str, list[float]]) -> dict[str, Comparison]:
-        return {
-            name: compare(
-                candidate[name],
-                baseline[name],
-                comparison.tie_margin,
-                config.bootstrap,
-                config.seed,
-                clusters=clusters_of(evaluation.prompts[:: config.replies_per_prompt]),
-            )
-            for name, comparison in evaluation.comparisons.items()
-        }
-
-    sft, policy = (
-        {name: scores[:: config.replies_per_prompt] for name, scores in model.scores.items()}
-        for model in (evaluation.sft, evaluation.policy)
-    )
-    return best.metrics(compared(best.scores, sft), compared(policy, best.scores))

@@ -1,19 +1,20 @@
-"""Replies of other models as opponents, and outcomes by group of prompts."""
+"""Further replies that both models meet: a third party's, or the best of n of SFT's; and groups of prompts."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhf_core.config.evaluation import OpponentConfig
+from rlhf_core.config.evaluation import EvaluateConfig, OpponentConfig
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.stream import stream_records
-from rlhf_core.data.schema import ROLES, Prompt
+from rlhf_core.data.schema import ROLES, Message, Prompt
 from rlhf_core.data.text import HALF_PAIR, comparable, is_encodable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import (
@@ -24,41 +25,19 @@ from rlhf_core.evaluation.comparisons.comparison import (
     length_differences,
     outcomes,
 )
-from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
+from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
 from rlhf_core.evaluation.judges.pairwise import Judge, PairwiseJudge
+from rlhf_core.evaluation.metrics.text_metrics import measure_text
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.statistics import clusters_of
 from rlhf_core.storage.file_patterns import expand
 
 REMEDY = "correct evaluate.opponents"
 Turns = tuple[tuple[str, str], ...]
+Samples = Sequence[Sequence[Reply]]
 
 
-@dataclass(frozen=True)
-class Opponent:
-    """A third party's replies.
-
-    Attributes:
-        name: Its name in metrics.
-        replies: One for each prompt of the evaluation; None where it has none.
-        unused: Replies of the file to other prompts.
-    """
-
-    name: str
-    replies: Sequence[Reply | None]
-    unused: int
-
-    @property
-    def answered(self) -> list[int]:
-        """Positions of the prompts that it has a reply to."""
-        return [i for i, reply in enumerate(self.replies) if reply is not None]
-
-    def known_replies(self) -> list[Reply]:
-        """Return its replies to those prompts, in their order."""
-        return [reply for reply in self.replies if reply is not None]
-
-
-def read_opponent(config: OpponentConfig, prompts: Sequence[Prompt], workspace: Path) -> Opponent:
+def read_opponent(config: OpponentConfig, prompts: Sequence[Prompt], workspace: Path) -> Rival:
     """Read an opponent's file and match it with ``prompts`` by content; white space and line ends do not count.
 
     The replies count as finished, since the file does not say.
@@ -85,10 +64,10 @@ def read_opponent(config: OpponentConfig, prompts: Sequence[Prompt], workspace: 
             f"{file} has replies to none of the {len(prompts)} prompts of the evaluation, which are from the column "
             "prompt of data/clean/prompts/test.parquet"
         )
-    return Opponent(
-        config.name,
+    return Rival(
+        f"opponent_{config.name}",
         [None if match is None else Reply(match[0], finished=True) for match in matched],
-        len(replies.keys() - set(keys)),
+        unused=len(replies.keys() - set(keys)),
     )
 
 
@@ -152,138 +131,176 @@ def _whole_word(name: str) -> re.Pattern[str]:
 SIDES = ("policy", "sft")
 
 
-def score_opponents(
-    opponents: Sequence[Opponent], evaluation: Evaluation, judges: Iterable[Judge]
-) -> list[OpponentEvaluation]:
-    """Let every judge with scores score the opponents' replies.
-
-    Args:
-        opponents: The replies; without any no judge is loaded.
-        evaluation: SFT and policy, compared by the same judges.
-        judges: They are in memory one at a time if they are loaded while they are iterated.
-    """
-    scored = [OpponentEvaluation(opponent, evaluation) for opponent in opponents]
-    if not scored:
-        return []
-    for judge in judges:
-        scored = [each.scored_by(judge) for each in scored]
-        del judge
-    return scored
-
-
 @dataclass(frozen=True)
-class OpponentEvaluation:
-    """An opponent and what the judges said about its replies.
+class Rival:
+    """Further replies to the prompts of an evaluation, of a third party or the best of n, and what judges said of them.
 
-    It meets the first reply of SFT and of the policy to each prompt that it has a reply to.
+    They meet the first reply of SFT and of the policy to each prompt that they have a reply to.
 
     Attributes:
-        opponent: The replies.
-        evaluation: SFT and policy on all prompts.
-        scores: Scores of the opponent's known replies by judge.
+        name: What its columns in ``samples/comparisons.parquet`` begin with.
+        replies: One for each prompt; None where there is none.
+        unused: How many replies to other prompts its file has.
+        scores: Scores of the known replies by judge.
         pairwise: Outcomes by (side, judge) of judges without scores; NaN where a judge did not decide.
     """
 
-    opponent: Opponent
-    evaluation: Evaluation
+    name: str
+    replies: Sequence[Reply | None]
+    unused: int = 0
     scores: Mapping[str, Sequence[float]] = field(default_factory=dict)
     pairwise: Mapping[tuple[str, str], np.ndarray] = field(default_factory=dict)
 
     @property
-    def rows(self) -> list[int]:
-        """Rows of the evaluation that the opponent's known replies meet."""
-        return [i * self.evaluation.replies_per_prompt for i in self.opponent.answered]
+    def answered(self) -> list[int]:
+        """Positions of the prompts that it has a reply to."""
+        return [i for i, reply in enumerate(self.replies) if reply is not None]
 
-    def scored_by(self, judge: Judge) -> OpponentEvaluation:
-        """Return the same opponent with this judge's scores added."""
-        prompts = [self.evaluation.prompts[row].prompt for row in self.rows]
-        return replace(self, scores={**self.scores, judge.name: judge.score(prompts, self.opponent.known_replies())})
+    @property
+    def known_replies(self) -> list[Reply]:
+        """Its replies to those prompts, in their order."""
+        return [reply for reply in self.replies if reply is not None]
 
-    def judged_by(self, judge: PairwiseJudge) -> OpponentEvaluation:
-        """Return the same opponent with the outcomes of a judge without scores added, against both models."""
-        prompts = [self.evaluation.prompts[row].prompt for row in self.rows]
-        decided = {}
-        for side in SIDES:
-            ours = [self._model(side).replies[row] for row in self.rows]
-            decided[side, judge.name] = judge.judge(prompts, ours, self.opponent.known_replies()).decided()
+    def scored_by(self, judge: Judge, evaluation: Evaluation) -> Rival:
+        """Return the same rival with this judge's scores added."""
+        prompts = [row.prompt for row in self._asked(evaluation)]
+        return replace(self, scores={**self.scores, judge.name: judge.score(prompts, self.known_replies)})
+
+    def judged_by(self, judge: PairwiseJudge, evaluation: Evaluation) -> Rival:
+        """Return the same rival with the outcomes of a judge without scores added, against both models."""
+        prompts = [row.prompt for row in self._asked(evaluation)]
+        decided = {
+            (side, judge.name): judge.judge(prompts, self._met(evaluation, side), self.known_replies).decided()
+            for side in SIDES
+        }
         return replace(self, pairwise={**self.pairwise, **decided})
 
-    def metrics(self, groups: Sequence[str], bootstrap: int, seed: int) -> dict[str, Any]:
-        """Return ``opponents.NAME`` of ``metrics/evaluation.json``; see docs/judges.md.
-
-        Args:
-            groups: The group of each prompt, "" for none.
-            bootstrap: Number of resamples of the prompts.
-            seed: Seed of the resamples.
-        """
-        of_matched = [groups[i] for i in self.opponent.answered]
-        table: dict[str, Any] = {
-            "prompts": len(self.opponent.answered),
-            "missing": len(self.opponent.replies) - len(self.opponent.answered),
-            "unused": self.opponent.unused,
-            **{judge: float(np.mean(scores)) for judge, scores in self.scores.items()},
-        }
-        for side in SIDES:
-            by_judge = {judge: values[:, np.newaxis] for judge, values in self._outcomes(side).items()}
-            table[side] = {
-                "comparison": {name: each.as_dict() for name, each in self._comparisons(side, bootstrap, seed).items()},
-                "group": compare_groups(of_matched, by_judge, bootstrap, seed, self._clusters()),
-            }
-        return table
-
-    def columns(self) -> list[dict[str, Any]]:
-        """Return this side's columns of ``samples/comparisons.parquet``, for the first row of each prompt."""
-        position = {i: number for number, i in enumerate(self.opponent.answered)}
-        return [
-            {
-                f"opponent_{self.opponent.name}_reply": None if reply is None else reply.text,
-                **{
-                    f"opponent_{self.opponent.name}_{judge}": None if reply is None else scores[position[i]]
-                    for judge, scores in self.scores.items()
-                },
-            }
-            for i, reply in enumerate(self.opponent.replies)
-        ]
-
-    def _clusters(self) -> np.ndarray:
-        """The cluster of each prompt that it has a reply to."""
-        return clusters_of([self.evaluation.prompts[row] for row in self.rows])
-
-    def _model(self, side: str) -> EvaluatedModel:
-        return self.evaluation.policy if side == "policy" else self.evaluation.sft
-
-    def _side_scores(self, side: str, judge: str) -> np.ndarray:
-        return np.asarray(self._model(side).scores[judge])[self.rows]
-
-    def _outcomes(self, side: str) -> dict[str, np.ndarray]:
-        """Outcomes of a side against the opponent by judge, (answered prompts,)."""
-        table = {
-            judge: outcomes(
-                self._side_scores(side, judge) - np.asarray(scores), self.evaluation.comparisons[judge].tie_margin
-            )
-            for judge, scores in self.scores.items()
-        }
-        return table | {judge: values for (of_side, judge), values in self.pairwise.items() if of_side == side}
-
-    def _comparisons(self, side: str, bootstrap: int, seed: int) -> dict[str, Comparison]:
-        ours = [self._model(side).replies[row] for row in self.rows]
-        longer_by = length_differences(ours, self.opponent.known_replies())
-        table: dict[str, Comparison] = {
-            judge: compare(
-                self._side_scores(side, judge),
-                scores,
-                self.evaluation.comparisons[judge].tie_margin,
-                bootstrap,
-                seed,
-                longer_by,
-                self._clusters(),
-            )
-            for judge, scores in self.scores.items()
-        }
+    def comparisons(
+        self, evaluation: Evaluation, side: str, config: EvaluateConfig, reverse: bool = False
+    ) -> dict[str, dict[str, float]]:
+        """Compare a side, ``policy`` or ``sft``, with the rival by each judge; ``reverse``: the rival with the side."""
+        clusters, sign = clusters_of(self._asked(evaluation)), -1.0 if reverse else 1.0
+        longer_by = sign * length_differences(self._met(evaluation, side), self.known_replies)
+        table: dict[str, Comparison] = {}
+        for judge, scores in self.scores.items():
+            pair = self._side_scores(evaluation, side, judge), np.asarray(scores)
+            margin = evaluation.comparisons[judge].tie_margin
+            candidate, baseline = pair[::-1] if reverse else pair
+            table[judge] = compare(candidate, baseline, margin, config.bootstrap, config.seed, longer_by, clusters)
         for (of_side, judge), values in self.pairwise.items():
             decided = ~np.isnan(values)
             if of_side == side and decided.any():
                 table[judge] = compare_outcomes(
-                    values[decided], bootstrap, seed, longer_by[decided], self._clusters()[decided]
+                    0.5 + sign * (values[decided] - 0.5),
+                    config.bootstrap,
+                    config.seed,
+                    longer_by[decided],
+                    clusters[decided],
                 )
+        return {judge: comparison.as_dict() for judge, comparison in table.items()}
+
+    def opponent_metrics(self, evaluation: Evaluation, groups: Sequence[str], config: EvaluateConfig) -> dict[str, Any]:
+        """Return ``opponents.NAME`` of ``metrics/evaluation.json``; see docs/judges.md.
+
+        Args:
+            evaluation: SFT and policy on all prompts, scored by the same judges.
+            groups: The group of each prompt, "" for none.
+            config: Of which resamples are made.
+        """
+        of_matched, clusters = [groups[i] for i in self.answered], clusters_of(self._asked(evaluation))
+        table: dict[str, Any] = {
+            "prompts": len(self.answered),
+            "missing": len(self.replies) - len(self.answered),
+            "unused": self.unused,
+            **self._means(),
+        }
+        for side in SIDES:
+            outcome = {
+                judge: outcomes(
+                    self._side_scores(evaluation, side, judge) - np.asarray(scores),
+                    evaluation.comparisons[judge].tie_margin,
+                )
+                for judge, scores in self.scores.items()
+            } | {judge: values for (of_side, judge), values in self.pairwise.items() if of_side == side}
+            columns = {judge: values[:, np.newaxis] for judge, values in outcome.items()}
+            table[side] = {
+                "comparison": self.comparisons(evaluation, side, config),
+                "group": compare_groups(of_matched, columns, config.bootstrap, config.seed, clusters),
+            }
         return table
+
+    def best_of_n_metrics(self, evaluation: Evaluation, samples: Samples, config: EvaluateConfig) -> dict[str, Any]:
+        """Return ``best_of_n`` of ``metrics/evaluation.json``; see docs/metrics.md.
+
+        Args:
+            evaluation: SFT and policy, scored by the same judges.
+            samples: What the replies were chosen from, n lists of one reply per prompt.
+            config: Of which resamples are made.
+        """
+        sampled_tokens = sum(len(reply.token_ids) for replies in samples for reply in replies)
+        return {
+            "n": len(samples),
+            "kl_bound": kl_bound(len(samples)),
+            "sampled_tokens_per_reply": sampled_tokens / len(self.replies),
+            **self._means(),
+            **measure_text(self.known_replies).as_dict(),
+            "comparison": self.comparisons(evaluation, "sft", config, reverse=True),
+            "policy_comparison": self.comparisons(evaluation, "policy", config),
+        }
+
+    def columns(self) -> list[dict[str, Any]]:
+        """Return its columns of ``samples/comparisons.parquet``, for the first row of each prompt."""
+        position = {i: number for number, i in enumerate(self.answered)}
+        return [
+            {
+                f"{self.name}_reply": None if reply is None else reply.text,
+                f"{self.name}_finished": None if reply is None else reply.finished,
+                **{
+                    f"{self.name}_{judge}": None if reply is None else scores[position[i]]
+                    for judge, scores in self.scores.items()
+                },
+            }
+            for i, reply in enumerate(self.replies)
+        ]
+
+    def _rows(self, evaluation: Evaluation) -> list[int]:
+        """Rows of the evaluation that the known replies meet."""
+        return [i * evaluation.replies_per_prompt for i in self.answered]
+
+    def _asked(self, evaluation: Evaluation) -> list[Prompt]:
+        return [evaluation.prompts[row] for row in self._rows(evaluation)]
+
+    def _met(self, evaluation: Evaluation, side: str) -> list[Reply]:
+        replies = (evaluation.policy if side == "policy" else evaluation.sft).replies
+        return [replies[row] for row in self._rows(evaluation)]
+
+    def _side_scores(self, evaluation: Evaluation, side: str, judge: str) -> np.ndarray:
+        model = evaluation.policy if side == "policy" else evaluation.sft
+        return np.asarray(model.scores[judge])[self._rows(evaluation)]
+
+    def _means(self) -> dict[str, float]:
+        return {judge: float(np.mean(scores)) for judge, scores in self.scores.items()}
+
+
+def best_of_n(judge: Judge, prompts: Sequence[Sequence[Message]], samples: Samples) -> Rival:
+    """Choose the reply to each prompt that ``judge``, the reward model, scores highest; of equal scores the first.
+
+    It spends at every reply what PPO spends once, with the same reward model, so that it is what PPO has to be better
+    than.
+
+    Args:
+        judge: What chooses.
+        prompts: The prompts.
+        samples: n lists of one reply of SFT per prompt.
+    """
+    best = np.array([judge.score(prompts, replies) for replies in samples]).argmax(axis=0)
+    return Rival("best_of_n", [samples[draw][row] for row, draw in enumerate(best)])
+
+
+def kl_bound(n: int) -> float:
+    """``log n - (n - 1) / n``: an upper bound on the KL of best of n to SFT, in nats per reply.
+
+    It is the KL where no two replies are alike or score alike; where some do, the true one is smaller (Beirami et al.
+    2024, "Theoretical guarantees on the best-of-n alignment policy").
+    """
+    return math.log(n) - (n - 1) / n

@@ -17,7 +17,7 @@ from rlhf_core.config.loading import rebase_sources
 from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare, compare_outcomes, outcomes
-from rlhf_core.evaluation.comparisons.opponents import Opponent, read_opponent, score_opponents
+from rlhf_core.evaluation.comparisons.opponents import Rival, read_opponent
 from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.judges.pairwise import PairwiseJudgement, PairwiseJudgements
 from rlhf_core.evaluation.metrics.perplexity import Drift
@@ -51,7 +51,7 @@ def test_replies_are_matched_by_content_and_missing_ones_counted(tmp_path: Path)
     opponent = read_opponent(CONFIG, PROMPTS, written(tmp_path, *rows, rows[0]))
     assert [reply and reply.text for reply in opponent.replies] == ["reply to what is 0 and 0?", None, "", None]
     assert opponent.answered == [0, 2] and opponent.unused == 1
-    assert all(reply.finished and not reply.token_ids for reply in opponent.known_replies())
+    assert all(reply.finished and not reply.token_ids for reply in opponent.known_replies)
 
 
 @pytest.mark.parametrize(
@@ -116,27 +116,22 @@ def test_both_models_meet_it_on_the_prompts_that_it_has() -> None:
     asked = [row for row in PROMPTS[:3] for _ in range(2)]
     gold = compare([4.0, 2.0, 1.0], [1.0, 2.0, 3.0], 0.5, 50)
     evaluation = Evaluation(asked, [], sft, policy, {"gold": gold}, replies_per_prompt=2)
-    opponent = Opponent("other", [Reply("bb", True), None, Reply("bb", True)], 5)
-    (scored,) = score_opponents([opponent], evaluation, [Longer()])
-    judged = scored.judged_by(Undecided())
-    metrics = judged.metrics(["harmless", "helpful", "harmless"], 50, 1)
+    opponent = Rival("opponent_other", [Reply("bb", True), None, Reply("bb", True)], 5)
+    judged = opponent.scored_by(Longer(), evaluation).judged_by(Undecided(), evaluation)
+    config = EvaluateConfig(bootstrap=50, seed=1)
+    metrics = judged.opponent_metrics(evaluation, ["harmless", "helpful", "harmless"], config)
     assert (metrics["prompts"], metrics["missing"], metrics["unused"], metrics["gold"]) == (2, 1, 5, 2.0)
     assert metrics["policy"]["comparison"]["gold"]["win_rate"] == 0.5, "4 against 2, and 1 against 2"
     assert metrics["sft"]["comparison"]["gold"] == compare([1.0, 3.0], [2.0, 2.0], 0.5, 50, 1, [-1, 1]).as_dict()
     assert metrics["policy"]["comparison"]["llm"]["prompts"] == 1
     assert set(metrics["policy"]["group"]) == {"harmless"}
+    turned = judged.comparisons(evaluation, "policy", config, reverse=True)
+    assert turned["gold"]["mean_difference"] == -metrics["policy"]["comparison"]["gold"]["mean_difference"]
+    assert turned["llm"]["lose"] == metrics["policy"]["comparison"]["llm"]["win"] == 1.0
     by_hand = compare_outcomes(outcomes(np.array([2.0, -1.0]), 0.5), 50, 1).as_dict()
     assert metrics["policy"]["group"]["harmless"]["gold"] == by_hand
     assert [row["opponent_other_reply"] for row in judged.columns()] == ["bb", None, "bb"]
     assert [row["opponent_other_gold"] for row in judged.columns()] == [2.0, None, 2.0]
-
-
-def test_without_opponents_no_judge_is_loaded() -> None:
-    def never() -> Any:
-        raise AssertionError("a judge was loaded")
-        yield
-
-    assert score_opponents([], Evaluation([], [], model(), model(), {}), never()) == []
 
 
 def test_the_stage_judges_opponents_and_groups_for_gates(tmp_path: Path, models: Path) -> None:
