@@ -33,9 +33,9 @@ class LlmBudgetConfig(Strict):
     """
 
     tokens: PositiveInt | None = None
-    money: PositiveFloat | None = Field(default=None, allow_inf_nan=False)
-    prompt_price: NonNegativeFloat = Field(default=0.0, allow_inf_nan=False)
-    completion_price: NonNegativeFloat = Field(default=0.0, allow_inf_nan=False)
+    money: PositiveFloat | None = None
+    prompt_price: NonNegativeFloat = 0.0
+    completion_price: NonNegativeFloat = 0.0
 
     @model_validator(mode="after")
     def _money_needs_prices(self) -> LlmBudgetConfig:
@@ -84,8 +84,8 @@ class LlmJudgeConfig(Strict):
     max_tokens: PositiveInt = 256
     max_junk: float = Field(default=0.1, ge=0, lt=1)
     concurrency: PositiveInt = 4
-    requests_per_minute: PositiveFloat | None = Field(default=None, allow_inf_nan=False)
-    timeout_seconds: PositiveFloat = Field(default=60.0, allow_inf_nan=False)
+    requests_per_minute: PositiveFloat | None = None
+    timeout_seconds: PositiveFloat = 60.0
     retries: NonNegativeInt = 5
     budget: LlmBudgetConfig = LlmBudgetConfig()
 
@@ -168,7 +168,7 @@ class VerifiableConfig(Strict):
 
     path: str = Field(min_length=1)
     functions: dict[str, str] = {}
-    timeout_seconds: PositiveFloat = Field(default=60.0, allow_inf_nan=False)
+    timeout_seconds: PositiveFloat = 60.0
 
     @model_validator(mode="after")
     def _written_as_module_and_function(self) -> VerifiableConfig:

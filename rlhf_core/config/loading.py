@@ -222,7 +222,7 @@ class Params(Strict):
     """
 
     profile: str = ""
-    seed: int = Field(default=1, ge=0)
+    seed: int = Field(default=1, ge=0, lt=2**63)
     collect: CollectConfig = CollectConfig()
     validate_: ValidateConfig = Field(default=ValidateConfig(), alias="validate")
     base: BaseConfig = BaseConfig()

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 
 class Strict(BaseModel):
-    """Frozen, no unknown keys, no silent type changes such as ``"3"`` for ``3``."""
+    """Frozen, no unknown keys, no infinite numbers, no silent type changes such as ``"3"`` for ``3``."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class StageConfig(Strict):
@@ -22,7 +22,7 @@ class StageConfig(Strict):
         seed: Of this stage's random streams; that at the top of params.yaml where it is left out.
     """
 
-    seed: int = Field(default=1, ge=0)
+    seed: int = Field(default=1, ge=0, lt=2**63)
 
 
 class OptimizerConfig(Strict):

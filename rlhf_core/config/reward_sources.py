@@ -37,7 +37,7 @@ class SourceConfig(Strict):
         name: What metrics and errors call the source: by default its kind, numbered where several have the same.
     """
 
-    weight: float = Field(default=1.0, allow_inf_nan=False)
+    weight: float = 1.0
     name: str | None = Field(default=None, pattern=r"^[a-z][a-z0-9_]*$")
 
     @model_validator(mode="after")
@@ -73,7 +73,7 @@ class EnsembleSource(SourceConfig):
 
     kind: Literal["ensemble"] = "ensemble"
     paths: tuple[str, ...] = Field(strict=False)
-    k: NonNegativeFloat = Field(default=1.0, allow_inf_nan=False)
+    k: NonNegativeFloat = 1.0
     center: bool = True
 
     @model_validator(mode="after")
@@ -149,7 +149,7 @@ class HttpSource(SourceConfig):
     kind: Literal["http"] = "http"
     url: str
     batch_size: PositiveInt = 64
-    timeout_seconds: PositiveFloat = Field(default=30.0, allow_inf_nan=False)
+    timeout_seconds: PositiveFloat = 30.0
     retries: NonNegativeInt = 5
     token_env: str | None = None
 

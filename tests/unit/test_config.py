@@ -37,6 +37,13 @@ def gated(metric: str, **bound: object) -> dict:
         ({"ppo": {"kl": {"coeficient": 0.1}}}, "unknown parameter 'ppo.kl.coeficient'; did you mean 'coefficient'?"),
         ({"sft": {"steps": "ten"}}, "parameter 'sft.steps': input should be a valid integer (got 'ten')"),
         ({"sft": {"steps": -1}}, "parameter 'sft.steps': input should be greater than or equal to 0 (got -1)"),
+        (
+            {"ppo": {"kl": {"coefficient": float("inf")}}},
+            "'ppo.kl.coefficient': input should be a finite number (got inf)",
+        ),
+        ({"sft": {"optimizer": {"lr": float("inf")}}}, "'sft.optimizer.lr': input should be a finite number (got inf)"),
+        ({"gates": {"policy": [{"metric": "kl", "why": "x", "at_most": float("nan")}]}}, "should be a finite number"),
+        ({"seed": 2**63}, "parameter 'seed': input should be less than 9223372036854775808"),
         ({"ppo": {"kl": {"estimator": "k3"}}}, "does not give the gradient of the KL"),
         ({"ppo": {"batch_size": 63}}, "batch_size 63 is not a multiple of minibatches 2"),
         ({"pools": {"ppo": {"pool": "g", "gpuz": 1}}}, "unknown parameter 'pools.ppo.gpuz'; did you mean 'gpus'?"),
