@@ -21,7 +21,7 @@ from rlhf_core.data.schema import read_table
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.evaluation.judges.human.answers import ANNOTATIONS, import_answers
 from rlhf_core.evaluation.judges.human.pairs import AnnotationExport, AnnotationPair
-from rlhf_core.evaluation.judges.model import MODELS
+from rlhf_core.evaluation.judges.names import MODELS
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, read_json
 from rlhf_core.world.corpus import AnnotatorConfig
 

@@ -17,7 +17,8 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare, tie_margin_of
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
 from rlhf_core.evaluation.judges.human.pairs import TEST_PROMPTS
-from rlhf_core.evaluation.judges.model import JUDGE, MODELS, TRAINED_ON, ModelJudge
+from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.judges.names import JUDGE, MODELS, TRAINED_ON
 from rlhf_core.evaluation.judges.pairwise import worst_disagreements
 from rlhf_core.evaluation.regression import fixed_subset
 from rlhf_core.evaluation.replies import evaluation_replies

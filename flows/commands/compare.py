@@ -24,7 +24,7 @@ from rlhf_core.config.loading import PARAMS_FILE
 from rlhf_core.config.policy import METHOD_NAMES, Method
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.evaluation.judges.model import JUDGE
+from rlhf_core.evaluation.judges.names import JUDGE
 from rlhf_core.storage.files import atomic_write_json, flatten, read_json, sha256_file
 from rlhf_core.training.history import read_history
 

@@ -154,10 +154,11 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[
     params = load_params(workspace)
     refresh_inputs(workspace)
     _describe_flow_run(workspace, params.profile)
-    if (unchanged := find_unchanged(workspace, promotes=promote)) is not None:
-        if unchanged.decision is not None and waited_for_approval(workspace):
-            decided = follow_request(workspace, unchanged.decision)
-            return Completed(message=decided.describe())
+    unchanged = find_unchanged(workspace, promotes=promote)
+    if unchanged is not None and unchanged.decision is not None and waited_for_approval(workspace):
+        follow_request(workspace, unchanged.decision)
+        unchanged = find_unchanged(workspace, promotes=promote) or unchanged  # now with the decision
+    if unchanged is not None:
         unchanged.emit(events)
         publish_run(workspace, None, unchanged.outcomes, unchanged.verdict)
         return Completed(message=unchanged.message)

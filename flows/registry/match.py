@@ -20,7 +20,7 @@ from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.evaluation.judges.model import JUDGE
+from rlhf_core.evaluation.judges.names import JUDGE
 from rlhf_core.evaluation.promotion import Criterion, failed
 from rlhf_core.fingerprint.tracked_files import code_lines, verifiable_functions
 from rlhf_core.storage.files import atomic_write_json, read_json, sha256_file

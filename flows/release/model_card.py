@@ -15,7 +15,7 @@ from flows.registry.evidence import TrainingSource, read_data_card, source_of_ve
 from flows.registry.stored_models import stored_sampling
 from flows.stage.outcome import condition_rows
 from rlhf_core.errors import RlhfError
-from rlhf_core.evaluation.judges.model import SELECTED_BY, TRAINED_ON
+from rlhf_core.evaluation.judges.names import SELECTED_BY, TRAINED_ON
 from rlhf_core.evaluation.verdict import JudgeResult, judge_results
 from rlhf_core.gates import lookup
 from rlhf_core.storage.files import read_json

@@ -12,7 +12,8 @@ from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, side_
 from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies, sample_sets
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
-from rlhf_core.evaluation.judges.model import JUDGE, MODELS, ModelJudge
+from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.judges.names import JUDGE, MODELS
 from rlhf_core.evaluation.judges.pairwise import Judge
 from rlhf_core.evaluation.losses import as_measurements, paired_losses
 from rlhf_core.evaluation.metrics.text_metrics import measure_text

@@ -11,8 +11,8 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
+import scipy  # its parts are loaded when they are first used
 from numpy.typing import ArrayLike
-from scipy import optimize, stats
 
 from rlhf_core.data.schema import Prompt
 from rlhf_core.world.questions import SOURCE as WORLD
@@ -69,7 +69,7 @@ def percentile(resampled: np.ndarray, tail: float, clusters: int) -> np.ndarray:
     normal and Student's distribution; the level is widened by both (Hesterberg, 2015, "What Teachers Should Know About
     the Bootstrap", section 5.3).
     """
-    expanded = stats.norm.cdf(math.sqrt(clusters / (clusters - 1)) * stats.t.ppf(tail, clusters - 1))
+    expanded = scipy.stats.norm.cdf(math.sqrt(clusters / (clusters - 1)) * scipy.stats.t.ppf(tail, clusters - 1))
     return np.asarray(np.quantile(resampled, expanded, axis=-1))
 
 
@@ -103,7 +103,7 @@ def standard_error(values: np.ndarray, clusters: np.ndarray) -> tuple[float, int
 def mean_high(values: np.ndarray, clusters: np.ndarray) -> float:
     """One-sided upper 95 % bound of a mean over clusters, by Student's distribution."""
     error, count = standard_error(values, clusters)
-    return math.inf if count < 2 else float(values.mean() + stats.t.ppf(CONFIDENCE, count - 1) * error)
+    return math.inf if count < 2 else float(values.mean() + scipy.stats.t.ppf(CONFIDENCE, count - 1) * error)
 
 
 def share_difference_high(lost: np.ndarray, gained: np.ndarray, clusters: np.ndarray) -> float:
@@ -142,7 +142,7 @@ def paired_difference_high(more: float, fewer: float, count: float, confidence: 
         count: All pairs.
         confidence: One-sided.
     """
-    z = float(stats.norm.ppf(confidence))
+    z = float(scipy.stats.norm.ppf(confidence))
 
     def excess(difference: float) -> float:
         """The score statistic of ``difference`` plus z: 0 at the bound."""
@@ -156,7 +156,7 @@ def paired_difference_high(more: float, fewer: float, count: float, confidence: 
     if estimate >= 1:
         return 1.0
     nearly_one = 1 - 1e-9
-    return float(optimize.brentq(excess, min(estimate + 1e-9, nearly_one), nearly_one))
+    return float(scipy.optimize.brentq(excess, min(estimate + 1e-9, nearly_one), nearly_one))
 
 
 def sign_test(wins: int, ties: int, losses: int, bar: float = 0.5) -> float:
@@ -182,7 +182,7 @@ def sign_test(wins: int, ties: int, losses: int, bar: float = 0.5) -> float:
     share_at_bar = (bar * (decided + ties) - ties / 2) / decided
     if share_at_bar >= 1:
         return 1.0
-    return float(stats.binomtest(wins, decided, max(share_at_bar, 0.0), alternative="greater").pvalue)
+    return float(scipy.stats.binomtest(wins, decided, max(share_at_bar, 0.0), alternative="greater").pvalue)
 
 
 def level_of_attempt(budget: float, attempt: int) -> float:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from rlhf_core.evaluation.figures import format_number
-from rlhf_core.evaluation.judges.model import TRAINED_ON, final_judges
+from rlhf_core.evaluation.judges.names import TRAINED_ON, final_judges
 
 LOW_SHARE = 0.5
 FALL = 0.05

@@ -48,7 +48,7 @@ FLOWS_MAY_ALSO_USE = {
     # Of the group ``rlhf data``.
     "flows.commands.data_diff": {"commands.data", "commands.output", "data.inspection.changes"},
     "flows.commands.compare": {
-        "evaluation.judges.model.JUDGE",
+        "evaluation.judges.names.JUDGE",
         "training.history.read_history",
     },
     "flows.commands.registry_commands": {
@@ -87,7 +87,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.dvc_repo.inputs": {"data.collection.sources.collected_paths"},
     "flows.commands.status": {"tracking.stage_run", "tracking.journal.waiting_records"},
     "flows.registry.match": {
-        "evaluation.judges.model.JUDGE",
+        "evaluation.judges.names.JUDGE",
         "evaluation.promotion.Criterion",
         "evaluation.promotion.failed",
         "fingerprint.tracked_files.code_lines",
@@ -98,8 +98,8 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.promotion.win_rate_criteria",
     },
     "flows.release.model_card": {
-        "evaluation.judges.model.SELECTED_BY",
-        "evaluation.judges.model.TRAINED_ON",
+        "evaluation.judges.names.SELECTED_BY",
+        "evaluation.judges.names.TRAINED_ON",
         "evaluation.verdict",
     },
     "flows.jobs.remote_client": {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -87,14 +87,3 @@ class ModelJudge:
                 f"{self.name!r}; leave out or shorten {reply.text[:40]!r}…"
             )
         return prompt_ids, token_ids
-
-
-TRAINED_ON = "reward"
-SELECTED_BY = "referee"
-JUDGE = "judge"
-MODELS = Path("models")
-
-
-def final_judges(names: Iterable[str]) -> list[str]:
-    """Return those of the judges ``names`` that decide, in alphabetical order."""
-    return sorted(set(names) - {TRAINED_ON, SELECTED_BY})

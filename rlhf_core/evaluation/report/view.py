@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from rlhf_core.config.health import DEFAULT_RULES
 from rlhf_core.config.policy import METHOD_NAMES, Method
 from rlhf_core.evaluation.figures import format_number
-from rlhf_core.evaluation.judges.model import final_judges
+from rlhf_core.evaluation.judges.names import final_judges
 from rlhf_core.evaluation.report.charts import (
     draw_charts,
     interval_chart,

@@ -11,7 +11,7 @@ import pytest
 from rlhf_core.config.operations import NonInferiorityConfig
 from rlhf_core.data.schema import Prompt, write_rows
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.evaluation.judges.model import final_judges
+from rlhf_core.evaluation.judges.names import final_judges
 from rlhf_core.evaluation.match import run_match
 from rlhf_core.evaluation.promotion import non_inferiority_criteria
 from rlhf_core.models import foreign

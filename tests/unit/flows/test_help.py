@@ -106,3 +106,15 @@ def test_the_help_loads_no_heavy_library() -> None:
         [sys.executable, "-c", code], cwd=ROOT, env=command_environment(), capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "loaded []"
+
+
+@pytest.mark.parametrize("module", ["run", "status", "summary", "compare", "registry_output", "init"])
+def test_commands_that_train_nothing_load_no_torch(module: str) -> None:
+    code = (
+        f"import sys\nimport flows.commands.{module}\n"
+        "print(sorted({'torch', 'transformers', 'prefect', 'dvc'} & {name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=command_environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -20,7 +20,8 @@ from rlhf_core.config.loading import load_section
 from rlhf_core.data.schema import Prompt, read_rows, read_table
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import tie_margin_of
-from rlhf_core.evaluation.judges.model import JUDGE, MODELS, TRAINED_ON, ModelJudge
+from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.judges.names import JUDGE, MODELS, TRAINED_ON
 from rlhf_core.evaluation.judges.pairwise import worst_disagreements
 from rlhf_core.evaluation.regression import fixed_subset
 from rlhf_core.evaluation.replies import evaluation_replies

@@ -1,0 +1,92 @@
+"""Pairs that a reward model or its gate would refuse after SFT are refused before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from base_stage import run_base
+from real_templates import REAL_TEMPLATES
+from unit.models.test_stop_tokens import tiny_model
+
+from flows.pipeline.preflight import pairs_refusal
+from rlhf_core.data.schema import Message, Preference, as_dict, write_dicts
+from rlhf_core.errors import EXIT_USER_ERROR, DataError
+from rlhf_core.models.starting.base import save_policy
+from rlhf_core.stages.pair_supply import require_pairs
+
+MEASURE = "test_accuracy_length_balanced"
+FILES = "collect: {source: files, files: {preferences: [pairs.jsonl]}}\n"
+GATE = f"gates: {{reward: [{{metric: {MEASURE}, at_least: 0.6, why: a test}}]}}\n"
+
+
+def pairs(count: int, shorter: int) -> list[Preference]:
+    """Pairs of which ``shorter`` prefer the shorter reply, the others the longer one."""
+    rows = []
+    for number in range(count):
+        chosen, rejected = "yes, this is the one " * (2 + number % 3), "no"
+        if number < shorter:
+            chosen, rejected = rejected, chosen
+        prompt = [Message("user", f"question {number}?")]
+        rows.append(Preference(str(number), prompt, chosen, rejected, None, "", "files", f"g{number}"))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The starting model of a workspace."""
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = REAL_TEMPLATES[0].tokenizer
+    tokenizer.chat_template = REAL_TEMPLATES[0].template
+    save_policy(folder / "source", tiny_model(tokenizer), tokenizer)
+    run_base(folder / "source", folder)
+    return folder / "base"
+
+
+def workspace(folder: Path, base: Path, params: str, shorter: int) -> Path:
+    """A workspace after validation and its starting model, with 120 pairs in each file."""
+    (folder / "models").mkdir()
+    (folder / "models" / "base").symlink_to(base)
+    (folder / "params.yaml").write_text(params)
+    (folder / "dvc.yaml").write_text("stages: {}\n")
+    rows = [as_dict(row) for row in pairs(120, shorter)]
+    for user in ("preferences", "preferences_referee", "preferences_judge"):
+        for split in ("train", "validation", "test"):
+            write_dicts(folder / "data" / "clean" / user / f"{split}.parquet", Preference.KIND, rows)
+    return folder
+
+
+def test_enough_pairs_are_let_through(tmp_path: Path, base: Path) -> None:
+    require_pairs(workspace(tmp_path, base, FILES + GATE, shorter=60))
+
+
+@pytest.mark.parametrize(
+    ("settings", "shorter", "message"),
+    [
+        (GATE, 6, f"the reward gate asks for {MEASURE}, but 120 test pairs leave 12 when lengths are balanced"),
+        ("judge: {length_balance: sampling}\n", 0, "judge.length_balance: sampling leaves 0 of 120 training pairs"),
+        ("referee: {max_tokens: 8}\n", 60, "has no usable pair: of 120, 120 exceed max_tokens 8"),
+    ],
+)
+def test_what_would_be_refused_after_sft_is_refused_before(
+    tmp_path: Path, base: Path, settings: str, shorter: int, message: str
+) -> None:
+    folder = workspace(tmp_path, base, FILES + settings, shorter)
+    with pytest.raises(DataError, match=message):
+        require_pairs(folder)
+
+
+def test_a_gate_that_only_reports_refuses_nothing(tmp_path: Path, base: Path) -> None:
+    mode = GATE.replace("gates: {", "gates: {mode: report, ")
+    require_pairs(workspace(tmp_path, base, FILES + mode, shorter=6))
+
+
+@pytest.mark.dear
+def test_the_run_ends_there(tmp_path: Path, base: Path) -> None:
+    folder = workspace(tmp_path, base, FILES + GATE, shorter=6)
+    refused = pairs_refusal(folder, "sft")
+    assert refused is not None and refused.exit_code == EXIT_USER_ERROR
+    assert MEASURE in refused.message and "\n" not in refused.message
+    assert pairs_refusal(folder, "reward") is None
+    (folder / "params.yaml").write_text(GATE)  # the world has pairs enough
+    assert pairs_refusal(folder, "sft") is None
