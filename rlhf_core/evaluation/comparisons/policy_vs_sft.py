@@ -22,7 +22,7 @@ from rlhf_core.evaluation.comparisons.comparison import (
     tie_margin_of,
 )
 from rlhf_core.evaluation.fixed_sets import FixedSets, repeated_rows
-from rlhf_core.evaluation.judges.model import final_judges
+from rlhf_core.evaluation.judges.names import final_judges
 from rlhf_core.evaluation.judges.pairwise import Judge, PairwiseJudge, PairwiseJudgements, worst_disagreements
 from rlhf_core.evaluation.metrics.perplexity import Drift
 from rlhf_core.evaluation.metrics.text_metrics import measure_text
