@@ -120,7 +120,7 @@ def train_critic(
     tokenizer = checked_tokenizer(tokenizer, policy)
     encoded = encode_prompts(prompts, tokenizer, policy, rollout.max_new_tokens)
     identity = (config, rollout, encoded, score, policy, start)
-    with evaluating(policy), run_context(context, "train_critic", *identity) as run:
+    with evaluating(policy, score), run_context(context, "train_critic", *identity) as run:
         frozen_policy = load_policy(policy)[0].requires_grad_(False) if isinstance(policy, Path) else policy
         critic, frozen = initial_critic(policy, start, config, rollout), FrozenModels(run.launch)
         reward_fn = reward_fn_of(score, rollout, encoded, tokenizer, frozen_policy, frozen, run)

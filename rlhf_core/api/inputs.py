@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.data import ReadOptions
@@ -38,6 +39,7 @@ from rlhf_core.ppo.reward_sources.source import (
     reward_model_fn,
 )
 from rlhf_core.ppo.rollout import TrainingPrompts
+from rlhf_core.runtime import distributed
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.run_context import RunContext
 
@@ -236,18 +238,21 @@ def checked_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 
 
 @contextmanager
-def evaluating(model: PreTrainedModel | Path) -> Iterator[None]:
-    """Put a given model in evaluation mode inside the block, with its logits computed in float32."""
-    if isinstance(model, Path):
+def evaluating(*models: object) -> Iterator[None]:
+    """Put the given models on the device and in evaluation mode inside the block, with logits computed in float32.
+
+    This is the one place for models that are read as they are: engines place what they train, and loading what comes
+    from a folder. Whatever is no model in memory (a folder, a function, None) is left alone.
+    """
+    held: dict[int, nn.Module] = {id(model): model for model in models if isinstance(model, nn.Module)}
+    with ExitStack() as stack:
+        for model in held.values():
+            stack.callback(model.train, model.training)
+            stack.callback(model.to, next(model.parameters()).device)
+            model.to(distributed.device()).eval()
+            if isinstance(model, PreTrainedModel):
+                stack.enter_context(float32_unembedding(model))
         yield
-        return
-    training = model.training
-    model.eval()
-    try:
-        with float32_unembedding(model):
-            yield
-    finally:
-        model.train(training)
 
 
 def reward_folder(reward: Any, context: RunContext) -> Path | None:
@@ -276,7 +281,7 @@ def reward_fn_of(
     if own is not None:
         workspace = own.parents[1]
         sources = SourceContext(
-            own, workspace / "data/clean", tokenizer, prompts, limits[0], policy.device, frozen, limits[1]
+            own, workspace / "data/clean", tokenizer, prompts, limits[0], distributed.device(), frozen, limits[1]
         )
         return build_reward_fn(rollout.reward.sources, sources)
     if rollout.reward.sources != DEFAULT_SOURCES:

@@ -180,7 +180,7 @@ def train_ppo(
     )
     inputs.require_consistent()
     seed_everything(config.seed)
-    with evaluating(model), run_context(context, "train_ppo", *inputs.identity()) as run:
+    with evaluating(model, inputs.reward, inputs.referee), run_context(context, "train_ppo", *inputs.identity()) as run:
         trainer = assemble(inputs, run)
         with opened_sampler(config.sampler, run.work) as trainer.sampler:
             trainer.run()

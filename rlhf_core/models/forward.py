@@ -124,10 +124,11 @@ def last_token_indices(attention_mask: Tensor) -> Tensor:
 
 
 def hidden_states(
-    backbone: nn.Module, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None
+    backbone: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None
 ) -> Tensor:
-    """Last hidden states of a backbone without its head: (B, L) -> (B, L, H)."""
+    """Last hidden states of a backbone without its head: (B, L) -> (B, L, H). Without a mask it needs positions."""
     if position_ids is None:
+        assert attention_mask is not None
         position_ids = position_ids_from_mask(attention_mask)
     given = {"attention_mask": attention_mask, "position_ids": position_ids}
     output = backbone(**arguments_of(backbone, input_ids=input_ids, **given))
@@ -220,7 +221,7 @@ def selected_logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: T
 
 
 def lazy_logits(
-    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, keep: int
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, keep: int
 ) -> LazyLogits:
     """Next-token logits of a causal LM at the last ``keep`` positions: (B, L) three times -> (B, keep, V).
 

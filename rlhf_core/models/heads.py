@@ -164,7 +164,7 @@ class ScalarModel(nn.Module):
         add_adapters(self.model, config, seed)
         self.model.get_submodule("score").requires_grad_(True)
 
-    def hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def hidden(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None) -> Tensor:
         """Last hidden states (B, L, H)."""
         return hidden_states(self.model.base_model, input_ids, attention_mask, position_ids)
 
@@ -177,7 +177,7 @@ class ScalarModel(nn.Module):
     def token_scores(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor,
+        attention_mask: Tensor | None,
         position_ids: Tensor | None = None,
         reply_mask: Tensor | None = None,
     ) -> Tensor:
@@ -296,7 +296,7 @@ class ActorCritic(nn.Module):
         return self._values(hidden_states(self.policy.base_model, input_ids, attention_mask, position_ids))
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, logits_to_keep: int
+        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, logits_to_keep: int
     ) -> tuple[LazyLogits, Tensor]:
         """Logits of the last ``logits_to_keep`` positions (B, logits_to_keep, V) and values (B, L), in one pass."""
         hidden = hidden_states(self.policy.base_model, input_ids, attention_mask, position_ids)

@@ -43,6 +43,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     ``delta_t = R_t + gamma * V_{t+1} - V_t`` with V past the end 0, ``A_t = delta_t + gamma * lam * A_{t+1}``,
     ``returns = A + V`` with A as it is here, unnormalised. Masked positions never leak in; they come out as 0.
     """
+    device = values.device
+    # On the CPU: a GPU would launch six kernels for each token, to do next to nothing.
+    rewards, values, mask = rewards.cpu(), values.cpu(), mask.cpu()
     zeros = torch.zeros_like(values)
     values, rewards = torch.where(mask, values, zeros), torch.where(mask, rewards, zeros)
     advantages = torch.zeros_like(values)
@@ -53,7 +56,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         following_advantage = delta + gamma * lam * following_advantage
         advantages[:, t] = following_advantage
         following_value = values[:, t]
-    return advantages, advantages + values
+    return advantages.to(device), (advantages + values).to(device)
 
 
 def monte_carlo_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:

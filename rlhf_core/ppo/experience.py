@@ -102,16 +102,17 @@ class Experience:
         rows = zip(self.batch.response.tolist(), self.lengths.tolist(), strict=True)
         return [row[:length] for row, length in rows]
 
-    def select(self, rows: Tensor | list[int]) -> Experience:
+    def select(self, rows: Tensor) -> Experience:
         """The given rows, in the given order; widths stay as they are."""
         return Experience(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
     def minibatches(self, count: int, seed: int, epoch: int) -> Iterator[Experience]:
         """``count`` parts in an order that is a function of (seed, epoch) alone; sizes differ by at most one."""
-        order = epoch_order(len(self), seed, epoch)
+        # One copy to the device for all of them: the host waits for each.
+        order = torch.tensor(epoch_order(len(self), seed, epoch), dtype=torch.long, device=self.tokens.device)
         for part in range(count):
             rows = order[part::count]
-            if rows:
+            if len(rows):
                 yield self.select(rows)
 
     def micro_batches(self, limits: MicroBatchLimits) -> Iterator[tuple[MicroExperience, float]]:

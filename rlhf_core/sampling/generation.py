@@ -34,6 +34,12 @@ class BlockLayer(DynamicLayer):
         super().__init__()  # type: ignore[no-untyped-call]
         self._buffers: tuple[Tensor, Tensor] | None = None
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Begin empty, as transformers does, but without a copy of nothing to the device, which the host waits for."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)
+        self.is_initialized = True
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values (B, K, new, D); return all of them."""
         if not self.is_initialized:

@@ -55,8 +55,10 @@ class MicroBatchLimits:
         All ranks make the same number of passes, because they gather sharded parameters together.
         """
         prompts, replies = batch.lengths()
-        for rows, weight in self._shards(prompts, replies):
-            index = torch.tensor(rows, device=batch.tokens.device)
+        shards = list(self._shards(prompts, replies))
+        # One copy to the device for all of them: the host waits for each.
+        together = torch.tensor([row for rows, _ in shards for row in rows], dtype=torch.long).to(batch.tokens.device)
+        for (rows, weight), index in zip(shards, together.split([len(rows) for rows, _ in shards]), strict=True):
             yield MicroBatch(index, self._part(batch, index, rows, prompts, replies), weight)
 
     def most_rows(self, width: int) -> int:

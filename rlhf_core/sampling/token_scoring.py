@@ -36,9 +36,9 @@ class TokenScorer(Protocol):
     """A model with one scalar at every position: a critic."""
 
     def token_scores(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, reply_mask: Tensor
+        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, reply_mask: Tensor
     ) -> Tensor:
-        """(B, L) four times -> scalar at every position (B, L)."""
+        """(B, L) four times -> scalar at every position (B, L); without a mask no row begins with padding."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,19 @@ class Tokens:
     @property
     def position_ids(self) -> Tensor:
         """(B, L), counted from the first real token, so that padding never changes a number."""
+        if self.attended is None:  # one row of rising numbers: transformers takes others for several texts in a row
+            return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
         return position_ids_from_mask(self.attention_mask)
+
+    @property
+    def attended(self) -> Tensor | None:
+        """The mask that attention sees (B, L), or None on a GPU where rows begin in the first column.
+
+        No token sees those after it, so that padding on the right needs no mask, and without one attention takes its
+        fastest kernel. On a CPU that kernel would round otherwise.
+        """
+        needed = self.reply_starts is None or self.tokens.device.type == "cpu"
+        return self.attention_mask if needed else None
 
     @property
     def reply_mask(self) -> Tensor:
@@ -149,21 +161,21 @@ class Tokens:
 def response_logits(model: PreTrainedModel, batch: Tokens) -> LazyLogits:
     """Logits at the positions before each response token and at the last one: (B, T + 1, V)."""
     keep = batch.columns_with_logits(has_plain_head(model))
-    logits = lazy_logits(model, batch.tokens, batch.attention_mask, batch.position_ids, keep)
+    logits = lazy_logits(model, batch.tokens, batch.attended, batch.position_ids, keep)
     return replace(logits, states=batch.before_and_at_replies(logits.states))
 
 
 def logits_and_values(model: ActorCritic, batch: Tokens) -> tuple[LazyLogits, Tensor]:
     """:func:`response_logits` (B, T + 1, V) and :func:`response_values` (B, T), in one pass of the backbone."""
     keep = batch.columns_with_logits(has_plain_head(model.policy))
-    logits, scores = model(batch.tokens, batch.attention_mask, batch.position_ids, logits_to_keep=keep)
+    logits, scores = model(batch.tokens, batch.attended, batch.position_ids, logits_to_keep=keep)
     states = batch.before_and_at_replies(logits.states)
     return replace(logits, states=states), batch.before_and_at_replies(scores)[:, :-1]
 
 
 def response_values(critic: TokenScorer, batch: Tokens) -> Tensor:
     """Value of the state *before* each response token: (B, T)."""
-    scores = critic.token_scores(batch.tokens, batch.attention_mask, batch.position_ids, batch.reply_mask)
+    scores = critic.token_scores(batch.tokens, batch.attended, batch.position_ids, batch.reply_mask)
     return batch.before_and_at_replies(scores)[:, :-1]
 
 
