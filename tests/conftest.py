@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sort_by_length(items)
+
+
+@pytest.fixture(autouse=True)
+def device_of_the_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The GPU for tests marked ``gpu`` (with RLHF_PRETENDED_GPU the pretended one), the CPU for all others."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    import torch
+
+    if os.environ.get("RLHF_PRETENDED_GPU"):
+        from pretended_gpu.device import pretended_gpu
+
+        with pretended_gpu():
+            yield
+        return
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    monkeypatch.delenv("RLHF_DEVICE")
+    yield
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,0 +1,101 @@
+"""What only a GPU's own kernels can show: that they agree with the CPU's, with masks and without, fused and apart."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from unit.api.recipe import PPO, QUESTIONS, by_length
+from unit.training.tiny import SHAPE, text
+
+import rlhf_core as rlhf
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.starting.base import new_model, train_tokenizer
+from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.generation import Rollout
+from rlhf_core.sampling.micro_batches import MicroBatchLimits
+from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
+from rlhf_core.sampling.token_scoring import Tokens, response_logits, response_values
+
+pytestmark = pytest.mark.gpu
+
+SAMPLING = Sampling(eos_id=3, pad_id=0, max_new_tokens=12, forbidden_ids=(0, 1, 2))
+PROMPTS = PromptBatch([[5, 6, 7], [8, 9], [5] * 6, [7] * 4], range(4), 1)
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    """A model on the CPU."""
+    tokenizer = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
+    return new_model(SHAPE.model_copy(update={"layers": 2}), tokenizer, seed=1)
+
+
+def replies(model: PreTrainedModel) -> Rollout:
+    return sample_replies(LocalSampler.of(model), 0, PROMPTS, SAMPLING)
+
+
+def test_a_gpu_samples_what_the_cpu_samples(model: PreTrainedModel) -> None:
+    own, other = replies(copy.deepcopy(model).to("cuda")), replies(model)
+    assert own.tokens.is_cuda and torch.equal(own.tokens.cpu(), other.tokens)
+    assert torch.allclose(own.logprobs.cpu(), other.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [None, 64], ids=["padded on both sides", "without a mask"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_are_those_of_the_cpu(model: PreTrainedModel, tokens: int | None, dtype: torch.dtype) -> None:
+    found = []
+    rollout = replies(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    critic = ScalarModel.from_causal_lm(model, seed=2)
+    for device in ("cpu", "cuda"):
+        batch = Tokens(*(each.to(device) for each in (rollout.tokens, rollout.attention_mask, rollout.response_mask)))
+        with torch.no_grad():
+            for part in MicroBatchLimits(None, tokens).split(batch):
+                mask = part.tokens.response_mask
+                logits = response_logits(model.to(device), part.tokens).whole()[:, :-1].float()
+                values = response_values(critic.to(device), part.tokens)
+                found.append((device, logits[mask].cpu(), values[mask].cpu()))
+    own, other = ([each[1:] for each in found if each[0] == device] for device in ("cuda", "cpu"))
+    near = 1e-4 if dtype == torch.float32 else 0.1
+    for one, two in zip(own, other, strict=True):
+        assert all(torch.allclose(a, b, atol=near) for a, b in zip(one, two, strict=True))
+
+
+def test_a_run_goes_on_with_the_same_bits(model: PreTrainedModel, tmp_path: Path) -> None:
+    tokenizer = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
+    config, calls = rlhf.PpoConfig(**PPO), list[int]()
+    settings = rlhf.CriticConfig(max_rollouts=1, batch_size=4, optimizer=PPO["critic_optimizer"])
+    critic = rlhf.train_critic(model, tokenizer, QUESTIONS, by_length, rollout=config.rollout, config=settings)
+    critic = replace(critic, model=critic.model.to("cpu"))
+
+    def ppo(folder: str, stop: int | None) -> rlhf.TrainedPolicy:
+        def reward(prompts: list[list[dict[str, str]]], texts: list[str]) -> list[float]:
+            calls.append(1)
+            if len(calls) == stop:
+                raise KeyboardInterrupt
+            return by_length(prompts, texts)
+
+        calls.clear()
+        context = rlhf.RunContext(tmp_path / folder)
+        return rlhf.train_ppo(model, tokenizer, QUESTIONS, reward, critic, config=config, context=context)
+
+    whole = ppo("whole", None)
+    with pytest.raises(KeyboardInterrupt):
+        ppo("cut", 3)
+    resumed = ppo("cut", None)
+    pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
+    assert all(one.is_cuda and torch.equal(one.cpu(), other.cpu()) for one, other in pairs)
