@@ -16,7 +16,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export GX_ANALYTICS_ENABLED := false
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-.PHONY: setup setup-dev run alternatives test test-all test-servers coverage lint docs bench clean
+.PHONY: setup setup-dev run alternatives test test-all test-servers coverage lint docs bench gpu-acceptance clean
 
 setup: $(STAMP)
 
@@ -97,6 +97,10 @@ $(DOCS_VENV)/.installed: requirements-docs.lock
 	@$(call pip_install,$(DOCS_VENV)/bin) $(PIP)
 	@$(call pip_install,$(DOCS_VENV)/bin) -r requirements-docs.lock
 	@touch $@
+
+# Whether all works on this machine's GPU, within nine minutes. Without one: ACCEPTANCE=--dry.
+gpu-acceptance: setup-dev
+	$(BIN)/python -m benchmarks.gpu_acceptance $(ACCEPTANCE)
 
 # Options of the comparison with TRL; in its smallest form BENCH='--size "0.43 M" --reply 8 --repeats 1 --cores 1x1'.
 # Those of whole trainings are in BENCH_RUNS: BENCH_RUNS='--steps 2 --repeats 1'.
