@@ -80,7 +80,7 @@ class JournalTracker:
         return True
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(float(value))}
+        finite = {grouped(name): float(value) for name, value in metrics.items() if math.isfinite(float(value))}
         finite |= self.machine_use.sample()
         if finite:
             self._take(_record("metrics", finite, step or 0))
@@ -138,6 +138,18 @@ class JournalTracker:
             )  # fmt: skip
         self._away = True
         self.pauses.failed(started)
+
+
+# First words by which MLflow's page groups a stage's metrics.
+GROUPS = ("reward", "kl", "policy", "value", "critic", "ptx", "selection", "validation", "sampling", "ratio", "seconds")
+
+
+def grouped(name: str) -> str:
+    """The name of a metric in MLflow, which groups by what stands before "/": ``reward_mean`` is ``reward/mean``."""
+    if name == "kl":
+        return "kl/k1"  # the estimate, beside kl_k2 and kl_k3
+    first, _, rest = name.partition("_")
+    return f"{first}/{rest}" if rest and first in GROUPS else name
 
 
 def _record(

@@ -166,13 +166,23 @@ def _run_on_rank_zero(run: _StageRun) -> dict[str, Any]:
     store = _checkpoint_store(run, work)
     with stage_tracker(stage.name, workspace, run.params.tracking.experiment) as tracker:
         context = RunContext(work, tracker, run.preemption, store, run.launch, workspace, workspace / TOKENS)
-        tracker.log_params(flatten(run.config.model_dump(mode="json")))
+        tracker.log_params(named_parameters(stage, run.config))
         metrics = dict(stage.run(run.config, run.inputs, outputs, context))
         _record(metrics, outputs, tracker)
     if store is not None:
         store.clear()
     shutil.rmtree(work.parent, ignore_errors=True)
     return metrics
+
+
+def named_parameters(stage: Stage[Any], config: StageConfig) -> dict[str, Any]:
+    """The settings of a stage under the names that params.yaml has for them, such as ``ppo.lr`` and ``seed``."""
+    outside = {"seed", *stage.beside}
+    values = flatten(config.model_dump(mode="json"))
+    return {
+        name if name.partition(".")[0] in outside else f"{stage.section}.{name}": value
+        for name, value in values.items()
+    }
 
 
 def _checkpoint_store(run: _StageRun, work: Path) -> CheckpointStore | None:
@@ -235,7 +245,9 @@ def _record(metrics: Mapping[str, Any], outputs: Paths, tracker: Tracker) -> Non
     if "metrics" in outputs and not outputs["metrics"].exists():
         atomic_write_json(outputs["metrics"], metrics)
     numbers = {k: v for k, v in flatten(metrics).items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    tracker.log_metrics({f"final.{key}": float(value) for key, value in numbers.items()})
+    # What "last" holds is the end of the curves.
+    final = {f"final/{key}": float(value) for key, value in numbers.items() if not key.startswith("last.")}
+    tracker.log_metrics(final)
     if "metrics" in outputs and outputs["metrics"].is_file():
         tracker.set_tags({METRICS_TAG: sha256_file(outputs["metrics"])})
     for key in ("metrics", "evidence", "gate", "history", "report"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +15,8 @@ from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import runner
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.storage.files import sha256_file
+from rlhf_core.tracking.stage_run import METRICS_TAG, NullTracker
 
 
 def full(name: str, workspace: Path, preemption: PreemptionSignal) -> NoReturn:
@@ -50,3 +53,31 @@ def test_a_training_stage_allows_tf32_as_the_parameters_say(
     monkeypatch.setattr(runner, "_run_on_rank_zero", lambda run: {})
     runner.run_stage("sft", tmp_path)
     assert calls == [allowed]
+
+
+class NotedTracker(NullTracker):
+    """Keeps what a stage records."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+        self.tags: dict[str, str] = {}
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.metrics |= metrics
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        self.tags |= tags
+
+
+def test_results_are_recorded_once_and_the_run_can_be_found_by_them(tmp_path: Path) -> None:
+    tracker = NotedTracker()
+    metrics = {"kl": 1.0, "selected": {"reward": 2.0}, "last": {"reward": 3.0}}
+    runner._record(metrics, Paths({"metrics": tmp_path / "ppo.json"}), tracker)
+    assert tracker.metrics == {"final/kl": 1.0, "final/selected.reward": 2.0}
+    assert tracker.tags == {METRICS_TAG: sha256_file(tmp_path / "ppo.json")}
+
+
+def test_parameters_have_the_names_of_params_yaml() -> None:
+    stage = runner.load_stage("critic")
+    names = runner.named_parameters(stage, stage.config())
+    assert {"seed", "critic.optimizer.lr", "ppo.max_new_tokens", "policy.method"} <= set(names)

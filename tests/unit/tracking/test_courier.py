@@ -39,6 +39,15 @@ def left(workspace: Path) -> list[Path]:
     return list((workspace / ".rlhf" / "tracking").glob("*"))
 
 
+def test_mlflows_page_finds_metrics_in_groups(server: Server, courier: Courier, tmp_path: Path) -> None:
+    stage = begin_stage(tmp_path)
+    stage.log_metrics({"reward_mean": 1.0, "kl": 2.0, "kl_k3": 3.0, "loss": 4.0, "final/selected.kl": 5.0}, 1)
+    courier.deliver_new()
+    ((_, batch),) = [call for call in server.calls if call[0] == "batch"]
+    assert [name for name, _, _ in batch] == ["reward/mean", "kl/k1", "kl/k3", "loss", "final/selected.kl"]
+    stage.end("FINISHED")
+
+
 def test_use_of_the_machine_is_recorded_beside_a_stages_metrics_where_mlflows_setting_says_so(
     server: Server, courier: Courier, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
