@@ -210,7 +210,7 @@ class PeftAdapter:
 
 def peft_adapter(model: PreTrainedModel) -> PeftAdapter:
     """Copy the adapters of ``model``, before they are merged."""
-    config = model.peft_config["default"]
+    config: Any = model.peft_config["default"]
     settings = {**config.to_dict(), "task_type": "CAUSAL_LM", "inference_mode": True}
     plain = json.loads(json.dumps(settings, default=lambda value: sorted(value) if isinstance(value, set) else None))
     tensors = {
