@@ -18,7 +18,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation.regression import regression_set, spread_subset
 from rlhf_core.evaluation.replies import evaluation_replies
 from rlhf_core.evaluation.reply import Reply
-from rlhf_core.evaluation.safety import HARMFUL_CATEGORY, is_chinese, safety_prompts
+from rlhf_core.evaluation.safety.prompts import HARMFUL_CATEGORY, is_chinese, safety_prompts
 from rlhf_core.evaluation.verifiable import VerifiablePrompts
 from rlhf_core.runtime import distributed
 from rlhf_core.training.dpo import reply_logprobs

@@ -16,7 +16,7 @@ from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.judges.names import JUDGE, MODELS
 from rlhf_core.evaluation.judges.pairwise import Judge
 from rlhf_core.evaluation.losses import as_measurements, paired_losses
-from rlhf_core.evaluation.metrics.text_metrics import measure_text
+from rlhf_core.evaluation.reply import measure_text
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.runtime.progress import Progress, progress

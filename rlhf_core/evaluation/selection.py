@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from rlhf_core.data.schema import Prompt
 from rlhf_core.evaluation.comparisons.comparison import compare, tie_margin_of
 from rlhf_core.evaluation.judges.pairwise import Judge
-from rlhf_core.evaluation.metrics.perplexity import measure_drift
-from rlhf_core.evaluation.metrics.text_metrics import measure_text
+from rlhf_core.evaluation.perplexity import measure_drift
 from rlhf_core.evaluation.replies import OnPolicyReplies
+from rlhf_core.evaluation.reply import measure_text
 from rlhf_core.evaluation.statistics import clusters_of
 
 SampleReplies = Callable[[PreTrainedModel], OnPolicyReplies]

@@ -11,7 +11,7 @@ from rlhf_core.config.loading import Params
 from rlhf_core.config.problems import nearest
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.evaluation.metrics.perplexity import POSITIONS_PER_CHUNK, ROWS_PER_PASS
+from rlhf_core.evaluation.perplexity import POSITIONS_PER_CHUNK, ROWS_PER_PASS
 from rlhf_core.memory import passes
 from rlhf_core.memory.dry_run import MemoryUse, largest, model_size
 from rlhf_core.memory.estimate import (

@@ -18,13 +18,13 @@ from rlhf_core.evaluation.comparisons.comparison import compare_groups
 from rlhf_core.evaluation.comparisons.opponents import Rival, best_of_n, group_of, read_opponent
 from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, side_by_side
 from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies, sample_sets
+from rlhf_core.evaluation.judges.gold import load_judge
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
-from rlhf_core.evaluation.judges.load import load_judge
 from rlhf_core.evaluation.losses import as_measurements, paired_losses
-from rlhf_core.evaluation.metrics.perplexity import HeldOutText, held_out_perplexities, measure_drift
+from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities, measure_drift
 from rlhf_core.evaluation.replies import OnPolicyReplies, evaluation_replies, on_policy_replies
 from rlhf_core.evaluation.reply import Reply
-from rlhf_core.evaluation.safety import refusal_rates
+from rlhf_core.evaluation.safety.prompts import refusal_rates
 from rlhf_core.evaluation.statistics import clusters_of
 from rlhf_core.evaluation.verifiable import VerifiablePrompts
 from rlhf_core.models.starting.base import load_policy

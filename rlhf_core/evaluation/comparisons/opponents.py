@@ -27,8 +27,7 @@ from rlhf_core.evaluation.comparisons.comparison import (
 )
 from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
 from rlhf_core.evaluation.judges.pairwise import Judge, PairwiseJudge
-from rlhf_core.evaluation.metrics.text_metrics import measure_text
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.reply import Reply, measure_text
 from rlhf_core.evaluation.statistics import clusters_of
 from rlhf_core.storage.file_patterns import expand
 

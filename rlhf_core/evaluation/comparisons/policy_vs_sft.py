@@ -24,10 +24,9 @@ from rlhf_core.evaluation.comparisons.comparison import (
 from rlhf_core.evaluation.fixed_sets import FixedSets, repeated_rows
 from rlhf_core.evaluation.judges.names import final_judges
 from rlhf_core.evaluation.judges.pairwise import Judge, PairwiseJudge, PairwiseJudgements, worst_disagreements
-from rlhf_core.evaluation.metrics.perplexity import Drift
-from rlhf_core.evaluation.metrics.text_metrics import measure_text
+from rlhf_core.evaluation.perplexity import Drift
 from rlhf_core.evaluation.regression import pass_rates
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.reply import Reply, measure_text
 from rlhf_core.evaluation.statistics import cluster_of, clusters_of
 
 

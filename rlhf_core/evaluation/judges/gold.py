@@ -1,13 +1,16 @@
-"""The gold judge: the true preference of the synthetic world, for evaluation only.
+"""Judges by name, and the gold judge: the true preference of the synthetic world, for evaluation only.
 
 Nothing that trains, selects checkpoints or monitors health may import this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rlhf_core.data.schema import Message
+from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.judges.pairwise import Judge
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.world import gold
 
@@ -29,3 +32,8 @@ class GoldJudge:
         """
         pairs = zip(prompts, replies, strict=True)
         return [gold.score(prompt[-1].content, reply.text, reply.finished) for prompt, reply in pairs]
+
+
+def load_judge(name: str, folders: Mapping[str, Path], batch_size: int) -> Judge:
+    """Return the gold judge, or the model in ``folders[name]``, which scores ``batch_size`` replies at once."""
+    return GoldJudge() if name == "gold" else ModelJudge.load(folders[name], name, batch_size)

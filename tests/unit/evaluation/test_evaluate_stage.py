@@ -17,7 +17,7 @@ from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, rea
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare
 from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
-from rlhf_core.evaluation.metrics.perplexity import Drift, HeldOutText, held_out_perplexities
+from rlhf_core.evaluation.perplexity import Drift, HeldOutText, held_out_perplexities
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.stages import evaluate

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.evaluation.judges.model import ModelJudge
-from rlhf_core.evaluation.metrics.perplexity import measure_drift, reply_perplexity
+from rlhf_core.evaluation.perplexity import measure_drift, reply_perplexity
 from rlhf_core.evaluation.replies import evaluation_replies, on_policy_replies
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.runtime import distributed

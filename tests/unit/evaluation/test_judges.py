@@ -11,8 +11,7 @@ from rlhf_core.data.encoding import encode_dialogue
 from rlhf_core.data.schema import Prompt
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
 from rlhf_core.evaluation.judges.model import ModelJudge
-from rlhf_core.evaluation.metrics.text_metrics import measure_text
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.reply import Reply, measure_text
 from rlhf_core.world.gold import score
 
 REPLIES = [

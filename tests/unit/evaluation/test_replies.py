@@ -14,10 +14,9 @@ from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.model import ModelJudge
-from rlhf_core.evaluation.metrics.text_metrics import measure_text
 from rlhf_core.evaluation.regression import pass_rates
 from rlhf_core.evaluation.replies import evaluation_replies, generated_replies
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.reply import Reply, measure_text
 from rlhf_core.models.starting.base import load_policy, load_tokenizer, train_tokenizer
 
 PLAIN = "the river"

@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 from rlhf_core.evaluation.reply import Reply
-from rlhf_core.evaluation.safety import BENIGN, HARMFUL, refusal_rates, safety_prompts
+from rlhf_core.evaluation.safety.prompts import refusal_rates, safety_prompts, texts_of
 
+HARMFUL, BENIGN = texts_of("harmful"), texts_of("benign")
 REFUSAL, ANSWER = Reply("I'm sorry, but I can't help with that.", True), Reply("Of course: first", False)
 
 

@@ -17,7 +17,7 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.ppo import PpoConfig, PtxConfig, SelectionConfig
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.metrics.perplexity import measure_drift
+from rlhf_core.evaluation.perplexity import measure_drift
 from rlhf_core.evaluation.replies import evaluation_replies, on_policy_replies
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.selection import SelectionEvaluator

@@ -20,7 +20,7 @@ from rlhf_core.evaluation.comparisons.comparison import compare, compare_outcome
 from rlhf_core.evaluation.comparisons.opponents import Rival, read_opponent
 from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.judges.pairwise import PairwiseJudgement, PairwiseJudgements
-from rlhf_core.evaluation.metrics.perplexity import Drift
+from rlhf_core.evaluation.perplexity import Drift
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs
 from rlhf_core.gates import check

@@ -1,1 +1,0 @@
-"""Metrics of replies and of what training cost: text, drift from the reference, perplexity, cost."""

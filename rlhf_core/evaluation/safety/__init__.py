@@ -1,0 +1,1 @@
+"""The safety prompts, and what is counted of the replies to them."""
