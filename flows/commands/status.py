@@ -409,9 +409,9 @@ def recorded_run(workspace: Path, experiment: str, in_use: bool, last: LastRun |
     of_name = f"tags.`{PIPELINE_TAG}` = 'true' and tags.`rlhf.workspace` = '{workspace.name}'"
     newest_first = ["attributes.start_time DESC"]
     runs = client.search_runs([mlflow_experiment.experiment_id], of_name, max_results=100, order_by=newest_first)
-    # A server may know workspaces of that name elsewhere. Runs of earlier versions do not tell which is theirs.
+    # A server may know workspaces of that name elsewhere.
     own = known_workspace_id(workspace)
-    info = next((run.info for run in runs if run.data.tags.get(WORKSPACE_ID_TAG, own) == own), None)
+    info = next((run.info for run in runs if run.data.tags.get(WORKSPACE_ID_TAG) == own), None)
     if info is None:
         return []
     if last is not None and abs(info.start_time / 1000 - last.started.timestamp()) < SAME_RUN_SECONDS:

@@ -21,7 +21,6 @@ from rlhf_core.config.loading import (
     profile_names,
     rebase_sources,
 )
-from rlhf_core.config.policy import PolicyConfig
 from rlhf_core.config.recipe import expectations_of, profile_headers, profiles_of
 from rlhf_core.errors import ConfigError
 from rlhf_core.storage.files import atomic_write_text
@@ -118,23 +117,13 @@ def _with_ignores(file: Path, dvc_yaml: str) -> str:
 def check_tracked_params(workspace: Path) -> None:
     """Check that params.yaml has every parameter that a stage of dvc.yaml names.
 
-    The program has defaults for them, but DVC compares what is written in the file. A file that was written before
-    there was a judge is completed by the referee's settings.
+    The program has defaults for them, but DVC compares what is written in the file.
 
     Raises:
-        ConfigError: some are left out, and the message has the lines to add; or ``policy.method`` is set and a dvc.yaml
-            from before there was one would not see it.
+        ConfigError: some are left out; the message has the lines to add.
     """
     document = yaml_text.plain(yaml_text.read(workspace / PARAMS_FILE))
-    tracked = tracked_params(workspace)
-    method = _value_at(document, "policy.method") or PolicyConfig().method
-    if method != PolicyConfig().method and not {"policy", "policy.method"} <= set(tracked):
-        raise ConfigError(
-            f"{workspace / PARAMS_FILE}: policy.method is {method}, but {workspace / DVC_FILE} does not name it, so "
-            "that DVC would not train the policy anew; add policy.method to params of stage critic and policy to those "
-            "of stage ppo, or take both from a dvc.yaml of `rlhf init DIR`"
-        )
-    missing = [path for path in tracked if not _has(document, path)]
+    missing = [path for path in tracked_params(workspace) if not _has(document, path)]
     if not missing:
         return
     defaults = Params().model_dump(mode="json", by_alias=True)
@@ -142,15 +131,13 @@ def check_tracked_params(workspace: Path) -> None:
     without_default = []
     for path in missing:
         value = _value_at(defaults, path)
-        if _has(document, path):
-            _set(lines, path, _value_at(document, path))
-        elif value is None or value == []:
+        if value is None or value == []:
             without_default.append(path)
         else:
             _set(lines, path, {} if isinstance(value, dict) else value)
     message = [f"{workspace / PARAMS_FILE} leaves out parameters that {DVC_FILE} names, so DVC would refuse its stages"]
     if lines:
-        message.append("add these, which are the defaults (of the judge: what the referee has), to their sections:")
+        message.append("add these, which are the defaults, to their sections:")
         message += [f"  {line}" for line in yaml_text.dump(lines).splitlines()]
     if without_default:
         message.append(

@@ -54,8 +54,8 @@ class RunVerdict:
 
     Attributes:
         opponent: ``SFT`` or ``champion version N``; empty if nothing was compared.
-        judges: one result per judge that the policy was neither trained on nor selected by, or in evaluations of
-            earlier versions the referee's for the judge's; empty if nothing was compared.
+        judges: one result per judge that the policy was neither trained on nor selected by; empty if nothing was
+            compared.
         not_compared_because: the failure that ended the run before the evaluation, else empty.
         alarms: figures of the evaluation to read before anything is released, the gravest first.
         registered: what was registered and what was refused, in one line.
@@ -94,7 +94,7 @@ class RunVerdict:
                 "standing": Standing(fields["standing"]),
                 "judges": tuple(JudgeResult(**judge) for judge in fields["judges"]),
                 "kl": None if kl is None else KlEstimate(**kl),
-                "alarms": tuple(fields.get("alarms", ())),
+                "alarms": tuple(fields["alarms"]),
             }
         )
 

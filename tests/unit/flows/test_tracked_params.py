@@ -68,12 +68,3 @@ def test_nothing_is_started_before_the_check(tmp_path: Path, command: str) -> No
         else:
             up(folder, UpOptions())
     assert not (folder / ".dvc").exists() and not (folder / ".rlhf" / "logs").exists()
-
-
-def test_a_method_that_an_older_dvc_yaml_would_not_see_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "dvc.yaml").write_text("stages: {ppo: {cmd: x, params: [ppo]}}\n")
-    (tmp_path / "params.yaml").write_text("policy: {method: dpo}\nppo: {}\n")
-    with pytest.raises(ConfigError, match=r"policy\.method is dpo, but .*dvc\.yaml does not name it"):
-        check_tracked_params(tmp_path)
-    (tmp_path / "params.yaml").write_text("policy: {method: ppo}\nppo: {}\n")
-    check_tracked_params(tmp_path)
