@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_core.evaluation.metrics import perplexity
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from rlhf_core.config.evaluation import HeldOutPerplexityConfig
 from rlhf_core.data.encoding import encode_dialogue, encode_text, pad_id
 from rlhf_core.data.schema import Message, Preference, PretrainText
+from rlhf_core.evaluation import perplexity
 from rlhf_core.evaluation.perplexity import (
     HeldOutText,
     held_out_perplexities,
