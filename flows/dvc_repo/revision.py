@@ -61,41 +61,24 @@ def check_out(workspace: Path, revision: str, paths: Sequence[str], target: Path
 def main(workspace: str, commit: str, target: str, *paths: str) -> int:
     """Copy the paths with DVC, which is imported here; if it fails, print one line to stderr and return 1."""
     try:
-        from dvc.repo import Repo
-        from dvc.repo.brancher import switch
+        from dvc.api import DVCFileSystem
 
         folder = Path(workspace).resolve()
         repository = repository_of(folder).resolve()
-        with Repo(workspace) as repo:
-            root = Path(repo.root_dir).resolve()  # within the revision it is a path of git's
-            with switch(repo, commit):
-                for path in paths:
-                    file, copy = Path(os.path.normpath(folder / path)), Path(os.path.normpath(Path(target) / path))
-                    if Path(path).is_absolute() or not file.is_relative_to(repository):
-                        raise FileNotFoundError(f"{path} is not in the repository {repository}")
-                    copy.parent.mkdir(parents=True, exist_ok=True)
-                    if not file.is_relative_to(root):
-                        copied = _copy_of_git(repository, commit, file, copy)
-                    elif copied := repo.dvcfs.exists(inside := f"/{file.relative_to(root).as_posix()}"):
-                        repo.dvcfs.get(inside, str(copy), recursive=True)
-                    if not copied:
-                        raise FileNotFoundError(f"{path} is no part of it (is dvc.lock, or the file, committed?)")
+        files = DVCFileSystem(str(repository), rev=commit, subrepos=True)  # with what git alone tracks
+        for path in paths:
+            file, copy = Path(os.path.normpath(folder / path)), Path(os.path.normpath(Path(target) / path))
+            if Path(path).is_absolute() or not file.is_relative_to(repository):
+                raise FileNotFoundError(f"{path} is not in the repository {repository}")
+            inside = f"/{file.relative_to(repository).as_posix()}"
+            if not files.exists(inside):
+                raise FileNotFoundError(f"{path} is no part of it (is dvc.lock, or the file, committed?)")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            files.get(inside, str(copy), recursive=True)
     except Exception as error:  # DVC's exceptions have no common base class in its public interface
         sys.stderr.write(f"{' '.join(str(error).split()) or type(error).__name__}\n")
         return 1
     return 0
-
-
-def _copy_of_git(repository: Path, commit: str, file: Path, target: Path) -> bool:
-    """Copy a file as it was at a commit, and return whether it was part of that; DVC sees no file above its root."""
-    name = file.relative_to(repository).as_posix()
-    with target.open("wb") as copy:
-        done = subprocess.run(
-            ["git", "-C", str(repository), "cat-file", "blob", f"{commit}:{name}"],
-            stdout=copy,
-            stderr=subprocess.DEVNULL,
-        )
-    return done.returncode == 0
 
 
 if __name__ == "__main__":
