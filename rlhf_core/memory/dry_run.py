@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.config.model import LoraConfig, OptimizerConfig
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import ModelError, first_line
 from rlhf_core.memory.architecture import Architecture
 from rlhf_core.models.adapters import add_adapters
 from rlhf_core.models.heads import ScalarModel
@@ -431,8 +431,3 @@ def _allocate(model: nn.Module) -> None:
             setattr(module, name, made[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return str(error).strip().partition("\n")[0]

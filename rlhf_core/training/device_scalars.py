@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rlhf_core.runtime import distributed
+
+if TYPE_CHECKING:
+    from rlhf_core.training.engine import Engine
 
 Scalar = float | Tensor
 Share = tuple[Mapping[str, Scalar], float]  # metrics of one pass, and the weight of its terms
@@ -46,6 +51,26 @@ def totals_of_steps(steps: Sequence[Sequence[Share]]) -> list[dict[str, float]]:
                     sums[name] = sums.get(name, 0.0) + weight * value
         totals.append(distributed.reduce_metrics(sums))
     return totals
+
+
+def accumulate_gradients(
+    engine: Engine,
+    parts: Iterable[tuple[list[int], float]],
+    compute: Callable[[list[int]], tuple[Tensor, Mapping[str, Scalar]]],
+) -> dict[str, float]:
+    """Put the gradients of one step's passes into ``engine``; returns the totals of their metrics over all ranks.
+
+    Args:
+        engine: Trains the model that ``compute`` runs.
+        parts: Rows of each pass with the weight of its terms, see :func:`~rlhf_core.data.batches.passes`.
+        compute: The loss and the metrics of some rows, each divided by the totals of the whole step.
+    """
+    shares: list[Share] = []
+    for rows, weight in parts:
+        loss, metrics = engine.forward(partial(compute, rows))
+        engine.backward(weight * loss)
+        shares.append((metrics, weight))
+    return totals_of_steps([shares])[0]
 
 
 def mean_of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

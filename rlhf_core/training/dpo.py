@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from rlhf_core.data.pairs import TokenisedPair, pair_sequences
 from rlhf_core.models.adapters import PeftAdapter, add_adapters, merge_adapters, peft_adapter
 from rlhf_core.models.forward import LOGITS_BYTES, selected_logits
 from rlhf_core.runtime import distributed
-from rlhf_core.training.device_scalars import Scalar, device_scalar, read_scalars
+from rlhf_core.training.device_scalars import Scalar, accumulate_gradients, device_scalar, read_scalars
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.engine.factory import build_engine, finish
-from rlhf_core.training.examples import LengthBucketedBatches, ReplyBatch, by_length, collate
+from rlhf_core.training.examples import LengthBucketedBatches, ReplyBatch, collate, values_of_sequences
 from rlhf_core.training.loop import Loop, LoopSettings, StepReport
 from rlhf_core.training.losses import chunked_token_logprobs
 from rlhf_core.training.reward.run import Split
@@ -97,7 +96,6 @@ def batch_logprobs(
     return PairLogprobs(chosen, rejected)
 
 
-@torch.no_grad()
 def all_logprobs(
     model: PreTrainedModel,
     pairs: Sequence[TokenisedPair],
@@ -112,14 +110,10 @@ def all_logprobs(
     was_training = model.training
     model.eval()
     sequences = pair_sequences(pairs)
-    values = torch.zeros(len(sequences.lengths), dtype=torch.float64)
-    for rows, weight in passes(by_length(sequences.lengths), size):
-        prompts, replies = zip(*(sequences.distinct[row] for row in rows), strict=True)
-        computed = reply_logprobs(model, collate(prompts, replies, pad).to(model.device), logits_bytes)
-        if weight:
-            values[rows] = computed.double().cpu()
+    values = values_of_sequences(
+        sequences.distinct, lambda batch: reply_logprobs(model, batch, logits_bytes), size, pad, model.device
+    )
     model.train(was_training)
-    values = distributed.all_reduce_sum(values)
     return PairLogprobs(values[sequences.chosen], values[sequences.rejected])
 
 
@@ -197,40 +191,25 @@ class DpoTask:
     def train_step(self, step: int) -> StepReport:
         """Compute the gradients of one optimiser step: a mean over its pairs, whatever their micro-batches."""
         rows = self.batches.at(step)
-        shares: list[dict[str, Scalar]] = []
-        weights: list[float] = []
-        for part, weight in passes(rows, self.micro):
-            pairs = [self.train[row] for row in part]
-            loss, rewards = self.engine.forward(partial(self._loss, pairs, part, len(rows)))
-            self.engine.backward(weight * loss)
-            shares.append({"loss": device_scalar(loss), **reward_sums(rewards)})
-            weights.append(weight)
-        sums = dict.fromkeys(shares[0], 0.0)
-        for share, weight in zip(read_scalars(shares), weights, strict=True):
-            sums["loss"] += weight * share.pop("loss")
-            for name, value in share.items():
-                sums[name] += weight * value / len(rows)
-        tokens = sum(real_tokens(self.train[row]) for row in rows)
-        return StepReport(distributed.reduce_metrics(sums), tokens)
 
-    def _loss(self, pairs: Sequence[TokenisedPair], rows: Sequence[int], total: int) -> tuple[Tensor, ImplicitRewards]:
-        policy = batch_logprobs(self.model, pairs, self.pad, self.logits_bytes)
-        rewards = self._rewards(pairs, policy, self.train_reference, rows)
-        return dpo_loss(rewards.margins, self.config.label_smoothing, total), rewards
+        def compute(part: list[int]) -> tuple[Tensor, dict[str, Scalar]]:
+            pairs = [self.train[row] for row in part]
+            policy = batch_logprobs(self.model, pairs, self.pad, self.logits_bytes)
+            rewards = self._rewards(pairs, policy, self.train_reference, part)
+            loss = dpo_loss(rewards.margins, self.config.label_smoothing, len(rows))
+            return loss, {"loss": device_scalar(loss), **reward_means(rewards, len(rows))}
+
+        metrics = accumulate_gradients(self.engine, passes(rows, self.micro), compute)
+        return StepReport(metrics, sum(real_tokens(self.train[row]) for row in rows))
 
     def evaluate(self) -> dict[str, float]:
         """``loss``, ``accuracy``, ``margin`` and the implicit rewards on held-out pairs (at most 512)."""
-        policy = all_logprobs(self.model, self.validation, self.pad, self.scoring_rows, self.logits_bytes)
+        rows = scoring_rows(self.config)
+        policy = all_logprobs(self.model, self.validation, self.pad, rows, self.logits_bytes)
         count = len(self.validation)
         rewards = self._rewards(self.validation, policy, self.validation_reference, range(count))
         loss = device_scalar(dpo_loss(rewards.margins, self.config.label_smoothing, count))
-        (metrics,) = read_scalars([{"loss": loss} | reward_sums(rewards)])
-        return {name: value if name == "loss" else value / count for name, value in metrics.items()}
-
-    @property
-    def scoring_rows(self) -> int:
-        """Sequences of one pass without gradient."""
-        return scoring_rows(self.config)
+        return read_scalars([{"loss": loss} | reward_means(rewards, count)])[0]
 
     def _rewards(
         self, pairs: Sequence[TokenisedPair], policy: PairLogprobs, reference: PairLogprobs, rows: Sequence[int]
@@ -264,14 +243,14 @@ def per_token(logprobs: PairLogprobs, lengths: PairLogprobs) -> PairLogprobs:
     return PairLogprobs(logprobs.chosen / lengths.chosen, logprobs.rejected / lengths.rejected)
 
 
-def reward_sums(rewards: ImplicitRewards) -> dict[str, Scalar]:
-    """Sums over pairs of what the history reports."""
+def reward_means(rewards: ImplicitRewards, total: int) -> dict[str, Scalar]:
+    """What the history reports: sums over pairs, divided by ``total``."""
     margins = rewards.margins.detach()
     return {
-        "accuracy": device_scalar((margins > 0).sum()),
-        "margin": device_scalar(margins.sum()),
-        "implicit_reward_chosen": device_scalar(rewards.chosen.sum()),
-        "implicit_reward_rejected": device_scalar(rewards.rejected.sum()),
+        "accuracy": device_scalar((margins > 0).sum()) / total,
+        "margin": device_scalar(margins.sum()) / total,
+        "implicit_reward_chosen": device_scalar(rewards.chosen.sum()) / total,
+        "implicit_reward_rejected": device_scalar(rewards.rejected.sum()) / total,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -11,9 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rlhf_core.data.batches import epoch_order
+from rlhf_core.data.batches import epoch_order, whole_passes
 from rlhf_core.data.encoding import right_pad
 from rlhf_core.data.token_tables import TokenTable
+from rlhf_core.runtime import distributed
+from rlhf_core.runtime.progress import track
 
 # Batches whose rows are sorted by length together: 16 is a seventh faster than 4 at the same held-out perplexity.
 WINDOW = 16
@@ -108,6 +110,40 @@ def collate(prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]], 
 def by_length(lengths: Sequence[int]) -> list[int]:
     """Indices from the shortest to the longest; equal lengths keep their order."""
     return sorted(range(len(lengths)), key=lambda i: lengths[i])
+
+
+@torch.no_grad()
+def values_of_sequences(
+    sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
+    compute: Callable[[ReplyBatch], Tensor],
+    size: int,
+    pad: int,
+    device: torch.device,
+    name: str | None = None,
+) -> Tensor:
+    """What a model in evaluation mode computes of prompts with their replies, in float64, in the order of the rows.
+
+    Rows of similar length pass together. Ranks share the passes; every rank returns the values of all rows.
+
+    Args:
+        sequences: Token ids of N prompts and replies.
+        compute: (B, ...) of a padded batch.
+        size: Most rows of a pass.
+        pad: Id of the padding token.
+        device: Where batches go.
+        name: The progress is shown under it; None shows none.
+    """
+    micro_batches = list(whole_passes(by_length([len(prompt) + len(reply) for prompt, reply in sequences]), size))
+    values = torch.empty(0)
+    for rows, weight in track(micro_batches, name) if name else micro_batches:
+        prompts, replies = zip(*(sequences[row] for row in rows), strict=True)
+        computed = compute(collate(prompts, replies, pad).to(device)).double().cpu()
+        if not len(values):
+            values = computed.new_zeros(len(sequences), *computed.shape[1:])
+        if weight:
+            values[rows] = computed
+    # Each rank has computed its own rows and left zeros at the others.
+    return distributed.all_reduce_sum(values)
 
 
 class LengthBucketedBatches:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from rlhf_core.data.encoding import decode_reply, encode_prompt, left_pad, pad_i
 from rlhf_core.data.schema import Demonstration
 from rlhf_core.models.forward import LOGITS_BYTES, position_ids_from_mask, selected_logits
 from rlhf_core.runtime import distributed
+from rlhf_core.training.device_scalars import Scalar, accumulate_gradients, device_scalar
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.examples import Example, LengthBucketedBatches, ReplyBatch, by_length, collate
 from rlhf_core.training.loop import StepReport
@@ -54,28 +54,24 @@ class SftTask:
         """
         rows = self.batches.at(step)
         total = sum(len(self.train[row].reply) for row in rows)
-        losses: list[Tensor] = []
-        for part, weight in passes(rows, self.micro):
-            batch = self._batch(self.train, part)
-            share = self.engine.forward(partial(reply_loss, self.model, batch, total, self.logits_bytes))
-            self.engine.backward(weight * share)
-            losses.append(weight * share.detach())
-        loss = sum(torch.stack(losses).tolist())
-        return StepReport(distributed.reduce_metrics({"loss": loss}), sum(self.train[row].length for row in rows))
+
+        def compute(part: list[int]) -> tuple[Tensor, dict[str, Scalar]]:
+            batch = example_batch([self.train[row] for row in part], self.pad, self.model.device)
+            loss = reply_loss(self.model, batch, total, self.logits_bytes)
+            return loss, {"loss": device_scalar(loss)}
+
+        metrics = accumulate_gradients(self.engine, passes(rows, self.micro), compute)
+        return StepReport(metrics, sum(self.train[row].length for row in rows))
 
     def evaluate(self) -> dict[str, float]:
         """``loss`` per token and ``perplexity`` on the held-out demonstrations."""
         loss = mean_reply_loss(self.model, self.validation, self.pad, self.held_out_rows, self.logits_bytes)
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
-    def _batch(self, examples: Sequence[Example], rows: Sequence[int]) -> ReplyBatch:
-        return example_batch([examples[row] for row in rows], self.pad, self.model.device)
-
 
 def example_batch(examples: Sequence[Example], pad: int, device: torch.device) -> ReplyBatch:
     """Collate examples into one padded batch on ``device``."""
-    batch = collate([e.prompt for e in examples], [e.reply for e in examples], pad)
-    return ReplyBatch(*(tensor.to(device) for tensor in vars(batch).values()))
+    return collate([each.prompt for each in examples], [each.reply for each in examples], pad).to(device)
 
 
 def reply_loss(model: PreTrainedModel, batch: ReplyBatch, total: int, logits_bytes: int = LOGITS_BYTES) -> Tensor:

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.batches import whole_passes
 from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id, vocabulary_id
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
@@ -16,7 +15,7 @@ from rlhf_core.evaluation.reply import Reply
 from rlhf_core.models.heads import ReplyScorer, ScalarModel
 from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.runtime import distributed
-from rlhf_core.training.examples import collate
+from rlhf_core.training.examples import values_of_sequences
 
 
 class ModelJudge:
@@ -58,17 +57,16 @@ class ModelJudge:
             DataError: A reply that no model of this run sampled, such as a third party's, is too long for the model.
         """
         sequences = [self._encode(prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)]
-        by_length = sorted(range(len(sequences)), key=lambda i: sum(map(len, sequences[i])))
-        scores = torch.zeros(len(sequences), dtype=torch.float64)
-        for rows, weight in whole_passes(by_length, self.batch_size):
-            prompts_of, replies_of = zip(*(sequences[i] for i in rows), strict=True)
-            batch = collate(prompts_of, replies_of, pad_id(self.tokenizer)).to(distributed.device())
-            with torch.inference_mode():
-                values = self.model.reply_scores(batch.input_ids, batch.attention_mask, batch.reply_mask).float()
-            if weight:
-                scores[rows] = values.double().cpu()
-        # Each rank holds the scores of its own rows and zeros elsewhere.
-        return distributed.all_reduce_sum(scores).tolist()
+        with torch.inference_mode():
+            values = values_of_sequences(
+                sequences,
+                lambda batch: self.model.reply_scores(batch.input_ids, batch.attention_mask, batch.reply_mask).float(),
+                self.batch_size,
+                pad_id(self.tokenizer),
+                distributed.device(),
+            )
+        scores: list[float] = values.tolist()
+        return scores
 
     def _encode(self, prompt: Sequence[Message], reply: Reply) -> tuple[list[int], list[int]]:
         """Token ids of prompt and reply: those that the policy generated, as they are.

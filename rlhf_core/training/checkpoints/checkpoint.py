@@ -1,12 +1,8 @@
 """Checkpoints of a training run on disk: tensors in pieces, written by each rank and read by any number of ranks.
 
-Tensors of a training state in pieces: what each rank writes of them, and how they are read by any number of ranks.
-
 A file of pieces is a safetensors file. A tensor that is whole has its own shape in it; a piece of one is flat. The
 header says which elements it holds, in the form of torch's distributed checkpoints, whose ``HuggingFaceStorageReader``
 can read the files too, and the shape of the whole.
-
-Checkpoints of a training run on disk: their files, and reading them, verified by hash.
 
 A checkpoint is ``step-000123/`` with a safetensors file of each rank that wrote it, such as
 ``state-00001-of-00002.safetensors``, or several where memory was short (``state-00001-of-00002-1.safetensors``),

@@ -1,7 +1,5 @@
 """The checkpoints of one run: complete enough that it resumes as if it had never stopped, written while it trains.
 
-The checkpoints of one run: written in the background by all ranks, and restored.
-
 :meth:`CheckpointManager.save` copies what it is given to host memory and returns. What there is no room for it writes
 before it returns. Then, in a thread, each rank writes its copies and hashes its files; when all ranks have, rank 0
 writes the manifest, gives the folder its name, and deletes checkpoints that are no longer kept. A process killed at any

@@ -2,11 +2,6 @@
 
 DeepSpeed averages gradients over ranks where this project sums them, so losses are multiplied by the number of ranks.
 The engine decides when a step ends (``managed_gradient_accumulation: false``), so a step may have any number of passes.
-
-Locks of compiled extensions whose builder was killed.
-
-DeepSpeed compiles its operators at first use, and torch guards the build by a file that whoever comes next waits for
-without an end. A process killed in between leaves it, and every later run would hang in silence.
 """
 
 from __future__ import annotations
@@ -51,7 +46,11 @@ logger = logging.getLogger(__name__)
 
 
 def remove_stale_build_locks() -> None:
-    """Remove the locks of torch's extension folder that are older than half an hour, with a warning."""
+    """Remove the locks of torch's extension folder that are older than half an hour, with a warning.
+
+    DeepSpeed compiles its operators at first use, and torch guards the build by a file that whoever comes next waits
+    for without an end. A process killed in between leaves it, and every later run would hang in silence.
+    """
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())

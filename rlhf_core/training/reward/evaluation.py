@@ -1,8 +1,6 @@
 """What a reward model is worth beyond accuracy: margins, calibration, length, categories, and a bag of words beside it.
 
-What a reward model is worth beyond accuracy: margins, calibration, length, categories (algorithms.md §2).
-
-Pure functions of arrays over B pairs; ``margins`` is ``r_w - r_l``.
+Source: algorithms.md §2. Pure functions of arrays over B pairs; ``margins`` is ``r_w - r_l``.
 
 Temperature scaling: one divisor of all margins after which their confidence matches how often they are right.
 

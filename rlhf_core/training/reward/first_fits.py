@@ -24,12 +24,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rlhf_core.data.batches import whole_passes
 from rlhf_core.data.pairs import TokenisedPair, pair_sequences
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.runtime import distributed
-from rlhf_core.runtime.progress import progress
-from rlhf_core.training.examples import by_length, collate
+from rlhf_core.training.examples import ReplyBatch, values_of_sequences
 
 FEATURE_TOKENS, FEATURE_ROWS = 8192, 64
 MOST_ITERATIONS = 500
@@ -74,27 +71,18 @@ def logistic_weights(differences: Floats, offsets: Floats, strength: float) -> F
     return weights
 
 
-@torch.no_grad()
 def pooled_features(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int, name: str) -> tuple[Floats, Floats]:
     """What the head reads of the chosen and of the rejected replies, twice (B, H). Ranks share the sequences."""
     model.eval()
     sequences = pair_sequences(pairs)
-    lengths = sequences.lengths
-    size = max(1, min(FEATURE_ROWS, FEATURE_TOKENS // max(lengths)))
-    head = model.model.get_submodule("score")
-    device = head.get_parameter("weight").device
-    features: Tensor = torch.zeros(len(lengths), head.get_parameter("weight").shape[1], dtype=torch.float64)
-    micro_batches = list(whole_passes(by_length(lengths), size))
-    with progress(len(micro_batches), name) as bar:
-        for rows, weight in micro_batches:
-            prompts, replies = zip(*(sequences.distinct[row] for row in rows), strict=True)
-            batch = collate(prompts, replies, pad).to(device)
-            hidden = model.hidden(batch.input_ids, batch.attention_mask)
-            if weight:
-                features[rows] = model.pool(hidden, batch.attention_mask, batch.reply_mask).double().cpu()
-            bar.advance()
-    # Each rank has read its own sequences and left zeros at the others.
-    of_sequence: Floats = distributed.all_reduce_sum(features).numpy()
+    size = max(1, min(FEATURE_ROWS, FEATURE_TOKENS // max(sequences.lengths)))
+
+    def pooled(batch: ReplyBatch) -> Tensor:
+        hidden = model.hidden(batch.input_ids, batch.attention_mask)
+        return model.pool(hidden, batch.attention_mask, batch.reply_mask)
+
+    device = next(model.parameters()).device
+    of_sequence: Floats = values_of_sequences(sequences.distinct, pooled, size, pad, device, name).numpy()
     return of_sequence[sequences.chosen], of_sequence[sequences.rejected]
 
 

@@ -1,8 +1,7 @@
 """Pages about a reward model: plots of margins, calibration and training, and the pairs that it gets most wrong.
 
-The held-out pairs that a reward model gets most wrong (Zheng et al. 2023, "Secrets of RLHF", table 1).
-
-Many of them are mislabelled or ambiguous; the rest show what the model does not see.
+Many of those (Zheng et al. 2023, "Secrets of RLHF", table 1) are mislabelled or ambiguous; the rest show what the model
+does not see.
 """
 
 from __future__ import annotations

@@ -23,17 +23,15 @@ from rlhf_core.data.batches import (
     passes,
     rows_by_category_share,
     token_budget_batches,
-    whole_passes,
 )
 from rlhf_core.data.pairs import PrefixRow, PromptBatches, TokenisedPair, pair_sequences, rows_of_sequences
 from rlhf_core.models.forward import LOGITS_BYTES
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.prefix_sharing import PrefixBatch, prefix_batch
 from rlhf_core.runtime import distributed
-from rlhf_core.runtime.progress import track
-from rlhf_core.training.device_scalars import Scalar, device_scalar, read_scalars
+from rlhf_core.training.device_scalars import Scalar, accumulate_gradients, device_scalar
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.examples import ReplyBatch, by_length, collate
+from rlhf_core.training.examples import ReplyBatch, collate, values_of_sequences
 from rlhf_core.training.loop import StepReport
 from rlhf_core.training.losses import StepTotals, centering_loss, chunked_cross_entropy, pairwise_loss
 from rlhf_core.training.rng import derive_seed
@@ -231,19 +229,19 @@ class RewardTask:
         rows = self.batches.at(step)
         pairs = [self.train[row] for row in rows]
         totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
-        # Each rank takes its share of the batch.
-        ((part, weight),) = passes(rows, len(rows))
         shards = self._row_lengths(rows)
         micro_batches = least_padded(shards, self.config.batch.max_padding)
-        margins = torch.tensor([self.margins[row] for row in part]) if self.margins is not None else None
-        own, own_micro_batches = [self.train[row] for row in part], micro_batches[distributed.rank()].micro_batches
-        loss, metrics = self.engine.forward(
-            lambda: pair_loss(
+        own_micro_batches = micro_batches[distributed.rank()].micro_batches
+
+        def compute(part: list[int]) -> tuple[Tensor, dict[str, Scalar]]:
+            margins = torch.tensor([self.margins[row] for row in part]) if self.margins is not None else None
+            own = [self.train[row] for row in part]
+            return pair_loss(
                 self.model, own, margins, self.config, self.pad, totals, own_micro_batches, self.logits_bytes
             )
-        )
-        self.engine.backward(weight * loss)
-        metrics = distributed.reduce_metrics({name: weight * value for name, value in metrics.items()})
+
+        # Each rank takes its share of the batch.
+        metrics = accumulate_gradients(self.engine, passes(rows, len(rows)), compute)
         computed = sum(part.computed for part in micro_batches)
         padding = padding_share(sum(map(sum, shards)), computed)
         tokens = sum(real_tokens(pair) for pair in pairs)
@@ -277,7 +275,7 @@ def pair_loss(
     totals: StepTotals,
     micro_batches: Sequence[Sequence[int]] | None = None,
     logits_bytes: int = LOGITS_BYTES,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Scalar]]:
     """Ranking loss + ``imitation`` * CE(y_w) + ``centering`` * mean((r_w + r_l)^2).
 
     Args:
@@ -308,7 +306,7 @@ def pair_loss(
         metrics["imitation_loss"] = device_scalar(imitation)
     if config.centering > 0:
         loss = loss + config.centering * centering_loss(chosen, rejected, totals.rows)
-    return loss, read_scalars([metrics | {"loss": device_scalar(loss)}])[0]
+    return loss, metrics | {"loss": device_scalar(loss)}
 
 
 def imitation_loss(
@@ -341,7 +339,6 @@ def imitation_loss(
     return chunked_cross_entropy(logits, torch.tensor(targets, device=hidden[0].device), total, logits_bytes)
 
 
-@torch.no_grad()
 def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int, name: str | None = None) -> PairScores:
     """Score all pairs; the rewards are in the order of ``pairs``.
 
@@ -351,18 +348,15 @@ def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int, na
     was_training = model.training
     model.eval()
     sequences = pair_sequences(pairs)
-    lengths = sequences.lengths
-    size = max(1, min(SCORING_ROWS, SCORING_TOKENS // max(lengths)))
-    scores = torch.zeros(len(lengths), dtype=torch.float64)
+    size = max(1, min(SCORING_ROWS, SCORING_TOKENS // max(sequences.lengths)))
     device = next(model.parameters()).device
-    micro_batches = list(whole_passes(by_length(lengths), size))
-    for rows, weight in track(micro_batches, name) if name else micro_batches:
-        prompts, replies = zip(*(sequences.distinct[row] for row in rows), strict=True)
-        batch = collate(prompts, replies, pad).to(device)
-        values = model.reply_scores(batch.input_ids, batch.attention_mask, batch.reply_mask)
-        if weight:
-            scores[rows] = values.double().cpu()
+    of_sequence = values_of_sequences(
+        sequences.distinct,
+        lambda batch: model.reply_scores(batch.input_ids, batch.attention_mask, batch.reply_mask),
+        size,
+        pad,
+        device,
+        name,
+    ).numpy()
     model.train(was_training)
-    # Each rank has scored its own sequences and left zeros at the others.
-    of_sequence = distributed.all_reduce_sum(scores).numpy()
     return PairScores(of_sequence[sequences.chosen], of_sequence[sequences.rejected])

@@ -91,7 +91,8 @@ def test_offloaded_models_wait_on_the_cpu() -> None:
     frozen = FrozenModels(LaunchConfig(frozen="offload"))
     model = frozen.place(make_tiny().reward)
     with frozen.on_device():
-        assert {id(tensor) for _, _, tensor in frozen.waiting} == {id(each) for each in model.parameters()}
+        held = (*model.parameters(), *model.buffers())
+        assert {id(tensor) for _, _, tensor in frozen.waiting} == {id(tensor) for tensor in held}
     assert {p.device.type for p in model.parameters()} == {"cpu"}
 
 
@@ -100,8 +101,9 @@ def test_a_scoring_model_is_loaded_once_however_many_ask_for_it(tmp_path: Path) 
     (tmp_path / "reward" / "tokenizer.json").write_text("{}")
     frozen = FrozenModels(LaunchConfig(frozen="offload"))
     model = frozen.scalar(tmp_path / "reward")
+    waiting = len(frozen.waiting)
     assert frozen.scalar(tmp_path / "other" / ".." / "reward") is model
-    assert frozen.waiting == [model]
+    assert len(frozen.waiting) == waiting > 0
     assert not model.training and not any(p.requires_grad for p in model.parameters())
 
 

@@ -17,6 +17,7 @@ from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.starting.base import new_model, train_tokenizer
+from rlhf_core.training.device_scalars import read_scalars
 from rlhf_core.training.examples import Example, LengthBucketedBatches, collate
 from rlhf_core.training.losses import StepTotals, centering_loss, pairwise_loss, token_cross_entropy
 from rlhf_core.training.reward.trainer import PairBatches, pair_batch, pair_batches, pair_loss, row_lengths, score_pairs
@@ -110,6 +111,7 @@ def test_pair_loss_adds_up_over_parts(scalar, rows) -> None:  # type: ignore[no-
     parts = [pair_loss(scalar, [p], margins[i : i + 1], config, 0, totals)[0] for i, p in enumerate(pairs)]
     assert sum(part.item() for part in parts) == pytest.approx(whole.item(), rel=1e-5)
     scores = score_pairs(scalar, pairs, 0)
+    (figures,) = read_scalars([figures])
     assert figures["margin"] == pytest.approx(scores.margins.mean(), abs=1e-5)
     assert figures["loss"] == pytest.approx(whole.item(), rel=1e-6)
 
@@ -156,7 +158,7 @@ def test_micro_batches_of_rows_change_neither_loss_nor_gradient(scalar, rows, co
         loss, metrics = pair_loss(scalar, pairs, None, config, 0, totals, micro_batches)
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in scalar.parameters() if p.grad is not None])
-        measured.append((loss.detach(), gradient, metrics))
+        measured.append((loss.detach(), gradient, read_scalars([metrics])[0]))
     scalar.zero_grad()
     assert torch.equal(measured[0][0], measured[1][0]) and torch.equal(measured[0][1], measured[1][1])
     torch.testing.assert_close(measured[2][0], measured[0][0], rtol=1e-5, atol=1e-7)
@@ -210,7 +212,8 @@ def test_a_sequence_that_pairs_share_is_scored_once_and_rewards_keep_their_order
 def test_the_imitation_term_reads_chosen_replies_only(scalar) -> None:  # type: ignore[no-untyped-def]
     def imitation(rejected: list[int]) -> float:
         pairs = [TokenisedPair(0, [7, 8], [9, 10, 4], rejected)]
-        return pair_loss(scalar, pairs, None, RewardConfig(), 0, StepTotals(1, 3))[1]["imitation_loss"]
+        _, metrics = pair_loss(scalar, pairs, None, RewardConfig(), 0, StepTotals(1, 3))
+        return float(metrics["imitation_loss"])
 
     assert imitation([11, 4]) == pytest.approx(imitation([12, 13, 14, 15, 4]), rel=1e-6)
 
