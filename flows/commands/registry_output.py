@@ -17,7 +17,7 @@ from flows.registry.aliases import CHAMPION, read_aliases, registered_model
 from flows.registry.client import connect
 from flows.registry.decisions import PromotionDecision, report_name
 from flows.registry.evidence import GATES
-from flows.registry.history import read_history
+from flows.registry.history import read_history, version_words
 from flows.registry.retention import RetentionPlan
 from flows.registry.workspace import printed_line
 from flows.stage.outcome import condition_rows
@@ -110,8 +110,8 @@ class ModelHistory:
         lines = [line for record in self.decisions for line in _describe(record, self.model)]
         if self.recorded_champion != self.champion:
             lines.append(
-                f"the champion is {_version(self.champion)}, but the history ends with "
-                f"{_version(self.recorded_champion)}: @{CHAMPION} was moved by something else than rlhf"
+                f"the champion is {version_words(self.champion)}, but the history ends with "
+                f"{version_words(self.recorded_champion)}: @{CHAMPION} was moved by something else than rlhf"
             )
         return "\n".join(lines)
 
@@ -139,10 +139,6 @@ def last_champion(records: Sequence[Mapping[str, Any]], model: str) -> str | Non
         if move["model"] == model and move["alias"] == CHAMPION
     ]
     return moved[-1] if moved else None
-
-
-def _version(number: str | None) -> str:
-    return "none" if number is None else f"version {number}"
 
 
 def _describe(record: Mapping[str, Any], model: str) -> list[str]:

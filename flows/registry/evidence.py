@@ -151,43 +151,25 @@ def read_data_card(client: MlflowClient, run_id: str, temporary: Path) -> str:
     return Path(client.download_artifacts(run_id, name, str(temporary))).read_text(encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class Lineage:
-    """Where a model comes from.
+def lineage_tags(workspace: Path) -> dict[str, str]:
+    """Where the models of a workspace come from, as tags of a version.
 
-    ``git_revision`` is "none" outside a repository and ends in "-dirty" where tracked files differ from the commit;
-    ``data`` is DVC's hash of the clean data.
+    The git revision is "none" outside a repository and ends in "-dirty" where tracked files differ from the commit; the
+    data have DVC's hash of the clean data.
+
+    Raises:
+        RlhfError: There was no complete run yet (no dvc.lock).
     """
-
-    workspace: str
-    git_revision: str
-    dvc_lock: str
-    data: str
-    params: str
-
-    def tags(self) -> dict[str, str]:
-        """The lineage as tags of a model version."""
-        return {
-            "lineage.workspace": self.workspace,
-            "lineage.git_revision": self.git_revision,
-            "lineage.dvc_lock_sha256": self.dvc_lock,
-            "lineage.data": self.data,
-            "lineage.params_sha256": self.params,
-        }
-
-
-def collect_lineage(workspace: Path) -> Lineage:
-    """Read the lineage of a workspace; ``RlhfError`` before its first complete run (no dvc.lock)."""
     lock = workspace / "dvc.lock"
     if not lock.is_file():
         raise RlhfError(f"{lock} does not exist, so nothing says what made the models; run `rlhf run` first")
-    return Lineage(
-        workspace=workspace.resolve().name,
-        git_revision=git_revision(workspace),
-        dvc_lock=sha256_file(lock),
-        data=recorded_hash(workspace, "data/clean") or "unknown",
-        params=sha256_file(workspace / PARAMS_FILE),
-    )
+    return {
+        "lineage.workspace": workspace.resolve().name,
+        "lineage.git_revision": git_revision(workspace),
+        "lineage.dvc_lock_sha256": sha256_file(lock),
+        "lineage.data": recorded_hash(workspace, "data/clean") or "unknown",
+        "lineage.params_sha256": sha256_file(workspace / PARAMS_FILE),
+    }
 
 
 PARENT_TAG = "mlflow.parentRunId"

@@ -239,18 +239,19 @@ def request_to_decide(
         raise RlhfError(request.closed_because())
     if aliases.get(CHALLENGER) != request.challenger:  # moved by something else than rlhf
         raise RlhfError(
-            f"the challenger of {model} is {_version(aliases.get(CHALLENGER))}, but {_version(request.challenger)} was "
-            "judged; `rlhf promote` judges the challenger"
+            f"the challenger of {model} is {version_words(aliases.get(CHALLENGER))}, but version {request.challenger} "
+            "was judged; `rlhf promote` judges the challenger"
         )
     if aliases.get(CHAMPION) != request.champion:
         raise RlhfError(
-            f"the champion of {model} is {_version(aliases.get(CHAMPION))}, but {_version(request.challenger)} was "
-            f"judged against {_version(request.champion)}; `rlhf promote` judges it again"
+            f"the champion of {model} is {version_words(aliases.get(CHAMPION))}, but version {request.challenger} was "
+            f"judged against {version_words(request.champion)}; `rlhf promote` judges it again"
         )
     return request
 
 
-def _version(number: str | None) -> str:
+def version_words(number: str | None) -> str:
+    """Name a version in a sentence."""
     return "none" if number is None else f"version {number}"
 
 

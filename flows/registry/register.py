@@ -17,8 +17,8 @@ from flows.registry.evidence import (
     GATES,
     Freshness,
     GateEvidence,
-    collect_lineage,
     gate_conditions,
+    lineage_tags,
     log_data_card,
     read_gate_evidence,
     short_conditions,
@@ -129,7 +129,7 @@ def register(workspace: Path, run_id: str | None = None) -> Registration:
                 evidence = [read_gate_evidence(workspace, gate) for gate in model.gates]
                 freshness.require(model.gate_stage)
                 tags = {
-                    **collect_lineage(workspace).tags(),
+                    **lineage_tags(workspace),
                     **reward_version,
                     **_gate_tags(workspace, model, evidence),
                 }
@@ -294,7 +294,7 @@ def _create_version(
         }
         log_numbers(client, own_run, numbers, logged.model_id)
         version = client.create_model_version(
-            model.name, logged.uri, own_run, tags={**tags, COMPLETE_TAG: "true"}, model_id=logged.model_id
+            model.name, logged.model_uri, own_run, tags={**tags, COMPLETE_TAG: "true"}, model_id=logged.model_id
         )
     return str(version.version)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
     from mlflow.models import ModelSignature
+    from mlflow.models.model import ModelInfo
     from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
 
@@ -42,15 +42,7 @@ EXAMPLE = [{"role": "user", "content": "What color is the sky?"}]
 SCORED_EXAMPLE = [*EXAMPLE, {"role": "assistant", "content": "It is blue."}]
 
 
-@dataclass(frozen=True)
-class LoggedFolder:
-    """A Hugging Face folder that MLflow has stored as a pyfunc model."""
-
-    uri: str
-    model_id: str
-
-
-def log_model(workspace: Path, kind: str, folder: str, content: str, trained_by: str | None) -> LoggedFolder:
+def log_model(workspace: Path, kind: str, folder: str, content: str, trained_by: str | None) -> ModelInfo:
     """Store ``folder`` of the workspace as a pyfunc model, within :func:`fluent` and an active run of MLflow.
 
     Inside, ``artifacts/`` holds the plain Hugging Face folder, which transformers and vLLM load as it is. The model
@@ -65,7 +57,7 @@ def log_model(workspace: Path, kind: str, folder: str, content: str, trained_by:
     model = None if trained_by is None else mlflow.initialize_logged_model(kind, source_run_id=trained_by)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # advice on type hints
-        info = mlflow.pyfunc.log_model(
+        return mlflow.pyfunc.log_model(
             name=kind,
             python_model=str(SERVING_CODE),
             artifacts={"hf": str(workspace / folder)},
@@ -75,7 +67,6 @@ def log_model(workspace: Path, kind: str, folder: str, content: str, trained_by:
             pip_requirements=_requirements(),
             model_id=None if model is None else model.model_id,
         )
-    return LoggedFolder(str(info.model_uri), str(info.model_id))
 
 
 def judged_sampling(workspace: Path) -> dict[str, Any]:

@@ -25,15 +25,6 @@ from rlhf_core.storage.files import atomic_dir
 TOKEN_VARIABLE = "HF_TOKEN"
 
 
-@dataclass(frozen=True)
-class Upload:
-    """``repository`` is ``owner/name``. ``public`` counts where the repository has to be made."""
-
-    repository: str
-    public: bool
-    message: str
-
-
 def check_repository(repository: str) -> None:
     """Check the name of the repository and that there is a token, before any work is done.
 
@@ -54,8 +45,12 @@ def check_repository(repository: str) -> None:
         raise RlhfError(f"--push needs a token that may write to {repository}: set {TOKEN_VARIABLE}")
 
 
-def upload(folder: Path, what: Upload) -> str:
+def upload(folder: Path, repository: str, public: bool, message: str) -> str:
     """Upload ``folder`` in one commit, to a repository that is made if there is none.
+
+    Args:
+        repository: ``owner/name``.
+        public: Counts where the repository has to be made.
 
     Returns:
         The address of the repository.
@@ -67,11 +62,11 @@ def upload(folder: Path, what: Upload) -> str:
 
     api = HfApi()
     try:
-        address = api.create_repo(what.repository, private=not what.public, exist_ok=True)
-        api.upload_folder(repo_id=what.repository, folder_path=folder, commit_message=what.message)
+        address = api.create_repo(repository, private=not public, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
     except Exception as error:  # the client's own errors and those of its HTTP library, which depends on its version
         raise RlhfError(
-            f"{folder} is written, but could not be pushed to {what.repository} ({named_line(error)})"
+            f"{folder} is written, but could not be pushed to {repository} ({named_line(error)})"
         ) from error
     return str(address)
 
@@ -230,7 +225,7 @@ def export(workspace: Path, target: Path, request: ExportRequest) -> Export:
             signer.sign(folder, folder / SIGNATURE_NAME)
     address = None
     if request.push is not None:
-        address = upload(target, Upload(request.push, request.public, f"{evidence.name}"))
+        address = upload(target, request.push, request.public, evidence.name)
     return Export(target, evidence.name, address, request.adapter)
 
 
