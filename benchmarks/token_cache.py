@@ -118,6 +118,7 @@ def read_pairs(folder: Path, cache: str) -> ReadingCost:
     from transformers import AutoTokenizer
 
     from rlhf_core.config.reward import RewardConfig
+    from rlhf_core.data.schema import Preference, read_kind
     from rlhf_core.training.reward.run import read_split
     from rlhf_core.training.reward.trainer import pair_batches
 
@@ -129,8 +130,8 @@ def read_pairs(folder: Path, cache: str) -> ReadingCost:
     batches.at(0)
     seconds, processor = time.perf_counter() - started, time.process_time() - processor
     pa.default_memory_pool().release_unused()
-    after, texts = _memory(), split.rows.table.nbytes  # type: ignore[attr-defined]
-    tokens = split.pairs.tokens
+    after, texts = _memory(), read_kind(folder / PAIRS_FILE, Preference).nbytes
+    tokens = split.tokens
     return ReadingCost(
         seconds,
         processor,

@@ -28,10 +28,10 @@ class MemoryRows(StoredRows):
             yield rows.slice(start, PART_ROWS).combine_chunks()
 
 
-def memory_rows(kind: str, rows: Sequence[Mapping[str, Any]]) -> MemoryRows:
+def memory_rows(kind: str, rows: Sequence[Mapping[str, Any]], origins: Origins | None = None) -> MemoryRows:
     schema = arrow_schema(kind)
     table = pa.Table.from_pylist([{name: row[name] for name in schema.names} for row in rows], schema=schema)
-    return MemoryRows(kind, Path("memory"), len(rows), table=table)
+    return MemoryRows(kind, Path("memory"), len(rows), None, origins, table)
 
 
 def origins_of(source: str, positions: Sequence[int]) -> Origins:

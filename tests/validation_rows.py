@@ -10,8 +10,8 @@ from typing import Any
 from rlhf_core.config.data import ValidateConfig
 from rlhf_core.data.collection.rows import prompt_group
 from rlhf_core.data.row_counts import RowFinding
-from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
-from rlhf_core.data.validation.stored_rows import write_refused
+from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts, write_table
+from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, findings_table
 from rlhf_core.data.validation.suites import Suites, read_suites
 from rlhf_core.stages import validate
 from rlhf_core.stages.runtime.contract import Paths
@@ -61,7 +61,7 @@ def run_validate(
     for kind, listed in rows.items():
         names = [name for name in ROW_TYPES[kind].__dataclass_fields__ if name != "KIND"]
         write_dicts(raw / kind / "data.parquet", kind, [{name: row[name] for name in names} for row in listed])
-    write_refused(raw / "refused.parquet", list(refused))
+    write_table(raw / "refused.parquet", findings_table(refused, REFUSED_SCHEMA))
     kinds = {kind: {"derived_from": "others" if kind in derived else "", "files": []} for kind in rows}
     (raw / "manifest.json").write_text(json.dumps({"source": "files", "kinds": kinds}))
     outputs = Paths({key: workspace / path for key, path in validate.STAGE.outputs.items()})

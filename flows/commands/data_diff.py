@@ -83,13 +83,13 @@ def diff(
                 _revision_state(folder, revision, files or [], options, kind, Path(scratch, state))
                 for revision, state in states
             ]
-        from rlhf_core.data.inspection.changes import as_json_value, as_text, compare_kinds
+        from rlhf_core.data.inspection.changes import as_text, compare_kinds
 
-        changes = compare_kinds(*compared)
+        changes = compare_kinds(*compared, show)
         if as_json:
-            print_json(as_json_value(changes, show))
+            print_json(changes)
         else:
-            print_text(as_text(changes, show, terminal_width()))
+            print_text(as_text(changes, terminal_width()))
 
 
 def _names_files(spec: str) -> bool:
@@ -135,4 +135,4 @@ def _revision_state(
             return _file_state(files, folder, options, kind, scratch)
         from rlhf_core.data.inspection.changes import collected_state
 
-        return collected_state(folder / COLLECTED, scratch).only(kind)
+        return collected_state(folder / COLLECTED, scratch, kind)

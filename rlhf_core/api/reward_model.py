@@ -92,8 +92,7 @@ def train_reward_model(
         longest = fitting_length(config.max_tokens, model)
         pairs = split_of(train, tokenizer, longest, "preferences")
         held = split_of(checks, tokenizer, longest, "validation")
-    tables = [split.pairs.tokens for split in (pairs, held)]
-    with run_context(context, f"train_reward_model {name}", config, *tables, model) as run:
+    with run_context(context, f"train_reward_model {name}", config, pairs.tokens, held.tokens, model) as run:
         trained = train_scalar(config, name, model, tokenizer, pairs, held, run)
     splits = {"validation": held} | ({"test": test} if test is not None else {})
     evaluated = RewardModelRun.evaluated(trained, pairs, splits, config.seed, name)

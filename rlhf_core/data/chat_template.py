@@ -184,9 +184,9 @@ class ReplyFormat:
     def kinds(self, messages: Sequence[Message]) -> set[str]:
         """Which of the dialogues that :attr:`unfit` may name ``messages`` is."""
         earlier = [message for message in messages if message.role == "assistant"]
-        found = {SYSTEM_TURN} if messages[:1] and messages[0].role == "system" else set()
-        found |= {SEVERAL_TURNS} if earlier else set()
-        return found | ({REASONING_BEFORE} if any(self.is_marked(message.content) for message in earlier) else set())
+        names = {SYSTEM_TURN} if messages[:1] and messages[0].role == "system" else set()
+        names |= {SEVERAL_TURNS} if earlier else set()
+        return names | ({REASONING_BEFORE} if any(self.is_marked(message.content) for message in earlier) else set())
 
     def written(self, reply: str, finished: bool) -> str:
         """``reply`` as the template writes it behind the generation prompt, without the closing token."""

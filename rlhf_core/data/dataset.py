@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,10 +11,13 @@ from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from scipy import stats
 
 from rlhf_core.config.data import SplitConfig
+from rlhf_core.data.lengths import character_lengths
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema
 from rlhf_core.data.splits import SPLITS, PairUser, assign, pair_user_of
 from rlhf_core.data.tables import TableWriter
@@ -24,7 +28,7 @@ from rlhf_core.runtime.progress import progress
 Tables = dict[str, pa.Table]
 Numbers = dict[str, float]
 DIGEST_BYTES = 16
-TEXTS = ("chosen", "rejected", "reply", "text")
+ALL = "all"
 
 
 def file_names() -> list[str]:
@@ -74,7 +78,7 @@ def write_clean(
                     parts = split_parts(kind, table, seed, config)
                     for name, part in parts.items():
                         writers[name].write(part)
-                    statistics[kind].add(table, parts)
+                    statistics[kind].add(kind, table, parts)
                     bar.advance(table.num_rows)
     return statistics
 
@@ -117,52 +121,77 @@ class KindStatistics:
 
     Attributes:
         files: Rows of each file.
-        groups: By file, hashes of the groups in it.
-        all_groups: Hashes of the groups of all rows.
-        characters: By text column, their sum; of prompts the sum over turns.
-        chosen_longer: Pairs whose chosen reply is the longer one.
+        groups: By file, hashes of the groups in it; under ``ALL`` those of all rows.
+        lengths: By text column, the characters of every row, part by part; the turns of a prompt count together.
+        categories: Rows of each category.
         margin_known: Pairs with a margin.
     """
 
     rows: int = 0
     files: Counter[str] = field(default_factory=Counter)
     groups: dict[str, list[pa.Array]] = field(default_factory=dict)
-    all_groups: list[pa.Array] = field(default_factory=list)
-    characters: Counter[str] = field(default_factory=Counter)
-    chosen_longer: int = 0
+    lengths: dict[str, list[npt.NDArray[np.int32]]] = field(default_factory=dict)
+    categories: Counter[str] = field(default_factory=Counter)
     margin_known: int = 0
 
-    def add(self, table: pa.Table, parts: Tables) -> None:
+    def add(self, kind: str, table: pa.Table, parts: Tables) -> None:
         """Take in rows and the files that they go into."""
         self.rows += table.num_rows
-        self.all_groups.append(group_hashes(table))
-        for name, part in parts.items():
-            self.files[name] += part.num_rows
+        self.files.update({name: part.num_rows for name, part in parts.items()})
+        for name, part in {ALL: table, **parts}.items():
             self.groups.setdefault(name, []).append(group_hashes(part))
-        if "prompt" in table.column_names:
-            turns = pc.list_flatten(table.column("prompt"))
-            self.characters["prompt"] += pc.sum(pc.utf8_length(pc.struct_field(turns, "content"))).as_py() or 0
-        lengths = {name: pc.utf8_length(table.column(name)) for name in TEXTS if name in table.column_names}
-        for name, values in lengths.items():
-            self.characters[name] += pc.sum(values).as_py() or 0
-        if "chosen" in lengths:
-            self.chosen_longer += int((lengths["chosen"].to_numpy() > lengths["rejected"].to_numpy()).sum())
+        for name, values in character_lengths(kind, table).items():
+            self.lengths.setdefault(name, []).append(values)
+        self.categories.update(table.column("category").to_pylist())
+        if "margin" in table.column_names:
             self.margin_known += table.num_rows - table.column("margin").null_count
 
     def distinct_groups(self) -> int:
         """How many groups the rows are of."""
-        return len(pc.unique(pa.chunked_array(self.all_groups, pa.binary(DIGEST_BYTES))))
+        return len(pc.unique(pa.chunked_array(self.groups.get(ALL, []), pa.binary(DIGEST_BYTES))))
 
-    def lengths(self, kind: str) -> Numbers:
+    def all_lengths(self) -> dict[str, npt.NDArray[np.int32]]:
+        """The characters of every row, by text column."""
+        return {name: np.concatenate(parts) for name, parts in self.lengths.items()}
+
+    def length_metrics(self) -> Numbers:
         """Mean characters of each text column, and how often the chosen reply is the longer one."""
         if not self.rows:
             return {}
-        names = [name for name in ("prompt", *TEXTS) if name in self.characters]
-        numbers = {f"mean_{name}_chars": self.characters[name] / self.rows for name in names}
-        if kind == "preferences":
-            numbers["chosen_longer_share"] = self.chosen_longer / self.rows
+        lengths = self.all_lengths()
+        numbers = {f"mean_{name}_chars": int(values.sum()) / self.rows for name, values in lengths.items()}
+        if "chosen" in lengths:
+            numbers["chosen_longer_share"] = int((lengths["chosen"] > lengths["rejected"]).sum()) / self.rows
             numbers["margin_known_share"] = 1.0 - (self.rows - self.margin_known) / self.rows
         return numbers
+
+
+def length_bias(chosen: npt.ArrayLike, rejected: npt.ArrayLike) -> dict[str, float]:
+    """Return how often the longer reply is preferred, of the pairs that differ in length, with Wilson's 95 % interval.
+
+    Args:
+        chosen: Lengths of the preferred replies (N,).
+        rejected: Lengths of the others (N,).
+
+    Returns:
+        ``longer_preferred_share``, ``longer_preferred_low95`` and ``longer_preferred_high95``; nothing without such
+        pairs.
+    """
+    difference = np.asarray(chosen) - np.asarray(rejected)
+    unequal = int(np.count_nonzero(difference))
+    if not unequal:
+        return {}
+    test = stats.binomtest(int(np.count_nonzero(difference > 0)), unequal)
+    interval = test.proportion_ci(0.95, method="wilson")
+    values = {"share": test.statistic, "low95": interval.low, "high95": interval.high}
+    return {f"longer_preferred_{name}": float(value) for name, value in values.items()}
+
+
+def balance(counts: Mapping[str, int]) -> float | None:
+    """Return Pielou's evenness: entropy over its maximum, 1 where all are equally frequent; None for fewer than two."""
+    if len(counts) < 2:
+        return None
+    return float(stats.entropy(list(counts.values()))) / math.log(len(counts))
 
 
 def group_hashes(table: pa.Table) -> pa.Array:
@@ -221,7 +250,7 @@ def data_metrics(
         for name in file_names():
             if _kind(name) == kind:
                 numbers[rows_metric(*name.split("/")).partition(".")[2]] = float(of_kind.files[name])
-        numbers |= of_kind.lengths(kind)
+        numbers |= of_kind.length_metrics()
         numbers |= {f"failed_{check}": float(n) for check, n in sorted(validated.failed_checks[kind].items())}
         warned = validated.warned_checks.get(kind, Counter())
         numbers |= {f"warned_{check}": float(n) for check, n in sorted(warned.items())}

@@ -160,7 +160,6 @@ def _pad(
 
 
 Ids = list[list[int]]
-Encoder = Callable[[PreTrainedTokenizerBase, Any], Ids]
 
 
 def encode_columns(tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Sequence[Any]]) -> dict[str, Ids]:

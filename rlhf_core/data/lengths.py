@@ -1,15 +1,18 @@
-"""Lengths of texts in tokens: percentiles of a sample of rows that is spread evenly."""
+"""Lengths of texts in characters and tokens, and their percentiles."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from rlhf_core.data.schema import Message
+from rlhf_core.data.row_counts import RowFinding
+from rlhf_core.data.schema import CONTENT_FIELDS, Message
 from rlhf_core.errors import UnwritableText
 
 if TYPE_CHECKING:
@@ -21,57 +24,66 @@ REPLIES = {"preferences": ("chosen", "rejected"), "demonstrations": ("reply",)}
 SEQUENCE = "prompt + reply"
 
 
-@dataclass(frozen=True)
-class LengthPercentiles:
-    """The 50th, 90th, 99th and 100th percentile of the lengths of ``name``; each is the length of some text."""
+# The rule of rows that findings.parquet calls so; it is none of a suite, since not every row is looked at.
+UNWRITABLE = "writable_by_tokenizer"
 
-    name: str
-    values: tuple[int, ...]
 
-    @classmethod
-    def of(cls, name: str, lengths: Sequence[int]) -> LengthPercentiles:
-        """Take the percentiles of ``lengths``; there are none of no lengths."""
-        if not lengths:
-            return cls(name, ())
-        return cls(name, tuple(int(v) for v in np.percentile(lengths, PERCENTILES, method="inverted_cdf")))
+def percentiles(lengths: npt.ArrayLike) -> tuple[int, ...]:
+    """Return the 50th, 90th, 99th and 100th percentile, each of which is one of the lengths; none of no lengths."""
+    values = np.asarray(lengths)
+    return tuple(int(v) for v in np.percentile(values, PERCENTILES, method="inverted_cdf")) if len(values) else ()
+
+
+def character_lengths(kind: str, table: pa.Table) -> dict[str, npt.NDArray[np.int32]]:
+    """Return the characters of each text column of rows of ``kind`` (N,); the turns of a prompt count together."""
+    lengths = {}
+    for name in CONTENT_FIELDS[kind]:
+        column = table.column(name).combine_chunks()
+        if name == "prompt":
+            turns = pc.utf8_length(pc.struct_field(pc.list_flatten(column), "content")).to_numpy(zero_copy_only=False)
+            rows = pc.list_parent_indices(column).to_numpy(zero_copy_only=False)
+            lengths[name] = np.bincount(rows, weights=turns, minlength=len(column)).astype(np.int32)
+        else:
+            lengths[name] = pc.utf8_length(column).to_numpy(zero_copy_only=False).astype(np.int32)
+    return lengths
 
 
 @dataclass
-class UnwritableRows:
-    """Rows that the tokenizer cannot write for one reason: how many, and the position of the first in the file."""
-
-    reason: str
-    first: int
-    rows: int = 0
-
-
-@dataclass(frozen=True)
-class TokenLengths:
-    """Tokens of the sequences that training sees: a prompt with its longest reply.
+class TokenCounts:
+    """Tokens of rows of a kind, as training writes them.
 
     Attributes:
-        percentiles: Of the rows that can be written.
-        rows: How many rows were looked at.
-        over_limit: How many of them exceed ``limit`` and would be dropped.
-        unwritable: Those that the tokenizer cannot write, by reason.
+        rows: How many rows there are.
+        looked_at: How many of them were tokenised.
+        lengths: By text column, and for the sequence that training sees, the tokens of each row that can be written.
+        unwritable: The rows that the tokenizer cannot write, in order.
         marked: How many of the others have a reply with a marker, such as that of reasoning, by which the chat template
             writes it otherwise; training writes it as the template does.
     """
 
-    percentiles: LengthPercentiles
+    kind: str
     rows: int
-    limit: int
-    over_limit: int
-    unwritable: Sequence[UnwritableRows] = ()
+    looked_at: int = 0
+    lengths: dict[str, list[int]] = field(default_factory=dict)
+    unwritable: list[RowFinding] = field(default_factory=list)
     marked: int = 0
 
+    def add(self, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> None:
+        """Tokenise a row, which may have its ``source`` and ``position``."""
+        from rlhf_core.data.chat_template import reply_format  # imports torch
 
-def character_counts(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return the characters of each text column of ``rows`` of ``kind``; the turns of a prompt count together."""
-    if kind == "pretrain":
-        return {"text": [len(row["text"]) for row in rows]}
-    prompts = [sum(len(turn["content"]) for turn in row["prompt"]) for row in rows]
-    return {"prompt": prompts} | {name: [len(row[name]) for row in rows] for name in REPLIES.get(kind, ())}
+        self.looked_at += 1
+        try:
+            tokens = token_counts(tokenizer, self.kind, row)
+        except UnwritableText as error:
+            origin = row.get("source"), row.get("position")
+            finding = RowFinding(UNWRITABLE, self.kind, error.reason, *origin, id=row["id"], severity="warn")
+            self.unwritable.append(finding)
+            return
+        for column, count in tokens.items():
+            self.lengths.setdefault(column, []).append(count)
+        replies = [row[name] for name in REPLIES.get(self.kind, ())]
+        self.marked += any(map(reply_format(tokenizer).is_marked, replies)) if replies else 0
 
 
 def token_counts(tokenizer: PreTrainedTokenizerBase, kind: str, row: Mapping[str, Any]) -> dict[str, int]:
@@ -96,23 +108,3 @@ def token_counts(tokenizer: PreTrainedTokenizerBase, kind: str, row: Mapping[str
 def evenly_spread(total: int, count: int) -> npt.NDArray[np.int64]:
     """Return up to ``count`` of the numbers below ``total``, evenly spread from the first to the last."""
     return np.unique(np.linspace(0, total - 1, min(total, count)).astype(np.int64))
-
-
-def token_lengths(
-    tokenizer: PreTrainedTokenizerBase, kind: str, rows: Sequence[Mapping[str, Any]], limit: int
-) -> TokenLengths:
-    """Tokenise ``rows`` of preferences or demonstrations, each with its ``position``, as training does."""
-    from rlhf_core.data.chat_template import reply_format  # imports torch
-
-    lengths: list[int] = []
-    marked = 0
-    unwritable: dict[str, UnwritableRows] = {}
-    for row in rows:
-        try:
-            lengths.append(token_counts(tokenizer, kind, row)[SEQUENCE])
-            marked += any(reply_format(tokenizer).is_marked(row[name]) for name in REPLIES[kind])
-        except UnwritableText as error:
-            unwritable.setdefault(error.reason, UnwritableRows(error.reason, row["position"])).rows += 1
-    over_limit = sum(length > limit for length in lengths)
-    percentiles = LengthPercentiles.of(SEQUENCE, lengths)
-    return TokenLengths(percentiles, len(rows), limit, over_limit, list(unwritable.values()), marked)

@@ -16,15 +16,13 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import overload
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.reward import PairBatchConfig
 from rlhf_core.data.batches import epoch_order
-from rlhf_core.data.schema import Preference
+from rlhf_core.data.tables import TableRows
 from rlhf_core.data.token_tables import CATEGORY, TokenTable
 
 
@@ -52,44 +50,21 @@ class TokenisedPair:
         return len(self.chosen) - len(self.rejected)
 
 
-class PairTable(Sequence[TokenisedPair]):
-    """Pairs that are made of a table of token ids each time they are asked for.
+def pair_rows(tokens: TokenTable, rows: npt.NDArray[np.int64]) -> TableRows[TokenisedPair]:
+    """The pairs of these row numbers of a table of preferences."""
+    columns = [tokens.column(name) for name in ("prompt", "chosen", "rejected")]
+    categories = tokens.table.column(CATEGORY)
 
-    Args:
-        tokens: Token ids of preferences.
-        rows: Row numbers of the pairs, in their order.
-    """
+    def pairs(numbers: npt.NDArray[np.int64]) -> list[TokenisedPair]:
+        return [
+            TokenisedPair(row, *(column[row] for column in columns), categories[row].as_py())
+            for row in numbers.tolist()
+        ]
 
-    def __init__(self, tokens: TokenTable, rows: npt.NDArray[np.int64]) -> None:
-        self.tokens, self.rows = tokens, rows
-        self._columns = [tokens.column(name) for name in ("prompt", "chosen", "rejected")]
-        self._categories = tokens.table.column(CATEGORY)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, number: int) -> TokenisedPair: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> PairTable: ...
-
-    def __getitem__(self, number: int | slice) -> TokenisedPair | PairTable:
-        if isinstance(number, slice):
-            return PairTable(self.tokens, self.rows[number])
-        row = int(self.rows[number])
-        prompt, chosen, rejected = (column[row] for column in self._columns)
-        return TokenisedPair(row, prompt, chosen, rejected, self._categories[row].as_py())
+    return TableRows(rows, pairs)
 
 
-def tokenised_pairs(
-    tokenizer: PreTrainedTokenizerBase, preferences: Sequence[Preference], max_tokens: int
-) -> tuple[PairTable, dict[str, int]]:
-    """Tokenise ``preferences`` that are in memory and drop the pairs that training cannot use: :func:`usable_pairs`."""
-    return usable_pairs(TokenTable.of_rows(tokenizer, Preference.KIND, preferences), max_tokens)
-
-
-def usable_pairs(tokens: TokenTable, max_tokens: int) -> tuple[PairTable, dict[str, int]]:
+def usable_pairs(tokens: TokenTable, max_tokens: int) -> tuple[TableRows[TokenisedPair], dict[str, int]]:
     """Drop the pairs that training cannot use.
 
     A pair is over-long when prompt + either reply exceeds ``max_tokens``: cutting the end of a reply would remove the
@@ -115,7 +90,7 @@ def usable_pairs(tokens: TokenTable, max_tokens: int) -> tuple[PairTable, dict[s
         "identical": int(identical.sum()),
         "identical_if_cut": identical_if_cut,
     }
-    return PairTable(tokens, np.flatnonzero(~identical & ~over_long)), dropped
+    return pair_rows(tokens, np.flatnonzero(~identical & ~over_long)), dropped
 
 
 WINDOW = 16  # prompts whose batches are made together, longest first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -33,6 +33,7 @@ class RowFinding:
         row: The content as JSON, where it is kept.
         other: What it resembles: the id of another row, or file and line of an evaluation prompt.
         similarity: The estimated Jaccard similarity, where the rule goes by it.
+        more: Reasons of further rules that the row broke.
     """
 
     rule: str
@@ -46,6 +47,17 @@ class RowFinding:
     row: str = ""
     other: str = ""
     similarity: float | None = None
+    more: Sequence[str] = ()
+
+    @property
+    def reasons(self) -> list[str]:
+        """All that is wrong with the row."""
+        return [self.reason, *self.more]
+
+    @property
+    def where(self) -> str:
+        """The file and line of the row, or its id where it is from no file."""
+        return self.id if self.source is None else f"{self.source}:{self.position}"
 
 
 @dataclass

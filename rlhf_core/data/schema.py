@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, overload
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_core.data.tables import CHUNK_BYTES, bytes_in_memory, chunked, rows_within
+from rlhf_core.data.tables import CHUNK_BYTES, TableRows, TableWriter, bytes_in_memory, chunked, rows_within
 from rlhf_core.errors import DataError
-from rlhf_core.storage.files import permitted
 
 ROLES = ("system", "user", "assistant")
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-TABLE_BYTES = 2**28  # an arrow array of strings can hold 2 GiB of UTF-8
-ROW_GROUP_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -112,39 +106,21 @@ def content_id(kind: str, row: dict[str, Any]) -> str:
 
 def write_dicts(path: Path, kind: str, rows: Sequence[dict[str, Any]]) -> None:
     """Write rows given as dictionaries (messages too) to a parquet file of ``kind``, atomically."""
-    tables = list(tables_of(kind, rows, most_bytes=TABLE_BYTES))
-    write_table(path, pa.concat_tables(tables) if tables else arrow_schema(kind).empty_table())
+    with TableWriter(path, arrow_schema(kind)) as writer:
+        for table in tables_of(kind, rows):
+            writer.write(table)
 
 
-def tables_of(
-    kind: str, rows: Sequence[dict[str, Any]], schema: pa.Schema | None = None, most_bytes: int | None = None
-) -> Iterator[pa.Table]:
-    """Yield rows given as dictionaries as arrow tables, of the schema of ``kind`` or one with further columns.
-
-    A table is complete with ``most_bytes`` bytes, by default those of a chunk.
-    """
-    for chunk in chunked(rows, max(len(rows), 1), bytes_in_memory, most_bytes):
+def tables_of(kind: str, rows: Sequence[dict[str, Any]], schema: pa.Schema | None = None) -> Iterator[pa.Table]:
+    """Yield rows given as dictionaries as arrow tables, of the schema of ``kind`` or one with further columns."""
+    for chunk in chunked(rows, max(len(rows), 1), bytes_in_memory):
         yield pa.Table.from_pylist(chunk, schema=schema or arrow_schema(kind))
 
 
 def write_table(path: Path, table: pa.Table) -> None:
     """Write an arrow table to ``path``, atomically."""
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror}; make the folder writable or choose another") from error
-    os.close(descriptor)
-    try:
-        # A column of nested strings can be read only where a row group has less than 2 GiB of it.
-        rows = table.num_rows * ROW_GROUP_BYTES // table.nbytes if table.nbytes > ROW_GROUP_BYTES else None
-        pq.write_table(table, temporary, compression="zstd", row_group_size=rows if rows is None else max(rows, 1))
-        Path(temporary).chmod(permitted(0o644))
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with TableWriter(path, table.schema) as writer:
+        writer.write(table)
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -203,44 +179,12 @@ def as_dict(row: Preference | Demonstration | Prompt | PretrainText) -> dict[str
 PART_ROWS = 1024
 
 
-class RowTable(Sequence[Row], Generic[Row]):
-    """Dataclass rows that are made anew each time they are asked for; an Arrow row takes little more than its texts.
+def read_row_table(path: Path, cls: type[Row]) -> TableRows[Row]:
+    """Read a parquet file as rows that are made when they are asked for: an Arrow row takes little more than its texts.
 
-    Args:
-        table: All rows.
-        cls: Their type.
-        rows: Numbers of those that belong to the sequence, in its order; None for all.
+    Raises:
+        DataError: It is missing, unreadable or of another kind.
     """
-
-    def __init__(self, table: pa.Table, cls: type[Row], rows: npt.NDArray[np.int64] | None = None) -> None:
-        self.table = table
-        self.cls: type[Row] = cls
-        self.rows = np.arange(table.num_rows) if rows is None else rows
-
-    @classmethod
-    def read(cls, path: Path, row_type: type[Row]) -> RowTable[Row]:
-        """Read a parquet file; ``DataError`` when it is missing, unreadable or of another kind."""
-        return cls(read_kind(path, row_type), row_type)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, row: int) -> Row: ...
-
-    @overload
-    def __getitem__(self, row: slice) -> RowTable[Row]: ...
-
-    def __getitem__(self, row: int | slice) -> Row | RowTable[Row]:
-        if isinstance(row, slice):
-            return RowTable(self.table, self.cls, self.rows[row])
-        return rows_of_table(self.table.slice(int(self.rows[row]), 1), self.cls)[0]
-
-    def __iter__(self) -> Iterator[Row]:
-        part = min(PART_ROWS, rows_within(CHUNK_BYTES, self.table.num_rows, self.table.nbytes))
-        for start in range(0, len(self.rows), part):
-            yield from rows_of_table(self.table.take(self.rows[start : start + part]), self.cls)
-
-    def select(self, rows: npt.NDArray[np.int64]) -> RowTable[Row]:
-        """The given rows of this sequence, in the given order."""
-        return RowTable(self.table, self.cls, self.rows[rows])
+    table = read_kind(path, cls)
+    part = min(PART_ROWS, rows_within(CHUNK_BYTES, table.num_rows, table.nbytes))
+    return TableRows(np.arange(table.num_rows), lambda numbers: rows_of_table(table.take(numbers), cls), part)

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -181,3 +183,45 @@ def mapped_table(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> pa
         for part in parts:
             writer.write_table(part)
     return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+
+
+class TableRows(Sequence[Item], Generic[Item]):
+    """Rows of a table, each of which is made anew when it is asked for.
+
+    Attributes:
+        rows: Their numbers in the table, in the order of the sequence (N,).
+    """
+
+    def __init__(
+        self, rows: npt.NDArray[np.int64], make: Callable[[npt.NDArray[np.int64]], Sequence[Item]], part: int = 1
+    ) -> None:
+        """Make a sequence of some rows.
+
+        Args:
+            rows: Their numbers.
+            make: Makes rows of numbers.
+            part: How many are made together where all are asked for.
+        """
+        self.rows, self._make, self._part = rows, make, part
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, number: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> TableRows[Item]: ...
+
+    def __getitem__(self, number: int | slice) -> Item | TableRows[Item]:
+        if isinstance(number, slice):
+            return self.of(self.rows[number])
+        return self._make(self.rows[[number]])[0]
+
+    def __iter__(self) -> Iterator[Item]:
+        for start in range(0, len(self.rows), self._part):
+            yield from self._make(self.rows[start : start + self._part])
+
+    def of(self, rows: npt.NDArray[np.int64]) -> TableRows[Item]:
+        """The rows of these numbers in the table."""
+        return TableRows(rows, self._make, self._part)

@@ -157,7 +157,7 @@ def commonest_reply(replies: Sequence[str]) -> float:
 
 
 def refusal_rate(replies: Sequence[str]) -> float:
-    """Return the share of replies that ``data.refusals.is_refusal`` recognises."""
+    """Return the share of replies that :func:`is_refusal` recognises."""
     return _mean([float(is_refusal(reply)) for reply in replies])
 
 

@@ -12,12 +12,11 @@ from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
 from rlhf_core.config.recipe import expectations_of
 from rlhf_core.data.collection.rows import DERIVED_FROM
 from rlhf_core.data.inspection.report_lines import column_lines, percentile_table, wrapped
-from rlhf_core.data.lengths import PERCENTILES, LengthPercentiles
+from rlhf_core.data.lengths import PERCENTILES, UNWRITABLE
 from rlhf_core.data.row_counts import BY_WORD, ReasonCount, ReasonCounts, RowCounts, RowFinding
 from rlhf_core.data.schema import ROW_TYPES, read_table
-from rlhf_core.data.validation.stored_rows import UNWRITABLE
 from rlhf_core.errors import GateFailed
-from rlhf_core.evaluation.data_card.write import FINDINGS_FILE
+from rlhf_core.evaluation.data_card.card import FINDINGS_FILE
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import read_json
@@ -196,7 +195,7 @@ def as_text(checked: CheckedFiles, width: int = 80) -> str:
         lines = [f"  {kind:<14}  {rule:<28}  {count}" for kind, rule, count in warned]
         blocks.append("\n".join(["warnings: rows that stay", *lines]))
     for kind, columns in checked.tokens.items():
-        rows = [LengthPercentiles(name, tuple(values.values())) for name, values in columns.items()]
+        rows = {name: list(values.values()) for name, values in columns.items()}
         lines = [f"tokens of {kind}", *(percentile_table("", rows, width) if rows else [])]
         unwritable = [count for count in checked.unwritable if count.first.kind == kind]
         for count in unwritable[:SHOWN_REASONS]:

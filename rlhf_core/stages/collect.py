@@ -20,9 +20,9 @@ from rlhf_core.data.collection.sources import (
 )
 from rlhf_core.data.readers.columns import unused_lines, warnings_of
 from rlhf_core.data.row_counts import RowCounts
-from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
+from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts, write_table
 from rlhf_core.data.tables import TableWriter
-from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, write_refused
+from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, findings_table
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.progress import progress
 from rlhf_core.stages.runtime.contract import Paths, Stage
@@ -123,7 +123,8 @@ def _from_world(config: CollectConfig, base: Path, folder: Path) -> Collected:
     for kind in KINDS:
         listed = [row | {"id": content_id(kind, row)} for row in rows[kind][: config.limit]]
         write_dicts(folder / kind / "data.parquet", kind, listed)
-    write_refused(folder / "refused.parquet", [finding for part in annotated for finding in part.refused])
+    refused = [finding for part in annotated for finding in part.refused]
+    write_table(folder / "refused.parquet", findings_table(refused, REFUSED_SCHEMA))
     counts = {kind: len(rows[kind][: config.limit]) for kind in KINDS}
     sources: dict[str, list[CountedSource]] = {kind: [] for kind in KINDS}
     for part in annotated:

@@ -10,16 +10,23 @@ from tempfile import TemporaryDirectory
 from rlhf_core.config.data import ValidateConfig
 from rlhf_core.config.gates import Condition
 from rlhf_core.data.collection.sources import read_sources
-from rlhf_core.data.dataset import Numbers, data_metrics, file_names, rows_metric, write_clean, write_readme
+from rlhf_core.data.dataset import (
+    Numbers,
+    data_metrics,
+    file_names,
+    length_bias,
+    rows_metric,
+    write_clean,
+    write_readme,
+)
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.validation.check_set import apply_set_rules, check_set, named_findings
-from rlhf_core.data.validation.pair_statistics import pair_metrics
 from rlhf_core.data.validation.stored_rows import count_tokens, write_quarantine
 from rlhf_core.data.validation.suites import FOLDER, read_suites
 from rlhf_core.data.validation.tables import Validated, read_raw, validate
 from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.data_card.build import CardSources, build_card
-from rlhf_core.evaluation.data_card.write import write_card
+from rlhf_core.evaluation.data_card.card import write_card
 from rlhf_core.gates import GateDecision, decide
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.token_lengths import load_counting_tokenizer
@@ -53,20 +60,21 @@ def run(
     outputs.docs.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".columns-", dir=outputs.docs.parent) as columns:
         validated = validate(raw, suites, Path(columns))
-        findings = check_set(validated.clean, config, suites, raw.derived, evaluation, raw.origins)
+        findings = check_set(validated.clean, config, suites, raw.derived, evaluation)
         named = named_findings(findings.breaches, validated, suites)
         apply_set_rules(validated, findings.checked, named)
-    pairs = pair_metrics(raw.rows["preferences"], validated.clean["preferences"])
-    findings.counts["preferences"] = findings.counts.get("preferences", {}) | pairs
     tokens = None
     if tokenizer is not None:
-        tokens = count_tokens(validated.clean, tokenizer, str(config.tokenizer), raw.origins)
+        tokens = count_tokens(validated.clean, tokenizer, str(config.tokenizer))
         for kind in tokens.kinds:
             findings.counts[kind] = findings.counts.get(kind, {}) | tokens.metrics(kind)
     write_quarantine(outputs.quarantine, validated.quarantine())
     with atomic_dir(outputs.clean) as folder:
         statistics = write_clean(folder, validated.clean, config.seed, config.split)
         write_readme(folder)
+        lengths = statistics["preferences"].all_lengths()
+        bias = length_bias(lengths.get("chosen", ()), lengths.get("rejected", ()))
+        findings.counts["preferences"] = findings.counts.get("preferences", {}) | validated.agreement | bias
         metrics = data_metrics(validated, statistics, findings.counts)
         atomic_write_json(outputs.metrics, metrics)
         conditions = gate_conditions(config, kinds) + rule_conditions(validated)
@@ -78,9 +86,8 @@ def run(
             checkpoints = validated.checkpoints
             assert checkpoints is not None  # the stage always asks the suites
             checkpoints.write_docs(docs, failed)
-        sources = CardSources(
-            read_json(manifest) if manifest.is_file() else {}, validated, findings, named, metrics, failed, tokens
-        )
+        about = read_json(manifest) if manifest.is_file() else {}
+        sources = CardSources(about, validated, findings, named, metrics, statistics, failed, tokens)
         write_card(outputs.card, build_card(sources, config), [*named, *(tokens.findings() if tokens else ())])
         if not decision.passed:
             # Clean data of an earlier run must not be mistaken for this one's.

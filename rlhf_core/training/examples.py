@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from rlhf_core.data.batches import epoch_order, whole_passes
 from rlhf_core.data.encoding import right_pad
+from rlhf_core.data.tables import TableRows
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import track
@@ -60,39 +59,13 @@ class ReplyBatch:
         return ReplyBatch(*(tensor.to(device) for tensor in vars(self).values()))
 
 
-class ExampleTable(Sequence[Example]):
-    """Examples that are made of a table of token ids each time they are asked for.
-
-    Args:
-        tokens: Token ids of demonstrations.
-        rows: Row numbers of the examples, in their order.
-    """
-
-    def __init__(self, tokens: TokenTable, rows: npt.NDArray[np.int64]) -> None:
-        self.tokens, self.rows = tokens, rows
-        self._prompts, self._replies = tokens.column("prompt"), tokens.column("reply")
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, number: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> ExampleTable: ...
-
-    def __getitem__(self, number: int | slice) -> Example | ExampleTable:
-        if isinstance(number, slice):
-            return ExampleTable(self.tokens, self.rows[number])
-        row = int(self.rows[number])
-        return Example(self._prompts[row], self._replies[row])
-
-
-def fitting_examples(tokens: TokenTable, max_tokens: int | None) -> tuple[ExampleTable, int]:
+def fitting_examples(tokens: TokenTable, max_tokens: int | None) -> tuple[TableRows[Example], int]:
     """Take the demonstrations of at most ``max_tokens`` tokens; the others are counted, since a reply is never cut."""
-    lengths = tokens.column("prompt").lengths + tokens.column("reply").lengths
+    prompts, replies = tokens.column("prompt"), tokens.column("reply")
+    lengths = prompts.lengths + replies.lengths
     kept = np.flatnonzero(lengths <= max_tokens) if max_tokens is not None else np.arange(len(tokens))
-    return ExampleTable(tokens, kept), len(tokens) - len(kept)
+    examples = TableRows(kept, lambda rows: [Example(prompts[row], replies[row]) for row in rows.tolist()])
+    return examples, len(tokens) - len(kept)
 
 
 def collate(prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]], pad: int) -> ReplyBatch:

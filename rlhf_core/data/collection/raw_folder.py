@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from rlhf_core.config.data import SourceOptions
-from rlhf_core.data.collection.rows import DERIVED_FROM, FileRows, derive
+from rlhf_core.data.collection.rows import DERIVED_FROM, FileRows, derive, whole_records
 from rlhf_core.data.readers.columns import unused_summary
 from rlhf_core.data.row_counts import RowCounts
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, content_id, tables_of
@@ -22,8 +22,9 @@ from rlhf_core.data.validation.stored_rows import (
     PROMPT_ONLY,
     PROMPT_ONLY_SCHEMA,
     PROVENANCE_SCHEMA,
+    REFUSED_SCHEMA,
+    findings_table,
     provenance_table,
-    refused_table,
 )
 
 SPOOLED = (("path", pa.string()), ("position", pa.int64()))
@@ -219,7 +220,7 @@ class SourceWriter:
                 rows = source.take(part)
                 append(rows)
                 append_prompts(source.prompts_within_cap(part, rows))
-                self.refused.write(refused_table(part.refused))
+                self.refused.write(findings_table(part.refused, REFUSED_SCHEMA))
 
     def finish(self) -> list[CountedSource]:
         """Write each source's share of the limit, where there is one, and return the counts of all sources."""
@@ -266,16 +267,11 @@ class Spool:
 
     def first(self, count: int) -> Iterator[list[dict[str, Any]]]:
         """Yield the first rows in parts; all of one record that are among them are in one part."""
-        waiting: list[dict[str, Any]] = []
-        left = count
-        for table in table_chunks(self.path) if count else ():
-            rows = table.slice(0, left).to_pylist()
-            left -= len(rows)
-            waiting += rows
-            begin = next((i for i, row in enumerate(waiting) if row["position"] == waiting[-1]["position"]), 0)
-            if begin and left:
-                yield waiting[:begin]
-                waiting = waiting[begin:]
+        return whole_records(self._first(count))
+
+    def _first(self, left: int) -> Iterator[list[dict[str, Any]]]:
+        for table in table_chunks(self.path) if left else ():
+            yield table.slice(0, left).to_pylist()
+            left -= min(left, table.num_rows)
             if not left:
-                break
-        yield waiting
+                return

@@ -376,6 +376,30 @@ def derive(
     return list(kept.values())
 
 
+def whole_records(parts: Iterable[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield rows in other parts, in which all rows of a record are together.
+
+    Args:
+        parts: Rows in order, with the ``path`` and ``position`` of their records; without these each is a record.
+    """
+    waiting: list[dict[str, Any]] = []
+    for part in parts:
+        waiting += part
+        if not waiting or "position" not in waiting[-1]:
+            yield waiting
+            waiting = []
+            continue
+        last = waiting[-1]["path"], waiting[-1]["position"]
+        begin = len(waiting)
+        while begin and (waiting[begin - 1]["path"], waiting[begin - 1]["position"]) == last:
+            begin -= 1
+        if begin:
+            yield waiting[:begin]
+            waiting = waiting[begin:]
+    if waiting:
+        yield waiting
+
+
 def _record_prompt(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what is the same for all pairs of one record that are of one prompt."""
     return row["path"], row["position"], *((turn["role"], turn["content"]) for turn in row["prompt"] or [])

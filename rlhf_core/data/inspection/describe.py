@@ -21,16 +21,16 @@ from rlhf_core.data.collection.sources import SourceFile, open_source, require_u
 from rlhf_core.data.inspection.report_lines import INDENT, column_lines, example_lines, percentile_table, wrapped
 from rlhf_core.data.lengths import (
     PERCENTILES,
-    LengthPercentiles,
-    TokenLengths,
-    character_counts,
+    SEQUENCE,
+    TokenCounts,
+    character_lengths,
     evenly_spread,
-    token_lengths,
+    percentiles,
 )
 from rlhf_core.data.readers.columns import unused_summary, with_columns
 from rlhf_core.data.readers.detection import detect, first_records, format_named
-from rlhf_core.data.row_counts import RowCounts
-from rlhf_core.data.schema import ROW_TYPES
+from rlhf_core.data.row_counts import ReasonCounts, RowCounts
+from rlhf_core.data.schema import ROW_TYPES, tables_of
 from rlhf_core.data.tables import bytes_in_memory, drained
 from rlhf_core.data.text import language_shares
 from rlhf_core.storage.file_patterns import expand, is_url
@@ -62,6 +62,10 @@ class TokenLimit:
     def longest_kept(self) -> int:
         """The length of the longest sequence that is kept."""
         return self.value if self.positions is None else min(self.value, self.positions)
+
+    def exceeded_by(self, lengths: Sequence[int]) -> int:
+        """How many of the sequences would be dropped."""
+        return sum(length > self.longest_kept for length in lengths)
 
     def remedy(self, longest: int) -> str:
         """Say how sequences of up to ``longest`` tokens could be kept."""
@@ -113,62 +117,48 @@ class EvenSample:
 
 
 @dataclass
-class FileSummary:
-    """A file as it was read, part by part.
+class FileDescription:
+    """How one file is read; it is described part by part.
 
     Attributes:
-        examples: The first rows, as many as were asked for.
-        characters: By text column, the characters of every row, part by part.
+        counts: What became of its records, as rows of the first of its kinds.
+        spec: The argument that named it.
+        kinds: The kinds of rows that it can serve as; it is read as the first.
+        wanted_examples: How many of the first rows are kept as ``examples``.
+        lengths: By text column, the characters of every row, part by part.
         sample: Some of the rows.
+        languages: Shares of the languages that its texts' script tells (Chinese, Japanese, Korean).
+        tokens: Of the sample; None where they are not counted.
     """
 
     counts: RowCounts
-    wanted_examples: int
-    examples: list[dict[str, Any]] = field(default_factory=list)
-    characters: dict[str, list[npt.NDArray[np.int64]]] = field(default_factory=dict)
-    sample: EvenSample = field(default_factory=EvenSample)
-
-    def add(self, part: FileRows) -> None:
-        """Take in the next part of the file."""
-        self.counts.take(part.counts)
-        self.examples += part.rows[: self.wanted_examples - len(self.examples)]
-        for name, lengths in character_counts(self.counts.kind, part.rows).items():
-            self.characters.setdefault(name, []).append(np.array(lengths, np.int64))
-        self.sample.add(part.rows, part.positions)
-
-    def character_lengths(self) -> list[LengthPercentiles]:
-        """Return percentiles of the characters of each text column; none without rows."""
-        return [
-            LengthPercentiles.of(name, np.concatenate(parts).tolist())
-            for name, parts in self.characters.items()
-            if sum(map(len, parts))
-        ]
-
-
-@dataclass(frozen=True)
-class FileDescription:
-    """How one file is read.
-
-    Attributes:
-        name: The file, URL or hub id.
-        spec: The argument that named it.
-        kinds: The kinds of rows that it can serve as; it is read as the first.
-        read: What its rows of that kind are, and those that were refused or dropped.
-        languages: Shares of the languages that its texts' script tells (Chinese, Japanese, Korean).
-    """
-
-    name: str
     spec: str
     kinds: tuple[str, ...]
-    read: FileSummary
-    characters: Sequence[LengthPercentiles]
-    languages: Mapping[str, float]
-    tokens: TokenLengths | None = None
+    wanted_examples: int
+    examples: list[dict[str, Any]] = field(default_factory=list)
+    lengths: dict[str, list[npt.NDArray[np.int32]]] = field(default_factory=dict)
+    sample: EvenSample = field(default_factory=EvenSample)
+    languages: Mapping[str, float] = field(default_factory=dict)
+    tokens: TokenCounts | None = None
 
     @property
     def kind(self) -> str:
         """The kind of rows that the file is read as."""
         return self.kinds[0]
+
+    @property
+    def characters(self) -> dict[str, tuple[int, ...]]:
+        """Percentiles of the characters of each text column; none without rows."""
+        return {name: percentiles(np.concatenate(parts)) for name, parts in self.lengths.items()}
+
+    def add(self, part: FileRows) -> None:
+        """Take in the next part of the file."""
+        self.counts.take(part.counts)
+        self.examples += part.rows[: self.wanted_examples - len(self.examples)]
+        for table in tables_of(self.kind, part.rows):
+            for name, lengths in character_lengths(self.kind, table).items():
+                self.lengths.setdefault(name, []).append(lengths)
+        self.sample.add(part.rows, part.positions)
 
 
 @dataclass(frozen=True)
@@ -228,15 +218,17 @@ def _describe(
         shape = format_named(options.format) if options.format else detect(mapped, source.name)
         del mapped
         kinds = tuple(kind for kind in ROW_TYPES if kind in shape.carries) or tuple(ROW_TYPES)
-        read = FileSummary(RowCounts(source.name, kinds[0], shape.name), show)
+        file = FileDescription(RowCounts(source.name, kinds[0], shape.name), spec, kinds, show)
         records = chain(drained(first), opened.records)
-        for part in row_chunks(records, kinds[0], Path(source.name).name, "", source.name, options):
-            read.add(part)
-    sample, measured = read.sample.spread(), None
-    if tokens is not None and kinds[0] in tokens.limits and sample:
-        measured = token_lengths(tokens.tokenizer, kinds[0], sample, tokens.limits[kinds[0]].longest_kept)
-    languages = language_shares(["\n".join(texts_of(row))[:LANGUAGE_CHARACTERS] for row in sample])
-    return FileDescription(source.name, spec, kinds, read, read.character_lengths(), languages, measured)
+        for part in row_chunks(records, file.kind, Path(source.name).name, "", source.name, options):
+            file.add(part)
+    sample = file.sample.spread()
+    if tokens is not None and file.kind in tokens.limits and sample:
+        file.tokens = TokenCounts(file.kind, file.counts.kept)
+        for row in sample:
+            file.tokens.add(tokens.tokenizer, row)
+    file.languages = language_shares(["\n".join(texts_of(row))[:LANGUAGE_CHARACTERS] for row in sample])
+    return file
 
 
 def texts_of(row: Mapping[str, Any]) -> list[str]:
@@ -249,9 +241,9 @@ def as_json_value(description: Description) -> dict[str, Any]:
     """Return a description as JSON values: a list of files with examples, and the next command."""
     files = []
     for file in description.files:
-        counts = file.read.counts
+        counts = file.counts
         value: dict[str, Any] = {
-            "file": file.name,
+            "file": file.counts.source,
             "format": counts.format,
             "serves": list(file.kinds),
             "kind": file.kind,
@@ -265,19 +257,22 @@ def as_json_value(description: Description) -> dict[str, Any]:
                 {"reason": refused.reason, "count": refused.rows, "first": refused.first.position}
                 for refused in counts.reasons.commonest()
             ],
-            "characters": {lengths.name: _percentiles(lengths) for lengths in file.characters},
+            "characters": {name: _percentiles(values) for name, values in file.characters.items()},
             "languages": dict(file.languages),
-            "examples": file.read.examples,
+            "examples": file.examples,
         }
         if file.tokens is not None and description.limits is not None:
-            limit = description.limits.limits[file.kind]
+            limit, lengths = description.limits.limits[file.kind], file.tokens.lengths.get(SEQUENCE, [])
             value["tokens"] = {
-                "percentiles": _percentiles(file.tokens.percentiles),
+                "percentiles": _percentiles(percentiles(lengths)),
                 "parameter": limit.parameter,
                 "limit": limit.longest_kept,
-                "rows": file.tokens.rows,
-                "over_limit": file.tokens.over_limit,
-                "unwritable": [vars(rows) for rows in file.tokens.unwritable],
+                "rows": file.tokens.looked_at,
+                "over_limit": limit.exceeded_by(lengths),
+                "unwritable": [
+                    {"reason": count.reason, "first": count.first.position, "rows": count.rows}
+                    for count in ReasonCounts.of(file.tokens.unwritable).values()
+                ],
                 "marked": file.tokens.marked,
             }
         files.append(value)
@@ -285,8 +280,8 @@ def as_json_value(description: Description) -> dict[str, Any]:
     return {"files": files, "next": " ".join(command) if command else None}
 
 
-def _percentiles(lengths: LengthPercentiles) -> dict[str, int]:
-    return {str(percentile): value for percentile, value in zip(PERCENTILES, lengths.values, strict=False)}
+def _percentiles(values: Sequence[int]) -> dict[str, int]:
+    return {str(percentile): value for percentile, value in zip(PERCENTILES, values, strict=False)}
 
 
 def as_text(description: Description, width: int = 80) -> str:
@@ -296,7 +291,7 @@ def as_text(description: Description, width: int = 80) -> str:
         width: Columns of the terminal: rows are cut to it, other texts wrapped.
     """
     blocks = [_block(file, description, width) for file in description.files]
-    unusable = [file.name for file in description.files if not file.read.counts.kept]
+    unusable = [file.counts.source for file in description.files if not file.counts.kept]
     if unusable:
         without = (
             f"no row of {', '.join(unusable)} can be used: mend what is refused, or say how the rows are to be read "
@@ -313,10 +308,10 @@ def as_text(description: Description, width: int = 80) -> str:
 
 
 def _block(file: FileDescription, description: Description, width: int) -> str:
-    read = file.read.counts
+    read = file.counts
     expanded = " (some give several)" if read.expanded else ""
     lines = [
-        file.name,
+        file.counts.source,
         f"  format   {read.format}",
         f"  serves   {', '.join(file.kinds)}",
         f"  rows     {read.kept} as {file.kind}, of {read.records}{expanded}",
@@ -330,7 +325,7 @@ def _block(file: FileDescription, description: Description, width: int) -> str:
     if file.languages:
         shares = ", ".join(f"{tag} {share:.0%}" for tag, share in file.languages.items())
         lines += wrapped("  language ", f"{shares} of the rows looked at", width)
-    for row in file.read.examples:
+    for row in file.examples:
         lines += ["  example", *example_lines(file.kind, row, width)]
     return "\n".join([*lines, *_lengths(file, description.limits, width)])
 
@@ -345,26 +340,25 @@ def _lengths(file: FileDescription, limits: TokenLimits | None, width: int) -> l
             lines += wrapped(INDENT * 2, "no tokens: there is no tokenizer at hand; name one with --tokenizer", width)
         return lines
     limit, measured = limits.limits[file.kind], file.tokens
-    looked_at = f" of the {measured.rows} rows looked at" if measured.rows < file.read.counts.kept else ""
-    for rows in measured.unwritable:
-        reason = f"{rows.rows}{looked_at or ' of the rows'} have no tokens: {rows.reason} (first at row {rows.first})"
-        lines += wrapped(INDENT * 2, reason, width)
+    looked_at = f" of the {measured.looked_at} rows looked at" if measured.looked_at < measured.rows else ""
+    for count in ReasonCounts.of(measured.unwritable).values():
+        where = f"{count.reason} (first at row {count.first.position})"
+        lines += wrapped(INDENT * 2, f"{count.rows}{looked_at or ' of the rows'} have no tokens: {where}", width)
     if measured.marked:
         marked = f"{measured.marked}{looked_at or ' of the rows'} have a reply with a marker, such as </think>"
         lines += wrapped(INDENT * 2, f"{marked}: it is trained as the chat template writes it", width)
-    if not measured.percentiles.values:
+    lengths = measured.lengths.get(SEQUENCE, [])
+    if not lengths:
         return lines
-    if measured.over_limit:
-        share = measured.over_limit / measured.rows
-        finding = f"{share:.1%}{looked_at or ' of the rows'} are longer and would be dropped"
-    else:
-        finding = f"none{looked_at} is longer"
-    finding = f"{limit.parameter} is {limit.longest_kept}: {finding} (tokenizer of {limits.tokenizer_name})"
-    lines += percentile_table("tokens", [measured.percentiles], width)
-    lines += wrapped(INDENT * 2, finding, width)
-    if measured.over_limit:
-        lines += wrapped(INDENT * 2, limit.remedy(measured.percentiles.values[-1]), width)
-    return lines
+    over_limit = limit.exceeded_by(lengths)
+    verdict = f"none{looked_at} is longer"
+    if over_limit:
+        share = over_limit / measured.looked_at
+        verdict = f"{share:.1%}{looked_at or ' of the rows'} are longer and would be dropped"
+    lines += percentile_table("tokens", {SEQUENCE: percentiles(lengths)}, width)
+    about = f"{limit.parameter} is {limit.longest_kept}: {verdict} (tokenizer of {limits.tokenizer_name})"
+    lines += wrapped(INDENT * 2, about, width)
+    return lines + (wrapped(INDENT * 2, limit.remedy(max(lengths)), width) if over_limit else [])
 
 
 def _init_command(description: Description) -> list[str] | None:
@@ -374,7 +368,7 @@ def _init_command(description: Description) -> list[str] | None:
     """
     kind_of: dict[str, str] = {}
     for file in description.files:
-        if file.read.counts.kept:
+        if file.counts.kept:
             kind_of.setdefault(file.spec, file.kind)
     by_kind: dict[str, list[str]] = {}
     for spec, kind in kind_of.items():
@@ -393,8 +387,8 @@ def _init_command(description: Description) -> list[str] | None:
 def _profile(files: Sequence[FileDescription]) -> str:
     """Return the profile that suits the pairs: the Chinese one where most of them are Chinese."""
     pairs = [file for file in files if file.kind == "preferences"]
-    chinese = sum(file.read.counts.kept * file.languages.get("zh", 0.0) for file in pairs)
-    return CHINESE_PROFILE if chinese > sum(file.read.counts.kept for file in pairs) / 2 else PROFILE
+    chinese = sum(file.counts.kept * file.languages.get("zh", 0.0) for file in pairs)
+    return CHINESE_PROFILE if chinese > sum(file.counts.kept for file in pairs) / 2 else PROFILE
 
 
 def _free_name(base: Path) -> str:

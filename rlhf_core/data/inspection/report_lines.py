@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_core.data.lengths import PERCENTILES, REPLIES, LengthPercentiles
+from rlhf_core.data.lengths import PERCENTILES, REPLIES
 from rlhf_core.data.readers.columns import unused_lines, warnings_of
 from rlhf_core.data.row_counts import RowCounts
 
@@ -52,15 +52,15 @@ def example_lines(kind: str, row: Mapping[str, Any], width: int) -> list[str]:
     return lines
 
 
-def percentile_table(unit: str, rows: Sequence[LengthPercentiles], width: int) -> list[str]:
-    """Return lengths as the indented lines of a table, with ``unit`` above the names of the rows."""
+def percentile_table(unit: str, rows: Mapping[str, Sequence[int]], width: int) -> list[str]:
+    """Return percentiles by name as the indented lines of a table, with ``unit`` above the names."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(min_width=len("prompt + reply"))
     for _ in PERCENTILES:
         table.add_column(justify="right", min_width=6)
     table.add_row(unit, *(f"{p} %" if p < 100 else "longest" for p in PERCENTILES))
-    for row in rows:
-        table.add_row(row.name, *map(str, row.values))
+    for name, values in rows.items():
+        table.add_row(name, *map(str, values))
     output = io.StringIO()
     Console(file=output, width=max(width - 2 * len(INDENT), 40), color_system=None).print(table)
     return [f"{INDENT * 2}{line.rstrip()}" for line in output.getvalue().splitlines()]

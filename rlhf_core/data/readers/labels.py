@@ -203,8 +203,8 @@ def _is_rated_well(value: Any) -> bool | None:
             return 2 * _number(of[1]) >= _number(of[2])
         if value in UP | DOWN | GOOD | BAD:
             return value in UP | GOOD
-        shown = value.count("★") + value.count("⭐")
-        value = shown if shown else re.sub(r"\s*stars?\s*\Z", "", value)
+        stars = value.count("★") + value.count("⭐")
+        value = stars if stars else re.sub(r"\s*stars?\s*\Z", "", value)
     number = _number(value)
     if isinstance(value, bool):
         return value
@@ -244,10 +244,10 @@ def _holds(value: Any) -> bool:
 
 def without_end_marker(text: str) -> tuple[str, str]:
     """Return a text without the end markers at its end, and the first of them; empty where it has none."""
-    found = AT_END.search(text) if text.rstrip()[-1:] in {">", "]", "["} else None
-    if found is None or ("</s>" in found[0] and "<s>" in text):  # a text struck through
+    markers = AT_END.search(text) if text.rstrip()[-1:] in {">", "]", "["} else None
+    if markers is None or ("</s>" in markers[0] and "<s>" in text):  # a text struck through
         return text, ""
-    return text[: found.start()], next(marker for marker in END_MARKERS if found[0].startswith(marker))
+    return text[: markers.start()], next(marker for marker in END_MARKERS if markers[0].startswith(marker))
 
 
 def cleaned(parsed: Parsed, noticed: Counter[str]) -> Parsed:

@@ -29,7 +29,7 @@ from rlhf_core.data.validation.similar_rows import (
     near_duplicates,
     similar_prompts,
 )
-from rlhf_core.data.validation.stored_rows import Origins, StoredRows
+from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.data.validation.suites import Suites
 from rlhf_core.data.validation.tables import Validated, found_column, take_set_verdicts
 
@@ -65,42 +65,33 @@ def check_set(
     suites: Suites,
     derived: Collection[str] = (),
     evaluation: Sequence[FileRows] = (),
-    origins: Mapping[str, Origins] | None = None,
 ) -> SetFindings:
     """Check the clean rows of all kinds by the rules about the whole set.
 
     Args:
         derived: Kinds whose rows are not compared with each other: they repeat those that they come from.
         evaluation: The evaluation files, read as prompts.
-        origins: The file and line of every raw row, by kind; none for kinds of no file.
     """
-    rows, findings = SetRows(clean, config.seed, config.split, origins or {}), SetFindings()
+    rows, findings = SetRows(clean, config.seed, config.split), SetFindings()
     filled = [kind for kind, stored in clean.items() if stored.num_rows]
     prompted = [kind for kind in filled if "prompt" in CONTENT_FIELDS[kind]]
-    leakage = prefix_leakage(rows)
-    findings.add(leakage.breaches, prompted, PREFIX_RULE, FIRST_TURN_RULE)
-    for kind in prompted:
-        findings.counts[kind] = {
-            "test_prefix_leaks": float(leakage.prefix[kind]),
-            "test_first_turn_leaks": float(leakage.first_turn[kind]),
-        }
+    leaked, findings.counts = prefix_leakage(rows)
+    findings.add(leaked, prompted, PREFIX_RULE, FIRST_TURN_RULE)
     severities = {suites.severity(kind, rule) for kind in filled for rule in (NEAR_DUPLICATES, SIMILAR_PROMPTS)}
     decides = not severities <= {"warn", None}
     if config.near_duplicates.searches(max((clean[kind].num_rows for kind in filled), default=0), decides):
         given = [kind for kind in filled if kind not in derived]
-        duplicates = near_duplicates(rows, given, config.near_duplicates)
-        findings.add(duplicates.breaches, given, NEAR_DUPLICATES)
-        for kind, compared in duplicates.compared.items():
-            findings.counts.setdefault(kind, {})["near_duplicates_compared"] = float(compared)
+        duplicates, compared = near_duplicates(rows, given, config.near_duplicates)
+        findings.add(duplicates, given, NEAR_DUPLICATES)
+        for kind, count in compared.items():
+            findings.counts.setdefault(kind, {})["near_duplicates_compared"] = float(count)
         findings.add(similar_prompts(rows, config.near_duplicates), prompted, SIMILAR_PROMPTS)
     if config.languages:
-        identified = languages(rows, filled, config.languages)
-        findings.add(identified.breaches, filled, LANGUAGE)
-        findings.languages = identified.counts
+        strange, findings.languages = languages(rows, filled, config.languages)
+        findings.add(strange, filled, LANGUAGE)
     if evaluation:
-        contaminated = contamination(rows, evaluation, config.near_duplicates)
-        findings.add(contaminated.breaches, filled, CONTAMINATION)
-        findings.evaluation = contaminated.files
+        contaminated, findings.evaluation = contamination(rows, evaluation, config.near_duplicates)
+        findings.add(contaminated, filled, CONTAMINATION)
     return findings
 
 
@@ -115,13 +106,13 @@ def apply_set_rules(validated: Validated, checked: Mapping[str, Collection[str]]
     """
     for kind, rules in checked.items():
         frame = validated.frames[kind]
-        found: dict[str, dict[int, str]] = {rule: {} for rule in rules}
+        reasons: dict[str, dict[int, str]] = {rule: {} for rule in rules}
         for finding in named:
             if finding.kind == kind and finding.number is not None:
-                found[finding.rule].setdefault(finding.number, f"{finding.reason} ({finding.other})")
-        for rule, of_rows in found.items():
+                reasons[finding.rule].setdefault(finding.number, f"{finding.reason} ({finding.other})")
+        for rule, of_rows in reasons.items():
             frame[rule] = found_column(len(frame), of_rows)
-        take_set_verdicts(validated, kind, found)
+        take_set_verdicts(validated, kind, reasons)
 
 
 FINDINGS_SCHEMA = pa.schema(
@@ -143,18 +134,12 @@ def named_findings(findings: Sequence[RowFinding], validated: Validated, suites:
     named: list[RowFinding] = []
     for kind, clean in validated.clean.items():
         of_kind = [(finding, suites.severity(kind, finding.rule)) for finding in findings if finding.kind == kind]
-        numbers, origins = clean.numbers, validated.raw.origins.get(kind)
+        numbers = clean.numbers
         ids = validated.frames[kind]["id"] if of_kind else ()
         for finding, severity in of_kind:
             if severity is not None and finding.number is not None:
                 number = int(numbers[finding.number])
-                origin = vars(origins[number]) if origins is not None else {}
+                origin = clean.origin(number)
                 named.append(replace(finding, number=number, id=str(ids[number]), severity=severity, **origin))
-    order = {rule: place for place, rule in enumerate(dict.fromkeys(finding.rule for finding in findings))}
-    return sorted(named, key=lambda finding: order[finding.rule])
-
-
-def findings_table(findings: Sequence[RowFinding]) -> pa.Table:
-    """Return the findings as they are stored."""
-    rows = [{name: getattr(finding, name) for name in FINDINGS_SCHEMA.names} for finding in findings]
-    return pa.Table.from_pylist(rows, schema=FINDINGS_SCHEMA)
+    order = list(dict.fromkeys(finding.rule for finding in findings))
+    return sorted(named, key=lambda finding: order.index(finding.rule))

@@ -50,8 +50,8 @@ def column_names(kind: str) -> list[str]:
     return [*column_schema(kind).names, *([CONTRADICTED_BY] if kind == "preferences" else [])]
 
 
-def read_columns(kind: str, tables: Iterable[pa.Table], file: Path) -> tuple[pd.DataFrame, pa.ChunkedArray]:
-    """Return the columns of rows that arrive in parts, and a hash of the content of each row.
+def read_columns(kind: str, tables: Iterable[pa.Table], file: Path) -> tuple[pd.DataFrame, pa.Table]:
+    """Return the columns of rows that arrive in parts, and hashes of each row: see :func:`_digests`.
 
     The texts stay in ``file``, which is mapped into memory. Rows are compared with each other by hashes, so that a part
     is not needed after it was read. ``contradicted_by`` is the id of a pair that is labelled the other way round.
@@ -73,7 +73,7 @@ def read_columns(kind: str, tables: Iterable[pa.Table], file: Path) -> tuple[pd.
         equal = pc.equal(hashed.column("swapped"), hashed.column("labelled"))
         other = pc.if_else(equal, pa.scalar(None, pa.int32()), other)
         frame[CONTRADICTED_BY] = pd.Series(table.column("id").take(other).to_pandas(), dtype="str")
-    return frame, hashed.column("content")
+    return frame, hashed
 
 
 def copies(contents: pa.ChunkedArray, accepted: npt.NDArray[np.bool_]) -> dict[int, int]:
@@ -82,15 +82,46 @@ def copies(contents: pa.ChunkedArray, accepted: npt.NDArray[np.bool_]) -> dict[i
     The first row of its texts that is ``accepted`` is no copy: what a refused row repeats is not lost.
     """
     hashes = contents.combine_chunks()
-    found: dict[int, int] = {}
+    original_of: dict[int, int] = {}
     for considered in (np.arange(len(hashes)), np.flatnonzero(accepted)):
         values = hashes.take(pa.array(considered))
         first = considered[pc.index_in(values, value_set=values).to_numpy()]
         for row in considered[first == considered].tolist():
-            found.pop(row, None)
+            original_of.pop(row, None)
         repeated = first != considered
-        found |= dict(zip(considered[repeated].tolist(), first[repeated].tolist(), strict=True))
-    return found
+        original_of |= dict(zip(considered[repeated].tolist(), first[repeated].tolist(), strict=True))
+    return original_of
+
+
+def label_agreement(hashes: pa.Table, margins: Iterable[float | None]) -> dict[str, float]:
+    """Count the labels of every pair among all rows that were read, refused ones too.
+
+    White space and invisible characters do not count. Exact copies, of one margin too, are one label: what repeats a
+    row is no second annotator.
+
+    Args:
+        hashes: Of the ``content`` of each row, and of its pair as it is ``labelled`` and ``swapped``.
+        margins: Of each row.
+
+    Returns:
+        ``repeated_pairs``: pairs of replies to a prompt with two labels or more; ``contradicted_pairs``: those of them
+        that are labelled both ways; ``label_agreement``: the share of their labels that say what most labels of the
+        pair say, half of a tie. The last is not there where no pair repeats.
+    """
+    labels: dict[bytes, list[int]] = {}
+    seen: set[int] = set()
+    columns = [hashes.column(name).to_pylist() for name in ("content", "labelled", "swapped")]
+    for content, labelled, swapped, margin in zip(*columns, margins, strict=True):
+        copy = hash((content, margin))
+        if copy not in seen and labelled != swapped:  # which are equal where the replies are
+            labels.setdefault(min(labelled, swapped), [0, 0])[labelled < swapped] += 1
+        seen.add(copy)
+    repeated = [votes for votes in labels.values() if sum(votes) > 1]
+    counts = {
+        "repeated_pairs": float(len(repeated)),
+        "contradicted_pairs": float(sum(min(votes) > 0 for votes in repeated)),
+    }
+    return counts | ({"label_agreement": sum(map(max, repeated)) / sum(map(sum, repeated))} if repeated else {})
 
 
 def _columns(kind: str, table: pa.Table) -> pa.Table:

@@ -1,8 +1,9 @@
 """Expectations for what is ours: visible text, keys, encodings, template tokens, pairs of replies.
 
-They are used by their names in suite files, ``expect_column_values_to_hold_no_secrets`` and so on, beside those of the
-library. Each metric is computed on Arrow's columns without a copy. A null passes: ``expect_rows_to_be_complete`` says
-which columns may have none.
+They are used by their names in suite files, ``expect_texts_to_hold_no_secrets`` and so on, beside those of the library.
+What must hold for every text takes a list of columns: the library's own work on an expectation costs more than a look
+at a column. Each metric is computed on Arrow's columns without a copy. A null passes: ``expect_rows_to_be_complete``
+says which columns may have none.
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ def _numpy(values: pa.ChunkedArray) -> Flags:
 def _without(pattern: str) -> Callable[[pd.Series], Flags]:
     """Return a test of texts that may not match a regular expression."""
     return lambda column: ~_numpy(pc.match_substring_regex(_arrow(column), pattern))
+
+
+def _in_all_columns(test: Callable[[pd.Series], Flags]) -> Callable[[pd.DataFrame], Flags]:
+    """Return a test of rows that pass it in every column."""
+    return lambda columns: np.logical_and.reduce([test(columns[name]) for name in columns])
 
 
 def _texts(values: pa.ChunkedArray) -> Iterable[str]:
@@ -140,18 +146,6 @@ class ExpectColumnValuesToBeFinite(ColumnMapExpectation):
     map_metric: ClassVar[str] = _column_metric("finite", _finite)
 
 
-class ExpectColumnValuesToHoldNoSecrets(ColumnMapExpectation):
-    """Expect that nothing in a text looks like an access key or a private key."""
-
-    map_metric: ClassVar[str] = _column_metric("no_secrets", _without(SECRETS))
-
-
-class ExpectColumnValuesToHoldNoControlCharacters(ColumnMapExpectation):
-    """Expect that a text has no control or replacement characters."""
-
-    map_metric: ClassVar[str] = _column_metric("no_control_characters", _without(CONTROL))
-
-
 class ExpectColumnValuesToHoldNoMojibake(ColumnMapExpectation):
     """Expect that no text was decoded with the wrong encoding."""
 
@@ -194,16 +188,28 @@ class ExpectRepliesNotToRepeatThePrompt(_RowExpectation):
     map_metric: ClassVar[str] = _row_metric("prompt_not_repeated", _prompt_not_repeated)
 
 
+class ExpectTextsToHoldNoSecrets(_RowExpectation):
+    """Expect that nothing in the texts looks like an access key or a private key."""
+
+    map_metric: ClassVar[str] = _row_metric("no_secrets", _in_all_columns(_without(SECRETS)))
+
+
+class ExpectTextsToHoldNoControlCharacters(_RowExpectation):
+    """Expect that the texts have no control or replacement characters."""
+
+    map_metric: ClassVar[str] = _row_metric("no_control_characters", _in_all_columns(_without(CONTROL)))
+
+
 # Stages reach these by the names in suite files alone; this list is what makes them part of a stage's code.
 OWN = (
     ExpectColumnValuesToHaveVisibleText,
     ExpectColumnValuesToBeFinite,
-    ExpectColumnValuesToHoldNoSecrets,
-    ExpectColumnValuesToHoldNoControlCharacters,
     ExpectColumnValuesToHoldNoMojibake,
     ExpectColumnValuesNotToEndWithATemplateToken,
     ExpectNoFindings,
     ExpectRowsToBeComplete,
     ExpectRepliesToDiffer,
     ExpectRepliesNotToRepeatThePrompt,
+    ExpectTextsToHoldNoSecrets,
+    ExpectTextsToHoldNoControlCharacters,
 )

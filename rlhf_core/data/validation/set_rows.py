@@ -18,7 +18,7 @@ from rlhf_core.config.data import SplitConfig
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS
 from rlhf_core.data.splits import SPLITS, PairUser, assign, pair_user_of
-from rlhf_core.data.validation.stored_rows import Origin, Origins, StoredRows
+from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.errors import ConfigError
 
 # The most held-out part first. A row is at fault if it resembles one of an earlier part.
@@ -38,7 +38,7 @@ class SetRow:
         user: Position in ``USER_ORDER`` of the model that the pair belongs to; None for test pairs and other kinds.
         turns: The prompt's turns without system turns, casefolded, with white space collapsed.
         text: The whole content: prompt and replies, or the text.
-        origin: The record that gave the row, and perhaps others (a ranking); None for rows of no file.
+        origin: File and line of the record that gave the row, and perhaps others (a ranking); empty without a file.
     """
 
     kind: str
@@ -48,26 +48,26 @@ class SetRow:
     user: int | None
     turns: tuple[str, ...]
     text: str
-    origin: Origin | None = None
+    origin: Mapping[str, Any] = field(default_factory=dict)
+
+    def finding(self, rule: str, reason: str, other: str = "", similarity: float | None = None) -> RowFinding:
+        """The row breaks a rule; ``other`` is what it resembles."""
+        return RowFinding(rule, self.kind, reason, number=self.number, other=other, similarity=similarity)
 
 
 @dataclass(frozen=True)
 class SetRows:
-    """The clean rows of all kinds, which can be read again and again in parts.
-
-    ``origins`` are those of all raw rows, by kind.
-    """
+    """The clean rows of all kinds, which can be read again and again in parts."""
 
     clean: Mapping[str, StoredRows]
     seed: int
     split: SplitConfig
-    origins: Mapping[str, Origins] = field(default_factory=dict)
 
     def of(self, kind: str) -> Iterator[SetRow]:
         """Yield the rows of a kind in order."""
         number = 0
-        raw_numbers, origins = self.clean[kind].numbers, self.origins.get(kind)
-        for part in self.clean[kind].parts(["id", "group", *CONTENT_FIELDS[kind]]):
+        clean, raw_numbers = self.clean[kind], self.clean[kind].numbers
+        for part in clean.parts(["id", "group", *CONTENT_FIELDS[kind]]):
             rows = part.to_pylist()
             groups = [row["group"] for row in rows]
             for row, group, split in zip(rows, groups, assign(groups, self.seed, self.split), strict=True):
@@ -82,7 +82,7 @@ class SetRows:
                     self._user(group) if kind == "preferences" and split != "test" else None,
                     tuple(" ".join(turn.casefold().split()) for turn in turns),
                     "\n".join([*turns, *replies]),
-                    origins[int(raw_numbers[number])] if origins is not None else None,
+                    clean.origin(raw_numbers[number]),
                 )
                 number += 1
 
@@ -104,42 +104,32 @@ VARIANTS = {"wuu": "zh", "yue": "zh"}
 UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True)
-class Languages:
-    """Rows of another language than expected, and by kind how many rows are of each language."""
-
-    breaches: list[RowFinding]
-    counts: dict[str, Counter[str]]
-
-
-def languages(rows: SetRows, kinds: Iterable[str], expected: Collection[str]) -> Languages:
+def languages(
+    rows: SetRows, kinds: Iterable[str], expected: Collection[str]
+) -> tuple[list[RowFinding], dict[str, Counter[str]]]:
     """Identify the language of every row of ``kinds``; texts below 40 characters count as unknown and pass.
+
+    Returns:
+        Rows of another language than expected, and by kind how many rows are of each language.
 
     Raises:
         ConfigError: py3langid is not installed, or it does not know a language of ``expected``.
     """
     identifier = _identifier(expected)
-    result = Languages([], {})
+    breaches: list[RowFinding] = []
+    counts: dict[str, Counter[str]] = {}
     for kind in kinds:
-        counts = result.counts.setdefault(kind, Counter())
+        of_kind = counts.setdefault(kind, Counter())
         for row in rows.of(kind):
             text = row.text[:CHARACTERS]
             language = UNKNOWN
             if len(text) >= FEWEST_CHARACTERS:
                 name = str(identifier.classify(text)[0])
                 language = VARIANTS.get(name, name)
-            counts[language] += 1
+            of_kind[language] += 1
             if language != UNKNOWN and language not in expected:
-                result.breaches.append(
-                    RowFinding(
-                        LANGUAGE,
-                        kind,
-                        f"looks like language {language}",
-                        number=row.number,
-                        other=", ".join(sorted(expected)),
-                    )
-                )
-    return result
+                breaches.append(row.finding(LANGUAGE, f"looks like language {language}", ", ".join(sorted(expected))))
+    return breaches, counts
 
 
 def _identifier(expected: Collection[str]) -> Any:
@@ -199,24 +189,6 @@ class DialogueIndex:
         yield from (self.whole[key] for key in hashes[:-1] if key in self.whole)
 
 
-@dataclass(frozen=True)
-class PrefixLeakage:
-    """What was found.
-
-    Attributes:
-        breaches: Rows of training that a more held-out part shares turns with.
-        held_out: By kind, the rows of split test.
-        prefix: By kind, how many of them have a prompt that begins as one of training, or that one of training begins
-            as.
-        first_turn: By kind, how many of them share at least the first turn with one of training.
-    """
-
-    breaches: list[RowFinding]
-    held_out: Counter[str]
-    prefix: Counter[str]
-    first_turn: Counter[str]
-
-
 def beginning_hashes(turns: Iterable[str]) -> list[int]:
     """Return 64-bit hashes of the turns up to the first, third, fifth … one, each of which is the user's."""
     hashes = []
@@ -229,8 +201,13 @@ def beginning_hashes(turns: Iterable[str]) -> list[int]:
     return hashes
 
 
-def prefix_leakage(rows: SetRows) -> PrefixLeakage:
-    """Look up every prompt among the beginnings of all others; the time is linear in turns."""
+def prefix_leakage(rows: SetRows) -> tuple[list[RowFinding], dict[str, dict[str, float]]]:
+    """Look up every prompt among the beginnings of all others; the time is linear in turns.
+
+    Returns:
+        Rows of training that a more held-out part shares turns with, and counts by kind of the test rows with a prompt
+        that begins as one of training or that one of training begins as, and of those that share the first turn.
+    """
     splits, users = DialogueIndex(), DialogueIndex()
     for row in rows.with_prompts():
         hashes = beginning_hashes(row.turns)
@@ -238,17 +215,18 @@ def prefix_leakage(rows: SetRows) -> PrefixLeakage:
             splits.add(hashes, row.split, row.id)
         if hashes and row.user is not None:
             users.add(hashes, row.user, row.id)
-    result = PrefixLeakage([], Counter(), Counter(), Counter())
+    breaches: list[RowFinding] = []
+    counts: dict[str, dict[str, float]] = {}
     for row in rows.with_prompts():
         hashes = beginning_hashes(row.turns)
+        of_kind = counts.setdefault(row.kind, {"test_prefix_leaks": 0.0, "test_first_turn_leaks": 0.0})
         if not hashes:
             continue
-        result.breaches.extend(_breaches(row, hashes, splits, users))
+        breaches.extend(_breaches(row, hashes, splits, users))
         if row.split == 0:
-            result.held_out[row.kind] += 1
-            result.prefix[row.kind] += any(relative.last > 0 for relative in splits.relatives(hashes))
-            result.first_turn[row.kind] += splits.beginnings[hashes[0]].last > 0
-    return result
+            of_kind["test_prefix_leaks"] += any(relative.last > 0 for relative in splits.relatives(hashes))
+            of_kind["test_first_turn_leaks"] += splits.beginnings[hashes[0]].last > 0
+    return breaches, counts
 
 
 def _breaches(row: SetRow, hashes: Sequence[int], splits: DialogueIndex, users: DialogueIndex) -> Iterator[RowFinding]:
@@ -265,6 +243,5 @@ def _breaches(row: SetRow, hashes: Sequence[int], splits: DialogueIndex, users: 
             held_out = [relative for relative in shared if relative.first < part]
             if held_out:
                 nearest = min(held_out, key=lambda relative: relative.first)
-                reason = what.format(part=names[nearest.first])
-                yield RowFinding(rule, row.kind, reason, number=row.number, other=nearest.id)
+                yield row.finding(rule, what.format(part=names[nearest.first]), nearest.id)
                 break

@@ -49,14 +49,6 @@ def shingle_hashes(words: Sequence[str], size: int) -> npt.NDArray[np.uint64]:
     return np.unique(shingles)
 
 
-@dataclass(frozen=True)
-class Similar:
-    """A text that resembles another: the key it was added with, and the estimated Jaccard similarity."""
-
-    key: int
-    similarity: float
-
-
 class SimilarTexts:
     """An index of texts by their signatures; adding and finding take time that does not grow with its size."""
 
@@ -79,8 +71,10 @@ class SimilarTexts:
             signature.update_batch(hashes[start : start + SHINGLES].tolist())
         return signature
 
-    def most_similar(self, signature: MinHash, without: Collection[int] = ()) -> Similar | None:
+    def most_similar(self, signature: MinHash, without: Collection[int] = ()) -> tuple[int, float] | None:
         """Return the text that resembles the signature most, the first of equal ones; None below the limit.
+
+        It is given by the key that it was added with and its estimated Jaccard similarity.
 
         Args:
             without: Keys of texts that are left out.
@@ -93,7 +87,7 @@ class SimilarTexts:
         best = int(np.argmax(similarities))
         if similarities[best] < self._similarity:
             return None
-        return Similar(candidates[best], float(similarities[best]))
+        return candidates[best], float(similarities[best])
 
     def add(self, key: int, signature: MinHash) -> None:
         """Add a text under a key that is not taken, unless ``CROWDED`` others share a band with it."""
@@ -105,18 +99,13 @@ class SimilarTexts:
 NEAR_DUPLICATES = "no_near_duplicates"
 
 
-@dataclass(frozen=True)
-class NearDuplicates:
-    """Rows that resemble an earlier one, and by kind how many rows were compared."""
+def near_duplicates(
+    rows: SetRows, kinds: Collection[str], config: NearDuplicatesConfig
+) -> tuple[list[RowFinding], dict[str, int]]:
+    """Return rows that resemble an earlier one, and by kind how many rows were compared.
 
-    breaches: list[RowFinding]
-    compared: dict[str, int]
-
-
-def near_duplicates(rows: SetRows, kinds: Collection[str], config: NearDuplicatesConfig) -> NearDuplicates:
-    """Compare the prompt and replies of each row with those of the earlier rows of its kind.
-
-    Pairs of one ranking share their prompt and some of their replies by design, and are not compared with each other.
+    The prompt and replies of each row are compared with those of the earlier rows of its kind. Pairs of
+    one ranking share their prompt and some of their replies by design, and are not compared with each other.
 
     The time is linear in rows. What is found is an estimate: the hashing misses some pairs near the limit and finds
     some a little below it. A row that is nearly a copy itself is not compared with later ones, which are compared with
@@ -139,16 +128,13 @@ def near_duplicates(rows: SetRows, kinds: Collection[str], config: NearDuplicate
             similar = index.most_similar(signature, of_ranking)
             if similar is None:
                 index.add(row.number, signature)
-                if row.origin is not None and row.turns:
+                if row.origin and row.turns:
                     of_ranking.add(row.number)
             else:
-                reason = "nearly a copy of an earlier row"
-                other, similarity = ids[similar.key], similar.similarity
-                breaches.append(
-                    RowFinding(NEAR_DUPLICATES, kind, reason, number=row.number, other=other, similarity=similarity)
-                )
+                key, similarity = similar
+                breaches.append(row.finding(NEAR_DUPLICATES, "nearly a copy of an earlier row", ids[key], similarity))
         compared[kind] = len(ids)
-    return NearDuplicates(breaches, compared)
+    return breaches, compared
 
 
 SIMILAR_PROMPTS = "no_similar_held_out_prompts"
@@ -198,9 +184,9 @@ def _between_parts(
             similar = index.most_similar(uses.signature)
             if similar is None:
                 continue
-            reason = f"the prompt is nearly the same as one of {parts[part_of[similar.key]]}"
+            key, similarity = similar
+            reason, other = f"the prompt is nearly the same as one of {parts[part_of[key]]}", prompts[key].id
             for kind, row in uses.rows[order, part]:
-                other, similarity = prompts[similar.key].id, similar.similarity
                 yield RowFinding(SIMILAR_PROMPTS, kind, reason, number=row, other=other, similarity=similarity)
         for number, uses in new.items():
             part_of[number] = part
@@ -210,15 +196,6 @@ def _between_parts(
 CONTAMINATION = "no_contamination"
 RUN_OF_WORDS = 13
 TEST = SPLIT_ORDER.index("test")
-
-
-@dataclass(frozen=True)
-class EvaluationPrompt:
-    """A prompt of an evaluation file: the file as params.yaml spells it, its line or number there, and its turns."""
-
-    source: str
-    position: int
-    turns: tuple[str, ...]
 
 
 @dataclass
@@ -231,32 +208,15 @@ class EvaluationOverlap:
     met: set[int] = field(default_factory=set)
 
 
-@dataclass(frozen=True)
-class Contamination:
-    """Rows of training that overlap with evaluation prompts, and the evaluation files."""
-
-    breaches: list[RowFinding]
-    files: list[EvaluationOverlap]
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """What a prompt has in common with the evaluation prompt of this number."""
-
-    number: int
-    reason: str
-    similarity: float | None = None
-
-
 class EvaluationIndex:
     """Evaluation prompts, looked up by runs of words, by whole texts and by similarity."""
 
-    def __init__(self, prompts: Sequence[EvaluationPrompt], config: NearDuplicatesConfig) -> None:
+    def __init__(self, prompts: Sequence[Sequence[str]], config: NearDuplicatesConfig) -> None:
         self._similar = SimilarTexts(config)
         self._short: dict[int, int] = {}
         runs, owners = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
-        for number, prompt in enumerate(prompts):
-            text = "\n".join(prompt.turns)
+        for number, turns in enumerate(prompts):
+            text = "\n".join(turns)
             words = split_words(text)
             hashes = shingle_hashes(words, RUN_OF_WORDS)
             if len(words) < RUN_OF_WORDS:
@@ -283,33 +243,35 @@ class EvaluationIndex:
                 return min(numbers)
         return None
 
-    def overlap(self, turns: Sequence[str]) -> Overlap | None:
-        """Return what these turns have in common with an evaluation prompt."""
+    def overlap(self, turns: Sequence[str]) -> tuple[int, str, float | None] | None:
+        """Return the number of an evaluation prompt, what these turns have in common with it, and the similarity."""
         shared = self.shared_words(turns)
         if shared is not None:
-            return Overlap(shared, f"the same text as an evaluation prompt, or {RUN_OF_WORDS} words in a row of one")
+            return shared, f"the same text as an evaluation prompt, or {RUN_OF_WORDS} words in a row of one", None
         similar = self._similar.most_similar(self._similar.signature("\n".join(turns)))
-        if similar is None:
-            return None
-        return Overlap(similar.key, "nearly the same as an evaluation prompt", similar.similarity)
+        return None if similar is None else (similar[0], "nearly the same as an evaluation prompt", similar[1])
 
 
-def contamination(rows: SetRows, files: Sequence[FileRows], config: NearDuplicatesConfig) -> Contamination:
+def contamination(
+    rows: SetRows, files: Sequence[FileRows], config: NearDuplicatesConfig
+) -> tuple[list[RowFinding], list[EvaluationOverlap]]:
     """Look up the prompts (of pretraining text: the texts) of all rows that are not of split test.
 
     Args:
         files: The evaluation files, read as prompts.
+
+    Returns:
+        Rows of training that overlap with evaluation prompts, and the evaluation files.
     """
     prompts = [
-        EvaluationPrompt(
-            file.counts.source, position, tuple(t["content"] for t in row["prompt"] if t["role"] != "system")
-        )
+        tuple(turn["content"] for turn in row["prompt"] if turn["role"] != "system")
         for file in files
-        for row, position in zip(file.rows, file.positions, strict=True)
+        for row in file.rows
     ]
+    records = [(file.counts.source, position) for file in files for position in file.positions]
     index = EvaluationIndex(prompts, config)
     overlaps = {f.counts.source: EvaluationOverlap(f.counts.source, f.counts.kept, f.counts.refused) for f in files}
-    overlap_of: dict[int, Overlap | None] = {}  # by the hash of the turns: most prompts occur in several rows
+    overlap_of: dict[int, tuple[int, str, float | None] | None] = {}  # by the hash of the turns: most prompts repeat
     breaches = []
     for kind in rows.clean:
         for row in rows.of(kind):
@@ -321,17 +283,8 @@ def contamination(rows: SetRows, files: Sequence[FileRows], config: NearDuplicat
                 overlap_of[key] = index.overlap(turns)
             overlap = overlap_of[key]
             if overlap is not None:
-                prompt = prompts[overlap.number]
-                overlaps[prompt.source].met.add(prompt.position)
-                other = f"{prompt.source}:{prompt.position}"
-                breaches.append(
-                    RowFinding(
-                        CONTAMINATION,
-                        kind,
-                        overlap.reason,
-                        number=row.number,
-                        other=other,
-                        similarity=overlap.similarity,
-                    )
-                )
-    return Contamination(breaches, list(overlaps.values()))
+                number, reason, similarity = overlap
+                source, position = records[number]
+                overlaps[source].met.add(position)
+                breaches.append(row.finding(CONTAMINATION, reason, f"{source}:{position}", similarity))
+    return breaches, list(overlaps.values())

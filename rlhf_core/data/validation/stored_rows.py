@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +13,37 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_core.data.lengths import PERCENTILES, LengthPercentiles, evenly_spread, token_counts
-from rlhf_core.data.row_counts import RowFinding
-from rlhf_core.data.schema import CONTENT_FIELDS, arrow_schema, write_table
+from rlhf_core.data.lengths import PERCENTILES, TokenCounts, evenly_spread, percentiles
+from rlhf_core.data.row_counts import READABLE, RowFinding
+from rlhf_core.data.schema import CONTENT_FIELDS, arrow_schema
 from rlhf_core.data.tables import TableWriter, table_chunks
-from rlhf_core.errors import DataError, UnwritableText
+from rlhf_core.errors import DataError
 from rlhf_core.runtime.progress import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Origins:
+    """The records that the rows of a kind were read from, in their order.
+
+    Attributes:
+        sources: The files, as params.yaml spells them.
+        source: By row, the number of its file (N,).
+        position: By row, the line or number of its record there (N,).
+    """
+
+    sources: Sequence[str]
+    source: npt.NDArray[np.int32]
+    position: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """The ``source`` and ``position`` of a row."""
+        return {"source": self.sources[self.source[row]], "position": int(self.position[row])}
 
 
 @dataclass(frozen=True)
@@ -32,12 +53,14 @@ class StoredRows:
     Attributes:
         stored: How many rows the file has.
         kept: By row of the file, whether it is one of these (N,); None for all.
+        origins: Of all rows of the file; None where they are from no file of a user.
     """
 
     kind: str
     path: Path
     stored: int
     kept: npt.NDArray[np.bool_] | None = None
+    origins: Origins | None = None
 
     @classmethod
     def of_file(cls, kind: str, path: Path) -> StoredRows:
@@ -67,6 +90,10 @@ class StoredRows:
     def numbers(self) -> npt.NDArray[np.int64]:
         """Their numbers in the file."""
         return np.arange(self.stored) if self.kept is None else np.flatnonzero(self.kept)
+
+    def origin(self, number: int) -> dict[str, Any]:
+        """The ``source`` and ``position`` that the row of this number in the file was read from; empty for none."""
+        return {} if self.origins is None else self.origins[number]
 
     def where(self, keep: npt.NDArray[np.bool_]) -> StoredRows:
         """Those of the rows for which ``keep`` (one value for each) holds."""
@@ -103,38 +130,6 @@ PROVENANCE_SCHEMA = pa.schema(
 # Ids of derived prompts whose records give no other row: nothing that they come from can fail validation.
 PROMPT_ONLY = "prompt_only.parquet"
 PROMPT_ONLY_SCHEMA = pa.schema([("id", pa.string())])
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The file that a row was read from, as params.yaml spells it, and the line or number of the row there."""
-
-    source: str
-    position: int
-
-    def __str__(self) -> str:
-        return f"{self.source}:{self.position}"
-
-
-@dataclass(frozen=True)
-class Origins:
-    """The origins of the rows of a kind, in their order.
-
-    Attributes:
-        sources: The files.
-        source: By row, the number of its file (N,).
-        position: By row, its position there (N,).
-    """
-
-    sources: Sequence[str]
-    source: npt.NDArray[np.int32]
-    position: npt.NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.position)
-
-    def __getitem__(self, row: int) -> Origin:
-        return Origin(self.sources[self.source[row]], int(self.position[row]))
 
 
 def provenance_table(kind: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
@@ -187,42 +182,19 @@ QUARANTINE_SCHEMA = pa.schema(
 )
 
 
-@dataclass(frozen=True)
-class Quarantined:
-    """One refused row: kind, id (``FILE:POSITION`` where it never became a row), reasons, and content as JSON.
-
-    ``source`` and ``position`` are the file and line that it was read from, None for rows of no file.
-    """
-
-    kind: str
-    id: str
-    reasons: list[str]
-    row: str
-    source: str | None = None
-    position: int | None = None
+def findings_table(findings: Sequence[RowFinding], schema: pa.Schema) -> pa.Table:
+    """Return findings as they are stored, with the columns of ``schema``."""
+    return pa.Table.from_pylist(
+        [{name: getattr(finding, name) for name in schema.names} for finding in findings], schema=schema
+    )
 
 
-def refused_table(refused: Sequence[RowFinding]) -> pa.Table:
-    """Return rows that readers refused as they are stored."""
-    return pa.Table.from_pylist([vars(row) for row in refused], schema=REFUSED_SCHEMA)
-
-
-def write_refused(path: Path, refused: Sequence[RowFinding]) -> None:
-    """Write the rows that readers refused."""
-    write_table(path, refused_table(refused))
-
-
-def read_refused(path: Path) -> Iterator[list[Quarantined]]:
-    """Yield the rows that readers refused in parts, as quarantined rows; a missing file means that there are none."""
+def read_refused(path: Path) -> Iterator[list[RowFinding]]:
+    """Yield the rows that readers refused in parts; a missing file means that there are none."""
     for table in table_chunks(path) if path.exists() else ():
         yield [
-            Quarantined(
-                row["kind"],
-                f"{row['source']}:{row['position']}",
-                [row["reason"]],
-                row["row"],
-                row["source"],
-                row["position"],
+            RowFinding(
+                READABLE, **{name: row[name] for name in REFUSED_SCHEMA.names}, id=f"{row['source']}:{row['position']}"
             )
             for row in table.to_pylist()
         ]
@@ -234,51 +206,14 @@ def count_refused(path: Path) -> Counter[str]:
     return Counter(kind for table in chunks for kind in table.column("kind").to_pylist())
 
 
-def quarantine_rows(
-    kind: str, table: pa.Table, numbers: Sequence[int], reasons: Mapping[int, Sequence[str]], origins: Origins | None
-) -> list[Quarantined]:
-    """Return rows of a kind with their reasons and where they come from.
-
-    Args:
-        table: The rows to return.
-        numbers: Their numbers among all rows of the kind.
-        reasons: By number of a row, why it is refused.
-        origins: Those of all rows of the kind; None for rows of no file.
-    """
-    quarantined = []
-    for number, row in zip(numbers, table.to_pylist(), strict=True):
-        text = json.dumps(row, ensure_ascii=False, default=str)
-        origin = vars(origins[number]) if origins is not None else {}
-        quarantined.append(Quarantined(kind, str(row.get("id")), list(reasons[number]), text, **origin))
-    return quarantined
-
-
-def write_quarantine(path: Path, parts: Iterable[Sequence[Quarantined]]) -> None:
-    """Write ``data/quarantine.parquet`` (see :class:`Quarantined`); an empty file when nothing was refused."""
+def write_quarantine(path: Path, parts: Iterable[Sequence[RowFinding]]) -> None:
+    """Write ``data/quarantine.parquet``: every refused row with its reasons; an empty file when there is none."""
     with TableWriter(path, QUARANTINE_SCHEMA) as writer:
         for rows in parts:
-            writer.write(pa.Table.from_pylist([vars(row) for row in rows], schema=QUARANTINE_SCHEMA))
+            writer.write(findings_table(rows, QUARANTINE_SCHEMA))
 
 
-UNWRITABLE = "writable_by_tokenizer"  # what findings.parquet calls them: no rule, since not every row is looked at
 COUNTED_ROWS = 20_000  # of a kind; a percentile of as many is off by less than one per cent of the rows
-
-
-@dataclass
-class KindTokens:
-    """Tokens of rows of a kind.
-
-    Attributes:
-        rows: How many rows there are.
-        looked_at: How many of them were tokenised.
-        lengths: By text column, and for the sequence that training sees, the tokens of each row that can be written.
-        unwritable: The others, in order.
-    """
-
-    rows: int
-    looked_at: int = 0
-    lengths: dict[str, list[int]] = field(default_factory=dict)
-    unwritable: list[RowFinding] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -286,14 +221,14 @@ class CountedTokens:
     """Tokens of the clean rows by kind, and what the tokenizer that counted them is called."""
 
     tokenizer: str
-    kinds: Mapping[str, KindTokens]
+    kinds: Mapping[str, TokenCounts]
 
     def metrics(self, kind: str) -> dict[str, float]:
         """Return ``COLUMN_tokens_PERCENTILE`` for each text column of ``kind``, and for the whole sequence."""
         return {
             f"{name.replace(' + ', '_and_')}_tokens_{percentile}": float(value)
             for name, lengths in self.kinds[kind].lengths.items()
-            for percentile, value in zip(PERCENTILES, LengthPercentiles.of(name, lengths).values, strict=True)
+            for percentile, value in zip(PERCENTILES, percentiles(lengths), strict=True)
         }
 
     def findings(self) -> list[RowFinding]:
@@ -301,34 +236,21 @@ class CountedTokens:
         return [finding for counted in self.kinds.values() for finding in counted.unwritable]
 
 
-def count_tokens(
-    clean: Mapping[str, StoredRows], tokenizer: PreTrainedTokenizerBase, name: str, origins: Mapping[str, Origins]
-) -> CountedTokens:
+def count_tokens(clean: Mapping[str, StoredRows], tokenizer: PreTrainedTokenizerBase, name: str) -> CountedTokens:
     """Tokenise the clean rows as training does, part by part.
 
     Args:
         name: What the card calls the tokenizer.
-        origins: The file and line of every raw row, by kind; none for kinds of no file.
     """
-    kinds = {kind: KindTokens(rows.num_rows) for kind, rows in clean.items() if rows.num_rows}
+    kinds = {kind: TokenCounts(kind, rows.num_rows) for kind, rows in clean.items() if rows.num_rows}
     with progress(sum(min(counted.rows, COUNTED_ROWS) for counted in kinds.values()), "counting tokens") as bar:
         for kind, counted in kinds.items():
             chosen = np.zeros(counted.rows, dtype=bool)
             chosen[evenly_spread(counted.rows, COUNTED_ROWS)] = True
             rows = clean[kind].where(chosen)
-            raw_numbers, known = rows.numbers, origins.get(kind)
+            numbers = iter(rows.numbers)
             for part in rows.parts(["id", *CONTENT_FIELDS[kind]]):
-                for number, row in zip(raw_numbers[counted.looked_at :], part.to_pylist(), strict=False):
-                    try:
-                        tokens = token_counts(tokenizer, kind, row)
-                    except UnwritableText as error:
-                        origin = vars(known[int(number)]) if known is not None else {}
-                        counted.unwritable.append(
-                            RowFinding(UNWRITABLE, kind, error.reason, id=row["id"], severity="warn", **origin)
-                        )
-                        continue
-                    for column, count in tokens.items():
-                        counted.lengths.setdefault(column, []).append(count)
-                counted.looked_at += part.num_rows
+                for row in part.to_pylist():
+                    counted.add(tokenizer, row | rows.origin(next(numbers)))
                 bar.advance(part.num_rows)
     return CountedTokens(name, kinds)

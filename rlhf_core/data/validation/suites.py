@@ -275,13 +275,19 @@ class Checkpoints:
         self._results: list[tuple[str, Any, Any]] = []
         self._context = gx.get_context(mode="ephemeral")
         self._context.variables.progress_bars = ProgressBarsConfig(globally=False)
+        raw = self._context.data_sources.add_pandas("raw")
+        self._batches = {
+            kind: raw.add_dataframe_asset(kind).add_batch_definition_whole_dataframe("all rows")
+            for kind, rules in suites.rules.items()
+            if rules
+        }
 
     def run(self, kind: str, frame: pd.DataFrame, part: str, where: Callable[[int], str]) -> Verdicts:
         """Ask the rules of a kind of its rows, those whose columns are there.
 
         Args:
-            part: ``ROWS`` for the rules of single rows, ``COPIES`` for those that tell which rows repeat others,
-                ``SET`` for all that need more than a row, which are shown together.
+            part: ``ROWS`` for the rules of single rows, ``COPIES`` for those that tell which rows repeat others or come
+                from none, ``SET`` for all others about the whole set. Each is a page of the data docs.
             where: What names a row, by its number.
 
         Raises:
@@ -305,11 +311,10 @@ class Checkpoints:
 
     def _validated(self, kind: str, part: str, frame: pd.DataFrame, rules: Sequence[SuiteRule]) -> Any:
         gx, context, name = self._gx, self._context, kind if part == ROWS else f"{kind}_{part}"
-        asset = context.data_sources.add_or_update_pandas(f"raw_{name}").add_dataframe_asset(kind)
         expectations = [rule.expectation.copy(deep=True) for rule in rules]  # one belongs to one suite alone
         suite = context.suites.add(gx.ExpectationSuite(name, expectations=expectations))
         definition = context.validation_definitions.add(
-            gx.ValidationDefinition(name=name, data=asset.add_batch_definition_whole_dataframe("all rows"), suite=suite)
+            gx.ValidationDefinition(name=name, data=self._batches[kind], suite=suite)
         )
         checkpoint = context.checkpoints.add(
             gx.Checkpoint(name=name, validation_definitions=[definition], result_format=RESULT_FORMAT)
@@ -318,11 +323,7 @@ class Checkpoints:
             warnings.simplefilter("ignore")
             run = checkpoint.run(batch_parameters={"dataframe": frame}, expectation_parameters=dict(self.suites.limits))
         ((key, result),) = run.run_results.items()
-        if part == COPIES:  # which are asked again with the rest of the set
-            context.validation_results_store.remove_key(key)
-            context.suites.delete(name)
-        else:
-            self._results.append((kind, key, result))
+        self._results.append((kind, key, result))
         return result
 
     def write_docs(self, docs: Path, failed: Collection[str]) -> None:
@@ -358,9 +359,9 @@ def offline_page(page: str, verdict: str) -> str:
 
 
 def _asked(rule: SuiteRule, part: str) -> bool:
-    if part == COPIES:
-        return bool(rule.columns) and rule.columns <= {NOT_DUPLICATE, SOURCE_PASSED}
-    return rule.of_the_set == (part == SET)
+    if not rule.of_the_set:
+        return part == ROWS
+    return part == (COPIES if rule.columns <= {NOT_DUPLICATE, SOURCE_PASSED} else SET)
 
 
 def _check_evaluated(rule: SuiteRule, outcome: Any) -> None:
@@ -384,15 +385,18 @@ def _show(outcome: Any, rule: SuiteRule, kind: str, frame: pd.DataFrame, where: 
             result["observed_value"] = html.escape(safe_text(excerpt(str(observed))))
         return
     # The library puts values into its pages as they are.
-    shown = [html.escape(f"{safe_text(where(row))}: {_text(rule, kind, frame, row)}") for row in rows[:SHOWN_ROWS]]
-    result |= {"partial_unexpected_list": shown, "partial_unexpected_counts": [{"value": s, "count": 1} for s in shown]}
+    quoted = [html.escape(f"{safe_text(where(row))}: {_text(rule, kind, frame, row)}") for row in rows[:SHOWN_ROWS]]
+    result |= {
+        "partial_unexpected_list": quoted,
+        "partial_unexpected_counts": [{"value": s, "count": 1} for s in quoted],
+    }
 
 
 def _text(rule: SuiteRule, kind: str, frame: pd.DataFrame, row: int) -> str:
     """Return what a row has in the columns of a rule; beside a number also the text that it was taken of."""
     columns = [name for name in frame.columns if name in rule.columns]
     values: list[Any] = [frame[name].iat[row] for name in columns]
-    text = " | ".join("(null)" if pd.isna(value) else str(value) for value in values)
+    text = " | ".join("(null)" if pd.isna(value) else excerpt(str(value)) for value in values)
     if "prompt" in frame and not any(name in (*REPLIES[kind], "prompt", "last_turn") for name in columns):
-        text += f" ({frame['prompt'].iat[row]})"
-    return safe_text(excerpt(text))
+        text += f" ({excerpt(frame['prompt'].iat[row])})"
+    return safe_text(text)

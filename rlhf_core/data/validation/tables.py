@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,14 @@ import pandas as pd
 import pyarrow as pa
 
 from rlhf_core.config.data import Severity
-from rlhf_core.data.collection.rows import DERIVED_FROM, derive
+from rlhf_core.data.collection.rows import DERIVED_FROM, derive, whole_records
+from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.data.validation.columns import copies, read_columns
+from rlhf_core.data.validation.columns import copies, label_agreement, read_columns
 from rlhf_core.data.validation.stored_rows import (
     PROMPT_ONLY,
-    Origins,
-    Quarantined,
     StoredRows,
     count_refused,
-    quarantine_rows,
     read_prompt_only,
     read_provenance,
     read_refused,
@@ -55,7 +54,6 @@ class RawData:
         derived: Kinds that were derived from others.
         of_files: Of kinds that are also derived, how many of the first rows are files' own.
         cut: How many rows of a kind ``collect.limit`` left out.
-        origins: The file and line of every row, by kind; empty for rows of no file.
         prompt_only: Ids of derived prompts that come from records which give no other row.
     """
 
@@ -64,7 +62,6 @@ class RawData:
     derived: Collection[str] = ()
     of_files: Mapping[str, int] = field(default_factory=dict)
     cut: Mapping[str, int] = field(default_factory=dict)
-    origins: Mapping[str, Origins] = field(default_factory=dict)
     prompt_only: Collection[str] = ()
 
 
@@ -84,6 +81,7 @@ class Validated:
         verdicts: By kind, what each expectation about rows by themselves, copies and derivation says.
         frames: By kind, the columns that its expectations are about.
         checkpoints: What asked the expectations.
+        agreement: Of the labels of pairs that occur more than once; see :func:`label_agreement`.
     """
 
     raw: RawData
@@ -98,6 +96,7 @@ class Validated:
     verdicts: dict[str, Verdicts] = field(default_factory=dict)
     frames: dict[str, pd.DataFrame] = field(default_factory=dict)
     checkpoints: Checkpoints | None = None
+    agreement: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def cut_rows(self) -> Mapping[str, int]:
@@ -157,18 +156,23 @@ class Validated:
         self.warned_checks.setdefault(kind, Counter()).update({name: n for name, n in counts.items() if n})
         return {row: list(rules.values()) for row, rules in sorted(refused.items())}
 
-    def quarantine(self) -> Iterator[list[Quarantined]]:
+    def quarantine(self) -> Iterator[list[RowFinding]]:
         """Yield all quarantined rows in parts: those that readers refused, then those that failed, kind by kind."""
         yield from read_refused(self.raw.refused)
         for kind, reasons in self.reasons.items():
-            numbers = sorted(reasons)
-            failed = np.zeros(self.raw.rows[kind].stored, dtype=bool)
+            raw, numbers = self.raw.rows[kind], sorted(reasons)
+            failed = np.zeros(raw.stored, dtype=bool)
             failed[numbers] = True
-            first = 0
-            for table in self.raw.rows[kind].where(failed).parts() if numbers else ():
-                part = numbers[first : first + table.num_rows]
-                yield quarantine_rows(kind, table, part, reasons, self.raw.origins.get(kind))
-                first += table.num_rows
+            waiting = iter(numbers)
+            for table in raw.where(failed).parts() if numbers else ():
+                # The numbers come second: zip would take one of them before it finds that there is no further row.
+                listed = zip(table.to_pylist(), waiting, strict=False)
+                yield [_quarantined(raw, row, number, reasons[number]) for row, number in listed]
+
+
+def _quarantined(raw: StoredRows, row: Mapping[str, Any], number: int, reasons: Sequence[str]) -> RowFinding:
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    return RowFinding("", raw.kind, reasons[0], **raw.origin(number), id=str(row["id"]), row=text, more=reasons[1:])
 
 
 def read_raw(raw: Path) -> RawData:
@@ -178,6 +182,7 @@ def read_raw(raw: Path) -> RawData:
     for kind, listed in origins.items():
         if len(listed) != rows[kind].num_rows:
             raise DataError(f"{raw}/provenance.parquet does not fit the rows of {kind}; collect the data again")
+        rows[kind] = replace(rows[kind], origins=listed)
     manifest = raw / "manifest.json"
     kinds = read_json(manifest)["kinds"] if manifest.is_file() else {}
     return RawData(
@@ -188,7 +193,6 @@ def read_raw(raw: Path) -> RawData:
             kind: about["rows"] - about["derived_rows"] for kind, about in kinds.items() if "derived_rows" in about
         },
         cut={kind: about["cut"] for kind, about in kinds.items() if about.get("cut")},
-        origins=origins,
         prompt_only=read_prompt_only(raw / PROMPT_ONLY),
     )
 
@@ -213,35 +217,40 @@ def validate(raw: RawData, suites: Suites, folder: Path) -> Validated:
             result.raw_rows[kind] = rows.num_rows + result.refused_rows[kind]
             verdicts: Verdicts = {}
             if kind in filled:
-                frame, contents = read_columns(kind, _advancing(rows, bar), folder / f"{kind}.arrow")
+                frame, hashes = read_columns(kind, _advancing(rows, bar), folder / f"{kind}.arrow")
+                if kind == "preferences":
+                    result.agreement = label_agreement(hashes, frame["margin"].array.tolist())
                 result.frames[kind] = frame
                 verdicts = _ask(result, kind, ROWS)
-                copied = copies(contents, result.passing(kind, verdicts))
+                copied = copies(hashes.column("content"), result.passing(kind, verdicts))
                 ids = frame["id"].array
-                found = {row: f"a copy of {ids[other]}" for row, other in copied.items()}
-                frame[NOT_DUPLICATE] = found_column(len(frame), found)
+                copied_from = {row: f"a copy of {ids[other]}" for row, other in copied.items()}
+                frame[NOT_DUPLICATE] = found_column(len(frame), copied_from)
                 if kind in raw.derived:
                     own = np.arange(len(frame)) < raw.of_files.get(kind, 0)
                     lost = np.flatnonzero(~(own | frame["id"].isin(derivable.pop(kind)).to_numpy()))
                     frame[SOURCE_PASSED] = found_column(len(frame), dict.fromkeys(lost.tolist(), NOT_DERIVED))
                 verdicts |= _ask(result, kind, COPIES)
-                _derive_ids(rows, result.passing(kind, verdicts), raw.origins.get(kind), derivable)
+                _derive_ids(rows, result.passing(kind, verdicts), derivable)
             _take_verdicts(result, kind, verdicts)
     return result
 
 
-def found_column(rows: int, found: Mapping[int, str]) -> pd.Series:
+def found_column(rows: int, findings: Mapping[int, str]) -> pd.Series:
     """Return a column with what a rule about the set found of each row, null where it found nothing."""
     values = np.full(rows, None, dtype=object)
-    values[list(found)] = list(found.values())
+    values[list(findings)] = list(findings.values())
     return pd.Series(values, dtype="str")
 
 
 def _ask(result: Validated, kind: str, part: str) -> Verdicts:
-    checkpoints, frame, origins = result.checkpoints, result.frames[kind], result.raw.origins.get(kind)
+    checkpoints, frame, raw = result.checkpoints, result.frames[kind], result.raw.rows[kind]
     assert checkpoints is not None
-    ids = frame["id"]
-    return checkpoints.run(kind, frame, part, lambda row: str(origins[row] if origins is not None else ids.iat[row]))
+
+    def where(row: int) -> str:
+        return RowFinding("", kind, "", **raw.origin(row), id=str(frame["id"].iat[row])).where
+
+    return checkpoints.run(kind, frame, part, where)
 
 
 def _advancing(rows: StoredRows, bar: Progress) -> Iterator[pa.Table]:
@@ -250,39 +259,25 @@ def _advancing(rows: StoredRows, bar: Progress) -> Iterator[pa.Table]:
         bar.advance(table.num_rows)
 
 
-def _derive_ids(
-    rows: StoredRows, passed: npt.NDArray[np.bool_], origins: Origins | None, ids: Mapping[str, set[str]]
-) -> None:
+def _derive_ids(rows: StoredRows, passed: npt.NDArray[np.bool_], ids: Mapping[str, set[str]]) -> None:
     """Add the ids of the rows of each derived kind that come from rows that passed."""
     children = [kind for kind in ids if rows.kind in DERIVED_FROM[kind]]
     start = 0
-    for parents in _whole_records(rows, origins) if children else ():
+    for parents in whole_records(_with_places(rows)) if children else ():
         for kind in children:
             derive(kind, parents, ids[kind], passed[start : start + len(parents)].tolist())
         start += len(parents)
 
 
-def _whole_records(rows: StoredRows, origins: Origins | None) -> Iterator[list[dict[str, Any]]]:
-    """Yield rows in parts, of files with their path and position; all rows of one record are in one part."""
-    waiting: list[dict[str, Any]] = []
-    number = 0
+def _with_places(rows: StoredRows) -> Iterator[list[dict[str, Any]]]:
+    """Yield rows in parts, those of files with their ``path`` and ``position``."""
+    numbers = iter(rows.numbers)
     for table in rows.parts():
         part = table.to_pylist()
-        if origins is not None:
-            for row in part:
-                row |= {"path": origins[number].source, "position": origins[number].position}
-                number += 1
-        waiting += part
-        border = _last_record(waiting) if origins is not None else len(waiting)
-        yield waiting[:border]
-        waiting = waiting[border:]
-    yield waiting
-
-
-def _last_record(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return where the last record of ``rows`` begins."""
-    last = rows[-1]["path"], rows[-1]["position"]
-    return next((i for i in range(len(rows), 0, -1) if (rows[i - 1]["path"], rows[i - 1]["position"]) != last), 0)
+        for row in part if rows.origins is not None else ():
+            origin = rows.origin(next(numbers))
+            row |= {"path": origin["source"], "position": origin["position"]}
+        yield part
 
 
 def _take_verdicts(result: Validated, kind: str, verdicts: Verdicts) -> None:
@@ -295,19 +290,19 @@ def _take_verdicts(result: Validated, kind: str, verdicts: Verdicts) -> None:
     result.clean[kind] = rows.where(~np.isin(np.arange(rows.stored), list(reasons)))
 
 
-def take_set_verdicts(result: Validated, kind: str, found: Mapping[str, Mapping[int, str]]) -> None:
+def take_set_verdicts(result: Validated, kind: str, reasons_of_rules: Mapping[str, Mapping[int, str]]) -> None:
     """Ask the expectations about the whole set, and quarantine the clean rows of a kind that these refuse.
 
     Args:
-        found: By rule and number of a raw row, what was found: the reason that the quarantine states.
+        reasons_of_rules: By rule and number of a raw row, what was found: the reason that the quarantine states.
     """
-    verdicts = {rule: verdict for rule, verdict in _ask(result, kind, SET).items() if rule.name in found}
+    verdicts = {rule: verdict for rule, verdict in _ask(result, kind, SET).items() if rule.name in reasons_of_rules}
     reasons = result.take(kind, verdicts)
     for rule in verdicts:
         counts = result.warned_checks if rule.severity == "warn" else result.failed_checks
         counts[kind].setdefault(rule.name, 0)
     for row, rules in reasons.items():
-        result.reasons[kind][row] = [found[rule.name][row] for rule in rules]
+        result.reasons[kind][row] = [reasons_of_rules[rule.name][row] for rule in rules]
     result.left_out[kind] += len(reasons)
     clean = result.clean[kind]
     result.clean[kind] = clean.where(~np.isin(clean.numbers, list(reasons)))

@@ -14,51 +14,40 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlhf_core.config.data import AUTOMATIC_ROWS, RULES, NearDuplicatesConfig, ValidateConfig
+from rlhf_core.data.dataset import KindStatistics, balance
 from rlhf_core.data.inspection.report_lines import counted
-from rlhf_core.data.lengths import PERCENTILES, SEQUENCE, LengthPercentiles
-from rlhf_core.data.row_counts import RowFinding
+from rlhf_core.data.lengths import PERCENTILES, SEQUENCE, percentiles
+from rlhf_core.data.row_counts import ReasonCounts, RowFinding
 from rlhf_core.data.safe_text import excerpt, shortened
 from rlhf_core.data.schema import CONTENT_FIELDS
 from rlhf_core.data.validation.check_set import SetFindings
-from rlhf_core.data.validation.pair_statistics import balance, category_counts
-from rlhf_core.data.validation.stored_rows import CountedTokens, Quarantined, StoredRows
+from rlhf_core.data.validation.stored_rows import CountedTokens
 from rlhf_core.data.validation.suites import NOT_DERIVED, SOURCE_PASSED
 from rlhf_core.data.validation.tables import Validated
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable, DataCard, Histogram, safe_card
 
+Lengths = Mapping[str, Mapping[str, npt.ArrayLike]]
 
-def length_section(clean: Mapping[str, StoredRows], tokens: CountedTokens | None = None) -> CardSection:
+
+def length_section(characters: Lengths, tokens: CountedTokens | None = None) -> CardSection:
     """Return the section on the lengths of every text column of every kind, in characters and, if counted, tokens."""
-    characters = [
-        (f"{kind}: {name}", lengths)
-        for kind, stored in clean.items()
-        for name, lengths in (_lengths(stored) if stored.num_rows else ())
-    ]
-    histograms = [Histogram.of(f"{title} (characters)", lengths) for title, lengths in characters]
-    tables = [_percentiles("characters", characters)]
     notes = ["Clean rows. The turns of a prompt count together; each bar holds the lengths up to the number below it."]
+    units: dict[str, Lengths] = {"characters": characters}
     if tokens is None:
         notes.append(
             "Lengths are in characters only: validate.tokenizer names no tokenizer. One that is made from nothing "
             "(base.source: scratch) is trained later, on the clean rows."
         )
     else:
-        in_tokens = [
-            (f"{kind}: {name}", np.array(lengths))
-            for kind, of_kind in tokens.kinds.items()
-            for name, lengths in of_kind.lengths.items()
-        ]
-        histograms += [Histogram.of(f"{title} (tokens)", lengths) for title, lengths in in_tokens]
-        tables.append(_percentiles("tokens", in_tokens))
+        units["tokens"] = {kind: of_kind.lengths for kind, of_kind in tokens.kinds.items()}
         notes += _token_notes(tokens)
+    tables, histograms = [], []
+    for unit, lengths in units.items():
+        columns = {f"{kind}: {name}": values for kind, of_kind in lengths.items() for name, values in of_kind.items()}
+        header = (unit, *(f"{p} %" if p < 100 else "longest" for p in PERCENTILES))
+        tables.append(CardTable(header, [(title, *percentiles(values)) for title, values in columns.items()]))
+        histograms += [Histogram.of(f"{title} ({unit})", np.asarray(values)) for title, values in columns.items()]
     return CardSection("Lengths", notes, tables, histograms)
-
-
-def _percentiles(unit: str, columns: Sequence[tuple[str, npt.NDArray[np.int64]]]) -> CardTable:
-    header = (unit, *(f"{p} %" if p < 100 else "longest" for p in PERCENTILES))
-    return CardTable(
-        header, [(title, *LengthPercentiles.of(title, list(lengths)).values) for title, lengths in columns]
-    )
 
 
 def _token_notes(tokens: CountedTokens) -> Iterator[str]:
@@ -70,29 +59,10 @@ def _token_notes(tokens: CountedTokens) -> Iterator[str]:
     for kind, tally in tokens.kinds.items():
         if tally.looked_at < tally.rows:
             yield f"{kind}: tokens of {tally.looked_at} of {tally.rows} rows were counted, spread evenly."
-        first = {row.reason: row for row in reversed(tally.unwritable)}
-        for reason, rows in Counter(row.reason for row in tally.unwritable).most_common():
-            row = first[reason]
-            where = "" if row.source is None else f" (first: {row.source}:{row.position})"
-            yield f"{kind}: {rows} row{'s have' if rows > 1 else ' has'} no tokens, since {reason}{where}."
-
-
-def _lengths(rows: StoredRows) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-    for name in CONTENT_FIELDS[rows.kind]:
-        lengths_of = _prompt_lengths if name == "prompt" else _text_lengths
-        chunks = (chunk for part in rows.parts([name]) for chunk in part.column(name).chunks)
-        yield name, np.concatenate([lengths_of(chunk) for chunk in chunks])
-
-
-def _text_lengths(texts: pa.StringArray) -> npt.NDArray[np.int64]:
-    return pc.utf8_length(texts).to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def _prompt_lengths(prompts: pa.ListArray) -> npt.NDArray[np.int64]:
-    turns = pc.list_flatten(prompts)
-    characters = pc.utf8_length(pc.struct_field(turns, "content")).to_numpy(zero_copy_only=False)
-    rows = pc.list_parent_indices(prompts).to_numpy(zero_copy_only=False)
-    return np.bincount(rows, weights=characters, minlength=len(prompts)).astype(np.int64)
+        for count in ReasonCounts.of(tally.unwritable).commonest():
+            where = "" if count.first.source is None else f" (first: {count.first.where})"
+            have = "rows have" if count.rows > 1 else "row has"
+            yield f"{kind}: {count.rows} {have} no tokens, since {count.reason}{where}."
 
 
 EXAMPLES_OF_A_RULE = 3
@@ -103,14 +73,12 @@ class SimilarRows:
     """A row that breaks a rule, and what it resembles.
 
     Attributes:
-        row: The file and line of the row, or its id where it is from no file.
         text: How the row begins.
-        other: What it resembles, likewise: another row, the line of an evaluation file, or what the rule expects.
+        other: What it resembles: another row by file and line, one of an evaluation file, or what the rule expects.
         other_text: How the other row begins; empty where it is none of the data.
     """
 
     finding: RowFinding
-    row: str
     text: str
     other: str
     other_text: str
@@ -127,16 +95,14 @@ def similar_rows(findings: Sequence[RowFinding], validated: Validated) -> list[S
     rows = _texts_of({row_id for finding in examples for row_id in (finding.id, finding.other)}, validated)
     similar = []
     for finding in examples:
-        row, other = rows.get(finding.id), rows.get(finding.other)
-        origin = f"{finding.source}:{finding.position}" if finding.source else finding.id
-        other_origin, other_text = other or (finding.other, "")
-        similar.append(SimilarRows(finding, origin, row[1] if row else "", other_origin, other_text))
+        _, text = rows.get(finding.id, ("", ""))
+        similar.append(SimilarRows(finding, text, *rows.get(finding.other, (finding.other, ""))))
     return similar
 
 
 def similar_section(similar: Sequence[SimilarRows]) -> list[CardSection]:
     """Return the section that quotes the beginnings of similar rows, if there are any."""
-    rows = [(pair.row, pair.text, pair.other, pair.other_text) for pair in similar if pair.other_text]
+    rows = [(pair.finding.where, pair.text, pair.other, pair.other_text) for pair in similar if pair.other_text]
     if not rows:
         return []
     table = CardTable(("row", "begins", "similar to", "begins"), rows)
@@ -153,58 +119,47 @@ def _texts_of(ids: Collection[str], validated: Validated) -> dict[str, tuple[str
             continue
         chosen = stored.where(np.concatenate(parts))
         contents = (row for part in chosen.parts(["id", *CONTENT_FIELDS[kind]]) for row in part.to_pylist())
-        origins = validated.raw.origins.get(kind)
         for number, row in zip(chosen.numbers, contents, strict=True):
-            origin = origins[int(number)] if origins is not None else None
             texts = [turn["content"] for turn in row.get("prompt") or () if turn["role"] != "system"]
             texts += [row[name] for name in CONTENT_FIELDS[kind] if name != "prompt"]
-            location = f"{origin.source}:{origin.position}" if origin else row["id"]
-            rows.setdefault(row["id"], (location, excerpt("\n".join(texts))))
+            origin = RowFinding("", kind, "", **stored.origin(number), id=row["id"]).where
+            rows.setdefault(row["id"], (origin, excerpt("\n".join(texts))))
     return rows
 
 
 EXAMPLES = 10
 
 
-def refused_section(quarantined: Iterable[Quarantined]) -> CardSection:
+def refused_section(quarantined: Iterable[RowFinding]) -> CardSection:
     """Return ten refused rows of the sources, as many different reasons as possible first."""
-    spread = spread_over_reasons(quarantined, EXAMPLES)
-    rows = [
-        (row.kind, f"{row.source}:{row.position}" if row.source else row.id, "; ".join(row.reasons), row.row)
-        for row in spread.rows
-    ]
-    note = f"Rows in the quarantine: {spread.total}. All are in data/quarantine.parquet, with every reason."
+    examples, total = spread_over_reasons(quarantined, EXAMPLES)
+    rows = [(row.kind, row.where, "; ".join(row.reasons), row.row) for row in examples]
+    note = f"Rows in the quarantine: {total}. All are in data/quarantine.parquet, with every reason."
     tables = [CardTable(("kind", "row", "reasons", "content"), rows)] if rows else []
     return CardSection("Refused rows", [note], tables, quotes_rows=True)
 
 
-@dataclass(frozen=True)
-class SpreadRows:
-    """Rows chosen from a quarantine, each with the beginning of its content alone, and how many there are in all."""
-
-    rows: list[Quarantined]
-    total: int
-
-
-def spread_over_reasons(quarantined: Iterable[Quarantined], count: int) -> SpreadRows:
+def spread_over_reasons(quarantined: Iterable[RowFinding], count: int) -> tuple[list[RowFinding], int]:
     """Choose the first row of each kind and reason, then the second of each, and so on, until there are ``count``.
 
     A row of a file is chosen once, not again as a row of a kind that is derived from it.
+
+    Returns:
+        The rows, with the beginnings of their contents alone, and how many rows there are in all.
     """
     total = 0
-    groups: dict[tuple[str, str], list[Quarantined]] = {}
-    origins: set[tuple[str, int | None]] = set()
+    groups: dict[tuple[str, str], list[RowFinding]] = {}
+    origins: set[str] = set()
     for row in quarantined:
         total += 1
-        origin = row.source or row.id, row.position
-        if NOT_DERIVED in row.reasons or origin in origins:
+        if NOT_DERIVED in row.reasons or row.where in origins:
             continue
-        group = groups.setdefault((row.kind, row.reasons[0] if row.reasons else ""), [])
+        group = groups.setdefault((row.kind, row.reason), [])
         if len(group) < count:
             group.append(replace(row, row=excerpt(row.row)))
-            origins.add(origin)
+            origins.add(row.where)
     chosen = (group[rank] for rank in range(count) for group in groups.values() if rank < len(group))
-    return SpreadRows(list(islice(chosen, count)), total)
+    return list(islice(chosen, count)), total
 
 
 CATEGORIES = 12
@@ -221,7 +176,8 @@ NOT_STATED = "not stated"
 class CardSources:
     """What the card is made of: the manifest of the raw data, the result of validation, and ``metrics/data.json``.
 
-    ``failed`` are the metrics of the data gate's conditions that failed; ``tokens`` is None without a tokenizer.
+    ``statistics`` are those of the clean rows by kind, ``failed`` the metrics of the data gate's conditions that
+    failed; ``tokens`` is None without a tokenizer.
     """
 
     manifest: Mapping[str, Any]
@@ -229,6 +185,7 @@ class CardSources:
     set_findings: SetFindings
     findings: Sequence[RowFinding]
     metrics: Mapping[str, Any]
+    statistics: Mapping[str, KindStatistics]
     failed: Sequence[str]
     tokens: CountedTokens | None = None
 
@@ -244,7 +201,7 @@ def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
         [
             source_section(sources.manifest),
             _rows(sources.metrics, kinds),
-            length_section(sources.validated.clean, sources.tokens),
+            length_section({kind: of.all_lengths() for kind, of in sources.statistics.items()}, sources.tokens),
             _balance(sources),
             rules_section(sources.metrics, kinds, sources.validated),
             _leakage(sources, similar, config.near_duplicates),
@@ -308,14 +265,12 @@ def _balance(sources: CardSources) -> CardSection:
     # Kinds that are derived have the categories and languages of what they come from.
     kinds = sources.manifest.get("kinds", {}).items()
     derived = {kind for kind, about in kinds if about.get("derived_from") and "derived_rows" not in about}
-    for kind, clean in sources.validated.clean.items():
-        counts = category_counts(clean)
+    for kind, of_kind in sources.statistics.items():
+        counts = of_kind.categories
         if len(counts) > 1 and kind not in derived:
             evenness = balance(counts) or 0.0
-            rows = [
-                (shortened(name, LONGEST_CATEGORY), count, count / clean.num_rows)
-                for name, count in counts.most_common(CATEGORIES)
-            ]
+            commonest = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:CATEGORIES]
+            rows = [(shortened(name, LONGEST_CATEGORY), count, count / of_kind.rows) for name, count in commonest]
             tables.append(CardTable((f"category of {kind}", "rows", "share"), rows))
             notes.append(f"{kind}: {len(counts)} categories, evenness {evenness:.2f} (1: all equally frequent).")
     for kind, languages in sources.set_findings.languages.items():
@@ -368,7 +323,14 @@ def _leakage(sources: CardSources, similar: Sequence[SimilarRows], config: NearD
     else:
         notes.append("No evaluation files were given (validate.evaluation_files).")
     examples = [
-        (pair.finding.rule, pair.finding.kind, pair.row, pair.finding.reason, pair.other, pair.finding.similarity)
+        (
+            pair.finding.rule,
+            pair.finding.kind,
+            pair.finding.where,
+            pair.finding.reason,
+            pair.other,
+            pair.finding.similarity,
+        )
         for pair in similar
     ]
     if examples:

@@ -1,15 +1,24 @@
-"""What a data card consists of: sections of text, tables and histograms, for any renderer."""
+"""What a data card consists of, and the card as Markdown, as a page that needs no other file, and as a folder."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
 
+from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.safe_text import safe_text, shortened
-from rlhf_core.evaluation.figures import format_number
+from rlhf_core.data.schema import write_table
+from rlhf_core.data.validation.check_set import FINDINGS_SCHEMA
+from rlhf_core.data.validation.stored_rows import findings_table
+from rlhf_core.evaluation.figures import bar_chart, format_number
+from rlhf_core.storage.files import atomic_dir
 
 
 @dataclass(frozen=True)
@@ -132,3 +141,44 @@ def _safe_section(section: CardSection) -> CardSection:
 
 def _safe_cell(text: str) -> str:
     return shortened(safe_text(text), LONGEST_CELL)
+
+
+SHORT_TEXT, LONGEST_WORD = 40, 28
+
+
+def page(card: DataCard, title: str) -> str:
+    """Return the page; every text is escaped."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["number"] = format_number
+    environment.filters["bars"] = _bar_chart
+    environment.filters["breakable"] = breakable
+    environment.tests["long"] = is_long
+    template = Path(__file__).with_name("card.html.j2").read_text(encoding="utf-8")
+    return environment.from_string(template).render(card=card, title=title)
+
+
+def is_long(cell: str | float | int | None) -> bool:
+    """Whether a cell holds a text that may fill lines, or a path or word that must break to fit a narrow screen."""
+    return isinstance(cell, str) and (len(cell) > SHORT_TEXT or max(map(len, cell.split()), default=0) > LONGEST_WORD)
+
+
+def breakable(text: str) -> Markup:
+    """Return a text, escaped, with places to break a line at after the folders of a path and the parts of a name."""
+    return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[/_])", text))
+
+
+def _bar_chart(histogram: Histogram) -> Markup:
+    return bar_chart([str(edge) for edge in histogram.edges], histogram.counts, histogram.title)
+
+
+TITLE = "Data card"
+FINDINGS_FILE = "findings.parquet"
+
+
+def write_card(folder: Path, card: DataCard, findings: Sequence[RowFinding]) -> None:
+    """Write ``card.html``, ``card.md``, ``release.md`` (without texts of the data) and ``findings.parquet``."""
+    with atomic_dir(folder) as target:
+        (target / "card.html").write_text(page(card, TITLE), encoding="utf-8")
+        (target / "card.md").write_text(markdown(card, TITLE, quotes=True), encoding="utf-8")
+        (target / "release.md").write_text(markdown(card, TITLE, quotes=False), encoding="utf-8")
+        write_table(target / FINDINGS_FILE, findings_table(findings, FINDINGS_SCHEMA))

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.batches import length_balanced_epoch
 from rlhf_core.data.encoding import pad_id
-from rlhf_core.data.pairs import PairTable, TokenisedPair, usable_pairs
-from rlhf_core.data.schema import Preference, RowTable
+from rlhf_core.data.pairs import TokenisedPair, usable_pairs
+from rlhf_core.data.schema import Preference, read_row_table
+from rlhf_core.data.tables import TableRows
 from rlhf_core.data.token_tables import TokenTable, read_tokens
 from rlhf_core.errors import DataError
 from rlhf_core.models import shared_base
@@ -47,11 +48,13 @@ class Split:
     Attributes:
         rows: Rows, one for each pair.
         pairs: Their tokens, in the same order.
+        tokens: Those of all rows of the file.
         dropped: Number of unusable rows by reason.
     """
 
     rows: Sequence[Preference]
-    pairs: PairTable
+    pairs: TableRows[TokenisedPair]
+    tokens: TokenTable
     dropped: dict[str, int]
 
 
@@ -80,20 +83,20 @@ def read_split(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int, 
 
     Of several ranks all must call it. Neither rows nor token ids are held as Python's own objects.
     """
-    rows = RowTable.read(path, Preference)
+    rows = read_row_table(path, Preference)
     table = read_tokens(tokens, path, Preference.KIND, tokenizer)
     pairs, dropped = _usable_pairs(table, max_tokens, str(path))
-    return Split(rows.select(pairs.rows), pairs, dropped)
+    return Split(rows.of(pairs.rows), pairs, table, dropped)
 
 
 def split_of(rows: Sequence[Preference], tokenizer: PreTrainedTokenizerBase, max_tokens: int, name: str) -> Split:
     """Tokenise pairs; ``DataError`` when none is usable."""
     table = TokenTable.of_rows(tokenizer, Preference.KIND, rows)
     pairs, dropped = _usable_pairs(table, max_tokens, name)
-    return Split([rows[row] for row in pairs.rows.tolist()], pairs, dropped)
+    return Split([rows[row] for row in pairs.rows.tolist()], pairs, table, dropped)
 
 
-def _usable_pairs(table: TokenTable, max_tokens: int, name: str) -> tuple[PairTable, dict[str, int]]:
+def _usable_pairs(table: TokenTable, max_tokens: int, name: str) -> tuple[TableRows[TokenisedPair], dict[str, int]]:
     pairs, dropped = usable_pairs(table, max_tokens)
     if not pairs:
         raise DataError(

@@ -22,8 +22,10 @@ from rlhf_core.data.encoding import (
     special_token_ids,
     vocabulary_id,
 )
-from rlhf_core.data.pairs import tokenised_pairs
+from rlhf_core.data.pairs import TokenisedPair, usable_pairs
 from rlhf_core.data.schema import Message, Preference
+from rlhf_core.data.tables import TableRows
+from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError, ModelError
 
 WORDS = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<unk>", "hello", "there", "red", "blue"]
@@ -139,6 +141,10 @@ def test_padding_keeps_every_token_on_its_side(sequences: list[list[int]], pad: 
             assert (edges >= 0).all() if pads_left else (edges <= 0).all(), "the mask is one block at its side"
 
 
+def usable(pairs: list[Preference], max_tokens: int) -> tuple[TableRows[TokenisedPair], dict[str, int]]:
+    return usable_pairs(TokenTable.of_rows(word_tokenizer(), "preferences", pairs), max_tokens)
+
+
 def test_pairs_over_long_or_identical_are_dropped_and_counted() -> None:
     rows = [
         pair("red", "blue"),
@@ -146,7 +152,7 @@ def test_pairs_over_long_or_identical_are_dropped_and_counted() -> None:
         pair("red", "red blue there hello red"),
         pair("zzz", "yyy"),
     ]
-    kept, dropped = tokenised_pairs(word_tokenizer(), rows, max_tokens=8)
+    kept, dropped = usable(rows, max_tokens=8)
     # prompt 3 tokens; row 1 differs in spaces only, row 2 needs 3 + 6, row 3 is unknown on both sides.
     assert [p.row for p in kept] == [0]
     assert list(kept[0].prompt) == [USER, HELLO, ASSISTANT]
@@ -158,18 +164,18 @@ def test_over_long_pairs_that_would_be_identical_if_they_were_cut_are_counted() 
     same = "red blue there hello"
     rows = [pair(f"{same} red", f"{same} blue"), pair(f"{same} red", f"red {same}")]
     for max_tokens, identical in ((7, 1), (8, 0), (3, 2), (1, 2)):  # the prompt has 3 tokens
-        _, dropped = tokenised_pairs(word_tokenizer(), rows, max_tokens=max_tokens)
+        _, dropped = usable(rows, max_tokens=max_tokens)
         assert dropped == {"over_long": 2, "identical": 0, "identical_if_cut": identical}
 
 
 def test_a_reply_is_never_cut() -> None:
-    kept, _ = tokenised_pairs(word_tokenizer(), [pair("red blue there", "blue")], max_tokens=7)
+    kept, _ = usable([pair("red blue there", "blue")], max_tokens=7)
     assert list(kept[0].chosen) == [RED, BLUE, THERE, END]
-    assert tokenised_pairs(word_tokenizer(), [pair("red blue there", "blue")], max_tokens=6)[0].rows.tolist() == []
+    assert usable([pair("red blue there", "blue")], max_tokens=6)[0].rows.tolist() == []
 
 
 def test_tokens_of_pairs_take_four_bytes() -> None:
-    (words,), _ = tokenised_pairs(word_tokenizer(), [pair("red " * 200, "blue " * 200)], max_tokens=1000)
+    (words,), _ = usable([pair("red " * 200, "blue " * 200)], max_tokens=1000)
     ids = words.prompt, words.chosen, words.rejected
     assert sum(map(len, ids)) > 400
     assert sum(map(sys.getsizeof, (words, *ids))) < 4 * sum(map(len, ids)) + 500

@@ -233,11 +233,11 @@ def test_copies_and_contradictions_are_found_in_whatever_parts_rows_arrive(
     )
     with TemporaryDirectory() as folder:
         parts = (table.slice(i, size) for i in range(0, len(rows), size))
-        frame, contents = read_columns("preferences", parts, Path(folder) / "rows.arrow")
+        frame, hashes = read_columns("preferences", parts, Path(folder) / "rows.arrow")
         contradicted_by = frame["contradicted_by"].tolist()
     assert {pa.large_string()} == {column_schema("preferences").field(name).type for name in ("prompt", "chosen")}
     repeated = {i: rows.index(row) for i, row in enumerate(rows) if row in rows[:i]}
-    assert copies(contents, np.ones(len(rows), dtype=bool)) == repeated
+    assert copies(hashes.column("content"), np.ones(len(rows), dtype=bool)) == repeated
     spaced = [tuple(" ".join(text.split()) for text in row) for row in rows]
     contradicted = [(p, rejected, chosen) in spaced and chosen != rejected for p, chosen, rejected in spaced]
     assert [isinstance(other, str) for other in contradicted_by] == contradicted

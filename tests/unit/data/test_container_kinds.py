@@ -90,12 +90,6 @@ def test_a_part_of_a_file_or_another_file_is_refused(name: str, message: str) ->
         records_of(name, b"")
 
 
-@pytest.mark.parametrize("name", ["x.txt", "x.gz", "x.zst", "x", "x.jsonl.bz2", "x.tar.gz"])
-def test_another_kind_of_file_is_refused_with_the_known_ones(name: str) -> None:
-    with pytest.raises(DataError, match=rf"{name}: unknown kind of file .*\.tsv, \.parquet, \.arrow, each also"):
-        records_of(name, b"content")
-
-
 @pytest.fixture
 def store() -> Iterator[fsspec.AbstractFileSystem]:
     filesystem = fsspec.filesystem("memory")

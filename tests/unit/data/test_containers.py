@@ -43,11 +43,6 @@ def test_quoted_line_breaks_commas_and_quotes_stay_in_the_text(tmp_path: Path) -
     assert (row["prompt"][0]["content"], row["chosen"], row["rejected"]) == ("a\r\nb", 'c, "d"', 'e "f" g')
 
 
-def test_a_csv_header_that_names_a_column_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"x\.csv: the header names 'chosen' twice"):
-        read(tmp_path, "x.csv", "prompt,chosen,rejected,chosen\na,b,c,d\n")
-
-
 def test_a_parquet_file_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
     columns = [pa.array([text]) for text in "abcd"]
     pq.write_table(pa.table(columns, names=["prompt", "chosen", "rejected", "chosen"]), tmp_path / "x.parquet")

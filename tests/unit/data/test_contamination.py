@@ -48,8 +48,10 @@ def test_rows_of_training_that_overlap_are_named(tmp_path: Path) -> None:
         pretrain=[row("pretrain", 7, "train", "x") | {"text": f"Said one: {TIDES} Said the other: no."}],
     )
     files = list(read_sources(config.evaluation_files, "prompts", tmp_path))
-    found = contamination(rows, files, NearDuplicatesConfig(shingle_words=2, similarity=0.75, permutations=512))
-    named = {(b.kind, b.number): (b.other, b.reason.startswith("nearly")) for b in found.breaches}
+    found, overlaps = contamination(
+        rows, files, NearDuplicatesConfig(shingle_words=2, similarity=0.75, permutations=512)
+    )
+    named = {(b.kind, b.number): (b.other, b.reason.startswith("nearly")) for b in found}
     assert named == {
         ("preferences", 1): ("eval.jsonl:2", False),
         ("preferences", 3): ("eval.jsonl:2", False),
@@ -57,7 +59,7 @@ def test_rows_of_training_that_overlap_are_named(tmp_path: Path) -> None:
         ("preferences", 5): ("eval.jsonl:3", True),
         ("pretrain", 0): ("eval.jsonl:1", False),
     }
-    assert [(f.source, f.prompts, f.refused, len(f.met)) for f in found.files] == [
+    assert [(f.source, f.prompts, f.refused, len(f.met)) for f in overlaps] == [
         ("eval.jsonl", 3, 0, 3),
         ("broken.jsonl", 1, 1, 0),
     ]

@@ -17,7 +17,8 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.data import FileSources, ReadOptions
 from rlhf_core.config.loading import check_params, parse_assignment
 from rlhf_core.data.inspection.describe import TokenLimit, TokenLimits, as_json_value, as_text, describe_sources
-from rlhf_core.data.lengths import LengthPercentiles, character_counts, token_lengths
+from rlhf_core.data.lengths import SEQUENCE, TokenCounts, character_lengths, percentiles
+from rlhf_core.data.schema import tables_of
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.starting.base import load_tokenizer, new_model, save_policy, train_tokenizer
 from rlhf_core.stages.token_lengths import local_token_limits, token_limits
@@ -44,15 +45,19 @@ def byte_tokenizer() -> Any:
 
 
 def test_percentiles_are_lengths_that_occur() -> None:
-    assert LengthPercentiles.of("x", [3, 97]).values == (3, 97, 97, 97)
-    assert LengthPercentiles.of("x", range(1, 101)).values == (50, 90, 99, 100)
+    assert percentiles([3, 97]) == (3, 97, 97, 97)
+    assert percentiles(range(1, 101)) == (50, 90, 99, 100) and percentiles([]) == ()
 
 
 def test_characters_are_counted_by_column_and_over_all_turns() -> None:
     turns = [{"role": "system", "content": "be"}, {"role": "user", "content": "brief"}]
     row = {"prompt": turns, "chosen": "yes", "rejected": ""}
-    assert character_counts("preferences", [row]) == {"prompt": [7], "chosen": [3], "rejected": [0]}
-    assert character_counts("pretrain", [{"text": "abcd"}]) == {"text": [4]}
+    for kind, record, expected in (
+        ("preferences", row, {"prompt": [7], "chosen": [3], "rejected": [0]}),
+        ("pretrain", {"text": "天地"}, {"text": [2]}),
+    ):
+        (table,) = tables_of(kind, [record])
+        assert {name: lengths.tolist() for name, lengths in character_lengths(kind, table).items()} == expected
 
 
 def test_a_file_of_many_parts_is_described_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,23 +66,24 @@ def test_a_file_of_many_parts_is_described_as_a_whole(tmp_path: Path, monkeypatc
     odd = [PAIR | {"margin": "great"}] * 2
     write(tmp_path, *[PAIR | {"chosen": "x" * (1 + i % 100), "source": f"s{i}"} for i in range(1500)], *odd)
     (file,) = describe_sources(["pairs.jsonl"], tmp_path, show=2).files
-    assert (file.read.counts.records, file.read.counts.kept, len(file.read.examples)) == (1502, 1500, 2)
-    (refused,) = file.read.counts.reasons.commonest()
+    assert (file.counts.records, file.counts.kept, len(file.examples)) == (1502, 1500, 2)
+    (refused,) = file.counts.reasons.commonest()
     assert (refused.reason, refused.rows, refused.first.position) == ("margin 'great' is not a number", 2, 1501)
-    assert file.characters[1] == LengthPercentiles("chosen", (50, 90, 99, 100))
+    assert file.characters["chosen"] == (50, 90, 99, 100)
     # Every 128th row is left of those that were kept at first; the sample spreads over the whole file.
-    kept = [row["source"] for row in file.read.sample.spread()]
+    kept = [row["source"] for row in file.sample.spread()]
     assert len(kept) == 10 and kept[0] == "s0" and kept[-1] == "s1408"
 
 
 def test_tokens_are_those_of_the_longest_sequence_that_training_sees() -> None:
     row = {"prompt": [{"role": "user", "content": "hi?"}], "chosen": "ab", "rejected": "abcde"}
     short = {"prompt": [{"role": "user", "content": "hi?"}], "chosen": "a", "rejected": "b"}
-    rows = [row | {"position": 1}, short | {"position": 2}]
-    measured = token_lengths(byte_tokenizer(), "preferences", rows, limit=10)
+    measured = TokenCounts("preferences", 2)
+    for pair in (row, short):
+        measured.add(byte_tokenizer(), pair)
     # <|user|> h i ? <|assistant|> are 5 tokens, a b c d e <|end|> are 6, b <|end|> are 2
-    assert measured.percentiles.values == (7, 11, 11, 11)
-    assert (measured.rows, measured.over_limit) == (2, 1)
+    assert (measured.lengths[SEQUENCE], measured.looked_at) == ([11, 7], 2)
+    assert TokenLimit("reward.max_tokens", 10).exceeded_by([10, 11]) == 1
 
 
 def test_rows_that_the_chat_template_refuses_are_counted_and_the_others_measured(tmp_path: Path) -> None:
@@ -91,7 +97,7 @@ def test_rows_that_the_chat_template_refuses_are_counted_and_the_others_measured
     limits = TokenLimits(tokenizer, "models/base", {"preferences": TokenLimit("reward.max_tokens", 256, None)})
     options = ReadOptions(format="standard")
     (file,) = describe_sources(["pairs.jsonl"], tmp_path, limits, options).files
-    assert file.tokens is not None and (file.tokens.rows, file.tokens.over_limit) == (3, 0)
+    assert file.tokens is not None and file.tokens.looked_at == 3
     write(tmp_path, *[PAIR | {"system": "Be brief."}] * 3, PAIR, name="system.jsonl")
     described_files = describe_sources(["system.jsonl"], tmp_path, limits)
     reason = "the chat template refuses a dialogue of the turns system, user: System role not supported"

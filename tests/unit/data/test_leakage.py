@@ -30,8 +30,8 @@ def test_prompts_that_are_the_beginning_of_a_held_out_one_and_the_reverse() -> N
         demonstrations=[row("demonstrations", 5, "train", "Hello?")],
         prompts=[row("prompts", 6, "test", "Nothing of the kind?")],
     )
-    found = prefix_leakage(rows)
-    assert {(b.rule, b.kind, b.number) for b in found.breaches} == {
+    found, counts = prefix_leakage(rows)
+    assert {(b.rule, b.kind, b.number) for b in found} == {
         ("no_prefix_leakage", "preferences", 0),
         ("no_prefix_leakage", "preferences", 1),
         ("no_prefix_leakage", "demonstrations", 0),
@@ -41,10 +41,10 @@ def test_prompts_that_are_the_beginning_of_a_held_out_one_and_the_reverse() -> N
         ("no_shared_first_turn", "demonstrations", 0),
     }
     test_id = make_row("preferences", 4, prompt=dialogue("hello?", "Hi.", "How are you?"))["id"]
-    assert {b.other for b in found.breaches} == {test_id}
-    assert "split test" in found.breaches[0].reason
-    assert (found.held_out["preferences"], found.prefix["preferences"], found.first_turn["preferences"]) == (1, 1, 1)
-    assert (found.held_out["prompts"], found.first_turn["prompts"]) == (1, 0)
+    assert {b.other for b in found} == {test_id}
+    assert "split test" in found[0].reason
+    assert counts["preferences"] == {"test_prefix_leaks": 1, "test_first_turn_leaks": 1}
+    assert counts["prompts"] == {"test_prefix_leaks": 0, "test_first_turn_leaks": 0}
 
 
 def test_the_judges_pairs_are_held_out_from_the_reward_models() -> None:
@@ -54,7 +54,7 @@ def test_the_judges_pairs_are_held_out_from_the_reward_models() -> None:
             row("preferences", 1, "train", "A?", "B.", "C?", user=PairUser.JUDGE),
         ]
     )
-    prefix = [b for b in prefix_leakage(rows).breaches if b.rule == "no_prefix_leakage"]
+    prefix = [b for b in prefix_leakage(rows)[0] if b.rule == "no_prefix_leakage"]
     assert [(b.number, b.reason.count("the judge's pairs")) for b in prefix] == [(0, 1)]
 
 
@@ -76,7 +76,7 @@ def test_against_a_comparison_of_all_pairs(dialogues: list[list[str]], random: A
         for i, (s, t) in enumerate(zip(splits, odd, strict=True))
         if s == "train" and any(t == h[: len(t)] or h == t[: len(h)] for h in held_out)
     }
-    assert {b.number for b in prefix_leakage(rows).breaches if b.rule == "no_prefix_leakage"} == expected
+    assert {b.number for b in prefix_leakage(rows)[0] if b.rule == "no_prefix_leakage"} == expected
 
 
 LONG = "Please explain to me in simple terms how the tides of the sea are made by the moon and the sun together"

@@ -37,4 +37,4 @@ def test_many_unused_columns_are_counted(tmp_path: Path) -> None:
 def test_the_names_of_columns_are_cut(tmp_path: Path) -> None:
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": "once", "n" * 500: 1}))
     (file,) = describe_sources(["long.jsonl"], tmp_path).files
-    assert list(file.read.counts.unused) == ["n" * 80]
+    assert list(file.counts.unused) == ["n" * 80]

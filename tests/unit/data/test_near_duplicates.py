@@ -40,7 +40,7 @@ def test_the_estimate_is_the_jaccard_similarity_of_the_shingles(shared: int) -> 
     similar = texts.most_similar(texts.signature(" ".join(WORDS[100 - shared : 200 - shared])))
     expected = shared / (200 - shared)
     assert similar is not None
-    assert similar.similarity == pytest.approx(expected, abs=4 * np.sqrt(expected * (1 - expected) / 256))
+    assert similar[1] == pytest.approx(expected, abs=4 * np.sqrt(expected * (1 - expected) / 256))
 
 
 def test_the_signature_of_a_long_text_is_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_texts_below_the_limit_are_not_similar_and_equal_ones_are() -> None:
     texts.add(3, texts.signature("one two three four five six"))
     assert texts.most_similar(texts.signature("seven eight nine ten eleven")) is None
     same = texts.most_similar(texts.signature("One two  three\nfour FIVE six"))
-    assert same is not None and (same.key, same.similarity) == (3, 1.0)
+    assert same == (3, 1.0)
 
 
 def test_the_index_stays_small_where_all_texts_are_alike() -> None:
@@ -80,8 +80,8 @@ def found(**settings: object) -> tuple[Validated, SetFindings]:
         make_row("preferences", 900, chosen=f"{STORY} The crow sang about sixty songs.", rejected="No."),
         make_row("preferences", 901, chosen=f"{STORY[::-1]}.", rejected="No."),
     ]
-    stored = {"preferences": memory_rows("preferences", rows)}
-    raw = RawData(stored, Path("none"), origins={"preferences": origins_of("pairs.jsonl", (1, 2, 3))})
+    stored = {"preferences": memory_rows("preferences", rows, origins_of("pairs.jsonl", (1, 2, 3)))}
+    raw = RawData(stored, Path("none"))
     suites = suites_of(**settings)
     with TemporaryDirectory() as folder:
         validated = validate(raw, suites, Path(folder))
@@ -135,8 +135,8 @@ def flagged(*positions: int) -> list[int]:
         for (better, worse), _ in zip(pairs, positions, strict=False)
     ]
     config = ValidateConfig.model_validate({"near_duplicates": {"search": True}})
-    origins = {"preferences": origins_of("rankings.jsonl", positions)}
-    findings = check_set({"preferences": memory_rows("preferences", rows)}, config, suites_of(), origins=origins)
+    stored = {"preferences": memory_rows("preferences", rows, origins_of("rankings.jsonl", positions))}
+    findings = check_set(stored, config, suites_of())
     return [breach.number for breach in findings.breaches if breach.rule == "no_near_duplicates"]
 
 

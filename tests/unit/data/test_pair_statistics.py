@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -11,20 +13,17 @@ from memory_rows import memory_rows
 from validation_rows import make_row, suites_of
 
 from rlhf_core.config.data import ValidateConfig
+from rlhf_core.data.dataset import balance, length_bias
 from rlhf_core.data.validation.check_set import check_set
-from rlhf_core.data.validation.pair_statistics import (
-    balance,
-    category_counts,
-    label_agreement,
-    length_bias,
-    pair_metrics,
-)
-from rlhf_core.data.validation.stored_rows import StoredRows
+from rlhf_core.data.validation.columns import label_agreement, read_columns
 from rlhf_core.errors import ConfigError
 
 
-def table(*rows: dict[str, Any]) -> StoredRows:
-    return memory_rows("preferences", rows)
+def agreement_of(*rows: dict[str, Any]) -> dict[str, float]:
+    with TemporaryDirectory() as folder:
+        parts = memory_rows("preferences", rows).parts()
+        frame, hashes = read_columns("preferences", parts, Path(folder) / "rows.arrow")
+        return label_agreement(hashes, frame["margin"].array.tolist())
 
 
 def pair(i: int, chosen: str, rejected: str, **changes: Any) -> dict[str, Any]:
@@ -32,34 +31,31 @@ def pair(i: int, chosen: str, rejected: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_agreement_of_labels_where_a_pair_repeats() -> None:
-    rows = table(
+    agreement = agreement_of(
         *[pair(1, "a", "b"), pair(1, "a ", "b"), pair(1, "b", "a")],  # two of three
         *[pair(2, "a", "b"), pair(2, "b", "a")],  # a tie
         *[pair(3, "a", "b"), pair(3, "a\u200b", "b")],
         *[pair(4, "a", "b"), pair(4, "a", "b")],  # a copy is no second label
         *[pair(5, "a", "a"), pair(5, "a", "a")],  # no pair
     )
-    agreement = label_agreement(rows)
-    assert (agreement.repeated, agreement.contradicted, agreement.labels) == (3, 2, 7)
-    assert agreement.share == pytest.approx((2 + 1 + 2) / 7)
-    assert label_agreement(table(pair(1, "a", "b"))).share is None
-    assert label_agreement(table(pair(1, "a", "b"), pair(1, "a", "b", category="x"))).share is None
-    assert label_agreement(table(pair(1, "a", "b", margin=1.0), pair(1, "a", "b", margin=2.0))).repeated == 1
+    assert (agreement["repeated_pairs"], agreement["contradicted_pairs"]) == (3, 2)
+    assert agreement["label_agreement"] == pytest.approx((2 + 1 + 2) / 7)
+    assert "label_agreement" not in agreement_of(pair(1, "a", "b"))
+    assert "label_agreement" not in agreement_of(pair(1, "a", "b"), pair(1, "a", "b", category="x"))
+    assert agreement_of(pair(1, "a", "b", margin=1.0), pair(1, "a", "b", margin=2.0))["repeated_pairs"] == 1
 
 
 def test_length_bias_has_wilsons_interval() -> None:
-    rows = [pair(i, "long" if i < 8 else "s", "s" if i < 8 else "long") for i in range(10)]
-    bias = length_bias(table(*rows, pair(10, "same", "size")))
-    assert bias is not None and (bias.pairs, bias.share) == (10, 0.8)
+    bias = length_bias([4] * 8 + [1] * 2 + [4], [1] * 8 + [4] * 2 + [4])
     # Wilson's interval of 8 in 10 with z = 1.96, by hand: (0.8 + z²/20 ± z √(0.016 + z²/400)) / (1 + z²/10).
-    assert (bias.low95, bias.high95) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
-    assert length_bias(table(pair(1, "same", "size"))) is None
-    assert "longer_preferred_share" not in pair_metrics(table(), table())
+    expected = {"share": 0.8, "low95": 0.4902, "high95": 0.9433}
+    assert bias == {f"longer_preferred_{name}": pytest.approx(value, abs=1e-4) for name, value in expected.items()}
+    assert length_bias([4], [4]) == {}
+    assert length_bias((), ()) == {}
 
 
 def test_balance_of_categories() -> None:
-    counts = category_counts(table(*[pair(i, "a", "b", category="xyz"[i % 2]) for i in range(4)]))
-    assert counts == {"x": 2, "y": 2} and balance(counts) == pytest.approx(1)
+    assert balance({"x": 2, "y": 2}) == pytest.approx(1)
     assert balance({"x": 3, "y": 1}) == pytest.approx(0.8113, abs=1e-4)  # entropy of (3/4, 1/4) in bits
     assert balance({"x": 3}) is None
 

@@ -21,7 +21,7 @@ from rlhf_core.data.encoding import (
     stop_token_ids,
     vocabulary_id,
 )
-from rlhf_core.data.lengths import token_lengths
+from rlhf_core.data.lengths import TokenCounts
 from rlhf_core.data.schema import Demonstration, Message
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError, ModelError
@@ -332,11 +332,17 @@ def test_reasoning_in_a_reply_is_trained_as_the_template_writes_it(template: str
 
 def test_rows_whose_reply_the_template_writes_in_its_own_way_are_counted() -> None:
     replies = ["It is blue.", THOUGHT, "It is </think> blue.", "a <think> b"]
-    rows = [{"prompt": [{"role": "user", "content": "The sky?"}], "reply": r, "position": 1} for r in replies]
-    assert token_lengths(of_template(QWEN_3), "demonstrations", rows, 99).marked >= 2
-    assert token_lengths(of_template(QWEN_3), "demonstrations", rows[:1], 99).marked == 0
+    rows = [{"prompt": [{"role": "user", "content": "The sky?"}], "reply": r, "id": r} for r in replies]
     pairs = [row | {"chosen": row["reply"], "rejected": "No."} for row in rows[:2]]
-    assert token_lengths(of_template(QWEN_3), "preferences", pairs, 99).marked == 1
+    for kind, listed, least, most in (
+        ("demonstrations", rows, 2, 4),
+        ("demonstrations", rows[:1], 0, 0),
+        ("preferences", pairs, 1, 1),
+    ):
+        counts = TokenCounts(kind, len(listed))
+        for row in listed:
+            counts.add(of_template(QWEN_3), row)
+        assert least <= counts.marked <= most
 
 
 def test_a_sampled_reply_with_reasoning_is_read_and_written_again_as_it_was() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_core.data import schema
+from rlhf_core.data import tables
 from rlhf_core.data.schema import (
     Demonstration,
     Message,
@@ -69,8 +69,7 @@ def test_id_depends_on_content_alone() -> None:
 def test_more_text_than_an_array_holds_is_written_in_parts(
     row: Preference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schema, "TABLE_BYTES", 1000)
-    monkeypatch.setattr(schema, "ROW_GROUP_BYTES", 200)
+    monkeypatch.setattr(tables, "ROW_GROUP_BYTES", 200)
     rows = [replace(row, id=str(i)) for i in range(20)]
     write_rows(tmp_path / "x.parquet", rows)
     assert read_rows(tmp_path / "x.parquet", type(row)) == rows

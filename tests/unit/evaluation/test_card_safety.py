@@ -9,8 +9,7 @@ import pytest
 from validation_rows import good_rows, make_row, run_validate
 
 from rlhf_core.data.safe_text import TAKEN_OUT, excerpt
-from rlhf_core.evaluation.data_card.card import DataCard, markdown
-from rlhf_core.evaluation.data_card.page import breakable, is_long
+from rlhf_core.evaluation.data_card.card import DataCard, breakable, is_long, markdown
 
 BODY = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC"
 AWS = "AKIAABCDEFGHIJKLMNOP"

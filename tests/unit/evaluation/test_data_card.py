@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from leakage_rows import row, set_of
@@ -17,11 +19,12 @@ from validation_rows import suites_of
 
 from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
 from rlhf_core.data.dataset import data_metrics, write_clean
+from rlhf_core.data.lengths import character_lengths
 from rlhf_core.data.row_counts import READABLE, RowFinding
 from rlhf_core.data.safe_text import EXCERPT
+from rlhf_core.data.schema import arrow_schema, write_table
 from rlhf_core.data.validation.check_set import SetFindings, apply_set_rules, check_set, named_findings
-from rlhf_core.data.validation.pair_statistics import pair_metrics
-from rlhf_core.data.validation.stored_rows import Quarantined, count_tokens, write_refused
+from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, count_tokens, findings_table
 from rlhf_core.data.validation.suites import NOT_DERIVED, Checkpoints
 from rlhf_core.data.validation.tables import RawData, Validated, validate
 from rlhf_core.evaluation.data_card.build import (
@@ -33,8 +36,7 @@ from rlhf_core.evaluation.data_card.build import (
     source_section,
     spread_over_reasons,
 )
-from rlhf_core.evaluation.data_card.card import CardTable, Histogram
-from rlhf_core.evaluation.data_card.write import write_card
+from rlhf_core.evaluation.data_card.card import CardTable, Histogram, write_card
 from rlhf_core.evaluation.figures import bar_chart
 from rlhf_core.models.starting.base import train_tokenizer
 from rlhf_core.stages import collect
@@ -80,27 +82,29 @@ def written(folder: Path) -> tuple[str, str, str]:
         ("looks like an access key", json.dumps({"reply": KEY})),
         ("chosen is empty", MARKUP),
     ]
-    write_refused(
-        folder / "refused.parquet",
-        [
-            RowFinding(READABLE, "preferences", reason, "a|b.jsonl", line, row=content)
-            for line, (reason, content) in enumerate(refused, 5)
-        ],
-    )
-    raw = RawData(stored, folder / "refused.parquet", origins={"preferences": origins_of("a|b.jsonl", (1, 2, 3, 4))})
+    unread = [
+        RowFinding(READABLE, "preferences", reason, "a|b.jsonl", line, row=content)
+        for line, (reason, content) in enumerate(refused, 5)
+    ]
+    write_table(folder / "refused.parquet", findings_table(unread, REFUSED_SCHEMA))
+    origins = origins_of("a|b.jsonl", (1, 2, 3, 4))
+    stored = {kind: replace(rows, origins=origins if kind == "preferences" else None) for kind, rows in stored.items()}
+    raw = RawData(stored, folder / "refused.parquet")
     config, suites = ValidateConfig(), suites_of()
     with TemporaryDirectory() as columns:
         validated = validate(raw, suites, Path(columns))
         findings = check_set(validated.clean, config, suites)
         named = named_findings(findings.breaches, validated, suites)
         apply_set_rules(validated, findings.checked, named)
-    findings.counts["preferences"] |= pair_metrics(stored["preferences"], stored["preferences"])
     statistics = write_clean(folder / "clean", validated.clean, 1, config.split)
+    findings.counts["preferences"] |= validated.agreement
     metrics = data_metrics(validated, statistics, findings.counts)
     manifest = {"source": "files", "kinds": KINDS}
     write_card(
         folder,
-        build_card(CardSources(manifest, validated, findings, named, metrics, ["preferences.clean"]), config),
+        build_card(
+            CardSources(manifest, validated, findings, named, metrics, statistics, ["preferences.clean"]), config
+        ),
         named,
     )
     return tuple((folder / name).read_text() for name in ("card.md", "card.html", "release.md"))  # type: ignore[return-value]
@@ -157,7 +161,7 @@ def test_one_of_a_thing_is_counted_as_one(tmp_path: Path, count: int, said: str)
     manifest = {"kinds": {"preferences": {"files": files}}}
     validated = Validated(RawData({}, tmp_path / "none"))
     card = build_card(
-        CardSources(manifest, validated, SetFindings(), [], {"preferences": numbers}, []), ValidateConfig()
+        CardSources(manifest, validated, SetFindings(), [], {"preferences": numbers}, {}, []), ValidateConfig()
     )
     notes = "\n".join(note for section in card.sections for note in section.notes)
     assert said in notes
@@ -176,30 +180,34 @@ def test_the_card_of_the_same_data_is_the_same(tmp_path: Path) -> None:
     assert written(tmp_path / "a") == written(tmp_path / "b")
 
 
+def quarantined(kind: str, row_id: str, reason: str, *place: Any, row: str = "{}") -> RowFinding:
+    return RowFinding("a_rule", kind, reason, *place, id=row_id, row=row)
+
+
 def test_examples_of_refused_rows_cover_all_reasons_first() -> None:
-    rows = [Quarantined("prompts", str(i), ["often" if i < 20 else f"rare {i}"], "{}") for i in range(23)]
-    chosen = spread_over_reasons(rows, 10)
-    assert [row.id for row in chosen.rows[:5]] == ["0", "20", "21", "22", "1"]
-    assert (len(chosen.rows), chosen.total) == (10, 23)
+    rows = [quarantined("prompts", str(i), "often" if i < 20 else f"rare {i}") for i in range(23)]
+    chosen, total = spread_over_reasons(rows, 10)
+    assert [row.id for row in chosen[:5]] == ["0", "20", "21", "22", "1"]
+    assert (len(chosen), total) == (10, 23)
     assert not refused_section([]).tables
-    (long,) = spread_over_reasons([Quarantined("prompts", "0", ["long"], "x" * 10**6)], 10).rows
+    ((long,), _) = spread_over_reasons([quarantined("prompts", "0", "long", row="x" * 10**6)], 10)
     assert len(long.row) <= EXCERPT + len("…"), "the card holds the beginnings of rows, which may be large"
 
 
 def test_examples_are_of_different_rows_of_the_sources() -> None:
     """What is derived from a refused row repeats it, and says nothing of its own."""
-    rows = [Quarantined("preferences", str(i), ["too long"], "{}", "a.jsonl", i) for i in range(3)]
-    rows += [Quarantined("demonstrations", "d", ["too long"], "{}", "a.jsonl", 1)]
-    rows += [Quarantined("prompts", str(i), [NOT_DERIVED, "too long"], "{}", "a.jsonl", i) for i in range(5)]
-    rows += [Quarantined("prompts", "p", ["too long"], "{}", "b.jsonl", 1)]
-    chosen = spread_over_reasons(rows, 10)
-    assert [(row.source, row.position) for row in chosen.rows] == [
+    rows = [quarantined("preferences", str(i), "too long", "a.jsonl", i) for i in range(3)]
+    rows += [quarantined("demonstrations", "d", "too long", "a.jsonl", 1)]
+    rows += [quarantined("prompts", str(i), NOT_DERIVED, "a.jsonl", i) for i in range(5)]
+    rows += [quarantined("prompts", "p", "too long", "b.jsonl", 1)]
+    chosen, total = spread_over_reasons(rows, 10)
+    assert [(row.source, row.position) for row in chosen] == [
         ("a.jsonl", 0),
         ("b.jsonl", 1),
         ("a.jsonl", 1),
         ("a.jsonl", 2),
     ]
-    assert chosen.total == 10
+    assert total == 10
 
 
 def test_headings_stand_over_what_they_name(tmp_path: Path) -> None:
@@ -223,7 +231,13 @@ def test_histograms_count_in_powers_of_two() -> None:
 
 def test_the_turns_of_a_prompt_count_together_in_every_chunk() -> None:
     prompts = [row("prompts", 0, "train", "ab", "c", "defg"), *[row("prompts", 1, "train", "x")] * 2]
-    section = length_section({"prompts": set_of(prompts=prompts).clean["prompts"]})
+    table = pa.Table.from_pylist(
+        [{name: prompt[name] for name in arrow_schema("prompts").names} for prompt in prompts], arrow_schema("prompts")
+    )
+    whole = character_lengths("prompts", table)
+    parts = [character_lengths("prompts", table.slice(i, 1))["prompt"] for i in range(3)]
+    assert whole["prompt"].tolist() == np.concatenate(parts).tolist()
+    section = length_section({"prompts": whole})
     assert section.histograms[0].counts == (2, 0, 0, 1)  # of 1, 1 and 7 characters: up to 1, 2, 4, 8
     assert [table.rows for table in section.tables] == [[("prompts: prompt", 1, 7, 7, 7)]]
     assert "validate.tokenizer names no tokenizer" in section.notes[1] and len(section.histograms) == 1
@@ -237,7 +251,7 @@ def test_lengths_in_tokens_are_those_of_the_sequences_that_training_sees() -> No
     clean = {"preferences": set_of(preferences=pairs).clean["preferences"]}
     # A token per character and per special token. Prompts: <|user|> h i ? <|assistant|>, the other one of
     # <|user|> h i ? <|assistant|> o k <|end|> <|user|> s o <|assistant|>. Each reply ends with <|end|>.
-    counted = count_tokens(clean, train_tokenizer([""], 261), "bytes", {})
+    counted = count_tokens(clean, train_tokenizer([""], 261), "bytes")
     assert counted.kinds["preferences"].lengths == {
         "prompt": [5, 12],
         "chosen": [3, 2],
@@ -245,7 +259,7 @@ def test_lengths_in_tokens_are_those_of_the_sequences_that_training_sees() -> No
         "prompt + reply": [11, 14],
     }
     assert counted.metrics("preferences")["prompt_and_reply_tokens_50"] == 11
-    section = length_section(clean, counted)
+    section = length_section({}, counted)
     assert section.tables[1].header[0] == "tokens"
     assert ("preferences: prompt + reply", 11, 14, 14, 14) in section.tables[1].rows
     histogram = next(h for h in section.histograms if h.title == "preferences: prompt (tokens)")
@@ -257,9 +271,9 @@ def test_of_many_rows_some_are_tokenised_and_the_card_says_how_many(monkeypatch:
     monkeypatch.setattr("rlhf_core.data.validation.stored_rows.COUNTED_ROWS", 3)
     prompts = [row("prompts", i, "train", "x" * i) for i in range(1, 10)]
     clean = {"prompts": set_of(prompts=prompts).clean["prompts"]}
-    counted = count_tokens(clean, train_tokenizer([""], 261), "bytes", {})
+    counted = count_tokens(clean, train_tokenizer([""], 261), "bytes")
     assert counted.kinds["prompts"].lengths["prompt"] == [3, 7, 11]  # the first, the middle and the last
-    assert "prompts: tokens of 3 of 9 rows were counted, spread evenly." in length_section(clean, counted).notes
+    assert "prompts: tokens of 3 of 9 rows were counted, spread evenly." in length_section({}, counted).notes
 
 
 def test_rows_that_the_chat_template_refuses_are_counted_apart() -> None:
@@ -269,9 +283,9 @@ def test_rows_that_the_chat_template_refuses_are_counted_apart() -> None:
     )
     prompts = [row("prompts", 1, "train", "a"), row("prompts", 2, "train", "secret", "b", "c")]
     clean = {"prompts": set_of(prompts=prompts).clean["prompts"]}
-    counted = count_tokens(clean, tokenizer, "bytes", {})
+    counted = count_tokens(clean, tokenizer, "bytes")
     assert counted.kinds["prompts"].lengths == {"prompt": [3]} and counted.kinds["prompts"].looked_at == 2
-    (note,) = (note for note in length_section(clean, counted).notes if note.startswith("prompts: 1 row has no tokens"))
+    (note,) = (note for note in length_section({}, counted).notes if note.startswith("prompts: 1 row has no tokens"))
     assert "the chat template refuses a dialogue of the turns user, assistant, user" in note and "secret" not in note
 
 

@@ -48,7 +48,11 @@ def test_rows_are_refused_and_counted_by_the_expectations_of_a_team(tmp_path: Pa
     reasons = [row["reasons"] for row in pq.read_table(outputs.quarantine).to_pylist()]
     assert ["a reply swears"] in reasons and len(reasons) == 2
     pages = {path: path.read_text() for path in outputs.docs.rglob("*.html")}
-    (page,) = (text for path, text in pages.items() if path.name == "raw_preferences-preferences.html")
+    (page,) = (
+        text
+        for path, text in pages.items()
+        if path.name == "raw-preferences.html" and path.parents[2].name == "preferences"
+    )
     assert "Data asset: preferences" in page and "a reply swears" in page and "damn" in page
     assert "ghp_" not in page and "&lt;b&gt;" in page and "<b>Oh" not in page
     for path, text in pages.items():

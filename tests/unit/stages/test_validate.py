@@ -76,7 +76,7 @@ def test_clean_data_metrics_docs_and_gate(tmp_path: Path) -> None:
     assert gate["passed"] and set(gate["evidence"]) == {"metrics/data.json"}
     assert {"metric", "value", "bound", "passed", "why"} <= set(gate["conditions"][0])
     assert (outputs.docs / "index.html").is_file()
-    assert len(list(outputs.docs.rglob("validations/**/*.html"))) == 8
+    assert len(list(outputs.docs.rglob("validations/**/*.html"))) == 12
 
 
 def test_too_much_quarantine_shuts_the_gate_and_leaves_evidence(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_gate_conditions(changes: Rows, settings: dict[str, Any], failed: set[st
     statistics = {kind: KindStatistics() for kind in rows}
     for kind, listed in rows.items():
         table = pa.Table.from_pylist(listed, schema=arrow_schema(kind))
-        statistics[kind].add(table, split_parts(kind, table, config.seed, config.split))
+        statistics[kind].add(kind, table, split_parts(kind, table, config.seed, config.split))
     validated = Validated(
         RawData({}, Path("none")),
         raw_rows={kind: len(listed) for kind, listed in rows.items()},
