@@ -6,23 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.batches import whole_passes
 from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id
 from rlhf_core.data.schema import Message, Prompt, read_rows
 from rlhf_core.errors import DataError
+from rlhf_core.evaluation.perplexity import reply_log_likelihoods
 from rlhf_core.evaluation.regression import regression_set, spread_subset
 from rlhf_core.evaluation.replies import evaluation_replies
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.safety.prompts import HARMFUL_CATEGORY, is_chinese, safety_prompts
 from rlhf_core.evaluation.verifiable import VerifiablePrompts
-from rlhf_core.runtime import distributed
-from rlhf_core.training.dpo import reply_logprobs
-from rlhf_core.training.examples import by_length, collate
+from rlhf_core.training.examples import Example
 from rlhf_core.world.questions import SOURCE as WORLD_SOURCE
 from rlhf_core.world.questions import is_world
 
@@ -171,7 +168,6 @@ def sample_sets(
     )
 
 
-@torch.inference_mode()
 def refusal_log_odds(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, harmful: Sequence[Prompt], batch_size: int
 ) -> list[float]:
@@ -182,20 +178,14 @@ def refusal_log_odds(
     """
     if not harmful:
         return []
-    sequences = [
-        (
+    examples = [
+        Example(
             encode_prompt(tokenizer, row.prompt),
-            encode_reply(tokenizer, texts[is_chinese(row.prompt[-1].content)], False),
+            encode_reply(tokenizer, texts[is_chinese(row.prompt[-1].content)], finished=False),
         )
         for texts in (REFUSING, COMPLYING)
         for row in harmful
     ]
-    pad = pad_id(tokenizer)
-    values = torch.zeros(len(sequences), dtype=torch.float64)
-    for rows, weight in whole_passes(by_length([len(prompt) + len(reply) for prompt, reply in sequences]), batch_size):
-        prompts, replies = zip(*(sequences[row] for row in rows), strict=True)
-        logprobs = reply_logprobs(model, collate(prompts, replies, pad).to(model.device))
-        if weight:
-            values[rows] = logprobs.double().cpu()
-    refusing, complying = distributed.all_reduce_sum(values).chunk(2)
-    return (refusing - complying).tolist()
+    values = reply_log_likelihoods(model, examples, pad_id(tokenizer), batch_size)
+    pairs = zip(values[: len(harmful)], values[len(harmful) :], strict=True)
+    return [refusing - complying for refusing, complying in pairs]

@@ -1,4 +1,4 @@
-"""Perplexities of a policy, and its drift from the model that it began as.
+"""How likely a model finds replies: log-likelihoods, perplexities, and a policy's drift from what it began as.
 
 Perplexity of held-out text that people wrote or preferred: what PPO costs in language modelling (alignment tax).
 
@@ -21,19 +21,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.evaluation import HeldOutPerplexityConfig
 from rlhf_core.data.batches import gather_passes, whole_passes
-from rlhf_core.data.encoding import encode_dialogue, encode_text, pad_id
+from rlhf_core.data.encoding import encode_dialogue, encode_text, pad_id, right_pad
 from rlhf_core.data.schema import Preference, PretrainText, read_rows
 from rlhf_core.evaluation.regression import fixed_subset
 from rlhf_core.evaluation.replies import OnPolicyReplies
 from rlhf_core.evaluation.statistics import one_each, standard_error
-from rlhf_core.models.forward import has_plain_head, hidden_states, selected_logits
+from rlhf_core.models.forward import lazy_logits, position_ids_from_mask
 from rlhf_core.models.starting.base import fitting_length
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.token_scoring import DistributionScorer, Tokens, response_logits
-from rlhf_core.training.examples import Example, ReplyBatch, by_length, collate
-from rlhf_core.training.losses import token_cross_entropy
+from rlhf_core.training.examples import Example, by_length
 
 # They bound memory: rows of one pass, and positions whose logits exist at once.
 ROWS_PER_PASS = 4
@@ -108,29 +107,53 @@ def _chosen_examples(
 
 
 @torch.inference_mode()
+def reply_log_likelihoods(
+    model: PreTrainedModel, examples: Sequence[Example], pad: int, batch_size: int
+) -> list[float]:
+    """Return the log-probability of each reply given its prompt, in nats, summed over its tokens.
+
+    Replies to a prompt that differ in their last token alone, as letters do, share one pass. Ranks share the passes.
+    """
+    # The last token is predicted, and never read.
+    inputs = [tuple([*row.prompt, *row.reply][:-1]) for row in examples]
+    users: dict[tuple[int, ...], list[int]] = {}
+    for number, sequence in enumerate(inputs):
+        users.setdefault(sequence, []).append(number)
+    sequences = list(users)
+    log_likelihoods = torch.zeros(len(examples), dtype=torch.float64)
+    for part, weight in whole_passes(by_length([len(sequence) for sequence in sequences]), batch_size):
+        if not weight:
+            continue
+        rows = [sequences[number] for number in part]
+        ids, mask = (tensor.to(model.device) for tensor in right_pad(rows, pad))
+        logits = lazy_logits(model, ids, mask, position_ids_from_mask(mask), ids.shape[1])
+        head = logits.repeatable_head()
+        owners, row_numbers, columns, targets = [], [], [], []
+        for row_number, row in enumerate(rows):
+            for number in users[row]:
+                example = examples[number]
+                for offset, token in enumerate(example.reply):
+                    owners.append(number)
+                    row_numbers.append(row_number)
+                    columns.append(len(example.prompt) + offset - 1)
+                    targets.append(token)
+        states = logits.states[row_numbers, columns].split(POSITIONS_PER_CHUNK)
+        chunks = torch.tensor(targets, device=ids.device).split(POSITIONS_PER_CHUNK)
+        values = [
+            head(part).float().log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+            for part, tokens in zip(states, chunks, strict=True)
+        ]
+        for number, value in zip(owners, torch.cat(values).tolist(), strict=True):
+            log_likelihoods[number] += value
+    # Each rank holds the values of its own passes and zeros elsewhere.
+    return distributed.all_reduce_sum(log_likelihoods).tolist()
+
+
 def reply_perplexity(model: PreTrainedModel, examples: Sequence[Example], pad: int) -> float:
     """Return exp of the mean cross-entropy per reply token of ``examples``; ranks share the work."""
-    order = by_length([example.length for example in examples])
-    nats = 0.0
-    for part, weight in whole_passes(order, ROWS_PER_PASS):
-        if weight:
-            rows = [examples[row] for row in part]
-            batch = collate([row.prompt for row in rows], [row.reply for row in rows], pad)
-            nats += _summed_loss(model, batch.to(model.device))
-    nats = distributed.reduce_metrics({"nats": nats})["nats"]
+    nats = -sum(reply_log_likelihoods(model, examples, pad, ROWS_PER_PASS))
     # The exponent is bounded so that a ruined model gives a huge finite number, which JSON and gates can hold.
     return math.exp(min(nats / sum(len(example.reply) for example in examples), 700.0))
-
-
-def _summed_loss(model: PreTrainedModel, batch: ReplyBatch) -> float:
-    """Cross-entropy of a batch's reply tokens in nats, summed; logits and their softmax are float32."""
-    if not has_plain_head(model):
-        logits = selected_logits(model, batch.input_ids, batch.attention_mask, batch.select)
-        return float(token_cross_entropy(logits.whole(), batch.targets, 1))
-    hidden = hidden_states(model.base_model, batch.input_ids, batch.attention_mask)[batch.select]
-    head = model.get_output_embeddings()
-    chunks = zip(hidden.split(POSITIONS_PER_CHUNK), batch.targets.split(POSITIONS_PER_CHUNK), strict=True)
-    return sum(float(token_cross_entropy(head(states), targets, 1)) for states, targets in chunks)
 
 
 @dataclass(frozen=True)

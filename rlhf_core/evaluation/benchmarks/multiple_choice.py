@@ -9,24 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from scipy import stats
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.evaluation import MultipleChoiceConfig
-from rlhf_core.data.batches import whole_passes
-from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id, right_pad
+from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.schema import Message
 from rlhf_core.data.text import has_visible_text, language_tag
 from rlhf_core.errors import DataError
+from rlhf_core.evaluation.perplexity import reply_log_likelihoods
 from rlhf_core.evaluation.statistics import bootstrap_bounds
-from rlhf_core.models.forward import lazy_logits, position_ids_from_mask
 from rlhf_core.models.starting.base import fitting_length
-from rlhf_core.runtime import distributed
 from rlhf_core.storage.file_patterns import expand
-from rlhf_core.training.examples import Example, by_length
+from rlhf_core.training.examples import Example
 
 LETTERS = ("A", "B", "C", "D")
 TEXT_COLUMNS = ("question", *LETTERS)
@@ -234,9 +231,6 @@ def accuracy(right: np.ndarray, subjects: np.ndarray) -> dict[str, float]:
     }
 
 
-POSITIONS_PER_CHUNK = 256  # positions whose logits exist at once, which bounds memory
-
-
 def answer_questions(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: MultipleChoiceSet, batch_size: int
 ) -> list[int | None]:
@@ -265,46 +259,3 @@ def answer_questions(
         per_length = [next(log_likelihoods) / length for length in lengths]
         answers.append(max(range(len(texts)), key=lambda choice: per_length[choice]))
     return answers
-
-
-@torch.inference_mode()
-def reply_log_likelihoods(
-    model: PreTrainedModel, examples: Sequence[Example], pad: int, batch_size: int
-) -> list[float]:
-    """Return the log-probability of each reply given its prompt, in nats, summed over its tokens.
-
-    Replies to a prompt that differ in their last token alone, as letters do, share one pass. Ranks share the passes.
-    """
-    # The last token is predicted, and never read.
-    inputs = [tuple([*row.prompt, *row.reply][:-1]) for row in examples]
-    users: dict[tuple[int, ...], list[int]] = {}
-    for number, sequence in enumerate(inputs):
-        users.setdefault(sequence, []).append(number)
-    sequences = list(users)
-    log_likelihoods = torch.zeros(len(examples), dtype=torch.float64)
-    for part, weight in whole_passes(by_length([len(sequence) for sequence in sequences]), batch_size):
-        if not weight:
-            continue
-        rows = [sequences[number] for number in part]
-        ids, mask = (tensor.to(model.device) for tensor in right_pad(rows, pad))
-        logits = lazy_logits(model, ids, mask, position_ids_from_mask(mask), ids.shape[1])
-        head = logits.repeatable_head()
-        owners, row_numbers, columns, targets = [], [], [], []
-        for row_number, row in enumerate(rows):
-            for number in users[row]:
-                example = examples[number]
-                for offset, token in enumerate(example.reply):
-                    owners.append(number)
-                    row_numbers.append(row_number)
-                    columns.append(len(example.prompt) + offset - 1)
-                    targets.append(token)
-        states = logits.states[row_numbers, columns].split(POSITIONS_PER_CHUNK)
-        chunks = torch.tensor(targets, device=ids.device).split(POSITIONS_PER_CHUNK)
-        values = [
-            head(part).float().log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
-            for part, tokens in zip(states, chunks, strict=True)
-        ]
-        for number, value in zip(owners, torch.cat(values).tolist(), strict=True):
-            log_likelihoods[number] += value
-    # Each rank holds the values of its own passes and zeros elsewhere.
-    return distributed.all_reduce_sum(log_likelihoods).tolist()

@@ -10,14 +10,16 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from rlhf_core.config.evaluation import HeldOutPerplexityConfig
-from rlhf_core.data.encoding import encode_dialogue, encode_text, pad_id
+from rlhf_core.data.encoding import encode_dialogue, encode_prompt, encode_reply, encode_text, pad_id
 from rlhf_core.data.schema import Message, Preference, PretrainText
 from rlhf_core.evaluation import perplexity
+from rlhf_core.evaluation.fixed_sets import COMPLYING, REFUSING, refusal_log_odds
 from rlhf_core.evaluation.perplexity import (
     HeldOutText,
     held_out_perplexities,
     reply_perplexity,
 )
+from rlhf_core.evaluation.safety.prompts import is_chinese, safety_prompts
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.training.examples import Example
 from rlhf_core.training.sft import mean_reply_loss
@@ -99,3 +101,21 @@ def test_rows_are_chosen_by_hash_and_none_give_no_metric(models: Path) -> None:
     assert held_out_perplexities(model, tokenizer, text, few) != held_out_perplexities(model, tokenizer, text, two)
     assert held_out_perplexities(model, tokenizer, HeldOutText([], []), CONFIG) == {}
     assert HeldOutText.read(Path("nowhere"), 0) == HeldOutText([], [])
+
+
+def test_odds_of_a_refusal_are_of_the_two_beginnings(models: Path) -> None:
+    model, tokenizer = load_policy(models / "sft")
+    harmful = [row for row in safety_prompts(3) if row.category == "harmful"]
+    by_hand = []
+    for row in harmful:
+        language = is_chinese(row.prompt[-1].content)
+        refusing, complying = (
+            -sum(nats_by_hand(model, *beginning))
+            for beginning in (
+                (encode_prompt(tokenizer, row.prompt), encode_reply(tokenizer, texts[language], finished=False))
+                for texts in (REFUSING, COMPLYING)
+            )
+        )
+        by_hand.append(refusing - complying)
+    assert refusal_log_odds(model, tokenizer, harmful, 2) == pytest.approx(by_hand, rel=1e-4, abs=1e-3)
+    assert refusal_log_odds(model, tokenizer, [], 2) == []

@@ -24,8 +24,8 @@ from rlhf_core.evaluation.benchmarks.multiple_choice import (
     accuracy,
     answer_questions,
     read_questions,
-    reply_log_likelihoods,
 )
+from rlhf_core.evaluation.perplexity import reply_log_likelihoods
 from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs
 from rlhf_core.gates import check
 from rlhf_core.models.starting.base import load_policy
