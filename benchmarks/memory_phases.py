@@ -281,10 +281,9 @@ def _experience(
     with meter.phase("generation"):
         rollout = _rollout(subject, pair.policy, rows, config.sampling_batch_size)
     with meter.phase("scoring"):
-        predictions = predict_tokens(pair, reference, rollout, reference is not pair.policy and config.kl.measures_full)
+        experience = predict_tokens(pair, reference, rollout, reference is not pair.policy and config.kl.measures_full)
     with meter.phase("rewards"):
         rewards = reward_fn(_tokens(rollout))
-    experience = Experience.of_rollout(rollout, predictions)
     moments = RunningMeanStd()
     moments.update(rewards)
     experience = with_rewards(experience, rewards, moments, config.kl.coefficient, config)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.precision import Precision
-from rlhf_core.ppo.rollout import SamplerAgreement, require_agreement
+from rlhf_core.ppo.rollout import logprob_differences, require_agreement
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.sampler import PromptBatch, Sampler, concatenate, sample_replies
@@ -50,12 +50,12 @@ def drawn(sampler: Sampler, batch: PromptBatch, version: int = 1, sampling: Samp
         return sampler.sample(batch, sampling)
 
 
-def agreement(rollout: Rollout, trainer: PreTrainedModel, precision: Precision = "float32") -> SamplerAgreement:
+def agreement(rollout: Rollout, trainer: PreTrainedModel, precision: Precision = "float32") -> dict[str, float]:
     """Compare the sampler's log-probabilities with those of one pass of ``trainer``."""
     tokens = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
     with torch.no_grad():
         scored: Tensor = DistributionScorer(SAMPLING).score(response_logits(trainer, tokens), tokens).logprobs
-    return SamplerAgreement.of(rollout.logprobs, scored, rollout.response_mask, precision)
+    return logprob_differences(rollout.logprobs, scored, rollout.response_mask, precision)
 
 
 class SamplerContract:

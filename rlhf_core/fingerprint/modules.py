@@ -82,9 +82,9 @@ class Module:
         self.stars: list[str] = []
         self.imported: list[Import] = []
         self.effects: list[ast.stmt] = []
-        tree = ast.parse(path.read_bytes())
-        drop_docstrings(tree)
-        for statement in tree.body:
+        self.tree = ast.parse(path.read_bytes())
+        drop_docstrings(self.tree)
+        for statement in self.tree.body:
             self._add(statement)
 
     def _add(self, statement: ast.stmt) -> None:

@@ -25,6 +25,8 @@ from rlhf_core.config.reward_sources import (
     RewardSources,
 )
 from rlhf_core.fingerprint import bare_code, write_sources
+from rlhf_core.fingerprint.modules import Module, imports_in, targets_executed
+from rlhf_core.fingerprint.names import packages_of
 from rlhf_core.storage.files import sha256_file
 
 NAME = "reward_sources"
@@ -124,31 +126,20 @@ def _file(root: Path, module: str) -> Path | None:
 
 
 def _imported(module: str, file: Path) -> Iterator[str]:
-    """Names that may be modules: what is imported, from where, and the packages around it."""
-    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    tree = _parsed(file)
-    names: set[str] = set()
-    for node in ast.walk(tree) if tree else ():
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            around = package.rsplit(".", node.level - 1)[0] if node.level else ""
-            origin = ".".join(part for part in (around, node.module) if part)
-            names.update({origin, *(f"{origin}.{alias.name}" for alias in node.names)})
-    names.add(package)
-    for name in names - {""}:
-        parts = name.split(".")
-        yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+    """Names that may be modules: what is imported anywhere, from where, and the packages around it."""
+    yield from packages_of(module)
+    try:
+        source = Module(module, file)
+    except (SyntaxError, ValueError, ImportError):  # the last of a relative import that leads nowhere
+        return
+    for statement in imports_in(source.tree):
+        for target in targets_executed(source, statement):
+            yield from packages_of(f"{target.module}.{target.name}" if target.name else target.module)
 
 
 def _digest(file: Path) -> str:
     """Hash of what the code does; of the bytes where it is not python, which the stage itself will refuse."""
-    tree = _parsed(file)
-    return hashlib.sha256(bare_code(tree)).hexdigest() if tree else sha256_file(file)
-
-
-def _parsed(file: Path) -> ast.Module | None:
     try:
-        return ast.parse(file.read_bytes())
+        return hashlib.sha256(bare_code(ast.parse(file.read_bytes()))).hexdigest()
     except (SyntaxError, ValueError):
-        return None
+        return sha256_file(file)

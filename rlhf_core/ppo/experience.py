@@ -21,20 +21,6 @@ from rlhf_core.sampling.token_scoring import Tokens
 
 
 @dataclass(frozen=True)
-class TokenPredictions:
-    """What policy, reference and critic say of the response tokens of a rollout, before any update.
-
-    Every tensor is (B, T), with zeros at masked positions.
-    """
-
-    policy_logprobs: Tensor  # by the trainer's forward pass
-    ref_logprobs: Tensor
-    full_kl: Tensor  # exact KL(policy || reference) over the vocabulary; NaN where it was not asked for
-    entropy: Tensor
-    values: Tensor  # of the state before each token
-
-
-@dataclass(frozen=True)
 class Experience:
     """A rollout as it goes through the phases: sampled, rewarded, with advantages.
 
@@ -61,21 +47,31 @@ class Experience:
     monte_carlo_returns: Tensor  # (B, T) reward-to-go
 
     @staticmethod
-    def of_rollout(rollout: Rollout, predictions: TokenPredictions) -> Experience:
-        """A rollout that has neither rewards nor advantages yet; the policy that sampled is the behaviour policy."""
-        unknown = torch.full_like(predictions.values, math.nan)
+    def of_rollout(
+        rollout: Rollout,
+        policy_logprobs: Tensor,
+        ref_logprobs: Tensor,
+        entropy: Tensor,
+        values: Tensor,
+        full_kl: Tensor | None = None,
+    ) -> Experience:
+        """A rollout and what the models say of it (each (B, T)), which has neither rewards nor advantages yet.
+
+        The policy that sampled is the behaviour policy.
+        """
+        unknown = torch.full_like(values, math.nan)
         return Experience(
             tokens=rollout.tokens,
             attention_mask=rollout.attention_mask,
             response_mask=rollout.response_mask,
             finished=rollout.finished,
             sampler_logprobs=rollout.logprobs,
-            policy_logprobs=predictions.policy_logprobs,
-            old_logprobs=predictions.policy_logprobs,
-            ref_logprobs=predictions.ref_logprobs,
-            full_kl=predictions.full_kl,
-            entropy=predictions.entropy,
-            values=predictions.values,
+            policy_logprobs=policy_logprobs,
+            old_logprobs=policy_logprobs,
+            ref_logprobs=ref_logprobs,
+            full_kl=unknown if full_kl is None else full_kl,
+            entropy=entropy,
+            values=values,
             rewards=unknown[:, 0],
             shaped_rewards=unknown[:, 0],
             token_rewards=unknown,

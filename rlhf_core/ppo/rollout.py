@@ -5,8 +5,7 @@ Shapes: B sequences, T response positions.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +24,7 @@ from rlhf_core.models.adapters import FrozenLowerLayers
 from rlhf_core.models.precision import Precision, matmul_precision
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import explained_variance
-from rlhf_core.ppo.experience import Experience, TokenPredictions
+from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.losses import initial_ratio, masked_mean, sequence_sums
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.agreement import LIMITS
@@ -36,6 +35,7 @@ from rlhf_core.training.side_by_side import run_side_by_side
 
 COMPARABLE_TOKENS = 32  # halves of fewer tokens than these differ by chance
 SHORT_TOKENS = 4
+DIFFERENCE = "sampling_logp_difference"
 
 
 @dataclass(frozen=True)
@@ -111,16 +111,15 @@ def score_rollout(
     Raises:
         RlhfError: The sampler and the trainer disagree about probabilities by more than rounding.
     """
-    predictions = predict_tokens(pair, reference, rollout, exact_kl)
-    sampler, trainer, mask = rollout.logprobs, predictions.policy_logprobs, rollout.response_mask
+    experience = predict_tokens(pair, reference, rollout, exact_kl)
     precision = matmul_precision(pair.policy)
-    require_agreement(SamplerAgreement.of(sampler, trainer, mask, precision), precision)
-    return Experience.of_rollout(rollout, predictions)
+    require_agreement(sampler_agreement(experience, precision), precision)
+    return experience
 
 
 def predict_tokens(
     pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout, exact_kl: bool = True
-) -> TokenPredictions:
+) -> Experience:
     """Run policy, reference and critic over all replies, in micro-batches of similar length that the ranks share."""
     batch = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
     lower_layers = FrozenLowerLayers.shared_by(pair.policy, reference)
@@ -134,9 +133,7 @@ def predict_tokens(
             if micro.weight:
                 column[micro.rows] = pad_columns(torch.where(mask, values, 0.0).to(column.dtype), batch.width)
     # Each rank has left zeros at the rows of the others.
-    logprobs, ref_logprobs, entropy, values, *kl = (distributed.all_reduce_sum(column) for column in columns)
-    full_kl = kl[0] if kl else torch.full_like(values, math.nan)
-    return TokenPredictions(logprobs, ref_logprobs, full_kl, entropy, values)
+    return Experience.of_rollout(rollout, *(distributed.all_reduce_sum(column) for column in columns))
 
 
 @torch.inference_mode()
@@ -157,8 +154,7 @@ def _predict_part(
     return tokens.logprobs, tokens.ref_logprobs, tokens.entropy, values, *kl
 
 
-@dataclass(frozen=True)
-class SamplerAgreement:
+def sampler_agreement(experience: Experience, precision: Precision) -> dict[str, float]:
     """By how much the sampler's log-probabilities of sampled tokens differ from the trainer's, before any update.
 
     Both compute the log-probability of every sampled token with the same weights, the sampler token by token with a
@@ -167,40 +163,35 @@ class SamplerAgreement:
     and the longest reply of a run has the largest difference of all. So the mean, the share of tokens that differ much
     and the growth along the reply decide, each against what the precision of the computation explains.
 
-    Attributes:
-        sampling_logp_difference_mean: Mean absolute difference per token.
-        sampling_logp_difference_share: Share of tokens that differ by more than ``RoundingLimits.token``.
-        sampling_logp_difference_growth: That mean in the later half of each reply minus that in the earlier half; 0 in
-            a rollout of too few tokens to compare them.
-        sampler_gap: The largest difference.
+    Returns:
+        ``sampling_logp_difference_mean``, absolute and per token; ``…_share`` of tokens that differ by more than
+        ``RoundingLimits.token``; ``…_growth``, the mean of the later half of each reply minus that of the earlier half,
+        0 in a rollout of too few tokens to compare them; ``sampler_gap``, the largest difference.
     """
-
-    sampling_logp_difference_mean: float
-    sampling_logp_difference_share: float
-    sampling_logp_difference_growth: float
-    sampler_gap: float
-
-    @staticmethod
-    def of(sampler: Tensor, trainer: Tensor, mask: Tensor, precision: Precision) -> SamplerAgreement:
-        """Compare the log-probabilities (B, T) of sampler and trainer at response tokens."""
-        if not bool(mask.any()):
-            return SamplerAgreement(0.0, 0.0, 0.0, 0.0)
-        difference = (sampler - trainer).double().abs().masked_fill(~mask, 0.0)
-        positions = mask.cumsum(dim=1)  # of response tokens, from 1
-        later = mask & (2 * positions > mask.sum(dim=1, keepdim=True))
-        earlier = mask & ~later
-        comparable = int(earlier.sum()) >= COMPARABLE_TOKENS
-        return SamplerAgreement(
-            sampling_logp_difference_mean=float(masked_mean(difference, mask)),
-            sampling_logp_difference_share=float(masked_mean((difference > LIMITS[precision].token).double(), mask)),
-            sampling_logp_difference_growth=(
-                float(masked_mean(difference, later) - masked_mean(difference, earlier)) if comparable else 0.0
-            ),
-            sampler_gap=float(difference.max()),
-        )
+    return logprob_differences(
+        experience.sampler_logprobs, experience.policy_logprobs, experience.response_mask, precision
+    )
 
 
-def require_agreement(agreement: SamplerAgreement, precision: Precision) -> None:
+def logprob_differences(sampler: Tensor, trainer: Tensor, mask: Tensor, precision: Precision) -> dict[str, float]:
+    """:func:`sampler_agreement` of log-probabilities (B, T) at response tokens."""
+    if not bool(mask.any()):
+        return dict.fromkeys((*(f"{DIFFERENCE}_{what}" for what in ("mean", "share", "growth")), "sampler_gap"), 0.0)
+    difference = (sampler - trainer).double().abs().masked_fill(~mask, 0.0)
+    positions = mask.cumsum(dim=1)  # of response tokens, from 1
+    later = mask & (2 * positions > mask.sum(dim=1, keepdim=True))
+    earlier = mask & ~later
+    comparable = int(earlier.sum()) >= COMPARABLE_TOKENS
+    growth = float(masked_mean(difference, later) - masked_mean(difference, earlier)) if comparable else 0.0
+    return {
+        f"{DIFFERENCE}_mean": float(masked_mean(difference, mask)),
+        f"{DIFFERENCE}_share": float(masked_mean((difference > LIMITS[precision].token).double(), mask)),
+        f"{DIFFERENCE}_growth": growth,
+        "sampler_gap": float(difference.max()),
+    }
+
+
+def require_agreement(agreement: Mapping[str, float], precision: Precision) -> None:
     """Refuse to train where sampler and trainer differ by more than rounding.
 
     Raises:
@@ -208,9 +199,9 @@ def require_agreement(agreement: SamplerAgreement, precision: Precision) -> None
     """
     limits = LIMITS[precision]
     compared = {
-        "on average by": (agreement.sampling_logp_difference_mean, limits.mean),
-        f"by more than {limits.token:g} nats in a share of": (agreement.sampling_logp_difference_share, limits.share),
-        "towards the end of replies by a further": (agreement.sampling_logp_difference_growth, limits.growth),
+        "on average by": (agreement[f"{DIFFERENCE}_mean"], limits.mean),
+        f"by more than {limits.token:g} nats in a share of": (agreement[f"{DIFFERENCE}_share"], limits.share),
+        "towards the end of replies by a further": (agreement[f"{DIFFERENCE}_growth"], limits.growth),
     }
     beyond = [
         f"{what} {value:.3g} (at most {limit:g})" for what, (value, limit) in compared.items() if not value <= limit
@@ -256,7 +247,7 @@ def rollout_metrics(
     if with_critic:
         metrics["explained_variance"] = explained_variance(experience.values, experience.monte_carlo_returns, mask)
     metrics["first_ratio"] = initial_ratio(experience)
-    metrics |= vars(SamplerAgreement.of(experience.sampler_logprobs, experience.policy_logprobs, mask, precision))
+    metrics |= sampler_agreement(experience, precision)
     if referee_rewards is not None:
         metrics["referee_mean"] = float(referee_rewards.double().mean())
         metrics["reward_referee_correlation"] = rank_correlation(_numpy(rewards), _numpy(referee_rewards))

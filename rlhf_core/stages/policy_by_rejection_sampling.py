@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.api.inputs import reward_fn_of
 from rlhf_core.config.base import SftConfig
 from rlhf_core.config.policy import Method, PolicyStageConfig, RejectionSamplingConfig
 from rlhf_core.data.batches import epoch_order
@@ -17,7 +18,6 @@ from rlhf_core.fingerprint import tracked_files
 from rlhf_core.models.adapters import PeftAdapter, add_adapters, merge_adapters, peft_adapter
 from rlhf_core.models.starting.base import load_policy, save_policy
 from rlhf_core.ppo.rejection_sampling import BestReplies, RejectionSampler
-from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.policy import POLICY_OUTPUTS, read_training_prompts
@@ -103,11 +103,9 @@ def sample_best(
 ) -> BestReplies:
     """Sample replies to the training prompts from ``policy``, and keep the best by ``ppo.reward.sources``."""
     settings, frozen = config.policy.rejection_sampling, FrozenModels(context.launch)
-    size, budget = config.micro_batch_size, config.micro_batch_tokens
-    sources = SourceContext(inputs.reward, inputs.clean, tokenizer, prompts, size, policy.device, frozen, budget)
     sampler = RejectionSampler(
         policy=policy,
-        reward_fn=build_reward_fn(config.reward.sources, sources),
+        reward_fn=reward_fn_of(inputs.reward, config.rollout, prompts, tokenizer, policy, frozen, context),
         prompts=prompts,
         sampling=Sampling.for_rollouts(tokenizer, config.rollout),
         replies_per_prompt=settings.replies_per_prompt,

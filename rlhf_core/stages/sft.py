@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 from rlhf_core.api.sft import fine_tune
 from rlhf_core.config.base import SftConfig
 from rlhf_core.data.schema import Demonstration, read_rows
 from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.storage.files import atomic_write_json, atomic_write_text
+from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import sample_replies
@@ -26,12 +24,10 @@ def run(config: SftConfig, inputs: Paths, outputs: Paths, context: RunContext) -
     )
     trained = fine_tune(model, tokenizer, train, validation, config, context)
     trained.save(outputs.model)
-    atomic_write_text(outputs.history, "".join(json.dumps(record) + "\n" for record in trained.history))
+    atomic_write_lines(outputs.history, trained.history)
     seed = derive_seed(config.seed, "sft", "samples")
     rows = read_rows(folder / "validation.parquet", Demonstration)[: config.samples]
-    samples = sample_replies(trained.model, tokenizer, rows, config.sampling, seed)
-    lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
-    atomic_write_text(outputs.samples, "".join(lines))
+    atomic_write_lines(outputs.samples, sample_replies(trained.model, tokenizer, rows, config.sampling, seed))
     atomic_write_json(outputs.metrics, trained.metrics)
     return trained.metrics
 

@@ -16,9 +16,9 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.starting.base import train_tokenizer
-from rlhf_core.ppo.experience import TokenPredictions
+from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.kl import kl_estimate
-from rlhf_core.ppo.rollout import SamplerAgreement, predict_tokens, require_agreement
+from rlhf_core.ppo.rollout import logprob_differences, predict_tokens, require_agreement
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,
     Sampling,
@@ -46,13 +46,13 @@ def sample(tiny: Tiny, sampling: Sampling | None = None, rows: list[int] | None 
     return generate(tiny.policy, [tiny.prompts[i] for i in rows], uniforms, used)
 
 
-def predict(tiny: Tiny, rollout: Rollout, sampling: Sampling, micro_batch_size: int | None) -> TokenPredictions:
+def predict(tiny: Tiny, rollout: Rollout, sampling: Sampling, micro_batch_size: int | None) -> Experience:
     return predict_tokens(tiny.untrained_pair(sampling, micro_batch_size), tiny.reference, rollout)
 
 
-def compared(rollout: Rollout, scored: TokenPredictions) -> SamplerAgreement:
+def compared(rollout: Rollout, scored: Experience) -> dict[str, float]:
     """Sampler against trainer, by the limits of float32."""
-    return SamplerAgreement.of(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, "float32")
+    return logprob_differences(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, "float32")
 
 
 def test_masks_follow_the_end_marker(tiny: Tiny) -> None:
@@ -78,7 +78,7 @@ def test_sampler_and_trainer_agree(tiny: Tiny, temperature: float, minimum: int)
     scored = predict(tiny, rollout, sampling, 3)
     agreement = compared(rollout, scored)
     require_agreement(agreement, "float32")
-    assert agreement.sampler_gap < 1e-4
+    assert agreement["sampler_gap"] < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_evaluation_filters_are_noticed_as_another_distribution(tiny: Tiny) -> N
 
 def test_weights_that_are_not_finite_are_noticed() -> None:
     nan = torch.full((1, 1), float("nan"))
-    agreement = SamplerAgreement.of(nan, nan, torch.ones(1, 1, dtype=torch.bool), "float32")
+    agreement = logprob_differences(nan, nan, torch.ones(1, 1, dtype=torch.bool), "float32")
     with pytest.raises(RlhfError, match="weights are finite"):
         require_agreement(agreement, "float32")
 
@@ -230,8 +230,9 @@ def test_padding_and_role_tokens_are_never_sampled_by_a_policy_that_wants_them(t
         assert written and not written & set(wanted) and max(written) < 20
     rollout = sample(eager, sampling)
     scored = predict(eager, rollout, sampling, 3)
-    assert compared(rollout, scored).sampler_gap < 1e-4
-    assert all(bool(column.isfinite().all()) for column in vars(scored).values())
+    assert compared(rollout, scored)["sampler_gap"] < 1e-4
+    columns = scored.policy_logprobs, scored.ref_logprobs, scored.entropy, scored.values, scored.full_kl
+    assert all(bool(column.isfinite().all()) for column in columns)
 
 
 def test_kl_and_entropy_are_those_of_the_allowed_tokens_alone() -> None:

@@ -17,7 +17,7 @@ from unit.ppo.tiny import accumulate_gradients
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import estimate_advantages
-from rlhf_core.ppo.experience import Experience, TokenPredictions
+from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.losses import entropy_sign, with_fixed_reference
 from rlhf_core.ppo.rewards import RunningMeanStd, with_rewards
 from rlhf_core.ppo.update import Learner, measure_minibatch
@@ -177,10 +177,10 @@ class Case:
         zeros = torch.zeros(self.count, WIDTH, dtype=torch.float64)
         values = torch.from_numpy(self.old_values)[:, PROMPT - 1 : -1].where(mask, -1e3)
         rollout = Rollout(tokens, attention, mask, picked(self.sampler_logits), torch.from_numpy(self.finished))
-        predictions = TokenPredictions(picked(self.old_logits), picked(self.ref_logits), zeros, zeros, values)
+        predictions = picked(self.old_logits), picked(self.ref_logits), zeros, values
         moments = RunningMeanStd()
         moments.update(torch.tensor(self.history, dtype=torch.float64))
-        experience = Experience.of_rollout(rollout, predictions)
+        experience = Experience.of_rollout(rollout, *predictions)
         rewards = torch.from_numpy(self.scores)
         moments.update(rewards)
         experience = with_rewards(experience, rewards, moments, self.s.beta, self.config.rollout)
