@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -116,6 +117,7 @@ def pair_files(folder: Path) -> set[str]:
     from rlhf_core.training.run_context import RunContext
 
     make_workspace(folder)
+    shutil.copytree(ROOT / "expectations", folder / "expectations")
     with (folder / "pairs.jsonl").open("w") as lines:
         for row in preferences(300):
             record = {"prompt": f"{row.prompt[0].content} {row.id}?", "chosen": row.chosen, "rejected": row.rejected}
