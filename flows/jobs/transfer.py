@@ -138,7 +138,8 @@ PAGE = 200
 class LogShipper:
     """Context manager that sends whatever is appended to ``log`` as log records of a flow run, in whole lines.
 
-    At the end of the block it tries for at most ``flush_seconds`` to send the rest.
+    At the end of the block it tries for at most ``flush_seconds`` to send the rest. Prefect's own log handler forgets
+    what the server does not take, such as while it is restarted.
     """
 
     def __init__(self, log: Path, flow_run: UUID, flush_seconds: float = 60.0) -> None:
