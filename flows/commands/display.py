@@ -186,8 +186,11 @@ class StageTable(Progress):
         if tasks and not self.final:  # the last picture has all rows, those before it the rows that fit
             ended = next((n for n, task in enumerate(tasks) if task.fields["stage"].outcome is None), len(tasks))
             tasks = tasks[min(ended, max(0, len(tasks) + 3 - self.console.height)) :]
-        if tasks:
-            yield self.make_tasks_table(tasks)
+        for row in self.console.render_lines(self.make_tasks_table(tasks), pad=False) if tasks else ():
+            # Without the spaces that fill a row up: a terminal that becomes narrower would wrap them.
+            text = Text.assemble(*((segment.text, segment.style or "") for segment in row))
+            text.rstrip()
+            yield text
         phase, progress = self.state.phase, self.state.phase_progress
         parts = [f"{self.state.done}/{len(self.state.stages)} stages"] if self.state.stages else []
         parts.append(format_seconds(self.watch.seconds))

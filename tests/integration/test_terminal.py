@@ -85,7 +85,7 @@ def test_a_terminal_that_becomes_narrower_shows_each_stage_once(terminal: Termin
 
 
 def rows_of(stage: str, lines: list[str]) -> list[str]:
-    return [line for line in lines if line[3:].startswith(f"{stage} ")]
+    return [line for line in lines if line[2:].startswith(f"{stage} ")]
 
 
 @needs_tmux
