@@ -85,7 +85,8 @@ def diff(
             ]
         from rlhf_core.data.inspection.changes import as_text, compare_kinds
 
-        changes = compare_kinds(*compared, show)
+        old, new = compared
+        changes = compare_kinds(old, new, show)
         if as_json:
             print_json(changes)
         else:

@@ -57,7 +57,7 @@ def log_model(workspace: Path, kind: str, folder: str, content: str, trained_by:
     model = None if trained_by is None else mlflow.initialize_logged_model(kind, source_run_id=trained_by)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # advice on type hints
-        return mlflow.pyfunc.log_model(
+        info: ModelInfo = mlflow.pyfunc.log_model(
             name=kind,
             python_model=str(SERVING_CODE),
             artifacts={"hf": str(workspace / folder)},
@@ -67,6 +67,7 @@ def log_model(workspace: Path, kind: str, folder: str, content: str, trained_by:
             pip_requirements=_requirements(),
             model_id=None if model is None else model.model_id,
         )
+    return info
 
 
 def judged_sampling(workspace: Path) -> dict[str, Any]:

@@ -52,12 +52,12 @@ class TokenisedPair:
 
 def pair_rows(tokens: TokenTable, rows: npt.NDArray[np.int64]) -> TableRows[TokenisedPair]:
     """The pairs of these row numbers of a table of preferences."""
-    columns = [tokens.column(name) for name in ("prompt", "chosen", "rejected")]
+    prompts, chosen, rejected = (tokens.column(name) for name in ("prompt", "chosen", "rejected"))
     categories = tokens.table.column(CATEGORY)
 
     def pairs(numbers: npt.NDArray[np.int64]) -> list[TokenisedPair]:
         return [
-            TokenisedPair(row, *(column[row] for column in columns), categories[row].as_py())
+            TokenisedPair(row, prompts[row], chosen[row], rejected[row], categories[row].as_py())
             for row in numbers.tolist()
         ]
 

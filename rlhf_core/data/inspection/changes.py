@@ -176,7 +176,7 @@ def _digests(table: pa.Table, columns: Sequence[str], numbers: Sequence[int]) ->
 def _matched(before: Mapping[int, Key], after: Mapping[int, Key]) -> tuple[list[tuple[int, int]], list[int], list[int]]:
     """Pair the rows that have the same key, in their order; return the pairs and what is left of either side."""
     waiting: defaultdict[Key, list[int]] = defaultdict(list)
-    for i in reversed(before):
+    for i in reversed(list(before)):
         waiting[before[i]].append(i)
     pairs: list[tuple[int, int]] = []
     left: list[int] = []

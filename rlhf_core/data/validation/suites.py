@@ -398,5 +398,5 @@ def _text(rule: SuiteRule, kind: str, frame: pd.DataFrame, row: int) -> str:
     values: list[Any] = [frame[name].iat[row] for name in columns]
     text = " | ".join("(null)" if pd.isna(value) else excerpt(str(value)) for value in values)
     if "prompt" in frame and not any(name in (*REPLIES[kind], "prompt", "last_turn") for name in columns):
-        text += f" ({excerpt(frame['prompt'].iat[row])})"
+        text += f" ({excerpt(str(frame['prompt'].iat[row]))})"
     return safe_text(text)

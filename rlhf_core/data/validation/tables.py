@@ -96,7 +96,7 @@ class Validated:
     verdicts: dict[str, Verdicts] = field(default_factory=dict)
     frames: dict[str, pd.DataFrame] = field(default_factory=dict)
     checkpoints: Checkpoints | None = None
-    agreement: Mapping[str, float] = field(default_factory=dict)
+    agreement: dict[str, float] = field(default_factory=dict)
 
     @property
     def cut_rows(self) -> Mapping[str, int]:
