@@ -13,7 +13,7 @@ from rlhf_core.data.collection.hub import PREFIX, load_hub_records
 from rlhf_core.data.collection.rows import FileRows, row_chunks
 from rlhf_core.data.readers.columns import with_columns
 from rlhf_core.data.readers.content import Record
-from rlhf_core.data.readers.detection import PROBE, detect, first_records, format_named, pair_columns
+from rlhf_core.data.readers.detection import PROBE, detect, first_records, format_named, pair_columns, reply_columns
 from rlhf_core.data.readers.format import printable
 from rlhf_core.data.readers.stream import stream_records, uncounted
 from rlhf_core.data.readers.table_records import OnRead
@@ -252,6 +252,14 @@ def kinds_of(file: SourceFile) -> tuple[str, ...]:
                 f"{file.name} would be read as prompts, but its columns {pair[0]!r} and {pair[1]!r} look like a better "
                 f"and a worse reply: name them (--column prompt=prompt --column 'chosen={pair[0]}' --column "
                 f"'rejected={pair[1]}'), or choose --kind prompts"
+            )
+        replies = reply_columns(mapped) if shape.name == "prompt" else []
+        if replies:
+            raise DataError(
+                f"{file.name} would be read as prompts, but {', '.join(map(repr, replies))} "
+                f"{'looks' if len(replies) == 1 else 'look'} like replies: bring them to a format of "
+                "docs/data-formats.md (--column chosen=… --column rejected=… where each has a column of its own), or "
+                "choose --kind prompts"
             )
     else:
         shape = format_named(file.options.format)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -33,6 +34,9 @@ PAIR_NAMES = (
     *(("pos_answer", "neg_answer"), ("good_answer", "bad_answer"), ("correct_answer", "incorrect_answer")),
     *(("chosen_answer", "rejected_answer"), ("preferred_answer", "rejected_answer"), ("answer_w", "answer_l")),
 )
+# Names such as response_a, model_2_answer, reply1 and completions, but not answer_type or output_format.
+REPLY_WORDS = r"chosen|rejected|response|reply|replie|answer|output|completion|candidate|generation|winner|loser"
+_REPLY_COLUMN = re.compile(rf"(?:^|[\W_\d])(?:{REPLY_WORDS})s?(?:[\W_]?(?:\d\d?|[abwl]|text))?$", re.IGNORECASE)
 
 
 def first_records(records: Iterable[Record]) -> list[Record]:
@@ -95,6 +99,19 @@ def pair_columns(records: Sequence[Record]) -> tuple[str, str] | None:
             if better in names and worse in names:
                 return names[better], names[worse]
     return None
+
+
+def reply_columns(records: Sequence[Record]) -> list[str]:
+    """Return the columns of prompts that seem to hold several replies each or together, by their names and values."""
+    for record in records[:PROBE]:
+        if record.problem or not isinstance(record.value, dict):
+            continue
+        named = {str(name): value for name, value in record.value.items() if _REPLY_COLUMN.search(str(name).strip())}
+        lists = [name for name, value in named.items() if isinstance(value, list) and len(value) > 1]
+        texts = [name for name, value in named.items() if isinstance(value, str) and value.strip()]
+        if lists or len(texts) > 1:
+            return lists or texts
+    return []
 
 
 def format_of(value: Any) -> Format | None:

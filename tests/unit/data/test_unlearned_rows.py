@@ -195,6 +195,47 @@ def test_pairs_under_other_names_are_not_read_as_prompts(names: tuple[str, str],
     assert sources_by_kind(["x.jsonl"], tmp_path, ReadOptions(), "prompts").prompts
 
 
+TWO_REPLIES: list[dict[str, Any]] = [
+    {"response_a": "so", "response_b": "no", "winner": "a"},
+    {"output_1": "so", "output_2": "no", "preference": 1},
+    {"answer_0": "so", "answer_1": "no", "label": 0},
+    {"model_1_response": "so", "model_2_response": "no"},
+    {"completion_A": "so", "completion_B": "no"},
+    {"reply1": "so", "reply2": "no"},
+    {"chosen_text": "so", "rejected_text": "no"},
+    {"completions": [{"text": "so", "score": 1}, {"text": "no", "score": 0}]},
+    {"replies": ["so", "no"], "scores": [1, 0]},
+]
+
+
+@pytest.mark.parametrize("columns", TWO_REPLIES, ids=lambda columns: next(iter(columns)))
+def test_several_replies_of_a_form_that_is_not_known_are_not_read_as_prompts(
+    columns: dict[str, Any], tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{n}?", **columns} for n in range(3)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(DataError, match=f"would be read as prompts, but '{next(iter(columns))}'.* like replies"):
+        sources_by_kind(["x.jsonl"], tmp_path, ReadOptions())
+    assert sources_by_kind(["x.jsonl"], tmp_path, ReadOptions(), "prompts").prompts
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"answer_type": "short", "output_format": "json"},
+        {"reference_answer": "so"},
+        {"response_1": "", "response_2": None},
+        {"outputs": ["so"]},
+        {"ab": "so", "winners_of": "no"},
+    ],
+    ids=lambda columns: next(iter(columns)),
+)
+def test_other_columns_beside_prompts_do_no_harm(columns: dict[str, Any], tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}?", **columns} for n in range(3)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert sources_by_kind(["x.jsonl"], tmp_path, ReadOptions()).prompts
+
+
 @pytest.mark.parametrize(
     "text",
     [
