@@ -128,7 +128,7 @@ def config(
     """
     from rlhf_core.commands.config import show
 
-    typer.echo(show(path, workspace or Path(), markdown), nl=False)
+    typer.echo(show(path, workspace, markdown), nl=False)
 
 
 @app.command()

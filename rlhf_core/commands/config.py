@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rlhf_core.config.problems import nearest
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, RlhfError
 
 # Keys of a mapping that the user chooses, by what they name.
 KEYS = {"launch": "STAGE", "pools": "STAGE", "rules": "RULE", "work_pools": "POOL"}
@@ -234,14 +234,29 @@ def as_markdown(known: list[Setting]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def show(path: str | None, workspace: Path, markdown: bool) -> str:
-    """What ``rlhf config PATH`` prints in ``workspace``, which may be any folder."""
-    from rlhf_core.config.loading import Params
+def show(path: str | None, workspace: Path | None, markdown: bool) -> str:
+    """What ``rlhf config PATH`` prints.
+
+    Args:
+        path: What is asked for; None for all.
+        workspace: Whose values are shown beside other defaults; None for the one that the current folder is in, if any.
+        markdown: Whether the page of parameters is asked for.
+
+    Raises:
+        RlhfError: There is no such setting, or the folder that was named is no workspace.
+    """
+    from rlhf_core.config.loading import PARAMS_FILE, Params
+    from rlhf_core.stages.runtime.runner import workspace_root
 
     if markdown:
         return as_markdown(list(settings(Params, seen={})))
     known = list(settings(Params)) if path is not None else list(settings(Params, seen={}))
-    found, file = chosen(path, known), workspace / "params.yaml"
-    given = given_values(file, found) if file.is_file() else {}
+    found, root = chosen(path, known), None
+    try:
+        root = workspace_root(workspace)
+    except RlhfError:  # outside of a workspace defaults are all there is to say
+        if workspace is not None:
+            raise
+    given = given_values(root / PARAMS_FILE, found) if root is not None else {}
     width = min(shutil.get_terminal_size().columns, 120)
     return "\n".join(as_text(setting, given, width) for setting in found) + "\n"

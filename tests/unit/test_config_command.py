@@ -14,7 +14,7 @@ from rlhf_core.cli import app
 from rlhf_core.commands.config import Setting, settings, show
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import Params, check_params, rules_for
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, RlhfError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -25,7 +25,7 @@ def known() -> dict[str, Setting]:
 
 
 def test_the_page_of_parameters_is_what_the_command_prints() -> None:
-    printed = show(None, DOCS, markdown=True)
+    printed = show(None, None, markdown=True)
     assert (DOCS / "parameters.md").read_text(encoding="utf-8") == printed, (
         "rlhf config --markdown > docs/parameters.md"
     )
@@ -64,21 +64,31 @@ def test_one_setting_is_printed_with_the_value_of_the_workspace(tmp_path: Path) 
         ("ppo.sampler.kind", {"ppo.sampler[local].kind", "ppo.sampler[vllm].kind"}),
     ],
 )
-def test_a_path_may_leave_out_what_lies_between(asked: str, found: set[str], tmp_path: Path) -> None:
-    lines = show(asked, tmp_path, markdown=False).splitlines()
+def test_a_path_may_leave_out_what_lies_between(asked: str, found: set[str]) -> None:
+    lines = show(asked, None, markdown=False).splitlines()
     assert {line.partition(":")[0] for line in lines if not line.startswith(" ")} == found
 
 
-def test_a_section_is_printed_whole_and_the_whole_without_repetition(tmp_path: Path) -> None:
-    assert "reward.optimizer.betas" in show("reward", tmp_path, markdown=False)
-    whole = show(None, tmp_path, markdown=False)
+def test_a_section_is_printed_whole_and_the_whole_without_repetition() -> None:
+    assert "reward.optimizer.betas" in show("reward", None, markdown=False)
+    whole = show(None, None, markdown=False)
     assert "sft.optimizer.betas" in whole and "reward.optimizer.betas" not in whole
     assert "those of `sft.optimizer`" in whole
 
 
-def test_an_unknown_setting_is_one_line_with_the_nearest_name(tmp_path: Path) -> None:
+def test_a_folder_without_parameters_is_refused_where_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RLHF_WORKSPACE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert show("ppo.epochs", None, markdown=False).startswith("ppo.epochs: 1\n")
+    with pytest.raises(RlhfError, match="is no workspace"):
+        show("ppo.epochs", tmp_path, markdown=False)
+
+
+def test_an_unknown_setting_is_one_line_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"no setting 'ppo.kl.coeficient'; did you mean 'ppo.kl.coefficient'\?"):
-        show("ppo.kl.coeficient", tmp_path, markdown=False)
+        show("ppo.kl.coeficient", None, markdown=False)
 
 
 def test_the_command_prints_it() -> None:
