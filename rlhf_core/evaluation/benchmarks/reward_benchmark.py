@@ -44,9 +44,12 @@ class BenchmarkRow:
 
 @dataclass(frozen=True)
 class SubsetAccuracy:
-    """Accuracy on the rows of a subset, with 95 % bootstrap bounds, and that of guessing."""
+    """Accuracy on the rows of a subset, with 95 % bootstrap bounds over its different prompts (``clusters``), and that
+    of guessing.
+    """
 
     rows: int
+    clusters: int
     accuracy: float
     accuracy_low95: float
     accuracy_high95: float
@@ -132,10 +135,16 @@ def run_benchmark(judge: Judge, rows: Sequence[BenchmarkRow], seed: int = 0) -> 
     subsets = {}
     for subset in sorted(accuracies):
         values = np.array(accuracies[subset])
-        low, high = bootstrap_bounds(values[np.newaxis], RESAMPLES, seed, cluster_codes(asked[subset]))
+        clusters = cluster_codes(asked[subset])
+        low, high = bootstrap_bounds(values[np.newaxis], RESAMPLES, seed, clusters)
         chance = float(np.mean(chances[subset]))
         subsets[subset] = SubsetAccuracy(
-            len(values), float(values.mean()), max(float(low[0]), 0.0), min(float(high[0]), 1.0), chance
+            rows=len(values),
+            clusters=int(clusters.max()) + 1,
+            accuracy=float(values.mean()),
+            accuracy_low95=max(float(low[0]), 0.0),
+            accuracy_high95=min(float(high[0]), 1.0),
+            chance=chance,
         )
     return BenchmarkResult(float(np.mean([subset.accuracy for subset in subsets.values()])), subsets)
 
@@ -143,8 +152,9 @@ def run_benchmark(judge: Judge, rows: Sequence[BenchmarkRow], seed: int = 0) -> 
 def as_text(result: BenchmarkResult) -> str:
     """Return a table with a line for each subset."""
     width = max(len("subset"), *map(len, result.subsets))
-    lines = [f"{'subset':<{width}}  rows  accuracy  95 %          chance"]
+    lines = [f"{'subset':<{width}}  rows  prompts  accuracy  95 %          chance"]
     for name, subset in result.subsets.items():
         bounds = f"{subset.accuracy_low95:.2f} to {subset.accuracy_high95:.2f}"
-        lines.append(f"{name:<{width}}  {subset.rows:>4}  {subset.accuracy:>8.3f}  {bounds:<12}  {subset.chance:.2f}")
+        counts = f"{subset.rows:>4}  {subset.clusters:>7}"
+        lines.append(f"{name:<{width}}  {counts}  {subset.accuracy:>8.3f}  {bounds:<12}  {subset.chance:.2f}")
     return "\n".join([*lines, f"mean over subsets: {result.mean:.3f}"])
