@@ -225,6 +225,7 @@ class WorkspaceStatus:
             "workspace": str(self.workspace),
             "in_use_by": None if self.holder is None else asdict(self.holder),
             "stages": {**self.stages.states},
+            "note": self.stages.note,
             "stale": self.stages.stale,
             "not_run": self.stages.not_run,
             "gates": [asdict(gate) for gate in self.gates],
