@@ -186,7 +186,7 @@ def test_a_folder_belongs_to_one_run(llama: tuple[PreTrainedModel, PreTrainedTok
             rlhf.train_ppo(model, tokenizer, context=mine, **call)
 
 
-def test_adapters_alone_may_be_trained(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+def test_adapters_alone_may_be_trained(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path) -> None:
     model, tokenizer = llama
     lora = rlhf.LoraConfig(rank=2)
     config = rlhf.PpoConfig(**PPO | {"policy_lora": lora, "critic_lora": lora})
@@ -200,6 +200,13 @@ def test_adapters_alone_may_be_trained(llama: tuple[PreTrainedModel, PreTrainedT
     assert policy.history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
     moved = dict(policy.model.named_parameters())
     assert any(not torch.equal(parameter, moved[name]) for name, parameter in model.named_parameters())
+    from peft import PeftModel
+
+    policy.save(tmp_path / "policy")
+    adapted = PeftModel.from_pretrained(copy.deepcopy(model), str(tmp_path / "policy" / "adapter"))
+    ids = torch.arange(1, 20)[None]
+    with torch.inference_mode():
+        assert torch.allclose(adapted(ids).logits, policy.model(ids).logits, atol=1e-5)
 
 
 def length_reward(prompts: Any, replies: list[str]) -> list[float]:
