@@ -26,7 +26,7 @@ from rlhf_core.data.schema import Preference, PretrainText, read_rows
 from rlhf_core.evaluation.regression import fixed_subset
 from rlhf_core.evaluation.replies import OnPolicyReplies
 from rlhf_core.evaluation.statistics import one_each, standard_error
-from rlhf_core.models.forward import lazy_logits, position_ids_from_mask
+from rlhf_core.models.forward import lazy_logits, right_padded
 from rlhf_core.models.starting.base import fitting_length
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import Sampling
@@ -126,7 +126,7 @@ def reply_log_likelihoods(
             continue
         rows = [sequences[number] for number in part]
         ids, mask = (tensor.to(model.device) for tensor in right_pad(rows, pad))
-        logits = lazy_logits(model, ids, mask, position_ids_from_mask(mask), ids.shape[1])
+        logits = lazy_logits(model, ids, *right_padded(mask), ids.shape[1])
         head = logits.repeatable_head()
         owners, row_numbers, columns, targets = [], [], [], []
         for row_number, row in enumerate(rows):

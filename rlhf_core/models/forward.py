@@ -117,6 +117,19 @@ def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
     return (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
+def right_padded(attention_mask: Tensor) -> tuple[Tensor | None, Tensor]:
+    """What a model is told of rows that begin in the first column: the mask (B, L), or None on a GPU, and positions.
+
+    No token sees those after it, so that padding on the right needs no mask, and without one attention takes its
+    fastest kernel, and the host does not wait to see whether a row is padded. On a CPU that kernel would round
+    otherwise. Positions rise to the end there: transformers takes others for several texts in one row.
+    """
+    if attention_mask.device.type == "cpu":
+        return attention_mask, position_ids_from_mask(attention_mask)
+    columns = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    return None, columns.expand_as(attention_mask)
+
+
 def last_token_indices(attention_mask: Tensor) -> Tensor:
     """Column of the last real token of each row, whichever side is padded: (B, L) -> (B,)."""
     columns = attention_mask.new_ones(attention_mask.shape).cumsum(dim=1)
@@ -213,10 +226,11 @@ def _parameters(forward: Callable[..., Any]) -> frozenset[str] | None:
 def selected_logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, select: Tensor) -> LazyLogits:
     """Next-token logits of a causal LM at the positions where ``select`` (bool, B, L) holds: (N, V), row-major order.
 
+    Rows are padded on the right.
     Only the N selected hidden states are unembedded: with prompts masked that is a third to a half of the work of a
     small model with a large vocabulary.
     """
-    logits = lazy_logits(model, input_ids, attention_mask, position_ids_from_mask(attention_mask), input_ids.shape[1])
+    logits = lazy_logits(model, input_ids, *right_padded(attention_mask), input_ids.shape[1])
     return LazyLogits(logits.states[select], logits.head, logits.vocabulary)
 
 

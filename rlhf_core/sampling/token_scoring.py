@@ -25,6 +25,7 @@ from rlhf_core.models.forward import (
     has_plain_head,
     lazy_logits,
     position_ids_from_mask,
+    right_padded,
 )
 from rlhf_core.models.heads import ActorCritic
 from rlhf_core.sampling.distribution import Sampling, log_distribution, log_distribution_at
@@ -74,19 +75,18 @@ class Tokens:
     @property
     def position_ids(self) -> Tensor:
         """(B, L), counted from the first real token, so that padding never changes a number."""
-        if self.attended is None:  # one row of rising numbers: transformers takes others for several texts in a row
-            return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
-        return position_ids_from_mask(self.attention_mask)
+        return self._told[1]
 
     @property
     def attended(self) -> Tensor | None:
-        """The mask that attention sees (B, L), or None on a GPU where rows begin in the first column.
+        """The mask that attention sees (B, L), where it needs one; see ``models.forward.right_padded``."""
+        return self._told[0]
 
-        No token sees those after it, so that padding on the right needs no mask, and without one attention takes its
-        fastest kernel. On a CPU that kernel would round otherwise.
-        """
-        needed = self.reply_starts is None or self.tokens.device.type == "cpu"
-        return self.attention_mask if needed else None
+    @property
+    def _told(self) -> tuple[Tensor | None, Tensor]:
+        if self.reply_starts is not None:
+            return right_padded(self.attention_mask)
+        return self.attention_mask, position_ids_from_mask(self.attention_mask)
 
     @property
     def reply_mask(self) -> Tensor:

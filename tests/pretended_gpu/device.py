@@ -2,7 +2,8 @@
 
 It finds what only a machine with a GPU would: tensors of two devices in one operation, moves that were forgotten, NumPy
 of a device's tensors, random numbers of the wrong generator. It counts launches, waits of the host and bytes between
-host and device. It knows nothing of CUDA's kernels, rounding, memory, streams or speed.
+host and device. It knows nothing of CUDA's kernels, rounding, memory, streams or speed. Layers that recompute their
+attention (gradient checkpointing) abort in the backward pass, and DeepSpeed was not tried.
 
 PyTorch's PrivateUse1 key is opened as a backend in Python. A tensor of the device wraps one of the host. A function
 mode puts that backend where code says "cuda", and a dispatch mode checks devices as CUDA does and computes on the host.

@@ -21,6 +21,7 @@ from unit.training.tiny import SHAPE, demonstrations, preferences, text
 import rlhf_core as rlhf
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message
+from rlhf_core.models.forward import right_padded
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.models.starting.base import new_model, train_tokenizer
@@ -34,6 +35,8 @@ from rlhf_core.sampling.decoding import FusedRMSNorm, decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, TokenDistribution
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
 from rlhf_core.serving.policy import LoadedPolicy, ReplySettings
+from rlhf_core.training.examples import Example
+from rlhf_core.training.sft import example_batch, reply_loss
 
 TRAINED = ("sft", "reward", "referee", "judge", "critic", "ppo", "evaluate")
 DECODED = {
@@ -170,6 +173,27 @@ def test_an_update_launches_and_waits_little(counts: Counts, tmp_path: Path) -> 
     assert (launches[1] - launches[0]) / passes <= 150, "of a layer, forward and backward"
 
 
+TEXTS = [Example([5, 6], [7, 3]), Example([5], [7, 8, 9, 3])]
+
+
+def test_logits_are_made_in_chunks(counts: Counts) -> None:
+    model, _ = small_model(torch.float32)
+    batch, found = example_batch(TEXTS, 0, torch.device("cuda", 0)), list[torch.Tensor]()
+    for limit in (1 << 20, 2 * 4 * SHAPE.vocab_size):
+        reply_loss(model.to("cuda"), batch, 6, limit).backward()
+        found.append(next(parameter.grad.cpu() for parameter in model.parameters()))
+        model.zero_grad()
+    assert torch.allclose(*found, atol=1e-6)
+
+
+def test_texts_padded_on_the_right_have_no_mask(counts: Counts) -> None:
+    model, _ = small_model(torch.bfloat16)
+    batch = example_batch(TEXTS, 0, torch.device("cuda", 0))
+    reply_loss(model.to("cuda"), batch, 6).backward()
+    ScalarModel.from_causal_lm(model, seed=2).hidden(batch.input_ids, *right_padded(batch.attention_mask))
+    assert counts.launches[""]["attention"] >= 2 and "attention with a mask" not in counts.launches[""]
+
+
 def test_advantages_launch_no_kernel_for_each_token(counts: Counts) -> None:
     launches = []
     for tokens in (2, 40):
@@ -197,6 +221,8 @@ def test_critic_and_policy_are_trained_from_models_of_the_host(counts: Counts) -
     given = {"referee": copy.deepcopy(reward), "validation_prompts": QUESTIONS[:2], "config": config}
     trained = rlhf.train_ppo(model, tokenizer, QUESTIONS, reward, moved, **given)
     assert next(trained.model.parameters()).is_cuda
+    copied = counts.total("bytes", "generation", "forward", "rewards", "update")
+    assert copied < 10_000, f"{counts.bytes}: tokens and scores alone, no weights"
     assert not next(model.parameters()).is_cuda and not next(reward.parameters()).is_cuda, "given models stay"
 
 

@@ -70,8 +70,8 @@ class MasterWeights:
     @torch.no_grad()
     def round_to_model(self) -> None:
         """Set the model's weights to the copies, rounded to the model's precision."""
-        for parameter, master in self.copies.items():
-            parameter.copy_(master)
+        if self.copies:  # one launch on a GPU in place of one for each parameter
+            torch._foreach_copy_([*self.copies], [*self.copies.values()])
 
     def detach(self) -> None:
         """Leave the gradients of later backward passes at the model's own parameters, and forget the copies."""

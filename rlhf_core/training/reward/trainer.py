@@ -25,7 +25,7 @@ from rlhf_core.data.batches import (
     token_budget_batches,
 )
 from rlhf_core.data.pairs import PrefixRow, PromptBatches, TokenisedPair, pair_sequences, rows_of_sequences
-from rlhf_core.models.forward import LOGITS_BYTES
+from rlhf_core.models.forward import LOGITS_BYTES, right_padded
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.prefix_sharing import PrefixBatch, prefix_batch
 from rlhf_core.runtime import distributed
@@ -52,7 +52,7 @@ class PairMicroBatch:
     def hidden(self, model: ScalarModel) -> Tensor:
         """Last hidden states of each sequence (rows of ``sequences``, L, H)."""
         if self.prefixes is None:
-            return model.hidden(self.sequences.input_ids, self.sequences.attention_mask)
+            return model.hidden(self.sequences.input_ids, *right_padded(self.sequences.attention_mask))
         return self.prefixes.hidden(model.model.base_model)
 
 
