@@ -68,7 +68,7 @@ class FrozenModels:
                         if tensor is None:
                             continue
                         if tensor not in pinned:
-                            pinned[tensor] = _like(tensor, tensor.detach().pin_memory()) if pin else tensor
+                            pinned[tensor] = _like(tensor, _pinned(tensor.detach())) if pin else tensor
                         places[name] = pinned[tensor]
                         self.waiting.append((places, name, pinned[tensor]))
         return model
@@ -86,6 +86,14 @@ class FrozenModels:
         finally:
             for places, name, tensor in self.waiting:
                 places[name] = tensor
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, from where a GPU reads fastest; the tensor itself where that is refused."""
+    try:
+        return tensor.pin_memory()
+    except RuntimeError:
+        return tensor
 
 
 def _like(tensor: Tensor, values: Tensor) -> Tensor:

@@ -174,7 +174,9 @@ def test_length_normalised_rewards_are_means_over_tokens(loaded: Fixture, worksp
     pairs = [loaded.train.pairs[row] for row in rows]
     lengths = torch.tensor([float(len(pair.chosen)) for pair in pairs])
     policy = batch_logprobs(model, pairs, plain.pad)
-    sums, means = (one._rewards(pairs, policy, one.train_reference, rows).chosen for one in (plain, normalised))
+    sums, means = (
+        one._rewards(pairs, policy, one.train_reference, rows).chosen.detach() for one in (plain, normalised)
+    )
     assert float(sums.abs().max()) > 1e-3 and torch.allclose(means, sums / lengths, atol=1e-6)
 
 
