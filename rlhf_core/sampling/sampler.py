@@ -8,16 +8,14 @@ Shapes: B sequences, P prompt width (left-padded), T response width (right-padde
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.config.ppo import SamplerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.decoding import decoding_layers
@@ -133,23 +131,6 @@ class LocalSampler:
         assert self._policy is not None
         uniforms = philox_uniforms(prompts.seed, prompts.streams, sampling.base.max_new_tokens)
         return generate(self._policy, prompts.ids, uniforms, sampling, width=prompts.width)
-
-
-@contextmanager
-def opened_sampler(config: SamplerConfig, work: Path) -> Iterator[Sampler]:
-    """Yield the sampler that ``config`` names, and end what it started after the block.
-
-    Args:
-        config: ``ppo.sampler``.
-        work: Folder of the run's partial state.
-    """
-    if config.kind == "local":
-        yield LocalSampler()
-        return
-    from rlhf_core.sampling.vllm import VllmSampler
-
-    with closing(VllmSampler(config, work / "sampler")) as sampler:
-        yield sampler
 
 
 def sample_replies(
