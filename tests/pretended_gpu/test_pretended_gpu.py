@@ -20,11 +20,12 @@ from unit.training.tiny import SHAPE, demonstrations, preferences, text
 
 import rlhf_core as rlhf
 from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.models.forward import right_padded
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.precision import use_float32_unembedding
-from rlhf_core.models.starting.base import new_model, train_tokenizer
+from rlhf_core.models.starting.base import new_model, save_policy, train_tokenizer
 from rlhf_core.ppo.actor_critic import build_actor_critic
 from rlhf_core.ppo.advantages import estimate_advantages, gae
 from rlhf_core.ppo.experience import Experience
@@ -269,6 +270,27 @@ def test_a_served_policy_replies_to_threads(counts: Counts) -> None:
 
 
 @pytest.mark.slow
+def test_frozen_models_wait_in_host_memory(tmp_path: Path) -> None:
+    model, tokenizer = small_model(torch.float32)
+    sft, scorers = tmp_path / "models/sft", [tmp_path / "models" / name for name in ("reward", "referee")]
+    save_policy(sft, model, tokenizer)
+    for seed, folder in enumerate(scorers):
+        ScalarModel.from_causal_lm(sft, seed).save(folder, tokenizer)
+    context = rlhf.RunContext(tmp_path / "run", launch=LaunchConfig(frozen="offload"))
+    config = rlhf.PpoConfig(**PPO | {"iterations": 2})
+    with pretended_gpu() as counts:
+        critic = train_critic(model, tokenizer)
+        counts.clear()
+        rlhf.train_ppo(
+            sft, tokenizer, QUESTIONS, scorers[0], critic, referee=scorers[1], validation_prompts=QUESTIONS[:2],
+            config=config, context=context,
+        )  # fmt: skip
+        assert counts.total("bytes", "generation", "forward", "rewards", "update") < 10_000, (
+            "models move between phases"
+        )
+
+
+@pytest.mark.slow
 def test_what_is_tested_on_a_gpu_passes(tmp_path: Path) -> None:
     words = ("-m", "pytest", "-n0", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu")
     ended = run("python", *words, cwd=ROOT, RLHF_PRETENDED_GPU="1")
@@ -279,7 +301,6 @@ SETTINGS = {
     "float32": (),
     "bfloat16": ("base.dtype=bfloat16",),
     "adapters": ("ppo.policy_lora.rank=4", "ppo.critic_lora.rank=4", "critic.lora.rank=4", "reward.lora.rank=4"),
-    "offload": ("compute.launch.critic.frozen=offload", "compute.launch.ppo.frozen=offload"),
 }
 
 
