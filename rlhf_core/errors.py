@@ -18,6 +18,7 @@ EXIT_INTERRUPTED = 130
 QUOTED_CHARACTERS = 300
 # No room on the device, in a quota, or under ulimit -f.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SAID = ("No space left on device", "database or disk is full")  # the second by SQLite
 
 
 class RlhfError(Exception):
@@ -104,4 +105,4 @@ def is_full_disk(error: BaseException) -> bool:
     """Whether a disk, its inodes or a quota are used up. Libraries in other languages say so in the message alone."""
     if not isinstance(error, Exception) or isinstance(error, RlhfError):
         return False
-    return (isinstance(error, OSError) and error.errno in _NO_ROOM) or "No space left on device" in str(error)
+    return (isinstance(error, OSError) and error.errno in _NO_ROOM) or any(said in str(error) for said in _SAID)

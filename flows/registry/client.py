@@ -26,7 +26,7 @@ from flows.workspace.folder import private_path, run_tags
 from rlhf_core.config.loading import PARAMS_FILE, load_params, load_section
 from rlhf_core.config.operations import RegistryConfig, TrackingConfig
 from rlhf_core.config.yaml_text import plain, read
-from rlhf_core.errors import RlhfError, first_line
+from rlhf_core.errors import RlhfError, first_line, is_full_disk
 from rlhf_core.storage.files import read_json
 from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, deliver_waiting
 from rlhf_core.tracking.stage_run import CLIENT_SETTINGS, default_environment, origin_tags, record_folder
@@ -135,6 +135,8 @@ def connect(workspace: Path) -> MlflowClient:
         client = _client_class()(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)
     except (MlflowException, SQLAlchemyError, OSError) as error:
+        if is_full_disk(error):
+            raise RlhfError(f"no room for the record {uri} ({first_line(error)}); make some") from error
         raise RlhfError(
             f"MLflow at {uri} does not answer ({first_line(error)}); start it, or unset MLFLOW_TRACKING_URI"
         ) from error

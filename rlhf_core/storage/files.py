@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.errors import DataError, RlhfError, is_full_disk
 
 
 def permitted(mode: int) -> int:
@@ -35,7 +35,7 @@ def atomic_write_text(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     except OSError as error:
-        raise RlhfError(f"cannot write {path}: {error.strerror}; make the folder writable or choose another") from error
+        raise _unwritable(path, error) from error
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             stream.write(text)
@@ -46,6 +46,11 @@ def atomic_write_text(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _unwritable(path: Path, error: OSError) -> RlhfError:
+    remedy = "make room" if is_full_disk(error) else "make the folder writable"
+    return RlhfError(f"cannot write {path}: {error.strerror}; {remedy} or choose another")
 
 
 def atomic_write_json(path: Path, value: Any) -> None:
@@ -76,7 +81,7 @@ def atomic_dir(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part"))
     except OSError as error:
-        raise RlhfError(f"cannot write {path}: {error.strerror}; make the folder writable or choose another") from error
+        raise _unwritable(path, error) from error
     try:
         yield temporary
         temporary.chmod(permitted(0o755))

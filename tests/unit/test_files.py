@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from rlhf_core.data.schema import write_table
+from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import (
     LockFile,
     atomic_dir,
     atomic_write_json,
     atomic_write_lines,
+    atomic_write_text,
     flatten,
     split_json_lines,
 )
@@ -72,3 +76,20 @@ def test_what_is_written_is_as_private_as_the_umask_asks_for(
         os.umask(before)
     modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("a.json", "a.parquet", "folder")]
     assert modes == [file, file, folder]
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.ENOSPC, "make room"), (errno.EACCES, "make the folder writable")]
+)
+def test_what_to_do_depends_on_why_a_file_cannot_be_written(
+    number: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(RlhfError, match=f"cannot write .*; {remedy} or choose another"):
+        atomic_write_text(tmp_path / "x.txt", "x")
+    with pytest.raises(RlhfError, match=f"cannot write .*; {remedy} or choose another"), atomic_dir(tmp_path / "x"):
+        pass

@@ -24,7 +24,7 @@ from rlhf_core.config.operations import LaunchConfig, Trained
 from rlhf_core.config.policy import Method
 from rlhf_core.config.problems import nearest
 from rlhf_core.data.token_folder import TOKENS
-from rlhf_core.errors import ConfigError, DataError, RlhfError, is_full_disk
+from rlhf_core.errors import ConfigError, DataError, RlhfError, first_line, is_full_disk
 from rlhf_core.fingerprint import fingerprint, stage_module_name, tracked_files
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import launcher
@@ -92,7 +92,7 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
     except BaseException as error:
         failure = error
         if is_full_disk(error):
-            failure = RlhfError(f"{name}: {error}; {AFTER_FULL_DISK}")
+            failure = RlhfError(f"{name}: {first_line(error)}; {AFTER_FULL_DISK}")
             raise failure from error
         raise
     finally:

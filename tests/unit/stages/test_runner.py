@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from sqlalchemy import create_engine, text
 
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 from rlhf_core.runtime.preemption import PreemptionSignal
@@ -30,6 +31,20 @@ def test_a_full_disk_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatc
     assert raised.value.exit_code == EXIT_USER_ERROR and "\n" not in str(raised.value)
     outcome: dict[str, Any] = json.loads((tmp_path / ".rlhf/outcomes/sft.json").read_text())
     assert outcome["exit_code"] == EXIT_USER_ERROR and "make room" in outcome["message"]
+
+
+def test_a_database_without_room_is_a_full_disk_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def small_database(*_: object) -> NoReturn:
+        engine = create_engine(f"sqlite:///{tmp_path / 'mlflow.db'}")
+        with engine.begin() as connection:
+            connection.execute(text("PRAGMA max_page_count = 2"))
+            for number in range(9):
+                connection.execute(text(f"CREATE TABLE t{number} (\n  a TEXT\n)"))
+        raise AssertionError("it had room")
+
+    monkeypatch.setattr(runner, "_run", small_database)
+    with pytest.raises(RlhfError, match=r"^base: [^\n]*database or disk is full; make room[^\n]*$"):
+        runner.run_stage("base", tmp_path)
 
 
 def test_that_the_outcome_cannot_be_noted_hides_nothing(
