@@ -254,7 +254,7 @@ class PpoInputs:
             return
         require_type(self.critic, TrainedCritic, "critic")
         for name in RolloutConfig.model_fields:
-            mine, pretrained = getattr(config.rollout, name), getattr(self.critic.rollout, name)
+            mine, pretrained = getattr(config, name), getattr(self.critic.rollout, name)
             if mine != pretrained and "batch_size" not in name:
                 raise ConfigError(
                     f"the critic was pre-trained with another {name} ({pretrained}) than this run's ({mine}); give "
@@ -287,9 +287,9 @@ def assemble(inputs: PpoInputs, context: RunContext) -> Trainer:
         policy = _own_copy(inputs.model if config.policy_init == "sft" else inputs.base)
     if selector is not None:
         evaluator.reference = reference
-    reward_fn = reward_fn_of(inputs.reward, config.rollout, inputs.prompts, tokenizer, policy, frozen, context)
+    reward_fn = reward_fn_of(inputs.reward, config, inputs.prompts, tokenizer, policy, frozen, context)
     critic, moments = _critic(inputs, frozen, own)
-    pair = build_actor_critic(config, policy, critic, Sampling.for_rollouts(tokenizer, config.rollout), context)
+    pair = build_actor_critic(config, policy, critic, Sampling.for_rollouts(tokenizer, config), context)
     health_limits = {"kl": config.selection.max_kl, "max_new_tokens": float(config.max_new_tokens)}
     ptx = ptx_data(config, inputs.texts, pad_id(tokenizer), getattr(policy.config, POSITIONS, None))
     return Trainer(
@@ -390,7 +390,7 @@ def _evaluator(
     """
     config, tokenizer = inputs.config, inputs.tokenizer
     seed, together = derive_seed(config.seed, "ppo", "selection"), config.selection.batch_size
-    sampling = Sampling.for_rollouts(tokenizer, config.rollout)
+    sampling = Sampling.for_rollouts(tokenizer, config)
     prompts = [row.prompt for row in inputs.validation_prompts]
 
     def sample(policy: PreTrainedModel) -> OnPolicyReplies:

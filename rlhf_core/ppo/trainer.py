@@ -240,7 +240,7 @@ class Trainer(RolloutLoop):
         # After a rollback other replies are drawn, so that one unlucky draw does not fail the run twice.
         redraws, exact_kl = len(self.checkpoints.journal), config.kl.measures_full
         experience = self.collect(
-            learner.pair, learner.reference, config.rollout, rows, kl_coef, clock, redraws=redraws, exact_kl=exact_kl
+            learner.pair, learner.reference, config, rows, kl_coef, clock, redraws=redraws, exact_kl=exact_kl
         )
         experience = estimate_advantages(experience, config.advantage, config.replies_per_prompt)
         if config.surrogate.fixed_reference:

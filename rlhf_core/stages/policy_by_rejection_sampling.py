@@ -105,9 +105,9 @@ def sample_best(
     settings, frozen = config.policy.rejection_sampling, FrozenModels(context.launch)
     sampler = RejectionSampler(
         policy=policy,
-        reward_fn=reward_fn_of(inputs.reward, config.rollout, prompts, tokenizer, policy, frozen, context),
+        reward_fn=reward_fn_of(inputs.reward, config, prompts, tokenizer, policy, frozen, context),
         prompts=prompts,
-        sampling=Sampling.for_rollouts(tokenizer, config.rollout),
+        sampling=Sampling.for_rollouts(tokenizer, config),
         replies_per_prompt=settings.replies_per_prompt,
         batch_size=config.sampling_batch_size,
         seed=derive_seed(config.seed, NAME, "replies"),
