@@ -49,6 +49,7 @@ def test_a_policy_by_any_method_reads_no_more_and_writes_the_same(method: Method
     assert set(by_method.inputs.items()) <= set(by_ppo.inputs.items())
 
 
+@pytest.mark.slow
 def test_stages_depend_on_fingerprints_that_are_written(tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
     fingerprint(tmp_path)

@@ -52,12 +52,14 @@ def change_functions(path: Path, names: tuple[str, ...] = ()) -> None:
     path.write_text(ast.unparse(ast.fix_missing_locations(tree)))
 
 
+@pytest.mark.slow
 def test_a_comment_anywhere_makes_nothing_stale(copy: Path, before: dict[str, str]) -> None:
     for path in copy.rglob("*.py"):
         path.write_text(path.read_text() + "\n# a comment\n")
     assert digests(copy.parent) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "names", "stages"),
     [
@@ -86,6 +88,7 @@ def test_code_of_another_method_trains_no_policy_by_ppo_again(copy: Path, before
         assert changed.digest(stage_module_name("ppo", method), *ROOTS) != fingerprint("ppo", method)
 
 
+@pytest.mark.slow
 def test_a_changed_health_rule_makes_ppo_and_the_report_stale(copy: Path, before: dict[str, str]) -> None:
     path = copy / "config/health.py"
     text = path.read_text()
@@ -95,6 +98,7 @@ def test_a_changed_health_rule_makes_ppo_and_the_report_stale(copy: Path, before
     assert stale(before, digests(copy.parent)) == {"ppo", "report"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage"), [("report/templates/gates.html.j2", "report"), ("data_card/card.html.j2", "validate")]
 )
@@ -104,11 +108,13 @@ def test_a_changed_template_makes_its_stage_stale(copy: Path, before: dict[str, 
     assert stale(before, digests(copy.parent)) == {stage}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage not in ("ppo", "report")])
 def test_default_health_rules_concern_ppo_and_the_report_alone(stage: str) -> None:
     assert "rlhf_core.config.health.DEFAULT_RULES" not in reached(stage)
 
 
+@pytest.mark.slow
 def test_modules_imported_by_a_computed_name_are_known() -> None:
     """Such a call cannot be followed; one more needs a look at what it may import."""
     computed = set()

@@ -173,6 +173,7 @@ def test_every_package_of_flows_has_a_layer() -> None:
     assert len(rooms) <= 12
 
 
+@pytest.mark.slow
 def test_flows_imports_point_downwards() -> None:
     wrong = {}
     for module in (module for module in FLOWS if "." in module):

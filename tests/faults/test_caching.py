@@ -54,6 +54,7 @@ pathlib.Path("policy.txt").write_text("p")
 """
 
 
+@pytest.mark.slow
 def test_a_stage_that_ends_under_dvcs_lock_waits_for_it(tmp_path: Path) -> None:
     toy = make_toy(tmp_path, ENDING)
     ensure_dvc(toy)

@@ -52,6 +52,7 @@ def test_the_second_run_can_wait_and_then_finds_everything_done(tmp_path: Path) 
     assert_nothing_held(toy)
 
 
+@pytest.mark.slow
 def test_an_attempt_waits_for_an_earlier_one_that_was_taken_for_dead(tmp_path: Path) -> None:
     toy = make_toy(tmp_path, SLOW_STAGE)
     ensure_dvc(toy)
@@ -63,6 +64,7 @@ def test_an_attempt_waits_for_an_earlier_one_that_was_taken_for_dead(tmp_path: P
     assert (toy / "started").read_text() == "x\n"
 
 
+@pytest.mark.slow
 def test_an_attempt_waits_until_the_supervisor_of_a_killed_job_has_ended_everything(tmp_path: Path) -> None:
     """The stage ignores the stop signal, so that its supervisor needs the whole grace period."""
     toy = make_toy(tmp_path, "stages:\n  ppo: {cmd: python stubborn.py, outs: [policy.txt]}\n")

@@ -29,6 +29,7 @@ def set_line(workspace: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
+@pytest.mark.slow
 def test_a_change_concerns_what_reads_it_alone(smoke_copy: Path) -> None:
     set_line(smoke_copy, "title: RLHF pipeline report", "title: Another title")
     assert ran(repro(smoke_copy)) == ["report"]
@@ -40,6 +41,7 @@ def test_a_change_concerns_what_reads_it_alone(smoke_copy: Path) -> None:
     assert ran(repro(smoke_copy, "--dry"))[0] == "ppo"
 
 
+@pytest.mark.slow
 def test_a_clone_is_restored_from_a_remote(smoke_copy: Path, tmp_path: Path) -> None:
     remote, clone = tmp_path / "remote", tmp_path / "clone"
     for command in (

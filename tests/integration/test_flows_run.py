@@ -45,6 +45,7 @@ def rows(workspace: Path, query: str) -> list[tuple[str, ...]]:
         return connection.execute(query).fetchall()
 
 
+@pytest.mark.slow
 def test_a_failed_gate_is_named_not_retried_and_the_report_is_written(tmp_path: Path, prefect_database: Path) -> None:
     toy = make_toy(tmp_path, GATED, prefect_database=prefect_database)
     answer = rlhf("run", cwd=toy)
@@ -59,6 +60,7 @@ def test_a_failed_gate_is_named_not_retried_and_the_report_is_written(tmp_path: 
     assert processes_of(toy) == []
 
 
+@pytest.mark.slow
 def test_a_stage_on_the_pool_runs_there_and_a_second_run_computes_nothing(
     tmp_path: Path, prefect_database: Path
 ) -> None:

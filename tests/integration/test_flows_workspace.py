@@ -62,6 +62,7 @@ def test_outside_a_workspace_the_message_says_what_to_do(tmp_path: Path) -> None
         find_workspace(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_graph_is_dvcs_own(tmp_path: Path) -> None:
     toy = make_toy(tmp_path, PIPELINE)
     ensure_dvc(toy)
@@ -70,6 +71,7 @@ def test_the_graph_is_dvcs_own(tmp_path: Path) -> None:
     assert graph["gate-a"].after == ("one", "two") and graph["one"].outputs == ("x.txt",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_git", [True, False])
 def test_dvc_reads_the_settings_of_a_new_root(tmp_path: Path, in_git: bool) -> None:
     if in_git:
@@ -81,6 +83,7 @@ def test_dvc_reads_the_settings_of_a_new_root(tmp_path: Path, in_git: bool) -> N
     assert set(listed) == settings | (set() if in_git else {"core.no_scm=True"})
 
 
+@pytest.mark.slow
 def test_a_cache_under_a_name_beyond_ascii_is_shared(tmp_path: Path) -> None:
     clone, workspace = tmp_path / "wörk 中", tmp_path / "wörk 中" / "workspaces" / "smoke"
     workspace.mkdir(parents=True)
@@ -95,6 +98,7 @@ stages:
 """
 
 
+@pytest.mark.slow
 def test_equal_computations_of_two_workspaces_share_one_result(tmp_path: Path) -> None:
     actions = []
     for name in ("one", "two"):
@@ -105,12 +109,14 @@ def test_equal_computations_of_two_workspaces_share_one_result(tmp_path: Path) -
     assert actions == ["ran", "cached"]
 
 
+@pytest.mark.slow
 def test_what_runs_always_or_has_no_inputs_is_never_shared(tmp_path: Path) -> None:
     toy = make_toy(tmp_path, "stages:\n  a: {cmd: date > a, outs: [a]}\n  b: {cmd: date > b, deps: [a], outs: [b]}\n")
     ensure_dvc(toy)
     assert {name: node.shareable for name, node in read_graph(toy).items()} == {"a": False, "b": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["", '{"write": ', "{}"])
 def test_a_killed_dvc_does_not_stop_the_next(tmp_path: Path, content: str) -> None:
     toy = make_toy(tmp_path, SHARED)
@@ -183,6 +189,7 @@ def test_mistakes_are_one_line_and_status_2(
     assert answer.returncode == 2 and answer.stderr.count("\n") == 1 and expected in answer.stderr
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_is_named_in_one_line(tmp_path: Path) -> None:
     answer = rlhf("run", cwd=make_toy(tmp_path, PIPELINE), PREFECT_API_URL="http://127.0.0.1:9/api")
     assert answer.returncode == 2 and answer.stderr.count("\n") == 1 and "PREFECT_API_URL" in answer.stderr

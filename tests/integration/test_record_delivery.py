@@ -66,6 +66,7 @@ def runs(workspace: Path) -> dict[str, Any]:
     return by_stage
 
 
+@pytest.mark.slow
 def test_stages_record_side_by_side_and_never_load_mlflow(workspace: Path) -> None:
     with delivered_records(workspace, True) as variables:
         variables = {**variables, PARENT_RUN_VARIABLE: "the pipeline"}
@@ -88,6 +89,7 @@ def test_stages_record_side_by_side_and_never_load_mlflow(workspace: Path) -> No
     assert waiting_records(workspace) == 0 and list((workspace / ".rlhf" / "tracking").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_a_killed_pipeline_left_is_delivered_by_the_next_once(workspace: Path) -> None:
     pipeline = (
         "import os, signal, sys; from pathlib import Path\n"
@@ -120,6 +122,7 @@ def test_nothing_is_delivered_for_a_pipeline_that_is_not_tracked(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_stage_that_does_not_share_the_workspace_delivers_by_itself(workspace: Path) -> None:
     with delivered_records(workspace, True) as variables:
         environment = {**variables, PARENT_RUN_VARIABLE: "the pipeline"}

@@ -110,6 +110,7 @@ def test_a_run_fits_the_terminal_and_no_line_is_drawn_twice(terminal: Terminal, 
     assert len(rows_of("ppo", frames[-1])) == 1 and len(rows_of("sft", frames[-1])) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
 def test_output_that_is_no_terminal_has_no_control_codes(tmp_path: Path, term: str) -> None:
     for number in range(5):

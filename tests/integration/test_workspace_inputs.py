@@ -64,6 +64,7 @@ def test_a_changed_new_or_lost_source_file_is_seen_by_dvc_and_by_status(files: P
         assert json.loads(dvc(workspace, "status", "--json", "collect").stdout) == {}, "sources.txt was not refreshed"
 
 
+@pytest.mark.slow
 def test_a_file_under_dvc_add_leads_to_collect_and_dag_has_no_fingerprints(files: Path) -> None:
     workspace = make(files / "run")
     (workspace / "pairs.jsonl").write_text("".join(ROWS))
@@ -76,6 +77,7 @@ def test_a_file_under_dvc_add_leads_to_collect_and_dag_has_no_fingerprints(files
     assert '"pairs.jsonl.dvc" -> "collect"' in edges and "fingerprint" not in edges
 
 
+@pytest.mark.slow
 def test_a_recipe_keeps_its_text_but_for_the_files(files: Path) -> None:
     workspace = make(files / "run", 'collect.files.preferences=["pairs.jsonl"]')
     lines = (workspace / "dvc.yaml").read_text().splitlines()
@@ -102,6 +104,7 @@ def test_an_experiment_of_dvc_is_recorded_in_the_workspace_that_it_was_started_i
     assert tracking_uri(files / "elsewhere") == f"sqlite:///{files}/elsewhere/mlflow.db"
 
 
+@pytest.mark.slow
 def test_git_that_came_after_init_is_noticed_and_everything_is_ignored_from_the_start(files: Path) -> None:
     workspace = make(files / "run", profile="smoke")
     assert "no_scm" in (workspace / ".dvc" / "config").read_text()
@@ -119,6 +122,7 @@ def test_git_that_came_after_init_is_noticed_and_everything_is_ignored_from_the_
     assert set(listed) == {".dvc/.gitignore", ".dvc/config", ".dvcignore", ".gitignore"} | recipe
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_succeed_is_refused_before_anything_starts(files: Path) -> None:
     workspace = make(files / "run", 'collect.files.preferences=["gone.jsonl"]', 'collect.files.prompts=["lost.txt"]')
     answer = rlhf("run", cwd=workspace)
@@ -127,6 +131,7 @@ def test_a_run_that_cannot_succeed_is_refused_before_anything_starts(files: Path
     assert not (workspace / ".rlhf" / "logs" / "server.log").exists()
 
 
+@pytest.mark.slow
 def test_data_and_model_are_short_for_their_settings_and_logs_name_what_there_is(files: Path) -> None:
     made = rlhf("init", "run", "--data", "pairs.jsonl", "--data", "more/a.jsonl", "--model", "me/model", cwd=files)
     assert made.returncode == 0, made.stderr

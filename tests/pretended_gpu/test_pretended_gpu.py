@@ -213,6 +213,7 @@ def train_critic(
     return rlhf.train_critic(model, tokenizer, QUESTIONS, reward, rollout=rollout, config=settings)
 
 
+@pytest.mark.slow
 def test_critic_and_policy_are_trained_from_models_of_the_host(counts: Counts) -> None:
     model, tokenizer = small_model(torch.float32)
     reward = ScalarModel.from_causal_lm(copy.deepcopy(model), seed=2)

@@ -164,6 +164,7 @@ def test_a_gate_that_files_can_never_pass_is_refused_before_anything_is_trained(
     assert set(of_demo) - set(own) == of_the_world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["own-data", "alpaca-eval", "smollm2-360m"])
 def test_profiles_for_real_data_control_for_length(profile: str) -> None:
     overlay = (profile, (ROOT / f"profiles/{profile}.yaml").read_text())
@@ -176,6 +177,7 @@ def test_profiles_for_real_data_control_for_length(profile: str) -> None:
     assert check_params(yaml_text.parse((ROOT / "params.yaml").read_text(), "x")).reward.length_balance == "none"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", sorted(path.stem for path in (ROOT / "profiles").glob("*.yaml")))
 def test_no_profile_gates_the_policy_by_what_selected_it(profile: str) -> None:
     overlay = (profile, (ROOT / f"profiles/{profile}.yaml").read_text())

@@ -39,6 +39,7 @@ def test_blocks_of_two_threads_that_overlap_leave_the_collector_as_it_was() -> N
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_a_stage_collects_rarely_and_still_frees_cycles() -> None:
     class Cycle:
         def __init__(self) -> None:

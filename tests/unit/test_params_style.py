@@ -15,6 +15,7 @@ from rlhf_core.errors import ConfigError
 NAMES = sorted(profiles(ROOT / "profiles"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [None, *NAMES])
 def test_dvc_changes_one_line(profile: str | None, tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
@@ -24,6 +25,7 @@ def test_dvc_changes_one_line(profile: str | None, tmp_path: Path) -> None:
     assert path.read_text() == before.replace("seed: 1\n", "seed: 77\n", 1) != before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [None, *NAMES])
 def test_no_line_ends_in_a_space(profile: str | None) -> None:
     # Beside the repository, where paths are short: DVC's style moves a long path to a line of its own, after a space.

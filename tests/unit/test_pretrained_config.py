@@ -36,6 +36,7 @@ def test_sets_go_over_the_profile_that_was_chosen_by_itself() -> None:
     assert settings(None, SOURCE, "sft.optimizer.lr=2e-5", "compute.threads=1").sft.optimizer.lr == 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["smollm2-360m", "paper-7b", "paper-13b", "pretrained"])
 def test_a_profile_with_a_model_of_its_own_stands_alone(profile: str) -> None:
     assert settings(profile, SOURCE).sft == settings(profile).sft

@@ -104,6 +104,7 @@ def test_an_adapter_is_exported_where_one_was_trained(workspace: Path, tmp_path:
     assert AutoTokenizer.from_pretrained(done.folder).chat_template == tokenizer.chat_template
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_and_changed_files_are_refused(released: Path, tmp_path: Path) -> None:
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "note.txt").write_text("mine")
@@ -119,6 +120,7 @@ def test_a_folder_in_use_and_changed_files_are_refused(released: Path, tmp_path:
     assert not (tmp_path / "new").exists() and os.listdir(tmp_path / "used") == ["note.txt"]
 
 
+@pytest.mark.slow
 def test_an_ungated_version_is_released_by_force_alone(workspace: Path, tmp_path: Path) -> None:
     write_gate(workspace, "policy", ["metrics/evaluation.json", "metrics/ppo.json"], passed=False, mode="report")
     commit(workspace)
@@ -131,6 +133,7 @@ def test_an_ungated_version_is_released_by_force_alone(workspace: Path, tmp_path
     assert "Released by force" in card and "for a study" in card and "**policy** did not pass (mode report)" in card
 
 
+@pytest.mark.slow
 def test_a_push_that_cannot_work_is_one_line(released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "out"
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))

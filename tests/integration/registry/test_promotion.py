@@ -51,6 +51,7 @@ def test_every_judge_must_be_sure() -> None:
     assert wins({"comparison": {}}, 0.5) == (False, "no judge has compared them")
 
 
+@pytest.mark.slow
 def test_the_first_challenger_takes_the_empty_place_with_its_reward_model(workspace: Path) -> None:
     with pytest.raises(RlhfError, match="has no @challenger; `rlhf run` registers one"):
         promote(workspace)
@@ -119,6 +120,7 @@ def test_rollback_swaps_and_the_next_run_does_not_undo_it(contest: Path) -> None
     assert "rolled_back" not in connect(contest).get_model_version(policy_name(contest), "2").tags
 
 
+@pytest.mark.slow
 def test_a_second_rollback_goes_further_back_and_never_to_the_bad_version(contest: Path) -> None:
     promote(contest, play=ScriptedMatch(judge=0.9))
     make_policy(contest, 8)
@@ -133,6 +135,7 @@ def test_a_second_rollback_goes_further_back_and_never_to_the_bad_version(contes
         rollback(contest, "once more")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_rollback_to_a_named_earlier_champion(contest: Path) -> None:
     promote(contest, play=ScriptedMatch(judge=0.9))
@@ -155,6 +158,7 @@ def test_rollback_without_anything_to_go_back_to(workspace: Path) -> None:
         rollback(workspace, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("decide", "champion"), [(approve, "2"), (decline, "1")])
 def test_a_person_decides(contest: Path, decide: Any, champion: str) -> None:
     match = ScriptedMatch(judge=0.9)
@@ -170,6 +174,7 @@ def fail_reward_gate_in_report_mode(workspace: Path) -> None:
     write_gate(workspace, "reward", evidence, passed=False, mode="report")
 
 
+@pytest.mark.slow
 def test_an_ungated_version_is_no_challenger_and_only_force_promotes_it(contest: Path) -> None:
     fail_reward_gate_in_report_mode(contest)
     make_policy(contest, 9)
@@ -185,6 +190,7 @@ def test_an_ungated_version_is_no_challenger_and_only_force_promotes_it(contest:
     assert "is ungated" in reports(contest)[-1]["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_an_empty_registry_does_not_crown_an_ungated_version(workspace: Path) -> None:
     fail_reward_gate_in_report_mode(workspace)
@@ -197,6 +203,7 @@ def test_an_empty_registry_does_not_crown_an_ungated_version(workspace: Path) ->
     assert here is not None and (here.model, here.version) == (policy_name(workspace), "1") and here.ungated
 
 
+@pytest.mark.slow
 def test_a_version_without_a_record_of_its_gates_is_not_promoted(contest: Path) -> None:
     connect(contest).delete_model_version_tag(policy_name(contest), "2", "gates")
     refused = promote(contest, play=ScriptedMatch(judge=0.9))
@@ -242,6 +249,7 @@ def test_a_match_file_that_no_match_has_written_is_not_believed(contest: Path) -
     assert match.played == 2 and aliases(contest)["champion"] == "1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_the_real_match_runs_in_a_process_of_its_own(contest: Path) -> None:
     decision = promote(contest)
@@ -253,6 +261,7 @@ def test_the_real_match_runs_in_a_process_of_its_own(contest: Path) -> None:
     assert decision.promoted == (result["win_rate_low95"] > 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_a_match_that_cannot_be_played_is_one_line(contest: Path) -> None:
     (contest / "data" / "clean" / "prompts" / "test.parquet").write_text("no parquet")
@@ -269,6 +278,7 @@ def exit_code(*arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_the_command_says_by_its_exit_code_whether_the_challenger_is_champion(
     contest: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

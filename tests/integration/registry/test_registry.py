@@ -78,6 +78,7 @@ def test_both_models_are_registered_with_lineage_and_gate_report(workspace: Path
     assert client.get_run(run_id).info.status == "RUNNING"  # registering does not close the pipeline's run
 
 
+@pytest.mark.slow
 def test_the_same_content_is_registered_once(workspace: Path) -> None:
     first = register(workspace).registered[policy_name(workspace)]
     again = register(workspace).registered[policy_name(workspace)]
@@ -86,6 +87,7 @@ def test_the_same_content_is_registered_once(workspace: Path) -> None:
     assert len(versions(connect(workspace), policy_name(workspace))) == 1
 
 
+@pytest.mark.slow
 def test_a_champion_whose_files_were_changed_is_registered_again_and_replaced(workspace: Path, tmp_path: Path) -> None:
     """The remedy that every refusal of changed files names; there is no earlier champion to go back to."""
     name, client = policy_name(workspace), connect(workspace)
@@ -110,6 +112,7 @@ def test_a_champion_whose_files_were_changed_is_registered_again_and_replaced(wo
     assert registered_before(workspace) is not None
 
 
+@pytest.mark.slow
 def test_a_model_is_registered_as_ungated_where_a_gate_upstream_only_reported(
     workspace: Path, write_gate, commit
 ) -> None:
@@ -131,6 +134,7 @@ def test_a_model_is_registered_as_ungated_where_a_gate_upstream_only_reported(
     assert tags["gates"] == "passed" and "ungated" not in tags
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gate", "evidence"), [("data", "data"), ("reward", "reward"), ("policy", "evaluation")])
 def test_every_gate_upstream_of_a_policy_must_have_passed(
     workspace: Path, write_gate, commit, gate: str, evidence: str
@@ -142,6 +146,7 @@ def test_every_gate_upstream_of_a_policy_must_have_passed(
     assert (reward_name(workspace) in refused) == (gate != "policy")
 
 
+@pytest.mark.slow
 def test_a_gate_without_conditions_vouches_for_nothing(workspace: Path, commit) -> None:
     path = workspace / "gates" / "policy.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"conditions": []}))
@@ -149,6 +154,7 @@ def test_a_gate_without_conditions_vouches_for_nothing(workspace: Path, commit) 
     assert "the policy gate has no conditions" in register(workspace).refused[policy_name(workspace)]
 
 
+@pytest.mark.slow
 def test_tampering_with_evidence_or_model_is_refused(workspace: Path) -> None:
     with (workspace / "metrics" / "evaluation.json").open("a") as stream:
         stream.write("\n")
@@ -160,12 +166,14 @@ def test_tampering_with_evidence_or_model_is_refused(workspace: Path) -> None:
     assert "models/reward modified" in refused[reward_name(workspace)]
 
 
+@pytest.mark.slow
 def test_a_policy_is_refused_when_the_reward_model_behind_it_has_changed(workspace: Path) -> None:
     with (workspace / "models" / "reward" / "config.json").open("a") as stream:
         stream.write("\n")
     assert "models/reward modified" in register(workspace).refused[policy_name(workspace)]
 
 
+@pytest.mark.slow
 def test_a_missing_gate_is_refused(workspace: Path) -> None:
     (workspace / "gates" / "policy.json").unlink()
     assert "has not judged this workspace" in register(workspace).refused[policy_name(workspace)]
@@ -234,6 +242,7 @@ def test_mlflow_evaluates_what_was_registered(workspace: Path) -> None:
         assert scored.metrics["mean_absolute_error"] >= 0
 
 
+@pytest.mark.slow
 def test_a_logged_model_comes_from_the_run_that_trained_it(workspace: Path) -> None:
     client = connect(workspace)
     experiment = experiment_id(client, workspace)
@@ -249,6 +258,7 @@ def test_a_logged_model_comes_from_the_run_that_trained_it(workspace: Path) -> N
     assert logged.source_run_id == reward.run_id, "without a record of its training the registration made it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_a_changed_artifact_is_refused_where_it_is_used(workspace: Path) -> None:
     import mlflow
@@ -284,6 +294,7 @@ def test_a_pipeline_run_holds_parameters_final_numbers_and_files(workspace: Path
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
 
 
+@pytest.mark.slow
 def test_run_versions_and_models_are_described_by_the_verdict(workspace: Path) -> None:
     run_id = start_pipeline_run(workspace, "demo · now")
     register(workspace, run_id)
@@ -319,6 +330,7 @@ def test_a_server_that_does_not_answer_is_one_clear_line(workspace: Path, monkey
         connect(workspace)
 
 
+@pytest.mark.slow
 @pytest.mark.services
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_mlflow_serves_the_policy_and_refuses_in_one_line(workspace: Path) -> None:

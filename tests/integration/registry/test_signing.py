@@ -58,6 +58,7 @@ def want(workspace: Path, signature: str) -> None:
     (workspace / "params.yaml").write_text("\n".join([*kept, f"registry: {{signature: {{{signature}}}}}"]) + "\n")
 
 
+@pytest.mark.slow
 def test_a_signed_version_is_promoted_and_exported_with_a_signature_of_its_own(
     signing: Path, keys: Path, tmp_path: Path
 ) -> None:
@@ -71,6 +72,7 @@ def test_a_signed_version_is_promoted_and_exported_with_a_signature_of_its_own(
         verifier.verify(tmp_path / "released", tmp_path / "released" / "model.sig")
 
 
+@pytest.mark.slow
 def test_files_that_were_changed_with_their_hash_are_refused(signing: Path) -> None:
     """Who can write to the registry can change the content's hash with the content, and cannot sign it."""
     register(signing)
@@ -86,6 +88,7 @@ def test_files_that_were_changed_with_their_hash_are_refused(signing: Path) -> N
     assert champion_folder(signing) == folder, "without registry.signature only the hash counts"
 
 
+@pytest.mark.slow
 def test_a_version_without_a_signature_is_not_promoted_and_is_signed_when_it_is_registered_again(
     signing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +107,7 @@ def test_a_version_without_a_signature_is_not_promoted_and_is_signed_when_it_is_
         register(signing)
 
 
+@pytest.mark.slow
 def test_the_signature_of_another_key_is_refused_until_the_right_one_signs(
     signing: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +125,7 @@ def test_the_signature_of_another_key_is_refused_until_the_right_one_signs(
     assert promote(signing).promoted
 
 
+@pytest.mark.slow
 def test_a_signature_of_other_files_by_the_right_key_is_refused(signing: Path) -> None:
     register(signing)
     make_policy(signing, 7)
@@ -133,6 +138,7 @@ def test_a_signature_of_other_files_by_the_right_key_is_refused(signing: Path) -
         promote(signing)
 
 
+@pytest.mark.slow
 def test_certificates_lead_to_a_root(signing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = [
         "req",
@@ -164,6 +170,7 @@ def test_certificates_lead_to_a_root(signing: Path, tmp_path: Path, monkeypatch:
         promote(signing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variable", "signature", "message"),
     [

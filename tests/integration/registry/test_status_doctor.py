@@ -36,6 +36,7 @@ def checked(folder: Path) -> tuple[str, int]:
     return doctor_text(checks), failures(checks)
 
 
+@pytest.mark.slow
 def test_status_shows_stages_gates_run_registry_and_partial_work(workspace: Path) -> None:
     run_id = start_pipeline_run(workspace, "demo · now")
     register(workspace, run_id)
@@ -77,6 +78,7 @@ def test_status_says_whether_the_champion_is_the_policy_of_the_workspace(contest
     assert "it is not the policy of this workspace, which is not registered" in status(contest).as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_the_champion_introduces_itself_in_chat(workspace: Path) -> None:
     run_id = start_pipeline_run(workspace, "demo · now")

@@ -62,6 +62,7 @@ def is_signed(headers: Mapping[str, str], body: bytes) -> bool:
     return hmac.compare_digest(headers["X-MLflow-Signature"], f"v1,{base64.b64encode(digest).decode()}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["server"], indirect=True)
 def test_a_promotion_reaches_the_receiver_of_a_webhook(contest: Path, receiver: Receiver) -> None:
     client = connect(contest)

@@ -51,6 +51,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.slow
 def test_the_example_of_the_docs_runs(
     llama: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,6 +71,7 @@ def test_the_example_of_the_docs_runs(
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_it_trains_any_model_and_leaves_the_given_one_alone(
     language_model: tuple[PreTrainedModel, PreTrainedTokenizerBase],
 ) -> None:
@@ -186,6 +188,7 @@ def test_a_folder_belongs_to_one_run(llama: tuple[PreTrainedModel, PreTrainedTok
             rlhf.train_ppo(model, tokenizer, context=mine, **call)
 
 
+@pytest.mark.slow
 def test_adapters_alone_may_be_trained(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path) -> None:
     model, tokenizer = llama
     lora = rlhf.LoraConfig(rank=2)
@@ -224,6 +227,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_setting_of_the_stages_is_one_of_the_functions(
     option: str, llama: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path
@@ -260,6 +264,7 @@ def test_every_setting_of_the_stages_is_one_of_the_functions(
     assert same(weights(again.model), weights(policy.model))
 
 
+@pytest.mark.slow
 def test_the_import_is_cheap_and_the_names_exist() -> None:
     code = (
         "import sys, rlhf_core; assert 'torch' not in sys.modules; "

@@ -149,6 +149,7 @@ REFUSED: dict[str, Refused] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_work_is_refused_in_one_line(
     case: str, llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]

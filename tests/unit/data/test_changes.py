@@ -57,6 +57,7 @@ def test_another_margin_or_category_is_another_label() -> None:
 PAIRS = st.lists(st.tuples(st.sampled_from("pq"), st.sampled_from("ab"), st.sampled_from("cd")), max_size=8)
 
 
+@pytest.mark.slow
 @given(PAIRS, PAIRS)
 def test_counts_add_up_and_copies_count_apart(before: list[Any], after: list[Any]) -> None:
     changes = compare("preferences", table(*before), table(*after), show=99)

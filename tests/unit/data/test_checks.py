@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_rows import memory_rows
@@ -116,6 +117,7 @@ SECRETS = [
 ]
 
 
+@pytest.mark.slow
 def test_secrets_are_found_when_asked() -> None:
     rows = [pair(chosen=f"use {secret} now") for secret in SECRETS]
     assert failed(*rows) == [{"no_secrets"}] * len(rows)
@@ -183,6 +185,7 @@ def test_roles() -> None:
     assert [("roles" not in rules) for rules in found] == [good for _, good in ROLES]
 
 
+@pytest.mark.slow
 def test_a_row_is_not_lost_because_a_refused_one_has_its_texts() -> None:
     """Of rows with the same texts, the first that is accepted stays; copies of refused ones are called so as before."""
     bad = pair(margin=float("nan"))
@@ -195,6 +198,7 @@ def test_a_row_is_not_lost_because_a_refused_one_has_its_texts() -> None:
     assert failed(*rows) == [{"no_control_characters"}, set()]
 
 
+@pytest.mark.slow
 def test_replies_that_both_begin_with_the_prompt_are_warned_about() -> None:
     question = "Why is the sky blue?"
     repeated = pair(prompt=[user(question)], chosen=f"{question} Rayleigh.", rejected=f"{question} The sea.")

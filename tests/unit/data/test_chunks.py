@@ -31,6 +31,7 @@ def test_a_chunk_is_complete_with_its_items_or_its_bytes() -> None:
     assert list(chunked([], 10, int)) == []
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_value_are_those_of_all_that_it_holds() -> None:
     assert bytes_in_memory("x" * 1000) == sys.getsizeof("x" * 1000)
     wide = "字" * 1000  # two bytes each

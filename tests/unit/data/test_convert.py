@@ -77,6 +77,7 @@ ROWS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(ROWS, st.sampled_from([".jsonl", ".parquet"]))
 def test_a_row_comes_back_whatever_its_text(row: dict[str, Any], suffix: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -174,6 +175,7 @@ def test_the_file_of_refused_rows_replaces_no_other(
     assert (tmp_path / "pairs.refused.jsonl").exists() != bool(options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "output"), [("x.csv", "out.parquet"), ("x.parquet", "out.jsonl")])
 def test_a_file_is_converted_without_being_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, output: str

@@ -78,6 +78,7 @@ def test_any_bytes_are_read_or_refused(name: str, content: bytes, compressed: bo
     require_answer(name, pack(content) if pack and compressed else content)
 
 
+@pytest.mark.slow
 @given(name=st.sampled_from(sorted(GOOD)), edits=st.lists(EDITS, min_size=1, max_size=4))
 @settings(max_examples=300)
 @example("x-stream.arrow", [(0.55, "replace", b"\xff\xff\xff\x7f")])
@@ -109,6 +110,7 @@ def test_what_is_written_is_read_back(rows: list[Row], suffix: str, packed: str)
     assert texts == [([{"role": "user", "content": r["prompt"]}], r["chosen"], r["rejected"]) for r in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES)
 @given(data=st.data())
 @settings(max_examples=15)

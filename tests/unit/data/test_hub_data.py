@@ -81,6 +81,7 @@ def load(*specs: str, **environment: str) -> list[list[object] | str]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_configurations_and_revisions_of_a_hub(tmp_path: Path) -> None:
     home = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     with hub_stand_in({OLD: files("old"), NEW: files("new")}, {"main": NEW, "v1": OLD}) as hub:

@@ -90,6 +90,7 @@ def found(**settings: object) -> tuple[Validated, SetFindings]:
     return validated, findings
 
 
+@pytest.mark.slow
 def test_by_default_small_sets_are_compared_and_large_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     validated, _ = found()
     assert validated.warned_checks["preferences"]["no_near_duplicates"] == 1
@@ -114,6 +115,7 @@ def test_rows_that_are_nearly_copies_are_counted_and_stay() -> None:
     assert [b.number for b in findings.breaches] == [1] and not list(validated.quarantine())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("severity", ["refuse", "fail"])
 def test_rows_that_are_nearly_copies_are_refused_where_the_rule_says_so(severity: str) -> None:
     validated, _ = found(near_duplicates={"search": True}, rules={"no_near_duplicates": severity})

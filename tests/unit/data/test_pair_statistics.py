@@ -60,6 +60,7 @@ def test_balance_of_categories() -> None:
     assert balance({"x": 3}) is None
 
 
+@pytest.mark.slow
 def test_rows_in_another_language_are_named() -> None:
     pytest.importorskip("py3langid")
     rows = set_of(

@@ -113,6 +113,7 @@ def test_arrow_files_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     assert [record.position for record in streamed(path)] == list(range(1, 17))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["x.json", "x.jsonl.xz", "x.arrow"])
 def test_a_file_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("rlhf_core.data.readers.stream.HELD_CHARACTERS", 2**18)
@@ -247,6 +248,7 @@ def not_utf8_files() -> dict[str, tuple[str, bytes, int]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", not_utf8_files())
 def test_bytes_of_json_that_are_not_utf8_are_named_by_line_and_place(case: str, tmp_path: Path) -> None:
     name, content, place = not_utf8_files()[case]

@@ -87,6 +87,7 @@ def test_a_flag_that_says_neither_is_refused_by_its_name(name: str, value: Any) 
     assert [name in finding.reason for finding in result.refused] == [True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "extra", [{"score": 0.3}, {"quality": "low"}, {"feedback": "Too long."}, {"rating": 0.7}, {"weight": 0.5}]
 )

@@ -136,6 +136,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return {size: root / str(size) for size in (1, 2)}
 
 
+@pytest.mark.slow
 def test_two_ranks_roll_back_as_one_process_does(found: dict[int, Path]) -> None:
     alone, first, second = (
         json.loads((found[size] / f"rollback-{rank}.json").read_text()) for size, rank in ((1, 0), (2, 0), (2, 1))

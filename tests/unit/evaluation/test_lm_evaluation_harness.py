@@ -47,6 +47,7 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
     return folder
 
 
+@pytest.mark.slow
 @needs_lm_eval
 def test_a_task_on_a_local_file_measures_both_models(
     tasks: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

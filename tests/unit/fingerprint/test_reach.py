@@ -99,6 +99,7 @@ def replace(root: Path, file: str, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "file", "old", "new"), NOTICED, ids=[case[0] for case in NOTICED])
 def test_a_change_of_what_is_reached_is_noticed(root: Path, what: str, file: str, old: str, new: str) -> None:
     before = digest(root)

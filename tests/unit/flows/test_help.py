@@ -33,6 +33,7 @@ def test_a_paragraph_is_joined_and_examples_keep_their_lines() -> None:
     assert joined_lines(text) == "One two.\n\nThree four.\n\nExamples:\n$ a b\n$ c"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_no_line_of_a_help_ends_before_its_width(command: tuple[str, ...]) -> None:
     assert shown(*command, "-h") == shown(*command, "--help")
@@ -55,6 +56,7 @@ def test_every_command_of_a_panel_is_shown_and_old_names_still_work() -> None:
         assert f" {name} [OPTIONS]" in shown(name, "--help")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_flags_have_no_type_and_arguments_no_braces(command: tuple[str, ...]) -> None:
     screen = shown(*command, "--help")
@@ -108,6 +110,7 @@ def test_the_help_loads_no_heavy_library() -> None:
     assert done.stdout.splitlines()[-1] == "loaded []"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["run", "status", "summary", "compare", "registry_output", "init"])
 def test_commands_that_train_nothing_load_no_torch(module: str) -> None:
     code = (

@@ -16,6 +16,7 @@ def opened(workspace: Path, params: str) -> str:
     return open_starting_model(workspace, load_params(workspace))
 
 
+@pytest.mark.slow
 def test_a_model_that_base_would_refuse_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\3\0\0\0")
     with pytest.raises(RlhfError, match=r"cut\.gguf is cut off: it ends within its header, after 8 bytes") as refused:

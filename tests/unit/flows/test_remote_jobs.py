@@ -30,6 +30,7 @@ def handoff(remote: str = "/remote", **files: str) -> Handoff:
     return Handoff("ppo-1", {"name": "store", "url": remote}, (), files, "none", 300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -67,6 +68,7 @@ def test_a_submission_writes_nothing_outside_the_workspace_it_rebuilds(tmp_path:
     assert not (tmp_path / "job").exists()
 
 
+@pytest.mark.slow
 def test_a_host_with_other_code_names_the_difference(tmp_path: Path) -> None:
     same = {"params.yaml": "seed: 1\n", "dvc.yaml": "stages: {}\n", ".fingerprints/sft.txt": fingerprint("sft") + "\n"}
     rebuild_workspace(tmp_path / "same", handoff(**same), tmp_path / "cache")
@@ -78,6 +80,7 @@ def test_a_host_with_other_code_names_the_difference(tmp_path: Path) -> None:
     assert "sft.txt" not in difference and "\n" not in difference
 
 
+@pytest.mark.slow
 def test_a_reward_function_travels_with_the_job(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()

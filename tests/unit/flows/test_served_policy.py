@@ -57,6 +57,7 @@ def ask(model: ServedModel, *conversations: Any, **params: Any) -> list[dict[str
     return model.predict(None, pandas.DataFrame({"messages": list(conversations)}), params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"max_tokens": 3, "top_p": 1.0}])
 def test_a_request_is_answered_as_rlhf_serve_answers_it(folders: dict[str, Path], params: dict[str, Any]) -> None:
     policy = LoadedPolicy.load(PolicyRevision("policy"), PolicyFiles(folders["policy"], JUDGED))
@@ -77,6 +78,7 @@ def test_a_reward_is_the_judges_score(folders: dict[str, Path]) -> None:
     assert ask(served(folders["reward"]), ANSWERED, ANSWERED) == [{"score": pytest.approx(score)}] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "turns", "params", "reason"),
     [

@@ -33,6 +33,7 @@ def test_a_trial_does_not_use_the_names_of_its_base(base: Path) -> None:
     assert names(base) == ("rlhf-policy", "rlhf-reward-model")
 
 
+@pytest.mark.slow
 def test_gates_of_smoke_do_not_meet_the_models_in_use(base: Path) -> None:
     expected = ("rlhf-policy-smoke", "rlhf-reward-model-smoke")
     assert names(init.trial_workspace(base, "smoke", [])) == expected
@@ -40,11 +41,13 @@ def test_gates_of_smoke_do_not_meet_the_models_in_use(base: Path) -> None:
     assert names(init.initialise(base / "other", "smoke", [])) == expected
 
 
+@pytest.mark.slow
 def test_whoever_names_a_model_gets_that_name(base: Path) -> None:
     trial = init.trial_workspace(base, None, ["registry.policy=mine"])
     assert names(trial) == ("mine", f"rlhf-reward-model-{trial.name}")
 
 
+@pytest.mark.slow
 def test_a_trial_that_exists_keeps_its_names_and_so_its_champion(base: Path) -> None:
     trial = init.trial_workspace(base, None, ["seed=2"])
     params = trial / "params.yaml"

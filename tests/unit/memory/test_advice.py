@@ -33,6 +33,7 @@ def advised() -> tuple[MemoryEstimate, tuple[MemoryAdvice, ...]]:
     return estimate, tuple(advise(estimate))
 
 
+@pytest.mark.slow
 def test_the_settings_advised_for_each_stage_make_it_fit(
     advised: tuple[MemoryEstimate, tuple[MemoryAdvice, ...]],
 ) -> None:
@@ -55,6 +56,7 @@ def test_nothing_that_is_advised_can_be_left_out(advised: tuple[MemoryEstimate, 
             assert not changed(estimate.inputs, one, left_out).fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [2, 8, 16])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_claimed_is_true_of_the_list_that_is_printed(gpus: int, dtype: str) -> None:
@@ -142,6 +144,7 @@ def test_what_cannot_fit_at_all_is_said_so() -> None:
     assert line.startswith("ppo does not fit: ") and line.endswith("smaller model") and "\n" not in line
 
 
+@pytest.mark.slow
 def test_where_it_cannot_fit_only_what_lowers_the_peak_is_advised() -> None:
     estimate = estimate_memory(subjects.large(30, **EIGHT))
     short = [one for one in advise(estimate) if not one.fits]

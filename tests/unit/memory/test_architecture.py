@@ -49,6 +49,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "settings"), CONFIGS)
 def test_counts_are_those_of_the_built_model(family: str, settings: dict[str, Any]) -> None:
     values = {**SMALL, "num_key_value_heads": 4, "pad_token_id": 0, "num_labels": 1, **settings}
@@ -74,6 +75,7 @@ def test_the_table_has_the_published_sizes(name: str) -> None:
     assert model_size(ModelVariant(architecture, "causal_lm", "bfloat16")).parameters == PUBLISHED[name]
 
 
+@pytest.mark.slow
 def test_what_is_no_language_model_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     for text, message in (
@@ -124,6 +126,7 @@ ODD_CONFIGS: dict[str, object] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ODD_CONFIGS)
 def test_a_config_that_no_model_can_have_is_one_line(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,7 @@ def workspace(folder: Path, params: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_or_json_and_its_code_says_whether_it_fits(tmp_path: Path) -> None:
     place = str(workspace(tmp_path, "seed: 1\n"))
     runner = CliRunner()
@@ -147,6 +148,7 @@ def test_the_flag_of_the_former_dry_run_is_still_accepted(tmp_path: Path) -> Non
     assert flagged.exit_code == 0 and flagged.output == plain.output
 
 
+@pytest.mark.slow
 def test_the_check_refuses_only_what_it_knows_cannot_fit(tmp_path: Path) -> None:
     known = workspace(tmp_path, "plan: {gpu_memory_gb: 1.05}\n")
     with pytest.raises(MemoryExceeded, match=r"^ppo does not fit: 0\.4 GiB of tensors in .* on 1 GPU of 1.05 GiB"):
@@ -178,6 +180,7 @@ def in_this_process(workspace: Path, module: str, *arguments: str) -> ModuleResu
     return ModuleResult(EXIT_USER_ERROR if error else result.exit_code, result.stdout, error)
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_fit_is_refused_before_it_is_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

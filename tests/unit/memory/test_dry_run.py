@@ -55,6 +55,7 @@ def built_whole(architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> 
     return Architecture.of({**json.loads(architecture.text), "name_or_path": "whole"}, "a test")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "name", "checkpointing"),
     [
@@ -71,6 +72,7 @@ def test_three_layers_tell_the_bytes_of_seven(
     assert largest(extrapolated) == largest(direct)
 
 
+@pytest.mark.slow
 def test_lower_layers_without_adapters_are_stood_for_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
     upper = LoraConfig(rank=4, upper_layers=5)
@@ -89,6 +91,7 @@ def test_more_adapted_layers_than_there_are_is_refused() -> None:
         model_size(policy(GROUPED, lora=LoraConfig(rank=4, upper_layers=8)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lora",
     [None, LoraConfig(rank=4), LoraConfig(rank=4, upper_layers=5), LoraConfig(rank=4, upper_layers=7)],
@@ -105,6 +108,7 @@ LLAMA = Architecture.of(PUBLISHED_CONFIGS["huggyllama/llama-7b"], "LLaMA-7B")
 ROWS, WIDTH = 4, 1024
 
 
+@pytest.mark.slow
 def test_activations_at_the_widths_of_llama_7b_are_those_counted_by_hand() -> None:
     """After Korthikanti et al. 2022, section 4, for this decoder: per token and layer two norms keep 2((4 + 2e)H + 4),
     attention 4eH and 4 per head, SwiGLU 4eF, and the mask e per token of the row; and the last norm once, without its
@@ -132,6 +136,7 @@ def test_the_cache_and_logits_of_llama_7b_are_those_counted_by_hand() -> None:
     assert scores.logits == pytest.approx(5 * 4 * ROWS * 512 * 32000, rel=0.01)
 
 
+@pytest.mark.slow
 def test_more_rows_take_as_much_more() -> None:
     """Beside the weights and their gradients everything is proportional to the rows."""
     few, many = (
@@ -142,6 +147,7 @@ def test_more_rows_take_as_much_more() -> None:
     assert many.gradients == few.gradients == 2 * model_size(policy(GROUPED)).parameters
 
 
+@pytest.mark.slow
 def test_what_cannot_run_on_shapes_is_refused_in_one_line() -> None:
     with pytest.raises(ModelError, match=r"^a model of type 'llama' cannot be run on shapes alone \([^\n]+\)$"):
         dry_run.run_pass(lambda memory, model: bool(next(model.parameters()).sum() > 0), [policy(GROUPED)])

@@ -186,6 +186,7 @@ def test_rejection_sampling_samples_and_fine_tunes_without_a_reference() -> None
     assert [phase.name for phase in stage.phases] == ["loading", "generation", "rewards", "update", "step", "saving"]
 
 
+@pytest.mark.slow
 def test_adapters_on_shared_weights_hold_themselves_alone() -> None:
     pytest.importorskip("peft")
     assert roles_of(ppo(policy_lora={"rank": 8})) == ["policy", "critic", "reward", "referee"]
@@ -227,6 +228,7 @@ def test_a_share_of_the_pairs_falls_to_each_gpu(stage: str) -> None:
     assert update(4) < update(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "critic", "ppo", "evaluate"])
 def test_longer_rows_never_take_less(stage: str) -> None:
     def peaks(prompt: int) -> dict[str, int]:

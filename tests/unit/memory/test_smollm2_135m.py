@@ -50,6 +50,7 @@ def passing(width: int) -> int:
     return 3 * 2 * FEED_FORWARD + 4 * 2 * HIDDEN + width + 2 * 2 * 64
 
 
+@pytest.mark.slow
 def test_what_ppo_holds_throughout_is_one_base_and_its_adapters() -> None:
     base, policy = 134_515_008 * 2, ADAPTED * RANK * ADAPTER * 4
     critic, frozen, head = 8 * 2 * RANK * ADAPTER * 4, 8 * RANK * ADAPTER * 4, 2 * HIDDEN

@@ -53,6 +53,7 @@ def test_asking_a_model_for_its_head_leaves_the_mode_of_each_layer() -> None:
     assert [module for module in model.modules() if module.training] == [layer]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*RECURRENT, *OTHERS])
 def test_replies_are_sampled_as_they_are_scored(name: str) -> None:
     require_replies_as_scored(tiny_causal_lm(name, **SETTINGS.get(name, {})), name)
@@ -65,6 +66,7 @@ def test_an_architecture_that_cannot_be_sampled_from_is_refused_by_name(name: st
         require_replies_as_scored(model, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", *RECURRENT])
 def test_a_reply_does_not_depend_on_when_those_beside_it_end(name: str) -> None:
     """Rows are dropped from the cache as replies end; with other ends, others are dropped."""

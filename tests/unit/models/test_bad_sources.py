@@ -165,6 +165,7 @@ DAMAGES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_folder_is_one_line(damage: str, folder: Path, tmp_path: Path) -> None:
     spoil, message = DAMAGES[damage]
@@ -196,6 +197,7 @@ def test_a_tied_weight_may_be_stored_under_either_name(folder: Path, tmp_path: P
     assert (tmp_path / "base").is_dir()
 
 
+@pytest.mark.slow
 def test_files_that_are_no_model_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "folder.gguf").mkdir()
     (tmp_path / "empty.gguf").write_bytes(b"")
@@ -211,6 +213,7 @@ def test_files_that_are_no_model_are_one_line(tmp_path: Path) -> None:
     assert base_model_check(tmp_path, "./absent", None).level == FAIL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [3, 40, 2_000, -200], ids=["magic", "header", "tokens", "weights"])
 def test_a_truncated_gguf_file_is_seen_before_it_is_loaded(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, kept: int
@@ -272,6 +275,7 @@ def test_a_reward_model_is_no_policy_although_its_weights_would_load_as_one(
             load(tmp_path / "reward")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [

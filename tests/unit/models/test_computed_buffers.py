@@ -23,6 +23,7 @@ CASTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_as_it_is_loaded_is_taken_in_every_precision(name: str, tmp_path: Path) -> None:
     model = tiny_causal_lm(name)

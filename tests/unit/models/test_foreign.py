@@ -115,6 +115,7 @@ def test_attention_of_elsewhere_is_refused_before_anything_is_fetched(
     assert base_model_check(tmp_path, "source", None).level == FAIL and not fetched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2", None])
 def test_attention_of_the_library_is_taken_and_nothing_is_fetched(
     name: str | None, folder: Path, fetched: list[str], tmp_path: Path
@@ -238,6 +239,7 @@ ENDLESS: dict[str, Damage] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_a_folder_that_cannot_be_opened_within_limits_is_one_line(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -259,6 +261,7 @@ def callers(folder: Path, workspace: Path) -> dict[str, Callable[[], object]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["serve", "chat", "classifier", "tokenizer"])
 def test_everyone_who_opens_a_folder_does_it_under_limits(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -271,6 +274,7 @@ def test_everyone_who_opens_a_folder_does_it_under_limits(
     assert check.level == FAIL and "took more than 1 s" in check.finding
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_opened_under_limits(tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign, "LIMITS", CallLimits(cpu_seconds=1, memory=GIB))
     model, tokenizer = load_policy(good)

@@ -49,6 +49,7 @@ def both(model: PreTrainedModel, reference: Any) -> tuple[torch.Tensor, torch.Te
             return policy, reference(input_ids=IDS).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [llama, qwen2])
 def test_the_reference_is_the_same_bits_without_its_lower_layers(make: Callable[[], PreTrainedModel]) -> None:
     model = adapted(make, upper_layers=1)

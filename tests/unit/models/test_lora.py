@@ -88,6 +88,7 @@ def test_a_scalar_model_trains_adapters_and_head() -> None:
     assert [name for name in trainable if "lora_" not in name] == ["model.score.weight"]
 
 
+@pytest.mark.slow
 @needs_peft
 @pytest.mark.parametrize("lora", EITHER)
 def test_ppo_with_adapters_keeps_its_reference_and_resumes_exactly(tmp_path: Path, lora: LoraConfig) -> None:

@@ -83,6 +83,7 @@ def test_a_window_that_reaches_back_less_far_is_refused() -> None:
         require_prefix_sharing(model, 17, SETTING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "settings", "reason"),

@@ -32,6 +32,7 @@ def trainer_in(work: Path, tiny: Tiny, preemption: PreemptionSignal) -> Trainer:
     return make_trainer(tiny, config_with(ITERATIONS, keep=1), work, rules=rules, context=context)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_preempted_after_every_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     straight = make_tiny()
     trainer_in(tmp_path / "straight", straight, PreemptionSignal()).run()

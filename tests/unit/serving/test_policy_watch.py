@@ -111,6 +111,7 @@ def overwrite(file: Path) -> None:
         opened.write(bytes(size - size // 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["overwritten", "truncated", "replaced", "removed"])
 def test_what_was_loaded_is_served_and_a_change_of_its_files_is_noticed(
     change: str, served: Served, tmp_path: Path

@@ -88,6 +88,7 @@ def test_a_category_of_the_source_is_that_of_every_row(tmp_path: Path) -> None:
     assert [row.source for row in rows["preferences"]] == ["pairs.jsonl", "somebody"]
 
 
+@pytest.mark.slow
 def test_a_file_s_own_row_does_not_depend_on_a_pair(tmp_path: Path) -> None:
     """A demonstration derived from a refused pair goes; one that a file has stays, with what comes of it."""
     pairs = [pair(f"Question {i}?", f"good {i}") for i in range(150)]

@@ -92,6 +92,7 @@ def test_a_vocabulary_beyond_the_embedding_is_refused_and_a_smaller_one_is_not(t
         run_base(tmp_path / "larger", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gptq", "I8", "F8_E4M3"])
 def test_quantised_weights_are_refused_by_their_kind(kind: str, tmp_path: Path) -> None:
     tokenizer, source = BASE.tokenizer, tmp_path / "source"
@@ -108,6 +109,7 @@ def test_quantised_weights_are_refused_by_their_kind(kind: str, tmp_path: Path) 
     assert "\n" not in str(caught.value) and not (tmp_path / "base").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_weights_of_another_precision_become_those_of_the_settings(dtype: torch.dtype, tmp_path: Path) -> None:
     tokenizer, source = BASE.tokenizer, tmp_path / "source"
@@ -128,6 +130,7 @@ def test_weights_that_are_not_numbers_are_refused_by_name(tmp_path: Path) -> Non
         run_base(tmp_path / "source", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
 def test_a_prompt_that_leaves_no_room_for_a_reply_stops_the_stage_before_hours_are_spent(
     split: str, tmp_path: Path

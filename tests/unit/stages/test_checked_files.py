@@ -37,6 +37,7 @@ def check(folder: Path, *files: str, **settings: Any) -> CheckedFiles:
     return check_files(sources_by_kind(files, folder, ReadOptions()), folder, config, folder / "out")
 
 
+@pytest.mark.slow
 def test_every_refused_row_has_its_file_its_line_and_all_reasons(tmp_path: Path) -> None:
     listed = rows(100)
     listed[1]["rejected"] = "good 1"
@@ -62,6 +63,7 @@ def test_every_refused_row_has_its_file_its_line_and_all_reasons(tmp_path: Path)
     assert max(map(cell_len, text.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_rows_that_the_chat_template_refuses_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
     tokenizer = train_tokenizer([""], 261)
     tokenizer.chat_template = NO_SYSTEM_TURN + str(tokenizer.chat_template)
@@ -89,6 +91,7 @@ def test_rows_that_the_chat_template_refuses_are_counted_and_the_first_is_named(
     assert "preferences: 2 rows have no tokens" in card and "(first: pairs.jsonl:8)" in card
 
 
+@pytest.mark.slow
 def test_where_every_row_is_refused_there_are_no_lengths(tmp_path: Path) -> None:
     tokenizer = train_tokenizer([""], 261)
     tokenizer.chat_template = NO_SYSTEM_TURN + str(tokenizer.chat_template)
@@ -107,12 +110,14 @@ def test_where_every_row_is_refused_there_are_no_lengths(tmp_path: Path) -> None
     assert checked.warned["preferences"]["no_near_duplicates"] == 0, "pairs of one ranking"
 
 
+@pytest.mark.slow
 def test_lines_are_listed_up_to_a_number(tmp_path: Path) -> None:
     checked = check(tmp_path, write(tmp_path, [*rows(60), *rows(10)]))
     text = as_text(checked, width=200)
     assert "10  the same texts as an earlier row (at lines 61, 62, 63, 64, 65, 66, 67, 68 and 2 more)" in text
 
 
+@pytest.mark.slow
 def test_several_files_of_several_kinds(tmp_path: Path) -> None:
     demonstrations = [{"prompt": row["prompt"], "reply": row["chosen"]} for row in rows(80)]
     tied = rows(81)[80] | {"score_chosen": 1, "score_rejected": 1}
@@ -125,6 +130,7 @@ def test_several_files_of_several_kinds(tmp_path: Path) -> None:
     assert list(checked.derived) == ["prompts", "pretrain"]
 
 
+@pytest.mark.slow
 def test_without_preferences_only_what_there_is_can_fail(tmp_path: Path) -> None:
     prompts = [{"prompt": f"Question {i}?"} for i in range(60)]
     checked = check(tmp_path, write(tmp_path, prompts, "prompts.jsonl"))
@@ -135,6 +141,7 @@ def test_without_preferences_only_what_there_is_can_fail(tmp_path: Path) -> None
     assert not few.passed and "prompts.clean is 3, bound >= 50: too few rows" in as_text(few, 200)
 
 
+@pytest.mark.slow
 def test_what_is_derived_is_derived_from_what_there_is(tmp_path: Path) -> None:
     demonstrations = [{"prompt": row["prompt"], "reply": row["chosen"]} for row in rows(60)]
     checked = check(tmp_path, write(tmp_path, demonstrations, "demos.jsonl"))
@@ -146,6 +153,7 @@ def test_what_is_derived_is_derived_from_what_there_is(tmp_path: Path) -> None:
     assert sum(clean) == 60
 
 
+@pytest.mark.slow
 def test_paths_of_evaluation_files_start_where_they_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of ``--set`` at the current folder, those of a workspace there."""
     workspace, current = tmp_path / "ws", tmp_path / "elsewhere"
@@ -178,6 +186,7 @@ def test_the_kind_of_a_file_is_the_best_that_it_serves_as(tmp_path: Path) -> Non
         )
 
 
+@pytest.mark.slow
 def test_the_command_exits_as_the_gate_decides_and_keeps_what_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +209,7 @@ def test_the_command_exits_as_the_gate_decides_and_keeps_what_is_asked_for(
     assert "has no effect on data files" in str(other.exception)
 
 
+@pytest.mark.slow
 def test_tokens_are_counted_with_the_tokenizer_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     train_tokenizer([""], 261).save_pretrained(tmp_path / "tokenizer")
@@ -217,6 +227,7 @@ def test_tokens_are_counted_with_the_tokenizer_that_is_named(tmp_path: Path, mon
     assert "a tokenizer that is made from nothing is trained on the clean data" in str(wrong.exception)
 
 
+@pytest.mark.slow
 def test_paths_of_a_workspace_start_at_the_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workspace = tmp_path / "run"
     workspace.mkdir()
@@ -230,6 +241,7 @@ def test_paths_of_a_workspace_start_at_the_workspace(tmp_path: Path, monkeypatch
     assert "tokens" not in done.stdout
 
 
+@pytest.mark.slow
 def test_rules_that_only_warn_are_listed_with_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = write(tmp_path, [*rows(60), *rows(2)])

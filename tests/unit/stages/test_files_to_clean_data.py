@@ -42,6 +42,7 @@ def clean(outputs: Paths, kind: str, column: str) -> set[str]:
     return {row[column] for path in (outputs.clean / kind).glob("*.parquet") for row in pq.read_table(path).to_pylist()}
 
 
+@pytest.mark.slow
 def test_replies_of_pairs_labelled_both_ways_are_no_demonstrations(tmp_path: Path) -> None:
     pairs = [pair(i, f"good {i}", f"bad {i}") for i in range(120)]
     # Question 0 stays with its third pair, question 1 has no other.
@@ -61,12 +62,14 @@ def test_replies_of_pairs_labelled_both_ways_are_no_demonstrations(tmp_path: Pat
     assert (metrics["demonstrations"]["raw"], metrics["demonstrations"]["clean"]) == (123, 119)
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_pair_leaves_its_demonstration(tmp_path: Path) -> None:
     pairs = [pair(i, f"good {i}", f"bad {i}") for i in range(120)]
     metrics, _ = run(tmp_path, [*pairs, pair(5, "good 5", "bad 5")])
     assert metrics["demonstrations"]["clean"] == 120 and metrics["preferences"]["quarantined"] == 1
 
 
+@pytest.mark.slow
 def test_no_ranking_keeps_a_demonstration_of_a_refused_pair_that_it_ranks_lower(tmp_path: Path) -> None:
     """Only the pair that is labelled both ways prefers "fine 0" outright: the ranking has a better reply than it."""
     pairs = [pair(i, f"good {i}", f"bad {i}") for i in range(120)]
@@ -80,6 +83,7 @@ def test_no_ranking_keeps_a_demonstration_of_a_refused_pair_that_it_ranks_lower(
     assert pq.read_table(tmp_path / "data/raw/demonstrations/data.parquet").num_rows == 123
 
 
+@pytest.mark.slow
 def test_the_best_reply_of_a_ranking_stays_while_one_of_its_pairs_does(tmp_path: Path) -> None:
     """Of 1,500 rankings of three pairs each; some are where one part of the rows ends and the next begins."""
     middle = [f"fine {i}" if i % 2 else "\x00" for i in range(1500)]
@@ -92,6 +96,7 @@ def test_the_best_reply_of_a_ranking_stays_while_one_of_its_pairs_does(tmp_path:
     assert clean(outputs, "demonstrations", "reply") == {f"best {i}" for i in range(1500)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.csv", "pairs.parquet"])
 def test_texts_are_the_same_bytes_from_the_file_to_the_clean_data(name: str, tmp_path: Path) -> None:
     """Code with indentation, tabs, both kinds of line ends, trailing space, no-break space, and emoji of several."""
@@ -113,6 +118,7 @@ def test_texts_are_the_same_bytes_from_the_file_to_the_clean_data(name: str, tmp
     }
 
 
+@pytest.mark.slow
 def test_rows_over_a_limit_are_left_out_and_do_not_shut_the_gate(tmp_path: Path) -> None:
     """A third of the prompts is longer than max_prompt_chars: the limit's choice, no sign of bad data."""
     pairs = [pair(i, f"good {i}", f"bad {i}") for i in range(120)]

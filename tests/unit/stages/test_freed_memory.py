@@ -62,6 +62,7 @@ def growth(mode: str, environment: dict[str, str]) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_blocks_of_changing_sizes_do_not_stay_with_the_process(environment: dict[str, str]) -> None:
     assert growth("keep", environment) > 50  # what is to be avoided

@@ -103,6 +103,7 @@ def test_derived_kinds_come_from_the_rows_that_stay(tmp_path: Path) -> None:
     assert prompts == ["a 0?", "a 1?", "b 0?", "b 1?"]
 
 
+@pytest.mark.slow
 def test_the_gate_sees_the_share_of_the_rows_that_were_read(tmp_path: Path) -> None:
     """100 of 600 rows are refused: a sixth. A limit of 200 keeps that share instead of making it a third."""
     _, raw = run(tmp_path, 200, a=[*pairs("a", 500), *[{"bad": i} for i in range(100)]])
@@ -115,6 +116,7 @@ def test_the_gate_sees_the_share_of_the_rows_that_were_read(tmp_path: Path) -> N
     assert numbers["quarantined_share"] == pytest.approx(1 / 6)
 
 
+@pytest.mark.slow
 def test_refusals_of_validation_count_for_the_cut_rows_too(tmp_path: Path) -> None:
     """Half of the kept rows fail: so would half of the cut ones, and with 100 refused of 600 that is 7 / 12."""
     rows = [pair | {"chosen": ""} if i % 2 else pair for i, pair in enumerate(pairs("a", 500))]

@@ -81,7 +81,7 @@ def test_a_gate_that_only_reports_refuses_nothing(tmp_path: Path, base: Path) ->
     require_pairs(workspace(tmp_path, base, FILES + mode, shorter=6))
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 def test_the_run_ends_there(tmp_path: Path, base: Path) -> None:
     folder = workspace(tmp_path, base, FILES + GATE, shorter=6)
     refused = pairs_refusal(folder, "sft")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import pytest
 from validation_rows import SUITES
 
 from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig, WorldConfig
@@ -47,6 +48,7 @@ def two_folders(workspace: Path) -> CollectConfig:
     return CollectConfig(source="files", files=FileSources(preferences=("*/pairs.jsonl",)))
 
 
+@pytest.mark.slow
 def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
     raw, outputs = run(tmp_path, two_folders(tmp_path))
     manifest = read_json(raw / "manifest.json")["kinds"]["preferences"]
@@ -60,6 +62,7 @@ def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert {row["id"] for row in quarantined if row["source"] == "a/pairs.jsonl"} == {"a/pairs.jsonl:102"}
 
 
+@pytest.mark.slow
 def test_every_row_of_the_clean_data_leads_to_its_line(tmp_path: Path) -> None:
     raw, outputs = run(tmp_path, two_folders(tmp_path))
     origins: dict[tuple[str, str], Mapping[str, Any]] = {}

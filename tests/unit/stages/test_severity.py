@@ -55,6 +55,7 @@ def test_a_warning_keeps_the_row_unless_another_rule_refuses_it(tmp_path: Path) 
     assert result.clean["demonstrations"].num_rows == 2, "their sources stay, so they do too"
 
 
+@pytest.mark.slow
 def test_a_single_row_shuts_the_gate_where_the_rule_fails_the_set(tmp_path: Path) -> None:
     rows = good_rows() | {"pretrain": [make_row("pretrain", i) for i in range(20)]}
     rows["preferences"].append(make_row("preferences", 0))

@@ -28,6 +28,7 @@ def no_swearing(**more: Any) -> dict[str, Any]:
     return {"type": "expect_column_values_to_not_match_regex", "kwargs": kwargs} | more
 
 
+@pytest.mark.slow
 def test_rows_are_refused_and_counted_by_the_expectations_of_a_team(tmp_path: Path) -> None:
     rows = good_rows()
     rows["preferences"] += [
@@ -60,6 +61,7 @@ def test_rows_are_refused_and_counted_by_the_expectations_of_a_team(tmp_path: Pa
         assert not re.search(r"<(?:script|link|img)[^>]*https?:", text), f"{path} loads something"
 
 
+@pytest.mark.slow
 def test_an_expectation_of_the_whole_table_shuts_the_gate(tmp_path: Path) -> None:
     many = {"type": "expect_table_row_count_to_be_between", "kwargs": {"min_value": 500}, "meta": {"rule": "enough"}}
     with pytest.raises(GateFailed, match=r"preferences.failed_enough is 1, must be <= 0"):

@@ -53,6 +53,7 @@ def test_a_workspace_limits_the_threads_of_other_commands(tmp_path: Path) -> Non
         limit_threads_of(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["match", "chat", "serve"])
 def test_pytorch_is_loaded_after_the_threads_are_limited(command: str, tmp_path: Path) -> None:
     """OpenMP reads its settings once, when PyTorch loads it."""

@@ -34,6 +34,7 @@ def contents(raw: Path, kind: str) -> list[str]:
     return [row["prompt"][-1]["content"] for row in pq.read_table(raw / kind / "data.parquet").to_pylist()]
 
 
+@pytest.mark.slow
 def test_a_false_label_is_no_bad_row_and_its_prompt_is_a_prompt(tmp_path: Path) -> None:
     pairs = [{"prompt": f"Pair {i}?", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(60)]
     rows = labelled(60)

@@ -26,6 +26,7 @@ from rlhf_core.training.run_context import RunContext
 REFUSED = RowFinding(READABLE, "preferences", "no prompt", "x.jsonl", 9, row="{}")
 
 
+@pytest.mark.slow
 def test_bad_rows_are_quarantined_with_every_reason(tmp_path: Path) -> None:
     rows = good_rows()
     secret = "ghp_" + "a" * 36
@@ -60,6 +61,7 @@ def test_bad_rows_are_quarantined_with_every_reason(tmp_path: Path) -> None:
     assert numbers["failed_not_contradicted"] == 2 and numbers["failed_chosen_not_empty"] == 1
 
 
+@pytest.mark.slow
 def test_clean_data_metrics_docs_and_gate(tmp_path: Path) -> None:
     metrics, outputs = run_validate(good_rows(), tmp_path)
     held = [f"{prefix}{split}" for prefix in ("", "referee_", "judge_") for split in ("train", "validation")]
@@ -79,6 +81,7 @@ def test_clean_data_metrics_docs_and_gate(tmp_path: Path) -> None:
     assert len(list(outputs.docs.rglob("validations/**/*.html"))) == 12
 
 
+@pytest.mark.slow
 def test_too_much_quarantine_shuts_the_gate_and_leaves_evidence(tmp_path: Path) -> None:
     (tmp_path / "data/clean").mkdir(parents=True)
     rows = good_rows()

@@ -69,6 +69,7 @@ def test_records_wait_and_arrive_in_order_in_few_requests(
     assert messages[1] == "MLflow at http://127.0.0.1:5000 answers again; 1102 records were delivered"
 
 
+@pytest.mark.slow
 def test_a_server_that_lets_requests_hang_costs_a_fifth_of_the_time_at_most(
     server: Server, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,6 +163,7 @@ with manager:
 """
 
 
+@pytest.mark.slow
 def test_a_file_that_may_not_grow_ends_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", TOO_LARGE, str(tmp_path)]

@@ -62,6 +62,7 @@ def assert_same(one: Path, other: Path, name: str) -> None:
     assert rows[0] == rows[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_that_loses_its_place_saves_its_step_and_goes_on_from_there(
     name: str, tiny: ModuleType, workspace: Path, whole: dict[str, Path], monkeypatch: pytest.MonkeyPatch

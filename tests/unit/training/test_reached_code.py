@@ -14,6 +14,7 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.stages import ppo
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "reward", "critic"])
 def test_what_training_executes_is_reached(name: str, tiny: ModuleType, workspace: Path) -> None:
     assert missed(name, partial(tiny.run_stage, name, workspace, f"traced-{name}")) == set()

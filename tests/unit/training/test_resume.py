@@ -26,6 +26,7 @@ def without_clock(path: Path) -> list[dict[str, object]]:
     return [{k: v for k, v in record.items() if k not in CLOCK_FIELDS} for record in read_history(path)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "reward"])
 def test_killed_run_ends_as_the_uninterrupted_one(
     name: str, tiny: ModuleType, workspace: Path, whole: dict[str, dict[str, object]]

@@ -123,6 +123,7 @@ def test_adapters_of_other_weights_and_models_without_any_are_refused(workspace:
         base.scalar(workspace / "models/reward")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", KINDS)
 @pytest.mark.parametrize("mode", [{}, SHARED], ids=["separate", "shared"])
 def test_ppo_on_one_copy_is_ppo_on_several(
@@ -149,6 +150,7 @@ def test_ppo_on_one_copy_is_ppo_on_several(
         assert torch.allclose(one_weight, other, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", KINDS)
 @pytest.mark.parametrize("init", ["reward", "sft"])
 def test_a_critic_of_adapters_goes_on_with_them_on_the_one_copy(
@@ -205,6 +207,7 @@ def test_adapters_on_adapters_are_one_product_of_stacked_matrices() -> None:
     assert apart.tensors["model.k_proj.lora_A.default.weight"].shape == (3, 4) and len(apart.lora.targets) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -17,6 +17,7 @@ SLOW = [("float32", 1), ("float32", 2), ("bfloat16", 1), ("bfloat16", 2), ("bflo
 STAGES = [("float32", 0), ("float32", 3), *(pytest.param(*stage, marks=pytest.mark.slow) for stage in SLOW)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "zero"), STAGES)
 def test_a_state_goes_on_in_another_engine(dtype: str, zero: int, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")

@@ -71,6 +71,7 @@ def test_streams_are_independent_of_each_other() -> None:
     assert fmean(first) == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 11, 42, 1234, 99991])
 def test_enough_held_out_prompts_and_none_of_them_in_training(seed: int) -> None:
     parts: dict[str, set[str]] = defaultdict(set)
@@ -95,6 +96,7 @@ def test_nearly_every_held_out_content_is_asked_for_in_training(seed: int) -> No
     assert len({q.content for q in asked} - trained) <= 1
 
 
+@pytest.mark.slow
 def test_columns_and_ids(demonstrations: list[Row], preferences: list[Row]) -> None:
     assert list(demonstrations[0]) == ["id", "prompt", "reply", "category", "source", "group"]
     names = ["id", "prompt", "chosen", "rejected", "margin", "category", "source", "group"]

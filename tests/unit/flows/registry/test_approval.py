@@ -68,11 +68,13 @@ def test_the_first_champion_needs_approval_too(registry: Registry) -> None:
     assert registry.aliases() == {"champion": "1", "challenger": "1"}
 
 
+@pytest.mark.slow
 def test_a_release_manager_approves_in_a_workspace_of_its_own(registry: Registry, waiting: Path) -> None:
     approve(registry.workspace("release", APPROVAL))
     assert registry.aliases()["champion"] == "2"
 
 
+@pytest.mark.slow
 def test_a_declined_version_needs_force_and_still_approval(registry: Registry, waiting: Path) -> None:
     with pytest.raises(RlhfError, match="needs a reason"):
         decline(waiting, " ")
@@ -89,6 +91,7 @@ def test_a_declined_version_needs_force_and_still_approval(registry: Registry, w
     assert "declined" not in registry.client.get_model_version(MODEL, "2").tags
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [(approve, approve), (approve, decline), (decline, approve)])
 def test_a_decision_after_a_decision_is_refused_in_one_line(
     registry: Registry, waiting: Path, first: object, second: object
@@ -127,6 +130,7 @@ def promote_another(registry: Registry, workspace: Path) -> None:
     (workspace / "params.yaml").write_text(APPROVAL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -160,6 +164,7 @@ def test_a_version_that_was_registered_since_takes_the_place_of_the_request(regi
     assert approve(waiting).challenger == "3"
 
 
+@pytest.mark.slow
 def test_after_a_rollback_the_request_no_longer_holds(registry: Registry, waiting: Path) -> None:
     approve(waiting)
     registry.add_version()
@@ -190,6 +195,7 @@ def test_two_people_on_two_machines(registry: Registry, waiting: Path, monkeypat
     assert [action for action, _, _ in actions(registry)] == ["promote", "request approval", "decline"]
 
 
+@pytest.mark.slow
 def test_an_approval_killed_at_a_step_is_completed_or_has_not_begun(registry: Registry, waiting: Path) -> None:
     begun = []
     for step in (1, 2, 3, 4, 7):

@@ -34,6 +34,7 @@ def printed(renderable: Any) -> str:
     return capture.get()
 
 
+@pytest.mark.slow
 def test_a_winner_that_is_less_safe_is_not_promoted(registry: Registry, contest: Path) -> None:
     match = ScriptedMatch(0.9, **{"safety.refuses_harmful": 0.3})
     refused = promote(contest, play=match)
@@ -48,6 +49,7 @@ def test_a_winner_that_is_less_safe_is_not_promoted(registry: Registry, contest:
     assert text.endswith("decided by: safety.refuses_harmful\n")
 
 
+@pytest.mark.slow
 def test_each_match_on_the_same_prompts_is_an_attempt(registry: Registry, contest: Path) -> None:
     losing = ScriptedMatch(0.4)
     first = promote(contest, play=losing)
@@ -61,6 +63,7 @@ def test_each_match_on_the_same_prompts_is_an_attempt(registry: Registry, contes
     assert promote(contest, play=losing).attempt == 1
 
 
+@pytest.mark.slow
 def test_attempts_take_turns_on_the_sets_of_prompts_under_one_budget(registry: Registry, contest: Path) -> None:
     (contest / "params.yaml").write_text(PARAMS + "registry: {prompt_sets: 3}\n")
     played: list[int] = []

@@ -94,6 +94,7 @@ def test_a_reason_or_a_name_looks_like_no_other_entry(
     assert any("  a [1Fb  note: versions" in line for line in lines) and "   why: one two" in lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "no JSON", "[]", "{}", '{"number": 7, "model": "rlhf-policy"}', "another"])
 def test_nothing_is_decided_on_an_entry_that_cannot_be_read(registry: Registry, contest: Path, text: str) -> None:
     promote(contest, play=ScriptedMatch())
@@ -165,6 +166,7 @@ def test_an_entry_makes_an_event_for_each_alias_that_it_changes(registry: Regist
     assert request["id"] == again["id"], "an entry that is carried out twice is one event"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["promote", "rollback"])
 def test_aliases_move_in_an_order_that_a_second_call_completes(
     registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch, action: str

@@ -16,6 +16,7 @@ from .conftest import GATES, MODEL, PARAMS, Registry, ScriptedMatch
 WEAK_GATES = "seed: 1\ngates:\n  policy:\n  - {metric: kl, at_most: 100.0, why: trivial}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("force", [None, "mine"])
 @pytest.mark.parametrize(
     ("params", "prompts"),
@@ -69,6 +70,7 @@ def test_a_version_that_passed_weaker_gates_is_not_promoted(registry: Registry, 
     assert promote(smoke, play=ScriptedMatch(0.9)).promoted, "the gates of the owner are those that count"
 
 
+@pytest.mark.slow
 def test_a_version_without_conditions_is_promoted_by_force_only(registry: Registry, contest: Path) -> None:
     registry.client.delete_model_version_tag(MODEL, "2", "gate_conditions")
     assert "no record of its gates' conditions" in promote(contest, play=ScriptedMatch()).reason

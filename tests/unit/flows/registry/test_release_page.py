@@ -147,6 +147,7 @@ def test_forced_promotions_say_so(registry: Registry, contest: Path) -> None:
     assert decision.reason.startswith("Promoted: forced: the champion leaks (otherwise: ")
 
 
+@pytest.mark.slow
 def test_waiting_approved_and_declined(registry: Registry, contest: Path) -> None:
     hold(contest, "2")
     (contest / "params.yaml").write_text(APPROVAL)
@@ -166,6 +167,7 @@ def test_waiting_approved_and_declined(registry: Registry, contest: Path) -> Non
     assert "approved by ann (release 17): read 50 replies" in decided(contest).reason
 
 
+@pytest.mark.slow
 def test_a_request_that_no_longer_stands(registry: Registry, contest: Path) -> None:
     hold(contest, "2")
     (contest / "params.yaml").write_text(APPROVAL)
@@ -216,6 +218,7 @@ def test_a_registry_that_is_away_leaves_the_page_and_is_named(
     assert "MLflow does not answer" in (contest / "release.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_former_champion_that_waits_for_approval_or_was_declined(registry: Registry, contest: Path) -> None:
     hold(contest, "1")
     assert promote(contest, play=ScriptedMatch()).promoted

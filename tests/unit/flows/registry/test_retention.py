@@ -46,6 +46,7 @@ def matches(workspace: Path) -> int:
     return len(list((workspace / MATCHES).glob("*.json")))
 
 
+@pytest.mark.slow
 def test_a_call_without_delete_says_what_would_go_and_why_the_others_stay(
     registry: Registry, long_registry: Path
 ) -> None:
@@ -70,6 +71,7 @@ def test_a_call_without_delete_says_what_would_go_and_why_the_others_stay(
     assert numbers(registry, MODEL) == ["1", "2", "3", "4", "5"] and matches(long_registry) == 4
 
 
+@pytest.mark.slow
 def test_what_is_deleted_is_in_the_history_and_a_rollback_still_works(registry: Registry, long_registry: Path) -> None:
     apply_retention(long_registry, delete=True)
     assert numbers(registry, MODEL) == ["1", "2", "5"] and numbers(registry, REWARD) == ["1", "2", "5", "6"]
@@ -82,6 +84,7 @@ def test_what_is_deleted_is_in_the_history_and_a_rollback_still_works(registry: 
     assert rollback(long_registry, "rude too").champion == "1"
 
 
+@pytest.mark.slow
 def test_a_version_that_waits_for_approval_is_kept_and_can_still_be_approved(
     registry: Registry, long_registry: Path
 ) -> None:
@@ -94,6 +97,7 @@ def test_a_version_that_waits_for_approval_is_kept_and_can_still_be_approved(
     assert registry.aliases()["champion"] == "5"
 
 
+@pytest.mark.slow
 def test_an_interrupted_deletion_is_completed(
     registry: Registry, long_registry: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +119,7 @@ def test_an_interrupted_deletion_is_completed(
     assert numbers(registry, MODEL) == ["1", "2", "5"] and numbers(registry, REWARD) == ["1", "2", "5", "6"]
 
 
+@pytest.mark.slow
 def test_only_the_owner_deletes_and_only_if_a_number_is_set(registry: Registry, long_registry: Path) -> None:
     with pytest.raises(RlhfError, match=r"owned by .*owner; its versions are deleted there"):
         apply_retention(registry.workspace("second", KEEP_ONE), delete=True)

@@ -97,6 +97,7 @@ def plain(place: Place, row: int) -> str:
     return turns[0].content if len(turns) == 1 else "\n\n".join(f"{m.role}: {m.content}" for m in turns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
 @pytest.mark.parametrize("template", ["chat", "pair", "reply", "{prompt} ! {reply} ?"])
 def test_scores_are_those_of_a_direct_call(place: Place, bert: Path, template: str, batch_size: int) -> None:
