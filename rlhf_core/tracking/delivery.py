@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from rlhf_core.errors import named_line
+from rlhf_core.errors import is_full_disk, named_line
 from rlhf_core.redaction import redacted
 from rlhf_core.storage.files import LockFile
 from rlhf_core.tracking.journal import JOURNAL_TAG, Journal, JournalRecord, journals, waiting_journals, waiting_records
@@ -41,12 +41,13 @@ class ServerAway(Exception):
 def away_errors() -> Iterator[None]:
     """Raise :class:`ServerAway` for errors of the block that may go away by themselves; others pass.
 
-    Those are a server that does not answer, answers with an error of its own, or asks to wait, a locked database, and a
-    login that is not accepted any more.
+    Those are a server that does not answer, answers with an error of its own, or asks to wait, a locked database, a
+    full disk, and a login that is not accepted any more.
     """
     from mlflow.exceptions import MlflowException
     from requests import HTTPError, RequestException
 
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it prints a traceback of what is raised too
     try:
         yield
     except (MlflowException, RequestException) as error:
@@ -58,6 +59,10 @@ def away_errors() -> Iterator[None]:
         if status is not None and 400 <= status < 500 and status not in ACCESS_DENIED | NOT_FINAL:
             raise
         raise ServerAway(redacted(" ".join(str(error).split()))[:200], status) from error
+    except OSError as error:  # of a store of artifacts in a folder
+        if not is_full_disk(error):
+            raise
+        raise ServerAway(named_line(error)) from error
 
 
 def address(uri: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from pathlib import Path
@@ -152,6 +153,9 @@ def refused(status: int) -> HTTPError:
         (refused(503), True),
         (refused(429), True),
         (refused(401), True),
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), True),
+        (PermissionError(errno.EACCES, "Permission denied"), False),
         (refused(413), False),
         (MlflowException("changed", INVALID_PARAMETER_VALUE), False),
     ],
