@@ -94,9 +94,9 @@ def test_demonstrations_and_prompts_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_all_pairs_together(tmp_path: Path) -> None:
     assert clean_counts(tmp_path, preferences=(HH, EVAL, EN, ZH)) == {
-        "preferences": (11901, 11816),
-        "demonstrations": (2992, 2932),
-        "prompts": (1788, 1731),
-        "pretrain": (2992, 2932),
+        "preferences": (11901, 11866),
+        "demonstrations": (2992, 2982),
+        "prompts": (1788, 1781),
+        "pretrain": (2992, 2982),
     }
     require_reasons(tmp_path, HH, EVAL, EN, ZH)
