@@ -97,17 +97,17 @@ def _default_of(model: type[BaseModel]) -> BaseModel | None:
 
 def explained(model: type[BaseModel]) -> dict[str, str]:
     """What the docstrings of ``model`` and its bases say of each field under "Attributes:"."""
-    found: dict[str, str] = {}
+    explanations: dict[str, str] = {}
     for base in reversed(model.__mro__):
         name = ""
         _, _, attributes = inspect.cleandoc(base.__dict__.get("__doc__") or "").partition("Attributes:\n")
         for line in attributes.splitlines():
             entry = re.match(r"    (\w+): (.*)", line)
             if entry is not None:
-                name, found[entry[1]] = entry[1], entry[2]
+                name, explanations[entry[1]] = entry[1], entry[2]
             elif name and line.strip():
-                found[name] += f" {line.strip()}"
-    return found
+                explanations[name] += f" {line.strip()}"
+    return explanations
 
 
 def _parts(text: str) -> tuple[str, str, str]:
@@ -124,10 +124,10 @@ def _inside(annotation: Any, key: str) -> Iterator[tuple[str, type[BaseModel]]]:
         return
     origin, arguments = get_origin(annotation), get_args(annotation)
     step = "[]" if origin in (tuple, list) else f".{KEYS.get(key, 'NAME')}" if origin in (dict, Mapping) else ""
-    found = list(dict.fromkeys(model for argument in arguments for _, model in _inside(argument, key)))
-    if len(found) == 1:
-        yield step, found[0]
-    for model in found if len(found) > 1 else ():
+    models = list(dict.fromkeys(model for argument in arguments for _, model in _inside(argument, key)))
+    if len(models) == 1:
+        yield step, models[0]
+    for model in models if len(models) > 1 else ():
         yield f"[{get_args(model.model_fields['kind'].annotation)[0]}]", model
 
 
@@ -196,7 +196,7 @@ def given_values(file: Path, known: list[Setting]) -> dict[str, str]:
     from rlhf_core.config import yaml_text
 
     document = yaml_text.plain(yaml_text.read(file))
-    found = {}
+    given = {}
     for setting in known:
         value: Any = document
         for part in setting.path.split("."):
@@ -204,8 +204,8 @@ def given_values(file: Path, known: list[Setting]) -> dict[str, str]:
         if value is not ... and not setting.default.startswith("(") and not (setting.section and setting.default == ""):
             text = as_yaml(float(value) if isinstance(value, int) and "." in setting.default else value)
             if text != setting.default:
-                found[setting.path] = text
-    return found
+                given[setting.path] = text
+    return given
 
 
 PAGE = """<!-- Written by `rlhf config --markdown`; change the docstrings in rlhf_core/config. -->
@@ -251,12 +251,12 @@ def show(path: str | None, workspace: Path | None, markdown: bool) -> str:
     if markdown:
         return as_markdown(list(settings(Params, seen={})))
     known = list(settings(Params)) if path is not None else list(settings(Params, seen={}))
-    found, root = chosen(path, known), None
+    selected, root = chosen(path, known), None
     try:
         root = workspace_root(workspace)
     except RlhfError:  # outside of a workspace defaults are all there is to say
         if workspace is not None:
             raise
-    given = given_values(root / PARAMS_FILE, found) if root is not None else {}
+    given = given_values(root / PARAMS_FILE, selected) if root is not None else {}
     width = min(shutil.get_terminal_size().columns, 120)
-    return "\n".join(as_text(setting, given, width) for setting in found) + "\n"
+    return "\n".join(as_text(setting, given, width) for setting in selected) + "\n"

@@ -195,8 +195,8 @@ class ComputeConfig(Strict):
 
     Attributes:
         threads: CPU threads of each stage's process; null takes all cores.
-        spin: Threads that wait for the next product spin for about a tenth of a millisecond before they sleep. On a
-            machine of one's own that is faster, beside other work several times slower.
+        spin: Threads that wait for the next product spin for about a tenth of a millisecond before they sleep. It is
+            faster on a machine with nothing else to do, and several times slower where other programs need the cores.
         tf32: Lets a GPU multiply float32 matrices in TF32, several times faster and rounded to 11 significant bits;
             it changes nothing on CPUs.
         return_freed_memory: Stages that run models return freed tensors to the system on Linux, so that a process
