@@ -232,14 +232,14 @@ def status(workspace: Workspace = None, as_json: JsonOption = False) -> None:
     from flows.commands.status import status as describe
     from flows.workspace.folder import find_workspace
 
-    found = describe(find_workspace(workspace))
+    state = describe(find_workspace(workspace))
     if as_json:
         from flows.commands.text import without_secrets
 
-        print_json(without_secrets(found.as_dict()))
+        print_json(without_secrets(state.as_dict()))
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    typer.echo(redacted(found.as_text(width)))
+    typer.echo(redacted(state.as_text(width)))
 
 
 @app.command()
@@ -271,14 +271,14 @@ def doctor(workspace: Workspace = None, as_json: JsonOption = False) -> None:
         folder: Path | None = find_workspace(workspace)
     except RlhfError:
         folder = workspace  # the machine is checked all the same, and the report says that there is no workspace
-    found = check(folder)
+    results = check(folder)
     if as_json:
         from flows.commands.text import without_secrets
 
-        print_json(without_secrets({"checks": [asdict(result) for result in found], "failed": failures(found)}))
+        print_json(without_secrets({"checks": [asdict(result) for result in results], "failed": failures(results)}))
     else:
-        typer.echo(redacted(doctor_text(found)))
-    raise typer.Exit(EXIT_USER_ERROR if failures(found) else EXIT_OK)
+        typer.echo(redacted(doctor_text(results)))
+    raise typer.Exit(EXIT_USER_ERROR if failures(results) else EXIT_OK)
 
 
 over_core = typer.Typer()  # added after the core's commands, of which its own take the place

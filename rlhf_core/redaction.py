@@ -57,13 +57,13 @@ def redacted(text: str) -> str:
 
 def environment_secrets() -> list[str]:
     """Values of environment variables named as secrets, and passwords of URLs in others; the longest first."""
-    found = set()
+    secrets = set()
     for name, value in os.environ.items():
         if _SECRET_VARIABLE.search(name) and not _KEY_FILE.fullmatch(value) and not os.path.exists(value):
-            found |= {value, *value.split(":", 1)[1:]}  # user:password, as Prefect's is
+            secrets |= {value, *value.split(":", 1)[1:]}  # user:password, as Prefect's is
         elif "://" in value and (match := _WITH_PASSWORD.search(value)):
-            found |= {match[1], unquote(match[1])}
-    return sorted((secret for secret in found if len(secret) >= SHORTEST_SECRET), key=len, reverse=True)
+            secrets |= {match[1], unquote(match[1])}
+    return sorted((secret for secret in secrets if len(secret) >= SHORTEST_SECRET), key=len, reverse=True)
 
 
 class RedactingFormatter(logging.Formatter):

@@ -409,8 +409,8 @@ def _block(results: Sequence[RunResults], settings: Mapping[str, Mapping[str, st
     for result in results:
         table.add_column(result.workspace, max_width=RUN_WIDTH, overflow="fold")
     for name, of_runs in settings.items():
-        shown = (of_runs[result.workspace] for result in results)
-        table.add_row(name, *(text if len(text) <= SETTING else f"{text[:SETTING]} …" for text in shown), style="cyan")
+        texts = (of_runs[result.workspace] for result in results)
+        table.add_row(name, *(text if len(text) <= SETTING else f"{text[:SETTING]} …" for text in texts), style="cyan")
     cells = [dict(_rows(result)) for result in results]
     for label in dict.fromkeys(label for column in cells for label in column):
         values = [column.get(label, MISSING) for column in cells]

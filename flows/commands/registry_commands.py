@@ -265,11 +265,11 @@ def history(
         from flows.commands.text import without_secrets
         from flows.workspace.folder import find_workspace
 
-        found = model_history(find_workspace(workspace), model)
+        decisions = model_history(find_workspace(workspace), model)
     if as_json:
-        print_json(without_secrets(asdict(found)))
+        print_json(without_secrets(asdict(decisions)))
     else:
-        typer.echo(found.as_text())
+        typer.echo(decisions.as_text())
 
 
 @app.command()

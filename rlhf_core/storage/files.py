@@ -21,11 +21,11 @@ from rlhf_core.errors import DataError, RlhfError, is_full_disk
 def permitted(mode: int) -> int:
     """``mode`` without what this process's umask takes away: temporary files begin private, and end as others do."""
     try:
-        found = re.search(r"^Umask:\s+(\d+)$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+        umask = re.search(r"^Umask:\s+(\d+)$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
-        found = None
+        umask = None
     # Elsewhere than on Linux it can only be asked for by setting it, which other threads would see.
-    return mode & ~int(found[1], 8) if found else mode
+    return mode & ~int(umask[1], 8) if umask else mode
 
 
 def atomic_write_text(path: Path, text: str) -> None:
