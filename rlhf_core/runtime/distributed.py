@@ -6,12 +6,13 @@ Ranks run the same code on the same global batches. They differ in the rows they
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.storage.files import LockFile
 
 # A rank waits this long for another that evaluates or saves; the launcher notices dead ranks within seconds.
 TIMEOUT = timedelta(minutes=60)
@@ -93,14 +93,25 @@ def process_group() -> Iterator[None]:
 
 @contextmanager
 def one_of_machine_at_a_time() -> Iterator[None]:
-    """Let one rank of this machine in after the other, so that host memory holds one copy of a model on its way."""
+    """Let one rank of this machine in after the other, so that host memory holds one copy of a model on its way.
+
+    Where no lock can be had, as where the folder for temporary files is full or holds a file or a link of another user
+    in its place, the ranks go on at the same time: turns only save memory.
+    """
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= 1:
         yield
         return
     # The ranks' common launcher tells jobs apart.
-    with LockFile(Path(tempfile.gettempdir(), f"rlhf-turn-{os.getuid()}-{os.getppid()}")) as lock:
-        lock.acquire()
+    path = os.path.join(tempfile.gettempdir(), f"rlhf-turn-{os.getuid()}-{os.getppid()}")
+    descriptor = None
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
         yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 class NonzeroRankReleased(BaseException):
