@@ -23,6 +23,9 @@ from rlhf_core.storage.files import atomic_write_text
 
 DVC_FILE = "dvc.yaml"
 FINGERPRINTS = ".fingerprints/"
+EXPECTATIONS = "expectations"
+# Files of the workspace itself that a stage reads, whatever params.yaml says.
+OF_WORKSPACE = {"validate": [EXPECTATIONS]}
 WILD = ("*", "?", "[")
 
 
@@ -49,7 +52,8 @@ def refresh_inputs(workspace: Path) -> None:
 def with_sources(dvc_yaml: str, params: Params, workspace: Path) -> str:
     """Return ``dvc_yaml`` with the local source files of ``params`` as dependencies of the stages that read them.
 
-    The dependencies of such a stage are its fingerprints, outputs of other stages, and these.
+    The dependencies of such a stage are its fingerprints, outputs of other stages, files of the workspace itself, and
+    these.
     """
     yaml = YAML()  # keeps comments and style, so that only these lines change
     yaml.width, yaml.preserve_quotes = 4096, True
@@ -64,6 +68,7 @@ def with_sources(dvc_yaml: str, params: Params, workspace: Path) -> str:
             continue
         deps = list(_names(stage["deps"]))
         kept = [dep for dep in deps if dep.startswith(FINGERPRINTS) or dep in outputs]
+        kept += OF_WORKSPACE.get(name, [])
         wanted = [*kept, *(path for path in _dependencies(sources, workspace, outputs) if path not in kept)]
         if wanted != deps:
             changed = True

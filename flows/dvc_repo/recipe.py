@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.dvc_repo.inputs import with_sources
+from flows.dvc_repo.inputs import EXPECTATIONS, with_sources
 from flows.workspace.folder import cannot_write
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import (
@@ -28,7 +28,6 @@ from rlhf_core.storage.files import atomic_write_text
 PROFILE_LINE = "# Profile "  # opens what the comment at the top of params.yaml says about the profile
 HEADER_WIDTH = 118
 DVC_FILE = "dvc.yaml"
-EXPECTATIONS = "expectations"
 TRIALS = "workspaces"
 DVC_IGNORE = "# never part of a dependency or an output\n__pycache__\n*.pyc\n.rlhf\nwork\n"
 GIT_IGNORE = (

@@ -20,8 +20,8 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.client.schemas.sorting import ArtifactSort
 
 from flows.dvc_repo.graph import StageNode
+from flows.dvc_repo.inputs import EXPECTATIONS
 from flows.dvc_repo.lock_file import LOCK_FILE
-from flows.dvc_repo.recipe import EXPECTATIONS
 from flows.dvc_repo.root import cache_of
 from flows.jobs.job import Handoff, Job, RemoteJobReport
 from flows.jobs.transfer import (

@@ -78,6 +78,25 @@ def test_a_file_under_dvc_add_leads_to_collect_and_dag_has_no_fingerprints(files
 
 
 @pytest.mark.slow
+def test_an_edited_suite_of_expectations_is_seen_by_dvc_and_by_status(files: Path) -> None:
+    small = ["collect.world.preferences=400", "collect.world.demonstrations=400"]
+    workspace = initialise(files / "run", "smoke", small)
+    subprocess.run(["git", "init", "-q"], cwd=workspace, check=True)
+    refresh_inputs(workspace)
+    done = dvc(workspace, "repro", "-s", "collect", "validate")
+    assert done.returncode == 0, done.stdout + done.stderr
+    refresh_inputs(workspace)
+    assert json.loads(dvc(workspace, "status", "--json", "validate").stdout) == {}
+    suite = workspace / "expectations" / "preferences.json"
+    document = json.loads(suite.read_text())
+    document["expectations"].pop()
+    suite.write_text(json.dumps(document))
+    assert "expectations" in dvc(workspace, "status", "validate").stdout
+    (line,) = [line for line in stages_status(workspace).lines if line.startswith("validate")]
+    assert "stale" in line
+
+
+@pytest.mark.slow
 def test_a_recipe_keeps_its_text_but_for_the_files(files: Path) -> None:
     workspace = make(files / "run", 'collect.files.preferences=["pairs.jsonl"]')
     lines = (workspace / "dvc.yaml").read_text().splitlines()
