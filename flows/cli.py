@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -136,10 +137,14 @@ def init(
     $ rlhf init my-trial --profile smoke --set seed=2
     """
     from flows.commands.init import initialise, next_step, shorthand
+    from flows.dvc_repo.inputs import refresh_inputs
 
     settings = [*shorthand(data or [], model), *(sets or [])]
     profile = profile or ("own-data" if data else None)
-    typer.echo(next_step(initialise(folder, profile, settings, cache=cache)))
+    workspace = initialise(folder, profile, settings, cache=cache)
+    with suppress(RlhfError):  # a source that is missing or out of reach is for the next step, or the run, to name
+        refresh_inputs(workspace)  # so that `dvc repro` and `dvc status` work at once
+    typer.echo(next_step(workspace))
 
 
 # Every option is the study's own, --help included.

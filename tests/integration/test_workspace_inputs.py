@@ -157,6 +157,8 @@ def test_data_and_model_are_short_for_their_settings_and_logs_name_what_there_is
     params = load_params(files / "run")
     assert params.base.source == "me/model" and params.collect.source == "files"
     assert [str(path) for path in params.collect.files.paths()] == ["../pairs.jsonl", "../more/a.jsonl"]
+    done = dvc(files / "run", "repro", "-s", "collect")
+    assert done.returncode == 0, "what rlhf init makes, dvc reproduces at once: " + done.stdout + done.stderr
     (files / "run" / ".rlhf" / "logs").mkdir(parents=True)
     (files / "run" / ".rlhf" / "logs" / "ppo.log").write_text("one\ntwo\nthree\n")
     assert last_lines(files / "run", "ppo", 2) == "two\nthree"
