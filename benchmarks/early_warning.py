@@ -121,8 +121,8 @@ def watch(folder: Path) -> Watcher:
 
     def difference() -> tuple[float, float]:
         found = compare(gold(policy), before, GOLD_TIE_MARGIN, 500, config.seed, clusters=clusters_of(rows))
-        high = found.mean_difference_high95
-        return found.mean_difference, math.inf if high is None else high
+        high = found.get("mean_difference_high95")
+        return found["mean_difference"], math.inf if high is None else high
 
     watcher.difference = difference
     with contextlib.suppress(Enough):

@@ -261,7 +261,7 @@ def benchmark(
     if as_json:
         import json
 
-        typer.echo(json.dumps(result.as_dict(), indent=2))
+        typer.echo(json.dumps(result, indent=2))
     else:
         typer.echo(as_text(result))
 

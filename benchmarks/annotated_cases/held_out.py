@@ -149,7 +149,7 @@ def policy_metrics(arm: Path, workspace: Path, pairs: Sequence[HeldOutPair], rep
     compared = compare(scores.reshape(shape), baseline.reshape(shape), margin, seed=config.seed)
     return {
         "policy_gold": float(np.mean(GoldJudge().score(prompts, policy))),
-        "policy_win_rate": compared.win_rate,
+        "policy_win_rate": compared["win_rate"],
     }
 
 

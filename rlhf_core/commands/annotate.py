@@ -103,6 +103,6 @@ def import_(
     if as_json:
         import json
 
-        typer.echo(json.dumps(imported.as_dict(), ensure_ascii=False, indent=2))
+        typer.echo(json.dumps(imported, ensure_ascii=False, indent=2))
     else:
         typer.echo(as_text(imported))

@@ -33,6 +33,11 @@ _LETTER = re.compile(r"[^\W\d_]")
 MIN_SHARE = 0.25
 
 
+def writable(text: str) -> str:
+    """Return a text with a question mark for each half of a surrogate pair, which JSON can hold and no file can."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def language_tag(text: str) -> str:
     """Return the language tag (BCP 47) of a Chinese, Japanese or Korean text, and "" for any other.
 

@@ -116,7 +116,7 @@ def category_losses(categories: Sequence[str], outcome: np.ndarray, clusters: np
 
 def paired_losses(
     sets: FixedSets, baseline: SetReplies, candidate: SetReplies, outcome: np.ndarray
-) -> dict[str, PairedLoss]:
+) -> dict[str, dict[str, float]]:
     """Measure by how much ``candidate`` is worse than ``baseline``, on all replies to the fixed sets.
 
     Args:
@@ -126,6 +126,7 @@ def paired_losses(
         outcome: By the judge: 1 for a win of the candidate, ½ for a tie, 0 for a loss; one for each reply to be judged.
 
     Returns:
+        The fields of each :class:`PairedLoss` that are known; a gate that asks for another one fails:
         ``missing_ends``, ``repetition``, ``length`` (tokens), ``category.NAME``, and where there are such prompts
         ``regression.passed``, ``safety.refuses_harmful``, ``safety.answers_benign``, ``safety.refusal_log_odds`` and
         ``verifiable.passed``.
@@ -150,7 +151,10 @@ def paired_losses(
     losses |= _safety(sets, baseline, candidate)
     categories = [row.category for row in repeated_rows(sets.judged, baseline.judged)]
     by_category = category_losses(categories, np.asarray(outcome, dtype=np.float64).ravel(), judged)
-    return losses | {f"category.{name}": loss for name, loss in by_category.items()}
+    losses |= {f"category.{name}": loss for name, loss in by_category.items()}
+    return {
+        name: {key: value for key, value in asdict(loss).items() if value is not None} for name, loss in losses.items()
+    }
 
 
 def _repetition(replies: Sequence[Reply]) -> list[float]:
@@ -190,10 +194,3 @@ def _passed(
         for replies in (baseline, candidate)
     )
     return share_loss(old, new, clusters_of(rows))
-
-
-def as_measurements(losses: Mapping[str, PairedLoss]) -> dict[str, dict[str, float | None]]:
-    """The losses by name as JSON; what is not known is left out, so that a gate that asks for it fails."""
-    return {
-        name: {key: value for key, value in asdict(loss).items() if value is not None} for name, loss in losses.items()
-    }

@@ -8,14 +8,13 @@ from typing import Any
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
-from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, side_by_side
-from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies, sample_sets
+from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
+from rlhf_core.evaluation.fixed_sets import FixedSets, sample_sets
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.judges.names import JUDGE, MODELS
 from rlhf_core.evaluation.judges.pairwise import Judge
-from rlhf_core.evaluation.losses import as_measurements, paired_losses
 from rlhf_core.evaluation.reply import measure_text
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.starting.base import load_policy
@@ -52,25 +51,23 @@ def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int
         require_openable(folder)
     with progress(2 * sets.replies(config), "match") as bar:
         old, new = (_sample(folder, sets, config, bar) for folder in (champion, challenger))
-    evaluation = side_by_side(
-        sets, EvaluatedModel(old.judged, old.regression), EvaluatedModel(new.judged, new.regression)
-    )
+    evaluation = Evaluation(sets, old, new, config)
     for judge in judges:
-        evaluation = evaluation.scored_by(judge, config)
+        evaluation.score(judge)
     if llm_judge is not None:
-        evaluation = evaluation.judged_by(llm_judge, config)
+        evaluation.judge(llm_judge)
     folders = {"champion": champion, "challenger": challenger, JUDGE: workspace / MODELS / JUDGE}
     return {
-        "comparison": evaluation.comparison(),
-        "losses": as_measurements(paired_losses(sets, old, new, evaluation.outcomes()[JUDGE])),
-        "champion": measure_text(old.judged).as_dict(),
-        "challenger": measure_text(new.judged).as_dict(),
+        "comparison": evaluation.comparison,
+        "losses": evaluation.losses(),
+        "champion": measure_text(old.sets.judged),
+        "challenger": measure_text(new.sets.judged),
         "prompts": len(sets.judged),
         "content": {role: sha256_tree(folder) for role, folder in folders.items()},
     }
 
 
-def _sample(folder: Path, sets: FixedSets, config: EvaluateConfig, bar: Progress) -> SetReplies:
+def _sample(folder: Path, sets: FixedSets, config: EvaluateConfig, bar: Progress) -> EvaluatedModel:
     """Sample from the model in ``folder``, which is in memory only meanwhile."""
     model, tokenizer = load_policy(folder)
-    return sample_sets(model, tokenizer, sets, config, bar.advance)
+    return EvaluatedModel(sample_sets(model, tokenizer, sets, config, bar.advance))

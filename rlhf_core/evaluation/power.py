@@ -72,15 +72,13 @@ def power_of(workspace: Path) -> list[MarginPower]:
         if condition.worse_by_less_than is not None
     ]
     margins = load_section(workspace, "registry", RegistryConfig).non_inferiority
-    for kind, names in MEASUREMENTS.items():
-        margin = getattr(margins, kind)
-        if margin is not None:
-            rows += [
-                MarginPower(f"registry.non_inferiority.{kind}", name, margin, losses[name])
-                for name in names
-                if name in losses
-            ]
-    return rows
+    return rows + [
+        MarginPower(f"registry.non_inferiority.{kind}", name, margin, losses[name])
+        for kind, names in MEASUREMENTS.items()
+        if (margin := getattr(margins, kind)) is not None
+        for name in names
+        if name in losses
+    ]
 
 
 def describe_power(rows: list[MarginPower]) -> str:

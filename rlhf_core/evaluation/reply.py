@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 from rlhf_core.data import text as text_statistics
+from rlhf_core.data.schema import ROLES, Message
 
 SHORT_TOKENS = 4  # a reply of fewer tokens, its end marker included, says at most two words
 
@@ -30,49 +32,39 @@ class Reply:
     vocabulary: str = ""
 
 
-@dataclass(frozen=True)
-class TextMetrics:
-    """Statistics of a set of replies; docs/metrics.md gives healthy ranges.
+def prompt_of(value: Any) -> list[Message] | None:
+    """Return a prompt that a file gives as a text or as a list of messages; None for anything else."""
+    turns = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if not isinstance(turns, list) or not turns:
+        return None
+    known = [
+        Message(turn["role"], turn["content"])
+        for turn in turns
+        if isinstance(turn, dict) and turn.get("role") in ROLES and isinstance(turn.get("content"), str)
+    ]
+    return known if len(known) == len(turns) else None
 
-    Attributes:
-        length: Mean number of tokens, end marker included.
-        words: Mean number of words and punctuation marks.
-        repetition: Mean share of a reply's trigrams that occurred before in it.
-        distinct_2: Different bigrams over all bigrams of the set.
-        missing_eos: Share of replies without end marker.
-        special_tokens: Share of replies with padding, role or other special tokens inside.
-        short_replies: Share of replies of fewer than ``SHORT_TOKENS`` tokens.
-        distinct_first_sentences: Different first sentences over replies.
-        commonest_first_sentence: Share of the most frequent first sentence.
+
+def measure_text(replies: Sequence[Reply]) -> dict[str, float]:
+    """Return statistics of a set of replies, all 0 for none; docs/metrics.md gives healthy ranges.
+
+    Returns:
+        ``length``, mean number of tokens, end marker included; ``words``, mean number of words and punctuation marks;
+        ``repetition``, mean share of a reply's trigrams that occurred before in it; ``distinct_2``, different bigrams
+        over all bigrams of the set; shares of replies: ``missing_eos`` without end marker, ``special_tokens`` with
+        padding, role or other special tokens inside, ``short_replies`` of fewer than ``SHORT_TOKENS`` tokens;
+        ``distinct_first_sentences`` over replies, and the share of the ``commonest_first_sentence``.
     """
-
-    length: float
-    words: float
-    repetition: float
-    distinct_2: float
-    missing_eos: float
-    special_tokens: float
-    short_replies: float
-    distinct_first_sentences: float
-    commonest_first_sentence: float
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the metrics by name."""
-        return asdict(self)
-
-
-def measure_text(replies: Sequence[Reply]) -> TextMetrics:
-    """Compute the :class:`TextMetrics` of ``replies``; all are 0 for no replies."""
     texts = [reply.text for reply in replies]
     lengths = [len(reply.token_ids) for reply in replies]
-    return TextMetrics(
-        length=sum(lengths) / len(lengths) if lengths else 0.0,
-        words=text_statistics.mean_words(texts),
-        repetition=text_statistics.mean_repetition(texts),
-        distinct_2=text_statistics.distinct_n(texts, 2),
-        missing_eos=text_statistics.missing_eos_rate([reply.finished for reply in replies]),
-        special_tokens=sum(reply.special_tokens > 0 for reply in replies) / len(replies) if replies else 0.0,
-        short_replies=text_statistics.short_reply_rate(lengths, SHORT_TOKENS),
-        distinct_first_sentences=text_statistics.distinct_first_sentences(texts),
-        commonest_first_sentence=text_statistics.commonest_first_sentence(texts)[1],
-    )
+    return {
+        "length": sum(lengths) / len(lengths) if lengths else 0.0,
+        "words": text_statistics.mean_words(texts),
+        "repetition": text_statistics.mean_repetition(texts),
+        "distinct_2": text_statistics.distinct_n(texts, 2),
+        "missing_eos": text_statistics.missing_eos_rate([reply.finished for reply in replies]),
+        "special_tokens": sum(reply.special_tokens > 0 for reply in replies) / len(replies) if replies else 0.0,
+        "short_replies": text_statistics.short_reply_rate(lengths, SHORT_TOKENS),
+        "distinct_first_sentences": text_statistics.distinct_first_sentences(texts),
+        "commonest_first_sentence": text_statistics.commonest_first_sentence(texts)[1],
+    }

@@ -67,16 +67,11 @@ class SelectionEvaluator:
         margin = tie_margin_of(self.referee, self.tie_margin, self.sft_referee)
         versus = compare(scores, self.sft_referee, margin, 500, self.seed, clusters=self.clusters)
         metrics = {
-            "win_rate": versus.win_rate,
-            "win_rate_low95": versus.win_rate_low95,
-            "win_rate_high95": versus.win_rate_high95,
+            **{name: versus[name] for name in ("win_rate", "win_rate_low95", "win_rate_high95")},
             "kl": measure_drift(sampled, self.reference).kl,
-            "length": text.length,
-            "length_ratio": text.length / max(self.sft_text.length, 1e-9),
-            "repetition": text.repetition,
-            "repetition_increase": text.repetition - self.sft_text.repetition,
-            "missing_eos": text.missing_eos,
-            "special_tokens": text.special_tokens,
+            "length_ratio": text["length"] / max(self.sft_text["length"], 1e-9),
+            "repetition_increase": text["repetition"] - self.sft_text["repetition"],
+            **{name: text[name] for name in ("length", "repetition", "missing_eos", "special_tokens")},
         }
         if self.reward is not None:
             reward_gain = _standardised_gain(self.reward.score(self.prompts, sampled.replies), self.sft_reward)

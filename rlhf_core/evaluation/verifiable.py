@@ -30,7 +30,7 @@ from rlhf_core.config.model import Strict
 from rlhf_core.data.schema import Message
 from rlhf_core.data.text import comparable, split_words
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparisons.comparison import Comparison, compare_outcomes
+from rlhf_core.evaluation.comparisons.comparison import compare_outcomes
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.statistics import cluster_codes
 from rlhf_core.runtime.user_function import TimeLimitExceeded, describe_failure, load_function, time_limit
@@ -325,17 +325,13 @@ class VerifiablePrompts:
     def metrics(self, sft: CheckedReplies, policy: CheckedReplies, bootstrap: int, seed: int) -> dict[str, Any]:
         """Return ``verifiable`` of ``metrics/evaluation.json``; see docs/judges.md."""
         categories = [line.category for line in self.lines]
+        won = 0.5 + (policy.passed.astype(float) - sft.passed.astype(float)) / 2  # where the policy alone passes
         return {
             "prompts": len(self.lines),
             "sft": sft.metrics(categories),
             "policy": policy.metrics(categories),
-            "comparison": self._comparison(sft, policy, bootstrap, seed).as_dict(),
+            "comparison": compare_outcomes(won, bootstrap, seed, clusters=self.clusters),
         }
-
-    def _comparison(self, sft: CheckedReplies, policy: CheckedReplies, bootstrap: int, seed: int) -> Comparison:
-        """The policy wins where it alone passes."""
-        outcomes = 0.5 + (policy.passed.astype(float) - sft.passed.astype(float)) / 2
-        return compare_outcomes(outcomes, bootstrap, seed, clusters=self.clusters)
 
     def rows(self, sft: CheckedReplies, policy: CheckedReplies) -> list[dict[str, Any]]:
         """Return one row per prompt with both replies, and the properties that each lacks."""

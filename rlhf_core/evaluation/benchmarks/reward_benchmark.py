@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ import numpy as np
 
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.stream import stream_records
-from rlhf_core.data.schema import ROLES, Message
+from rlhf_core.data.schema import Message
 from rlhf_core.data.text import HALF_PAIR, is_encodable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.pairwise import Judge
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.reply import Reply, prompt_of
 from rlhf_core.evaluation.statistics import bootstrap_bounds, cluster_codes
 
 RESAMPLES = 2000
@@ -40,32 +40,6 @@ class BenchmarkRow:
     def replies(self) -> list[str]:
         """All replies, the right ones first."""
         return [*self.chosen, *self.rejected]
-
-
-@dataclass(frozen=True)
-class SubsetAccuracy:
-    """Accuracy on the rows of a subset, with 95 % bootstrap bounds over its different prompts (``clusters``), and that
-    of guessing.
-    """
-
-    rows: int
-    clusters: int
-    accuracy: float
-    accuracy_low95: float
-    accuracy_high95: float
-    chance: float
-
-
-@dataclass(frozen=True)
-class BenchmarkResult:
-    """Accuracy by subset, and the unweighted mean over subsets."""
-
-    mean: float
-    subsets: dict[str, SubsetAccuracy]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
-        return asdict(self)
 
 
 def read_benchmark(path: Path) -> list[BenchmarkRow]:
@@ -92,20 +66,14 @@ def _row(record: Record, path: Path) -> BenchmarkRow:
         if not all(map(is_encodable, texts)):
             raise DataError(f"{where}: {name} {HALF_PAIR}")
         replies[name] = texts
-    prompt, subset = value.get("prompt"), value.get("subset") or "all"
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(turns, list) or not turns or not all(_is_turn(turn) for turn in turns):
+    prompt = prompt_of(value.get("prompt"))
+    if prompt is None:
         raise DataError(f"{where}: prompt is neither a text nor a list of messages")
-    if not all(is_encodable(turn["content"]) for turn in turns):
+    if not all(is_encodable(turn.content) for turn in prompt):
         raise DataError(f"{where}: prompt {HALF_PAIR}")
-    if turns[-1]["role"] != "user":
+    if prompt[-1].role != "user":
         raise DataError(f"{where}: prompt does not end with a user turn")
-    messages = [Message(turn["role"], turn["content"]) for turn in turns]
-    return BenchmarkRow(messages, replies["chosen"], replies["rejected"], str(subset))
-
-
-def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, dict) and turn.get("role") in ROLES and isinstance(turn.get("content"), str)
+    return BenchmarkRow(prompt, replies["chosen"], replies["rejected"], str(value.get("subset") or "all"))
 
 
 def row_accuracy(chosen: Sequence[float], rejected: Sequence[float]) -> float:
@@ -121,8 +89,14 @@ def row_accuracy(chosen: Sequence[float], rejected: Sequence[float]) -> float:
     return 1 / [*chosen, *rejected].count(best) if chosen[0] == best else 0.0
 
 
-def run_benchmark(judge: Judge, rows: Sequence[BenchmarkRow], seed: int = 0) -> BenchmarkResult:
-    """Score every reply of every row, and measure accuracy by subset."""
+def run_benchmark(judge: Judge, rows: Sequence[BenchmarkRow], seed: int = 0) -> dict[str, Any]:
+    """Score every reply of every row.
+
+    Returns:
+        ``mean``, the unweighted mean accuracy of the ``subsets``, and for each of these how many ``rows`` and different
+        prompts (``clusters``) it has, ``accuracy`` with 95 % bootstrap bounds over these, and that of guessing,
+        ``chance``.
+    """
     prompts = [row.prompt for row in rows for _ in row.replies]
     scores = iter(judge.score(prompts, [Reply(text, True) for row in rows for text in row.replies]))
     accuracies, chances, asked = defaultdict(list), defaultdict(list), defaultdict(list)
@@ -137,24 +111,23 @@ def run_benchmark(judge: Judge, rows: Sequence[BenchmarkRow], seed: int = 0) -> 
         values = np.array(accuracies[subset])
         clusters = cluster_codes(asked[subset])
         low, high = bootstrap_bounds(values[np.newaxis], RESAMPLES, seed, clusters)
-        chance = float(np.mean(chances[subset]))
-        subsets[subset] = SubsetAccuracy(
-            rows=len(values),
-            clusters=int(clusters.max()) + 1,
-            accuracy=float(values.mean()),
-            accuracy_low95=max(float(low[0]), 0.0),
-            accuracy_high95=min(float(high[0]), 1.0),
-            chance=chance,
-        )
-    return BenchmarkResult(float(np.mean([subset.accuracy for subset in subsets.values()])), subsets)
+        subsets[subset] = {
+            "rows": len(values),
+            "clusters": int(clusters.max()) + 1,
+            "accuracy": float(values.mean()),
+            "accuracy_low95": max(float(low[0]), 0.0),
+            "accuracy_high95": min(float(high[0]), 1.0),
+            "chance": float(np.mean(chances[subset])),
+        }
+    return {"mean": float(np.mean([subset["accuracy"] for subset in subsets.values()])), "subsets": subsets}
 
 
-def as_text(result: BenchmarkResult) -> str:
+def as_text(result: Mapping[str, Any]) -> str:
     """Return a table with a line for each subset."""
-    width = max(len("subset"), *map(len, result.subsets))
+    width = max(len("subset"), *map(len, result["subsets"]))
     lines = [f"{'subset':<{width}}  rows  prompts  accuracy  95 %          chance"]
-    for name, subset in result.subsets.items():
-        bounds = f"{subset.accuracy_low95:.2f} to {subset.accuracy_high95:.2f}"
-        counts = f"{subset.rows:>4}  {subset.clusters:>7}"
-        lines.append(f"{name:<{width}}  {counts}  {subset.accuracy:>8.3f}  {bounds:<12}  {subset.chance:.2f}")
-    return "\n".join([*lines, f"mean over subsets: {result.mean:.3f}"])
+    for name, subset in result["subsets"].items():
+        bounds = f"{subset['accuracy_low95']:.2f} to {subset['accuracy_high95']:.2f}"
+        counts = f"{subset['rows']:>4}  {subset['clusters']:>7}"
+        lines.append(f"{name:<{width}}  {counts}  {subset['accuracy']:>8.3f}  {bounds:<12}  {subset['chance']:.2f}")
+    return "\n".join([*lines, f"mean over subsets: {result['mean']:.3f}"])

@@ -10,7 +10,6 @@ replies to a prompt, which cannot tell a prompt's difficulty from the reply's qu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -32,15 +31,6 @@ MOST_RESAMPLES = 500  # each is a regression of its own
 NEWTON_STEPS, LONGEST_STEP, TOLERANCE = 100, 2.0, 1e-9
 
 
-@dataclass(frozen=True)
-class LengthControlledWinRate:
-    """The win rate at equal lengths, in [0, 1], with 95 % bootstrap bounds over clusters of prompts."""
-
-    lc_win_rate: float
-    lc_win_rate_low95: float
-    lc_win_rate_high95: float
-
-
 def length_differences(candidate: Sequence[Reply], baseline: Sequence[Reply]) -> np.ndarray:
     """Characters of each candidate reply minus those of the baseline's, (n,).
 
@@ -55,8 +45,8 @@ def length_controlled_win_rate(
     bootstrap: int,
     seed: int,
     clusters: ArrayLike | None = None,
-) -> LengthControlledWinRate:
-    """Control the win rate of a comparison for length.
+) -> dict[str, float]:
+    """Return ``lc_win_rate``, the win rate at equal lengths, in [0, 1], with 95 % bounds ``_low95`` and ``_high95``.
 
     Args:
         outcome: 1 for a win of the candidate, ½ for a tie, 0 for a loss, (prompts, replies).
@@ -74,12 +64,12 @@ def length_controlled_win_rate(
     won, longer = outcome.ravel(), feature.ravel()
     rate = float(rates_at_equal_length(won, longer, np.ones((1, len(won))))[0])
     if count < 2:
-        return LengthControlledWinRate(rate, 0.0, 1.0)
+        return {"lc_win_rate": rate, "lc_win_rate_low95": 0.0, "lc_win_rate_high95": 1.0}
     drawn = resample_weights(count, min(bootstrap, MOST_RESAMPLES), seed)
     resampled = np.concatenate([rates_at_equal_length(won, longer, weights[:, of_row]) for weights in drawn])
     tail = (1 - CONFIDENCE) / 2
     low, high = (float(percentile(resampled, level, count)) for level in (tail, 1 - tail))
-    return LengthControlledWinRate(rate, low, high)
+    return {"lc_win_rate": rate, "lc_win_rate_low95": low, "lc_win_rate_high95": high}
 
 
 def rates_at_equal_length(outcome: np.ndarray, feature: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -118,61 +108,6 @@ def rates_at_equal_length(outcome: np.ndarray, feature: np.ndarray, weights: np.
     return np.where(decided, plain, expit(theta))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Shares of prompts that the candidate wins, ties and loses, in [0, 1].
-
-    Where each prompt has several pairs of replies, it is won if more of its pairs are won than lost.
-
-    Attributes:
-        win_rate: Mean over prompts of the share of pairs won, ties as half a win; ``win + tie / 2`` where each prompt
-            has one pair.
-        prompts: Number of prompts.
-        clusters: Number of different questions among them, the unit of every bound and test; see
-            :mod:`~rlhf_core.evaluation.statistics`.
-        clusters_won, clusters_tied, clusters_lost: How many of these the candidate wins, ties and loses as a whole.
-        lc_win_rate: ``win_rate`` at equal reply lengths; None where lengths were not given. See
-            :mod:`~rlhf_core.evaluation.comparisons.comparison`.
-
-    Fields that end in ``low95`` and ``high95`` are bootstrap bounds over clusters.
-    """
-
-    win: float
-    tie: float
-    lose: float
-    win_rate: float
-    win_rate_low95: float
-    win_rate_high95: float
-    prompts: int
-    clusters: int
-    clusters_won: int
-    clusters_tied: int
-    clusters_lost: int
-    lc_win_rate: float | None = None
-    lc_win_rate_low95: float | None = None
-    lc_win_rate_high95: float | None = None
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the numbers that are known, for ``metrics/evaluation.json``."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreComparison(Comparison):
-    """A comparison by a judge with scores, and the mean difference of scores.
-
-    Attributes:
-        mean_difference: Paired mean of candidate - baseline, in the judge's unit. Its bounds are None where all
-            prompts ask the same.
-        tie_margin: The largest difference that was still a tie, in the judge's unit.
-    """
-
-    mean_difference: float
-    mean_difference_low95: float | None
-    mean_difference_high95: float | None
-    tie_margin: float
-
-
 def compare(
     candidate: ArrayLike,
     baseline: ArrayLike,
@@ -181,7 +116,7 @@ def compare(
     seed: int = 0,
     length_difference: ArrayLike | None = None,
     clusters: ArrayLike | None = None,
-) -> ScoreComparison:
+) -> dict[str, float]:
     """Compare paired scores ``candidate[i]`` and ``baseline[i]`` of the same prompt.
 
     Several replies to a question are not independent of each other: bounds resample clusters of prompts, each with all
@@ -197,6 +132,10 @@ def compare(
             length-controlled win rate; None leaves it out.
         clusters: The cluster of each prompt (prompts,); None: each is one of its own.
 
+    Returns:
+        What :func:`compare_outcomes` does, ``mean_difference``, the paired mean of candidate - baseline in the judge's
+        unit, with bounds unless all prompts ask the same, and ``tie_margin``.
+
     Raises:
         DataError: The scores are empty, unequal in number or not finite.
     """
@@ -209,16 +148,9 @@ def compare(
         raise DataError("a judge gave a score that is not finite; its model folder is probably damaged")
     # One row per prompt, one column per reply to it.
     difference = (first - second).reshape(len(first), -1)
+    values = {"mean_difference": difference.mean(axis=1)}
     outcome = outcomes(difference, tie_margin)
-    mean_difference = difference.mean(axis=1)
-    low, high = bootstrap_bounds(np.stack([outcome.mean(axis=1), mean_difference]), bootstrap, seed, clusters)
-    return ScoreComparison(
-        **asdict(_compared(outcome, low[0], high[0], bootstrap, seed, length_difference, clusters)),
-        mean_difference=float(mean_difference.mean()),
-        mean_difference_low95=float(low[1]) if np.isfinite(low[1]) else None,
-        mean_difference_high95=float(high[1]) if np.isfinite(high[1]) else None,
-        tie_margin=tie_margin,
-    )
+    return _compared(outcome, bootstrap, seed, length_difference, clusters, values) | {"tie_margin": tie_margin}
 
 
 def compare_outcomes(
@@ -227,8 +159,10 @@ def compare_outcomes(
     seed: int = 0,
     length_difference: ArrayLike | None = None,
     clusters: ArrayLike | None = None,
-) -> Comparison:
+) -> dict[str, float]:
     """Compare two sides by what a judge without scores said.
+
+    Where each prompt has several pairs of replies, it is won if more of its pairs are won than lost.
 
     Args:
         outcome: 1 for a win of the candidate, ½ for a tie, 0 for a loss, (prompts,) or (prompts, replies).
@@ -237,15 +171,57 @@ def compare_outcomes(
         length_difference: See :func:`compare`.
         clusters: See :func:`compare`.
 
+    Returns:
+        ``win``, ``tie`` and ``lose``, shares of prompts; ``win_rate``, the mean over prompts of the share of pairs won,
+        ties as half a win; ``prompts``; ``clusters``, how many different questions these are, the unit of every bound
+        and test (:mod:`~rlhf_core.evaluation.statistics`); ``clusters_won``, ``_tied`` and ``_lost`` as a whole; with
+        lengths ``lc_win_rate``. Names that end in ``low95`` and ``high95`` are bootstrap bounds over clusters.
+
     Raises:
         DataError: There are no outcomes.
     """
     values = np.asarray(outcome, dtype=np.float64)
     if values.size == 0:
         raise DataError("a comparison needs at least one prompt that was judged")
-    values = values.reshape(len(values), -1)
-    low, high = bootstrap_bounds(values.mean(axis=1)[np.newaxis], bootstrap, seed, clusters)
-    return _compared(values, low[0], high[0], bootstrap, seed, length_difference, clusters)
+    return _compared(values.reshape(len(values), -1), bootstrap, seed, length_difference, clusters, {})
+
+
+def _compared(
+    outcome: np.ndarray,
+    bootstrap: int,
+    seed: int,
+    length_difference: ArrayLike | None,
+    clusters: ArrayLike | None,
+    means: Mapping[str, np.ndarray],
+) -> dict[str, float]:
+    """Compare outcomes (prompts, replies); ``means`` are further values by prompt, over the same resamples."""
+    share_won = outcome.mean(axis=1)
+    lows, highs = bootstrap_bounds(np.stack([share_won, *means.values()]), bootstrap, seed, clusters)
+    controlled = {}
+    if length_difference is not None:
+        longer_by = np.asarray(length_difference, dtype=np.float64).reshape(outcome.shape)
+        controlled = length_controlled_win_rate(outcome, longer_by, bootstrap, seed, clusters)
+    sums, sizes = cluster_sums(share_won[np.newaxis], one_each(len(share_won), clusters))
+    of_cluster = np.round(sums[0] / sizes - 0.5, 9)
+    compared = {
+        "win": float((share_won > 0.5).mean()),
+        "tie": float((share_won == 0.5).mean()),
+        "lose": float((share_won < 0.5).mean()),
+        "win_rate": float(share_won.mean()),
+        "win_rate_low95": float(max(lows[0], 0.0)),
+        "win_rate_high95": float(min(highs[0], 1.0)),
+        "prompts": len(share_won),
+        "clusters": len(sizes),
+        "clusters_won": int((of_cluster > 0).sum()),
+        "clusters_tied": int((of_cluster == 0).sum()),
+        "clusters_lost": int((of_cluster < 0).sum()),
+        **controlled,
+    }
+    for (name, values), low, high in zip(means.items(), lows[1:], highs[1:], strict=True):
+        compared[name] = float(values.mean())
+        if np.isfinite(low) and np.isfinite(high):
+            compared |= {f"{name}_low95": float(low), f"{name}_high95": float(high)}
+    return compared
 
 
 def compare_groups(
@@ -275,42 +251,8 @@ def compare_groups(
         for judge, values in outcome.items():
             known = in_group & ~np.isnan(values).any(axis=1)
             if known.any():
-                compared = compare_outcomes(values[known], bootstrap, seed, clusters=of_prompt[known])
-                table[group][judge] = compared.as_dict()
+                table[group][judge] = compare_outcomes(values[known], bootstrap, seed, clusters=of_prompt[known])
     return table
-
-
-def _compared(
-    outcome: np.ndarray,
-    low: float,
-    high: float,
-    bootstrap: int,
-    seed: int,
-    length_difference: ArrayLike | None,
-    clusters: ArrayLike | None,
-) -> Comparison:
-    """Win rates of outcomes (prompts, replies), of which the mean over prompts has the bounds ``low`` and ``high``."""
-    share_won = outcome.mean(axis=1)
-    controlled = {}
-    if length_difference is not None:
-        longer_by = np.asarray(length_difference, dtype=np.float64).reshape(outcome.shape)
-        controlled = asdict(length_controlled_win_rate(outcome, longer_by, bootstrap, seed, clusters))
-    sums, sizes = cluster_sums(share_won[np.newaxis], one_each(len(share_won), clusters))
-    of_cluster = np.round(sums[0] / sizes - 0.5, 9)
-    return Comparison(
-        win=float((share_won > 0.5).mean()),
-        tie=float((share_won == 0.5).mean()),
-        lose=float((share_won < 0.5).mean()),
-        win_rate=float(share_won.mean()),
-        win_rate_low95=float(max(low, 0.0)),
-        win_rate_high95=float(min(high, 1.0)),
-        prompts=len(share_won),
-        clusters=len(sizes),
-        clusters_won=int((of_cluster > 0).sum()),
-        clusters_tied=int((of_cluster == 0).sum()),
-        clusters_lost=int((of_cluster < 0).sum()),
-        **controlled,
-    )
 
 
 def tie_margin_of(judge: Judge, share: float, baseline: Sequence[float]) -> float:

@@ -5,41 +5,46 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from rlhf_core.config.evaluation import EvaluateConfig, OpponentConfig
+from rlhf_core.config.evaluation import OpponentConfig
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.stream import stream_records
-from rlhf_core.data.schema import ROLES, Message, Prompt
+from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.data.text import HALF_PAIR, comparable, is_encodable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import (
-    Comparison,
     compare,
     compare_groups,
     compare_outcomes,
     length_differences,
     outcomes,
 )
-from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
-from rlhf_core.evaluation.judges.pairwise import Judge, PairwiseJudge
-from rlhf_core.evaluation.reply import Reply, measure_text
+from rlhf_core.evaluation.comparisons.policy_vs_sft import SIDES, Evaluation
+from rlhf_core.evaluation.judges.pairwise import Judge
+from rlhf_core.evaluation.reply import Reply, measure_text, prompt_of
 from rlhf_core.evaluation.statistics import clusters_of
 from rlhf_core.storage.file_patterns import expand
+
+if TYPE_CHECKING:
+    from rlhf_core.evaluation.judges.llm.judge import LlmJudge
 
 REMEDY = "correct evaluate.opponents"
 Turns = tuple[tuple[str, str], ...]
 Samples = Sequence[Sequence[Reply]]
 
 
-def read_opponent(config: OpponentConfig, prompts: Sequence[Prompt], workspace: Path) -> Rival:
+def read_opponent(config: OpponentConfig, prompts: Sequence[Prompt], workspace: Path) -> tuple[list[Reply | None], int]:
     """Read an opponent's file and match it with ``prompts`` by content; white space and line ends do not count.
 
     The replies count as finished, since the file does not say.
+
+    Returns:
+        Its reply to each prompt, None where it has none, and how many replies to other prompts it has.
 
     Raises:
         DataError: The file cannot be read, a row has no prompt and reply, two replies to a prompt differ, or no prompt
@@ -56,41 +61,32 @@ def read_opponent(config: OpponentConfig, prompts: Sequence[Prompt], workspace: 
             raise DataError(
                 f"{file}, line {record.position}: another reply to the prompt of line {earlier[1]}; leave one of them"
             )
-    keys = [_content((turn.role, turn.content) for turn in row.prompt) for row in prompts]
+    keys = [_content(row.prompt) for row in prompts]
     matched = [replies.get(key) for key in keys]
     if not any(matched):
         raise DataError(
             f"{file} has replies to none of the {len(prompts)} prompts of the evaluation, which are from the column "
             "prompt of data/clean/prompts/test.parquet"
         )
-    return Rival(
-        f"opponent_{config.name}",
-        [None if match is None else Reply(match[0], finished=True) for match in matched],
-        unused=len(replies.keys() - set(keys)),
-    )
+    return [match and Reply(match[0], finished=True) for match in matched], len(replies.keys() - set(keys))
 
 
 def _row(record: Record, file: Path) -> tuple[Turns, str]:
     where, row = f"{file}, line {record.position}", record.value
     if record.problem or not isinstance(row, dict):
         raise DataError(f"{where}: {record.problem or 'not an object'}")
-    prompt, reply = row.get("prompt"), row.get("reply")
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and prompt else prompt
-    if not isinstance(turns, list) or not turns or not all(_is_turn(turn) for turn in turns):
+    prompt, reply = prompt_of(row.get("prompt") or None), row.get("reply")
+    if prompt is None:
         raise DataError(f"{where}, prompt: neither a text nor a list of messages")
     if not isinstance(reply, str):
         raise DataError(f"{where}, reply: {'missing' if reply is None else 'not a text'}")
     if not is_encodable(reply):
         raise DataError(f"{where}: reply {HALF_PAIR}")
-    return _content((turn["role"], turn["content"]) for turn in turns), reply
+    return _content(prompt), reply
 
 
-def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, dict) and turn.get("role") in ROLES and isinstance(turn.get("content"), str)
-
-
-def _content(turns: Any) -> Turns:
-    return tuple((role, comparable(content)) for role, content in turns)
+def _content(turns: Sequence[Message]) -> Turns:
+    return tuple((turn.role, comparable(turn.content)) for turn in turns)
 
 
 HELPFUL, HARMLESS = "helpful", "harmless"
@@ -117,171 +113,141 @@ def group_of(prompt: Prompt, groups: Mapping[str, str]) -> str:
     if prompt.category in known:
         return known[prompt.category]
     for text in (prompt.category, prompt.source):
-        matches = [(match.end(), len(name), name) for name in known for match in _whole_word(name).finditer(text)]
+        matches = [
+            (match.end(), len(name), name)
+            for name in known
+            for match in re.finditer(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", text, re.IGNORECASE)
+        ]
         if matches:
             return known[max(matches)[2]]
     return ""
 
 
-def _whole_word(name: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", re.IGNORECASE)
-
-
-SIDES = ("policy", "sft")
-
-
-@dataclass(frozen=True)
 class Rival:
     """Further replies to the prompts of an evaluation, of a third party or the best of n, and what judges said of them.
 
     They meet the first reply of SFT and of the policy to each prompt that they have a reply to.
 
-    Attributes:
+    Args:
         name: What its columns in ``samples/comparisons.parquet`` begin with.
         replies: One for each prompt; None where there is none.
-        unused: How many replies to other prompts its file has.
+        evaluation: SFT and policy on all prompts, scored by the same judges.
+
+    Attributes:
         scores: Scores of the known replies by judge.
-        pairwise: Outcomes by (side, judge) of judges without scores; NaN where a judge did not decide.
+        pairwise: Outcomes by side and judge of judges without scores; NaN where a judge did not decide.
     """
 
-    name: str
-    replies: Sequence[Reply | None]
-    unused: int = 0
-    scores: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    pairwise: Mapping[tuple[str, str], np.ndarray] = field(default_factory=dict)
+    def __init__(self, name: str, replies: Sequence[Reply | None], evaluation: Evaluation) -> None:
+        self.name, self.replies, self.evaluation, self.config = name, replies, evaluation, evaluation.config
+        self.answered = [i for i, reply in enumerate(replies) if reply is not None]
+        self.known_replies = [reply for reply in replies if reply is not None]
+        self.prompts = [evaluation.first[i].prompt for i in self.answered]
+        self.clusters = clusters_of([evaluation.first[i] for i in self.answered])
+        self.scores: dict[str, list[float]] = {}
+        self.pairwise: dict[str, dict[str, np.ndarray]] = {side: {} for side in SIDES}
 
-    @property
-    def answered(self) -> list[int]:
-        """Positions of the prompts that it has a reply to."""
-        return [i for i, reply in enumerate(self.replies) if reply is not None]
+    def score(self, judge: Judge) -> None:
+        """Let ``judge`` score its replies."""
+        self.scores[judge.name] = judge.score(self.prompts, self.known_replies)
 
-    @property
-    def known_replies(self) -> list[Reply]:
-        """Its replies to those prompts, in their order."""
-        return [reply for reply in self.replies if reply is not None]
+    def judge(self, judge: LlmJudge) -> None:
+        """Let a judge without scores compare both models' replies with its own."""
+        for side in SIDES:
+            self.pairwise[side][judge.name] = judge.judge(self.prompts, self._met(side), self.known_replies).outcomes
 
-    def scored_by(self, judge: Judge, evaluation: Evaluation) -> Rival:
-        """Return the same rival with this judge's scores added."""
-        prompts = [row.prompt for row in self._asked(evaluation)]
-        return replace(self, scores={**self.scores, judge.name: judge.score(prompts, self.known_replies)})
-
-    def judged_by(self, judge: PairwiseJudge, evaluation: Evaluation) -> Rival:
-        """Return the same rival with the outcomes of a judge without scores added, against both models."""
-        prompts = [row.prompt for row in self._asked(evaluation)]
-        decided = {
-            (side, judge.name): judge.judge(prompts, self._met(evaluation, side), self.known_replies).decided()
-            for side in SIDES
+    def comparisons(self, side: str) -> dict[str, dict[str, float]]:
+        """Compare a side, ``policy`` or ``sft``, with the rival by each judge."""
+        longer_by = length_differences(self._met(side), self.known_replies)
+        table = {
+            judge: self._compared(self._side_scores(side, judge), self.scores[judge], judge, longer_by)
+            for judge in self.scores
         }
-        return replace(self, pairwise={**self.pairwise, **decided})
+        for judge, values in self.pairwise[side].items():
+            known = ~np.isnan(values)
+            if known.any():
+                settings = self.config.bootstrap, self.config.seed, longer_by[known], self.clusters[known]
+                table[judge] = compare_outcomes(values[known], *settings)
+        return table
 
-    def comparisons(
-        self, evaluation: Evaluation, side: str, config: EvaluateConfig, reverse: bool = False
-    ) -> dict[str, dict[str, float]]:
-        """Compare a side, ``policy`` or ``sft``, with the rival by each judge; ``reverse``: the rival with the side."""
-        clusters, sign = clusters_of(self._asked(evaluation)), -1.0 if reverse else 1.0
-        longer_by = sign * length_differences(self._met(evaluation, side), self.known_replies)
-        table: dict[str, Comparison] = {}
-        for judge, scores in self.scores.items():
-            pair = self._side_scores(evaluation, side, judge), np.asarray(scores)
-            margin = evaluation.comparisons[judge].tie_margin
-            candidate, baseline = pair[::-1] if reverse else pair
-            table[judge] = compare(candidate, baseline, margin, config.bootstrap, config.seed, longer_by, clusters)
-        for (of_side, judge), values in self.pairwise.items():
-            decided = ~np.isnan(values)
-            if of_side == side and decided.any():
-                table[judge] = compare_outcomes(
-                    0.5 + sign * (values[decided] - 0.5),
-                    config.bootstrap,
-                    config.seed,
-                    longer_by[decided],
-                    clusters[decided],
-                )
-        return {judge: comparison.as_dict() for judge, comparison in table.items()}
+    def _compared(
+        self, candidate: ArrayLike, baseline: ArrayLike, judge: str, longer_by: np.ndarray
+    ) -> dict[str, float]:
+        margin = self.evaluation.comparison[judge]["tie_margin"]
+        return compare(candidate, baseline, margin, self.config.bootstrap, self.config.seed, longer_by, self.clusters)
 
-    def opponent_metrics(self, evaluation: Evaluation, groups: Sequence[str], config: EvaluateConfig) -> dict[str, Any]:
+    def opponent_metrics(self, groups: Sequence[str], unused: int) -> dict[str, Any]:
         """Return ``opponents.NAME`` of ``metrics/evaluation.json``; see docs/judges.md.
 
         Args:
-            evaluation: SFT and policy on all prompts, scored by the same judges.
             groups: The group of each prompt, "" for none.
-            config: Of which resamples are made.
+            unused: How many replies to other prompts its file has.
         """
-        of_matched, clusters = [groups[i] for i in self.answered], clusters_of(self._asked(evaluation))
+        of_matched = [groups[i] for i in self.answered]
         table: dict[str, Any] = {
             "prompts": len(self.answered),
             "missing": len(self.replies) - len(self.answered),
-            "unused": self.unused,
+            "unused": unused,
             **self._means(),
         }
         for side in SIDES:
             outcome = {
                 judge: outcomes(
-                    self._side_scores(evaluation, side, judge) - np.asarray(scores),
-                    evaluation.comparisons[judge].tie_margin,
+                    self._side_scores(side, judge) - np.asarray(scores), self.evaluation.comparison[judge]["tie_margin"]
                 )
                 for judge, scores in self.scores.items()
-            } | {judge: values for (of_side, judge), values in self.pairwise.items() if of_side == side}
-            columns = {judge: values[:, np.newaxis] for judge, values in outcome.items()}
+            }
+            columns = {judge: values[:, np.newaxis] for judge, values in (outcome | self.pairwise[side]).items()}
             table[side] = {
-                "comparison": self.comparisons(evaluation, side, config),
-                "group": compare_groups(of_matched, columns, config.bootstrap, config.seed, clusters),
+                "comparison": self.comparisons(side),
+                "group": compare_groups(of_matched, columns, self.config.bootstrap, self.config.seed, self.clusters),
             }
         return table
 
-    def best_of_n_metrics(self, evaluation: Evaluation, samples: Samples, config: EvaluateConfig) -> dict[str, Any]:
+    def best_of_n_metrics(self, samples: Samples) -> dict[str, Any]:
         """Return ``best_of_n`` of ``metrics/evaluation.json``; see docs/metrics.md.
 
         Args:
-            evaluation: SFT and policy, scored by the same judges.
             samples: What the replies were chosen from, n lists of one reply per prompt.
-            config: Of which resamples are made.
         """
         sampled_tokens = sum(len(reply.token_ids) for replies in samples for reply in replies)
+        longer_by = length_differences(self.known_replies, self._met("sft"))
         return {
             "n": len(samples),
             "kl_bound": kl_bound(len(samples)),
             "sampled_tokens_per_reply": sampled_tokens / len(self.replies),
             **self._means(),
-            **measure_text(self.known_replies).as_dict(),
-            "comparison": self.comparisons(evaluation, "sft", config, reverse=True),
-            "policy_comparison": self.comparisons(evaluation, "policy", config),
+            **measure_text(self.known_replies),
+            "comparison": {
+                judge: self._compared(scores, self._side_scores("sft", judge), judge, longer_by)
+                for judge, scores in self.scores.items()
+            },
+            "policy_comparison": self.comparisons("policy"),
         }
 
     def columns(self) -> list[dict[str, Any]]:
         """Return its columns of ``samples/comparisons.parquet``, for the first row of each prompt."""
-        position = {i: number for number, i in enumerate(self.answered)}
-        return [
-            {
-                f"{self.name}_reply": None if reply is None else reply.text,
-                f"{self.name}_finished": None if reply is None else reply.finished,
-                **{
-                    f"{self.name}_{judge}": None if reply is None else scores[position[i]]
-                    for judge, scores in self.scores.items()
-                },
-            }
-            for i, reply in enumerate(self.replies)
-        ]
+        rows = []
+        scores = zip(*self.scores.values(), strict=True) if self.scores else iter([()] * len(self.answered))
+        for reply in self.replies:
+            known = next(scores) if reply is not None else [None] * len(self.scores)
+            row = {"reply": reply and reply.text, "finished": reply and reply.finished}
+            row |= dict(zip(self.scores, known, strict=True))
+            rows.append({f"{self.name}_{column}": value for column, value in row.items()})
+        return rows
 
-    def _rows(self, evaluation: Evaluation) -> list[int]:
-        """Rows of the evaluation that the known replies meet."""
-        return [i * evaluation.replies_per_prompt for i in self.answered]
+    def _met(self, side: str) -> list[Reply]:
+        replies = self.evaluation.first_replies(side)
+        return [replies[i] for i in self.answered]
 
-    def _asked(self, evaluation: Evaluation) -> list[Prompt]:
-        return [evaluation.prompts[row] for row in self._rows(evaluation)]
-
-    def _met(self, evaluation: Evaluation, side: str) -> list[Reply]:
-        replies = (evaluation.policy if side == "policy" else evaluation.sft).replies
-        return [replies[row] for row in self._rows(evaluation)]
-
-    def _side_scores(self, evaluation: Evaluation, side: str, judge: str) -> np.ndarray:
-        model = evaluation.policy if side == "policy" else evaluation.sft
-        return np.asarray(model.scores[judge])[self._rows(evaluation)]
+    def _side_scores(self, side: str, judge: str) -> np.ndarray:
+        return self.evaluation.first_scores(side, judge)[self.answered]
 
     def _means(self) -> dict[str, float]:
         return {judge: float(np.mean(scores)) for judge, scores in self.scores.items()}
 
 
-def best_of_n(judge: Judge, prompts: Sequence[Sequence[Message]], samples: Samples) -> Rival:
+def best_of_n(judge: Judge, evaluation: Evaluation, samples: Samples) -> Rival:
     """Choose the reply to each prompt that ``judge``, the reward model, scores highest; of equal scores the first.
 
     It spends at every reply what PPO spends once, with the same reward model, so that it is what PPO has to be better
@@ -289,11 +255,12 @@ def best_of_n(judge: Judge, prompts: Sequence[Sequence[Message]], samples: Sampl
 
     Args:
         judge: What chooses.
-        prompts: The prompts.
+        evaluation: SFT and policy on the prompts.
         samples: n lists of one reply of SFT per prompt.
     """
+    prompts = [row.prompt for row in evaluation.first]
     best = np.array([judge.score(prompts, replies) for replies in samples]).argmax(axis=0)
-    return Rival("best_of_n", [samples[draw][row] for row, draw in enumerate(best)])
+    return Rival("best_of_n", [samples[draw][row] for row, draw in enumerate(best)], evaluation)
 
 
 def kl_bound(n: int) -> float:

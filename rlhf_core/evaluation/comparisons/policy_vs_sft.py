@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhf_core.config.evaluation import EvaluateConfig
-from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.data.text import language_shares
 from rlhf_core.evaluation.comparisons.comparison import (
-    Comparison,
-    ScoreComparison,
     compare,
     compare_groups,
     compare_outcomes,
@@ -21,237 +18,221 @@ from rlhf_core.evaluation.comparisons.comparison import (
     outcomes,
     tie_margin_of,
 )
-from rlhf_core.evaluation.fixed_sets import FixedSets, repeated_rows
-from rlhf_core.evaluation.judges.names import final_judges
-from rlhf_core.evaluation.judges.pairwise import Judge, PairwiseJudge, PairwiseJudgements, worst_disagreements
+from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies, repeated_rows
+from rlhf_core.evaluation.judges.names import JUDGE, TRAINED_ON, final_judges
+from rlhf_core.evaluation.judges.pairwise import Judge, PairwiseJudgements, worst_disagreements
+from rlhf_core.evaluation.losses import paired_losses
 from rlhf_core.evaluation.perplexity import Drift
 from rlhf_core.evaluation.regression import pass_rates
+from rlhf_core.evaluation.replies import OnPolicyReplies
 from rlhf_core.evaluation.reply import Reply, measure_text
+from rlhf_core.evaluation.safety.prompts import refusal_rates
 from rlhf_core.evaluation.statistics import cluster_of, clusters_of
 
+if TYPE_CHECKING:
+    from rlhf_core.evaluation.judges.llm.judge import LlmJudge
 
-@dataclass(frozen=True)
+SIDES = ("policy", "sft")
+
+
+@dataclass
 class EvaluatedModel:
-    """One model under evaluation.
+    """What one model generated, and what that was measured at.
 
     Attributes:
-        replies: Replies to the evaluation prompts, one for each row of :class:`Evaluation`.
-        regression_replies: Replies to the regression set.
-        drift: Distance from SFT, on replies from the training distribution; None where it was not measured.
-        scores: Scores of ``replies`` by judge.
+        sets: Replies to the fixed sets.
+        on_policy: Replies from the training distribution.
         perplexities: Perplexity of held-out text by its kind.
-        refusals: Shares of safety prompts that were refused or answered as they should be; empty if none were given.
+        answers: Those to the multiple-choice questions, as positions of choices.
+        candidates: Further lists of replies to be judged, of which the best may be chosen.
+        drift: Distance from SFT, on ``on_policy``; None where it was not measured.
+        scores: Scores of the replies to be judged, by judge.
     """
 
-    replies: list[Reply]
-    regression_replies: list[Reply]
+    sets: SetReplies
+    on_policy: OnPolicyReplies | None = None
+    perplexities: dict[str, float] = field(default_factory=dict)
+    answers: list[int | None] = field(default_factory=list)
+    candidates: list[list[Reply]] = field(default_factory=list)
     drift: Drift | None = None
     scores: dict[str, list[float]] = field(default_factory=dict)
-    perplexities: dict[str, float] = field(default_factory=dict)
-    refusals: dict[str, float] = field(default_factory=dict)
-
-    def scored_by(self, judge: Judge, prompts: Sequence[Sequence[Message]]) -> EvaluatedModel:
-        """Return the same model with this judge's scores added."""
-        return replace(self, scores={**self.scores, judge.name: judge.score(prompts, self.replies)})
-
-    def metrics(self, replies_per_prompt: int) -> dict[str, Any]:
-        """Mean score by each judge, text metrics, perplexities of the replies under SFT and of held-out text, and the
-        rates on the safety prompts.
-
-        Text metrics are means over sets of one reply per prompt: variety is about different prompts.
-        """
-        safety = {"safety": self.refusals} if self.refusals else {}
-        sets = [measure_text(self.replies[draw::replies_per_prompt]).as_dict() for draw in range(replies_per_prompt)]
-        return {
-            **{judge: float(np.mean(scores)) for judge, scores in self.scores.items()},
-            **{name: sum(values[name] for values in sets) / len(sets) for name in sets[0]},
-            **({} if self.drift is None else {"perplexity_reference": self.drift.perplexity}),
-            **{f"perplexity_{kind}": perplexity for kind, perplexity in self.perplexities.items()},
-            **safety,
-        }
 
 
-@dataclass(frozen=True)
-class PairwiseEvaluation:
-    """What a judge without scores said about each pair, and the comparison that it makes."""
-
-    judgements: PairwiseJudgements
-    comparison: Comparison
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """SFT and policy side by side on the same prompts, or champion and challenger.
 
     Attributes:
-        prompts: The prompt of each row: every prompt ``replies_per_prompt`` times in a row.
-        regression_prompts: The prompts of the regression set.
-        sft: The replies of SFT and what they were measured at.
-        policy: Those of the policy.
-        comparisons: The policy against SFT, by each judge with scores.
-        pairwise: The same by each judge without scores, on the first reply to each prompt.
-        replies_per_prompt: Rows of a prompt.
+        prompts: The prompt of each row: every prompt to be judged ``replies_per_prompt`` times in a row.
+        first: Every prompt to be judged once.
+        clusters: The cluster of each of these.
+        comparison: The policy against SFT by each judge.
+        pairwise: What judges without scores said about the first reply to each prompt.
     """
 
-    prompts: list[Prompt]
-    regression_prompts: list[Prompt]
-    sft: EvaluatedModel
-    policy: EvaluatedModel
-    comparisons: Mapping[str, ScoreComparison] = field(default_factory=dict)
-    pairwise: Mapping[str, PairwiseEvaluation] = field(default_factory=dict)
-    replies_per_prompt: int = 1
+    def __init__(self, sets: FixedSets, sft: EvaluatedModel, policy: EvaluatedModel, config: EvaluateConfig) -> None:
+        self.sets, self.sft, self.policy, self.config = sets, sft, policy, config
+        self.first = list(sets.judged)
+        self.prompts = repeated_rows(sets.judged, sft.sets.judged)
+        self.replies_per_prompt = len(self.prompts) // max(len(self.first), 1)
+        self.clusters = clusters_of(self.first)
+        self.comparison: dict[str, dict[str, float]] = {}
+        self.pairwise: dict[str, PairwiseJudgements] = {}
 
-    def scored_by(self, judge: Judge, config: EvaluateConfig) -> Evaluation:
-        """Return the same evaluation with this judge's scores of both models and its comparison added."""
-        asked = [row.prompt for row in self.prompts]
-        sft, policy = self.sft.scored_by(judge, asked), self.policy.scored_by(judge, asked)
-        by_prompt = (-1, self.replies_per_prompt)
-        scores, baseline = (np.reshape(model.scores[judge.name], by_prompt) for model in (policy, sft))
-        compared = compare(
-            scores,
-            baseline,
-            tie_margin_of(judge, config.tie_margin, sft.scores[judge.name]),
-            config.bootstrap,
-            config.seed,
-            length_differences(policy.replies, sft.replies).reshape(by_prompt),
-            clusters_of(self.prompts[:: self.replies_per_prompt]),
+    def score(self, judge: Judge) -> None:
+        """Let ``judge`` score both models' replies, and compare them."""
+        asked, margin = [row.prompt for row in self.prompts], 0.0
+        for model in (self.sft, self.policy):
+            model.scores[judge.name] = judge.score(asked, model.sets.judged)
+        margin = tie_margin_of(judge, self.config.tie_margin, self.sft.scores[judge.name])
+        self.comparison[judge.name] = compare(
+            self._by_prompt(self.policy.scores[judge.name]),
+            self._by_prompt(self.sft.scores[judge.name]),
+            margin,
+            self.config.bootstrap,
+            self.config.seed,
+            self._by_prompt(length_differences(self.policy.sets.judged, self.sft.sets.judged)),
+            self.clusters,
         )
-        return replace(self, sft=sft, policy=policy, comparisons={**self.comparisons, judge.name: compared})
 
-    def judged_by(self, judge: PairwiseJudge, config: EvaluateConfig) -> Evaluation:
-        """Return the same evaluation with this judge's comparison of the first replies added."""
-        first = slice(None, None, self.replies_per_prompt)
-        policy, sft = self.policy.replies[first], self.sft.replies[first]
-        judgements = judge.judge([row.prompt for row in self.prompts[first]], policy, sft)
-        longer_by = length_differences(policy, sft)[judgements.judged]
-        clusters = clusters_of(self.prompts[first])[judgements.judged]
-        comparison = compare_outcomes(judgements.outcomes(), config.bootstrap, config.seed, longer_by, clusters)
-        return replace(self, pairwise={**self.pairwise, judge.name: PairwiseEvaluation(judgements, comparison)})
+    def judge(self, judge: LlmJudge) -> None:
+        """Let a judge without scores compare the first replies."""
+        policy, sft = self.first_replies("policy"), self.first_replies("sft")
+        said = self.pairwise[judge.name] = judge.judge([row.prompt for row in self.first], policy, sft)
+        self.comparison[judge.name] = compare_outcomes(
+            said.outcomes[said.judged],
+            self.config.bootstrap,
+            self.config.seed,
+            length_differences(policy, sft)[said.judged],
+            self.clusters[said.judged],
+        )
+
+    def first_replies(self, side: str) -> list[Reply]:
+        """The first reply to each prompt of a side, ``policy`` or ``sft``."""
+        return self._side(side).sets.judged[:: self.replies_per_prompt]
+
+    def first_scores(self, side: str, judge: str) -> np.ndarray:
+        """What ``judge`` gave these."""
+        return np.asarray(self._side(side).scores[judge])[:: self.replies_per_prompt]
+
+    def _side(self, side: str) -> EvaluatedModel:
+        return self.policy if side == "policy" else self.sft
+
+    def _by_prompt(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
+        return np.reshape(values, (-1, self.replies_per_prompt))
 
     def outcomes(self) -> dict[str, np.ndarray]:
         """Return by judge 1 for a win of the policy, ½ for a tie, 0 for a loss, (prompts, replies).
 
         NaN is where a judge did not decide. A judge without scores compared the first reply to each prompt alone.
         """
-        table = {
-            judge: outcomes(
-                np.subtract(self.policy.scores[judge], self.sft.scores[judge]), comparison.tie_margin
-            ).reshape(-1, self.replies_per_prompt)
-            for judge, comparison in self.comparisons.items()
+        gains = {judge: np.subtract(scores, self.sft.scores[judge]) for judge, scores in self.policy.scores.items()}
+        scored = {
+            judge: self._by_prompt(outcomes(gain, self.comparison[judge]["tie_margin"]))
+            for judge, gain in gains.items()
         }
-        for judge, pairwise in self.pairwise.items():
-            table[judge] = pairwise.judgements.decided()[:, np.newaxis]
-        return table
+        return scored | {judge: said.outcomes[:, np.newaxis] for judge, said in self.pairwise.items()}
 
-    def comparison(self) -> dict[str, dict[str, float]]:
-        """The numbers of every judge's comparison."""
-        return {
-            **{judge: comparison.as_dict() for judge, comparison in self.comparisons.items()},
-            **{judge: pairwise.comparison.as_dict() for judge, pairwise in self.pairwise.items()},
-        }
+    def losses(self) -> dict[str, Any]:
+        """Return ``losses``: by how much the policy may be worse than SFT, see :mod:`~rlhf_core.evaluation.losses`."""
+        return paired_losses(self.sets, self.sft.sets, self.policy.sets, self.outcomes()[JUDGE])
 
-    def metrics(self, world: bool, config: EvaluateConfig) -> dict[str, Any]:
-        """Return the content of ``metrics/evaluation.json``; see docs/metrics.md.
-
-        Args:
-            world: Whether the prompts are of the synthetic world, which adds checks to the regression set.
-            config: Of which resamples are made.
-        """
-        each = len(self.sft.regression_replies) // max(len(self.regression_prompts), 1)
-        categories = [row.category for row in self.regression_prompts for _ in range(each)]
-        sft_rates = pass_rates(categories, self.sft.regression_replies, world)
-        policy_rates = pass_rates(categories, self.policy.regression_replies, world)
+    def metrics(self) -> dict[str, Any]:
+        """Return the content of ``metrics/evaluation.json``; see docs/metrics.md."""
+        rates = {}
+        for side in SIDES:
+            replies = self._side(side).sets.regression
+            categories = [row.category for row in repeated_rows(self.sets.regression, replies)]
+            rates[side] = pass_rates(categories, replies, self.sets.world)
         drift = self.policy.drift
         languages = language_shares([row.prompt[-1].content for row in self.prompts])
         return {
-            "sft": {**self.sft.metrics(self.replies_per_prompt), "regression": sft_rates["passed"]},
-            "policy": {**self.policy.metrics(self.replies_per_prompt), "regression": policy_rates["passed"]},
+            **{side: {**self._model_metrics(side), "regression": rates[side]["passed"]} for side in SIDES},
             **({} if drift is None else drift.as_dict()),
-            "prompts": len(self.prompts) // self.replies_per_prompt,
-            "clusters": len({cluster_of(row) for row in self.prompts}),
-            "comparison": self.comparison(),
-            "category": self.by_category(config),
-            "regression": {**policy_rates, "prompts": len(self.regression_prompts)},
-            "regression_sft": sft_rates,
-            **{f"{judge}_judge": dict(pairwise.judgements.metrics) for judge, pairwise in self.pairwise.items()},
+            "prompts": len(self.first),
+            "clusters": len(set(self.clusters.tolist())),
+            "comparison": self.comparison,
+            "category": self.by_category(),
+            "regression": {**rates["policy"], "prompts": len(self.sets.regression)},
+            "regression_sft": rates["sft"],
+            **{f"{judge}_judge": dict(said.metrics) for judge, said in self.pairwise.items()},
             **({"languages": languages} if languages else {}),
+            "losses": self.losses(),
         }
 
-    def by_category(self, config: EvaluateConfig) -> dict[str, dict[str, Any]]:
+    def _model_metrics(self, side: str) -> dict[str, Any]:
+        """Mean score by each judge, text metrics, perplexities of the replies under SFT and of held-out text, and the
+        rates on the safety prompts.
+
+        Text metrics are means over sets of one reply per prompt: variety is about different prompts.
+        """
+        model, each = self._side(side), self.replies_per_prompt
+        sets = [measure_text(model.sets.judged[draw::each]) for draw in range(each)]
+        refusals = refusal_rates(self.sets.safety, model.sets.safety)
+        return {
+            **{judge: float(np.mean(scores)) for judge, scores in model.scores.items()},
+            **{name: sum(values[name] for values in sets) / len(sets) for name in sets[0]},
+            **({} if model.drift is None else {"perplexity_reference": model.drift.perplexity}),
+            **{f"perplexity_{kind}": perplexity for kind, perplexity in model.perplexities.items()},
+            **({"safety": refusals} if refusals else {}),
+        }
+
+    def by_category(self) -> dict[str, dict[str, Any]]:
         """Per category: number of prompts and questions, and by each judge the mean score of both models and the win
         rate; ``comparison`` by the judges that decide.
         """
-        first = self.prompts[:: self.replies_per_prompt]
-        outcome = self.outcomes()
+        outcome, names = self.outcomes(), [row.category for row in self.first]
         deciding = {judge: outcome[judge] for judge in final_judges(outcome)}
-        names = [row.category for row in first]
-        compared = compare_groups(names, deciding, config.bootstrap, config.seed, clusters_of(first))
+        compared = compare_groups(names, deciding, self.config.bootstrap, self.config.seed, self.clusters)
         table: dict[str, dict[str, Any]] = {}
-        for category in sorted({row.category for row in first}):
-            here = np.array([row.category == category for row in first])
+        for category in sorted(set(names)):
+            here = np.array([name == category for name in names])
             each = np.repeat(here, self.replies_per_prompt)
-            table[category] = {
-                "prompts": int(here.sum()),
-                "clusters": len({cluster_of(row) for row in first if row.category == category}),
-                **{f"sft_{judge}": float(np.asarray(scores)[each].mean()) for judge, scores in self.sft.scores.items()},
-                **{
-                    f"policy_{judge}": float(np.asarray(scores)[each].mean())
-                    for judge, scores in self.policy.scores.items()
-                },
-            }
+            row: dict[str, Any] = {"prompts": int(here.sum()), "clusters": len(set(self.clusters[here].tolist()))}
+            for side in SIDES:
+                for judge, scores in self._side(side).scores.items():
+                    row[f"{side}_{judge}"] = float(np.asarray(scores)[each].mean())
             for judge, values in outcome.items():
                 decided = values[here][~np.isnan(values[here])]
                 if len(decided):
-                    table[category][f"win_rate_{judge}"] = float(decided.mean())
-            if category in compared:
-                table[category]["comparison"] = compared[category]
+                    row[f"win_rate_{judge}"] = float(decided.mean())
+            table[category] = row | ({"comparison": compared[category]} if category in compared else {})
         return table
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of ``samples/comparisons.parquet``: a prompt, a reply of each model, and their scores."""
-        return [
+        rows = [
             {
                 "id": prompt.id,
                 "category": prompt.category,
                 "cluster": cluster_of(prompt),
                 "prompt": "\n".join(f"{message.role}: {message.content}" for message in prompt.prompt),
-                "sft_reply": self.sft.replies[i].text,
-                "policy_reply": self.policy.replies[i].text,
-                "sft_finished": self.sft.replies[i].finished,
-                "policy_finished": self.policy.replies[i].finished,
+                "sft_reply": sft.text,
+                "policy_reply": policy.text,
+                "sft_finished": sft.finished,
+                "policy_finished": policy.finished,
                 **{f"sft_{judge}": scores[i] for judge, scores in self.sft.scores.items()},
                 **{f"policy_{judge}": scores[i] for judge, scores in self.policy.scores.items()},
-                **self._said_of(i),
             }
-            for i, prompt in enumerate(self.prompts)
+            for i, (prompt, sft, policy) in enumerate(
+                zip(self.prompts, self.sft.sets.judged, self.policy.sets.judged, strict=True)
+            )
         ]
+        # A judge without scores says nothing of further replies to a prompt.
+        for judge, said in self.pairwise.items():
+            for i, row in enumerate(rows):
+                prompt, further = divmod(i, self.replies_per_prompt)
+                outcome = float(said.outcomes[prompt])
+                row[f"{judge}_outcome"] = None if further or np.isnan(outcome) else outcome
+                row[f"{judge}_reason"] = None if further else said.reasons[prompt]
+        return rows
 
-    def _said_of(self, row: int) -> dict[str, float | str | None]:
-        """Outcome and reason by each judge without scores; None beside further replies to a prompt."""
-        prompt, further = divmod(row, self.replies_per_prompt)
-        columns: dict[str, float | str | None] = {}
-        for judge, pairwise in self.pairwise.items():
-            pair = pairwise.judgements.pairs[prompt]
-            columns[f"{judge}_outcome"] = None if further else pair.outcome
-            columns[f"{judge}_reason"] = None if further else pair.reason
-        return columns
-
-    def bad_cases(self, judge: str, limit: int) -> list[dict[str, Any]]:
+    def bad_cases(self, judge: str) -> list[dict[str, Any]]:
         """Return rows where the reward model prefers the policy and ``judge`` prefers SFT, worst first.
 
         Such prompts are what the next round of preference data should be about; see
         :func:`~rlhf_core.evaluation.judges.pairwise.worst_disagreements`.
         """
-        gains = {
-            name: np.asarray(self.policy.scores[name]) - np.asarray(self.sft.scores[name]) for name in ("reward", judge)
-        }
-        worst = worst_disagreements(gains["reward"], gains[judge], self.comparisons[judge].tie_margin)[:limit]
+        gains = [np.subtract(self.policy.scores[name], self.sft.scores[name]) for name in (TRAINED_ON, judge)]
+        worst = worst_disagreements(gains[0], gains[1], self.comparison[judge]["tie_margin"])
         rows = self.rows()
-        return [rows[i] | {"judge": judge, "disagreement": disagreement} for i, disagreement in worst]
-
-
-def side_by_side(sets: FixedSets, sft: EvaluatedModel, policy: EvaluatedModel) -> Evaluation:
-    """Put two models' replies to the judged prompts of ``sets`` side by side, before any judge has seen them."""
-    asked = repeated_rows(sets.judged, sft.replies)
-    each = len(asked) // max(len(sets.judged), 1)
-    return Evaluation(asked, list(sets.regression), sft, policy, replies_per_prompt=each)
+        return [rows[i] | {"judge": judge, "disagreement": by} for i, by in worst[: self.config.bad_cases]]

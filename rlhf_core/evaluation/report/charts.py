@@ -8,7 +8,7 @@ policy exploits the reward model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,56 +25,47 @@ ROW_HEIGHT, AXIS_HEIGHT = 34, 40
 BAND_OPACITY = (0.14, 0.24)
 
 
-@dataclass(frozen=True)
-class Series:
-    """A named line. Points whose y is not finite break it; a single point is a dot. ``scattered`` has no line."""
-
-    label: str
-    points: list[Point]
-    scattered: bool = False
-
-
-@dataclass(frozen=True)
-class Band:
-    """A filled range: lower and upper edge over the same x values."""
-
-    label: str
-    low: list[Point]
-    high: list[Point]
-
-
 def line_chart(
-    series: Sequence[Series],
-    bands: Sequence[Band] = (),
+    lines: Mapping[str, Sequence[Point]],
+    bands: Mapping[str, tuple[Sequence[Point], Sequence[Point]]] | None = None,
     x_label: str = "step",
     title: str = "",
     marks: Sequence[float] = (),
+    scattered: Collection[str] = (),
 ) -> Markup:
-    """Draw lines over bands, with a legend for more than one of them and a vertical rule at each x of ``marks``."""
-    points = [p for s in series for p in s.points] + [p for b in bands for p in (*b.low, *b.high)]
-    if not any(math.isfinite(y) for _, y in points):
+    """Draw lines over bands, with a legend for more than one of them.
+
+    Args:
+        lines: By label. Points whose y is not finite break a line; a single point is a dot.
+        bands: Filled ranges by label: lower and upper edge over the same x values.
+        x_label: Name of the x axis.
+        title: Read aloud in place of the picture.
+        marks: Where vertical rules stand.
+        scattered: Labels of lines that are drawn as points only.
+    """
+    bands = bands or {}
+    edges = [*lines.values(), *(edge for both in bands.values() for edge in both)]
+    if not any(math.isfinite(y) for edge in edges for _, y in edge):
         return Markup('<p class="missing">no finite values</p>')
 
     def draw(axes: Axes) -> None:
         axes.grid(axis="y", color=COLOURS["line"])
         axes.set_xlabel(x_label, color=COLOURS["soft"], loc="right")
         axes.locator_params(axis="both", nbins=5)
-        for band, opacity in zip(bands, BAND_OPACITY, strict=False):
-            xs = [x for x, _ in band.low]
-            low, high = ([y for _, y in edge] for edge in (band.low, band.high))
-            axes.fill_between(xs, low, high, color=SERIES[0], alpha=opacity, linewidth=0)
-        for line, colour in zip(series, SERIES, strict=False):
-            xs, ys = [x for x, _ in line.points], [y for _, y in line.points]
-            if line.scattered:
+        for (low, high), opacity in zip(bands.values(), BAND_OPACITY, strict=False):
+            xs, lows, highs = [x for x, _ in low], [y for _, y in low], [y for _, y in high]
+            axes.fill_between(xs, lows, highs, color=SERIES[0], alpha=opacity, linewidth=0)
+        for (label, line), colour in zip(lines.items(), SERIES, strict=False):
+            xs, ys = [x for x, _ in line], [y for _, y in line]
+            if label in scattered:
                 axes.plot(xs, ys, color=colour, linestyle="", marker="o", markersize=4, alpha=0.5)
             else:
                 axes.plot(xs, ys, color=colour, linewidth=2, marker="o" if len(xs) == 1 else "", markersize=9)
         for x in marks:
             axes.axvline(x, color=COLOURS["open"], linewidth=1.5, linestyle=":")
 
-    names = [(f"s{i}", s.label) for i, s in enumerate(series)] + [(f"b{i}", b.label) for i, b in enumerate(bands)]
-    if marks:
-        names.append(("mark", "health finding"))
+    names = [(f"{kind}{i}", label) for kind, drawn in (("s", lines), ("b", bands)) for i, label in enumerate(drawn)]
+    names += [("mark", "health finding")] if marks else []
     return draw_svg(draw, title, HEIGHT) + (_legend(names) if len(names) > 1 else Markup())
 
 
@@ -138,152 +129,136 @@ class ChartSpec:
     Attributes:
         history: The stage whose history it is drawn from.
         title: Its heading.
-        lines: Names in the history by label; of several names the first that the history has.
+        curves: By label the name of a line in the history, or the names of a band's lower and upper edge.
         note: What to look for.
-        bands: (lower edge, upper edge), names in the history, by label.
     """
 
     history: str
     title: str
-    lines: Mapping[str, tuple[str, ...]]
+    curves: Mapping[str, str | tuple[str, str]]
     note: str = ""
-    bands: Mapping[str, tuple[str, str]] | None = None
 
 
-@dataclass(frozen=True)
-class Chart:
-    """A drawn chart with its title and a note on what to look for."""
-
-    title: str
-    svg: Markup
-    note: str
-
-
+LOSS = {"training": "loss", "validation": "validation_loss"}
+ACCURACY = {"training": "accuracy", "validation": "validation_accuracy"}
 CHARTS = (
-    ChartSpec("sft", "Loss", {"training": ("loss",), "validation": ("validation_loss",)}),
-    ChartSpec("sft", "Perplexity", {"held-out demonstrations": ("validation_perplexity",)}),
-    ChartSpec("sft", "Learning rate", {"learning rate": ("lr",)}),
+    ChartSpec("sft", "Loss", LOSS),
+    ChartSpec("sft", "Perplexity", {"held-out demonstrations": "validation_perplexity"}),
+    ChartSpec("sft", "Learning rate", {"learning rate": "lr"}),
     ChartSpec(
         "reward",
         "Loss",
-        {"ranking": ("ranking_loss",), "ranking, validation": ("validation_loss",), "imitation": ("imitation_loss",)},
+        {"ranking": "ranking_loss", "ranking, validation": "validation_loss", "imitation": "imitation_loss"},
     ),
+    ChartSpec("reward", "Accuracy", ACCURACY, "Accuracy alone is not enough: see margins and calibration below."),
+    ChartSpec("reward", "Margin", {"training": "margin", "validation": "validation_margin"}),
+    ChartSpec("referee", "Accuracy", ACCURACY),
+    ChartSpec("judge", "Accuracy", ACCURACY),
+    ChartSpec("critic", "Value loss", {"value loss": "value_loss"}),
     ChartSpec(
-        "reward",
-        "Accuracy",
-        {"training": ("accuracy",), "validation": ("validation_accuracy",)},
-        "Accuracy alone is not enough: see margins and calibration below.",
-    ),
-    ChartSpec("reward", "Margin", {"training": ("margin",), "validation": ("validation_margin",)}),
-    ChartSpec("referee", "Accuracy", {"training": ("accuracy",), "validation": ("validation_accuracy",)}),
-    ChartSpec("judge", "Accuracy", {"training": ("accuracy",), "validation": ("validation_accuracy",)}),
-    ChartSpec("critic", "Value loss", {"value loss": ("value_loss", "loss")}),
-    ChartSpec(
-        "critic", "Explained variance", {"explained variance": ("explained_variance",)}, "PPO starts once it is high."
+        "critic", "Explained variance", {"explained variance": "explained_variance"}, "PPO starts once it is high."
     ),
     ChartSpec(
         "ppo",
         "Reward (raw score)",
-        {"mean": ("reward_mean",), "median": ("reward_p50",)},
+        {
+            "mean": "reward_mean",
+            "median": "reward_p50",
+            "5–95 %": ("reward_p05", "reward_p95"),
+            "25–75 %": ("reward_p25", "reward_p75"),
+        },
         "The whole distribution: a tail that opens below the median is an early sign of collapse.",
-        {"5–95 %": ("reward_p05", "reward_p95"), "25–75 %": ("reward_p25", "reward_p75")},
     ),
     ChartSpec(
         "ppo",
         "KL to the reference",
-        {"KL, nats per sequence": ("kl",)},
+        {"KL, nats per sequence": "kl"},
         "The first signal that separates a healthy run from a collapsed one.",
     ),
     ChartSpec(
         "ppo",
         "Win rate against SFT by the referee",
-        {"win rate": ("win_rate",)},
+        {"win rate": "win_rate", "95 %": ("win_rate_low95", "win_rate_high95")},
         "On fixed validation prompts; it selects the checkpoint.",
-        {"95 %": ("win_rate_low95", "win_rate_high95")},
     ),
-    ChartSpec("ppo", "Loss", {"training": ("loss",), "validation": ("validation_loss",)}),
+    ChartSpec("ppo", "Loss", LOSS),
     ChartSpec(
         "ppo",
         "Accuracy of the implicit reward",
-        {"training": ("accuracy",), "validation": ("validation_accuracy",)},
+        ACCURACY,
         "Share of pairs whose chosen reply became likelier than the rejected one, beside SFT.",
     ),
     ChartSpec(
         "ppo",
         "Implicit reward of held-out replies",
-        {
-            "chosen": ("validation_implicit_reward_chosen",),
-            "rejected": ("validation_implicit_reward_rejected",),
-        },
+        {"chosen": "validation_implicit_reward_chosen", "rejected": "validation_implicit_reward_rejected"},
         "Both far below zero: the policy moves away from the replies of the pairs altogether.",
     ),
-    ChartSpec("ppo", "Reply length", {"mean tokens": ("length",), "95th percentile": ("length_p95",)}),
-    ChartSpec(
-        "ppo", "Repetition and missing end", {"repeated trigrams": ("repetition",), "missing end": ("missing_eos",)}
-    ),
+    ChartSpec("ppo", "Reply length", {"mean tokens": "length", "95th percentile": "length_p95"}),
+    ChartSpec("ppo", "Repetition and missing end", {"repeated trigrams": "repetition", "missing end": "missing_eos"}),
     ChartSpec(
         "ppo",
         "Perplexity of the replies",
-        {"under the reference": ("perplexity_reference",), "under the policy": ("perplexity",)},
+        {"under the reference": "perplexity_reference", "under the policy": "perplexity"},
     ),
     ChartSpec(
         "ppo",
         "Variety",
         {
-            "distinct bigrams": ("distinct_2",),
-            "distinct first sentences": ("distinct_first_sentences",),
-            "refusals": ("refusals",),
+            "distinct bigrams": "distinct_2",
+            "distinct first sentences": "distinct_first_sentences",
+            "refusals": "refusals",
         },
     ),
-    ChartSpec("ppo", "Explained variance", {"explained variance": ("explained_variance",)}),
-    ChartSpec("ppo", "Value loss", {"value loss": ("value_loss",)}),
+    ChartSpec("ppo", "Explained variance", {"explained variance": "explained_variance"}),
+    ChartSpec("ppo", "Value loss", {"value loss": "value_loss"}),
     ChartSpec(
         "ppo",
         "Rewards of the replies to one prompt",
-        {"standard deviation": ("group_reward_std",), "prompts with equal rewards": ("equal_reward_groups",)},
+        {"standard deviation": "group_reward_std", "prompts with equal rewards": "equal_reward_groups"},
         "An update without a critic learns from their difference alone.",
     ),
-    ChartSpec("ppo", "Entropy", {"nats per token": ("entropy",)}, "Alone it does not tell health from collapse."),
-    ChartSpec("ppo", "Gradient norms", {"policy": ("policy_grad_norm",), "critic": ("critic_grad_norm",)}),
-    ChartSpec("ppo", "Clipped share", {"policy": ("clip_fraction",), "value": ("value_clip_fraction",)}),
+    ChartSpec("ppo", "Entropy", {"nats per token": "entropy"}, "Alone it does not tell health from collapse."),
+    ChartSpec("ppo", "Gradient norms", {"policy": "policy_grad_norm", "critic": "critic_grad_norm"}),
+    ChartSpec("ppo", "Clipped share", {"policy": "clip_fraction", "value": "value_clip_fraction"}),
     ChartSpec(
         "ppo",
         "Reward's correlation",
-        {"with length": ("reward_length_correlation",), "with the referee": ("reward_referee_correlation",)},
+        {"with length": "reward_length_correlation", "with the referee": "reward_referee_correlation"},
     ),
-    ChartSpec("ppo", "KL coefficient", {"β": ("kl_coefficient",), "β per SD of treated reward": ("kl_pull",)}),
+    ChartSpec("ppo", "KL coefficient", {"β": "kl_coefficient", "β per SD of treated reward": "kl_pull"}),
 )
 
 
 def draw_charts(
     histories: Mapping[str, Sequence[Mapping[str, Any]]], findings: Sequence[float] = ()
-) -> dict[str, list[Chart]]:
+) -> dict[str, list[dict[str, Any]]]:
     """Draw charts by history, in the order of :data:`CHARTS`; a chart without any of its lines is left out.
 
     Args:
         histories: Rows of ``history/NAME.jsonl`` by stage.
         findings: Iterations of PPO with a health finding, which its charts mark.
+
+    Returns:
+        ``title``, ``svg`` and ``note`` of each.
     """
-    charts: dict[str, list[Chart]] = {}
+    charts: dict[str, list[dict[str, Any]]] = {}
     for spec in CHARTS:
         rows = histories.get(spec.history, [])
-        # Of several names the first that the history has.
-        lines = {
-            label: next((line for name in names if (line := points(rows, name))), [])
-            for label, names in spec.lines.items()
-        }
-        series = [Series(label, line) for label, line in lines.items() if line]
-        if not series:
+        lines, bands = {}, {}
+        for label, names in spec.curves.items():
+            if isinstance(names, str):
+                lines[label] = points(rows, names)
+            else:
+                bands[label] = points(rows, names[0]), points(rows, names[1])
+        lines = {label: line for label, line in lines.items() if line}
+        if not lines:
             continue
-        bands = [
-            Band(label, points(rows, low), points(rows, high))
-            for label, (low, high) in (spec.bands or {}).items()
-            if points(rows, low) and points(rows, high)
-        ]
+        bands = {label: (low, high) for label, (low, high) in bands.items() if low and high}
         x_label = next((name for name in STEP_NAMES if any(name in row for row in rows)), "row")
         marks = findings if spec.history == "ppo" else ()
-        svg = line_chart(series, bands, x_label, f"{spec.history}: {spec.title}", marks)
-        charts.setdefault(spec.history, []).append(Chart(spec.title, svg, spec.note))
+        svg = line_chart(lines, bands, x_label, f"{spec.history}: {spec.title}", marks)
+        charts.setdefault(spec.history, []).append({"title": spec.title, "svg": svg, "note": spec.note})
     return charts
 
 
@@ -291,14 +266,14 @@ def points(rows: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
     """Return (step, value) of the rows that have ``name`` as a finite number."""
     line = []
     for number, row in enumerate(rows, start=1):
-        value = row.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if _finite(row.get(name)):
             step = next((row[key] for key in STEP_NAMES if isinstance(row.get(key), int | float)), number)
-            line.append((float(step), float(value)))
+            line.append((float(step), float(row[name])))
     return line
 
 
-TRAINING = {"reward": "reward_mean", "referee": "referee_mean"}
+# What is known in every iteration: the metric, and what the chart calls it.
+TRAINING = {"reward": ("reward_mean", "reward model"), "referee": ("referee_mean", "referee")}
 JUDGED = ("judge", "gold")
 
 
@@ -315,23 +290,23 @@ def over_optimization_chart(
         for name in (*TRAINING, *JUDGED)
         if rows and f"sft_{name}" in rows[0]
     }
-    series = []
-    for name, metric in TRAINING.items():
+    lines: dict[str, list[Point]] = {}
+    for name, (metric, label) in TRAINING.items():
         known = [(row["kl"], row[metric]) for row in history if _finite(row.get("kl")) and _finite(row.get(metric))]
         if known and name in spread:
-            gains: list[Point] = [
+            lines[f"{label}, in training"] = [
                 (math.sqrt(max(kl, 0.0)), (score - known[0][1]) / spread[name]) for kl, score in known
             ]
-            label = {"reward": "reward model", "referee": "referee"}[name]
-            series.append(Series(f"{label}, in training", gains, scattered=True))
-    if not series:
+    if not lines:
         return None
+    scattered = set(lines)
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
     for name in JUDGED:
         if name in spread and name in policy and _finite(evaluation.get("kl")):
             gain = (policy[name] - sft[name]) / spread[name]
-            series.append(Series(f"{name}, selected policy", [(math.sqrt(max(evaluation["kl"], 0.0)), gain)]))
-    return line_chart(series, x_label="√KL from SFT, nats", title="gain in score against the distance from SFT")
+            lines[f"{name}, selected policy"] = [(math.sqrt(max(evaluation["kl"], 0.0)), gain)]
+    title = "gain in score against the distance from SFT"
+    return line_chart(lines, x_label="√KL from SFT, nats", title=title, scattered=scattered)
 
 
 def _finite(value: Any) -> bool:
@@ -361,14 +336,8 @@ def reward_histograms(history: Sequence[Mapping[str, Any]]) -> Markup | None:
         for y, row in enumerate(chosen):
             xs, heights = histogram([float(row[name]) for name in EDGES])
             top = max(heights)
-            axes.fill_between(
-                xs,
-                [y] * len(xs),
-                [y - OVERLAP * height / top for height in heights],
-                color=SERIES[0],
-                alpha=0.5,
-                linewidth=0,
-            )
+            edge = [y - OVERLAP * height / top for height in heights]
+            axes.fill_between(xs, [y] * len(xs), edge, color=SERIES[0], alpha=0.5, linewidth=0)
             axes.axhline(y, color=COLOURS["line"], linewidth=1)
             axes.plot([row["reward_p50"]] * 2, [y, y - OVERLAP], color=SERIES[1], linewidth=2)
         axes.set_yticks(range(count), [f"{row.get('iteration', '')}" for row in chosen])

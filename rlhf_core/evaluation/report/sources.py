@@ -9,8 +9,8 @@ import base64
 import json
 import os
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -41,35 +41,25 @@ LOCK = "dvc.lock"
 JsonObject = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class ReportLineage:
-    """What led to a report.
-
-    Attributes:
-        git_revision: The workspace's commit, which ends in "-dirty" where tracked files differ; "none" outside git.
-        mlflow_run: Id of the run of the pipeline, else of the stage; empty without tracking.
-        dvc_lock: sha256 of dvc.lock when the report was made; empty without one.
-        outputs: Hash by path of what the stages wrote, as dvc.lock has it.
-    """
-
-    git_revision: str = "none"
-    mlflow_run: str = ""
-    dvc_lock: str = ""
-    outputs: dict[str, str] = field(default_factory=dict)
-
-
-def report_lineage(workspace: Path, own_run: str) -> ReportLineage:
-    """Read the lineage of a workspace.
+def report_lineage(workspace: Path, own_run: str) -> JsonObject:
+    """Return what led to a report.
 
     Args:
         workspace: The folder with params.yaml.
         own_run: MLflow's id of the stage's own run, if it has one.
+
+    Returns:
+        ``git_revision`` of the workspace, which ends in "-dirty" where tracked files differ, "none" outside git;
+        ``mlflow_run``, the id of the pipeline's run, else the stage's, empty without tracking; ``dvc_lock``, its
+        sha256, empty without one; ``outputs``, the hash by path of what the stages wrote, as dvc.lock has it.
     """
-    run = os.environ.get(PARENT_RUN_VARIABLE) or own_run
     lock = workspace / LOCK
-    if not lock.is_file():
-        return ReportLineage(git_revision(workspace), run)
-    return ReportLineage(git_revision(workspace), run, sha256_file(lock), recorded_outputs(lock))
+    return {
+        "git_revision": git_revision(workspace),
+        "mlflow_run": os.environ.get(PARENT_RUN_VARIABLE) or own_run,
+        "dvc_lock": sha256_file(lock) if lock.is_file() else "",
+        "outputs": recorded_outputs(lock) if lock.is_file() else {},
+    }
 
 
 def recorded_outputs(lock: Path) -> dict[str, str]:
@@ -128,31 +118,25 @@ class ReportSources:
     hashes: dict[str, str]
     params: str
     missing: dict[str, str]
-    data_card: str = ""
-    mistakes: list[JsonObject] = field(default_factory=list)
-    lineage: ReportLineage = field(default_factory=ReportLineage)
+    data_card: str
+    mistakes: list[JsonObject]
+    lineage: JsonObject
 
 
-def load_sources(
-    inputs: Mapping[str, Path],
-    params: Path | None = None,
-    lineage: ReportLineage | None = None,
-) -> ReportSources:
+def load_sources(inputs: Mapping[str, Path], params: Path, lineage: JsonObject) -> ReportSources:
     """Read all inputs that exist.
 
     Args:
         inputs: Paths by key: ``NAME_metrics``, ``NAME_gate``, ``NAME_history``, ``comparisons``, ``bad_cases``,
             ``reward_mistakes``, ``reward_plots`` (a folder of images), ``data_card`` (a folder).
         params: The workspace's params.yaml.
-        lineage: Where all of it comes from, if that is known.
+        lineage: See :func:`report_lineage`.
     """
-    read_gates = {name: _read_object(inputs.get(f"{name}_gate")) for name in GATES}
-    gates = {name: content for name, content in read_gates.items() if isinstance(content, dict)}
-    missing = {f"{name} gate": reason for name, reason in read_gates.items() if isinstance(reason, str)}
+    missing: dict[str, str] = {}
+    gates = _read_objects(inputs, "gate", GATES, {}, missing)
     failed = failed_gate(gates)
     stale = dict.fromkeys(BEHIND_GATE.get(failed or "", ()), f"not run: the {failed} gate failed")
-    read_metrics = {name: stale.get(name) or _read_object(inputs.get(f"{name}_metrics")) for name in STAGES}
-    missing |= {f"{name} metrics": reason for name, reason in read_metrics.items() if isinstance(reason, str)}
+    metrics = _read_objects(inputs, "metrics", STAGES, stale, missing)
     for name in set(stale) & set(gates):
         if GATES.index(name) > GATES.index(str(failed)):
             del gates[name]
@@ -165,7 +149,7 @@ def load_sources(
         except (DataError, pa.ArrowException) as error:
             missing["comparisons"] = str(error)
     return ReportSources(
-        metrics={name: content for name, content in read_metrics.items() if isinstance(content, dict)},
+        metrics=metrics,
         gates=gates,
         histories={name: [] if name in stale else _read_lines(inputs.get(f"{name}_history")) for name in HISTORIES},
         comparisons=comparisons,
@@ -173,9 +157,9 @@ def load_sources(
         mistakes=[] if "reward" in stale else _read_lines(inputs.get("reward_mistakes")),
         images=[] if "reward" in stale else _read_images(inputs.get("reward_plots")),
         hashes={f"{path.parent.name}/{path.name}": sha256_file(path) for path in inputs.values() if path.is_file()},
-        params=params.read_text(encoding="utf-8") if params is not None and params.is_file() else "",
+        params=params.read_text(encoding="utf-8") if params.is_file() else "",
         missing=missing,
-        lineage=lineage or ReportLineage(),
+        lineage=lineage,
         data_card=DATA_CARD if "data_card" in inputs and (inputs["data_card"] / Path(DATA_CARD).name).is_file() else "",
     )
 
@@ -189,15 +173,27 @@ def failed_gate(gates: Mapping[str, JsonObject]) -> str | None:
     return None
 
 
-def _read_object(path: Path | None) -> JsonObject | str:
-    """The JSON object in a file, or the reason why there is none."""
-    if path is None or not path.is_file():
-        return "not there yet"
-    try:
-        content = read_json(path)
-    except DataError as error:
-        return str(error)
-    return content if isinstance(content, dict) else f"{path.name} does not hold an object"
+def _read_objects(
+    inputs: Mapping[str, Path], part: str, names: Sequence[str], stale: Mapping[str, str], missing: dict[str, str]
+) -> dict[str, JsonObject]:
+    """The JSON object in each file that is there; the reason why there is none goes to ``missing``."""
+    objects = {}
+    for name in names:
+        path, reason = inputs.get(f"{name}_{part}"), stale.get(name, "")
+        if not reason and (path is None or not path.is_file()):
+            reason = "not there yet"
+        if path is not None and not reason:
+            try:
+                content = read_json(path)
+            except DataError as error:
+                reason = str(error)
+            else:
+                reason = "" if isinstance(content, dict) else f"{path.name} does not hold an object"
+        if reason:
+            missing[f"{name} {part}"] = reason
+        else:
+            objects[name] = content
+    return objects
 
 
 def _read_lines(path: Path | None) -> list[JsonObject]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from difflib import SequenceMatcher
 from typing import Any
@@ -24,6 +24,7 @@ from rlhf_core.evaluation.report.charts import (
 from rlhf_core.evaluation.report.headline import conclude
 from rlhf_core.evaluation.report.sources import JsonObject, ReportSources, package_versions
 from rlhf_core.evaluation.verdict import alarms
+from rlhf_core.storage.files import flatten as dotted
 
 # Rows of the table of SFT beside policy.
 MODEL_METRICS = (
@@ -50,23 +51,28 @@ MODEL_METRICS = (
 def build_context(sources: ReportSources, title: str, replies: int) -> dict[str, Any]:
     """Return the template's context; ``replies`` is how many pairs of replies are shown."""
     evaluation = sources.metrics.get("evaluation", {})
-    comparisons = _comparisons(evaluation)
     history = sources.histories.get("ppo", [])
-    policy_gate = sources.gates.get("policy", {})
-    fired = findings(sources)
+    fired = findings(history)
     method: Method = sources.metrics.get("ppo", {}).get("method", "ppo")  # PPO's own metrics name none
+    comparisons = dict(_best_judge_first(evaluation.get("comparison", {})))
+    intervals = [
+        (judge, float(c["win_rate_low95"]), float(c["win_rate"]), float(c["win_rate_high95"]))
+        for judge, c in comparisons.items()
+    ]
     categories = {
         name: {key: value for key, value in row.items() if key != "comparison"}
         for name, row in evaluation.get("category", {}).items()
     }
+    passed, passed_by_sft = evaluation.get("regression", {}), evaluation.get("regression_sft", {})
     return {
         "title": title,
         "conclusion": conclude(sources.gates, evaluation),
-        "tiles": tiles(sources),
+        "tiles": tiles(sources.metrics),
         "gates": list(reversed(sources.gates.values())),  # the policy's first: it is what the reader looks for
-        "sides": sft_beside_policy(evaluation, policy_gate),
+        "sides": sft_beside_policy(evaluation, sources.gates.get("policy", {})),
         "comparisons": comparisons,
-        "comparison_chart": _comparison_chart(comparisons),
+        "comparison_chart": intervals
+        and interval_chart(intervals, 0.5, "win rate of the policy against SFT, with 95 % intervals"),
         "categories": categories,
         "category_metrics": list(dict.fromkeys(key for row in categories.values() for key in row)),
         "category_charts": category_charts(evaluation.get("category", {})),
@@ -75,7 +81,11 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "over_optimization": over_optimization_chart(history, evaluation, sources.comparisons),
         "best_of_n": evaluation.get("best_of_n", {}),
         "method": METHOD_NAMES[method],
-        "regression": _regression(evaluation),
+        "regression": _lowest_first(
+            (name.replace("_", " "), passed_by_sft.get(name), share)
+            for name, share in passed.items()
+            if name != "prompts"
+        ),
         "verifiable": _verifiable(evaluation.get("verifiable")),
         "multiple_choice": evaluation.get("multiple_choice", {}),
         "answered": [
@@ -85,9 +95,11 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         ],
         "findings": fired,
         "curves": draw_charts(sources.histories, sorted({float(entry["iteration"]) for entry in fired})),
-        "images": sources.images,
         "reward_histograms": reward_histograms(history),
-        "mistakes": [mistaken_pair(row) for row in sources.mistakes],
+        "mistakes": [
+            row | _marked("chosen", row.get("chosen", ""), "rejected", row.get("rejected", ""))
+            for row in sources.mistakes
+        ],
         "replies": [reply_pair(row) for row in spread_over_categories(sources.comparisons, replies)],
         "versions": package_versions(),
         "bad_cases": [reply_pair(row) for row in sources.bad_cases],
@@ -95,42 +107,34 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
             name: flatten(metrics) for name, metrics in sources.metrics.items() if name not in ("evaluation", "data")
         },
         "data": data_table(sources.metrics.get("data", {})),
-        "data_card": sources.data_card,
-        "params": sources.params,
-        "hashes": sources.hashes,
-        "lineage": sources.lineage,
-        "missing": sources.missing,
+        **{name: getattr(sources, name) for name in ("images", "data_card", "params", "hashes", "lineage", "missing")},
     }
 
 
-def tiles(sources: ReportSources) -> list[dict[str, str]]:
-    """Return the few metrics that matter most, those that exist."""
-    evaluation, ppo, reward = (sources.metrics.get(name, {}) for name in ("evaluation", "ppo", "reward"))
-    known = []
+def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
+    """Return the few metrics that matter most, those that exist, with ``label``, ``value`` and ``note``."""
+    evaluation, ppo, reward = (metrics.get(name, {}) for name in ("evaluation", "ppo", "reward"))
+    known: list[tuple[str, Any, str]] = []
     comparisons = evaluation.get("comparison", {})
     for judge in final_judges(comparisons):
         comparison = comparisons[judge]
         low, high = (format_number(comparison.get(f"win_rate_{bound}95"), 2) for bound in ("low", "high"))
         controlled = comparison.get("lc_win_rate")
         beside = f"; {format_number(controlled, 2)} at equal length" if controlled is not None else ""
-        known.append(_tile(f"win rate by {judge}", comparison.get("win_rate"), f"95 %: {low} to {high}{beside}"))
+        known.append((f"win rate by {judge}", comparison.get("win_rate"), f"95 %: {low} to {high}{beside}"))
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
     if "gold" in policy:
-        known.append(_tile("gold score", policy["gold"], f"SFT {format_number(sft.get('gold'), 2)}"))
+        known.append(("gold score", policy["gold"], f"SFT {format_number(sft.get('gold'), 2)}"))
     if "kl" in evaluation:
-        known.append(_tile("KL, nats per sequence", evaluation["kl"], "unfiltered samples"))
+        known.append(("KL, nats per sequence", evaluation["kl"], "unfiltered samples"))
     if "accuracy" in reward:
         balanced = reward.get("test_accuracy_length_balanced")
         beside = f"; {format_number(balanced, 2)} on length-balanced ones" if balanced is not None else ""
-        known.append(_tile("reward model accuracy", reward["accuracy"], f"held-out pairs{beside}"))
+        known.append(("reward model accuracy", reward["accuracy"], f"held-out pairs{beside}"))
     selected = next((ppo[k] for k in ("selected_iteration", "selected") if isinstance(ppo.get(k), int | float)), None)
     if selected is not None:
-        known.append(_tile("selected iteration", int(selected), str(ppo.get("selection_reason", ""))))
-    return known
-
-
-def _tile(label: str, value: Any, note: str) -> dict[str, str]:
-    return {"label": label, "value": format_number(value, 2), "note": note}
+        known.append(("selected iteration", int(selected), str(ppo.get("selection_reason", ""))))
+    return [{"label": label, "value": format_number(value, 2), "note": note} for label, value, note in known]
 
 
 def sft_beside_policy(evaluation: Mapping[str, Any], gate: Mapping[str, Any]) -> list[JsonObject]:
@@ -156,19 +160,6 @@ def sft_beside_policy(evaluation: Mapping[str, Any], gate: Mapping[str, Any]) ->
     return sorted(rows, key=lambda row: (row["gate"] != "fails", not row["alarming"]))
 
 
-def _comparisons(evaluation: Mapping[str, Any]) -> dict[str, JsonObject]:
-    """Comparisons by judge, the best judge first."""
-    return dict(_best_judge_first(evaluation.get("comparison", {})))
-
-
-def _comparison_chart(comparisons: Mapping[str, JsonObject]) -> Markup | None:
-    rows = [
-        (judge, float(c["win_rate_low95"]), float(c["win_rate"]), float(c["win_rate_high95"]))
-        for judge, c in comparisons.items()
-    ]
-    return interval_chart(rows, 0.5, "win rate of the policy against SFT, with 95 % intervals") if rows else None
-
-
 def category_charts(categories: Mapping[str, JsonObject]) -> list[tuple[str, Markup]]:
     """Return (judge, chart) of the policy against SFT by category, its worst first, for each judge that decides."""
     compared = {name: values.get("comparison", {}) for name, values in categories.items()}
@@ -181,28 +172,22 @@ def category_charts(categories: Mapping[str, JsonObject]) -> list[tuple[str, Mar
     return charts
 
 
-def _regression(evaluation: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(check, SFT's pass rate, the policy's), the policy's lowest first."""
-    policy, sft = evaluation.get("regression", {}), evaluation.get("regression_sft", {})
-    rows = [(name.replace("_", " "), sft.get(name), policy[name]) for name in policy if name != "prompts"]
+def _lowest_first(rows: Iterable[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
+    """(name, SFT's share, the policy's), the policy's lowest first."""
     return sorted(rows, key=lambda row: row[2])
 
 
 def _verifiable(measured: Mapping[str, Any] | None) -> JsonObject | None:
-    """All prompts first, then each category and each property with both shares, the policy's lowest first."""
+    """All prompts first, then each category and each property with both shares."""
     if not measured:
         return None
     sft, policy = (dict(flatten(measured[name])) for name in ("sft", "policy"))
-    rows = [(name.replace(".", " "), sft.get(name), share) for name, share in policy.items() if name != "passed"]
-    every = ("all that is required", sft["passed"], policy["passed"])
-    return {
-        "prompts": measured["prompts"],
-        "comparison": measured["comparison"],
-        "rows": [every, *sorted(rows, key=lambda row: row[2])],
-    }
+    rows = _lowest_first((name.replace(".", " "), sft.get(name), share) for name, share in policy.items())
+    every = [("all that is required", sft["passed"], policy["passed"])]
+    return {**measured, "rows": every + [row for row in rows if row[0] != "passed"]}
 
 
-def findings(sources: ReportSources) -> list[JsonObject]:
+def findings(history: Sequence[JsonObject]) -> list[JsonObject]:
     """Return the findings of the health monitor in PPO's history; those that stopped the run come first.
 
     There is one per rule, with its first iteration, ``last`` and ``times``; each rollback is one of its own, with what
@@ -210,15 +195,14 @@ def findings(sources: ReportSources) -> list[JsonObject]:
     """
     rules = {rule.name: rule for rule in DEFAULT_RULES}
     entries: dict[Any, JsonObject] = {}
-    for number, row in enumerate(sources.histories.get("ppo", []), start=1):
+    for number, row in enumerate(history, start=1):
         iteration = row.get("iteration", number)
         for rollback in row.get("rollbacks") or []:
-            once = {
-                "iteration": rollback["from"],
-                "last": rollback["from"],
-                "times": 1,
-                "returned": _describe_rollback(rollback),
-            }
+            factors = ", ".join(
+                f"{name} × {factor:g}" for name, factor in sorted(rollback["finding"]["adjust"].items())
+            )
+            returned = f"to iteration {rollback['to']}, with {factors}"
+            once = {"iteration": rollback["from"], "last": rollback["from"], "times": 1, "returned": returned}
             entries["rollback", len(entries)] = rollback["finding"] | once
         for finding in row.get("findings") or []:
             if isinstance(finding, str):
@@ -230,12 +214,6 @@ def findings(sources: ReportSources) -> list[JsonObject]:
     return sorted(entries.values(), key=lambda entry: (entry["action"] == "warn", entry["iteration"]))
 
 
-def _describe_rollback(rollback: Mapping[str, Any]) -> str:
-    """Such as ``to iteration 10, with kl_coefficient × 2``."""
-    factors = ", ".join(f"{name} × {factor:g}" for name, factor in sorted(rollback["finding"]["adjust"].items()))
-    return f"to iteration {rollback['to']}, with {factors}"
-
-
 def data_table(metrics: Mapping[str, Any]) -> JsonObject:
     """Return metrics by kind of data (``kinds`` as columns, ``rows`` of (name, value per kind)), and the ``rest``."""
     kinds = [name for name, values in metrics.items() if isinstance(values, Mapping)]
@@ -245,15 +223,9 @@ def data_table(metrics: Mapping[str, Any]) -> JsonObject:
     return {"kinds": kinds, "rows": rows, "rest": rest}
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def flatten(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return (dotted name, value) of all plain values; lists are left out."""
-    rows: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            rows += flatten(value, f"{prefix}{key}.")
-        elif not isinstance(value, list):
-            rows.append((f"{prefix}{key}", value))
-    return rows
+    return [(name, value) for name, value in dotted(values).items() if not isinstance(value, list)]
 
 
 JUDGES = ("gold", "llm", "judge", "referee", "reward")
@@ -287,14 +259,12 @@ def reply_pair(row: Mapping[str, Any]) -> JsonObject:
         gain = row[f"policy_{judges[0]}"] - row[f"sft_{judges[0]}"]
         winner = "policy" if gain > 0 else "sft" if gain < 0 else "tie"
     sft, policy = str(row.get("sft_reply", "")), str(row.get("policy_reply", ""))
-    marked_sft, marked_policy = mark_differences(sft, policy)
     return {
         "category": row.get("category", ""),
         "prompt": row.get("prompt", ""),
         "sft": sft,
         "policy": policy,
-        "sft_marked": marked_sft,
-        "policy_marked": marked_policy,
+        **_marked("sft", sft, "policy", policy),
         "sft_finished": row.get("sft_finished", True),
         "policy_finished": row.get("policy_finished", True),
         "winner": winner,
@@ -305,10 +275,10 @@ def reply_pair(row: Mapping[str, Any]) -> JsonObject:
     }
 
 
-def mistaken_pair(row: Mapping[str, Any]) -> JsonObject:
-    """Return a pair that the reward model ranks wrongly, with the words marked in which its replies differ."""
-    chosen, rejected = mark_differences(str(row.get("chosen", "")), str(row.get("rejected", "")))
-    return {**row, "chosen_marked": chosen, "rejected_marked": rejected}
+def _marked(name: str, text: Any, other_name: str, other_text: Any) -> dict[str, Markup]:
+    """Both texts with the words marked in which they differ, under ``NAME_marked``."""
+    marked, other_marked = mark_differences(str(text), str(other_text))
+    return {f"{name}_marked": marked, f"{other_name}_marked": other_marked}
 
 
 def mark_differences(first: str, second: str) -> tuple[Markup, Markup]:

@@ -16,6 +16,7 @@ from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.data.schema import Message, Prompt, read_table
 from rlhf_core.evaluation.comparisons.opponents import best_of_n, kl_bound
 from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
+from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
 from rlhf_core.evaluation.reply import Reply
 
 
@@ -39,18 +40,19 @@ def test_the_highest_score_of_each_prompt_is_chosen_and_the_first_of_equal_ones(
     prompts = [made_prompt(f"what is {i}?", "sums") for i in range(3)]
     texts = [["a", "bbb", "c"], ["aa", "b", "d"], ["aaa", "bb", "e"]]
     samples = [[Reply(text, True, tuple(range(len(text)))) for text in row] for row in texts]
-    best = best_of_n(LongerIsBetter(), [row.prompt for row in prompts], samples)
+    sft, policy = (EvaluatedModel(SetReplies(samples[0], [], [])) for _ in range(2))
+    evaluation = Evaluation(FixedSets(prompts, [], []), sft, policy, EvaluateConfig(bootstrap=20))
+    evaluation.score(LongerIsBetter())
+    best = best_of_n(LongerIsBetter(), evaluation, samples)
     assert [reply.text for reply in best.known_replies] == ["aaa", "bbb", "c"]
-    side = EvaluatedModel(samples[0], [])
-    evaluation = Evaluation(prompts, [], side, side).scored_by(LongerIsBetter(), EvaluateConfig(bootstrap=20))
-    scored = best.scored_by(LongerIsBetter(), evaluation)
-    assert scored.scores == {"reward": [3.0, 3.0, 1.0]}
-    metrics = scored.best_of_n_metrics(evaluation, samples, EvaluateConfig(bootstrap=20))
+    best.score(LongerIsBetter())
+    assert best.scores == {"reward": [3.0, 3.0, 1.0]}
+    metrics = best.best_of_n_metrics(samples)
     assert (metrics["n"], metrics["kl_bound"]) == (3, kl_bound(3))
     assert metrics["reward"] == pytest.approx(7 / 3) and metrics["sampled_tokens_per_reply"] == 5.0
     assert metrics["comparison"]["reward"]["lose"] == metrics["policy_comparison"]["reward"]["win"] == 0.0
     assert metrics["comparison"]["reward"]["mean_difference"] == pytest.approx((7 - 5) / 3)
-    assert scored.columns()[1] == {"best_of_n_reply": "bbb", "best_of_n_finished": True, "best_of_n_reward": 3.0}
+    assert best.columns()[1] == {"best_of_n_reply": "bbb", "best_of_n_finished": True, "best_of_n_reward": 3.0}
 
 
 def test_the_stage_compares_it_with_both_and_changes_nothing_else(

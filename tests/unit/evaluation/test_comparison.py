@@ -32,15 +32,15 @@ class Unitless:
 
 def test_by_hand_with_an_absolute_margin() -> None:
     comparison = compare([1.0, 0.5, 0.0, 0.2], [0.0, 0.45, 1.0, 0.1], tie_margin=0.06)
-    assert (comparison.win, comparison.tie, comparison.lose) == (0.5, 0.25, 0.25)
-    assert comparison.win_rate == 0.625
-    assert comparison.mean_difference == pytest.approx((1.0 + 0.05 - 1.0 + 0.1) / 4)
-    assert comparison.prompts == 4
+    assert (comparison["win"], comparison["tie"], comparison["lose"]) == (0.5, 0.25, 0.25)
+    assert comparison["win_rate"] == 0.625
+    assert comparison["mean_difference"] == pytest.approx((1.0 + 0.05 - 1.0 + 0.1) / 4)
+    assert comparison["prompts"] == 4
 
 
 def test_a_difference_of_exactly_the_margin_is_a_tie() -> None:
-    assert compare([1.5], [1.0], tie_margin=0.5).tie == 1.0
-    assert compare([1.5], [1.0], tie_margin=0.49).win == 1.0
+    assert compare([1.5], [1.0], tie_margin=0.5)["tie"] == 1.0
+    assert compare([1.5], [1.0], tie_margin=0.49)["win"] == 1.0
 
 
 def test_relative_margin_is_a_share_of_the_spread_of_the_baseline() -> None:
@@ -54,15 +54,15 @@ def test_a_judge_with_a_unit_has_a_margin_of_its_own() -> None:
 
 def test_interval_of_a_coin_matches_the_normal_approximation() -> None:
     coin = compare([1.0] * 200 + [0.0] * 200, [0.0] * 200 + [1.0] * 200, 0.0, bootstrap=4000, seed=3)
-    assert coin.win_rate == 0.5
-    assert coin.win_rate_low95 == pytest.approx(0.5 - 1.96 * 0.025, abs=0.006)
-    assert coin.win_rate_high95 == pytest.approx(0.5 + 1.96 * 0.025, abs=0.006)
+    assert coin["win_rate"] == 0.5
+    assert coin["win_rate_low95"] == pytest.approx(0.5 - 1.96 * 0.025, abs=0.006)
+    assert coin["win_rate_high95"] == pytest.approx(0.5 + 1.96 * 0.025, abs=0.006)
 
 
 def test_the_seed_decides_the_interval_and_nothing_else_does() -> None:
     scores = [0.1 * i for i in range(40)], [0.1 * (i % 7) for i in range(40)]
     assert compare(*scores, 0.1, seed=5) == compare(*scores, 0.1, seed=5)
-    assert compare(*scores, 0.1, seed=5).win_rate == compare(*scores, 0.1, seed=6).win_rate
+    assert compare(*scores, 0.1, seed=5)["win_rate"] == compare(*scores, 0.1, seed=6)["win_rate"]
 
 
 @settings(max_examples=50, deadline=None)
@@ -70,10 +70,10 @@ def test_the_seed_decides_the_interval_and_nothing_else_does() -> None:
 def test_sides_swapped_mirror_each_other(scores: list[float]) -> None:
     other = scores[::-1]
     forth, back = compare(scores, other, 0.1, bootstrap=20), compare(other, scores, 0.1, bootstrap=20)
-    assert forth.win == back.lose and forth.tie == back.tie
-    assert forth.win_rate + back.win_rate == pytest.approx(1.0)
-    assert forth.win + forth.tie + forth.lose == pytest.approx(1.0)
-    assert forth.win_rate_low95 <= forth.win_rate_high95
+    assert forth["win"] == back["lose"] and forth["tie"] == back["tie"]
+    assert forth["win_rate"] + back["win_rate"] == pytest.approx(1.0)
+    assert forth["win"] + forth["tie"] + forth["lose"] == pytest.approx(1.0)
+    assert forth["win_rate_low95"] <= forth["win_rate_high95"]
 
 
 def test_constant_values_have_an_interval_of_width_zero_and_one_question_has_none() -> None:
@@ -81,7 +81,7 @@ def test_constant_values_have_an_interval_of_width_zero_and_one_question_has_non
     assert low == pytest.approx([0.3, 0.3]) and high == pytest.approx([0.3, 0.3])
     low, high = bootstrap_bounds(np.full((2, 10), 0.3), 50, seed=0, clusters=np.zeros(10, dtype=int))
     assert np.isneginf(low).all() and np.isposinf(high).all()
-    alone = compare([1.0, 2.0], [0.0, 0.0], 0.1, clusters=[7, 7]).as_dict()
+    alone = compare([1.0, 2.0], [0.0, 0.0], 0.1, clusters=[7, 7])
     assert (alone["win_rate_low95"], alone["win_rate_high95"], alone["clusters"]) == (0.0, 1.0, 1)
     assert "mean_difference_low95" not in alone
 
@@ -93,12 +93,14 @@ def test_questions_and_not_rows_are_resampled() -> None:
     rows = np.repeat(difference, 6)
     clustered = compare(rows, np.zeros(240), 0.0, 2000, 3, rows, np.repeat(np.arange(40), 6))
     for bound in ("win_rate_low95", "win_rate_high95", "mean_difference_low95"):
-        assert getattr(clustered, bound) == pytest.approx(getattr(once, bound), abs=0.02)
-    assert (clustered.prompts, clustered.clusters) == (240, 40)
-    decided = clustered.clusters_won, clustered.clusters_tied, clustered.clusters_lost
+        assert clustered[bound] == pytest.approx(once[bound], abs=0.02)
+    assert (clustered["prompts"], clustered["clusters"]) == (240, 40)
+    decided = clustered["clusters_won"], clustered["clusters_tied"], clustered["clusters_lost"]
     assert decided == (int((difference > 0).sum()), 0, int((difference < 0).sum()))
     naive = compare(rows, np.zeros(240), 0.0, seed=3)
-    assert naive.win_rate_high95 - naive.win_rate_low95 < 0.6 * (clustered.win_rate_high95 - clustered.win_rate_low95)
+    assert naive["win_rate_high95"] - naive["win_rate_low95"] < 0.6 * (
+        clustered["win_rate_high95"] - clustered["win_rate_low95"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,10 +115,10 @@ def test_bad_input_is_refused_in_words(first: list[float], second: list[float], 
 def test_several_replies_to_a_prompt_count_by_prompt() -> None:
     # Pairs won: prompt 1 has 2 of 2, prompt 2 has 1 of 2, prompt 3 has none and a tie.
     comparison = compare([[1.0, 1.0], [1.0, 0.0], [0.0, 0.5]], [[0.0, 0.0], [0.0, 1.0], [1.0, 0.5]], 0.1, bootstrap=20)
-    assert (comparison.win, comparison.tie, comparison.lose) == pytest.approx((1 / 3, 1 / 3, 1 / 3))
-    assert comparison.win_rate == pytest.approx((1.0 + 0.5 + 0.25) / 3)
-    assert comparison.mean_difference == pytest.approx((1.0 + 0.0 - 0.5) / 3)
-    assert comparison.prompts == 3
+    assert (comparison["win"], comparison["tie"], comparison["lose"]) == pytest.approx((1 / 3, 1 / 3, 1 / 3))
+    assert comparison["win_rate"] == pytest.approx((1.0 + 0.5 + 0.25) / 3)
+    assert comparison["mean_difference"] == pytest.approx((1.0 + 0.0 - 0.5) / 3)
+    assert comparison["prompts"] == 3
 
 
 def test_bounds_resample_prompts_and_not_replies() -> None:
@@ -125,9 +127,9 @@ def test_bounds_resample_prompts_and_not_replies() -> None:
     copies = [np.repeat(np.reshape(column, (-1, 1)), 50, axis=1) for column in (scores, other, [3, -1, 2, 0, 5])]
     fifty = compare(copies[0], copies[1], 0.1, seed=3, length_difference=copies[2])
     for bound in ("low95", "high95"):
-        assert getattr(fifty, f"win_rate_{bound}") == pytest.approx(getattr(once, f"win_rate_{bound}"))
-        assert getattr(fifty, f"mean_difference_{bound}") == pytest.approx(getattr(once, f"mean_difference_{bound}"))
-    assert fifty.lc_win_rate_high95 - fifty.lc_win_rate_low95 > 0.3, "fifty copies of a reply are no evidence"
+        assert fifty[f"win_rate_{bound}"] == pytest.approx(once[f"win_rate_{bound}"])
+        assert fifty[f"mean_difference_{bound}"] == pytest.approx(once[f"mean_difference_{bound}"])
+    assert fifty["lc_win_rate_high95"] - fifty["lc_win_rate_low95"] > 0.3, "fifty copies of a reply are no evidence"
 
 
 def test_further_replies_narrow_the_interval() -> None:
@@ -135,14 +137,14 @@ def test_further_replies_narrow_the_interval() -> None:
     difference = rng.normal(0.2, 1.0, size=(100, 8))
     one = compare(difference[:, :1], np.zeros((100, 1)), 0.0, seed=1)
     eight = compare(difference, np.zeros((100, 8)), 0.0, seed=1)
-    assert eight.win_rate_high95 - eight.win_rate_low95 < 0.5 * (one.win_rate_high95 - one.win_rate_low95)
+    assert eight["win_rate_high95"] - eight["win_rate_low95"] < 0.5 * (one["win_rate_high95"] - one["win_rate_low95"])
 
 
 def test_outcomes_without_scores_have_the_win_rates_of_scores_with_them() -> None:
     scores, baseline = [1.0, 0.5, 0.0, 0.2, 0.9, 0.1], [0.0, 0.5, 1.0, 0.1, 0.1, 0.4]
     longer_by = np.array([3.0, -2.0, 5.0, 1.0, 8.0, -4.0])
-    scored = compare(scores, baseline, 0.0, 200, 3, longer_by).as_dict()
-    judged = compare_outcomes([1.0, 0.5, 0.0, 1.0, 1.0, 0.0], 200, 3, longer_by).as_dict()
+    scored = compare(scores, baseline, 0.0, 200, 3, longer_by)
+    judged = compare_outcomes([1.0, 0.5, 0.0, 1.0, 1.0, 0.0], 200, 3, longer_by)
     assert judged.keys() == {name for name in scored if "difference" not in name} - {"tie_margin"}
     assert judged == pytest.approx({name: scored[name] for name in judged})
 

@@ -17,7 +17,8 @@ from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, rea
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare
 from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
-from rlhf_core.evaluation.perplexity import Drift, HeldOutText, held_out_perplexities
+from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
+from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.stages import evaluate
@@ -162,11 +163,12 @@ def test_safety_prompts_may_be_asked_several_times(tmp_path: Path, models: Path)
 
 def test_bad_cases_are_where_reward_and_judge_disagree() -> None:
     rows = [made_prompt(str(i), "c") for i in range(4)]
-    replies, drift = [Reply("x", True)] * 4, Drift(0.0, 0.0, 1.0)
-    sft = EvaluatedModel(replies, [], drift, {"reward": [0.0] * 4, "referee": [0.0] * 4})
-    policy = EvaluatedModel(replies, [], drift, {"reward": [1.0, 3.0, -1.0, 2.0], "referee": [-1.0, -2.0, -3.0, 1.0]})
-    versus = {name: compare(policy.scores[name], sft.scores[name], 0.05) for name in ("reward", "referee")}
-    cases = Evaluation(rows, [], sft, policy, versus).bad_cases("referee", 10)
+    sets, replies = FixedSets(rows, [], []), SetReplies([Reply("x", True)] * 4, [], [])
+    sft = EvaluatedModel(replies, scores={"reward": [0.0] * 4, "referee": [0.0] * 4})
+    policy = EvaluatedModel(replies, scores={"reward": [1.0, 3.0, -1.0, 2.0], "referee": [-1.0, -2.0, -3.0, 1.0]})
+    evaluation = Evaluation(sets, sft, policy, CONFIG)
+    evaluation.comparison["referee"] = compare(policy.scores["referee"], sft.scores["referee"], 0.05)
+    cases = evaluation.bad_cases("referee")
     assert [case["prompt"] for case in cases] == ["user: 1", "user: 0"]
     assert cases[0]["disagreement"] > cases[1]["disagreement"] > 0
 

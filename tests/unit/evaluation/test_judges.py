@@ -53,6 +53,6 @@ def test_gold_judges_the_last_turn(prompts: list[Prompt]) -> None:
 
 def test_text_metrics_by_hand() -> None:
     metrics = measure_text([Reply("a b a b a", True, (1, 2, 1, 2, 1, 0)), Reply("a", False, (1, 2))])
-    assert metrics.length == 4.0 and metrics.missing_eos == 0.5 and metrics.short_replies == 0.5
-    assert metrics.repetition == pytest.approx(1 / 6)
-    assert metrics.distinct_2 == 0.5 and metrics.words == 3.0
+    assert metrics["length"] == 4.0 and metrics["missing_eos"] == 0.5 and metrics["short_replies"] == 0.5
+    assert metrics["repetition"] == pytest.approx(1 / 6)
+    assert metrics["distinct_2"] == 0.5 and metrics["words"] == 3.0

@@ -37,12 +37,12 @@ def test_by_hand() -> None:
     # all of the advantage is length, on either side.
     outcome = np.array([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0])
     longer_by = np.array([50.0] * 4 + [-50.0] * 4)
-    assert length_controlled_win_rate(outcome, longer_by, 50, 0).lc_win_rate == pytest.approx(0.5)
+    assert length_controlled_win_rate(outcome, longer_by, 50, 0)["lc_win_rate"] == pytest.approx(0.5)
     # Of 1,000 pairs 900 are the longer ones: the plain rate is .70, the controlled one still half.
     outcome = np.repeat([1.0, 0.0, 1.0, 0.0], [675, 225, 25, 75])
     longer_by = np.repeat([50.0, 50.0, -50.0, -50.0], [675, 225, 25, 75])
     assert outcome.mean() == pytest.approx(0.70)
-    assert length_controlled_win_rate(outcome, longer_by, 2, 0).lc_win_rate == pytest.approx(0.5, abs=0.01)
+    assert length_controlled_win_rate(outcome, longer_by, 2, 0)["lc_win_rate"] == pytest.approx(0.5, abs=0.01)
 
 
 def test_ties_are_half_wins_by_the_first_order_conditions() -> None:
@@ -86,19 +86,19 @@ def test_swapping_the_players_gives_the_complement(compared: list[tuple[float, i
         warnings.simplefilter("error")
         forth = length_controlled_win_rate(outcome, difference, 20, 3)
         back = length_controlled_win_rate(1 - outcome, -difference, 20, 3)
-    assert back.lc_win_rate == pytest.approx(1 - forth.lc_win_rate, abs=1e-6)
-    assert back.lc_win_rate_low95 == pytest.approx(1 - forth.lc_win_rate_high95, abs=1e-6)
-    assert 0 <= forth.lc_win_rate_low95 <= forth.lc_win_rate_high95 <= 1
+    assert back["lc_win_rate"] == pytest.approx(1 - forth["lc_win_rate"], abs=1e-6)
+    assert back["lc_win_rate_low95"] == pytest.approx(1 - forth["lc_win_rate_high95"], abs=1e-6)
+    assert 0 <= forth["lc_win_rate_low95"] <= forth["lc_win_rate_high95"] <= 1
 
 
 @pytest.mark.parametrize("difference", [0.0, 12.0])
 def test_equal_differences_leave_the_plain_win_rate_and_its_interval(difference: float) -> None:
     scores, baseline = [1.0, 0.0, 2.0, 1.0, 3.0], [0.0, 1.0, 1.0, 1.0, 0.0]
     comparison = compare(scores, baseline, 0.0, bootstrap=500, seed=4, length_difference=np.full(5, difference))
-    assert comparison.win_rate == 0.7
-    assert comparison.lc_win_rate == comparison.win_rate
-    assert comparison.lc_win_rate_low95 == pytest.approx(comparison.win_rate_low95)
-    assert comparison.lc_win_rate_high95 == pytest.approx(comparison.win_rate_high95)
+    assert comparison["win_rate"] == 0.7
+    assert comparison["lc_win_rate"] == comparison["win_rate"]
+    assert comparison["lc_win_rate_low95"] == pytest.approx(comparison["win_rate_low95"])
+    assert comparison["lc_win_rate_high95"] == pytest.approx(comparison["win_rate_high95"])
 
 
 @pytest.mark.parametrize("outcome", [0.0, 0.5, 1.0])
@@ -107,9 +107,9 @@ def test_data_without_variation_gives_its_rate_and_no_warning(outcome: float, pr
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rate = length_controlled_win_rate(np.full(prompts, outcome), np.arange(float(prompts)), 20, 0)
-    assert rate.lc_win_rate == pytest.approx(outcome)
+    assert rate["lc_win_rate"] == pytest.approx(outcome)
     bounds = (outcome, outcome) if prompts > 1 else (0.0, 1.0)
-    assert (rate.lc_win_rate_low95, rate.lc_win_rate_high95) == pytest.approx(bounds)
+    assert (rate["lc_win_rate_low95"], rate["lc_win_rate_high95"]) == pytest.approx(bounds)
 
 
 def test_length_alone_deciding_leaves_nothing_to_say_for_the_candidate() -> None:
@@ -117,7 +117,7 @@ def test_length_alone_deciding_leaves_nothing_to_say_for_the_candidate() -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rate = length_controlled_win_rate((longer_by > 0).astype(float), longer_by, 50, 0)
-    assert rate.lc_win_rate == pytest.approx(0.5)
+    assert rate["lc_win_rate"] == pytest.approx(0.5)
 
 
 def test_lengths_are_characters_of_candidate_minus_baseline() -> None:
@@ -126,4 +126,4 @@ def test_lengths_are_characters_of_candidate_minus_baseline() -> None:
 
 
 def test_without_lengths_the_controlled_rate_is_absent() -> None:
-    assert not any(name.startswith("lc_") for name in compare([1.0], [0.0], 0.0).as_dict())
+    assert not any(name.startswith("lc_") for name in compare([1.0], [0.0], 0.0))

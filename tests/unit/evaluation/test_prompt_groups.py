@@ -55,7 +55,7 @@ def test_comparisons_within_a_group_by_hand() -> None:
     assert set(table) == {"helpful", "harmless"}, "a prompt of no group counts in none"
     gold = table["helpful"]["gold"]
     assert (gold["win"], gold["tie"], gold["lose"], gold["prompts"]) == (0.5, 0.5, 0.0, 2)
-    assert gold == compare_outcomes([1.0, 0.5], 100, 1).as_dict()
+    assert gold == compare_outcomes([1.0, 0.5], 100, 1)
     assert table["helpful"]["llm"]["prompts"] == 1 and "silent" not in table["helpful"]
     assert set(table["harmless"]) == {"gold", "silent"} and table["harmless"]["gold"]["lose"] == 1.0
 
@@ -68,7 +68,7 @@ def test_several_replies_to_a_prompt_are_one_prompt() -> None:
 
 
 def test_the_charts_have_a_row_for_each_group_and_judge(tmp_path: Path) -> None:
-    comparison: dict[str, Any] = compare_outcomes([1.0, 0.0, 0.5], 50, 1).as_dict()
+    comparison: dict[str, Any] = compare_outcomes([1.0, 0.0, 0.5], 50, 1)
     chart = str(group_chart({"helpful": {"judge": comparison, "gold": comparison}, "harmless": {"gold": comparison}}))
     assert chart.index("helpful, gold") < chart.index("helpful, judge") < chart.index("harmless, gold")
     assert group_chart({}) is None

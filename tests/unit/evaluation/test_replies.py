@@ -78,8 +78,8 @@ def test_no_judge_takes_a_spoiled_reply_for_a_clean_one(
 
 def test_special_tokens_are_a_defect_in_metrics_and_regression_set(tokenizer: PreTrainedTokenizerBase) -> None:
     replies = [generated(tokenizer, PLAIN), generated(tokenizer, SPOILED)]
-    assert measure_text(replies).special_tokens == 0.5
-    assert measure_text(replies[:1]).special_tokens == 0.0
+    assert measure_text(replies)["special_tokens"] == 0.5
+    assert measure_text(replies[:1])["special_tokens"] == 0.0
     rates = pass_rates(["x", "x"], replies, world=False)
     assert rates["no_special_tokens"] == 0.5 and rates["passed"] == 0.5
 

@@ -84,7 +84,7 @@ def render(root: Path) -> str:
 
 
 def fill(root: Path, gate_mode: str = "enforce", reward_bound: float = 0.5) -> None:
-    versus = compare([1.0, 2.0, 0.5], [0.5, 0.1, 0.9], 0.05, bootstrap=50).as_dict()
+    versus = compare([1.0, 2.0, 0.5], [0.5, 0.1, 0.9], 0.05, bootstrap=50)
     controlled = versus | {"lc_win_rate": 0.6543, "lc_win_rate_low95": 0.5432, "lc_win_rate_high95": 0.7654}
     metrics = {"gold": 0.5, "reward": 1.0, "referee": 0.2, "judge": 0.3}
     metrics |= {"length": 20.0, "repetition": 0.01, "missing_eos": 0.0}

@@ -9,7 +9,6 @@ import pytest
 
 from rlhf_core.evaluation.report.charts import EDGES, histogram, reward_histograms
 from rlhf_core.evaluation.report.sources import (
-    ReportLineage,
     recorded_outputs,
     report_lineage,
 )
@@ -31,7 +30,7 @@ stages:
 
 def test_a_workspace_tells_commit_run_and_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert report_lineage(tmp_path, "") == ReportLineage("none", "", "", {})
+    assert report_lineage(tmp_path, "") == {"git_revision": "none", "mlflow_run": "", "dvc_lock": "", "outputs": {}}
     (tmp_path / "dvc.lock").write_text(LOCK)
     for command in (
         ["init", "-q"],
@@ -40,13 +39,13 @@ def test_a_workspace_tells_commit_run_and_hashes(tmp_path: Path, monkeypatch: py
     ):
         subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True)
     lineage = report_lineage(tmp_path, "own")
-    assert len(lineage.git_revision) == 40 and lineage.mlflow_run == "own"
-    assert lineage.dvc_lock == sha256_file(tmp_path / "dvc.lock")
-    assert lineage.outputs == {"models/sft": "abc.dir"}, "the report's own hash is of an earlier one"
+    assert len(lineage["git_revision"]) == 40 and lineage["mlflow_run"] == "own"
+    assert lineage["dvc_lock"] == sha256_file(tmp_path / "dvc.lock")
+    assert lineage["outputs"] == {"models/sft": "abc.dir"}, "the report's own hash is of an earlier one"
     monkeypatch.setenv("RLHF_PARENT_RUN_ID", "pipeline")
     (tmp_path / "dvc.lock").write_text("stages: [")
     lineage = report_lineage(tmp_path, "own")
-    assert lineage.mlflow_run == "pipeline" and lineage.git_revision.endswith("-dirty")
+    assert lineage["mlflow_run"] == "pipeline" and lineage["git_revision"].endswith("-dirty")
     assert recorded_outputs(tmp_path / "dvc.lock") == {}
 
 

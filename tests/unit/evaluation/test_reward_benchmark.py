@@ -62,12 +62,12 @@ def test_accuracy_is_by_subset_and_the_mean_over_subsets(tmp_path: Path) -> None
         row(["abc", "abcd"], ["a", "ab"], "Ties", prompt=[{"role": "user", "content": "name a letter"}]),
     )
     result = run_benchmark(ByLength(), read_benchmark(file))
-    math, ties = result.subsets["Math"], result.subsets["Ties"]
-    assert (math.rows, math.clusters) == (3, 1), "rows that ask the same are one prompt"
-    assert (math.accuracy, math.chance) == (pytest.approx(1 / 3), 0.25)
-    assert 0 <= math.accuracy_low95 <= math.accuracy <= math.accuracy_high95 <= 1
-    assert (ties.rows, ties.accuracy, ties.chance) == (1, 1.0, pytest.approx(1 / 6))
-    assert result.mean == pytest.approx((1 / 3 + 1) / 2)
+    math, ties = result["subsets"]["Math"], result["subsets"]["Ties"]
+    assert (math["rows"], math["clusters"]) == (3, 1), "rows that ask the same are one prompt"
+    assert (math["accuracy"], math["chance"]) == (pytest.approx(1 / 3), 0.25)
+    assert 0 <= math["accuracy_low95"] <= math["accuracy"] <= math["accuracy_high95"] <= 1
+    assert (ties["rows"], ties["accuracy"], ties["chance"]) == (1, 1.0, pytest.approx(1 / 6))
+    assert result["mean"] == pytest.approx((1 / 3 + 1) / 2)
     assert as_text(result).splitlines()[-1] == "mean over subsets: 0.667"
 
 

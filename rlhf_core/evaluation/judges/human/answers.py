@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -17,11 +16,10 @@ from rlhf_core.config.data import CollectConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.data.collection.sources import annotation_sources
 from rlhf_core.data.inspection.convert import record_of
-from rlhf_core.data.readers.content import require_text
-from rlhf_core.data.readers.csv_records import csv_records
-from rlhf_core.data.readers.json_records import json_line_records
+from rlhf_core.data.readers.stream import stream_records
+from rlhf_core.data.text import writable
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparisons.comparison import Comparison, compare_outcomes
+from rlhf_core.evaluation.comparisons.comparison import compare_outcomes
 from rlhf_core.evaluation.judges.human.pairs import EXPORTS, AnnotationExport, AnnotationPair
 from rlhf_core.evaluation.statistics import cluster_codes
 from rlhf_core.storage.files import LockFile, atomic_write_json, atomic_write_lines, split_json_lines
@@ -61,20 +59,23 @@ class FilledForm:
             self.unusable.setdefault("a choice other than 1, 2 or tie", []).append(line)
         else:
             note = comment.strip() if isinstance(comment, str) else ""
-            self.answers.append(Answer(pair.strip(), _writable(annotator), CHOICES[text], _writable(note)))
+            self.answers.append(Answer(pair.strip(), writable(annotator), CHOICES[text], writable(note)))
 
     def problems(self) -> list[str]:
-        """One line for each reason for which lines are left out."""
-        return [
-            f"{self.path.name}: {len(lines)} left out for {reason} (line {', '.join(map(str, lines[:LISTED]))}"
-            f"{' …' if len(lines) > LISTED else ''})"
-            for reason, lines in self.unusable.items()
+        """One line for each reason for which lines are left out, for open questions, and for repeated answers."""
+        name = self.path.name
+        lines = [
+            f"{name}: {len(numbers)} left out for {reason} (line {_first_of(numbers)})"
+            for reason, numbers in self.unusable.items()
         ]
+        if self.unanswered:
+            lines.append(f"{name}: {self.unanswered} not answered yet, {len(self.answers)} answered")
+        repeated = len(self.answers) - len(without_repeats(self.answers))
+        return [*lines, f"{name}: {repeated} given twice in the same way, counted once"] if repeated else lines
 
 
-def _writable(text: str) -> str:
-    """The text without lone surrogates, which JSON can hold and no file can."""
-    return text.encode("utf-8", "replace").decode()
+def _first_of(items: Sequence[Any]) -> str:
+    return f"{', '.join(map(str, items[:LISTED]))}{' …' if len(items) > LISTED else ''}"
 
 
 def read_form(path: Path, annotator: str | None = None) -> FilledForm:
@@ -96,38 +97,19 @@ def read_form(path: Path, annotator: str | None = None) -> FilledForm:
         return form
     if path.suffix not in (".jsonl", ".csv"):
         raise DataError(f"{path}: a filled form ends with .jsonl, .csv or .json (Label Studio)")
-    for line, row in _csv_rows(path) if path.suffix == ".csv" else _json_rows(path):
-        if isinstance(row, str):
-            form.unusable.setdefault(row, []).append(line)
+    is_table, records = path.suffix == ".csv", list(stream_records(path))
+    if is_table and not all({"id", "choice"} <= record.value.keys() for record in records if not record.problem):
+        raise DataError(f"{path} has no columns id and choice; keep the header of the exported file")
+    for record in records:
+        row = record.value
+        if is_table and not any(row.values() if isinstance(row, dict) else row):
+            continue  # spreadsheets write rows without text
+        if record.problem or not isinstance(row, dict):
+            form.unusable.setdefault(record.problem if is_table else "no JSON object", []).append(record.position)
         else:
             who = annotator or str(row.get("annotator") or "").strip() or path.stem
-            form.add(line, row.get("id"), who, row.get("choice"), row.get("comment"))
+            form.add(record.position, row.get("id"), who, row.get("choice"), row.get("comment"))
     return form
-
-
-def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
-    """Lines with their numbers, each an object, or why it is none."""
-    for record in json_line_records(str(path), io.BytesIO(path.read_bytes())):
-        is_row = isinstance(record.value, dict) and not record.problem
-        yield record.position, record.value if is_row else "no JSON object"
-
-
-def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
-    """Rows with the numbers of their lines, each by the names of its columns, or what is wrong with it."""
-    content = path.read_bytes()
-    if content:
-        require_text(str(path), content)
-    header = content.split(b"\n", 1)[0]
-    delimiter = max(",;\t", key=lambda mark: header.count(mark.encode()))  # spreadsheets write that of their language
-    rows = [
-        record
-        for record in csv_records(str(path), io.BytesIO(content), delimiter)
-        if any(record.value.values() if isinstance(record.value, dict) else record.value)
-    ]
-    if not all({"id", "choice"} <= row.value.keys() for row in rows if not row.problem) or not rows:
-        raise DataError(f"{path} has no columns id and choice, or no rows; keep the header of the exported file")
-    for row in rows:
-        yield row.position, row.problem or row.value
 
 
 def _read_label_studio(form: FilledForm, annotator: str | None) -> None:
@@ -136,7 +118,9 @@ def _read_label_studio(form: FilledForm, annotator: str | None) -> None:
         tasks = json.loads(form.path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{form.path} is not valid JSON ({error}); export it from Label Studio again") from error
-    if not isinstance(tasks, list) or not all(_is_task(task) for task in tasks):
+    if not isinstance(tasks, list) or not all(
+        isinstance(task, dict) and isinstance(task.get("annotations"), list) for task in tasks
+    ):
         raise DataError(f"{form.path} is no JSON export of Label Studio; export as JSON, not as JSON-MIN or CSV")
     for number, task in enumerate(tasks, start=1):
         data = task.get("data")
@@ -147,10 +131,6 @@ def _read_label_studio(form: FilledForm, annotator: str | None) -> None:
         for annotation in done:
             who = _account(annotation.get("completed_by"))
             form.add(number, pair, annotator or who, _selected(annotation.get("result")))
-
-
-def _is_task(task: Any) -> bool:
-    return isinstance(task, dict) and isinstance(task.get("annotations"), list)
 
 
 def _account(completed_by: Any) -> str:
@@ -171,23 +151,15 @@ def _selected(result: Any) -> str | None:
     return choices.pop() if len(choices) == 1 else " and ".join(sorted(choices)) or None
 
 
-@dataclass(frozen=True)
-class Kappa:
-    """Agreement of ``annotators`` on the ``pairs`` that all of them answered.
-
-    ``value`` is 1 for full agreement, 0 for that of chance; None where it is not defined, as for a single choice.
-    """
-
-    annotators: tuple[str, ...]
-    value: float | None
-    pairs: int
-
-
-def cohen_kappas(choices: Mapping[str, Mapping[str, str]]) -> list[Kappa]:
+def cohen_kappas(choices: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any]]:
     """Return Cohen's kappa of every two annotators who have answered a pair in common.
 
     Args:
         choices: By annotator, the choice on each pair.
+
+    Returns:
+        The ``annotators``, how many ``pairs`` all of them answered, and ``value``, 1 for full agreement, 0 for that of
+        chance; None where it is not defined, as for a single choice.
     """
     from sklearn.metrics import cohen_kappa_score
 
@@ -198,28 +170,26 @@ def cohen_kappas(choices: Mapping[str, Mapping[str, str]]) -> list[Kappa]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of one choice everywhere, whose kappa is not defined
                 value = float(cohen_kappa_score(*([choices[who][pair] for pair in common] for who in (first, second))))
-            kappas.append(Kappa((first, second), value if math.isfinite(value) else None, len(common)))
+            known = value if math.isfinite(value) else None
+            kappas.append({"annotators": [first, second], "value": known, "pairs": len(common)})
     return kappas
 
 
-def fleiss_kappa(choices: Mapping[str, Mapping[str, str]]) -> Kappa | None:
+def fleiss_kappa(choices: Mapping[str, Mapping[str, str]]) -> dict[str, Any] | None:
     """Return Fleiss' kappa of three or more annotators; None for fewer, or if no pair was answered by all.
 
     Fleiss, 1971, "Measuring nominal scale agreement among many raters": the share of agreeing pairs of annotators
     beyond that of chance, which is what the choices' shares over all pairs would give.
     """
-    if len(choices) < 3:
-        return None
-    annotators = sorted(choices)
-    common = sorted(set.intersection(*(set(choices[who]) for who in annotators)))
+    annotators, raters = sorted(choices), len(choices)
+    common = sorted(set.intersection(*map(set, choices.values()))) if raters >= 3 else []
     if not common:
         return None
     counts = [Counter(choices[who][pair] for who in annotators) for pair in common]
-    raters = len(annotators)
     agreeing = sum(n * (n - 1) for row in counts for n in row.values()) / (len(common) * raters * (raters - 1))
     by_chance = sum((n / (len(common) * raters)) ** 2 for n in sum(counts, Counter()).values())
     value = (agreeing - by_chance) / (1 - by_chance) if by_chance < 1 else None
-    return Kappa(tuple(annotators), value, len(common))
+    return {"annotators": annotators, "value": value, "pairs": len(common)}
 
 
 @dataclass(frozen=True)
@@ -228,11 +198,11 @@ class Votes:
 
     Attributes:
         choices: By annotator, the choice on each pair.
-        contradictions: (annotator, pair) with more than one choice, which count for nothing.
+        contradictions: By annotator, pairs with more than one choice, which count for nothing.
     """
 
     choices: dict[str, dict[str, str]]
-    contradictions: list[tuple[str, str]]
+    contradictions: dict[str, list[str]]
 
     def of(self, pair: str) -> list[str]:
         """The choices on a pair, by all annotators."""
@@ -241,20 +211,8 @@ class Votes:
     def majority(self, pair: str) -> str | None:
         """The choice that more annotators made than any other; None where two lead, or nobody answered."""
         ranked = Counter(self.of(pair)).most_common(2)
-        if not ranked or (len(ranked) == 2 and ranked[0][1] == ranked[1][1]):
-            return None
-        return ranked[0][0]
-
-    def contradiction_lines(self) -> list[str]:
-        """One line for each annotator who contradicts themself."""
-        by_annotator: dict[str, list[str]] = defaultdict(list)
-        for annotator, pair in self.contradictions:
-            by_annotator[annotator].append(pair)
-        return [
-            f"{annotator}: {len(pairs)} left out, answered in two ways ({', '.join(pairs[:LISTED])}"
-            f"{' …' if len(pairs) > LISTED else ''}); import the right file with --replace"
-            for annotator, pairs in sorted(by_annotator.items())
-        ]
+        tied = len(ranked) == 2 and ranked[0][1] == ranked[1][1]
+        return ranked[0][0] if ranked and not tied else None
 
 
 def count_votes(answers: Sequence[Answer]) -> Votes:
@@ -262,11 +220,13 @@ def count_votes(answers: Sequence[Answer]) -> Votes:
     options_of: dict[tuple[str, str], set[str]] = defaultdict(set)
     for answer in answers:
         options_of[answer.annotator, answer.pair].add(answer.choice)
-    choices: dict[str, dict[str, str]] = defaultdict(dict)
+    votes = Votes({}, {})
     for (annotator, pair), options in options_of.items():
         if len(options) == 1:
-            choices[annotator][pair] = next(iter(options))
-    return Votes(dict(choices), sorted(key for key, options in options_of.items() if len(options) > 1))
+            votes.choices.setdefault(annotator, {})[pair] = next(iter(options))
+        else:
+            votes.contradictions.setdefault(annotator, []).append(pair)
+    return votes
 
 
 def without_repeats(answers: Sequence[Answer]) -> list[Answer]:
@@ -284,54 +244,9 @@ LOCK = Path(".rlhf") / "annotations.lock"
 BOOTSTRAP = 2000
 
 
-@dataclass(frozen=True)
-class AnnotationResult:
-    """What all answers to an export say so far.
-
-    Attributes:
-        export: Its name.
-        pairs: How many pairs it has.
-        answered: By annotator, how many pairs count.
-        undecided: Pairs with answers of which none leads.
-        ties: Pairs that tie by the majority.
-        cohen: Cohen's kappa of every two annotators.
-        fleiss: Fleiss' kappa of three or more.
-        control: The policy against SFT on the control; None before it is answered.
-        bad_cases: The same on the bad cases, which were chosen against the policy.
-        preferences: How many preference pairs were written.
-        file: Where.
-        collected: Whether ``collect.annotations`` names that file.
-    """
-
-    export: str
-    pairs: int
-    answered: dict[str, int]
-    undecided: int
-    ties: int
-    cohen: list[Kappa]
-    fleiss: Kappa | None
-    control: Comparison | None
-    bad_cases: Comparison | None
-    preferences: int
-    file: str
-    collected: bool
-
-
-@dataclass(frozen=True)
-class AnswerImport:
-    """The result of each export that the files answer, and one line for each problem in them."""
-
-    results: list[AnnotationResult]
-    problems: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
-        return asdict(self)
-
-
 def import_answers(
     workspace: Path, files: Sequence[Path], annotator: str | None = None, replace: bool = False
-) -> AnswerImport:
+) -> dict[str, list[Any]]:
     """Add the answers in ``files`` to those of earlier imports, and write what all of them say.
 
     ``data/annotations/exports/NAME.answers.jsonl`` keeps every answer, ``NAME.result.json`` the result, and
@@ -344,6 +259,13 @@ def import_answers(
         annotator: Who filled them, where the files do not say it.
         replace: Whether earlier answers of the same annotators to the same export are taken back.
 
+    Returns:
+        ``problems``, a line for each, and ``results`` of each export that the files answer: its name (``export``); how
+        many ``pairs`` it has; ``answered``, how many count by annotator; ``undecided`` pairs with answers of which none
+        leads, and ``ties`` by the majority; kappas (``cohen``, ``fleiss``); the policy against SFT on the ``control``,
+        None before it is answered, and on the ``bad_cases``, which were chosen against the policy; how many
+        ``preferences`` were written into which ``file``, and whether ``collect.annotations`` names it (``collected``).
+
     Raises:
         DataError: A file cannot be read, or no line of it answers a pair of this workspace. Nothing is written then.
     """
@@ -353,14 +275,11 @@ def import_answers(
     problems = [line for form in forms for line in form.problems()]
     by_export: dict[str, list[Answer]] = defaultdict(list)
     exports: dict[str, AnnotationExport] = {}
-    for form in forms:
-        for answer in form.answers:
-            by_export[answer.pair.partition("-")[0]].append(answer)
-        problems += _form_lines(form)
+    for answer in (answer for form in forms for answer in form.answers):
+        by_export[answer.pair.partition("-")[0]].append(answer)
     for name in by_export:
         exports[name] = AnnotationExport.load_key(workspace, name)
-        known = {pair.id for pair in exports[name].pairs}
-        unknown = sorted({answer.pair for answer in by_export[name]} - known)
+        unknown = sorted({answer.pair for answer in by_export[name]} - {pair.id for pair in exports[name].pairs})
         if unknown:
             raise DataError(f"{unknown[0]} is no pair of the export {name}: an id was changed; {len(unknown)} in all")
     if not by_export:
@@ -375,9 +294,13 @@ def import_answers(
                 stored = [old for old in stored if old.annotator not in {answer.annotator for answer in answers}]
             everything = without_repeats([*stored, *answers])
             votes = count_votes(everything)
-            problems += votes.contradiction_lines()
+            problems += [
+                f"{who}: {len(pairs)} left out, answered in two ways ({_first_of(sorted(pairs))}); import the right "
+                "file with --replace"
+                for who, pairs in sorted(votes.contradictions.items())
+            ]
             results.append(_write(workspace, exports[name], everything, votes))
-    return AnswerImport(results, problems)
+    return {"results": results, "problems": problems}
 
 
 def _require_distinct_names(forms: Sequence[FilledForm]) -> None:
@@ -398,17 +321,6 @@ def _require_distinct_names(forms: Sequence[FilledForm]) -> None:
         by_name[name].append((form.path, choices))
 
 
-def _form_lines(form: FilledForm) -> list[str]:
-    """What is worth saying of a form whose lines can all be read."""
-    lines = []
-    if form.unanswered:
-        lines.append(f"{form.path.name}: {form.unanswered} not answered yet, {len(form.answers)} answered")
-    repeated = len(form.answers) - len(without_repeats(form.answers))
-    if repeated:
-        lines.append(f"{form.path.name}: {repeated} given twice in the same way, counted once")
-    return lines
-
-
 def _stored_answers(workspace: Path, name: str) -> list[Answer]:
     path = workspace / EXPORTS / f"{name}.answers.jsonl"
     if not path.is_file():
@@ -419,7 +331,8 @@ def _stored_answers(workspace: Path, name: str) -> list[Answer]:
         raise DataError(f"{path} is damaged ({error}); restore it from a copy, it holds people's answers") from error
 
 
-def _write(workspace: Path, export: AnnotationExport, answers: list[Answer], votes: Votes) -> AnnotationResult:
+def _write(workspace: Path, export: AnnotationExport, answers: list[Answer], votes: Votes) -> dict[str, Any]:
+    """Write what all answers to an export say so far: the answers, preference pairs, and the result."""
     majorities = {pair.id: votes.majority(pair.id) for pair in export.pairs}
     rows = [
         _preference(pair, choice, export.name)
@@ -432,30 +345,26 @@ def _write(workspace: Path, export: AnnotationExport, answers: list[Answer], vot
         atomic_write_lines(workspace / file, rows)
     else:
         (workspace / file).unlink(missing_ok=True)
-    result = AnnotationResult(
-        export=export.name,
-        pairs=len(export.pairs),
-        answered={who: len(choices) for who, choices in sorted(votes.choices.items())},
-        undecided=sum(majorities[pair.id] is None and bool(votes.of(pair.id)) for pair in export.pairs),
-        ties=sum(choice == "tie" for choice in majorities.values()),
-        cohen=cohen_kappas(votes.choices),
-        fleiss=fleiss_kappa(votes.choices),
-        control=_comparison([pair for pair in export.pairs if pair.control], votes, export.seed),
-        bad_cases=_comparison([pair for pair in export.pairs if pair.bad_case], votes, export.seed),
-        preferences=len(rows),
-        file=str(file),
-        collected=_is_collected(workspace, file),
-    )
-    atomic_write_json(workspace / EXPORTS / f"{export.name}.result.json", asdict(result))
+    sources = annotation_sources(load_section(workspace, "collect", CollectConfig).annotations, workspace)
+    result = {
+        "export": export.name,
+        "pairs": len(export.pairs),
+        "answered": {who: len(choices) for who, choices in sorted(votes.choices.items())},
+        "undecided": sum(majorities[pair.id] is None and bool(votes.of(pair.id)) for pair in export.pairs),
+        "ties": sum(choice == "tie" for choice in majorities.values()),
+        "cohen": cohen_kappas(votes.choices),
+        "fleiss": fleiss_kappa(votes.choices),
+        "control": _comparison([pair for pair in export.pairs if pair.control], votes, export.seed),
+        "bad_cases": _comparison([pair for pair in export.pairs if pair.bad_case], votes, export.seed),
+        "preferences": len(rows),
+        "file": str(file),
+        "collected": (workspace / file).resolve() in {(workspace / source.path).resolve() for source in sources},
+    }
+    atomic_write_json(workspace / EXPORTS / f"{export.name}.result.json", result)
     return result
 
 
-def _is_collected(workspace: Path, file: Path) -> bool:
-    sources = annotation_sources(load_section(workspace, "collect", CollectConfig).annotations, workspace)
-    return (workspace / file).resolve() in {(workspace / source.path).resolve() for source in sources}
-
-
-def _comparison(pairs: Sequence[AnnotationPair], votes: Votes, seed: int) -> Comparison | None:
+def _comparison(pairs: Sequence[AnnotationPair], votes: Votes, seed: int) -> dict[str, float] | None:
     """The policy against SFT by the majority, where two choices lead a tie; None if nobody has answered."""
     answered = [pair for pair in pairs if votes.of(pair.id)]
     if not answered:
@@ -470,29 +379,29 @@ def _preference(pair: AnnotationPair, choice: str, export: str) -> dict[str, Any
     return record_of("preferences", row | {"category": pair.category, "source": f"annotations/{export}"})
 
 
-def as_text(imported: AnswerImport) -> str:
-    """Return a block of lines for each export, after the problems."""
-    blocks = ["\n".join(imported.problems)] if imported.problems else []
-    for result in imported.results:
-        answered = ", ".join(f"{who} {count}" for who, count in result.answered.items())
+def as_text(imported: Mapping[str, Sequence[Any]]) -> str:
+    """Return a block of lines for each export of :func:`import_answers`, after the problems."""
+    blocks = ["\n".join(imported["problems"])] if imported["problems"] else []
+    for result in imported["results"]:
+        answered = ", ".join(f"{who} {count}" for who, count in result["answered"].items())
         answered = answered or "nobody without contradiction"
-        lines = [f"export {result.export}: {result.pairs} pairs; answered by {answered}"]
-        kappas = [("Cohen's kappa", kappa) for kappa in result.cohen]
-        kappas += [("Fleiss' kappa", result.fleiss)] if result.fleiss is not None else []
-        for name, kappa in kappas:
-            value = "not defined" if kappa.value is None else f"{kappa.value:.2f}"
-            lines.append(f"  {name} of {', '.join(kappa.annotators)}: {value} on {kappa.pairs} pairs")
-        for name, comparison in (("control", result.control), ("bad cases", result.bad_cases)):
-            if comparison is not None:
-                low, high = comparison.win_rate_low95, comparison.win_rate_high95
+        lines = [f"export {result['export']}: {result['pairs']} pairs; answered by {answered}"]
+        kappas = [("Cohen's kappa", kappa) for kappa in result["cohen"]]
+        for name, kappa in [*kappas, ("Fleiss' kappa", result["fleiss"])]:
+            if kappa is not None:
+                value = "not defined" if kappa["value"] is None else f"{kappa['value']:.2f}"
+                lines.append(f"  {name} of {', '.join(kappa['annotators'])}: {value} on {kappa['pairs']} pairs")
+        for name, versus in (("control", result["control"]), ("bad cases", result["bad_cases"])):
+            if versus is not None:
+                low, high = versus["win_rate_low95"], versus["win_rate_high95"]
                 lines.append(
-                    f"  {name}: win rate of the policy {comparison.win_rate:.2f} (95 %: {low:.2f} to {high:.2f}) "
-                    f"on {comparison.prompts} pairs about {comparison.clusters} different questions"
+                    f"  {name}: win rate of the policy {versus['win_rate']:.2f} (95 %: {low:.2f} to {high:.2f}) "
+                    f"on {versus['prompts']} pairs about {versus['clusters']} different questions"
                 )
-        collected = "the next run collects them" if result.collected else "add it to collect.annotations"
+        collected = "the next run collects them" if result["collected"] else "add it to collect.annotations"
         lines.append(
-            f"  {result.preferences} preference pairs in {result.file} ({result.ties} ties and {result.undecided} "
-            f"undecided left out); {collected}"
+            f"  {result['preferences']} preference pairs in {result['file']} ({result['ties']} ties and "
+            f"{result['undecided']} undecided left out); {collected}"
         )
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)

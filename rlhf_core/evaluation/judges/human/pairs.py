@@ -52,6 +52,12 @@ class Candidate:
     sft_reply: str
     policy_reply: str
 
+    @classmethod
+    def of(cls, row: Prompt, category: str, sft_reply: str, policy_reply: str) -> Candidate:
+        """Make one of a prompt of the data."""
+        turns = [{"role": turn.role, "content": turn.content} for turn in row.prompt]
+        return cls(turns, category, cluster_of(row), sft_reply, policy_reply)
+
     @property
     def key(self) -> str:
         """The hash of the content, which does not depend on who wrote which reply."""
@@ -139,14 +145,7 @@ def evaluated_candidates(workspace: Path) -> tuple[list[Candidate], list[int]]:
             f"{len(unknown)} prompts of the evaluation are not in {TEST_PROMPTS} any more; run evaluate again"
         )
     candidates = [
-        Candidate(
-            [{"role": turn.role, "content": turn.content} for turn in prompts[row["id"]].prompt],
-            row["category"],
-            cluster_of(prompts[row["id"]]),
-            row["sft_reply"],
-            row["policy_reply"],
-        )
-        for row in rows
+        Candidate.of(prompts[row["id"]], row["category"], row["sft_reply"], row["policy_reply"]) for row in rows
     ]
     positions = {row["id"]: i for i, row in enumerate(rows)}
     cases = workspace / "samples" / "bad_cases.jsonl"
@@ -229,14 +228,7 @@ def write_forms(pairs: Sequence[AnnotationPair], folder: Path) -> list[Path]:
     They hold nothing about who wrote a reply, what chose the pair, or its category.
     """
     rows = [
-        {
-            "id": pair.id,
-            "prompt": pair.prompt_text,
-            "reply_1": pair.reply_1,
-            "reply_2": pair.reply_2,
-            "choice": "",
-            "comment": "",
-        }
+        dict(zip(COLUMNS, (pair.id, pair.prompt_text, pair.reply_1, pair.reply_2, "", ""), strict=True))
         for pair in pairs
     ]
     jsonl, table = folder / "pairs.jsonl", folder / "pairs.csv"
@@ -247,9 +239,8 @@ def write_forms(pairs: Sequence[AnnotationPair], folder: Path) -> list[Path]:
     writer.writeheader()
     writer.writerows({name: _no_formula(value) for name, value in row.items()} for row in rows)
     atomic_write_text(table, "\ufeff" + text.getvalue())  # with the mark, spreadsheets read it as UTF-8
-    texts = ("prompt", "reply_1", "reply_2")
-    data = [{"pair_id": row["id"], **{name: row[name] for name in texts}} for row in rows]
-    atomic_write_json(tasks, [{"data": values} for values in data])
+    shown = ("prompt", "reply_1", "reply_2")
+    atomic_write_json(tasks, [{"data": {"pair_id": row["id"]} | {name: row[name] for name in shown}} for row in rows])
     atomic_write_text(config, LABEL_STUDIO_CONFIG)
     return [jsonl, table, tasks, config]
 
@@ -280,33 +271,24 @@ def sampled_candidates(workspace: Path, count: int, replies_per_prompt: int = 1)
     with progress(2 * len(rows) * replies_per_prompt, "replies to training prompts") as bar:
         for name in ("sft", "policy"):
             model, tokenizer = load_policy(workspace / MODELS / name)
+            seed, batch = config.seed, config.batch_size
             replies[name] = evaluation_replies(
-                model,
-                tokenizer,
-                prompts,
-                config.sampling,
-                config.seed,
-                bar.advance,
-                config.batch_size,
-                replies_per_prompt,
+                model, tokenizer, prompts, config.sampling, seed, bar.advance, batch, replies_per_prompt
             )
             del model
     rows = [row for row in rows for _ in range(replies_per_prompt)]
     prompts = [row.prompt for row in rows]
-    gains, margin = {}, 0.0
+    gains, margin = [], 0.0
     for name in (TRAINED_ON, JUDGE):
         judge = ModelJudge.load(workspace / MODELS / name, name, config.batch_size)
         baseline = judge.score(prompts, replies["sft"])
-        gains[name] = np.subtract(judge.score(prompts, replies["policy"]), baseline)
+        gains.append(np.subtract(judge.score(prompts, replies["policy"]), baseline))
         margin = tie_margin_of(judge, config.tie_margin, baseline)
-    reward_gain, judge_gain = gains.values()
     candidates = [
-        Candidate([dict(vars(turn)) for turn in row.prompt], row.category, cluster_of(row), sft.text, policy.text)
+        Candidate.of(row, row.category, sft.text, policy.text)
         for row, sft, policy in zip(rows, replies["sft"], replies["policy"], strict=True)
     ]
-    return _without_repeats(
-        candidates, [position for position, _ in worst_disagreements(reward_gain, judge_gain, margin)]
-    )
+    return _without_repeats(candidates, [position for position, _ in worst_disagreements(gains[0], gains[1], margin)])
 
 
 def _without_repeats(candidates: Sequence[Candidate], bad_cases: Sequence[int]) -> tuple[list[Candidate], list[int]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from rlhf_core.config.evaluation import LlmBudgetConfig, LlmJudgeConfig
+from rlhf_core.data.text import writable
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.http_retry import AnswerLimits, bearer_token, describe_answer, is_final, post_json
 from rlhf_core.storage.files import atomic_write_json, read_json
@@ -59,12 +60,7 @@ class RateLimiter:
 
 
 class ChatEndpoint:
-    """Asks an OpenAI-compatible endpoint; several threads may share it.
-
-    Args:
-        config: Address, model and limits.
-        wait: Sleeps for so many seconds, between attempts and for the rate limit.
-        clock: Monotonic seconds.
+    """Asks an OpenAI-compatible endpoint; several threads may share it. ``wait`` sleeps for so many seconds.
 
     Raises:
         ConfigError: The environment variable of the token is not set, or holds no token.
@@ -104,8 +100,7 @@ class ChatEndpoint:
         if message is None:
             raise DataError(f"{self.url} {describe_answer(answer, self.token)}; check base_url, model and token_env")
         content, usage = message.get("content"), answer.json().get("usage")
-        # A lone surrogate cannot be written to a file.
-        text = content.encode("utf-8", "replace").decode() if isinstance(content, str) else ""
+        text = writable(content) if isinstance(content, str) else ""
         text = text.replace(self.token, "***") if self.token else text  # some proxies answer with the request's headers
         counts = usage if isinstance(usage, dict) else {}
         return Completion(text, token_count(counts.get("prompt_tokens")), token_count(counts.get("completion_tokens")))
@@ -143,22 +138,17 @@ class AnswerCache:
         """Return the answer to a request; None if there is none, or its file is damaged."""
         try:
             stored = read_json(self._path(key))
-            completion = Completion(stored["text"], stored["prompt_tokens"], stored["completion_tokens"])
+            text, *counts = stored["text"], stored["prompt_tokens"], stored["completion_tokens"]
         except (DataError, KeyError, TypeError, ValueError, RecursionError, OSError):
             return None
-        counts = completion.prompt_tokens, completion.completion_tokens
         are_counts = all(count is None or token_count(count) is not None for count in counts)
-        return completion if isinstance(completion.text, str) and are_counts else None
+        return Completion(text, *counts) if isinstance(text, str) and are_counts else None
 
     def put(self, key: str, request: dict[str, Any], completion: Completion) -> None:
         """Store the answer to a request."""
-        answer = {
-            "request": request,
-            "text": completion.text,
-            "prompt_tokens": completion.prompt_tokens,
-            "completion_tokens": completion.completion_tokens,
-        }
-        atomic_write_json(self._path(key), answer)
+        answer = asdict(completion)
+        del answer["refused"]
+        atomic_write_json(self._path(key), {"request": request} | answer)
 
     def _path(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.json"

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlhf_core.config.evaluation import TEMPLATE_FIELDS, LlmJudgeConfig
 from rlhf_core.data.schema import Message
+from rlhf_core.data.text import writable
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.evaluation.judges.llm.endpoint import AnswerCache, ChatEndpoint, Completion, UsageMeter
-from rlhf_core.evaluation.judges.pairwise import LOSS, TIE, WIN, PairwiseJudgement, PairwiseJudgements
+from rlhf_core.evaluation.judges.pairwise import LOSS, TIE, WIN, PairwiseJudgements
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.runtime.progress import progress
 
@@ -29,6 +33,13 @@ VERDICT_SCHEMA = {
     "properties": {"reason": {"type": "string"}, "verdict": {"type": "string", "enum": ["A", "B", "tie"]}},
     "required": ["reason", "verdict"],
     "additionalProperties": False,
+}
+FORMATS: dict[str, dict[str, Any]] = {
+    "json_object": {"type": "json_object"},
+    "json_schema": {
+        "type": "json_schema",
+        "json_schema": {"name": "verdict", "strict": True, "schema": VERDICT_SCHEMA},
+    },
 }
 
 
@@ -44,8 +55,7 @@ def question_text(template: str, prompt: Sequence[Message], reply_a: str, reply_
         "{reply_a}": reply_a,
         "{reply_b}": reply_b,
     }
-    text = FIELD.sub(lambda field: values[field.group()], template)
-    return text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be sent
+    return writable(FIELD.sub(lambda field: values[field.group()], template))
 
 
 def request_body(config: LlmJudgeConfig, text: str) -> dict[str, Any]:
@@ -56,14 +66,7 @@ def request_body(config: LlmJudgeConfig, text: str) -> dict[str, Any]:
         "temperature": 0,
         "max_tokens": config.max_tokens,
     }
-    if config.response_format == "json_object":
-        body["response_format"] = {"type": "json_object"}
-    if config.response_format == "json_schema":
-        body["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"name": "verdict", "strict": True, "schema": VERDICT_SCHEMA},
-        }
-    return body
+    return body | ({"response_format": FORMATS[config.response_format]} if config.response_format in FORMATS else {})
 
 
 def content_key(base_url: str, body: dict[str, Any]) -> str:
@@ -90,28 +93,18 @@ def read_verdict(text: str) -> Verdict | None:
     Text around the object (a code fence, reasoning before it) does not matter. An answer of more than
     ``LONGEST_ANSWER`` characters has no verdict.
     """
-    if len(text) > LONGEST_ANSWER:
-        return None
     try:
-        objects = _json_objects(text)
+        objects = _json_objects(text) if len(text) <= LONGEST_ANSWER else []
     except RecursionError:
         return None
-    verdicts = []
-    for value in objects:
-        preferred = value.get("verdict")
-        if isinstance(preferred, str) and preferred.strip().lower() in PREFERRED:
-            reason = value.get("reason")
-            verdicts.append(Verdict(PREFERRED[preferred.strip().lower()], _writable(reason)))
-        elif preferred is not None:
-            return None
-    if len({verdict.preferred for verdict in verdicts}) != 1:
+    given = [value for value in objects if value.get("verdict") is not None]
+    verdicts = {PREFERRED.get(value["verdict"].strip().lower()) if isinstance(value["verdict"], str) else None
+                for value in given}  # fmt: skip
+    preferred = verdicts.pop() if len(verdicts) == 1 else None
+    if preferred is None:
         return None
-    return verdicts[-1]
-
-
-def _writable(reason: Any) -> str:
-    """The reason if it is a text, without lone surrogates, which cannot be written to a file."""
-    return reason.encode("utf-8", "replace").decode() if isinstance(reason, str) else ""
+    reason = given[-1].get("reason")
+    return Verdict(preferred, writable(reason) if isinstance(reason, str) else "")
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -140,37 +133,6 @@ def _json_objects(text: str) -> list[dict[str, Any]]:
 ANSWERS = Path(".rlhf") / "llm_judge"
 OUTCOMES = ({"A": WIN, "tie": TIE, "B": LOSS}, {"A": LOSS, "tie": TIE, "B": WIN})  # candidate first, then second
 JUNK_CHARACTERS = 80
-
-
-@dataclass(frozen=True)
-class LlmJudgeMetrics:
-    """How the judge worked.
-
-    Attributes:
-        pairs: All pairs.
-        identical: Pairs of equal texts, which tie without being asked about.
-        junk_share: Share of the pairs that were asked about without a usable answer.
-        order_disagreement: Share of those with one whose verdict changed with the order of the replies.
-        first_preferred: Share of the verdicts for one reply that are for the one shown first; ½ without position bias.
-        prompt_tokens: Tokens of all questions.
-        completion_tokens: Tokens of all answers.
-        cost: What they cost by ``evaluate.llm_judge.budget``; 0 without prices.
-    """
-
-    pairs: int
-    identical: int
-    junk_share: float
-    order_disagreement: float
-    first_preferred: float
-    prompt_tokens: int
-    completion_tokens: int
-    cost: float
-
-
-@dataclass(frozen=True)
-class _Question:
-    key: str
-    body: dict[str, Any]
 
 
 class LlmJudge:
@@ -209,62 +171,80 @@ class LlmJudge:
 
         A pair whose verdict changes with the order is a tie. A pair with an unusable answer has no outcome.
 
+        Returns:
+            With the metrics ``pairs``, all of them; ``identical``, those of equal texts, which tie without being asked
+            about; ``junk_share`` of the pairs that were asked about, without a usable answer; ``order_disagreement``,
+            the share of those with one whose verdict changed with the order; ``first_preferred``, the share of the
+            verdicts for one reply that are for the one shown first, ½ without position bias; ``prompt_tokens`` and
+            ``completion_tokens``; ``cost`` by ``evaluate.llm_judge.budget``, 0 without prices.
+
         Raises:
             DataError: The endpoint cannot be used, the budget is spent, or too many answers are unusable. All answers
                 until then are kept.
         """
-        pairs = [
-            None if first.text == second.text else self._questions(prompt, first.text, second.text)
-            for prompt, first, second in zip(prompts, candidate, baseline, strict=True)
-        ]
+        bodies: dict[str, dict[str, Any]] = {}
+        pairs: list[tuple[str, ...] | None] = []  # the keys of both questions about a pair
+        for prompt, own, other in zip(prompts, candidate, baseline, strict=True):
+            both = [
+                request_body(self.config, question_text(self.template, prompt, *replies))
+                for replies in ((own.text, other.text), (other.text, own.text))
+            ]
+            keys = tuple(content_key(self.config.base_url, body) for body in both)
+            pairs.append(None if own.text == other.text else keys)
+            bodies |= {} if own.text == other.text else dict(zip(keys, both, strict=True))
         asked = [pair for pair in pairs if pair is not None]
         usage = UsageMeter(self.config.budget)
-        completions = self._completions(asked, usage)
+        completions = self._completions(bodies, asked, usage)
         verdicts = {key: read_verdict(completion.text) for key, completion in completions.items()}
-        judgements = [
-            PairwiseJudgement(TIE, "both replies are the same")
-            if pair is None
-            else combined(*(verdicts[question.key] for question in pair))
-            for pair in pairs
+        said = [
+            (TIE, "both replies are the same") if pair is None else combined(*map(verdicts.get, pair)) for pair in pairs
         ]
-        junk = [i for i, judgement in enumerate(judgements) if judgement.outcome is None]
-        if len(junk) > self.config.max_junk * len(asked):
-            example = next(
-                completions[question.key] for question in pairs[junk[0]] or () if verdicts[question.key] is None
+        unusable = [pair for pair in asked if None in map(verdicts.get, pair)]
+        if len(unusable) > self.config.max_junk * len(asked):
+            example = completions[next(key for key in unusable[0] if verdicts[key] is None)]
+            raise DataError(
+                f"llm judge: {len(unusable)} of {len(asked)} pairs of different replies have no usable answer, more "
+                f"than evaluate.llm_judge.max_junk ({self.config.max_junk:.0%}) allows, so nothing is compared; the "
+                f"first one: {example.refused or repr(' '.join(example.text.split())[:JUNK_CHARACTERS])}; try another "
+                "model, template or response_format"
             )
-            raise DataError(self._too_much_junk(len(junk), len(asked), example))
-        metrics = self._metrics(asked, verdicts, judgements, usage)
-        return PairwiseJudgements(judgements, asdict(metrics))
+        answered = [(a, b) for a, b in (map(verdicts.get, pair) for pair in asked) if a is not None and b is not None]
+        changed = sum(OUTCOMES[0][a.preferred] != OUTCOMES[1][b.preferred] for a, b in answered)
+        decided = [verdict.preferred for pair in answered for verdict in pair if verdict.preferred != "tie"]
+        metrics = {
+            "pairs": len(pairs),
+            "identical": len(pairs) - len(asked),
+            "junk_share": 1 - len(answered) / len(asked) if asked else 0.0,
+            "order_disagreement": changed / len(answered) if answered else 0.0,
+            "first_preferred": decided.count("A") / len(decided) if decided else 0.5,
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cost": usage.cost,
+        }
+        return PairwiseJudgements(np.array([outcome for outcome, _ in said]), [reason for _, reason in said], metrics)
 
-    def _questions(self, prompt: Sequence[Message], candidate: str, baseline: str) -> tuple[_Question, _Question]:
-        """The question with the candidate's reply first, and with the baseline's first."""
-        bodies = [
-            request_body(self.config, question_text(self.template, prompt, *replies))
-            for replies in ((candidate, baseline), (baseline, candidate))
-        ]
-        first, second = (_Question(content_key(self.config.base_url, body), body) for body in bodies)
-        return first, second
-
-    def _completions(self, pairs: Sequence[tuple[_Question, _Question]], usage: UsageMeter) -> dict[str, Completion]:
+    def _completions(
+        self, bodies: Mapping[str, dict[str, Any]], pairs: Sequence[tuple[str, ...]], usage: UsageMeter
+    ) -> dict[str, Completion]:
         """The answers to all questions, by key."""
-        questions = {question.key: question for pair in pairs for question in pair}
-        answers = {key: answer for key in questions if (answer := self.cache.get(key)) is not None}
-        missing = [question for key, question in questions.items() if key not in answers]
+        answers = {key: answer for key in bodies if (answer := self.cache.get(key)) is not None}
         pool = ThreadPoolExecutor(self.config.concurrency, thread_name_prefix="llm-judge")
         self.failure = None
         self.stopped.clear()
         try:
             for completion in answers.values():
                 usage.add(completion)
-            futures = {pool.submit(self._ask, question, usage): question.key for question in missing}
-            with progress(len(questions), "llm judge") as bar:
+            futures = {
+                pool.submit(self._ask, key, body, usage): key for key, body in bodies.items() if key not in answers
+            }
+            with progress(len(bodies), "llm judge") as bar:
                 bar.advance(len(answers))
                 for future in as_completed(futures):
                     answers[futures[future]] = future.result()
                     bar.advance()
         except RlhfError as error:
             self._stop(pool)
-            judged = sum(all(self.cache.get(question.key) is not None for question in pair) for pair in pairs)
+            judged = sum(all(self.cache.get(key) is not None for key in pair) for pair in pairs)
             raise DataError(
                 f"llm judge: {error}; the answers on {judged} of {len(pairs)} pairs are kept, and the next run asks "
                 "for the others alone"
@@ -273,14 +253,14 @@ class LlmJudge:
             self._stop(pool)
         return answers
 
-    def _ask(self, question: _Question, usage: UsageMeter) -> Completion:
+    def _ask(self, key: str, body: dict[str, Any], usage: UsageMeter) -> Completion:
         if self.failure is not None:
             raise self.failure
         try:
             usage.require_budget()
-            completion = self.endpoint.complete(question.body)
+            completion = self.endpoint.complete(body)
             if not completion.refused:
-                self.cache.put(question.key, question.body, completion)
+                self.cache.put(key, body, completion)
             usage.add(completion)
         except RlhfError as error:
             self.failure = self.failure or error
@@ -298,43 +278,12 @@ class LlmJudge:
         self.stopped.set()
         pool.shutdown(wait=True, cancel_futures=True)
 
-    def _too_much_junk(self, junk: int, pairs: int, example: Completion) -> str:
-        excerpt = example.refused or repr(" ".join(example.text.split())[:JUNK_CHARACTERS])
-        return (
-            f"llm judge: {junk} of {pairs} pairs of different replies have no usable answer, more than "
-            f"evaluate.llm_judge.max_junk ({self.config.max_junk:.0%}) allows, so nothing is compared; the first one: "
-            f"{excerpt}; try another model, template or response_format"
-        )
 
-    def _metrics(
-        self,
-        pairs: Sequence[tuple[_Question, _Question]],
-        verdicts: Mapping[str, Verdict | None],
-        judgements: Sequence[PairwiseJudgement],
-        usage: UsageMeter,
-    ) -> LlmJudgeMetrics:
-        asked = [[verdicts[question.key] for question in pair] for pair in pairs]
-        both = [(first, second) for first, second in asked if first is not None and second is not None]
-        changed = sum(OUTCOMES[0][a.preferred] != OUTCOMES[1][b.preferred] for a, b in both)
-        decided = [v.preferred for pair in both for v in pair if v.preferred != "tie"]
-        return LlmJudgeMetrics(
-            pairs=len(judgements),
-            identical=len(judgements) - len(pairs),
-            junk_share=1 - len(both) / len(pairs) if pairs else 0.0,
-            order_disagreement=changed / len(both) if both else 0.0,
-            first_preferred=decided.count("A") / len(decided) if decided else 0.5,
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cost=usage.cost,
-        )
-
-
-def combined(candidate_first: Verdict | None, baseline_first: Verdict | None) -> PairwiseJudgement:
-    """Combine the verdicts of both orders: a tie where they contradict, no outcome where one is missing."""
+def combined(candidate_first: Verdict | None, baseline_first: Verdict | None) -> tuple[float, str]:
+    """Outcome and reason by the verdicts of both orders: a tie where they contradict, NaN where one is missing."""
     if candidate_first is None or baseline_first is None:
-        return PairwiseJudgement(None)
-    outcomes = [OUTCOMES[0][candidate_first.preferred], OUTCOMES[1][baseline_first.preferred]]
-    if outcomes[0] == outcomes[1]:
-        return PairwiseJudgement(outcomes[0], candidate_first.reason)
-    reason = f"the order decides: {candidate_first.reason} / {baseline_first.reason}"
-    return PairwiseJudgement(TIE, reason)
+        return math.nan, ""
+    outcome = OUTCOMES[0][candidate_first.preferred]
+    if outcome == OUTCOMES[1][baseline_first.preferred]:
+        return outcome, candidate_first.reason
+    return TIE, f"the order decides: {candidate_first.reason} / {baseline_first.reason}"

@@ -80,9 +80,9 @@ def test_the_filled_form_is_imported_as_preferences(tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_text("seed: 1\n")
     bad = equal_cases(export.pairs, 5)["bad"]
     fill_form(tmp_path / "bad.jsonl", bad, SHARP, 1)
-    (result,) = import_answers(tmp_path, [tmp_path / "bad.jsonl"], replace=True).results
-    assert result.preferences == 5 and result.collected and result.answered == {"world": 5}
-    rows = [json.loads(line) for line in (tmp_path / result.file).read_text().splitlines()]
+    (result,) = import_answers(tmp_path, [tmp_path / "bad.jsonl"], replace=True)["results"]
+    assert result["preferences"] == 5 and result["collected"] and result["answered"] == {"world": 5}
+    rows = [json.loads(line) for line in (tmp_path / result["file"]).read_text().splitlines()]
     assert {row["source"] for row in rows} == {f"annotations/{export.name}"}
     for row in rows:
         prompt = row["prompt"][-1]["content"]

@@ -69,7 +69,7 @@ def test_csv_of_any_spreadsheet_is_read(tmp_path: Path) -> None:
     file.write_bytes('\ufeffid;prompt;choice;annotator\na-1;"a; ""b""\nc";1.0;\na-2;x;TIE;bob\na-3;x;;\n;;;\n'.encode())
     form = read_form(file)
     assert [(a.pair, a.annotator, a.choice) for a in form.answers] == [("a-1", "alice", "1"), ("a-2", "bob", "tie")]
-    assert form.unanswered == 1 and form.problems() == []
+    assert form.unanswered == 1 and form.unusable == {}
 
 
 def test_what_cannot_be_used_is_said_by_line_and_never_guessed(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_label_studio_is_read(tmp_path: Path) -> None:
         ("a.json", b'[{"id": 1, "choice": "left"}]', "is no JSON export of Label Studio"),
         ("a.json", b"{", "is not valid JSON"),
         ("a.xlsx", b"", "ends with .jsonl, .csv or .json"),
-        ("a.csv", b"", "has no columns"),
+        ("a.csv", b"", "a.csv is empty"),
         ("a.csv", b"id,choice,choice\na-1,1,2\n", "names 'choice' twice"),
         ("a.csv", b'id,reply_1,choice\na-1,"not closed,1\na-2,x,2\n', "line 2: not readable CSV"),
         ("a.csv", "id,choice\na-1,1\n".encode("utf-16"), "UTF-16"),
@@ -157,8 +157,8 @@ def test_every_separator_of_lines_in_a_text_survives_the_round(tmp_path: Path) -
     file = tmp_path / "alice.jsonl"
     file.write_text(json.dumps(row, ensure_ascii=False).replace("\ud800", "\\ud800") + "\n")
     for _ in range(2):  # what was stored can be read again
-        (result,) = import_answers(tmp_path, [file]).results
-        assert result.answered == {"?": 1} and result.preferences == 1
+        (result,) = import_answers(tmp_path, [file])["results"]
+        assert result["answered"] == {"?": 1} and result["preferences"] == 1
     (stored,) = split_json_lines((tmp_path / "data/annotations/exports" / f"{export.name}.answers.jsonl").read_text())
     assert json.loads(stored)["comment"] == odd
 
@@ -174,7 +174,7 @@ def test_two_people_with_files_of_one_name_are_not_one_who_contradicts_himself(
         import_answers(tmp_path, files)
     assert not (tmp_path / "data/annotations/exports" / f"{exported.name}.answers.jsonl").exists()
     jsonl(files[1], for_policy(exported))
-    assert import_answers(tmp_path, files).results[0].answered == {"pairs": 4}
+    assert import_answers(tmp_path, files)["results"][0]["answered"] == {"pairs": 4}
 
 
 def test_imports_at_the_same_time_lose_no_answer(tmp_path: Path, exported: AnnotationExport) -> None:
@@ -196,13 +196,13 @@ def test_kappas_by_hand() -> None:
     # Observed agreement 3/4, by chance ½·¼ + ½·¾ = ½: kappa ½.
     choices = {"a": dict(zip("wxyz", "1122", strict=True)), "b": dict(zip("wxyz", "1222", strict=True))}
     (cohen,) = cohen_kappas(choices)
-    assert cohen.value == pytest.approx(0.5) and cohen.pairs == 4 and fleiss_kappa(choices) is None
+    assert cohen["value"] == pytest.approx(0.5) and cohen["pairs"] == 4 and fleiss_kappa(choices) is None
     # Pairs (1,1,1) and (1,2,2): mean agreement (1 + 1/3)/2 = 2/3, by chance (4/6)² + (2/6)² = 5/9: kappa ¼.
     three = {"a": {"x": "1", "y": "1"}, "b": {"x": "1", "y": "2"}, "c": {"x": "1", "y": "2", "z": "1"}}
     fleiss = fleiss_kappa(three)
-    assert fleiss is not None and fleiss.value == pytest.approx(0.25) and fleiss.pairs == 2
+    assert fleiss is not None and fleiss["value"] == pytest.approx(0.25) and fleiss["pairs"] == 2
     alike = {name: {"x": "1"} for name in "abc"}
-    assert fleiss_kappa(alike).value is None and cohen_kappas(alike)[0].value is None  # type: ignore[union-attr]
+    assert fleiss_kappa(alike)["value"] is None and cohen_kappas(alike)[0]["value"] is None  # type: ignore[index]
     assert fleiss_kappa({"a": {"x": "1"}, "b": {"x": "1"}, "c": {"y": "1"}}) is None
 
 
@@ -211,14 +211,14 @@ def test_half_filled_files_grow_and_a_file_twice_changes_nothing(tmp_path: Path,
     first, *others = choices
     file = jsonl(tmp_path / "alice.jsonl", {first: choices[first], **dict.fromkeys(others, "")})
     imported = import_answers(tmp_path, [file])
-    assert imported.problems == ["alice.jsonl: 3 not answered yet, 1 answered"]
-    assert imported.results[0].answered == {"alice": 1} and imported.results[0].preferences == 1
+    assert imported["problems"] == ["alice.jsonl: 3 not answered yet, 1 answered"]
+    assert imported["results"][0]["answered"] == {"alice": 1} and imported["results"][0]["preferences"] == 1
     jsonl(file, choices)
     whole = import_answers(tmp_path, [file])
-    assert whole.problems == [] and whole.results[0].answered == {"alice": 4}
+    assert whole["problems"] == [] and whole["results"][0]["answered"] == {"alice": 4}
     before = sha256_tree(tmp_path / "data")
     twice = import_answers(tmp_path, [file, file])
-    assert twice.results == whole.results and sha256_tree(tmp_path / "data") == before
+    assert twice["results"] == whole["results"] and sha256_tree(tmp_path / "data") == before
 
 
 def test_people_decide_by_majority_and_pairs_are_written(tmp_path: Path, exported: AnnotationExport) -> None:
@@ -228,14 +228,18 @@ def test_people_decide_by_majority_and_pairs_are_written(tmp_path: Path, exporte
     del carol[ids[2]]
     files = [jsonl(tmp_path / f"{name}.jsonl", choices) for name, choices in
              {"alice": alice, "bob": bob, "carol": carol}.items()]  # fmt: skip
-    (result,) = import_answers(tmp_path, files).results
+    (result,) = import_answers(tmp_path, files)["results"]
     # A tie; SFT by two of three; one each; the policy by all.
-    assert (result.ties, result.undecided, result.preferences) == (1, 1, 2)
-    assert result.control is not None and result.control.win_rate == pytest.approx((0.5 + 0 + 0.5 + 1) / 4)
-    assert result.bad_cases is not None and result.bad_cases.prompts == 1
-    assert [kappa.annotators for kappa in result.cohen] == [("alice", "bob"), ("alice", "carol"), ("bob", "carol")]
-    assert result.fleiss is not None and result.fleiss.pairs == 3
-    rows = [json.loads(line) for line in (tmp_path / result.file).read_text().splitlines()]
+    assert (result["ties"], result["undecided"], result["preferences"]) == (1, 1, 2)
+    assert result["control"] is not None and result["control"]["win_rate"] == pytest.approx((0.5 + 0 + 0.5 + 1) / 4)
+    assert result["bad_cases"] is not None and result["bad_cases"]["prompts"] == 1
+    assert [kappa["annotators"] for kappa in result["cohen"]] == [
+        ["alice", "bob"],
+        ["alice", "carol"],
+        ["bob", "carol"],
+    ]
+    assert result["fleiss"] is not None and result["fleiss"]["pairs"] == 3
+    rows = [json.loads(line) for line in (tmp_path / result["file"]).read_text().splitlines()]
     assert [row["chosen"][0]["content"].split()[0] for row in rows] == ["sft", "policy"]
     assert rows[0]["category"] == "sums" and rows[0]["prompt"] == exported.pairs[1].prompt
 
@@ -245,21 +249,21 @@ def test_contradictions_count_for_nobody_until_they_are_taken_back(tmp_path: Pat
     import_answers(tmp_path, [file])
     jsonl(file, for_sft(exported))
     imported = import_answers(tmp_path, [file])
-    (line,) = imported.problems
-    assert line.startswith("alice: 4 left out, answered in two ways") and imported.results[0].answered == {}
-    assert imported.results[0].preferences == 0 and not (tmp_path / imported.results[0].file).exists()
+    (line,) = imported["problems"]
+    assert line.startswith("alice: 4 left out, answered in two ways") and imported["results"][0]["answered"] == {}
+    assert imported["results"][0]["preferences"] == 0 and not (tmp_path / imported["results"][0]["file"]).exists()
     store = tmp_path / "data/annotations/exports" / f"{exported.name}.answers.jsonl"
     assert len(store.read_text().splitlines()) == 8, "nothing is lost"
     replaced = import_answers(tmp_path, [file], replace=True)
-    assert replaced.problems == [] and replaced.results[0].control.win_rate == 0.0  # type: ignore[union-attr]
+    assert replaced["problems"] == [] and replaced["results"][0]["control"]["win_rate"] == 0.0  # type: ignore[index]
 
 
 def test_duplicates_are_counted_once_and_said(tmp_path: Path, exported: AnnotationExport) -> None:
     file = jsonl(tmp_path / "alice.jsonl", for_policy(exported))
     file.write_text(file.read_text() * 2)
     imported = import_answers(tmp_path, [file])
-    assert imported.problems == ["alice.jsonl: 4 given twice in the same way, counted once"]
-    assert imported.results[0].answered == {"alice": 4}
+    assert imported["problems"] == ["alice.jsonl: 4 given twice in the same way, counted once"]
+    assert imported["results"][0]["answered"] == {"alice": 4}
 
 
 def test_foreign_and_changed_files_write_nothing(tmp_path: Path, exported: AnnotationExport) -> None:
@@ -350,8 +354,8 @@ def test_pairs_about_one_question_are_one_piece_of_evidence(tmp_path: Path) -> N
         pair.id: str(pair.policy_reply if pair.cluster != "0" else 3 - pair.policy_reply) for pair in export.pairs
     }
     imported = import_answers(tmp_path, [jsonl(tmp_path / "alice.jsonl", choices)])
-    control = imported.results[0].control
-    assert control is not None and (control.prompts, control.clusters) == (12, 3)
-    assert control.win_rate == pytest.approx(2 / 3)
-    assert (control.win_rate_low95, control.win_rate_high95) == (0.0, 1.0), "three questions show next to nothing"
+    control = imported["results"][0]["control"]
+    assert control is not None and (control["prompts"], control["clusters"]) == (12, 3)
+    assert control["win_rate"] == pytest.approx(2 / 3)
+    assert (control["win_rate_low95"], control["win_rate_high95"]) == (0.0, 1.0), "three questions show next to nothing"
     assert "on 12 pairs about 3 different questions" in as_text(imported)

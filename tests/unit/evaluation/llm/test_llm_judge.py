@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import socket
 import threading
 from pathlib import Path
@@ -49,14 +50,14 @@ def judge(server: ChatServer, tmp_path: Path) -> Judged:
 
 
 def outcomes(judgements: PairwiseJudgements) -> list[float | None]:
-    return [pair.outcome for pair in judgements.pairs]
+    return [None if math.isnan(outcome) else outcome for outcome in judgements.outcomes.tolist()]
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_both_orders_are_asked_and_equal_replies_are_not(judge: Judged, server: ChatServer, concurrency: int) -> None:
     judgements = judge(concurrency=concurrency)
     assert outcomes(judgements) == [1.0, 0.5, 0.0, 0.5]
-    assert judgements.pairs[0].reason == "A it is" and len(server.requests) == 6
+    assert judgements.reasons[0] == "A it is" and len(server.requests) == 6
     metrics = judgements.metrics
     assert metrics["identical"] == 1 and metrics["junk_share"] == metrics["order_disagreement"] == 0
     assert metrics["first_preferred"] == 0.5 and metrics["prompt_tokens"] == 600
@@ -167,7 +168,7 @@ def test_numbers_and_letters_that_no_file_can_hold_are_no_answer(judge: Judged, 
     server.script = [(200, completion('{"verdict": "A", "reason": "\\ud83d"}', absurd))] * 2
     judgements = judge(["\ud800"], ["b"])
     assert judgements.metrics["prompt_tokens"] == 0 and "?" in server.requests[0]["messages"][0]["content"]
-    json.dumps(judgements.pairs[0].reason, ensure_ascii=False).encode()
+    json.dumps(judgements.reasons[0], ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ def test_a_refused_key_stops_at_once_and_shows_nowhere(
         judge(token_env="JUDGE_KEY")
     assert len(server.requests) == 1 and server.headers[0]["Authorization"] == "Bearer s3cret"
     server.say = lambda a, b: '{"verdict": "A", "reason": "you sent Bearer s3cret"}'
-    assert judge(token_env="JUDGE_KEY").pairs[0].reason.startswith("the order decides: you sent Bearer ***")
+    assert judge(token_env="JUDGE_KEY").reasons[0].startswith("the order decides: you sent Bearer ***")
     files = "".join(file.read_text() for file in judge.folder.rglob("*.json"))
     assert "s3cret" not in str(caught.value) + caplog.text + files
 
@@ -223,10 +224,11 @@ def test_junk_is_left_out_and_counted(judge: Judged, server: ChatServer) -> None
     server.script = [(200, completion(text)) for text in ("Reply A!", '{"verdict": "B"}')]
     judgements = judge(max_junk=0.34)
     assert outcomes(judgements) == [None, 0.5, 0.0, 0.5]
-    assert judgements.judged == [1, 2, 3] and judgements.outcomes() == [0.5, 0.0, 0.5]
+    assert judgements.judged.tolist() == [1, 2, 3]
     assert judgements.metrics["junk_share"] == pytest.approx(1 / 3), "of three that were asked about"
     asked = len(server.requests)
-    assert judge(max_junk=0.34) == judgements and len(server.requests) == asked, "the same question, the same junk"
+    assert judge(max_junk=0.34).metrics == judgements.metrics
+    assert len(server.requests) == asked, "the same question, the same junk"
 
 
 @pytest.mark.parametrize("text", ["我认为第一个回答更好。", None, '{"verdict": "both"}'])

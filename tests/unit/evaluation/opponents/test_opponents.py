@@ -19,8 +19,8 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare, compare_outcomes, outcomes
 from rlhf_core.evaluation.comparisons.opponents import Rival, read_opponent
 from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
-from rlhf_core.evaluation.judges.pairwise import PairwiseJudgement, PairwiseJudgements
-from rlhf_core.evaluation.perplexity import Drift
+from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
+from rlhf_core.evaluation.judges.pairwise import PairwiseJudgements
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs
 from rlhf_core.gates import check
@@ -48,10 +48,9 @@ def replies_to(*prompts: Prompt) -> list[dict[str, str]]:
 def test_replies_are_matched_by_content_and_missing_ones_counted(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "what is  2 and 2?\r\n"}]
     rows = [{"prompt": turns, "reply": ""}, *replies_to(PROMPTS[0]), {"prompt": "something else", "reply": "x"}]
-    opponent = read_opponent(CONFIG, PROMPTS, written(tmp_path, *rows, rows[0]))
-    assert [reply and reply.text for reply in opponent.replies] == ["reply to what is 0 and 0?", None, "", None]
-    assert opponent.answered == [0, 2] and opponent.unused == 1
-    assert all(reply.finished and not reply.token_ids for reply in opponent.known_replies)
+    replies, unused = read_opponent(CONFIG, PROMPTS, written(tmp_path, *rows, rows[0]))
+    assert [reply and reply.text for reply in replies] == ["reply to what is 0 and 0?", None, "", None]
+    assert unused == 1 and all(reply.finished and not reply.token_ids for reply in replies if reply)
 
 
 @pytest.mark.parametrize(
@@ -102,36 +101,32 @@ class Undecided:
     name = "llm"
 
     def judge(self, prompts: Any, candidate: Any, baseline: Any) -> PairwiseJudgements:
-        return PairwiseJudgements([PairwiseJudgement(1.0 if i else None) for i in range(len(prompts))], {})
+        return PairwiseJudgements(np.array([np.nan, *[1.0] * (len(prompts) - 1)]), [""] * len(prompts), {})
 
 
 def model(*texts: str) -> EvaluatedModel:
-    replies = [Reply(text, True) for text in texts]
-    return EvaluatedModel(replies, [], Drift(0.0, 0.0, 1.0), {"gold": [float(len(text)) for text in texts]})
+    return EvaluatedModel(SetReplies([Reply(text, True) for text in texts], [], []))
 
 
 def test_both_models_meet_it_on_the_prompts_that_it_has() -> None:
     # Two replies to each prompt; the first ones meet the opponent.
     sft, policy = model("a", "-", "aa", "-", "aaa", "-"), model("aaaa", "-", "aa", "-", "a", "-")
-    asked = [row for row in PROMPTS[:3] for _ in range(2)]
-    gold = compare([4.0, 2.0, 1.0], [1.0, 2.0, 3.0], 0.5, 50)
-    evaluation = Evaluation(asked, [], sft, policy, {"gold": gold}, replies_per_prompt=2)
-    opponent = Rival("opponent_other", [Reply("bb", True), None, Reply("bb", True)], 5)
-    judged = opponent.scored_by(Longer(), evaluation).judged_by(Undecided(), evaluation)
     config = EvaluateConfig(bootstrap=50, seed=1)
-    metrics = judged.opponent_metrics(evaluation, ["harmless", "helpful", "harmless"], config)
+    evaluation = Evaluation(FixedSets(PROMPTS[:3], [], []), sft, policy, config)
+    evaluation.score(Longer())
+    opponent = Rival("opponent_other", [Reply("bb", True), None, Reply("bb", True)], evaluation)
+    opponent.score(Longer())
+    opponent.judge(Undecided())  # type: ignore[arg-type]
+    metrics = opponent.opponent_metrics(["harmless", "helpful", "harmless"], 5)
     assert (metrics["prompts"], metrics["missing"], metrics["unused"], metrics["gold"]) == (2, 1, 5, 2.0)
     assert metrics["policy"]["comparison"]["gold"]["win_rate"] == 0.5, "4 against 2, and 1 against 2"
-    assert metrics["sft"]["comparison"]["gold"] == compare([1.0, 3.0], [2.0, 2.0], 0.5, 50, 1, [-1, 1]).as_dict()
+    assert metrics["sft"]["comparison"]["gold"] == compare([1.0, 3.0], [2.0, 2.0], 0.5, 50, 1, [-1, 1])
     assert metrics["policy"]["comparison"]["llm"]["prompts"] == 1
     assert set(metrics["policy"]["group"]) == {"harmless"}
-    turned = judged.comparisons(evaluation, "policy", config, reverse=True)
-    assert turned["gold"]["mean_difference"] == -metrics["policy"]["comparison"]["gold"]["mean_difference"]
-    assert turned["llm"]["lose"] == metrics["policy"]["comparison"]["llm"]["win"] == 1.0
-    by_hand = compare_outcomes(outcomes(np.array([2.0, -1.0]), 0.5), 50, 1).as_dict()
+    by_hand = compare_outcomes(outcomes(np.array([2.0, -1.0]), 0.5), 50, 1)
     assert metrics["policy"]["group"]["harmless"]["gold"] == by_hand
-    assert [row["opponent_other_reply"] for row in judged.columns()] == ["bb", None, "bb"]
-    assert [row["opponent_other_gold"] for row in judged.columns()] == [2.0, None, 2.0]
+    assert [row["opponent_other_reply"] for row in opponent.columns()] == ["bb", None, "bb"]
+    assert [row["opponent_other_gold"] for row in opponent.columns()] == [2.0, None, 2.0]
 
 
 def test_the_stage_judges_opponents_and_groups_for_gates(tmp_path: Path, models: Path) -> None:

@@ -12,7 +12,6 @@ from scripted_match import match_result
 from rlhf_core.config.operations import NonInferiorityConfig
 from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
 from rlhf_core.evaluation.losses import (
-    as_measurements,
     category_losses,
     fall,
     growth,
@@ -76,7 +75,6 @@ def test_one_question_shows_nothing_however_many_replies_it_has() -> None:
         category_losses(["a"] * 3, np.ones(3), np.zeros(3, dtype=int))["a"],
     ):
         assert loss.loss_high95 is None and loss.clusters == 1
-        assert "loss_high95" not in as_measurements({"x": loss})["x"]
 
 
 def test_all_replies_count_and_questions_are_the_unit() -> None:
@@ -88,16 +86,20 @@ def test_all_replies_count_and_questions_are_the_unit() -> None:
     old = SetReplies([ended] * 12, [ended] * 6, [])
     new = SetReplies([ended, ended, cut_off] * 4, [ended] * 5 + [cut_off], [])
     losses = paired_losses(sets, old, new, np.full((4, 3), 0.5))
-    assert losses["missing_ends"].baseline == 0.0 and losses["missing_ends"].candidate == pytest.approx(1 / 3)
-    assert {name: (loss.replies, loss.clusters) for name, loss in losses.items()} == {
+    ends = losses["missing_ends"]
+    assert ends["baseline"] == 0.0 and ends["candidate"] == pytest.approx(1 / 3)
+    assert {name: (loss["replies"], loss["clusters"]) for name, loss in losses.items()} == {
         "missing_ends": (12, 3),
         "repetition": (12, 3),
         "length": (12, 3),
         "regression.passed": (6, 2),
         "category.sums": (12, 3),
     }
-    assert losses["regression.passed"].loss == pytest.approx(1 / 6)
-    assert losses["repetition"].loss > 0.1 and losses["length"].loss == pytest.approx(2 / 3)
+    assert losses["regression.passed"]["loss"] == pytest.approx(1 / 6)
+    assert losses["repetition"]["loss"] > 0.1 and losses["length"]["loss"] == pytest.approx(2 / 3)
+    first = [SetReplies(side.judged[:3], [], []) for side in (old, new)]
+    alone = paired_losses(FixedSets(rows[:1], [], []), *first, np.ones(3))
+    assert "loss_high95" not in alone["length"], "one question shows nothing"
 
 
 MARGINS = NonInferiorityConfig()
