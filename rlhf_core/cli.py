@@ -300,11 +300,10 @@ def lm_eval(
     folders = models or [workspace_root(workspace) / "models" / name for name in ("sft", "policy")]
     names = [folder.name for folder in folders]
     by_name = {folder.name if names.count(folder.name) == 1 else str(folder): folder for folder in folders}
-    from rlhf_core.evaluation.benchmarks.lm_evaluation_harness import TaskOptions, as_text, run_tasks
+    from rlhf_core.evaluation.benchmarks.lm_evaluation_harness import as_text, run_tasks
     from rlhf_core.storage.files import atomic_write_json
 
-    options = TaskOptions(tasks, include_path or [], few_shot, limit, batch_size, chat_template)
-    results = run_tasks(by_name, options)
+    results = run_tasks(by_name, tasks, include_path or [], few_shot, limit, batch_size, chat_template)
     atomic_write_json(output, results)
     typer.echo(as_text(results))
     typer.echo(f"\n{output}")

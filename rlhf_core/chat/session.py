@@ -134,14 +134,18 @@ def converse(
     """
     terminal = source.isatty()
     given = 0
+
+    def write(text: str) -> None:
+        sink.write(text)
+        sink.flush()
+
     if terminal:
-        _print(sink, "\n".join([*introduction, HELP]))
+        write("\n".join([*introduction, HELP, ""]))
     while True:
         if terminal and ask is not None:
             line = ask(PROMPT)
         else:
-            sink.write(PROMPT if terminal else "")
-            sink.flush()
+            write(PROMPT if terminal else "")
             line = source.readline()
         text = line.strip()
         if not line or text == "/quit":
@@ -149,34 +153,18 @@ def converse(
         if text == "/reset":
             session.reset()
         elif text == "/help":
-            _print(sink, HELP)
+            write(f"{HELP}\n")
+        elif text and not terminal:
+            write(f"{one_line(session.say(text))}\n")  # a turn that does not fit ends the program
         elif text:
-            if terminal:
-                _stream_reply(session, text, sink)
-            else:
-                _print(sink, one_line(session.say(text)))  # a turn that does not fit ends the program
-            given += 1
-
-
-def _stream_reply(session: ChatSession, text: str, sink: TextIO) -> None:
-    """Write the reply as it is sampled. A turn that does not fit is refused, and the conversation goes on."""
-
-    def write(piece: str) -> None:
-        sink.write(piece)
-        sink.flush()
-
-    before = session.forgotten
-    write("model> ")
-    try:
-        session.say(text, write)
-    except DataError as error:
-        write(f"({error})")
-    write(" (the oldest turns no longer fit and are forgotten)\n" if session.forgotten > before else "\n")
-
-
-def _print(sink: TextIO, text: str) -> None:
-    sink.write(text + "\n")
-    sink.flush()
+            before = session.forgotten
+            write("model> ")
+            try:
+                session.say(text, write)
+            except DataError as error:  # the turn is refused, and the conversation goes on
+                write(f"({error})")
+            write(" (the oldest turns no longer fit and are forgotten)\n" if session.forgotten > before else "\n")
+        given += bool(text) and text not in ("/reset", "/help")
 
 
 TEST_PROMPTS = Path("data") / "clean" / "prompts" / "test.parquet"

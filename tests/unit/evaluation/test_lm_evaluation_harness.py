@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rlhf_core.cli import app
 from rlhf_core.errors import ConfigError, DataError, RlhfError
-from rlhf_core.evaluation.benchmarks.lm_evaluation_harness import TaskOptions, as_text, run_tasks, task_metrics
+from rlhf_core.evaluation.benchmarks.lm_evaluation_harness import as_text, run_tasks, task_metrics
 
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval (the extra lm-eval) is not installed"
@@ -60,26 +60,25 @@ def test_a_task_on_a_local_file_measures_both_models(
     stored = json.loads(output.read_text())
     assert set(stored) == {"sft", "policy"} and "pretty_env_info" not in stored["sft"]
     for name in stored:
-        (accuracy, _) = task_metrics(stored[name])
-        hits = round(3 * accuracy.value)
-        assert accuracy.task == "exam" and accuracy.metric == "acc" and 3 * accuracy.value == pytest.approx(hits)
+        accuracy, stderr = task_metrics(stored[name])["exam", "acc"]
+        assert 3 * accuracy == pytest.approx(round(3 * accuracy))
         # lm-eval's standard error of a mean of n zeros and ones: √(p (1 - p) / (n - 1)).
-        assert accuracy.stderr == pytest.approx((accuracy.value * (1 - accuracy.value) / 2) ** 0.5)
-        assert f"{accuracy.value:.4g}"[:5] in result.output
+        assert stderr == pytest.approx((accuracy * (1 - accuracy) / 2) ** 0.5)
+        assert f"{accuracy:.4g}"[:5] in result.output
     assert stored["sft"]["n-samples"]["exam"] == {"original": 3, "effective": 3}
     with pytest.raises(DataError, match=r"lm-eval cannot run lost: ") as caught:
-        run_tasks({"sft": models / "sft"}, TaskOptions(["lost"], [tasks]))
+        run_tasks({"sft": models / "sft"}, ["lost"], [tasks])
     assert "\n" not in str(caught.value)
 
 
 def test_a_missing_folder_or_package_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("lm_eval") is not None:
         with pytest.raises(ConfigError, match=r"--include-path .*gone is no folder"):
-            run_tasks({}, TaskOptions(["exam"], [tmp_path / "gone"]))
+            run_tasks({}, ["exam"], [tmp_path / "gone"])
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     with pytest.raises(RlhfError, match=r"pip install 'rlhf-pipeline\[lm-eval\]'"):
-        run_tasks({}, TaskOptions(["exam"]))
+        run_tasks({}, ["exam"])
     with pytest.raises(ConfigError, match="name at least one task"):
         CliRunner().invoke(app, ["lm-eval", str(tmp_path)], catch_exceptions=False)
 
