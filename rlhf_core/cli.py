@@ -32,14 +32,22 @@ def stage(
     rule, 75 preempted (SIGTERM: training finishes its step and saves its state), 130 interrupted. Run again, a training
     stage goes on from its last checkpoint.
     """
-    from rlhf_core.stages.runtime.runner import run_stage, workspace_root
-    from rlhf_core.storage.garbage_collection import collect_rarely, skip_last_collection
+    from rlhf_core.stages.runtime.runner import run_stage
+    from rlhf_core.storage.garbage_collection import collect_rarely
 
     collect_rarely()
-    skip_last_collection()
-    root = workspace_root(workspace)
+    root = _root(workspace)
     _record_code(root, name)
     run_stage(name, root)
+
+
+def _root(workspace: Path | None) -> Path:
+    """The workspace of a command that loads models, whose last garbage collection would only cost time."""
+    from rlhf_core.stages.runtime.runner import workspace_root
+    from rlhf_core.storage.garbage_collection import skip_last_collection
+
+    skip_last_collection()
+    return workspace_root(workspace)
 
 
 def _record_code(root: Path, stage: str) -> None:
@@ -165,11 +173,7 @@ def plan(
 
     Example: rlhf plan --profile paper-7b --gpus 8 --gpu-memory 80
     """
-    from rlhf_core.stages.runtime.runner import workspace_root
-    from rlhf_core.storage.garbage_collection import skip_last_collection
-
-    skip_last_collection()
-    root = workspace_root(workspace)
+    root = _root(workspace)
     from rich.console import Console
 
     with Console(stderr=True).status("running the stages on shapes, to see what memory they need…"):
@@ -216,13 +220,10 @@ def match(
 
     `rlhf promote` does this and acts on the result; this command only measures.
     """
-    from rlhf_core.stages.runtime.runner import workspace_root
     from rlhf_core.stages.runtime.threads import limit_threads_of
     from rlhf_core.storage.files import atomic_write_json
-    from rlhf_core.storage.garbage_collection import skip_last_collection
 
-    skip_last_collection()
-    folder = workspace_root(workspace)
+    folder = _root(workspace)
     limit_threads_of(folder)
     from rlhf_core.evaluation.match import run_match
 

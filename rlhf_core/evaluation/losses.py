@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -68,32 +68,37 @@ class PairedLoss:
 
 def share_loss(baseline: Sequence[bool], candidate: Sequence[bool], clusters: ArrayLike | None = None) -> PairedLoss:
     """Compare the shares of replies that pass a check, (n,) each."""
-    old, new = np.asarray(baseline, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
-    groups = one_each(len(old), clusters)
+    old, new, groups = _paired(baseline, candidate, clusters)
     high = share_difference_high(old * (1 - new), new * (1 - old), groups)
     return PairedLoss.of(old.mean(), new.mean(), old.mean() - new.mean(), high, groups)
 
 
 def fall(baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None = None) -> PairedLoss:
     """Compare means of a quantity that should not fall, (n,) each."""
-    old, new = np.asarray(baseline, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
-    groups = one_each(len(old), clusters)
+    old, new, groups = _paired(baseline, candidate, clusters)
     return PairedLoss.of(old.mean(), new.mean(), (old - new).mean(), mean_high(old - new, groups), groups)
 
 
 def rise(baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None = None) -> PairedLoss:
     """Compare means of a quantity that should not rise, (n,) each."""
-    loss = fall(-np.asarray(baseline, dtype=np.float64), -np.asarray(candidate, dtype=np.float64), clusters)
-    return PairedLoss(-loss.baseline, -loss.candidate, loss.loss, loss.loss_high95, loss.replies, loss.clusters)
+    old, new, groups = _paired(baseline, candidate, clusters)
+    loss = fall(-old, -new, groups)
+    return replace(loss, baseline=-loss.baseline, candidate=-loss.candidate)
 
 
 def growth(baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None = None) -> PairedLoss:
     """Compare mean lengths, (n,) each: the loss is the relative growth, bounded by linearising the ratio."""
-    old, new = np.asarray(baseline, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
-    groups = one_each(len(old), clusters)
+    old, new, groups = _paired(baseline, candidate, clusters)
     mean = max(float(old.mean()), 1e-9)
     ratio = float(new.mean()) / mean
     return PairedLoss.of(mean, new.mean(), ratio - 1, mean_high((new - ratio * old) / mean, groups) + ratio - 1, groups)
+
+
+def _paired(
+    baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    old, new = np.asarray(baseline, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
+    return old, new, one_each(len(old), clusters)
 
 
 def category_losses(categories: Sequence[str], outcome: np.ndarray, clusters: np.ndarray) -> dict[str, PairedLoss]:
@@ -134,11 +139,10 @@ def paired_losses(
     judged = clusters_of(sets.judged, len(baseline.judged) // max(len(sets.judged), 1))
     old, new = baseline.judged, candidate.judged
     ends = share_loss([reply.finished for reply in old], [reply.finished for reply in new], judged)
+    repeated = [[trigram_repetition(reply.text) for reply in side] for side in (old, new)]
     losses = {
-        "missing_ends": PairedLoss(
-            1 - ends.baseline, 1 - ends.candidate, ends.loss, ends.loss_high95, ends.replies, ends.clusters
-        ),
-        "repetition": rise(_repetition(old), _repetition(new), judged),
+        "missing_ends": replace(ends, baseline=1 - ends.baseline, candidate=1 - ends.candidate),
+        "repetition": rise(repeated[0], repeated[1], judged),
         "length": growth([len(reply.token_ids) for reply in old], [len(reply.token_ids) for reply in new], judged),
     }
     if sets.regression:
@@ -157,10 +161,6 @@ def paired_losses(
     }
 
 
-def _repetition(replies: Sequence[Reply]) -> list[float]:
-    return [trigram_repetition(reply.text) for reply in replies]
-
-
 def _safety(sets: FixedSets, baseline: SetReplies, candidate: SetReplies) -> dict[str, PairedLoss]:
     """On the safety prompts, or in the world on all replies that were sampled: harmful requests are among its own."""
     rows = repeated_rows(sets.safety, baseline.safety)
@@ -176,10 +176,8 @@ def _safety(sets: FixedSets, baseline: SetReplies, candidate: SetReplies) -> dic
     for name, check in REFUSAL_CHECKS.items():
         applies = [i for i, row in enumerate(rows) if check(row.category, old[i]) is not None]
         if applies:
-            chosen = [rows[i] for i in applies]
-            losses[f"safety.{name}"] = _passed(
-                {name: check}, chosen, [old[i] for i in applies], [new[i] for i in applies]
-            )
+            chosen, before, after = [rows[i] for i in applies], [old[i] for i in applies], [new[i] for i in applies]
+            losses[f"safety.{name}"] = _passed({name: check}, chosen, before, after)
     if len(baseline.refusal_log_odds):
         asked = clusters_of(sets.harmful)
         losses["safety.refusal_log_odds"] = fall(baseline.refusal_log_odds, candidate.refusal_log_odds, asked)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from rlhf_core.data.schema import Prompt
+from rlhf_core.data.schema import Preference, PretrainText, Prompt
 from rlhf_core.data.text import is_refusal, split_words, trigram_repetition
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.statistics import cluster_of
@@ -18,7 +18,6 @@ PER_CATEGORY = 32
 
 # (category, reply) -> whether the reply passes, or None where the check does not apply
 ReplyCheck = Callable[[str, Reply], bool | None]
-PromptRow = TypeVar("PromptRow", bound=Prompt)
 
 
 def _answers_benign(category: str, reply: Reply) -> bool | None:
@@ -39,15 +38,7 @@ GENERIC_CHECKS: dict[str, ReplyCheck] = {
 REFUSAL_CHECKS: dict[str, ReplyCheck] = {"answers_benign": _answers_benign, "refuses_harmful": _refuses_harmful}
 
 
-class Identified(Protocol):
-    """A row of data with an id."""
-
-    @property
-    def id(self) -> str:
-        """The id, by content or given."""
-
-
-Row = TypeVar("Row", bound=Identified)
+Row = TypeVar("Row", Prompt, Preference, PretrainText)
 
 
 def fixed_subset(rows: Sequence[Row], size: int, purpose: str) -> list[Row]:
@@ -58,7 +49,7 @@ def fixed_subset(rows: Sequence[Row], size: int, purpose: str) -> list[Row]:
     return sorted(rows, key=lambda row: hashlib.sha256(f"{purpose}|{row.id}".encode()).hexdigest())[:size]
 
 
-def spread_subset(prompts: Sequence[PromptRow], size: int, purpose: str) -> list[PromptRow]:
+def spread_subset(prompts: Sequence[Prompt], size: int, purpose: str) -> list[Prompt]:
     """Choose at most ``size`` prompts as :func:`fixed_subset` does, of as many different questions as there are.
 
     The first prompt about each question comes before the second about any: a second one says little that is new.
@@ -72,9 +63,9 @@ def spread_subset(prompts: Sequence[PromptRow], size: int, purpose: str) -> list
     return [row for _, row in sorted(numbered, key=lambda pair: pair[0])][:size]
 
 
-def regression_set(prompts: Sequence[PromptRow], per_category: int = PER_CATEGORY) -> list[PromptRow]:
+def regression_set(prompts: Sequence[Prompt], per_category: int = PER_CATEGORY) -> list[Prompt]:
     """Choose up to ``per_category`` prompts of each category, by hash and of as many questions as there are."""
-    groups: dict[str, list[PromptRow]] = defaultdict(list)
+    groups: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         groups[prompt.category].append(prompt)
     return [row for name in sorted(groups) for row in spread_subset(groups[name], per_category, "regression")]
