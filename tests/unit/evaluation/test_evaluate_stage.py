@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 from traced import missed
 
-from rlhf_core.config.evaluation import EvaluateStageConfig, HeldOutPerplexityConfig, SafetyConfig
+from rlhf_core.config.evaluation import (
+    EvaluateStageConfig,
+    HeldOutPerplexityConfig,
+    MultipleChoiceConfig,
+    OpponentConfig,
+    SafetyConfig,
+    VerifiableConfig,
+)
+from rlhf_core.config.gates import Condition
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
@@ -20,6 +28,7 @@ from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evalu
 from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
 from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities
 from rlhf_core.evaluation.reply import Reply
+from rlhf_core.gates import check
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
@@ -43,7 +52,9 @@ def run_stage(
     write_rows(root / "data/clean/pretrain/validation.parquet", [TEXT])
     inputs = {key: models / Path(path).name for key, path in evaluate.STAGE.inputs.items()}
     outputs = Paths({key: root / path for key, path in evaluate.STAGE.outputs.items()})
-    evaluate.STAGE.run(config, Paths(inputs | {"clean": root / "data/clean"}), outputs, RunContext(root / "work"))
+    evaluate.STAGE.run(
+        config, Paths(inputs | {"clean": root / "data/clean"}), outputs, RunContext(root / "work", folder=root)
+    )
     return json.loads(outputs.metrics.read_text()), outputs
 
 
@@ -151,6 +162,71 @@ def test_each_prompt_may_get_several_replies(tmp_path: Path, models: Path, promp
     ]
     assert thrice["comparison"]["judge"]["win_rate"] == pytest.approx(sum(shares) / len(shares))
     assert [row["best_of_n_reply"] is None for row in rows[:3]] == [False, True, True]
+
+
+def jsonl(path: Path, *rows: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_what_is_measured_beside_changes_no_other_number_and_gates_can_use_it(tmp_path: Path, models: Path) -> None:
+    """Verifiable prompts, multiple choice, groups of prompts, and a third party that replied to two of four prompts."""
+    rows = [made_prompt(f"what is {i} and {i}?", "fact" if i % 2 else "harmful", "a file") for i in range(4)]
+    jsonl(
+        tmp_path / "met/checks.jsonl",
+        {"prompt": "is it red?", "require": {"min_characters": 1}, "category": "easy"},
+        {"prompt": "is it blue?", "require": {"equals": "no model says this"}, "category": "hard"},
+    )
+    jsonl(
+        tmp_path / "met/replies.jsonl",
+        *({"prompt": row.prompt[-1].content, "reply": f"reply to {row.id}"} for row in (rows[0], rows[3])),
+    )
+    for name, question in (
+        ("things", "1,which is a colour?,red,seven,under,slowly,A"),
+        ("城市", "0,首都?,上,广,北,深,C"),
+    ):
+        (tmp_path / f"met/{name}_val.csv").write_text(f"id,question,A,B,C,D,answer\n{question}\n", encoding="utf-8")
+    settings = {
+        "verifiable": VerifiableConfig(path="checks.jsonl"),
+        "multiple_choice": MultipleChoiceConfig(files=("*_val.csv",)),
+        "opponents": (OpponentConfig(name="other", path="replies.jsonl"),),
+    }
+    few = CONFIG.model_copy(update={"safety": SafetyConfig(prompts=0)})
+    plain, _ = run_stage(tmp_path / "plain", models, rows, few)
+    metrics, outputs = run_stage(tmp_path / "met", models, rows, few.model_copy(update=settings))
+    for condition in (
+        Condition(metric="verifiable.policy.passed", at_least_of="verifiable.sft.passed", slack=1.0, why="kept"),
+        Condition(
+            metric="policy.multiple_choice.accuracy", at_least_of="sft.multiple_choice.accuracy", slack=1.0, why="kept"
+        ),
+        Condition(metric="group.harmless.judge.win_rate", at_least=0.0, why="a gate can use it"),
+    ):
+        assert check(condition, metrics).passed
+    checked, met, answered = (metrics.pop(name) for name in ("verifiable", "opponents", "multiple_choice"))
+    sides = [metrics[name].pop("multiple_choice")["accuracy"] for name in ("policy", "sft")]
+    assert metrics["losses"].pop("verifiable.passed")["replies"] == 2
+    assert metrics == plain
+
+    assert checked["prompts"] == 2 and checked["policy"]["category"]["hard"] == 0.0
+    stored = [json.loads(line) for line in (tmp_path / "met/.rlhf/verifiable.jsonl").read_text().splitlines()]
+    assert stored[1]["sft_lacks"] == ["equals"]
+
+    assert set(answered["subject"]) == {"things", "城市"} and answered["questions"] == 2
+    assert answered["difference"] == pytest.approx(sides[0] - sides[1])
+    stored = [json.loads(line) for line in (tmp_path / "met/.rlhf/multiple_choice.jsonl").read_text().splitlines()]
+    assert sum(row["policy"] == row["answer"] for row in stored) / 2 == pytest.approx(sides[0])
+
+    met = met["other"]
+    assert (met["prompts"], met["missing"], met["unused"]) == (2, 2, 0)
+    assert set(met["policy"]["comparison"]) == set(met["sft"]["comparison"]) == {"reward", "referee", "judge"}
+    groups = plain["group"]
+    assert {name: by_judge["judge"]["prompts"] for name, by_judge in groups.items()} == {"helpful": 2, "harmless": 2}
+    assert set(met["policy"]["group"]) == set(groups)
+    whole = plain["comparison"]["judge"]["win_rate"]
+    assert sum(groups[name]["judge"]["win_rate"] for name in groups) / 2 == pytest.approx(whole)
+    compared = read_table(outputs.comparisons).to_pylist()
+    assert [row["opponent_other_reply"] is not None for row in compared].count(True) == 2
+    assert all((row["opponent_other_reply"] is None) == (row["opponent_other_judge"] is None) for row in compared)
 
 
 def test_safety_prompts_may_be_asked_several_times(tmp_path: Path, models: Path) -> None:

@@ -12,16 +12,15 @@ import pytest
 from rlhf_core.config.evaluation import EvaluateStageConfig, LlmJudgeConfig
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.schema import Preference, PretrainText, Prompt, read_table, write_rows
+from rlhf_core.data.schema import Prompt, read_table, write_rows
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.match import run_match
 from rlhf_core.evaluation.report.view import reply_pair
 from rlhf_core.gates import check
-from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.training.run_context import RunContext
 
 from ..conftest import made_prompt
+from ..test_evaluate_stage import run_stage
 from .conftest import ChatServer, completion
 
 PROMPTS = [made_prompt(f"what is {i} and {i}?", f"sums {i % 2}", "a file") for i in range(6)]
@@ -39,16 +38,8 @@ CONFIG = EvaluateStageConfig.model_validate(
 
 
 def stage(root: Path, models: Path, **judge: Any) -> tuple[dict[str, Any], Paths]:
-    write_rows(root / "data/clean/prompts/test.parquet", PROMPTS)
-    prompt = PROMPTS[0].prompt
-    write_rows(root / "data/clean/preferences/test.parquet", [Preference("1", prompt, "a", "b", None, "", "", "")])
-    write_rows(root / "data/clean/pretrain/validation.parquet", [PretrainText("1", "a text", "", "", "")])
-    inputs = {key: models / Path(path).name for key, path in evaluate.STAGE.inputs.items()}
-    outputs = Paths({key: root / path for key, path in evaluate.STAGE.outputs.items()})
-    context = RunContext(root / "work", folder=root)
     config = CONFIG.model_copy(update={"llm_judge": LlmJudgeConfig(model="m", concurrency=1, **judge)})
-    evaluate.STAGE.run(config, Paths(inputs | {"clean": root / "data/clean"}), outputs, context)
-    return json.loads(outputs.metrics.read_text()), outputs
+    return run_stage(root, models, PROMPTS, config)
 
 
 def test_the_stage_compares_by_the_llm_judge_and_goes_on_where_it_was_stopped(

@@ -86,7 +86,9 @@ def test_a_tie_in_one_order_alone_is_a_tie(judge: Judged, server: ChatServer) ->
 
 def test_answers_are_asked_for_once(judge: Judged, server: ChatServer) -> None:
     first = judge()
-    assert judge() == first and len(server.requests) == 6
+    again = judge()
+    assert (outcomes(again), again.reasons, again.metrics) == (outcomes(first), first.reasons, first.metrics)
+    assert len(server.requests) == 6
     judge(model="another")
     assert len(server.requests) == 12, "another model is another question"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlhf_core.config.evaluation import EvaluateConfig, EvaluateStageConfig, MultipleChoiceConfig
-from rlhf_core.config.gates import Condition
-from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.evaluation import EvaluateConfig, MultipleChoiceConfig
 from rlhf_core.data.encoding import encode_dialogue, pad_id
-from rlhf_core.data.schema import Message, Preference, PretrainText, write_rows
+from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.benchmarks.multiple_choice import (
     AnsweredQuestions,
@@ -27,14 +24,8 @@ from rlhf_core.evaluation.benchmarks.multiple_choice import (
 )
 from rlhf_core.evaluation.perplexity import reply_log_likelihoods
 from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs
-from rlhf_core.gates import check
 from rlhf_core.models.starting.base import load_policy
-from rlhf_core.stages import evaluate
-from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.examples import Example
-from rlhf_core.training.run_context import RunContext
-
-from ..conftest import made_prompt
 
 HEADER = "id,question,A,B,C,D,answer,explanation"
 ENGLISH = [
@@ -237,43 +228,3 @@ def test_a_changed_or_new_file_is_seen(tmp_path: Path) -> None:
         write_evaluation_inputs(tmp_path, EvaluateConfig(multiple_choice=config))
         texts.append(seen.read_text())
     assert len(set(texts)) == 4 and "城市_val.csv" in texts[-1]
-
-
-def test_the_stage_measures_both_models_and_a_gate_can_use_it(tmp_path: Path, models: Path) -> None:
-    rows = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(3)]
-    pair = Preference("1", [Message("user", "?")], "a", "b", None, "", "", "")
-    write_rows(tmp_path / "data/clean/prompts/test.parquet", rows)
-    write_rows(tmp_path / "data/clean/preferences/test.parquet", [pair])
-    write_rows(tmp_path / "data/clean/pretrain/validation.parquet", [PretrainText("1", "a text", "", "", "")])
-    written(tmp_path, "things_val.csv", *ENGLISH)
-    written(tmp_path, "城市_val.csv", *CHINESE)
-    plain = EvaluateStageConfig.model_validate(
-        {
-            "prompts": 3,
-            "kl_samples": 2,
-            "max_new_tokens": 5,
-            "bootstrap": 50,
-            "safety": {"prompts": 0},
-            "sampling": SamplingConfig(max_new_tokens=5),
-        }
-    )
-    asked = plain.model_copy(update={"multiple_choice": MultipleChoiceConfig(files=("*_val.csv",))})
-    inputs = {key: models / Path(path).name for key, path in evaluate.STAGE.inputs.items()}
-    inputs["clean"] = tmp_path / "data/clean"
-    results = {}
-    for name, config in (("plain", plain), ("asked", asked)):
-        outputs = Paths({key: tmp_path / name / path for key, path in evaluate.STAGE.outputs.items()})
-        evaluate.STAGE.run(config, Paths(inputs), outputs, RunContext(tmp_path / "work", folder=tmp_path))
-        results[name] = json.loads(outputs.metrics.read_text())
-    metrics = results["asked"]
-    condition = Condition(
-        metric="policy.multiple_choice.accuracy", at_least_of="sft.multiple_choice.accuracy", slack=1.0, why="kept"
-    )
-    assert check(condition, metrics).passed and not check(condition, results["plain"]).passed
-    compared = metrics.pop("multiple_choice")
-    assert set(compared["subject"]) == {"things", "城市"} and compared["questions"] == 3
-    sides = [metrics[name].pop("multiple_choice")["accuracy"] for name in ("policy", "sft")]
-    assert compared["difference"] == pytest.approx(sides[0] - sides[1])
-    assert metrics == results["plain"], "it changes no other number"
-    stored = [json.loads(line) for line in (tmp_path / ".rlhf/multiple_choice.jsonl").read_text().splitlines()]
-    assert sum(row["policy"] == row["answer"] for row in stored) / 3 == pytest.approx(sides[0])

@@ -11,10 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_core.config import yaml_text
-from rlhf_core.config.evaluation import EvaluateConfig, EvaluateStageConfig, OpponentConfig
-from rlhf_core.config.gates import Condition
+from rlhf_core.config.evaluation import EvaluateConfig, OpponentConfig
 from rlhf_core.config.loading import rebase_sources
-from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
+from rlhf_core.data.schema import Prompt
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare, compare_outcomes, outcomes
 from rlhf_core.evaluation.comparisons.opponents import Rival, read_opponent
@@ -23,10 +22,6 @@ from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
 from rlhf_core.evaluation.judges.pairwise import PairwiseJudgements
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs
-from rlhf_core.gates import check
-from rlhf_core.stages import evaluate
-from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.training.run_context import RunContext
 
 from ..conftest import made_prompt
 
@@ -127,39 +122,6 @@ def test_both_models_meet_it_on_the_prompts_that_it_has() -> None:
     assert metrics["policy"]["group"]["harmless"]["gold"] == by_hand
     assert [row["opponent_other_reply"] for row in opponent.columns()] == ["bb", None, "bb"]
     assert [row["opponent_other_gold"] for row in opponent.columns()] == [2.0, None, 2.0]
-
-
-def test_the_stage_judges_opponents_and_groups_for_gates(tmp_path: Path, models: Path) -> None:
-    write_rows(tmp_path / "data/clean/prompts/test.parquet", PROMPTS)
-    pair = Preference("1", [Message("user", "?")], "a", "b", None, "", "", "")
-    write_rows(tmp_path / "data/clean/preferences/test.parquet", [pair])
-    write_rows(tmp_path / "data/clean/pretrain/validation.parquet", [PretrainText("1", "a text", "", "", "")])
-    written(tmp_path, *replies_to(PROMPTS[0], PROMPTS[3]))
-    plain = EvaluateStageConfig.model_validate(
-        {"prompts": 4, "kl_samples": 2, "max_new_tokens": 5, "bootstrap": 50, "safety": {"prompts": 0},
-         "sampling": {"max_new_tokens": 5}}
-    )  # fmt: skip
-    inputs = {key: models / Path(path).name for key, path in evaluate.STAGE.inputs.items()}
-    inputs["clean"] = tmp_path / "data/clean"
-    results = {}
-    for name, config in (("plain", plain), ("met", plain.model_copy(update={"opponents": (CONFIG,)}))):
-        outputs = Paths({key: tmp_path / name / path for key, path in evaluate.STAGE.outputs.items()})
-        evaluate.STAGE.run(config, Paths(inputs), outputs, RunContext(tmp_path / "work", folder=tmp_path))
-        results[name] = json.loads(outputs.metrics.read_text())
-    met = results["met"].pop("opponents")["other"]
-    assert results["met"] == results["plain"], "it changes no other number"
-    assert (met["prompts"], met["missing"], met["unused"]) == (2, 2, 0)
-    assert set(met["policy"]["comparison"]) == set(met["sft"]["comparison"]) == {"reward", "referee", "judge"}
-    assert set(met["policy"]["group"]) == {"helpful", "harmless"}
-    groups = results["plain"]["group"]
-    assert {name: by_judge["judge"]["prompts"] for name, by_judge in groups.items()} == {"helpful": 2, "harmless": 2}
-    whole = results["plain"]["comparison"]["judge"]["win_rate"]
-    assert np.mean([groups[name]["judge"]["win_rate"] for name in groups]) == pytest.approx(whole)
-    rows = {row["prompt"]: row for row in read_table(tmp_path / "met/samples/comparisons.parquet").to_pylist()}
-    assert sum(row["opponent_other_reply"] is not None for row in rows.values()) == 2
-    assert all(row["opponent_other_judge"] is not None for row in rows.values() if row["opponent_other_reply"])
-    condition = Condition(metric="group.harmless.judge.win_rate", at_least=0.0, why="a gate can use it")
-    assert check(condition, results["plain"]).passed
 
 
 def test_paths_follow_the_parameters_and_are_fingerprinted(tmp_path: Path) -> None:

@@ -10,21 +10,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.config.evaluation import EvaluateConfig, EvaluateStageConfig, VerifiableConfig
-from rlhf_core.config.gates import Condition
-from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.schema import Message, Preference, PretrainText, write_rows
+from rlhf_core.config.evaluation import EvaluateConfig, VerifiableConfig
+from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.verifiable import Requirements, VerifiablePrompts, check_reply
 from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs
-from rlhf_core.gates import check
 from rlhf_core.runtime.user_function import time_limit
-from rlhf_core.stages import evaluate
-from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.training.run_context import RunContext
-
-from ..conftest import made_prompt
 
 PROMPT = [Message("user", "?")]
 SCHEMA = {
@@ -231,40 +223,3 @@ def test_lines_that_ask_the_same_are_one_question(tmp_path: Path) -> None:
     sft, policy = (prompts.check([Reply(text, True)] * 6) for text in (" ".join("abcdefgh"), "a"))
     comparison = prompts.metrics(sft, policy, 100, 1)["comparison"]
     assert (comparison["prompts"], comparison["clusters"], comparison["clusters_won"]) == (6, 2, 2)
-
-
-def test_the_stage_checks_both_models_and_a_gate_can_use_it(tmp_path: Path, models: Path) -> None:
-    rows = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(3)]
-    write_rows(tmp_path / "data/clean/prompts/test.parquet", rows)
-    write_rows(tmp_path / "data/clean/preferences/test.parquet", [Preference("1", PROMPT, "a", "b", None, "", "", "")])
-    write_rows(tmp_path / "data/clean/pretrain/validation.parquet", [PretrainText("1", "a text", "", "", "")])
-    verifiable = written(
-        tmp_path,
-        {"prompt": "is it red?", "require": {"min_characters": 1}, "category": "easy"},
-        {"prompt": "is it blue?", "require": {"equals": "no model says this"}, "category": "hard"},
-    )
-    base: dict[str, Any] = {
-        "prompts": 3,
-        "kl_samples": 2,
-        "max_new_tokens": 5,
-        "bootstrap": 50,
-        "safety": {"prompts": 0},
-    }
-    plain = EvaluateStageConfig.model_validate(base | {"sampling": SamplingConfig(max_new_tokens=5)})
-    inputs = Paths(
-        {key: models / Path(path).name for key, path in evaluate.STAGE.inputs.items()}
-        | {"clean": tmp_path / "data/clean"}
-    )
-    results = {}
-    for name, config in (("plain", plain), ("checked", plain.model_copy(update={"verifiable": verifiable}))):
-        outputs = Paths({key: tmp_path / name / path for key, path in evaluate.STAGE.outputs.items()})
-        evaluate.STAGE.run(config, inputs, outputs, RunContext(tmp_path / "work", folder=tmp_path))
-        results[name] = json.loads(outputs.metrics.read_text())
-    checked = results["checked"].pop("verifiable")
-    assert results["checked"]["losses"].pop("verifiable.passed")["replies"] == 2
-    assert results["checked"] == results["plain"], "it changes no other number"
-    assert checked["prompts"] == 2 and checked["policy"]["category"]["hard"] == 0.0
-    stored = [json.loads(line) for line in (tmp_path / ".rlhf/verifiable.jsonl").read_text().splitlines()]
-    assert stored[1]["sft_lacks"] == ["equals"]
-    condition = Condition(metric="verifiable.policy.passed", at_least_of="verifiable.sft.passed", slack=1.0, why="kept")
-    assert check(condition, {"verifiable": checked}).passed
