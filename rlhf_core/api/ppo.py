@@ -322,24 +322,20 @@ def summary(
     """The selected checkpoint, the last iteration, health findings, each rollback."""
     journal = trainer.checkpoints.journal
     last = {name: value for name, value in history[-1].items() if isinstance(value, int | float)}
-    rollbacks = {f"rollback_{n}": entry.record() for n, entry in enumerate(journal.entries, start=1)}
-    selection: dict[str, Any] = {}
+    metrics: dict[str, Any] = {f"rollback_{n}": entry.record() for n, entry in enumerate(journal.entries, start=1)}
+    metrics |= {
+        "iterations": trainer.done,
+        "skipped_steps": sum(row["skipped_steps"] for row in history),
+        "findings": len(findings),
+        "pauses": sum(finding["action"] == "pause" for finding in findings),
+        "rollbacks": len(journal),
+        "reward_gain": last["reward_mean"] - history[0]["reward_mean"],
+        "last": last,
+    }
     if choice is not None:
-        selection = {"selected_iteration": choice.candidate.iteration, "admissible": int(choice.admissible)}
-    return (
-        rollbacks
-        | {"iterations": trainer.done}
-        | selection
-        | {
-            "skipped_steps": sum(row["skipped_steps"] for row in history),
-            "findings": len(findings),
-            "pauses": sum(finding["action"] == "pause" for finding in findings),
-            "rollbacks": len(journal),
-            "reward_gain": last["reward_mean"] - history[0]["reward_mean"],
-        }
-        | ({"selected": nonfinite_as_none(asdict(choice.candidate))} if choice is not None else {})
-        | {"last": last}
-    )
+        metrics |= {"selected_iteration": choice.candidate.iteration, "admissible": int(choice.admissible)}
+        metrics["selected"] = nonfinite_as_none(asdict(choice.candidate))
+    return metrics
 
 
 def _own_copy(given: PreTrainedModel | Path | None) -> PreTrainedModel:

@@ -95,12 +95,11 @@ def default_sft_config(rows: int, model: PreTrainedModel) -> SftConfig:
     """One epoch over ``rows`` with settings that are safe for a pretrained model."""
     size = min(32, rows)
     steps = math.ceil(rows / size)
-    positions = getattr(model.config, "max_position_embeddings", None) or 2048
     return SftConfig(
         steps=steps,
         batch_size=size,
         micro_batch_size=min(size, 8),
-        max_tokens=min(positions, 2048),
+        max_tokens=fitting_length(2048, model),
         optimizer=OptimizerConfig(lr=DEFAULT_LR),
     )
 

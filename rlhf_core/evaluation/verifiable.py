@@ -14,11 +14,11 @@ import numpy as np
 from jsonschema import Draft202012Validator, SchemaError
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     NonNegativeInt,
     PositiveInt,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from referencing import Registry
@@ -47,12 +47,12 @@ def _pattern(text: str) -> str:
     return text
 
 
-def _texts(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
 Pattern = Annotated[str, AfterValidator(_pattern)]
-Texts = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+Texts = Annotated[
+    tuple[str, ...],
+    Field(strict=False, min_length=1),
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+]
 
 
 class Requirements(Strict):
@@ -85,13 +85,6 @@ class Requirements(Strict):
     json_schema: dict[str, Any] | None = None
     finished: bool | None = None
     function: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_text_is_a_list(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        return {name: _texts(v) if name in ("equals", "contains", "excludes") else v for name, v in values.items()}
 
     @model_validator(mode="after")
     def _something_is_required(self) -> Requirements:
@@ -214,24 +207,23 @@ class Turn(Strict):
     content: str = Field(min_length=1)
 
 
+def _ends_with_user(prompt: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    if prompt[-1].role != "user":
+        raise ValueError("a prompt must end with a user turn")
+    return prompt
+
+
 class VerifiableLine(Strict):
     """One line of the file: a text or messages, what the reply must be, and a category for the metrics."""
 
-    prompt: tuple[Turn, ...] = Field(strict=False, min_length=1)
+    prompt: Annotated[
+        tuple[Turn, ...],
+        Field(strict=False, min_length=1),
+        AfterValidator(_ends_with_user),
+        BeforeValidator(lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value),
+    ]
     require: Requirements
     category: str = Field(default="", pattern=r"^[\w -]*$")
-
-    @field_validator("prompt")
-    @classmethod
-    def _a_reply_is_due(cls, prompt: tuple[Turn, ...]) -> tuple[Turn, ...]:
-        if prompt[-1].role != "user":
-            raise ValueError("a prompt must end with a user turn")
-        return prompt
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _text_is_the_users(cls, prompt: Any) -> Any:
-        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
     def messages(self) -> list[Message]:
         """The prompt as messages."""
@@ -309,15 +301,9 @@ class VerifiablePrompts:
         Raises:
             DataError: A function raised, or a check did not end in time.
         """
+        known = self.functions or {}
         results = [
-            check_reply(
-                line.require,
-                line.messages(),
-                reply.text,
-                reply.finished,
-                self.functions or {},
-                self.timeout_seconds,
-            )
+            check_reply(line.require, line.messages(), reply.text, reply.finished, known, self.timeout_seconds)
             for line, reply in zip(self.lines, replies, strict=True)
         ]
         return CheckedReplies(replies, results)
