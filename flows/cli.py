@@ -217,7 +217,7 @@ def chat(
         require_model_folder(model)  # before seconds of imports
     with busy("looking up the model"):
         from flows.commands.serve import champion_model, folder_model
-        from rlhf_core.chat.terminal import ChatOptions, talk
+        from rlhf_core.chat.terminal import talk
         from rlhf_core.stages.runtime.threads import limit_threads_of
 
         if model is None:
@@ -226,7 +226,8 @@ def chat(
             chosen = folder_model(model, find_workspace(workspace) if workspace else None)
         if chosen.workspace is not None:
             limit_threads_of(chosen.workspace)
-    talk(chosen.folder, ChatOptions(seed, temperature, top_p, max_new_tokens), chosen.about, chosen.workspace)
+    sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
+    talk(chosen.folder, sampling, seed, chosen.about, chosen.workspace)
 
 
 @app.command()

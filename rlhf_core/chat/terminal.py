@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
-@dataclass(frozen=True)
-class ChatOptions:
-    """How replies are sampled, and the seed that makes them repeatable."""
-
-    seed: int
-    temperature: float
-    top_p: float
-    max_new_tokens: int
-
-
-def talk(folder: Path, options: ChatOptions, about: Sequence[str] = (), workspace: Path | None = None) -> None:
+def talk(
+    folder: Path, sampling: Mapping[str, Any], seed: int, about: Sequence[str] = (), workspace: Path | None = None
+) -> None:
     """Converse on standard input and output with the model in ``folder`` until the input ends or says /quit.
 
     Args:
+        folder: The model folder.
+        sampling: Fields of :class:`~rlhf_core.config.model.SamplingConfig`.
+        seed: Makes the replies repeatable.
         about: Lines that say what the model is, printed first on a terminal.
         workspace: Where held-out prompts to try are taken from.
     """
@@ -34,13 +29,11 @@ def talk(folder: Path, options: ChatOptions, about: Sequence[str] = (), workspac
         from rlhf_core.errors import ConfigError
 
         try:
-            sampling = SamplingConfig(
-                temperature=options.temperature, top_p=options.top_p, max_new_tokens=options.max_new_tokens
-            )
+            checked = SamplingConfig(**sampling)
         except ValueError as error:
             message = "--temperature and --max-new-tokens must be above 0, --top-p above 0 and at most 1"
             raise ConfigError(message) from error
-        session = ChatSession.open(folder, sampling, options.seed)
+        session = ChatSession.open(folder, checked, seed)
         prompts = prompts_to_try(workspace) if workspace is not None else []
     to_try = ["", "try, for example:", *(f"  {prompt}" for prompt in prompts), ""] if prompts else []
     converse(session, sys.stdin, sys.stdout, [*about, *to_try], edited_line)

@@ -65,40 +65,30 @@ def write_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], folder: P
             atomic_write_text(folder / f"{name}.csv", text.getvalue())
 
 
-@dataclass(frozen=True)
-class Conclusion:
-    """The first lines of the report.
+def conclude(gates: Mapping[str, JsonObject], evaluation: Mapping[str, Any]) -> JsonObject:
+    """Conclude from the gates' evidence and ``metrics/evaluation.json``, either of which may be empty.
 
-    Attributes:
-        state: ``good``, ``bad`` or ``open``, which gives the colour.
-        headline: Such as ``Better than SFT``.
-        judges: One sentence per judge that decides.
-        alarms: Figures to read before anything is released, the gravest first.
-        release: Whether the policy may be registered, and which conditions forbid it.
-        next_step: What to do now.
+    Returns:
+        The first lines of the report: ``state``, ``good``, ``bad`` or ``open``, which gives the colour; ``headline``,
+        such as ``Better than SFT``; ``judges``, a sentence for each that decides; ``alarms``, figures to read before
+        anything is released, the gravest first; ``release``, whether the policy may be registered, and which conditions
+        forbid it; ``next_step``.
     """
-
-    state: str
-    headline: str
-    judges: tuple[str, ...]
-    alarms: tuple[str, ...]
-    release: str
-    next_step: str
-
-
-def conclude(gates: Mapping[str, JsonObject], evaluation: Mapping[str, Any]) -> Conclusion:
-    """Conclude from the gates' evidence and ``metrics/evaluation.json``, either of which may be empty."""
     judges = judge_results(evaluation.get("comparison", {}))
     standing = standing_of(judges)
     state, release, next_step = _release(gates)
-    if state == "good" and standing is not Standing.BETTER:
-        state = "open"
     if standing is Standing.NOT_COMPARED:
         headline = "No verdict: the policy was not compared with SFT"
     else:
         headline = f"{standing.value.capitalize()} than SFT"
-    alarming = tuple(alarm.sentence for alarm in alarms(evaluation))
-    return Conclusion(state, headline, tuple(map(_sentence, judges)), alarming, release, next_step)
+    return {
+        "state": "open" if state == "good" and standing is not Standing.BETTER else state,
+        "headline": headline,
+        "judges": [_sentence(judge) for judge in judges],
+        "alarms": [alarm.sentence for alarm in alarms(evaluation)],
+        "release": release,
+        "next_step": next_step,
+    }
 
 
 def _sentence(result: JudgeResult) -> str:

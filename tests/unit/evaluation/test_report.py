@@ -239,11 +239,11 @@ def test_the_conclusion_is_the_judges_and_the_release_the_gates(
     gates = {"policy": {"gate": "policy", "mode": "enforce", "passed": passed, "conditions": conditions}}
     evaluation = {"comparison": {"judge": judged(low, high), "reward": judged(0.9, 0.95)}}
     conclusion = conclude(gates, evaluation)
-    assert (conclusion.headline, conclusion.state) == (headline, state)
-    (sentence,) = conclusion.judges
+    assert (conclusion["headline"], conclusion["state"]) == (headline, state)
+    (sentence,) = conclusion["judges"]
     assert f"{low:.2f} to {high:.2f}" in sentence and "100 prompts about 31 different" in sentence
-    assert ("may be registered and promoted" in conclusion.release) == passed
-    assert ("Stopped at the policy gate: kl. Nothing may be registered." in conclusion.release) == (not passed)
+    assert ("may be registered and promoted" in conclusion["release"]) == passed
+    assert ("Stopped at the policy gate: kl. Nothing may be registered." in conclusion["release"]) == (not passed)
 
 
 def test_charts_by_category_begin_with_the_worst_and_count_questions() -> None:
