@@ -1,0 +1,56 @@
+"""Draw README's picture of a run: ``rlhf run | tee run.txt``, then ``python -m benchmarks.run_picture run.txt``.
+
+The file is what a run prints where its output is no terminal. Drawn are the line of each stage with its result, and the
+verdict; paths of the machine are left out.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "run.svg"
+STAGE = re.compile(r"\[ *[\d.]+ s] (?P<name>[\w-]+) +ran +(?P<seconds>[\d.]+) s *(?P<result>.*)")
+WIDTH = 122
+
+
+def drawn_lines(printed: str) -> Iterator[Text]:
+    """The lines of the picture: a row per stage, then everything from ``Completed`` to ``next``.
+
+    Raises:
+        SystemExit: the text is not that of a run that completed.
+    """
+    lines = printed.splitlines()
+    end = next((number for number, line in enumerate(lines) if line.startswith("Completed: ")), None)
+    if end is None:
+        raise SystemExit("no line begins with 'Completed: ': give the whole output of a run that completed")
+    yield Text("rlhf run", style="bold")
+    for found in filter(None, map(STAGE.match, lines[:end])):
+        minutes, seconds = divmod(round(float(found["seconds"])), 60)
+        row = f" {found['name']:12}{minutes:3}:{seconds:02}  {found['result']}"
+        yield Text.assemble(("✓", "green"), row.rstrip())
+    last = next(number for number, line in enumerate(lines[end:], end) if line.startswith("next "))
+    for line in lines[end : last + 1]:
+        style = "bold green" if line.startswith(("verdict", "promotion")) else ""
+        yield Text(line, style=style)
+
+
+def main(printed: Path) -> None:
+    with Path("/dev/null").open("w") as nowhere:
+        console = Console(record=True, width=WIDTH, file=nowhere, highlight=False)
+        for line in drawn_lines(printed.read_text(encoding="utf-8")):
+            console.print(line)
+    svg = console.export_svg(title="rlhf run")
+    # A picture fetches nothing: the viewer's own monospaced font will do.
+    svg = re.sub(r"@font-face \{.*?\n    \}\n", "", svg, flags=re.DOTALL)
+    PICTURE.write_text(svg, encoding="utf-8")
+    print(f"{PICTURE} is drawn")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
