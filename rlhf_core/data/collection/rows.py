@@ -12,17 +12,25 @@ from itertools import chain
 from typing import Any
 
 from rlhf_core.config.data import ReadOptions
-from rlhf_core.data.readers.columns import NAME_LENGTH, SINGLE_REPLIES, mapped_records, unused_columns, with_columns
+from rlhf_core.data.readers.columns import mapped, printable, unused_columns
 from rlhf_core.data.readers.content import Record
-from rlhf_core.data.readers.detection import detect, first_records, format_named, format_of, missing_replies
-from rlhf_core.data.readers.format import (
+from rlhf_core.data.readers.detection import (
+    first_records,
+    format_named,
+    format_of,
+    missing_replies,
+    recognised,
+    record_shape,
+    unread_replies,
+)
+from rlhf_core.data.readers.formats import (
+    EXAMPLES,
+    SCORE_COLUMNS,
     Format,
     LabelledFalse,
     Parsed,
     Undecided,
     number_of,
-    printable,
-    record_shape,
     system_turns,
 )
 from rlhf_core.data.readers.labels import cleaned, flag_against, is_labelled_false, require_text_only
@@ -35,14 +43,6 @@ from rlhf_core.errors import DataError
 
 MARGIN_EXCERPT = 40
 CHUNK_RECORDS = 2048  # of usual length; fewer of long ones, see chunks.CHUNK_BYTES
-# Columns of the scores of a pair's replies, whose difference is the margin: UltraFeedback binarized and its relatives.
-SCORE_COLUMNS = (
-    ("score_chosen", "score_rejected"),
-    ("chosen_score", "rejected_score"),
-    ("chosen-rating", "rejected-rating"),
-    ("chosen_rating", "rejected_rating"),
-    ("chosen_avg_rating", "rejected_avg_rating"),
-)
 
 
 @dataclass
@@ -73,99 +73,109 @@ class FileRows:
 
 
 def read_records(
-    records: Sequence[Record],
+    records: Iterable[Record],
     kind: str,
     source: str,
-    sha256: str,
+    sha256: str = "",
     where: str = "",
     options: ReadOptions | None = None,
-    detected: Format | None = None,
 ) -> FileRows:
-    """Turn records into rows of ``kind``.
+    """Turn all records of a file into rows of ``kind``; see :func:`row_chunks`, whose parts are joined here."""
+    return joined(row_chunks(records, kind, source, sha256, where or source, options or ReadOptions()))
+
+
+def joined(parts: Iterator[FileRows]) -> FileRows:
+    """Return all parts of a source together."""
+    whole = next(parts)
+    for part in parts:
+        whole.take(part)
+    return whole
+
+
+def row_chunks(
+    records: Iterable[Record], kind: str | None, source: str, sha256: str, where: str, options: ReadOptions
+) -> Iterator[FileRows]:
+    """Yield the rows of a file some thousand records at a time.
+
+    All rows of a record are in one chunk, which has fewer records where they are long. The format is that of the first
+    records. Messages that are joined into trees are read all together: those of one tree may be anywhere in the file.
 
     Args:
         records: The records of one file.
-        kind: One of ``ROW_TYPES``.
+        kind: One of ``ROW_TYPES``; None for what the file serves as best.
         source: The file's path, which becomes part of the rows.
         sha256: The file's hash.
-        where: What messages call the file; by default ``source``.
+        where: What messages call the file.
         options: How the records are read, where that is not recognised.
-        detected: The format of the file, where it is known and has all columns that ``options`` names.
 
     Raises:
         DataError: No known format fits, or several do, or the format carries nothing of this kind, or a column or
             dimension that ``options`` names does not exist.
     """
-    where, options = where or source, options or ReadOptions()
-    mapped = with_columns(records, options, where) if detected is None else mapped_records(records, options)
-    shape = detected or (format_named(options.format) if options.format else detect(mapped, where))
-    first = next((record.value for record in mapped if not record.problem), None)
-    _require_kind(shape, kind, options, where, record_shape(first))
-    name = shape.name
-    if shape.join is not None:
-        records = mapped = shape.join(mapped)
-        shape = format_named(shape.joined_as)
-    counts = RowCounts(source, kind, name, sha256, records=len(records))
-    result = FileRows(counts)
-    for record, original in zip(mapped, records, strict=True):
-        try:
-            _require_format(record, shape, detected=options.format is None)
-            noticed: Counter[str] = Counter()
-            rows = _rows(record.value, shape, kind, options, source, noticed)
-        except Refusal as refusal:
-            row = _as_json(original.value)
-            finding = RowFinding(READABLE, kind, str(refusal), source, record.position, row=row)
-            result.refused.append(finding)
-            counts.refuse(finding)
-        except Undecided as undecided:
-            counts.dropped[str(undecided)] += 1
-            if isinstance(undecided, LabelledFalse) and kind == "demonstrations":
-                prompts = _prompts(record.value, shape, options, source)
-                result.prompt_only += [row | {"position": record.position} for row in prompts]
-        else:
-            result.rows += rows
-            result.positions += [record.position] * len(rows)
-            counts.kept += len(rows)
-            counts.expanded += len(rows) - 1
-            unused = unused_columns(record.value, shape.name)
-            counts.unused.update(printable(name)[:NAME_LENGTH] for name in unused)
-            counts.noticed.update(noticed)
-    return result
-
-
-def row_chunks(
-    records: Iterable[Record], kind: str, source: str, sha256: str, where: str, options: ReadOptions
-) -> Iterator[FileRows]:
-    """Yield the rows of a file some thousand records at a time, as :func:`read_records` reads them all together.
-
-    All rows of a record are in one chunk, which has fewer records where they are long. The format is that of the first
-    records. Messages that are joined into trees are read all together: those of one tree may be anywhere in the file.
-    """
     remaining = iter(records)
     first = first_records(remaining)
-    mapped = with_columns(first, options, where)
-    shape = format_named(options.format) if options.format else detect(mapped, where)
-    del mapped
+    shape = recognised(first, options, where)
+    readable = (value.value for value in (mapped(record, options) for record in first) if not value.problem)
+    unread = unread_replies(first, options, shape) if kind is None else ""
+    kind = kind or shape.kinds[0]
+    _require_kind(shape, kind, options, where, record_shape(next(readable, None)))
     remaining = chain(drained(first), remaining)
-    if shape.join is not None:
-        yield read_records(list(remaining), kind, source, sha256, where, options, shape)
-        return
-    for chunk in chunked(remaining, CHUNK_RECORDS, lambda record: bytes_in_memory(record.value)):
-        yield read_records(chunk, kind, source, sha256, where, options, shape)
+    parts: Iterable[Sequence[Record]]
+    if shape.join is None:
+        parts = chunked(remaining, CHUNK_RECORDS, lambda record: bytes_in_memory(record.value))
+    else:
+        parts = [shape.join([mapped(record, options) for record in remaining])]
+    for chunk in parts:
+        part = FileRows(RowCounts(source, kind, shape.name, sha256))
+        if unread:
+            part.counts.noticed[unread] += len(chunk)
+        for record in chunk:
+            add_record(part, record, format_named("oasst-trees") if shape.join else shape, options)
+        yield part
+
+
+def add_record(part: FileRows, original: Record, shape: Format, options: ReadOptions) -> None:
+    """Read a record of format ``shape`` into the rows of a part of its file, or its refusals."""
+    counts = part.counts
+    noticed: Counter[str] = Counter()
+    counts.records += 1
+    record = mapped(original, options)
+    try:
+        _require_format(record, shape, detected=options.format is None)
+        rows = _rows(record.value, shape, counts.kind, options, counts.source, noticed)
+    except Refusal as refusal:
+        row = _as_json(original.value)
+        finding = RowFinding(READABLE, counts.kind, str(refusal), counts.source, record.position, row=row)
+        part.refused.append(finding)
+        counts.refuse(finding)
+    except Undecided as undecided:
+        counts.dropped[str(undecided)] += 1
+        if isinstance(undecided, LabelledFalse) and counts.kind == "demonstrations":
+            with suppress(Refusal, Undecided):
+                prompts = _rows(record.value, shape, "prompts", options, counts.source, Counter())
+                part.prompt_only += [row | {"position": record.position} for row in prompts]
+    else:
+        part.rows += rows
+        part.positions += [record.position] * len(rows)
+        counts.kept += len(rows)
+        counts.expanded += len(rows) - 1
+        counts.unused.update(unused_columns(record.value, shape))
+        counts.noticed.update(noticed)
 
 
 def _require_kind(shape: Format, kind: str, options: ReadOptions, where: str, first_row: str) -> None:
+    name = shape.name
     if kind not in shape.carries:
-        others = f"; it can serve as {', '.join(sorted(shape.carries))}" if shape.carries else ""
         note = f" ({shape.note})" if shape.note else ""
         raise DataError(
-            f"{where} is of format {shape.name}, which holds no {kind}{others}{note}; its first row: {first_row}"
+            f"{where} is of format {name}, which holds no {kind}; it can serve as {', '.join(sorted(shape.carries))}"
+            f"{note}; its first row: {first_row}"
         )
     if options.dimension is not None and options.dimension not in shape.dimensions:
-        raise DataError(f"{where} is of format {shape.name}, which has no dimension {options.dimension}; take it out")
+        raise DataError(f"{where} is of format {name}, which has no dimension {options.dimension}; take it out")
     if shape.dimensions and options.dimension is None and kind != "prompts":
         raise DataError(
-            f"{where} is of format {shape.name}, which states several preferences; choose one of "
+            f"{where} is of format {name}, which states several preferences; choose one of "
             f"{', '.join(shape.dimensions)} (dimension: beside the path in collect.files)"
         )
 
@@ -184,13 +194,13 @@ def _require_format(record: Record, shape: Format, detected: bool) -> None:
     """Refuse a record of another format; one that has more than a ``detected`` format holds would lose that."""
     if record.problem:
         raise Refusal(record.problem)
-    if not shape.matches(record.value) and (missing := missing_replies(record.value)):
-        raise Refusal(f"{missing[0]} is missing")
     if not shape.matches(record.value):
-        raise Refusal(f"does not match the format {shape.name} of the file: expected {shape.example}")
-    other = format_of(record.value)
-    if detected and other is not None and other is not shape:
-        raise Refusal(f"is of format {other.name}, the file of format {shape.name}: expected {shape.example}")
+        if missing := missing_replies(record.value):
+            raise Refusal(f"{missing[0]} is missing")
+        raise Refusal(f"does not match the format {shape.name} of the file: expected {EXAMPLES[shape.name]}")
+    other = format_of(record.value) if detected else None
+    if other is not None and other is not shape:
+        raise Refusal(f"is of format {other.name}, the file of format {shape.name}: expected {EXAMPLES[shape.name]}")
 
 
 def _rows(
@@ -202,20 +212,20 @@ def _rows(
     """
     labels = value if isinstance(value, dict) else {}
     require_text_only(value)
-    if kind != "prompts" and (flag := flag_against(value, shape.name in SINGLE_REPLIES)):
+    if kind != "prompts" and (flag := flag_against(value, shape.is_single)):
         raise LabelledFalse(f"{flag} says that the row is not to be learned")
     system = system_turns(labels)
-    rows = []
     try:
         parts = shape.parse(value, kind, options)
     except Undecided as undecided:
         if kind != "prompts" or undecided.prompt is None:
             raise
-        parts = [Parsed(undecided.prompt)]
-    for parsed in parts:
+        parts = Parsed(undecided.prompt)
+    rows = []
+    for parsed in [parts] if isinstance(parts, Parsed) else parts:
         if parsed.prompt is not None and system:
             parsed = replace(parsed, prompt=[*system, *parsed.prompt])
-        row = _content(cleaned(parsed, noticed), kind, labels)
+        row = _content(cleaned(parsed, noticed, bool(options.columns)), kind, labels)
         if kind == "preferences":
             row["margin"] = parsed.margin if parsed.margin is not None else _margin(labels)
         elif kind != "prompts" and parsed.chosen is not None and parsed.margin is None:
@@ -229,14 +239,6 @@ def _rows(
         row["group"] = prompt_group(parsed.prompt) if parsed.prompt is not None else row["id"]
         rows.append(row)
     return rows
-
-
-def _prompts(value: Any, shape: Format, options: ReadOptions, source: str) -> list[dict[str, Any]]:
-    """Return the prompts of a record, none if it has no usable one."""
-    try:
-        return _rows(value, shape, "prompts", options, source, Counter())
-    except (Refusal, Undecided):
-        return []
 
 
 def _content(parsed: Parsed, kind: str, labels: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,7 +317,6 @@ def dialogue_text(prompt: Sequence[Turn], reply: str) -> str:
     return "\n".join([*(turn["content"] for turn in prompt), reply])
 
 
-Rows = dict[str, list[dict[str, Any]]]
 # In the order of ROW_TYPES every kind comes after those that it is derived from.
 DERIVED_FROM = {
     "demonstrations": ("preferences",),

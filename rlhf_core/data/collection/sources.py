@@ -10,14 +10,12 @@ from pathlib import Path, PurePosixPath
 
 from rlhf_core.config.data import CollectConfig, DataSource, FileSources, ReadOptions, SourceOptions
 from rlhf_core.data.collection.hub import PREFIX, load_hub_records
-from rlhf_core.data.collection.rows import FileRows, row_chunks
-from rlhf_core.data.readers.columns import with_columns
+from rlhf_core.data.collection.rows import FileRows, joined, row_chunks
+from rlhf_core.data.readers.columns import printable
 from rlhf_core.data.readers.content import Record
-from rlhf_core.data.readers.detection import PROBE, detect, first_records, format_named, pair_columns, reply_columns
-from rlhf_core.data.readers.format import printable
+from rlhf_core.data.readers.detection import PROBE, first_records, format_named, recognised, unread_replies
 from rlhf_core.data.readers.stream import stream_records, uncounted
 from rlhf_core.data.readers.table_records import OnRead
-from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.errors import DataError
 from rlhf_core.storage.file_patterns import expand, is_url, spelled
 from rlhf_core.storage.files import sha256_file
@@ -141,6 +139,13 @@ def _version(path: Path) -> tuple[int, int, int] | None:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def data_source(spec: str, options: ReadOptions) -> DataSource:
+    """Return a source that a command names; :class:`DataError` where it is a URL with credentials."""
+    if is_url(spec):
+        require_no_credentials(spec)  # as a message of the command; params.yaml is checked when it is loaded
+    return DataSource(path=spec, **options.model_dump())
+
+
 def sources_by_kind(files: Sequence[str], base: Path, options: ReadOptions, kind: str | None = None) -> FileSources:
     """Return files as sources of ``kind``, by default each as what it serves as best.
 
@@ -155,10 +160,8 @@ def sources_by_kind(files: Sequence[str], base: Path, options: ReadOptions, kind
     """
     sources: dict[str, list[DataSource]] = {}
     for spec in files:
-        if is_url(spec):
-            require_no_credentials(spec)  # as a message of the command; params.yaml is checked when it is loaded
-        source = DataSource(path=spec, **options.model_dump())
-        sources.setdefault(kind or kinds_of(source_files([source], base, ARGUMENTS)[0])[0], []).append(source)
+        source = data_source(spec, options)
+        sources.setdefault(kind or best_kind(source_files([source], base, ARGUMENTS)[0]), []).append(source)
     return FileSources(**{name: tuple(listed) for name, listed in sources.items()})
 
 
@@ -188,11 +191,7 @@ def read_sources(
 
 def read_source(file: SourceFile, kind: str, limit: int | None = None) -> FileRows:
     """Read one file, URL or hub id as rows of ``kind``, all of which fit the memory; see :func:`source_chunks`."""
-    parts = source_chunks(file, kind, limit)
-    whole = next(parts)
-    for part in parts:
-        whole.take(part)
-    return whole
+    return joined(source_chunks(file, kind, limit))
 
 
 @dataclass(frozen=True)
@@ -235,46 +234,30 @@ def open_source(file: SourceFile, limit: int | None = None, on_read: OnRead = un
         yield OpenSource(loaded.records, file.name, unread=left, revision=loaded.commit)
 
 
-def kinds_of(file: SourceFile) -> tuple[str, ...]:
-    """Return the kinds of rows that a file can serve as, best first; without a named format its beginning is read.
+def best_kind(file: SourceFile) -> str:
+    """Return the kind of rows that a file serves as best; without a named format its beginning is read.
 
     Raises:
-        DataError: The file cannot be read, or is of no known format, or serves as nothing.
+        DataError: The file cannot be read, is of no known format, or has replies that would be left unread.
     """
-    if file.options.format is None:
-        with open_source(file, PROBE) as source:
-            first = first_records(source.records)
-        mapped = with_columns(first, file.options, source.where)
-        shape = detect(mapped, source.where)
-        pair = pair_columns(mapped) if shape.name == "prompt" else None
-        if pair is not None:
-            raise DataError(
-                f"{file.name} would be read as prompts, but its columns {pair[0]!r} and {pair[1]!r} look like a better "
-                f"and a worse reply: name them (--column prompt=prompt --column 'chosen={pair[0]}' --column "
-                f"'rejected={pair[1]}'), or choose --kind prompts"
-            )
-        replies = reply_columns(mapped) if shape.name == "prompt" else []
-        if replies:
-            raise DataError(
-                f"{file.name} would be read as prompts, but {', '.join(map(repr, replies))} "
-                f"{'looks' if len(replies) == 1 else 'look'} like replies: bring them to a format of "
-                "docs/data-formats.md (--column chosen=… --column rejected=… where each has a column of its own), or "
-                "choose --kind prompts"
-            )
-    else:
-        shape = format_named(file.options.format)
-    if not shape.carries:
-        note = f" ({shape.note})" if shape.note else ""
-        raise DataError(f"{file.name} is of format {shape.name}, which serves as nothing{note}")
-    return tuple(kind for kind in ROW_TYPES if kind in shape.carries)
+    if file.options.format is not None:
+        return format_named(file.options.format).kinds[0]
+    with open_source(file, PROBE) as source:
+        first = first_records(source.records)
+    shape = recognised(first, file.options, source.where)
+    kind = shape.kinds[0]
+    if unread := unread_replies(first, file.options, shape):
+        raise DataError(f"{file.name} would be read as {kind}, but {unread}, or choose --kind {kind}")
+    return kind
 
 
 def source_chunks(
-    file: SourceFile, kind: str, limit: int | None = None, on_read: OnRead = uncounted
+    file: SourceFile, kind: str | None, limit: int | None = None, on_read: OnRead = uncounted
 ) -> Iterator[FileRows]:
     """Yield the rows of a file, URL or hub id in parts; see :func:`~rlhf_core.data.collection.rows.row_chunks`.
 
     Args:
+        kind: One of ``ROW_TYPES``; None for what the file serves as best.
         limit: Bounds the rows taken from the hub.
         on_read: Told how many more bytes of a file on this machine were read.
     """

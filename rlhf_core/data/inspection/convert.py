@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_core.config.data import DataSource, FormatName, ReadOptions
-from rlhf_core.data.collection.rows import FileRows, read_records
+from rlhf_core.data.collection.rows import FileRows, add_record
 from rlhf_core.data.collection.sources import source_chunks, source_files
 from rlhf_core.data.inspection.report_lines import column_lines, wrapped
 from rlhf_core.data.readers.content import Record
-from rlhf_core.data.readers.detection import format_named, format_of
+from rlhf_core.data.readers.detection import format_of
 from rlhf_core.data.row_counts import READABLE, ReasonCounts, RowCounts, RowFinding
 from rlhf_core.data.schema import MESSAGES
 from rlhf_core.data.tables import bytes_in_memory, chunked
@@ -185,9 +185,10 @@ def _difference(record: Mapping[str, Any], row: Mapping[str, Any], kind: str) ->
     if kind == "pretrain" and row["group"] != row["id"]:
         return "is made of a dialogue, whose prompt decides on its split; convert it as demonstrations"
     shape = format_of(record)
-    if shape is not format_named(FORMATS[kind]):
+    if shape is None or shape.name != FORMATS[kind]:
         return f"would be read as format {shape.name if shape else 'unknown'}"
-    read = read_records([Record(1, record)], kind, "", "", options=ReadOptions(format=FORMATS[kind]))
+    read = FileRows(RowCounts("", kind, shape.name))
+    add_record(read, Record(1, record), shape, ReadOptions(format=FORMATS[kind]))
     if read.refused:
         return f"would be refused: {read.refused[0].reason}"
     return "" if read.rows == [row] else "would be read differently"

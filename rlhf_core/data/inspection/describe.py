@@ -7,7 +7,7 @@ import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_core.config.data import ReadOptions
-from rlhf_core.data.collection.hub import PREFIX
-from rlhf_core.data.collection.rows import FileRows, row_chunks
-from rlhf_core.data.collection.sources import SourceFile, open_source, require_utf8_name
+from rlhf_core.data.collection.sources import ARGUMENTS, SourceFile, data_source, source_chunks, source_files
 from rlhf_core.data.inspection.report_lines import INDENT, column_lines, example_lines, percentile_table, wrapped
 from rlhf_core.data.lengths import (
     PERCENTILES,
@@ -27,14 +25,12 @@ from rlhf_core.data.lengths import (
     evenly_spread,
     percentiles,
 )
-from rlhf_core.data.readers.columns import unused_summary, with_columns
-from rlhf_core.data.readers.detection import detect, first_records, format_named
+from rlhf_core.data.readers.columns import unused_summary
+from rlhf_core.data.readers.detection import format_named
 from rlhf_core.data.row_counts import ReasonCounts, RowCounts
 from rlhf_core.data.schema import ROW_TYPES, tables_of
-from rlhf_core.data.tables import bytes_in_memory, drained
+from rlhf_core.data.tables import bytes_in_memory
 from rlhf_core.data.text import language_shares
-from rlhf_core.storage.file_patterns import expand, is_url
-from rlhf_core.storage.remote_files import expand_url
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,23 +114,22 @@ class EvenSample:
 
 @dataclass
 class FileDescription:
-    """How one file is read; it is described part by part.
+    """How a file is read.
 
     Attributes:
-        counts: What became of its records, as rows of the first of its kinds.
+        name: What it is called.
         spec: The argument that named it.
-        kinds: The kinds of rows that it can serve as; it is read as the first.
-        wanted_examples: How many of the first rows are kept as ``examples``.
+        counts: What became of its records, which are read as the kind that it serves as best.
+        examples: The first rows.
         lengths: By text column, the characters of every row, part by part.
         sample: Some of the rows.
         languages: Shares of the languages that its texts' script tells (Chinese, Japanese, Korean).
         tokens: Of the sample; None where they are not counted.
     """
 
-    counts: RowCounts
+    name: str
     spec: str
-    kinds: tuple[str, ...]
-    wanted_examples: int
+    counts: RowCounts
     examples: list[dict[str, Any]] = field(default_factory=list)
     lengths: dict[str, list[npt.NDArray[np.int32]]] = field(default_factory=dict)
     sample: EvenSample = field(default_factory=EvenSample)
@@ -142,23 +137,14 @@ class FileDescription:
     tokens: TokenCounts | None = None
 
     @property
-    def kind(self) -> str:
-        """The kind of rows that the file is read as."""
-        return self.kinds[0]
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of rows that the file can serve as, best first."""
+        return format_named(self.counts.format).kinds
 
     @property
     def characters(self) -> dict[str, tuple[int, ...]]:
         """Percentiles of the characters of each text column; none without rows."""
         return {name: percentiles(np.concatenate(parts)) for name, parts in self.lengths.items()}
-
-    def add(self, part: FileRows) -> None:
-        """Take in the next part of the file."""
-        self.counts.take(part.counts)
-        self.examples += part.rows[: self.wanted_examples - len(self.examples)]
-        for table in tables_of(self.kind, part.rows):
-            for name, lengths in character_lengths(self.kind, table).items():
-                self.lengths.setdefault(name, []).append(lengths)
-        self.sample.add(part.rows, part.positions)
 
 
 @dataclass(frozen=True)
@@ -192,47 +178,36 @@ def describe_sources(
         DataError: A file cannot be read at all.
     """
     base, options = base or Path.cwd(), options or ReadOptions()
-    described = []
-    seen: set[Path] = set()
+    described: dict[Path | str, FileDescription] = {}
     for spec in files:
-        if spec.startswith(PREFIX):
-            sources = [SourceFile(spec, None)]
-        elif is_url(spec):
-            sources = [SourceFile(url, None) for url in expand_url(spec, "correct the address")]
-        else:
-            paths = [path for path in expand(spec, base) if path.resolve() not in seen]
-            for path in paths:
-                require_utf8_name(path)
-                seen.add(path.resolve())
-            sources = [SourceFile(str(path), path) for path in paths]
-        described += [_describe(source, spec, tokens, options, show) for source in sources]
-    return Description(described, options, base, tokens)
+        for source in source_files([data_source(spec, options)], base, ARGUMENTS):
+            key = source.path.resolve() if source.path else source.name
+            if key not in described:
+                described[key] = _describe(source, spec, tokens, show)
+    return Description([*described.values()], options, base, tokens)
 
 
-def _describe(
-    source: SourceFile, spec: str, tokens: TokenLimits | None, options: ReadOptions, show: int
-) -> FileDescription:
-    with open_source(source, HUB_ROWS) as opened:
-        first = first_records(opened.records)
-        mapped = with_columns(first, options, source.name)
-        shape = format_named(options.format) if options.format else detect(mapped, source.name)
-        del mapped
-        kinds = tuple(kind for kind in ROW_TYPES if kind in shape.carries) or tuple(ROW_TYPES)
-        file = FileDescription(RowCounts(source.name, kinds[0], shape.name), spec, kinds, show)
-        records = chain(drained(first), opened.records)
-        for part in row_chunks(records, file.kind, Path(source.name).name, "", source.name, options):
-            file.add(part)
+def _describe(source: SourceFile, spec: str, tokens: TokenLimits | None, show: int) -> FileDescription:
+    file: FileDescription | None = None
+    for part in source_chunks(source, None, HUB_ROWS):
+        file = file or FileDescription(str(source.path or source.name), spec, part.counts.empty())
+        file.counts.take(part.counts)
+        file.examples += part.rows[: show - len(file.examples)]
+        for table in tables_of(part.counts.kind, part.rows):
+            for name, lengths in character_lengths(part.counts.kind, table).items():
+                file.lengths.setdefault(name, []).append(lengths)
+        file.sample.add(part.rows, part.positions)
+    assert file is not None, "a source without rows is refused"
     sample = file.sample.spread()
-    if tokens is not None and file.kind in tokens.limits and sample:
-        file.tokens = TokenCounts(file.kind, file.counts.kept)
+    if tokens is not None and file.counts.kind in tokens.limits and sample:
+        file.tokens = TokenCounts(file.counts.kind, file.counts.kept)
         for row in sample:
             file.tokens.add(tokens.tokenizer, row)
-    file.languages = language_shares(["\n".join(texts_of(row))[:LANGUAGE_CHARACTERS] for row in sample])
+    file.languages = language_shares(["\n".join(_texts_of(row))[:LANGUAGE_CHARACTERS] for row in sample])
     return file
 
 
-def texts_of(row: Mapping[str, Any]) -> list[str]:
-    """Return the texts of a row of any kind: the turns of its prompt, its replies, or its text."""
+def _texts_of(row: Mapping[str, Any]) -> list[str]:
     turns = [str(turn["content"]) for turn in row.get("prompt") or ()]
     return [*turns, *(str(row[name]) for name in ("chosen", "rejected", "reply", "text") if name in row)]
 
@@ -243,10 +218,10 @@ def as_json_value(description: Description) -> dict[str, Any]:
     for file in description.files:
         counts = file.counts
         value: dict[str, Any] = {
-            "file": file.counts.source,
+            "file": file.name,
             "format": counts.format,
             "serves": list(file.kinds),
-            "kind": file.kind,
+            "kind": counts.kind,
             "records": counts.records,
             "rows": counts.kept,
             "expanded": counts.expanded,
@@ -262,7 +237,7 @@ def as_json_value(description: Description) -> dict[str, Any]:
             "examples": file.examples,
         }
         if file.tokens is not None and description.limits is not None:
-            limit, lengths = description.limits.limits[file.kind], file.tokens.lengths.get(SEQUENCE, [])
+            limit, lengths = description.limits.limits[counts.kind], file.tokens.lengths.get(SEQUENCE, [])
             value["tokens"] = {
                 "percentiles": _percentiles(percentiles(lengths)),
                 "parameter": limit.parameter,
@@ -270,8 +245,8 @@ def as_json_value(description: Description) -> dict[str, Any]:
                 "rows": file.tokens.looked_at,
                 "over_limit": limit.exceeded_by(lengths),
                 "unwritable": [
-                    {"reason": count.reason, "first": count.first.position, "rows": count.rows}
-                    for count in ReasonCounts.of(file.tokens.unwritable).values()
+                    {"reason": unwritable.reason, "first": unwritable.first.position, "rows": unwritable.rows}
+                    for unwritable in ReasonCounts.of(file.tokens.unwritable).values()
                 ],
                 "marked": file.tokens.marked,
             }
@@ -290,8 +265,8 @@ def as_text(description: Description, width: int = 80) -> str:
     Args:
         width: Columns of the terminal: rows are cut to it, other texts wrapped.
     """
-    blocks = [_block(file, description, width) for file in description.files]
-    unusable = [file.counts.source for file in description.files if not file.counts.kept]
+    blocks = ["\n".join(_lines(file, description.limits, width)) for file in description.files]
+    unusable = [file.name for file in description.files if not file.counts.kept]
     if unusable:
         without = (
             f"no row of {', '.join(unusable)} can be used: mend what is refused, or say how the rows are to be read "
@@ -307,17 +282,16 @@ def as_text(description: Description, width: int = 80) -> str:
     return "\n\n".join([*blocks, line if len(line) <= width else f"next: {CONTINUED.join(command)}"])
 
 
-def _block(file: FileDescription, description: Description, width: int) -> str:
+def _lines(file: FileDescription, limits: TokenLimits | None, width: int) -> list[str]:
     read = file.counts
-    expanded = " (some give several)" if read.expanded else ""
     lines = [
-        file.counts.source,
+        file.name,
         f"  format   {read.format}",
         f"  serves   {', '.join(file.kinds)}",
-        f"  rows     {read.kept} as {file.kind}, of {read.records}{expanded}",
+        f"  rows     {read.kept} as {read.kind}, of {read.records}{' (some give several)' if read.expanded else ''}",
     ]
-    for reason, count in read.dropped.most_common():
-        lines += wrapped(f"  dropped  {count}: ", reason, width)
+    for dropped, rows in read.dropped.most_common():
+        lines += wrapped(f"  dropped  {rows}: ", dropped, width)
     for refused in read.reasons.commonest():
         reason = f"{refused.reason} (first at row {refused.first.position})"
         lines += wrapped(f"  refused  {refused.rows}: ", reason, width)
@@ -326,75 +300,58 @@ def _block(file: FileDescription, description: Description, width: int) -> str:
         shares = ", ".join(f"{tag} {share:.0%}" for tag, share in file.languages.items())
         lines += wrapped("  language ", f"{shares} of the rows looked at", width)
     for row in file.examples:
-        lines += ["  example", *example_lines(file.kind, row, width)]
-    return "\n".join([*lines, *_lengths(file, description.limits, width)])
-
-
-def _lengths(file: FileDescription, limits: TokenLimits | None, width: int) -> list[str]:
-    """Return the table of lengths: characters of each column, and with a tokenizer what ``max_tokens`` would drop."""
-    if not file.characters:
-        return []
-    lines = ["  lengths", *percentile_table("characters", file.characters, width)]
-    if file.tokens is None or limits is None:
+        lines += ["  example", *example_lines(read.kind, row, width)]
+    if file.characters:
+        lines += ["  lengths", *percentile_table("characters", file.characters, width)]
         if limits is None:
             lines += wrapped(INDENT * 2, "no tokens: there is no tokenizer at hand; name one with --tokenizer", width)
-        return lines
-    limit, measured = limits.limits[file.kind], file.tokens
+        elif file.tokens is not None:
+            lines += _token_lines(file.tokens, limits, width)
+    return lines
+
+
+def _token_lines(measured: TokenCounts, limits: TokenLimits, width: int) -> list[str]:
+    """Return percentiles of tokens, which rows have none, and what ``max_tokens`` would drop."""
+    limit, lines = limits.limits[measured.kind], list[str]()
     looked_at = f" of the {measured.looked_at} rows looked at" if measured.looked_at < measured.rows else ""
-    for count in ReasonCounts.of(measured.unwritable).values():
-        where = f"{count.reason} (first at row {count.first.position})"
-        lines += wrapped(INDENT * 2, f"{count.rows}{looked_at or ' of the rows'} have no tokens: {where}", width)
+    of_rows = looked_at or " of the rows"
+    for unwritable in ReasonCounts.of(measured.unwritable).values():
+        where = f"{unwritable.reason} (first at row {unwritable.first.position})"
+        lines += wrapped(INDENT * 2, f"{unwritable.rows}{of_rows} have no tokens: {where}", width)
     if measured.marked:
-        marked = f"{measured.marked}{looked_at or ' of the rows'} have a reply with a marker, such as </think>"
+        marked = f"{measured.marked}{of_rows} have a reply with a marker, such as </think>"
         lines += wrapped(INDENT * 2, f"{marked}: it is trained as the chat template writes it", width)
-    lengths = measured.lengths.get(SEQUENCE, [])
-    if not lengths:
-        return lines
-    over_limit = limit.exceeded_by(lengths)
-    verdict = f"none{looked_at} is longer"
-    if over_limit:
-        share = over_limit / measured.looked_at
-        verdict = f"{share:.1%}{looked_at or ' of the rows'} are longer and would be dropped"
-    lines += percentile_table("tokens", {SEQUENCE: percentiles(lengths)}, width)
-    about = f"{limit.parameter} is {limit.longest_kept}: {verdict} (tokenizer of {limits.tokenizer_name})"
-    lines += wrapped(INDENT * 2, about, width)
-    return lines + (wrapped(INDENT * 2, limit.remedy(max(lengths)), width) if over_limit else [])
+    if lengths := measured.lengths.get(SEQUENCE, []):
+        share = limit.exceeded_by(lengths) / measured.looked_at
+        verdict = f"{share:.1%}{of_rows} are longer and would be dropped" if share else f"none{looked_at} is longer"
+        about = f"{limit.parameter} is {limit.longest_kept}: {verdict} (tokenizer of {limits.tokenizer_name})"
+        lines += percentile_table("tokens", {SEQUENCE: percentiles(lengths)}, width)
+        lines += wrapped(INDENT * 2, about, width)
+        lines += wrapped(INDENT * 2, limit.remedy(max(lengths)), width) if share else []
+    return lines
 
 
 def _init_command(description: Description) -> list[str] | None:
     """Return the arguments of the ``rlhf init`` command for these sources, by the kind that each serves as best.
 
-    Sources without usable rows are left out. None if no other serves as preferences.
+    Sources without usable rows are left out. None if no other serves as preferences. The profile suits the language of
+    most pairs.
     """
-    kind_of: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     for file in description.files:
         if file.counts.kept:
-            kind_of.setdefault(file.spec, file.kind)
-    by_kind: dict[str, list[str]] = {}
-    for spec, kind in kind_of.items():
-        by_kind.setdefault(kind, []).append(spec)
-    if "preferences" not in by_kind:
+            kinds.setdefault(file.spec, file.counts.kind)
+    if "preferences" not in kinds.values():
         return None
+    pairs = [file for file in description.files if file.counts.kind == "preferences"]
+    chinese = sum(file.counts.kept * file.languages.get("zh", 0.0) for file in pairs)
+    profile = CHINESE_PROFILE if chinese > sum(file.counts.kept for file in pairs) / 2 else PROFILE
+    names = (NEW_WORKSPACE if number == 1 else f"{NEW_WORKSPACE}-{number}" for number in count(1))
+    free = next(name for name in names if not (description.base / name).exists())
+    command = [f"rlhf init {free} --profile {profile}"]
     given = description.options.model_dump(exclude_defaults=True)
-    command = [f"rlhf init {_free_name(description.base)} --profile {_profile(description.files)}"]
-    for kind in (kind for kind in ROW_TYPES if kind in by_kind):
-        entries: list[Any] = [{"path": spec, **given} if given else spec for spec in by_kind[kind]]
+    for kind in (kind for kind in ROW_TYPES if kind in kinds.values()):
+        entries = [{"path": spec, **given} if given else spec for spec, served in kinds.items() if served == kind]
         quoted = json.dumps(entries, ensure_ascii=False)
         command.append(f"--set {shlex.quote(f'collect.files.{kind}={quoted}')}")
     return command
-
-
-def _profile(files: Sequence[FileDescription]) -> str:
-    """Return the profile that suits the pairs: the Chinese one where most of them are Chinese."""
-    pairs = [file for file in files if file.kind == "preferences"]
-    chinese = sum(file.counts.kept * file.languages.get("zh", 0.0) for file in pairs)
-    return CHINESE_PROFILE if chinese > sum(file.counts.kept for file in pairs) / 2 else PROFILE
-
-
-def _free_name(base: Path) -> str:
-    """Return a name for a new workspace that nothing in ``base`` has."""
-    number, name = 1, NEW_WORKSPACE
-    while (base / name).exists():
-        number += 1
-        name = f"{NEW_WORKSPACE}-{number}"
-    return name

@@ -1,16 +1,16 @@
-"""All known formats, and which one a record or a file is of."""
+"""Which format a record or a file is of, and columns of replies that its format would leave unread."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rlhf_core.data.readers.comparisons import COMPARISONS
+from rlhf_core.config.data import ReadOptions
+from rlhf_core.data.readers.columns import listed, mapped, require_columns
 from rlhf_core.data.readers.content import Record
-from rlhf_core.data.readers.format import Format, record_shape
-from rlhf_core.data.readers.general import GENERAL, REPLY_NAMES
+from rlhf_core.data.readers.formats import COMPARISONS, GENERAL, REPLY_NAMES, Format
 from rlhf_core.data.readers.rankings import MESSAGE_TREES, RANKINGS
 from rlhf_core.data.readers.turns import is_missing
 from rlhf_core.data.tables import bytes_in_memory, chunked
@@ -22,21 +22,24 @@ FORMATS = (*MESSAGE_TREES, *COMPARISONS, *RANKINGS, *GENERAL)
 PROBE = 1000
 PROBE_BYTES = 256 * 2**20
 MAJORITY = 0.9
+KEY_LENGTH = 60
 PAIR = ("chosen", "rejected")
-# Other names of a pair's columns; the better reply is first.
-PAIR_NAMES = (
-    *(PAIR, ("pos_resp", "neg_resp"), ("pos", "neg"), ("positive", "negative"), ("preferred", "dispreferred")),
-    *(("preferred", "rejected"), ("accepted", "rejected"), ("winner", "loser"), ("win", "lose"), ("better", "worse")),
-    *(("good", "bad"), ("best", "worst"), ("chosen_response", "rejected_response"), ("response_w", "response_l")),
-    *(("response_chosen", "response_rejected"), ("positive_response", "negative_response"), ("y_w", "y_l")),
-    *(("good_response", "bad_response"), ("preferred_response", "dispreferred_response"), ("pos_reply", "neg_reply")),
-    *(("positive_reply", "negative_reply"), ("better_response", "worse_response"), ("chosen_reply", "rejected_reply")),
-    *(("pos_answer", "neg_answer"), ("good_answer", "bad_answer"), ("correct_answer", "incorrect_answer")),
-    *(("chosen_answer", "rejected_answer"), ("preferred_answer", "rejected_answer"), ("answer_w", "answer_l")),
+# Words for a better and a worse reply, alone or as in pos_resp, chosen_answer and response_w.
+BETTER_WORSE = (
+    *(PAIR, ("pos", "neg"), ("positive", "negative"), ("preferred", "dispreferred"), ("preferred", "rejected")),
+    *(("accepted", "rejected"), ("winner", "loser"), ("win", "lose"), ("better", "worse"), ("good", "bad")),
+    *(("best", "worst"), ("correct", "incorrect"), ("w", "l")),
 )
+REPLY_WORDS = r"chosen|rejected|response|resp|reply|replie|answer|output|completion|candidate|generation|winner|loser"
 # Names such as response_a, model_2_answer, reply1 and completions, but not answer_type or output_format.
-REPLY_WORDS = r"chosen|rejected|response|reply|replie|answer|output|completion|candidate|generation|winner|loser"
-_REPLY_COLUMN = re.compile(rf"(?:^|[\W_\d])(?:{REPLY_WORDS})s?(?:[\W_]?(?:\d\d?|[abwl]|text))?$", re.IGNORECASE)
+REPLY_COLUMN = re.compile(rf"(?:^|[\W_\d])(?:{REPLY_WORDS})s?(?:[\W_]?(?:\d\d?|[abwl]|text))?$", re.IGNORECASE)
+# Two candidates such as a and b, model_1 and model_2, left and right, where another column says which is better.
+CANDIDATES = (("a", "b"), ("0", "1"), ("1", "2"), ("left", "right"), ("first", "second"), ("one", "two"), ("x", "y"))
+VERDICT = re.compile(
+    r"(?:^|[\W_])(?:choice|chosen|choose|winner|win|prefer\w*|better|best|labels?|vote|verdict|pick\w*|select\w*|"
+    r"decision|judge?ment|annotation|ranking|rank|answer|correct|favou?rite)(?:$|[\W_])",
+    re.IGNORECASE,
+)
 
 
 def first_records(records: Iterable[Record]) -> list[Record]:
@@ -44,42 +47,55 @@ def first_records(records: Iterable[Record]) -> list[Record]:
     return next(chunked(records, PROBE, lambda record: bytes_in_memory(record.value), PROBE_BYTES), [])
 
 
-def detect(records: Sequence[Record], where: str) -> Format:
-    """Return the format of nearly all of the first thousand records that have one.
+def recognised(first: Sequence[Record], options: ReadOptions, where: str) -> Format:
+    """Return the format of a file: the one that ``options`` name, or that of nearly all of its ``first`` records.
 
     Raises:
-        DataError: None of them is of a known format (the message names those), or too many are of another.
+        DataError: None of them has a column that ``options`` name, or is of a known format (the message names those),
+            or too many are of another.
     """
-    readable = [record for record in records[:PROBE] if not record.problem]
+    require_columns(first, options, where)
+    if options.format:
+        return format_named(options.format)
+    readable = [record for record in (mapped(record, options) for record in first) if not record.problem]
     # A row whose reply is missing looks like one of a format that has none.
     whole = [record for record in readable if not missing_replies(record.value)]
-    counts = Counter(shape.name for record in whole or readable if (shape := format_of(record.value)))
-    if not counts:
-        counts = Counter(shape.name for record in readable if (shape := format_of(record.value)))
+    counts = _counted(whole) or _counted(readable)
     if counts:
         name, count = counts.most_common(1)[0]
         if count >= MAJORITY * counts.total():
             return format_named(name)
-        listed = ", ".join(f"{count} {name}" for name, count in counts.most_common())
         raise DataError(
-            f"{where}: the first {len(readable)} rows are of several formats ({listed}); split the file, or name one "
+            f"{where}: the first {len(readable)} rows are of several formats "
+            f"({', '.join(f'{count} {name}' for name, count in counts.most_common())}); split the file, or name one "
             "of them (format: beside the path in collect.files), which refuses the other rows"
         )
-    names = ", ".join(shape.name for shape in FORMATS)
-    known = (
-        "name its columns (--column prompt=question --column chosen=good …, or columns: {prompt: question, …} beside "
-        f"the path), or give one of the known formats of docs/data-formats.md: {names}"
-    )
     if not readable:
-        problem = records[0].problem if records else "there are no rows"
+        first = [mapped(record, options) for record in first[:1]] or [Record(0, None, "there are no rows")]
         raise DataError(
-            f"{where}, row {records[0].position if records else 0}: {problem}; no row before row {PROBE} can be read: "
+            f"{where}, row {first[0].position}: {first[0].problem}; no row before row {PROBE} can be read: "
             "correct the file, or the columns that are named for it"
         )
-    first = readable[0]
-    is_list = isinstance(first.value, list) and all(isinstance(row, dict) for row in first.value)
+    value = readable[0].value
+    is_list = isinstance(value, list) and all(isinstance(row, dict) for row in value)
     hint = " (JSON lines have a row in each; a file that is one list of rows is named .json)" if is_list else ""
-    raise DataError(f"{where}, row {first.position} ({record_shape(first.value)}) is of no known format{hint}; {known}")
+    raise DataError(
+        f"{where}, row {readable[0].position} ({record_shape(value)}) is of no known format{hint}; name its columns "
+        "(--column prompt=question --column chosen=good …, or columns: {prompt: question, …} beside the path), or give "
+        f"one of the known formats of docs/data-formats.md: {', '.join(shape.name for shape in FORMATS)}"
+    )
+
+
+def _counted(records: Sequence[Record]) -> Counter[str]:
+    return Counter(shape.name for record in records if (shape := format_of(record.value)))
+
+
+def record_shape(value: Any) -> str:
+    """Return the keys of a record, with the types of values other than text, or the type of another value."""
+    if not isinstance(value, dict):
+        return type(value).__name__
+    types = (("" if isinstance(item, str) else f" ({type(item).__name__})") for item in value.values())
+    return f"keys {listed([str(name)[:KEY_LENGTH] + kind for name, kind in zip(value, types, strict=True)])}"
 
 
 def missing_replies(value: Any) -> list[str]:
@@ -89,29 +105,50 @@ def missing_replies(value: Any) -> list[str]:
     return [name for name in (*PAIR, *REPLY_NAMES) if name in value and is_missing(value[name])]
 
 
-def pair_columns(records: Sequence[Record]) -> tuple[str, str] | None:
-    """Return the columns of prompts that hold a better and a worse reply by their names; None if none do."""
-    for record in records[:PROBE]:
-        if record.problem or not isinstance(record.value, dict):
-            continue
-        names = {str(name).strip().casefold(): str(name) for name, value in record.value.items() if value}
-        for better, worse in PAIR_NAMES:
-            if better in names and worse in names:
-                return names[better], names[worse]
-    return None
+def unread_replies(first: Sequence[Record], options: ReadOptions, shape: Format) -> str:
+    """Say which columns of a file that is read as prompts or texts look like replies; empty where none do."""
+    if shape.name not in ("prompt", "text") or options.columns:
+        return ""
+    records = [record.value for record in first if not record.problem and isinstance(record.value, dict)]
+    return next(filter(None, (_unread_replies(value, shape.name) for value in records)), "")
 
 
-def reply_columns(records: Sequence[Record]) -> list[str]:
-    """Return the columns of prompts that seem to hold several replies each or together, by their names and values."""
-    for record in records[:PROBE]:
-        if record.problem or not isinstance(record.value, dict):
-            continue
-        named = {str(name): value for name, value in record.value.items() if _REPLY_COLUMN.search(str(name).strip())}
-        lists = [name for name, value in named.items() if isinstance(value, list) and len(value) > 1]
-        texts = [name for name, value in named.items() if isinstance(value, str) and value.strip()]
-        if lists or len(texts) > 1:
-            return lists or texts
-    return []
+def _unread_replies(record: Mapping[str, Any], own: str) -> str:
+    names = {str(name).strip().casefold(): str(name) for name, value in record.items() if value and name != own}
+    texts = {key: name for key, name in names.items() if isinstance(record[name], str) and record[name].strip()}
+    for better, worse in BETTER_WORSE:
+        for key, name in names.items():
+            other = re.sub(rf"(?<![a-z]){better}(?![a-z])", worse, key)
+            if other != key and other in names:
+                return (
+                    f"its columns {name!r} and {names[other]!r} look like a better and a worse reply: name them "
+                    f"(--column prompt={own} --column 'chosen={name}' --column 'rejected={names[other]}')"
+                )
+    replies = [name for name in names.values() if REPLY_COLUMN.search(name.strip())]
+    found = [name for name in replies if isinstance(record[name], list) and len(record[name]) > 1]
+    found = found or [name for name in texts.values() if name in replies]
+    if len(found) > 1 or (found and isinstance(record[found[0]], list)):
+        look = "looks" if len(found) == 1 else "look"
+        return (
+            f"{', '.join(map(repr, found))} {look} like replies: bring them to a format of docs/data-formats.md "
+            "(--column chosen=… --column rejected=… where each has a column of its own)"
+        )
+    for verdict in (name for name in map(str, record) if VERDICT.search(name) and not is_missing(record[name])):
+        others = {key: name for key, name in texts.items() if name != verdict}
+        two = [
+            [name, others[other]]
+            for first, second in CANDIDATES
+            for key, name in others.items()
+            if key.endswith(first) and (other := key.removesuffix(first) + second) in others
+        ]
+        named = [*others.values()] if len(others) > 1 and str(record[verdict]).strip().casefold() in others else []
+        if found := [*two, named][0]:
+            return (
+                f"its column {verdict!r} seems to say which of {', '.join(map(repr, found))} is the better reply: "
+                "bring them to a format of docs/data-formats.md, such as prompt, response_0, response_1 and "
+                "better_response_id"
+            )
+    return ""
 
 
 def format_of(value: Any) -> Format | None:

@@ -6,22 +6,25 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-from rlhf_core.data.readers.format import Parsed, excerpt
-from rlhf_core.data.readers.turns import Refusal, Turn
+from rlhf_core.data.readers.formats import Parsed, excerpt
+from rlhf_core.data.readers.turns import Refusal
 
 # TRL's name and LLaMA-Factory's of KTO's label.
 COLUMNS = ("label", "kto_tag")
 GOOD = frozenset({"true", "t", "yes", "y", "on", "good", "desirable", "chosen", "accepted", "preferred"})
 BAD = frozenset({"false", "f", "no", "n", "off", "bad", "undesirable", "rejected"})
-GOOD_NUMBERS = frozenset({1.0})
-BAD_NUMBERS = frozenset({0.0, -1.0})
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
 
 
 def _keys(names: str) -> frozenset[str]:
-    return frozenset(key_of(name) for name in names.split())
+    return frozenset(map(key_of, names.split()))
 
 
 def key_of(name: str) -> str:
@@ -65,36 +68,18 @@ LOST_COLUMNS = _keys(
 )
 HOLDS_NOTHING = frozenset({"", "[]", "{}", "null", "none", "nan"})
 # Of the replies that are to be learned; a rejected one need not be.
-REPLY_COLUMNS = (
-    *("messages", "conversations", "chosen", "reply", "completion", "response", "output", "chosen_response"),
-)
+REPLY_COLUMNS = ("messages", "conversations", "chosen", "reply", "completion", "response", "output", "chosen_response")
 # What chat templates end a reply with. As text it would be learned as characters that come before the real end.
-END_MARKERS = (
-    *("</s>", "<eos>", "<end_of_turn>", "<turn|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eot|>"),
-    *(
-        "<|eom_id|>",
-        "<|end|>",
-        "<|return|>",
-        "<|end_of_text|>",
-        "<|endofturn|>",
-        "<|end_of_turn|>",
-        "<|END_OF_TURN_TOKEN|>",
-    ),
-    *(
-        "<|EOT|>",
-        "<｜end▁of▁sentence｜>",
-        "<|user_end|>",
-        "<|assistant_end|>",
-        "<|end_of_sentence|>",
-        "[EOS]",
-        "<|eos|>",
-        "<eod>",
-    ),
-    *("<|eod|>", "<|EOS|>", "[e~["),
+END_MARKERS = _words(
+    "</s> <eos> <end_of_turn> <turn|> <|im_end|> <|endoftext|> <|eot_id|> <|eot|> <|eom_id|> <|end|> <|return|> "
+    "<|end_of_text|> <|endofturn|> <|end_of_turn|> <|END_OF_TURN_TOKEN|> <|EOT|> <｜end▁of▁sentence｜> <|user_end|> "
+    "<|assistant_end|> <|end_of_sentence|> [EOS] <|eos|> <eod> <|eod|> <|EOS|> [e~["
 )
 AT_END = re.compile(rf"(?:({'|'.join(map(re.escape, END_MARKERS))})\s*)+\Z")
 # What programs write for a missing value.
 MISSING = frozenset({"nan", "none", "null", "n/a", "<na>", "nat", "undefined"})
+# What stands in a text for a picture, a film or a sound.
+PLACEHOLDER = re.compile(r"<\|?(image|video|audio)(?:_?\d+|_pad)?\|?>")
 
 
 def is_labelled_false(labels: Mapping[str, Any]) -> bool:
@@ -103,21 +88,20 @@ def is_labelled_false(labels: Mapping[str, Any]) -> bool:
     Raises:
         Refusal: A label is none of the known words and numbers, so the reply might be a bad one.
     """
-    verdicts = [_is_bad(labels[name], name) for name in COLUMNS if labels.get(name) not in (None, "")]
-    return True in verdicts
+    is_bad = False
+    for name, value in ((name, labels.get(name)) for name in COLUMNS if labels.get(name) not in (None, "")):
+        word, number = _word(value), _number(value)
+        if word not in GOOD | BAD and number not in (1, 0, -1):
+            raise Refusal(
+                f"{name} is {excerpt(value)}, which says neither that the reply is good nor that it is bad: write true "
+                "or false, or leave the column out (columns)"
+            )
+        is_bad |= word in BAD or number in (0, -1)
+    return is_bad
 
 
-def _is_bad(value: Any, name: str) -> bool:
-    word = value.strip().casefold() if isinstance(value, str) else value
-    if isinstance(word, str) and word in GOOD | BAD:
-        return word in BAD
-    number = _number(word)
-    if number not in GOOD_NUMBERS | BAD_NUMBERS:
-        raise Refusal(
-            f"{name} is {excerpt(value)}, which says neither that the reply is good nor that it is bad: write true or "
-            "false, or leave the column out (columns)"
-        )
-    return number in BAD_NUMBERS
+def _word(value: Any) -> str:
+    return value.strip().casefold() if isinstance(value, str) else ""
 
 
 def _number(value: Any) -> float:
@@ -137,62 +121,51 @@ def flag_against(record: Any, single: bool) -> str:
     Raises:
         Refusal: A flag that a trainer reads has a value that is neither.
     """
-    for name, value, of_turn in _flags(record):
-        if _is_to_learn(name, value, single, of_turn) is False:
-            return name
-    return ""
+    return next((name for name, value in _flags(record) if _is_to_learn(name, value, single) is False), "")
 
 
 def read_flags(record: Any, single: bool) -> frozenset[str]:
     """Return the flags of a row, ``column[].name`` of a turn, whose values say all that they may: yes or no."""
     return frozenset(
         name
-        for name, value, of_turn in _flags(record)
-        if _is_to_learn(name, value, single, of_turn) is not None
+        for name, value in _flags(record)
+        if _is_to_learn(name, value, single) is not None
         and (_number(value) in (0, 1) or not math.isfinite(_number(value)) or key_of(name) in RATINGS)
     )
 
 
-def _flags(record: Any) -> Iterator[tuple[str, Any, bool]]:
+def _flags(record: Any) -> Iterator[tuple[str, Any]]:
     """Yield the flags of a row and of the turns that are its replies, with what messages call them."""
     if not isinstance(record, dict):
         return
-    for name, value in record.items():
-        if key_of(str(name)) in FLAGS and _holds(value):
-            yield str(name), value, False
+    columns = {str(name): value for name, value in record.items()}
     for column in REPLY_COLUMNS:
         turns = record.get(column)
         turn = turns[-1] if isinstance(turns, list) and turns else turns
         if isinstance(turn, dict):
-            for name, value in turn.items():
-                if key_of(str(name)) in FLAGS and _holds(value):
-                    yield f"{column}[].{name}", value, True
+            columns |= {f"{column}[].{name}": value for name, value in turn.items()}
+    yield from ((n, value) for n, value in columns.items() if key_of(n.rpartition("[].")[2]) in FLAGS and _holds(value))
 
 
-def _is_to_learn(name: str, value: Any, single: bool, of_turn: bool) -> bool | None:
+def _is_to_learn(name: str, value: Any, single: bool) -> bool | None:
     """Return whether a flag says that the reply is to be learned; None where it does not say."""
-    key = key_of(name.rpartition("[].")[2])
-    word = value.strip().casefold() if isinstance(value, str) else value
-    number = _number(word)
+    of_turn, _, own = name.rpartition("[].")
+    key, word, number = key_of(own), _word(value), _number(value)
     if key in LEARN | SKIP:
-        says = word in GOOD if isinstance(word, str) and word in GOOD | BAD else number > 0
-        if not (isinstance(word, str) and word in GOOD | BAD) and not math.isfinite(number):
+        if word not in GOOD | BAD and not math.isfinite(number):
             if key in COMMON_WORDS and not of_turn:
                 return None
             raise Refusal(
                 f"{name} is {excerpt(value)}, which does not say whether the reply is to be learned: write true or "
                 "false, or leave the column out (columns)"
             )
-        return says if key in LEARN else not says
-    if not single:
-        return None
-    if key in VERDICTS:
-        if isinstance(word, str) and word in GOOD | BAD | UP | DOWN:
+        says = word in GOOD if word in GOOD | BAD else number > 0
+        return says == (key in LEARN)
+    if single and key in VERDICTS:
+        if word in GOOD | BAD | UP | DOWN:
             return word in GOOD | UP
         return None if math.isnan(number) else number > 0
-    if key in RATINGS:
-        return _is_rated_well(word)
-    return None
+    return _is_rated_well(word or value) if single and key in RATINGS else None
 
 
 def _is_rated_well(value: Any) -> bool | None:
@@ -205,24 +178,21 @@ def _is_rated_well(value: Any) -> bool | None:
             return value in UP | GOOD
         stars = value.count("★") + value.count("⭐")
         value = stars if stars else re.sub(r"\s*stars?\s*\Z", "", value)
-    number = _number(value)
     if isinstance(value, bool):
         return value
-    if math.isnan(number) or 0 < number < 1:
-        return None
-    return number > WORST_STARS
+    number = _number(value)
+    return None if math.isnan(number) or 0 < number < 1 else number > WORST_STARS
 
 
 def require_text_only(record: Any) -> None:
     """Raise :class:`Refusal` for a row with media or tools in a column, which training would not see."""
-    if not isinstance(record, dict):
-        return
-    lost = [str(name) for name, value in record.items() if key_of(str(name)) in LOST_COLUMNS and _holds(value)]
-    if lost:
-        raise Refusal(
-            f"the row has {', '.join(lost)} beside its text, which training would not see; to train on the text "
-            "alone, name the columns to read (--column, or columns beside the path)"
-        )
+    if isinstance(record, dict):
+        lost = [str(name) for name, value in record.items() if key_of(str(name)) in LOST_COLUMNS and _holds(value)]
+        if lost:
+            raise Refusal(f"the row has {', '.join(lost)} beside its text, which training would not see; {TEXT_ALONE}")
+
+
+TEXT_ALONE = "to train on the text alone, name the columns to read (--column, or columns beside the path)"
 
 
 def _holds(value: Any) -> bool:
@@ -242,6 +212,21 @@ def _holds(value: Any) -> bool:
     return False
 
 
+def _placeholder(text: str) -> tuple[str, bool]:
+    """Return the first placeholder of a text and whether it begins or ends a line, as exports write it.
+
+    What a tag closes again is markup that the text is about.
+    """
+    found = "", False
+    for match in PLACEHOLDER.finditer(text):
+        if f"</{match[1]}" not in text:
+            before, after = text[: match.start()].rpartition("\n")[2], text[match.end() :].partition("\n")[0]
+            if not PLACEHOLDER.sub("", before).strip() or not PLACEHOLDER.sub("", after).strip():
+                return match[0], True
+            found = found if found[0] else (match[0], False)
+    return found
+
+
 def without_end_marker(text: str) -> tuple[str, str]:
     """Return a text without the end markers at its end, and the first of them; empty where it has none."""
     markers = AT_END.search(text) if text.rstrip()[-1:] in {">", "]", "["} else None
@@ -250,29 +235,39 @@ def without_end_marker(text: str) -> tuple[str, str]:
     return text[: markers.start()], next(marker for marker in END_MARKERS if markers[0].startswith(marker))
 
 
-def cleaned(parsed: Parsed, noticed: Counter[str]) -> Parsed:
-    """Return texts without end markers; what was taken off, and texts that stand for a missing value, are counted."""
-    texts: dict[str, Any] = {}
-    for column in ("chosen", "rejected", "reply", "text"):
-        given = getattr(parsed, column)
-        if given is None:
-            continue
-        texts[column], marker = without_end_marker(given)
+def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
+    """Return texts without end markers; what was taken off, and texts that stand for a missing value, are counted.
+
+    Args:
+        noticed: Where they are counted.
+        named: The user named the columns to read, so that placeholders of media are text.
+
+    Raises:
+        Refusal: A placeholder says that media belong to a text, which training would not see.
+    """
+
+    def clean(given: str, end: str) -> str:
+        text, marker = without_end_marker(given)
         if marker:
-            noticed[f"the end marker {marker} was taken off the end of {column}"] += 1
+            noticed[f"the end marker {marker} was taken off {end}"] += 1
+        return text
+
+    texts: dict[str, Any] = {
+        name: given for name in ("chosen", "rejected", "reply", "text") if (given := getattr(parsed, name)) is not None
+    }
+    turns = parsed.prompt or []
+    shown = texts | ({"the prompt": turns[-1]["content"]} if turns else {})
+    for name, given in shown.items():
         if given.strip().casefold() in MISSING:
-            noticed[f"{column} is the text {given.strip()!r}, as which a missing value may have been written"] += 1
-    turns: list[Turn] | None = None
-    if parsed.prompt is not None:
-        turns = []
-        for turn in parsed.prompt:
-            marker = ""
-            if turn["role"] == "assistant":
-                text, marker = without_end_marker(turn["content"])
-            turns.append({"role": turn["role"], "content": text} if marker else turn)
-            if marker:
-                noticed[f"the end marker {marker} was taken off a turn of the prompt"] += 1
-        if turns and turns[-1]["content"].strip().casefold() in MISSING:
-            word = turns[-1]["content"].strip()
-            noticed[f"the prompt is the text {word!r}, as which a missing value may have been written"] += 1
-    return Parsed(turns, margin=parsed.margin, category=parsed.category, **texts)
+            noticed[f"{name} is the text {given.strip()!r}, as which a missing value may have been written"] += 1
+    for text in (*(turn["content"] for turn in turns), *texts.values()):
+        token, is_apart = _placeholder(text)
+        if is_apart and not named:
+            raise Refusal(f"the text has {token} in place of something that training would not see; {TEXT_ALONE}")
+        if token:
+            noticed[f"a text has {token}, which is read as text: training sees nothing else"] += 1
+    prompt = parsed.prompt and [
+        turn | {"content": clean(turn["content"], "a turn of the prompt")} if turn["role"] == "assistant" else turn
+        for turn in turns
+    ]
+    return replace(parsed, prompt=prompt, **{name: clean(given, f"the end of {name}") for name, given in texts.items()})

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_core.config.data import PairChoice, ReadOptions
 from rlhf_core.data.readers.content import Record
-from rlhf_core.data.readers.format import PAIRS, PROMPTS, Format, Parsed, Undecided, has, number_of
+from rlhf_core.data.readers.formats import PAIRS, PROMPTS, Format, Needs, Parsed, Undecided, has, number_of
 from rlhf_core.data.readers.turns import Refusal, Turn, prompt_of, reply_of, text_of, turn_of
 
 REPLY_LISTS = ("responses", "completions", "generations")
 VALUE_LISTS = ("scores", "ratings", "ranks")
 PROMPT_NAMES = ("prompt", "instruction", "question")
-
-
 Node = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class RankedReply:
+class RankedReply(NamedTuple):
     """A reply and what it is ordered by: more is better."""
 
     text: str
@@ -36,45 +32,50 @@ def ranked_pairs(replies: Sequence[RankedReply], choice: PairChoice) -> list[tup
         choice: ``all`` pairs, K(K-1)/2 of K replies; ``adjacent``: each reply and the next worse; ``best_worst``.
     """
     ordered = sorted(replies, key=lambda reply: -reply.value)
-    if choice == "all":
-        candidates = list(combinations(ordered, 2))
-    elif choice == "adjacent":
-        candidates = list(pairwise(ordered))
-    else:
-        candidates = [(ordered[0], ordered[-1])] if ordered else []
+    if choice == "best_worst":
+        ordered = [*ordered[:1], *ordered[-1:]]
+    candidates = combinations(ordered, 2) if choice == "all" else pairwise(ordered)
     return [(better, worse) for better, worse in candidates if better.value > worse.value]
 
 
-def parsed_ranking(
-    prompt: list[Turn], replies: Sequence[RankedReply], kind: str, choice: PairChoice, *, values_are_scores: bool
+def ranking_rows(
+    prompt: list[Turn], by_system: Mapping[str, Sequence[RankedReply]], kind: str, choice: PairChoice, scored: bool
 ) -> list[Parsed]:
     """Return a ranking as rows of ``kind``: as pairs, as the best reply alone, or as its prompt.
 
-    A pair's margin is the difference of its scores; a difference of ranks says nothing of how much better a reply is.
+    Args:
+        prompt: What all replies are to, behind their system prompt.
+        by_system: Replies by the system prompt that each was asked for with; "" for none. Others are not paired.
+        scored: A pair's margin is the difference of the values; one of ranks would not say how much better a reply is.
 
     Raises:
         Undecided: No reply is better than another.
     """
     if kind == "prompts":
         return [Parsed(prompt)]
-    pairs = ranked_pairs(replies, choice)
-    if not pairs:
+    values = {reply.value for replies in by_system.values() for reply in replies}
+    if len(values) < 2:
         raise Undecided("no reply is better than another")
-    if kind != "preferences":
-        return [Parsed(prompt, reply=max(replies, key=lambda reply: reply.value).text)]
-    return [
-        Parsed(prompt, better.text, worse.text, margin=better.value - worse.value if values_are_scores else None)
-        for better, worse in pairs
-    ]
+    rows: list[Parsed] = []
+    for system, replies in by_system.items():
+        whole = [{"role": "system", "content": system}, *prompt] if system else prompt
+        if kind == "preferences":
+            for better, worse in ranked_pairs(replies, choice):
+                margin = better.value - worse.value if scored else None
+                rows.append(Parsed(whole, better.text, worse.text, margin=margin))
+        elif not rows:
+            rows = [Parsed(whole, reply=reply.text) for reply in replies if reply.value == max(values)][:1]
+    if not rows:
+        raise Undecided("no reply is better than another to the same system prompt")
+    return rows
 
 
-def _are_objects(values: Sequence[Any]) -> bool:
-    return bool(values) and all(isinstance(value, dict) for value in values)
+def _are_objects(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(isinstance(value, dict) for value in values)
 
 
 def _ultrafeedback(record: Any, kind: str, options: ReadOptions) -> list[Parsed]:
     """Read UltraFeedback (Cui et al., 2023), whose completions may each have been asked for by a system prompt."""
-    prompt = prompt_of(record["instruction"])
     by_system: dict[str, list[RankedReply]] = {}
     for number, completion in enumerate(record["completions"], 1):
         if not has(completion, response=str):
@@ -83,37 +84,7 @@ def _ultrafeedback(record: Any, kind: str, options: ReadOptions) -> list[Parsed]
         system = (completion.get("custom_system_prompt") or "") if options.system_prompts else ""
         reply = RankedReply(reply_of(completion["response"], f"completion {number}"), score)
         by_system.setdefault(text_of(system, f"custom_system_prompt of completion {number}"), []).append(reply)
-    if not options.system_prompts or kind == "prompts":
-        replies = [reply for group in by_system.values() for reply in group]
-        return parsed_ranking(prompt, replies, kind, options.pairs, values_are_scores=True)
-    return _under_system_prompts(prompt, by_system, kind, options.pairs)
-
-
-def _under_system_prompts(
-    prompt: list[Turn], by_system: dict[str, list[RankedReply]], kind: str, choice: PairChoice
-) -> list[Parsed]:
-    """Return the pairs of replies to one system prompt, which is a turn of theirs; or the best reply with its own.
-
-    Raises:
-        Undecided: No two replies, or of preferences none to one system prompt, differ in value.
-    """
-    values = {reply.value for replies in by_system.values() for reply in replies}
-    if len(values) < 2:
-        raise Undecided("no reply is better than another")
-    parsed: list[Parsed] = []
-    best = max(values)
-    for system, replies in by_system.items():
-        whole = [*([{"role": "system", "content": system}] if system else []), *prompt]
-        if kind == "preferences":
-            parsed += [
-                Parsed(whole, better.text, worse.text, margin=better.value - worse.value)
-                for better, worse in ranked_pairs(replies, choice)
-            ]
-        elif not parsed:
-            parsed = [Parsed(whole, reply=reply.text) for reply in replies if reply.value == best][:1]
-    if not parsed:
-        raise Undecided("no reply is better than another to the same system prompt")
-    return parsed
+    return ranking_rows(prompt_of(record["instruction"]), by_system, kind, options.pairs, scored=True)
 
 
 def _nectar(record: Any, kind: str, options: ReadOptions) -> list[Parsed]:
@@ -123,39 +94,33 @@ def _nectar(record: Any, kind: str, options: ReadOptions) -> list[Parsed]:
             raise Refusal(f"answer {number} has no text")
         rank = number_of(answer.get("rank"), f"rank of answer {number}")
         replies.append(RankedReply(reply_of(answer["answer"], f"answer {number}"), -rank))
-    return parsed_ranking(prompt_of(record["prompt"]), replies, kind, options.pairs, values_are_scores=False)
+    return ranking_rows(prompt_of(record["prompt"]), {"": replies}, kind, options.pairs, scored=False)
 
 
-def _first(record: Any, names: Sequence[str], kind: type | tuple[type, ...]) -> str | None:
-    return next((name for name in names if isinstance(record.get(name), kind)), None)
+def _parts(record: Any) -> tuple[str | None, str | None, str | None]:
+    """Return the columns of the prompt, the replies and their values; None for one that is not there."""
+    prompt, replies, values = (
+        next((name for name in names if isinstance(record.get(name), kind)), None)
+        for names, kind in ((PROMPT_NAMES, (str, list)), (REPLY_LISTS, list), (VALUE_LISTS, list))
+    )
+    return prompt, replies, values
 
 
 def _is_ranking(record: Any) -> bool:
-    if not isinstance(record, dict) or not _first(record, PROMPT_NAMES, (str, list)) or "chosen" in record:
-        return False
-    return bool(_first(record, REPLY_LISTS, list) and _first(record, VALUE_LISTS, list))
+    return has(record) and "chosen" not in record and None not in _parts(record)
 
 
 def _ranking(record: Any, kind: str, options: ReadOptions) -> list[Parsed]:
-    prompt_name, list_name, value_name = (
-        str(_first(record, names, kinds))
-        for names, kinds in ((PROMPT_NAMES, (str, list)), (REPLY_LISTS, list), (VALUE_LISTS, list))
-    )
+    prompt_name, list_name, value_name = map(str, _parts(record))
     texts, values = record[list_name], record[value_name]
     if len(texts) != len(values):
         raise Refusal(f"there are {len(texts)} {list_name} but {len(values)} {value_name}")
-    sign = -1.0 if value_name == "ranks" else 1.0
-    replies = [
-        RankedReply(reply_of(text, f"reply {number}"), sign * number_of(value, f"{value_name[:-1]} of reply {number}"))
-        for number, (text, value) in enumerate(zip(texts, values, strict=True), 1)
-    ]
-    return parsed_ranking(
-        prompt_of(record[prompt_name]), replies, kind, options.pairs, values_are_scores=value_name != "ranks"
-    )
-
-
-def _is_stepwise(record: Any) -> bool:
-    return has(record, prompt=(str, list), completions=list, labels=list)
+    scored = value_name != "ranks"
+    replies = []
+    for number, (text, value) in enumerate(zip(texts, values, strict=True), 1):
+        given = number_of(value, f"{value_name[:-1]} of reply {number}")
+        replies.append(RankedReply(reply_of(text, f"reply {number}"), given if scored else -given))
+    return ranking_rows(prompt_of(record[prompt_name]), {"": replies}, kind, options.pairs, scored)
 
 
 def _tree_turn(node: Any) -> Turn:
@@ -166,11 +131,9 @@ def _tree_turn(node: Any) -> Turn:
 
 def _usable(replies: Any) -> list[Node]:
     """Return the messages that were neither deleted nor rejected by reviewers; what follows those goes with them."""
-    if replies is None:
-        return []
-    if not isinstance(replies, list) or not all(isinstance(reply, dict) for reply in replies):
+    if replies is not None and not (isinstance(replies, list) and all(isinstance(reply, dict) for reply in replies)):
         raise Refusal("the replies of a message are not a list of messages")
-    return [reply for reply in replies if not reply.get("deleted") and reply.get("review_result") is not False]
+    return [reply for reply in replies or () if not reply.get("deleted") and reply.get("review_result") is not False]
 
 
 def _prompts(root: Node) -> Iterator[tuple[list[Turn], list[Node]]]:
@@ -189,30 +152,28 @@ def _tree(record: Any, kind: str, options: ReadOptions) -> Sequence[Parsed]:
 
     A reply without a rank is in no pair, and is a demonstration where it is the only reply.
     """
-    parsed: list[Parsed] = []
+    rows: list[Parsed] = []
+    imitated = kind in ("demonstrations", "pretrain")
     for prompt, nodes in _prompts(record["prompt"]):
-        ranked = [
+        given = [node | {"rank": 0} for node in nodes] if len(nodes) == 1 and imitated else nodes
+        replies = [
             RankedReply(reply_of(_tree_turn(node), "a reply"), -number_of(node["rank"], "rank"))
-            for node in nodes
+            for node in given
             if node.get("rank") is not None
         ]
         if kind == "prompts":
-            parsed.append(Parsed(prompt))
+            rows.append(Parsed(prompt))
         elif kind == "preferences":
-            pairs = ranked_pairs(ranked, options.pairs) if ranked else []
-            parsed += [Parsed(prompt, better.text, worse.text) for better, worse in pairs]
-        elif ranked or len(nodes) == 1:
-            best = (
-                max(ranked, key=lambda reply: reply.value).text if ranked else reply_of(_tree_turn(nodes[0]), "a reply")
-            )
-            parsed.append(Parsed(prompt, reply=best))
-    if not parsed:
+            pairs = ranked_pairs(replies, options.pairs)
+            rows += [Parsed(prompt, better.text, worse.text) for better, worse in pairs]
+        elif replies:
+            rows.append(Parsed(prompt, reply=max(replies, key=lambda reply: reply.value).text))
+    if not rows:
         raise Undecided("the tree has no two ranked replies to one prompt" if kind == "preferences" else "no replies")
-    return parsed
+    return rows
 
 
-def _is_message(value: Any) -> bool:
-    return has(value, message_id=str, role=str, text=str) and "parent_id" in value
+_is_message = Needs("parent_id", message_id=str, role=str, text=str)
 
 
 def _joined(records: Sequence[Record]) -> list[Record]:
@@ -232,20 +193,19 @@ def _joined(records: Sequence[Record]) -> list[Record]:
         else:
             messages[record.value["message_id"]] = record
     nodes: dict[str, Node] = {name: {**record.value, "replies": []} for name, record in messages.items()}
-    waiting = []
-    for name, node in nodes.items():
-        if not node["parent_id"]:
-            waiting.append(node)
-            joined.append(Record(messages[name].position, {"message_tree_id": name, "prompt": node}))
-        elif node["parent_id"] in nodes:
+    waiting = [node for node in nodes.values() if not node["parent_id"]]
+    for node in waiting:
+        name = node["message_id"]
+        joined.append(Record(messages[name].position, {"message_tree_id": name, "prompt": node}))
+    for node in nodes.values():
+        if node["parent_id"] in nodes:
             nodes[node["parent_id"]]["replies"].append(node)
-    reached = set()
+    lost = dict(messages)
     while waiting:
         node = waiting.pop()
-        reached.add(node["message_id"])
+        del lost[node["message_id"]]
         waiting += node["replies"]
-    for name in nodes.keys() - reached:
-        record = messages[name]
+    for record in lost.values():
         known = record.value["parent_id"] in nodes
         problem = "its parents do not lead to the first message of a tree" if known else "its parent is not in the file"
         joined.append(Record(record.position, record.value, problem))
@@ -253,53 +213,31 @@ def _joined(records: Sequence[Record]) -> list[Record]:
 
 
 MESSAGE_TREES = (
-    Format(
-        "oasst-trees",
-        '{"message_tree_id": "…", "prompt": {"role": "prompter", "text": "…", "replies": [{…, "rank": 0}, …]}}',
-        PAIRS,
-        lambda r: has(r, message_tree_id=str, prompt=dict),
-        _tree,
-    ),
-    Format(
-        "oasst-messages",
-        '{"message_id": "…", "parent_id": "…", "message_tree_id": "…", "role": "prompter", "text": "…"}',
-        PAIRS,
-        _is_message,
-        _tree,
-        join=_joined,
-        joined_as="oasst-trees",
-    ),
+    Format("oasst-trees", PAIRS, Needs(message_tree_id=str, prompt=dict), _tree),
+    Format("oasst-messages", PAIRS, _is_message, _tree, join=_joined),
 )
-
-
 RANKINGS = (
     Format(
         "ultrafeedback",
-        '{"instruction": "…", "completions": [{"response": "…", "overall_score": 7.5}, …]}',
         PAIRS,
-        lambda r: has(r, instruction=str, completions=list) and _are_objects(r["completions"]),
+        lambda record: has(record, instruction=str) and _are_objects(record.get("completions")),
         _ultrafeedback,
+        "instruction completions",
     ),
     Format(
         "nectar",
-        '{"prompt": "…", "answers": [{"answer": "…", "rank": 1}, …]} (the best has the lowest rank)',
         PAIRS,
-        lambda r: has(r, prompt=(str, list), answers=list) and _are_objects(r["answers"]),
+        lambda record: has(record, prompt=(str, list)) and _are_objects(record.get("answers")),
         _nectar,
+        "prompt answers",
     ),
-    Format(
-        "ranking",
-        '{"prompt": …, "responses": ["…", …], "scores": [7, …]} (or "ranks": the best has the lowest)',
-        PAIRS,
-        _is_ranking,
-        _ranking,
-    ),
+    Format("ranking", PAIRS, _is_ranking, _ranking, " ".join((*PROMPT_NAMES, *REPLY_LISTS, *VALUE_LISTS))),
     Format(
         "stepwise",
-        '{"prompt": "…", "completions": ["a step", …], "labels": [true, …]}',
         PROMPTS,
-        _is_stepwise,
-        lambda record, kind, options: [Parsed(prompt_of(record["prompt"]))],
+        lambda record: has(record, prompt=(str, list), completions=list, labels=list),
+        lambda record, kind, options: Parsed(prompt_of(record["prompt"])),
+        "prompt",
         note="reward models here judge whole replies, not steps",
     ),
 )

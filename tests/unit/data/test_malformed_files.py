@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from unit.data.malformed.case import OddFile, RowsRead, WholeRefusal
 from unit.data.malformed.corpus import ODD_FILES
 
-from rlhf_core.config.data import DataSource, FormatName
+from rlhf_core.config.data import DataSource
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.collection.sources import read_sources
-from rlhf_core.data.readers.columns import BY_FORMAT
 from rlhf_core.errors import DataError
 
 MESSAGE_LENGTH, REASON_LENGTH = 6000, 400
@@ -66,7 +64,3 @@ def require_reasons(reasons: Mapping[str, int], expected: Mapping[str, int]) -> 
     for part, count in expected.items():
         assert sum(n for reason, n in reasons.items() if part in reason) == count, reasons
     assert sum(reasons.values()) == sum(expected.values()), reasons
-
-
-def test_the_columns_of_every_format_are_known() -> None:
-    assert set(BY_FORMAT) == set(get_args(FormatName))

@@ -14,6 +14,8 @@ from unit.data.reading import records_of
 from rlhf_core.config.data import ReadOptions, ValidateConfig
 from rlhf_core.data.collection.rows import FileRows, read_records
 from rlhf_core.data.collection.sources import read_sources, sources_by_kind
+from rlhf_core.data.inspection.describe import as_text as inspected
+from rlhf_core.data.inspection.describe import describe_sources
 from rlhf_core.data.readers.columns import warnings_of
 from rlhf_core.data.readers.content import Record
 from rlhf_core.errors import DataError
@@ -102,15 +104,43 @@ def test_a_flag_that_cannot_be_read_is_named_loudly(extra: dict[str, Any], tmp_p
 
 
 @pytest.mark.parametrize("name", ["images", "image", "audio", "videos", "tools", "functions", "tool_calls", "imageUrl"])
-@pytest.mark.parametrize("row", [dialogue(), SINGLE, PAIR, {"prompt": "<image>Why?"}, {"text": "See above."}])
+@pytest.mark.parametrize("row", [dialogue(), SINGLE, PAIR, {"prompt": "Why?"}, {"text": "See above."}])
 def test_media_and_tools_of_a_row_are_refused_as_those_of_a_turn(name: str, row: dict[str, Any]) -> None:
-    name = name.replace("videos", "videos")
     kind = "prompts" if "prompt" in row else "pretrain" if "text" in row else "demonstrations"
     for value in (["a.jpg"], {"bytes": None, "path": "a.jpg"}, "a.jpg"):
         result = read(kind, row | {name: value})
         assert [name in finding.reason for finding in result.refused] == [True]
     for value in ([], None, "", "[]", {"bytes": None, "path": None}, [[]]):
         assert len(read(kind, row | {name: value}).rows) == 1
+
+
+@pytest.mark.parametrize("token", ["<image>", "<|image|>", "<video>", "<audio>", "<image><image>", "<|image_1|>"])
+def test_a_placeholder_of_media_is_treated_as_the_media_are(token: str) -> None:
+    """What it stands for may be in a column of any name, or nowhere; training sees the token alone."""
+    texts = f"{token}\nWhy?", f"Why? {token}", f"Look:\n {token}\nWhy?"
+    for text in texts:
+        asked = {"messages": [{"role": "user", "content": text}, TURN]}
+        for kind, row in (
+            ("prompts", {"prompt": text}),
+            ("demonstrations", asked),
+            ("preferences", PAIR | {"prompt": text}),
+        ):
+            (finding,) = read(kind, row).refused
+            assert "<" in finding.reason and "training would not see" in finding.reason
+        assert len(read("pretrain", {"text": text}).refused) == 1
+        named = ReadOptions(columns={"prompt": "prompt"})
+        result = read_records([Record(1, {"prompt": text})], "prompts", "x.jsonl", options=named)
+        assert len(result.rows) == 1 and "read as text" in warnings_of(result.counts)[0]
+    inside = read("prompts", {"prompt": f"In {token} and the other, why?"})
+    assert len(inside.rows) == 1 and inside.counts.noticed.total() == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["<video>\n<source src=x>\n</video> Why?", "What are <images> and <img>?", "a <image b"]
+)
+def test_markup_is_no_placeholder(text: str) -> None:
+    result = read("prompts", {"prompt": text})
+    assert len(result.rows) == 1 and not result.counts.noticed
 
 
 @pytest.mark.parametrize("marker", ["</s>", "<|im_end|>\n", "<|eot_id|>", "<end_of_turn>\n", "<｜end▁of▁sentence｜>"])
@@ -183,7 +213,14 @@ def test_a_reply_that_is_no_text_is_refused_and_the_file_is_not_taken_for_prompt
 
 
 @pytest.mark.parametrize(
-    "names", [("pos_resp", "neg_resp"), ("winner", "loser"), (" chosen", " rejected"), ("Chosen", "Rejected")]
+    "names",
+    [
+        ("pos_resp", "neg_resp"),
+        ("winner", "loser"),
+        ("chosen_text", "rejected_text"),
+        (" chosen", " rejected"),
+        ("Chosen", "Rejected"),
+    ],
 )
 def test_pairs_under_other_names_are_not_read_as_prompts(names: tuple[str, str], tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}?", names[0]: "good", names[1]: "bad"} for n in range(3)]
@@ -203,7 +240,10 @@ TWO_REPLIES: list[dict[str, Any]] = [
     {"model_1_response": "so", "model_2_response": "no"},
     {"completion_A": "so", "completion_B": "no"},
     {"reply1": "so", "reply2": "no"},
-    {"chosen_text": "so", "rejected_text": "no"},
+    {"a": "so", "b": "no", "choice": "a"},
+    {"choice": 1, "Left": "so", "right": "no"},
+    {"model_1": "so", "model_2": "no", "Preferred": "model_2"},
+    {"gpt": "so", "llama": "no", "winner": "llama"},
     {"completions": [{"text": "so", "score": 1}, {"text": "no", "score": 0}]},
     {"replies": ["so", "no"], "scores": [1, 0]},
 ]
@@ -215,9 +255,12 @@ def test_several_replies_of_a_form_that_is_not_known_are_not_read_as_prompts(
 ) -> None:
     rows = [{"prompt": f"{n}?", **columns} for n in range(3)]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(DataError, match=f"would be read as prompts, but '{next(iter(columns))}'.* like replies"):
+    name = next(iter(columns))
+    with pytest.raises(DataError, match=f"would be read as prompts, but .*'{name}'.* (like replies|better reply): "):
         sources_by_kind(["x.jsonl"], tmp_path, ReadOptions())
     assert sources_by_kind(["x.jsonl"], tmp_path, ReadOptions(), "prompts").prompts
+    text = inspected(describe_sources(["x.jsonl"], tmp_path), 999)
+    assert "WARNING  3: " in text and f"'{name}'" in text
 
 
 @pytest.mark.parametrize(
@@ -228,6 +271,8 @@ def test_several_replies_of_a_form_that_is_not_known_are_not_read_as_prompts(
         {"response_1": "", "response_2": None},
         {"outputs": ["so"]},
         {"ab": "so", "winners_of": "no"},
+        {"a": "so", "b": "no"},
+        {"topic": "so", "level": "no", "label": "easy"},
     ],
     ids=lambda columns: next(iter(columns)),
 )

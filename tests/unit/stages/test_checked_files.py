@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rlhf_core.cli import app
 from rlhf_core.commands import data as data_commands
 from rlhf_core.config.data import ReadOptions, ValidateConfig
-from rlhf_core.data.collection.sources import kinds_of, source_files, sources_by_kind
+from rlhf_core.data.collection.sources import best_kind, source_files, sources_by_kind
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.models.starting.base import train_tokenizer
 from rlhf_core.stages.checked_files import CheckedFiles, as_text, check_files
@@ -174,9 +174,9 @@ def test_paths_of_evaluation_files_start_where_they_are_given(tmp_path: Path, mo
 def test_the_kind_of_a_file_is_the_best_that_it_serves_as(tmp_path: Path) -> None:
     write(tmp_path, rows(2))
     (file,) = source_files(["pairs.jsonl"], tmp_path)
-    assert kinds_of(file) == ("preferences", "demonstrations", "prompts", "pretrain")
+    assert best_kind(file) == "preferences"
     (tmp_path / "steps.jsonl").write_text('{"prompt": "Q?", "completions": ["a"], "labels": [true]}\n')
-    assert kinds_of(*source_files(["steps.jsonl"], tmp_path)) == ("prompts",)
+    assert best_kind(*source_files(["steps.jsonl"], tmp_path)) == "prompts"
     with pytest.raises(DataError, match="which holds no preferences"):
         check_files(
             sources_by_kind(["steps.jsonl"], tmp_path, ReadOptions(), "preferences"),
