@@ -20,7 +20,6 @@ from rlhf_core.commands.data import (
     SystemPromptsOption,
     TemplateOption,
     read_options,
-    require_kind,
 )
 from rlhf_core.commands.output import print_json, print_text, terminal_width
 from rlhf_core.errors import DataError, RlhfError
@@ -66,7 +65,6 @@ def diff(
     $ rlhf data diff HEAD workspace data/pairs.jsonl
     """
     options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
-    require_kind(kind)
     states = ((before, "before"), (after, "after"))
     # Rows lie in files there while they are compared, so that they need not fit the memory.
     with tempfile.TemporaryDirectory(prefix="rlhf-diff-") as scratch:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from typer.core import TyperGroup
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 SHORT_FORM = "inspect"
 HELP_OPTIONS = ("-h", "--help")
 OUTPUT_SUFFIXES = (".jsonl", ".parquet")
-KINDS = ("preferences", "demonstrations", "prompts", "pretrain")
+Kind = Literal["preferences", "demonstrations", "prompts", "pretrain"]
 
 
 class DataGroup(TyperGroup):
@@ -49,9 +50,7 @@ DimensionOption = Annotated[
     str | None, typer.Option("--dimension", help="Which of several preferences: helpful, safe, agreed.")
 ]
 PairsOption = Annotated[str, typer.Option("--pairs", help="Pairs of a ranking: all, adjacent, best_worst.")]
-KindOption = Annotated[
-    str | None, typer.Option("--kind", help=f"Kind of rows: {', '.join(KINDS)}; default: what a file serves as best.")
-]
+KindOption = Annotated[Kind | None, typer.Option("--kind", help="Kind of rows; default: what a file serves as best.")]
 SystemPromptsOption = Annotated[
     bool, typer.Option("--system-prompts", help="UltraFeedback: a reply's own system prompt is a turn of its prompt.")
 ]
@@ -94,7 +93,6 @@ def inspect(
     Example: rlhf data inspect 'exports/*.jsonl.gz'
     """
     options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
-    _require_sources(files)
     from rich.console import Console
 
     with Console(stderr=True).status("reading the files…"):
@@ -143,8 +141,6 @@ def validate(
     $ rlhf data validate 'exports/*.csv' --set validate.min_rows=10 --json
     """
     options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
-    require_kind(kind)
-    _require_sources(files)
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RlhfError(f"{output} exists already; name a new or empty folder")
     config = _validate_config(workspace, sets or [], tokenizer)
@@ -156,8 +152,11 @@ def validate(
     with tempfile.TemporaryDirectory(prefix="rlhf-data-") as scratch:
         folder = output or Path(scratch)
         try:
-            _claim(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "data").mkdir()  # so that no other command writes there at the same time
             checked = check_files(sources, Path.cwd(), config, folder)
+        except FileExistsError as error:
+            raise RlhfError(f"another command writes to {folder} already; name a new or empty folder") from error
         except OSError as error:
             raise RlhfError(
                 f"cannot write to {folder}: {error}; make room, or name another folder: {remedy}"
@@ -194,8 +193,6 @@ def convert(
     $ rlhf data convert pairs.jsonl --kind prompts --to prompts.parquet
     """
     options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
-    require_kind(kind)
-    _require_sources(files)
     if output.suffix not in OUTPUT_SUFFIXES:
         raise RlhfError(f"--to {output}: name a file that ends with {' or '.join(OUTPUT_SUFFIXES)}")
     from rlhf_core.data.inspection.convert import refused_file_of
@@ -211,7 +208,7 @@ def convert(
         from rlhf_core.data.inspection.convert import convert as write
 
         by_kind = sources_by_kind(files, Path.cwd(), options, kind)
-        given = [name for name in KINDS if by_kind.of(name)]
+        given = [name for name in get_args(Kind) if by_kind.of(name)]
         if len(given) > 1:
             raise RlhfError(f"the files serve as {' and '.join(given)}; convert each apart, or choose one with --kind")
         conversion = write(by_kind.of(given[0]), Path.cwd(), given[0], output)
@@ -221,13 +218,14 @@ def convert(
         print_text(as_text(conversion, terminal_width()))
 
 
-def _claim(folder: Path) -> None:
-    """Make the folder that a check writes to, so that no other one writes there at the same time."""
-    folder.mkdir(parents=True, exist_ok=True)
+@contextmanager
+def _only_named(workspace: Path | None) -> Iterator[None]:
+    """Pass over what is wrong with a workspace that nobody named: the current folder may be in none."""
     try:
-        (folder / "data").mkdir()
-    except FileExistsError as error:
-        raise RlhfError(f"another command writes to {folder} already; name a new or empty folder") from error
+        yield
+    except RlhfError:
+        if workspace is not None:
+            raise
 
 
 def _token_limits(workspace: Path | None, tokenizer: str | None) -> TokenLimits | None:
@@ -239,38 +237,14 @@ def _token_limits(workspace: Path | None, tokenizer: str | None) -> TokenLimits 
     from rlhf_core.stages.runtime.runner import workspace_root
     from rlhf_core.stages.token_lengths import local_token_limits, token_limits
 
-    try:
-        root: Path | None = workspace_root(workspace)
-    except RlhfError:
-        if workspace is not None:
-            raise
-        root = None
+    root: Path | None = None
+    with _only_named(workspace):
+        root = workspace_root(workspace)
     if tokenizer is not None:
         return token_limits(check_params({}) if root is None else load_params(root), tokenizer, Path.cwd())
-    try:
+    with _only_named(workspace):
         return None if root is None else local_token_limits(root)
-    except RlhfError:
-        if workspace is not None:
-            raise
-        return None
-
-
-def _require_sources(files: Sequence[str]) -> None:
-    """Refuse a wrong path or hub id before the libraries that read files are imported."""
-    from rlhf_core.data.collection.hub import PREFIX, parse_hub_id
-    from rlhf_core.storage.file_patterns import expand, is_url
-
-    for spec in files:
-        if spec.startswith(PREFIX):
-            parse_hub_id(spec)
-        elif not is_url(spec):
-            expand(spec, Path.cwd())
-
-
-def require_kind(kind: str | None) -> None:
-    """Raise :class:`ConfigError` where ``kind`` is none of the kinds of rows."""
-    if kind is not None and kind not in KINDS:
-        raise ConfigError(f"--kind {kind} is unknown; known are {', '.join(KINDS)}")
+    return None
 
 
 def _validate_config(workspace: Path | None, sets: Sequence[str], tokenizer: str | None) -> ValidateConfig:
@@ -294,12 +268,9 @@ def _validate_config(workspace: Path | None, sets: Sequence[str], tokenizer: str
         path = Path(tokenizer).expanduser()
         sets = [*sets, f"validate.tokenizer={json.dumps(str(path.absolute()) if path.exists() else tokenizer)}"]
     text = ""
-    try:
+    with _only_named(workspace):
         root = workspace_root(workspace)
         text = rebase_sources((root / PARAMS_FILE).read_text(encoding="utf-8"), root, Path.cwd())
-    except RlhfError:
-        if workspace is not None:
-            raise
     params = check_params(yaml_text.parse(overlaid(text, sets=sets), PARAMS_FILE))
     return params.validate_.model_copy(update={"seed": params.seed}).with_absolute_paths(Path.cwd())
 
@@ -313,15 +284,11 @@ def read_options(
     system_prompts: bool,
 ) -> ReadOptions:
     """Return how rows are read, as the options of a command say; ``ConfigError`` names what is wrong with them."""
-    from typing import get_args
-
     from pydantic import ValidationError
 
-    from rlhf_core.config.data import FormatName, ReadOptions
+    from rlhf_core.config.data import ReadOptions
     from rlhf_core.config.problems import describe
 
-    if format_name is not None and format_name not in get_args(FormatName):
-        raise ConfigError(f"--format {format_name} is unknown; known are {', '.join(get_args(FormatName))}")
     fields: dict[str, str] = {}
     for given in columns or ():
         field, separator, column = given.partition("=")
@@ -330,15 +297,8 @@ def read_options(
         if fields.get(field, column) != column:
             raise ConfigError(f"--column names {field} twice, as {fields[field]} and as {column}; take one of them out")
         fields[field] = column
-    values = {
-        "format": format_name,
-        "columns": fields,
-        "template": template,
-        "dimension": dimension,
-        "pairs": pairs,
-        "system_prompts": system_prompts,
-    }
+    values = {"format": format_name, "columns": fields, "template": template, "dimension": dimension, "pairs": pairs}
     try:
-        return ReadOptions.model_validate(values)
+        return ReadOptions.model_validate(values | {"system_prompts": system_prompts})
     except ValidationError as error:
         raise ConfigError(describe("options", error, ReadOptions, "")) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from rlhf_core.data.collection.raw_folder import CountedSource, RawFolder, Sourc
 from rlhf_core.data.collection.rows import derived_from
 from rlhf_core.data.collection.sources import (
     annotation_sources,
-    read_source,
+    read_sources,
     require_kept,
     source_chunks,
     source_files,
@@ -21,7 +21,6 @@ from rlhf_core.data.collection.sources import (
 from rlhf_core.data.readers.columns import unused_lines, warnings_of
 from rlhf_core.data.row_counts import RowCounts
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts, write_table
-from rlhf_core.data.tables import TableWriter
 from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, findings_table
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.progress import progress
@@ -98,24 +97,24 @@ def _from_world(config: CollectConfig, base: Path, folder: Path) -> Collected:
     def size(n: int) -> int:
         return min(n, config.limit) if config.limit else n
 
-    rows: dict[str, list[dict[str, Any]]] = {}
-    with progress(len(KINDS), "generating data of the synthetic world") as bar:
-        rows["preferences"] = corpus.preferences(
+    makers: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "preferences": lambda: corpus.preferences(
             seed,
             size(world.preferences),
             contrast_share=world.contrast_share,
             sharpness=world.label_sharpness,
             length_bias=world.length_bias,
-        )
-        bar.advance()
-        rows["demonstrations"] = corpus.demonstrations(seed, size(world.demonstrations))
-        bar.advance()
-        rows["prompts"] = corpus.prompts(seed)
-        bar.advance()
-        rows["pretrain"] = corpus.pretrain(seed, size(world.pretrain))
-        bar.advance()
-    annotations = source_files(annotation_sources(config.annotations, base), base)
-    annotated = [read_source(file, "preferences", None) for file in annotations]
+        ),
+        "demonstrations": lambda: corpus.demonstrations(seed, size(world.demonstrations)),
+        "prompts": lambda: corpus.prompts(seed),
+        "pretrain": lambda: corpus.pretrain(seed, size(world.pretrain)),
+    }
+    rows: dict[str, list[dict[str, Any]]] = {}
+    with progress(len(KINDS), "generating data of the synthetic world") as bar:
+        for kind, make in makers.items():
+            rows[kind] = make()
+            bar.advance()
+    annotated = list(read_sources(annotation_sources(config.annotations, base), "preferences", base))
     rows["preferences"] = [
         *(row | {"group": _group_of(row) or row["group"]} for part in annotated for row in part.rows),
         *rows["preferences"],
@@ -127,8 +126,7 @@ def _from_world(config: CollectConfig, base: Path, folder: Path) -> Collected:
     write_table(folder / "refused.parquet", findings_table(refused, REFUSED_SCHEMA))
     counts = {kind: len(rows[kind][: config.limit]) for kind in KINDS}
     sources: dict[str, list[CountedSource]] = {kind: [] for kind in KINDS}
-    for part in annotated:
-        sources["preferences"].append(CountedSource(part.counts))
+    sources["preferences"] = [CountedSource(part.counts) for part in annotated]
     return Collected(counts, dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, ""), sources)
 
 
@@ -151,21 +149,15 @@ def _from_files(config: CollectConfig, base: Path, folder: Path) -> Collected:
     with (
         progress(max(sum(sizes), 1), "reading data files (bytes)") as bar,
         RawFolder(folder, derived, config.limit) as raw,
-        TableWriter(folder / "refused.parquet", REFUSED_SCHEMA) as refused,
     ):
-        for kind in _order(config):
-            writer = SourceWriter(kind, raw, refused)
+        # What is also derived comes before what it is derived from.
+        for kind in dict.fromkeys([*(kind for kind in reversed(KINDS) if kind in config.also_derive), *KINDS]):
+            writer = SourceWriter(kind, raw)
             for file in files[kind]:
                 writer.add(source_chunks(file, kind, config.limit, bar.advance), file.options)
             sources[kind] = writer.finish()
     cut = {kind: raw.cut[kind] + sum(source.counts.cut for source in sources[kind]) for kind in KINDS}
     return Collected(raw.rows, cut, derived, sources)
-
-
-def _order(config: CollectConfig) -> list[str]:
-    """Return the kinds in the order in which their files are read: what is also derived before what it comes from."""
-    first = [kind for kind in reversed(KINDS) if kind in config.also_derive]
-    return [*first, *(kind for kind in KINDS if kind not in first)]
 
 
 def _manifest(config: CollectConfig, collected: Collected, folder: Path) -> dict[str, Any]:

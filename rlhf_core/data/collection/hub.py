@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from rlhf_core.data.readers.content import Record
 from rlhf_core.errors import DataError, first_line
-
-if TYPE_CHECKING:
-    from rlhf_core.data.readers.content import Record
 
 PREFIX = "hub:"
 HUB_ID = re.compile(
@@ -34,17 +33,21 @@ class HubId:
 
 
 @dataclass(frozen=True)
-class HubRecords:
-    """Records of a hub data set, which can be read once.
+class OpenSource:
+    """The records of a source, which can be read once.
 
     Attributes:
-        total: How many records the split has in all, None if the hub does not say.
-        commit: The commit that they are of; empty if a cached copy does not say.
+        where: What messages call the source.
+        path: The file that is read, for a URL a copy of it; None for a hub id.
+        unread: Rows of a hub data set that a limit leaves out; None if the hub does not say how many.
+        revision: The commit of a hub data set; empty if a cached copy does not say.
     """
 
     records: Iterator[Record]
-    total: int | None
-    commit: str
+    where: str
+    path: Path | None = None
+    unread: int | None = 0
+    revision: str = ""
 
 
 def parse_hub_id(spec: str) -> HubId:
@@ -55,7 +58,7 @@ def parse_hub_id(spec: str) -> HubId:
     return HubId(match["name"], match["config"], match["revision"], match["split"] or "train")
 
 
-def load_hub_records(spec: str, limit: int | None = None) -> HubRecords:
+def load_hub_records(spec: str, limit: int | None = None) -> OpenSource:
     """Load the first ``limit`` records of a hub data set; with a limit no more than these are downloaded.
 
     Without one the data set is downloaded to the cache, and its records are read from there some thousand at a time.
@@ -66,9 +69,8 @@ def load_hub_records(spec: str, limit: int | None = None) -> HubRecords:
             network fails.
     """
     hub_id = parse_hub_id(spec)
-    from huggingface_hub import is_offline_mode
+    from huggingface_hub import HfApi, constants, is_offline_mode
 
-    from rlhf_core.data.readers.content import Record
     from rlhf_core.hub import require_hub
 
     require_hub(spec, DataError)
@@ -78,7 +80,10 @@ def load_hub_records(spec: str, limit: int | None = None) -> HubRecords:
     from datasets import load_dataset_builder
 
     try:
-        commit = _resolved(hub_id) if online else hub_id.revision
+        commit = hub_id.revision
+        if online:
+            about: Any = HfApi(endpoint=constants.ENDPOINT).dataset_info(hub_id.name, revision=commit)
+            commit = str(about.sha)
         builder = load_dataset_builder(HUB_PATH.format(hub_id.name), hub_id.config, revision=commit)
         if commit and builder.hash != commit:
             raise DataError(f"the cached copy is of the commit {builder.hash}")
@@ -101,7 +106,8 @@ def load_hub_records(spec: str, limit: int | None = None) -> HubRecords:
         raise DataError(f"{spec} has no rows; name a split that has: hub:{hub_id.name}:SPLIT")
     resolved = str(builder.hash or "")
     records = (Record(position, row) for position, row in enumerate(chain([first], rows), 1))
-    return HubRecords(records, total, resolved if COMMIT.fullmatch(resolved) else "")
+    unread = 0 if limit is None else None if total is None else max(total - limit, 0)
+    return OpenSource(records, spec, unread=unread, revision=resolved if COMMIT.fullmatch(resolved) else "")
 
 
 def _stored_rows(data: Any) -> Iterator[Any]:
@@ -111,11 +117,3 @@ def _stored_rows(data: Any) -> Iterator[Any]:
     for table in data.with_format("arrow").iter(batch_size=BATCH_ROWS):
         for part in table_slices(table, BATCH_ROWS):
             yield from part.to_pylist()
-
-
-def _resolved(hub_id: HubId) -> str:
-    """Return the commit that the revision of a data set is now."""
-    from huggingface_hub import HfApi, constants
-
-    about: Any = HfApi(endpoint=constants.ENDPOINT).dataset_info(hub_id.name, revision=hub_id.revision)
-    return str(about.sha)

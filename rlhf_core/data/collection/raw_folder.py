@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
@@ -27,11 +26,9 @@ from rlhf_core.data.validation.stored_rows import (
     provenance_table,
 )
 
-SPOOLED = (("path", pa.string()), ("position", pa.int64()))
 
-
-class RawFolder:
-    """Writes ``KIND/data.parquet`` and ``provenance.parquet``; they are there once the block ends.
+class RawFolder(ExitStack):
+    """Writes ``KIND/data.parquet``, ``provenance.parquet`` and ``refused.parquet``; they are there once the block ends.
 
     ``prompt_only.parquet`` is written too where prompts come from records that give no other row.
 
@@ -48,24 +45,28 @@ class RawFolder:
                 both, rows have to be appended before what they may be derived from.
             limit: Most rows of a kind.
         """
+        super().__init__()
         self.folder, self.limit = folder, limit
         self.rows, self.cut = dict.fromkeys(ROW_TYPES, 0), dict.fromkeys(ROW_TYPES, 0)
         self._is_derived = {kind: bool(derived[kind]) for kind in ROW_TYPES}
-        self._prompt_only: TableWriter | None = None
         # What also comes from other children is derived first, so that its rows keep the labels of their first parent.
         self._children = {
             kind: [child for child, parents in reversed(DERIVED_FROM.items()) if kind in parents and derived[child]]
             for kind in ROW_TYPES
         }
         self._seen: dict[str, set[str]] = {kind: set() for kind in ROW_TYPES}
-        self._stack = ExitStack()
+        self._tables: dict[str, TableWriter] = {}
+
+    def _table(self, path: str, schema: pa.Schema) -> TableWriter:
+        if path not in self._tables:
+            self._tables[path] = self.enter_context(TableWriter(self.folder / path, schema))
+        return self._tables[path]
 
     def __enter__(self) -> RawFolder:
-        enter = self._stack.enter_context
-        self._tables = {
-            kind: enter(TableWriter(self.folder / kind / "data.parquet", arrow_schema(kind))) for kind in ROW_TYPES
-        }
-        self._origins = {kind: enter(TableWriter(self._origin_path(kind), PROVENANCE_SCHEMA)) for kind in ROW_TYPES}
+        for kind in ROW_TYPES:
+            self._table(f"{kind}/data.parquet", arrow_schema(kind))
+        self._table("provenance.parquet", PROVENANCE_SCHEMA)
+        self.refused = self._table("refused.parquet", REFUSED_SCHEMA)
         return self
 
     def append(self, kind: str, rows: Sequence[dict[str, Any]], into: Collection[str] | None = None) -> None:
@@ -78,8 +79,8 @@ class RawFolder:
             self._seen[kind].update(row["id"] for row in rows)
         kept = rows if self.limit is None else rows[: max(self.limit - self.rows[kind], 0)]
         for table in tables_of(kind, kept):
-            self._tables[kind].write(table)
-        self._origins[kind].write(provenance_table(kind, kept))
+            self._tables[f"{kind}/data.parquet"].write(table)
+        self._tables["provenance.parquet"].write(provenance_table(kind, kept))
         self.rows[kind] += len(kept)
         self.cut[kind] += len(rows) - len(kept)
         for child in self._children[kind]:
@@ -88,28 +89,10 @@ class RawFolder:
 
     def append_prompts(self, rows: Sequence[dict[str, Any]], into: Collection[str] | None = None) -> None:
         """Append prompts of records that give no other row, with their ids; nothing where prompts are not derived."""
-        if not rows or not self._is_derived["prompts"] or not (into is None or "prompts" in into):
-            return
-        if self._prompt_only is None:
-            self._prompt_only = self._stack.enter_context(TableWriter(self.folder / PROMPT_ONLY, PROMPT_ONLY_SCHEMA))
-        ids = [content_id("prompts", row) for row in rows]
-        self._prompt_only.write(pa.table({"id": ids}, schema=PROMPT_ONLY_SCHEMA))
-        self.append("prompts", derive("prompts", rows, self._seen["prompts"]))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, traceback)
-        if error is not None:
-            return
-        with TableWriter(self.folder / "provenance.parquet", PROVENANCE_SCHEMA) as provenance:
-            for name in ROW_TYPES:
-                for table in table_chunks(self._origin_path(name)):
-                    provenance.write(table)
-                self._origin_path(name).unlink()
-
-    def _origin_path(self, kind: str) -> Path:
-        return self.folder / kind / "provenance.parquet"
+        if rows and self._is_derived["prompts"] and (into is None or "prompts" in into):
+            ids = [content_id("prompts", row) for row in rows]
+            self._table(PROMPT_ONLY, PROMPT_ONLY_SCHEMA).write(pa.table({"id": ids}, schema=PROMPT_ONLY_SCHEMA))
+            self.append("prompts", derive("prompts", rows, self._seen["prompts"]))
 
 
 def fair_shares(sizes: Sequence[int], limit: int | None, weights: Sequence[float] | None = None) -> list[int]:
@@ -123,25 +106,20 @@ def fair_shares(sizes: Sequence[int], limit: int | None, weights: Sequence[float
     if limit is None:
         return list(sizes)
     weights = weights or [1.0] * len(sizes)
-    shares = [0] * len(sizes)
-    open_sources = list(range(len(sizes)))
+    shares: dict[int, int] = {}
     left = min(limit, sum(sizes))
-    while open_sources:
-        total = sum(weights[i] for i in open_sources)
-        quotas = {i: round(left * weights[i] / total, 9) for i in open_sources}
-        exhausted = [i for i in open_sources if quotas[i] >= sizes[i]]
-        if not exhausted:
+    while waiting := [i for i in range(len(sizes)) if i not in shares]:
+        total = sum(weights[i] for i in waiting)
+        quotas = {i: round(left * weights[i] / total, 9) for i in waiting}
+        decided = {i: sizes[i] for i in waiting if quotas[i] >= sizes[i]}
+        if not decided:
             # The largest remainders are rounded up; of equal ones the first.
-            rounded_up = sorted(open_sources, key=lambda i: int(quotas[i]) - quotas[i])
+            rounded_up = sorted(waiting, key=lambda i: int(quotas[i]) - quotas[i])
             rounded_up = rounded_up[: left - sum(map(int, quotas.values()))]
-            for i in open_sources:
-                shares[i] = int(quotas[i]) + (i in rounded_up)
-            break
-        for i in exhausted:
-            shares[i] = sizes[i]
-            left -= sizes[i]
-        open_sources = [i for i in open_sources if i not in exhausted]
-    return shares
+            decided = {i: int(quotas[i]) + (i in rounded_up) for i in waiting}
+        shares |= decided
+        left -= sum(decided.values())
+    return [shares[i] for i in range(len(sizes))]
 
 
 @dataclass
@@ -192,11 +170,10 @@ class SourceWriter:
     With a limit, rows wait in a file for each source until all are read: the share of each depends on the sizes of all.
     """
 
-    def __init__(self, kind: str, raw: RawFolder, refused: TableWriter) -> None:
-        self.kind, self.raw, self.refused = kind, raw, refused
+    def __init__(self, kind: str, raw: RawFolder) -> None:
+        self.kind, self.raw = kind, raw
         self.sources: list[CountedSource] = []
-        self._spools: list[Spool] = []
-        self._prompt_spools: list[Spool] = []
+        self._spools: list[tuple[_Spool, _Spool]] = []
 
     def add(self, parts: Iterable[FileRows], options: SourceOptions) -> None:
         """Write the rows of one source, which come in parts."""
@@ -207,11 +184,10 @@ class SourceWriter:
             append_prompts: Callable[[Sequence[dict[str, Any]]], None]
             append_prompts = partial(self.raw.append_prompts, into=options.derive)
             if self.raw.limit is not None:
-                folder, number = self.raw.folder / self.kind, len(self._spools)
-                spool = stack.enter_context(Spool(folder / f"source-{number}.parquet", self.kind, self.raw.limit))
-                prompts = stack.enter_context(Spool(folder / f"prompts-{number}.parquet", "prompts", self.raw.limit))
-                self._spools.append(spool)
-                self._prompt_spools.append(prompts)
+                path = self.raw.folder / self.kind / f"source-{len(self._spools)}"
+                spool = _Spool(path.with_suffix(".rows"), self.kind, self.raw.limit, stack)
+                prompts = _Spool(path.with_suffix(".prompts"), "prompts", self.raw.limit, stack)
+                self._spools.append((spool, prompts))
                 append, append_prompts = spool.append, prompts.append
             for part in parts:
                 if source is None:
@@ -220,54 +196,42 @@ class SourceWriter:
                 rows = source.take(part)
                 append(rows)
                 append_prompts(source.prompts_within_cap(part, rows))
-                self.refused.write(findings_table(part.refused, REFUSED_SCHEMA))
+                self.raw.refused.write(findings_table(part.refused, REFUSED_SCHEMA))
 
     def finish(self) -> list[CountedSource]:
         """Write each source's share of the limit, where there is one, and return the counts of all sources."""
         sizes = [source.counts.kept for source in self.sources]
-        weights = [source.options.weight for source in self.sources]
-        shares = fair_shares(sizes, self.raw.limit, weights)
-        for source, share, spool in zip(self.sources, shares, self._spools, strict=False):
-            for rows in spool.first(share):
+        shares = fair_shares(sizes, self.raw.limit, [source.options.weight for source in self.sources])
+        for source, share, (spool, _) in zip(self.sources, shares, self._spools, strict=False):
+            for rows in spool.taken(share):
                 self.raw.append(self.kind, rows, source.options.derive)
             source.counts.cut_to(share)
-            spool.path.unlink()
-        for source, spool in zip(self.sources, self._prompt_spools, strict=False):
-            for rows in spool.first(spool.rows):
+        for source, (_, prompts) in zip(self.sources, self._spools, strict=False):
+            for rows in prompts.taken(prompts.limit):
                 self.raw.append_prompts(rows, source.options.derive)
-            spool.path.unlink()
         return self.sources
 
 
-class Spool:
+class _Spool:
     """The first ``limit`` rows of a source in a file of their own, until it is known how many of them are taken."""
 
-    def __init__(self, path: Path, kind: str, limit: int) -> None:
+    def __init__(self, path: Path, kind: str, limit: int, stack: ExitStack) -> None:
         self.path, self.kind, self.limit = path, kind, limit
-        self.rows = 0
-        self._schema = arrow_schema(kind)
-        for name, kind_of_column in SPOOLED:
-            self._schema = self._schema.append(pa.field(name, kind_of_column))
-
-    def __enter__(self) -> Spool:
-        self._table = TableWriter(self.path, self._schema).__enter__()
-        return self
+        self._left = limit
+        schema = arrow_schema(kind).append(pa.field("path", pa.string())).append(pa.field("position", pa.int64()))
+        self._table = stack.enter_context(TableWriter(path, schema))
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append rows with their ``path`` and ``position``, as far as they are within the limit."""
-        kept = rows[: max(self.limit - self.rows, 0)]
-        for table in tables_of(self.kind, kept, self._schema):
+        kept = rows[: self._left]
+        for table in tables_of(self.kind, kept, self._table.schema):
             self._table.write(table)
-        self.rows += len(kept)
+        self._left -= len(kept)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._table.__exit__(kind, error, traceback)
-
-    def first(self, count: int) -> Iterator[list[dict[str, Any]]]:
-        """Yield the first rows in parts; all of one record that are among them are in one part."""
-        return whole_records(self._first(count))
+    def taken(self, count: int) -> Iterator[list[dict[str, Any]]]:
+        """Yield the first rows in parts, all of one record in one part, and remove the file."""
+        yield from whole_records(self._first(count))
+        self.path.unlink()
 
     def _first(self, left: int) -> Iterator[list[dict[str, Any]]]:
         for table in table_chunks(self.path) if left else ():

@@ -386,17 +386,14 @@ def whole_records(parts: Iterable[list[dict[str, Any]]]) -> Iterator[list[dict[s
     waiting: list[dict[str, Any]] = []
     for part in parts:
         waiting += part
-        if not waiting or "position" not in waiting[-1]:
-            yield waiting
-            waiting = []
-            continue
-        last = waiting[-1]["path"], waiting[-1]["position"]
-        begin = len(waiting)
-        while begin and (waiting[begin - 1]["path"], waiting[begin - 1]["position"]) == last:
-            begin -= 1
-        if begin:
-            yield waiting[:begin]
-            waiting = waiting[begin:]
+        end = len(waiting)
+        if waiting and "position" in waiting[-1]:
+            last = waiting[-1]["path"], waiting[-1]["position"]
+            while end and (waiting[end - 1]["path"], waiting[end - 1]["position"]) == last:
+                end -= 1
+        if end:
+            yield waiting[:end]
+            waiting = waiting[end:]
     if waiting:
         yield waiting
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from rlhf_core.config.data import CollectConfig, DataSource, FileSources, ReadOptions, SourceOptions
-from rlhf_core.data.collection.hub import PREFIX, load_hub_records
+from rlhf_core.data.collection.hub import PREFIX, OpenSource, load_hub_records
 from rlhf_core.data.collection.rows import FileRows, joined, row_chunks
 from rlhf_core.data.readers.columns import printable
-from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.detection import PROBE, first_records, format_named, recognised, unread_replies
 from rlhf_core.data.readers.stream import stream_records, uncounted
 from rlhf_core.data.readers.table_records import OnRead
@@ -124,19 +123,17 @@ def _unchanged(path: Path | None) -> Iterator[None]:
 
     Without a path, as of a hub data set with its commit, there is nothing to look at.
     """
-    before = path and _version(path)
-    yield
-    if path and _version(path) != before:
-        raise DataError(f"{path} changed while it was read; wait until it is written, and run this again")
 
-
-def _version(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file is written; None where it cannot be looked up."""
-    try:
-        status = path.stat()
-    except OSError:
+    def version() -> tuple[int, int, int] | None:
+        with suppress(OSError):
+            status = path.stat() if path else None
+            return status and (status.st_ino, status.st_size, status.st_mtime_ns)
         return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
+
+    before = version()
+    yield
+    if version() != before:
+        raise DataError(f"{path} changed while it was read; wait until it is written, and run this again")
 
 
 def data_source(spec: str, options: ReadOptions) -> DataSource:
@@ -184,32 +181,9 @@ def read_sources(
     limit: int | None = None,
     parameter: str = COLLECT_FILES,
 ) -> Iterator[FileRows]:
-    """Read every file of ``sources`` as rows of ``kind``; ``limit`` bounds the rows taken from the hub."""
+    """Read every file of ``sources`` as rows of ``kind``, all of which fit the memory; see :func:`source_chunks`."""
     for file in source_files(sources, base, parameter):
-        yield read_source(file, kind, limit)
-
-
-def read_source(file: SourceFile, kind: str, limit: int | None = None) -> FileRows:
-    """Read one file, URL or hub id as rows of ``kind``, all of which fit the memory; see :func:`source_chunks`."""
-    return joined(source_chunks(file, kind, limit))
-
-
-@dataclass(frozen=True)
-class OpenSource:
-    """The records of a source, which can be read once.
-
-    Attributes:
-        where: What messages call the source.
-        path: The file that is read, for a URL a copy of it; None for a hub id.
-        unread: Rows of a hub data set that a limit leaves out; None if the hub does not say how many.
-        revision: The commit of a hub data set.
-    """
-
-    records: Iterator[Record]
-    where: str
-    path: Path | None = None
-    unread: int | None = 0
-    revision: str = ""
+        yield joined(source_chunks(file, kind, limit))
 
 
 @contextmanager
@@ -218,7 +192,7 @@ def open_source(file: SourceFile, limit: int | None = None, on_read: OnRead = un
 
     Args:
         limit: Bounds the rows taken from the hub.
-        on_read: Told how many more bytes of a file on this machine were read.
+        on_read: Told how many bytes of a file on this machine are read so far.
 
     Raises:
         DataError: It cannot be read.
@@ -229,9 +203,7 @@ def open_source(file: SourceFile, limit: int | None = None, on_read: OnRead = un
         with local_copy(file.name) as copy:
             yield OpenSource(stream_records(copy, name=file.name), file.name, copy)
     else:
-        loaded = load_hub_records(file.name, limit)
-        left = None if loaded.total is None else max(loaded.total - limit, 0) if limit is not None else 0
-        yield OpenSource(loaded.records, file.name, unread=left, revision=loaded.commit)
+        yield load_hub_records(file.name, limit)
 
 
 def best_kind(file: SourceFile) -> str:
@@ -261,7 +233,14 @@ def source_chunks(
         limit: Bounds the rows taken from the hub.
         on_read: Told how many more bytes of a file on this machine were read.
     """
-    with open_source(file, limit, on_read) as source, _unchanged(source.path):
+    reported = 0
+
+    def report(position: int) -> None:
+        nonlocal reported
+        on_read(max(position - reported, 0))
+        reported = max(position, reported)
+
+    with open_source(file, limit, report) as source, _unchanged(source.path):
         try:
             digest = "" if source.path is None else sha256_file(source.path)
         except OSError as error:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_core.config.data import ReadOptions
-from rlhf_core.data.collection.sources import SourceFile, source_chunks, source_files, sources_by_kind
+from rlhf_core.data.collection.sources import source_chunks, source_files, sources_by_kind
 from rlhf_core.data.inspection.report_lines import example_lines, wrapped
 from rlhf_core.data.row_counts import RowCounts
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, tables_of
@@ -63,16 +63,16 @@ def file_state(
         DataError: A file cannot be read, or is of no known format.
     """
     sources, state = sources_by_kind(files, base, options, kind), DataState()
+
+    def rows(of_kind: str) -> Iterator[pa.Table]:
+        for file in source_files(sources.of(of_kind), base):
+            for part in source_chunks(file, of_kind):
+                state.leave_out(part.counts)
+                yield from tables_of(of_kind, part.rows)
+
     for name in (name for name in ROW_TYPES if sources.of(name)):
-        rows = _file_rows(source_files(sources.of(name), base), name, state)
-        state.tables[name] = mapped_table(scratch / f"{name}.arrow", arrow_schema(name), rows)
+        state.tables[name] = mapped_table(scratch / f"{name}.arrow", arrow_schema(name), rows(name))
     return state
-
-
-def _file_rows(files: Sequence[SourceFile], kind: str, state: DataState) -> Iterator[pa.Table]:
-    for part in (part for file in files for part in source_chunks(file, kind)):
-        state.leave_out(part.counts)
-        yield from tables_of(kind, part.rows)
 
 
 def collected_state(raw: Path, scratch: Path, kind: str | None = None) -> DataState:

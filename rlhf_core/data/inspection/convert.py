@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from rlhf_core.config.data import DataSource, FormatName, ReadOptions
 from rlhf_core.data.collection.rows import FileRows, add_record
 from rlhf_core.data.collection.sources import source_chunks, source_files
-from rlhf_core.data.inspection.report_lines import column_lines, wrapped
+from rlhf_core.data.inspection.report_lines import outcome_lines
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.detection import format_of
 from rlhf_core.data.row_counts import READABLE, ReasonCounts, RowCounts, RowFinding
@@ -49,15 +49,11 @@ SCHEMAS = {
 class Conversion:
     """What was written where; ``refused_file`` is None if no row was refused."""
 
+    rows: int
     kind: str
     output: str
     refused_file: str | None
     files: Sequence[RowCounts]
-
-    @property
-    def rows(self) -> int:
-        """The number of rows that were written."""
-        return sum(file.kept for file in self.files)
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values."""
@@ -67,8 +63,7 @@ class Conversion:
             | {"reasons": {count.reason: count.rows for count in file.reasons.commonest()}}
             for file in self.files
         ]
-        written = {"kind": self.kind, "output": self.output, "refused_file": self.refused_file}
-        return {"rows": self.rows, **written, "files": files}
+        return vars(self) | {"files": files}
 
 
 def refused_file_of(output: Path) -> Path:
@@ -122,12 +117,19 @@ def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) 
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
             rows, refused = Path(folder) / "rows", Path(folder) / "refused"
             with refused.open("w", encoding="utf-8") as stream:
-                records = (
-                    record for file in inputs for record in _converted(source_chunks(file, kind), kind, files, stream)
-                )
+                parts = (part for file in inputs for part in source_chunks(file, kind))
+                records = (record for part in parts for record in _converted(part, files, stream))
                 (_write_parquet if output.suffix == ".parquet" else _write_lines)(rows, kind, records)
-            _require_rows(files, output)
-            if any(file.refused for file in files):
+            if not any(file.kept for file in files):
+                reasons = ReasonCounts()
+                for file in files:
+                    reasons.take(file.reasons)
+                commonest = f" (most often: {reasons.commonest()[0].reason})" if reasons else ""
+                raise DataError(
+                    f"no row can be written to {output}{commonest}; rlhf data inspect shows how the files are read"
+                )
+            is_refused = any(file.refused for file in files)
+            if is_refused:
                 os.replace(refused, refused_file)
             else:
                 refused_file.unlink(missing_ok=True)  # of an earlier conversion
@@ -136,46 +138,28 @@ def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) 
         raise RlhfError(
             f"cannot write {output}: {error.strerror}; make the folder writable or choose another"
         ) from error
-    return Conversion(kind, str(output), str(refused_file) if any(file.refused for file in files) else None, files)
+    kept = sum(file.kept for file in files)
+    return Conversion(kept, kind, str(output), str(refused_file) if is_refused else None, files)
 
 
-def _require_rows(files: Sequence[RowCounts], output: Path) -> None:
-    if any(file.kept for file in files):
-        return
-    reasons = ReasonCounts()
-    for file in files:
-        reasons.take(file.reasons)
-    commonest = f" (most often: {reasons.commonest()[0].reason})" if reasons else ""
-    raise DataError(f"no row can be written to {output}{commonest}; rlhf data inspect shows how the files are read")
-
-
-def _converted(
-    parts: Iterable[FileRows], kind: str, files: list[RowCounts], refused: TextIO
-) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file that is read in parts; its counts go to ``files``, refused rows to ``refused``."""
-    file: RowCounts | None = None
-    for part in parts:
-        if file is None:
-            file = part.counts.empty()
-            files.append(file)
-        file.take(part.counts)
-        for finding in part.refused:
-            _write_refused(refused, finding)
-        for row, position in zip(part.rows, part.positions, strict=True):
-            record = record_of(kind, row)
-            reason = _difference(record, row, kind)
-            if reason:
-                text = json.dumps(record, ensure_ascii=False)
-                finding = RowFinding(READABLE, kind, reason, file.source, position, row=text)
-                file.refuse(finding, was_kept=True)
-                _write_refused(refused, finding)
-            else:
-                yield record
-
-
-def _write_refused(stream: TextIO, finding: RowFinding) -> None:
-    entry = {name: getattr(finding, name) for name in ("source", "position", "reason", "row")}
-    stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
+def _converted(part: FileRows, files: list[RowCounts], refused: TextIO) -> Iterator[dict[str, Any]]:
+    """Yield the records of a part of a file; its counts go to those of ``files``, refused rows to ``refused``."""
+    if not files or files[-1].source != part.counts.source:
+        files.append(part.counts.empty())
+    file, kind = files[-1], part.counts.kind
+    file.take(part.counts)
+    findings = part.refused
+    for row, position in zip(part.rows, part.positions, strict=True):
+        record = record_of(kind, row)
+        if reason := _difference(record, row, kind):
+            text = json.dumps(record, ensure_ascii=False)
+            findings.append(RowFinding(READABLE, kind, reason, file.source, position, row=text))
+            file.refuse(findings[-1], was_kept=True)
+        else:
+            yield record
+    for finding in findings:
+        entry = {name: getattr(finding, name) for name in ("source", "position", "reason", "row")}
+        refused.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
 def _difference(record: Mapping[str, Any], row: Mapping[str, Any], kind: str) -> str:
@@ -221,12 +205,8 @@ def as_text(conversion: Conversion, width: int = 80) -> str:
             file.source,
             f"  read     {file.records} ({file.format})",
             f"  written  {file.kept}{' (some give several)' if file.expanded else ''}",
+            *outcome_lines(file, width),
         ]
-        for reason, count in file.dropped.items():
-            lines += wrapped(f"  dropped  {count}: ", reason, width)
-        lines += column_lines(file, width)
-        for refused in file.reasons.commonest():
-            lines += wrapped(f"  refused  {refused.rows}: ", refused.reason, width)
         blocks.append("\n".join(lines))
     ending = f"{conversion.rows} {conversion.kind} are in {conversion.output}"
     if conversion.refused_file:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from rlhf_core.config.data import ReadOptions
 from rlhf_core.data.collection.sources import ARGUMENTS, SourceFile, data_source, source_chunks, source_files
-from rlhf_core.data.inspection.report_lines import INDENT, column_lines, example_lines, percentile_table, wrapped
+from rlhf_core.data.inspection.report_lines import INDENT, example_lines, outcome_lines, percentile_table, wrapped
 from rlhf_core.data.lengths import (
     PERCENTILES,
     SEQUENCE,
@@ -290,12 +290,7 @@ def _lines(file: FileDescription, limits: TokenLimits | None, width: int) -> lis
         f"  serves   {', '.join(file.kinds)}",
         f"  rows     {read.kept} as {read.kind}, of {read.records}{' (some give several)' if read.expanded else ''}",
     ]
-    for dropped, rows in read.dropped.most_common():
-        lines += wrapped(f"  dropped  {rows}: ", dropped, width)
-    for refused in read.reasons.commonest():
-        reason = f"{refused.reason} (first at row {refused.first.position})"
-        lines += wrapped(f"  refused  {refused.rows}: ", reason, width)
-    lines += column_lines(read, width)
+    lines += outcome_lines(read, width)
     if file.languages:
         shares = ", ".join(f"{tag} {share:.0%}" for tag, share in file.languages.items())
         lines += wrapped("  language ", f"{shares} of the rows looked at", width)

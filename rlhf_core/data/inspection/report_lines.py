@@ -26,6 +26,15 @@ def wrapped(label: str, text: str, width: int) -> list[str]:
     ) or [label.rstrip()]
 
 
+def outcome_lines(counts: RowCounts, width: int) -> list[str]:
+    """Return what became of the records of a source that give no row, and what :func:`column_lines` returns."""
+    lines = [f for reason, n in counts.dropped.most_common() for f in wrapped(f"  dropped  {n}: ", reason, width)]
+    for refused in counts.reasons.commonest():
+        reason = f"{refused.reason} (first at row {refused.first.position})"
+        lines += wrapped(f"  refused  {refused.rows}: ", reason, width)
+    return lines + column_lines(counts, width)
+
+
 def column_lines(counts: RowCounts, width: int) -> list[str]:
     """Return what to look at before training on a source, and the columns of it that are not read."""
     lines = [line for warning in warnings_of(counts) for line in wrapped("  WARNING  ", warning, width)]

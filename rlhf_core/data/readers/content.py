@@ -44,13 +44,6 @@ class Record:
     problem: str = ""
 
 
-def no_rows(name: str) -> DataError:
-    """Return the error for a file without rows."""
-    return DataError(
-        f"{name} is empty: there are no rows in it; give a file that has some, or take it out of the sources"
-    )
-
-
 def kind_of(name: str) -> tuple[str, str]:
     """Return the suffixes that tell what a file is and how it is compressed ("" where it is not)."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]

@@ -1,4 +1,15 @@
-"""Rows of CSV files below their header; what a stray quote or carriage return makes uncertain is refused."""
+"""Rows of CSV files below their header; what a stray quote or carriage return makes uncertain is refused.
+
+Rows between two stray quotes look like one quoted text of several lines. A row is in doubt where each of the lines of a
+text would have as many fields as the header without the quotes, be it a table or a piece of code. To a CSV reader both
+are the same, so the rest of the file decides:
+
+- The lines of a text may end otherwise (``\\n``) than the rows (``\\r\\n``, as Python's csv module and spreadsheets
+  write them), but those of swallowed rows cannot: such rows are in no doubt.
+- Software that quotes the text of one row also quotes that of others, wherever it has a delimiter or a line break.
+  Stray quotes are in files that need none otherwise. Rows in doubt are thus read as they are where they and other
+  quoted rows outnumber the plain ones, and refused, with the whole file, where they do not.
+"""
 
 from __future__ import annotations
 
@@ -33,84 +44,16 @@ class CsvLines:
     def __iter__(self) -> Iterator[str]:
         """Yield the lines with their ends; ``DataError`` for the first that is not UTF-8."""
         for number, line in enumerate(self._text, 1):
-            if not line.isascii():
-                try:
-                    line.encode("utf-8")
-                except UnicodeEncodeError as error:
-                    byte = ord(line[error.start]) - 0xDC00
-                    raise DataError(
-                        f"{self._name}, line {number}, is not UTF-8 (byte 0x{byte:02x} after {error.start} "
-                        "characters); save the file as UTF-8"
-                    ) from error
+            try:
+                line.encode("utf-8")
+            except UnicodeEncodeError as error:
+                byte = ord(line[error.start]) - 0xDC00
+                raise DataError(
+                    f"{self._name}, line {number}, is not UTF-8 (byte 0x{byte:02x} after {error.start} characters); "
+                    "save the file as UTF-8"
+                ) from error
             self.end = next((end for end in LINE_ENDS if line.endswith(end)), "")
             yield line
-
-
-class SwallowedRows:
-    r"""Tells rows between two stray quotes from quoted texts of several lines, by what the whole file looks like.
-
-    A row is in doubt where each of its lines would have as many fields as the header without the quotes, be it a table
-    or a piece of code within a text. To a CSV reader both are the same, so the rest of the file decides:
-
-    - The lines of a text may end otherwise (``\n``) than the rows (``\r\n``, as Python's csv module and spreadsheets
-      write them), but those of swallowed rows cannot: such rows are in no doubt.
-    - Software that quotes the text of one row also quotes that of others, wherever it has a delimiter or a line break.
-      Stray quotes are in files that need none otherwise. Rows in doubt are thus read as they are where they and other
-      quoted rows outnumber the plain ones, and refused, with the whole file, where they do not.
-    """
-
-    def __init__(self, name: str, delimiter: str, is_spaced: bool) -> None:
-        """Begin with no rows of the file ``name``; ``is_spaced``: a space follows every delimiter."""
-        self._name, self._delimiter, self._is_spaced = name, delimiter, is_spaced
-        self._plain = self._quoted = self._doubtful = 0
-        self._first: tuple[int, int] | None = None
-
-    def add(self, fields: Sequence[str], columns: int, lines: tuple[int, int], row_end: str) -> None:
-        """Look at one row.
-
-        Args:
-            fields: Its texts.
-            columns: How many the header has.
-            lines: The first and last line of the row in the file.
-            row_end: The line break behind the row.
-        """
-        if lines[0] != lines[1] and len(fields) == columns and self._could_be_rows(fields, row_end):
-            self._doubtful += 1
-            self._first = self._first or lines
-        elif any(self._delimiter in field or "\n" in field or "\r" in field for field in fields):
-            self._quoted += 1
-        else:
-            self._plain += 1
-
-    def require_none(self) -> None:
-        """Raise ``DataError`` where rows are in doubt; to be called once all rows are added."""
-        if self._first is None or self._quoted + self._doubtful > self._plain + 1:
-            return
-        first, last = self._first
-        raise DataError(
-            f"{self._name}, line {first}: a quoted field runs to line {last}, over lines that would each be a row "
-            'without the quotes: two stray quotes may have swallowed rows. Double the quotes inside text (""), or, if '
-            "the field is one text, save the file as .jsonl"
-        )
-
-    def _could_be_rows(self, fields: Sequence[str], row_end: str) -> bool:
-        """Return whether the lines of a field would be rows of as many fields without the quotes around it.
-
-        In files of one or two columns nearly every line of a text would be. A delimiter with a space behind it is
-        punctuation, unless the row has such spaces between its fields as well.
-        """
-        if len(fields) < 3:
-            return False
-        is_spaced = self._is_spaced or any(field.startswith(" ") for field in fields[1:])
-        others = len(fields) - 1
-        for index, field in enumerate(fields):
-            breaks = LINE_BREAK.findall(field)
-            if not breaks or set(breaks) != {row_end} or (f"{self._delimiter} " in field and not is_spaced):
-                continue
-            expected = [others - index, *[others] * (len(breaks) - 1), index]
-            if [line.count(self._delimiter) for line in LINE_BREAK.split(field)] == expected:
-                return True
-        return False
 
 
 def _separator(header: str, delimiter: str) -> tuple[str, bool]:
@@ -120,11 +63,26 @@ def _separator(header: str, delimiter: str) -> tuple[str, bool]:
     """
     bare = QUOTED.sub("", header)
     if delimiter not in bare:
-        counts = {other: bare.count(other) for other in SEPARATORS}
-        likely = max(SEPARATORS, key=lambda other: counts[other])
-        delimiter = likely if counts[likely] else delimiter
+        delimiter = max((delimiter, *SEPARATORS), key=bare.count)
     names = header.rstrip("\r\n").split(delimiter)
     return delimiter, len(names) > 1 and not header.startswith("{") and all(name.startswith(" ") for name in names[1:])
+
+
+def _could_be_rows(fields: Sequence[str], row_end: str, delimiter: str, is_spaced: bool) -> bool:
+    """Return whether the lines of a field would be rows of as many fields without the quotes around it.
+
+    In files of one or two columns nearly every line of a text would be. A delimiter with a space behind it is
+    punctuation, unless such spaces are between the fields of the row or of the header as well.
+    """
+    is_spaced = is_spaced or any(field.startswith(" ") for field in fields[1:])
+    others = len(fields) - 1
+    for index, field in enumerate(fields):
+        breaks = LINE_BREAK.findall(field)
+        if others > 1 and set(breaks) == {row_end} and (is_spaced or f"{delimiter} " not in field):
+            expected = [others - index, *[others] * (len(breaks) - 1), index]
+            if [line.count(delimiter) for line in LINE_BREAK.split(field)] == expected:
+                return True
+    return False
 
 
 def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]:
@@ -142,14 +100,14 @@ def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]
     rows = csv.reader(chain([first], given), delimiter=delimiter, strict=True, skipinitialspace=is_spaced)
     header: list[str] = []
     header_end = ""
-    swallowed = SwallowedRows(name, delimiter, is_spaced)
+    kinds: Counter[str] = Counter()
+    in_doubt: tuple[int, int] | None = None
     while True:
         line = rows.line_num + 1
         try:
             fields = next(rows)
         except StopIteration:
-            swallowed.require_none()
-            return
+            break
         except csv.Error as error:
             fault = "a quote that is opened there is not closed"
             if "field limit" in str(error):
@@ -174,9 +132,24 @@ def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]
             problem = "the line repeats the header: files were joined; remove it"
         elif len(fields) != len(header):
             problem = "more fields than the header" if len(fields) > len(header) else "fewer fields than the header"
-        swallowed.add(fields, len(header), (line, rows.line_num), lines.end or header_end)
+        if (
+            line != rows.line_num
+            and len(fields) == len(header)
+            and _could_be_rows(fields, lines.end or header_end, delimiter, is_spaced)
+        ):
+            kinds["in doubt"] += 1
+            in_doubt = in_doubt or (line, rows.line_num)
+        else:
+            is_quoted = any(delimiter in field or "\n" in field or "\r" in field for field in fields)
+            kinds["quoted" if is_quoted else "plain"] += 1
         value: Any = dict(zip(header, fields, strict=True)) if not problem else fields
         yield Record(line, value, problem)
+    if in_doubt and kinds["quoted"] + kinds["in doubt"] <= kinds["plain"] + 1:
+        raise DataError(
+            f"{name}, line {in_doubt[0]}: a quoted field runs to line {in_doubt[1]}, over lines that would each be a "
+            'row without the quotes: two stray quotes may have swallowed rows. Double the quotes inside text (""), or, '
+            "if the field is one text, save the file as .jsonl"
+        )
 
 
 def require_distinct(name: str, columns: Sequence[str]) -> None:

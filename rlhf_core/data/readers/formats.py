@@ -178,7 +178,11 @@ class Needs:
 
 def has(record: Any, *present: str, **types: type | tuple[type, ...]) -> bool:
     """Whether a record has these keys, and values of these types under those."""
-    return Needs(*present, **types)(record)
+    return (
+        isinstance(record, dict)
+        and all(name in record for name in present)
+        and all(isinstance(record.get(name), kind) for name, kind in types.items())
+    )
 
 
 def number_of(value: Any, name: str) -> float:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
 
 from rlhf_core.data.readers.content import Record, require_narrow_text
@@ -18,28 +19,12 @@ MAX_DIGITS = 4000  # Python converts at most 4,300 digits to an integer and back
 CHUNK = 2**20
 # A value of more characters than this is no row of data; its end is not looked for any further.
 MAX_VALUE = 2**28
+# A .json file may be JSON lines whose rows are lists. The rows of a list wait for its end while it is no longer.
+HELD_CHARACTERS = 2**23
 # How far from the end of what was read a value that is cut off there may look wrong: in "-Infinity" or "\\ud83d".
 CUT_OFF = 16
 WHITE_SPACE = " \t\n\r"
-UNTERMINATED = "Unterminated string"
 JSON_TYPES = {str: "text", int: "number", float: "number", bool: "truth value", type(None): "null"}
-
-
-def not_utf8(name: str, error: UnicodeDecodeError, offset: int = 0, lines: int = 0) -> DataError:
-    """Return the error for bytes that are no text, with the line and the byte where they are.
-
-    Args:
-        name: What messages call the file.
-        error: What the decoder says.
-        offset: How many bytes of the file are before those that it was given.
-        lines: How many line breaks are before them.
-    """
-    line = lines + error.object[: error.start].decode(error.encoding, "replace").count("\n") + 1
-    byte, position = error.object[error.start], offset + error.start
-    return DataError(
-        f"{name}, line {line}, is not UTF-8 (byte 0x{byte:02x}, {position} bytes from the start of the file); save it "
-        "as UTF-8"
-    )
 
 
 class RepeatedKey(dict[str, Any]):
@@ -56,42 +41,35 @@ class JsonParser:
     """A parser for the values of one file."""
 
     def __init__(self) -> None:
-        self._decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_int=self._integer)
-        self._marked = False
+        decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_int=self._integer)
+        # Of a whole text, and of what begins at a place in it: the value, and where it ends.
+        self.parse, self.parse_at = decoder.decode, decoder.raw_decode
+        self._are_marked = False
 
-    def parse(self, content: bytes, encoding: str) -> tuple[Any, bool]:
-        """Return the value, and whether anything inside it is marked (see :func:`problem_in`).
-
-        Raises:
-            ValueError: It is not JSON, or not of that encoding.
-            RecursionError: It is nested too deeply.
-        """
-        self._marked = False
-        value = self._decoder.decode(content.decode(encoding, "surrogatepass"))
-        return value, self._marked
-
-    def parse_at(self, text: str, start: int) -> tuple[Any, bool, int]:
-        """Return the value that begins at ``start``, whether anything inside it is marked, and where it ends.
-
-        Raises:
-            json.JSONDecodeError: No value begins there, or it does not end.
-            RecursionError: It is nested too deeply.
-        """
-        self._marked = False
-        value, end = self._decoder.raw_decode(text, start)
-        return value, self._marked, end
+    def problem_in(self, value: Any) -> str:
+        """Return what is wrong with a value at any depth; empty if nothing is."""
+        waiting = [value] if self._are_marked else []
+        while waiting:
+            item = waiting.pop()
+            if isinstance(item, RepeatedKey):
+                return f"the key {item.key!r} occurs twice"
+            if isinstance(item, LongInteger):
+                return f"an integer of {len(item)} digits"
+            if isinstance(item, dict | list):
+                waiting += item.values() if isinstance(item, dict) else item
+        return ""
 
     def _integer(self, digits: str) -> int | LongInteger:
         if len(digits) <= MAX_DIGITS:
             return int(digits)
-        self._marked = True
+        self._are_marked = True
         return LongInteger(digits)
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) == len(pairs):
             return values
-        self._marked = True
+        self._are_marked = True
         marked = RepeatedKey()
         counts: dict[str, int] = {}
         for key, value in pairs:
@@ -101,27 +79,11 @@ class JsonParser:
         return marked
 
 
-def problem_in(value: Any) -> str:
-    """Return what is wrong with a parsed value at any depth; empty if nothing is."""
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, RepeatedKey):
-            return f"the key {item.key!r} occurs twice"
-        if isinstance(item, LongInteger):
-            return f"an integer of {len(item)} digits"
-        if isinstance(item, dict):
-            waiting += item.values()
-        elif isinstance(item, list):
-            waiting += item
-    return ""
-
-
 class ExtraData(Exception):
     """Something follows the end of the value: the text is no single value. The message says where."""
 
 
-class JsonValues:
+class JsonText:
     """The JSON value in a stream: a list, value by value, or another as a whole.
 
     Positions in messages are those of the whole text, as :func:`json.loads` gives them.
@@ -131,70 +93,63 @@ class JsonValues:
         """Begin at the start of ``stream``, which messages call ``name``."""
         self._name, self._stream = name, stream
         self._parser = JsonParser()
-        first = stream.read(CHUNK)
-        self._decoder = codecs.getincrementaldecoder(json.detect_encoding(first[:4]))("surrogatepass")
         # Characters, line breaks, and characters since the last of them, in the text that is no longer held.
         self._gone = self._lines = self._column = 0
         self._text, self._at = "", 0
         self._bytes = 0  # those that were decoded
-        self._text = self._decoded(first, final=False)
         self._ended = False
+        first = stream.read(CHUNK)
+        self._decoder = codecs.getincrementaldecoder(json.detect_encoding(first[:4]))("surrogatepass")
+        self._text = self._decoded(first)
 
     @property
     def consumed(self) -> int:
         """How many characters of the text have been read as values."""
         return self._gone + self._at
 
-    def is_empty(self) -> bool:
-        """Whether the text is white space."""
-        return not self._next_character()
-
-    def begins_list(self) -> bool:
-        """Whether the text begins as a list."""
-        return self._next_character() == "["
-
-    def single(self) -> tuple[Any, bool]:
-        """Return the value that the text is, and whether something inside it is marked; errors as of a list."""
-        value = self._value()
-        self._require_end()
-        return value
-
-    def of_list(self) -> Iterator[tuple[Any, bool]]:
-        """Yield each value of the list, and whether something inside it is marked (see :class:`JsonParser`).
+    def records(self) -> Iterator[Record]:
+        """Yield the rows of a list as they are read, and those of ``{"data": [...]}`` when it ends.
 
         Raises:
-            ExtraData: Something follows the list.
-            DataError: It is not JSON, not of its encoding, or nested too deeply.
+            ExtraData: Something follows the value.
+            DataError: It is no JSON, not of its encoding, nested too deeply, or holds no list of rows.
         """
-        self._next_character()
+        begin = self._next_character()
+        if not begin:
+            return
+        if begin != "[":
+            value = self._value()
+            self._require_end()
+            for position, row in enumerate(_rows_in(self._name, value, self._parser.problem_in(value)), 1):
+                yield Record(position, row, self._parser.problem_in(row))
+            return
         self._at += 1
-        if self._next_character() == "]":
-            self._at += 1
-        else:
-            yield self._value()
-            while (separator := self._next_character()) == ",":
+        position, separator = 0, "]" if self._next_character() == "]" else ","
+        while separator == ",":
+            position += 1
+            self._next_character()
+            row = self._value()
+            yield Record(position, row, self._parser.problem_in(row))
+            separator = self._next_character()
+            if separator == ",":
                 self._at += 1
-                self._next_character()
-                yield self._value()
-            if separator != "]":
-                raise self._error("Expecting ',' delimiter", self._at)
-            self._at += 1
+        if separator != "]":
+            raise self._error("Expecting ',' delimiter", self._at)
+        self._at += 1
         self._require_end()
 
     def _require_end(self) -> None:
         if self._next_character():
-            raise ExtraData(f"Extra data: {self._where(self._at)}")
+            raise ExtraData(self._where(self._at))
 
-    def _value(self) -> tuple[Any, bool]:
+    def _value(self) -> Any:
         """Read the value that begins here; more of the text is read until it is all there."""
         while True:
             try:
-                value, marked, end = self._parser.parse_at(self._text, self._at)
+                value, end = self._parser.parse_at(self._text, self._at)
             except json.JSONDecodeError as error:
-                whole = self._ended or (
-                    error.pos < len(self._text) - CUT_OFF and not error.msg.startswith(UNTERMINATED)
-                )
-                if whole:
+                is_cut_off = error.pos >= len(self._text) - CUT_OFF or error.msg.startswith("Unterminated string")
+                if self._ended or not is_cut_off:
                     raise self._error(error.msg, error.pos) from error
                 if len(self._text) - self._at > MAX_VALUE:
                     raise DataError(
@@ -207,7 +162,7 @@ class JsonValues:
                 # A number may go on behind what was read.
                 if self._ended or end < len(self._text) - CUT_OFF:
                     self._at = end
-                    return value, marked
+                    return value
             self._read(max(CHUNK, len(self._text) - self._at))
 
     def _next_character(self) -> str:
@@ -215,10 +170,8 @@ class JsonValues:
         while True:
             while self._at < len(self._text) and self._text[self._at] in WHITE_SPACE:
                 self._at += 1
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if self._ended:
-                return ""
+            if self._at < len(self._text) or self._ended:
+                return self._text[self._at : self._at + 1]
             self._read(CHUNK)
 
     def _read(self, size: int) -> None:
@@ -231,16 +184,20 @@ class JsonValues:
         content = self._stream.read(size)
         self._ended = not content
         self._text, self._at = self._text[self._at :], 0
-        self._text += self._decoded(content, final=self._ended)
+        self._text += self._decoded(content)
 
-    def _decoded(self, content: bytes, final: bool) -> str:
+    def _decoded(self, content: bytes) -> str:
         """Decode the next bytes, which follow the text that is held; ``DataError`` where they are no text."""
         try:
-            text = self._decoder.decode(content, final)
+            text = self._decoder.decode(content, self._ended)
         except UnicodeDecodeError as error:
             # The decoder looks at bytes that it kept of the last call, and not at a byte order mark.
-            before = self._bytes + len(content) - len(error.object)
-            raise not_utf8(self._name, error, before, self._lines + self._text.count("\n")) from error
+            place = self._bytes + len(content) - len(error.object) + error.start
+            before = self._text + error.object[: error.start].decode(error.encoding, "replace")
+            raise DataError(
+                f"{self._name}, line {self._lines + before.count(chr(10)) + 1}, is not UTF-8 (byte "
+                f"0x{error.object[error.start]:02x}, {place} bytes from the start of the file); save it as UTF-8"
+            ) from error
         self._bytes += len(content)
         return text
 
@@ -255,55 +212,68 @@ class JsonValues:
         return f"line {self._lines + breaks + 1} column {column} (char {self._gone + position})"
 
 
-def json_value_records(name: str, value: Any, marked: bool) -> Iterator[Record]:
-    """Yield the rows of a file that is one JSON value: a list of records, or ``{"data": [...]}``.
-
-    Args:
-        marked: Whether something inside ``value`` is marked; see
-            :mod:`~rlhf_core.data.readers.json_values`.
-
-    Raises:
-        DataError: It is another value, or holds several lists of rows.
-    """
+def _rows_in(name: str, value: Any, problem: str) -> list[Any]:
+    """Return the rows of an object ``{"data": [...]}``; ``DataError`` for another value, or several lists of rows."""
+    lists = [key for key, rows in value.items() if _is_list_of_rows(rows)] if isinstance(value, dict) else []
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         if isinstance(value, RepeatedKey):
-            raise DataError(f"{name}: {problem_in(value)}; give one list of rows")
-        others = [key for key, rows in value.items() if key != "data" and _is_list_of_rows(rows)]
-        if others:
+            raise DataError(f"{name}: {problem}; give one list of rows")
+        if others := [key for key in lists if key != "data"]:
             raise DataError(f"{name} holds lists of rows as 'data' and {others[0]!r}; give each a file of its own")
-        value = value["data"]
-    if isinstance(value, dict) and (keys := [key for key, rows in value.items() if _is_list_of_rows(rows)]):
-        listed = ", ".join(repr(key) for key in keys[:LISTED_KEYS])
+        return list(value["data"])
+    if lists:
+        listed = ", ".join(repr(key) for key in lists[:LISTED_KEYS])
         raise DataError(
             f"{name} holds an object with lists of rows under {listed}; save each list as a file of its own, or name "
             "it 'data'"
         )
-    if not isinstance(value, list):
-        raise DataError(
-            f"{name} holds a single JSON {JSON_TYPES.get(type(value), 'object')}; a list of rows is expected"
-        )
-    for position, row in enumerate(value, 1):
-        yield Record(position, row, problem_in(row) if marked else "")
-
-
-def require_one_list(name: str, first: Any, extra: str) -> None:
-    """Raise ``DataError`` where a list of objects is not all of a file, as ``extra`` says: it is no JSON lines."""
-    if _is_list_of_objects(first):
-        where = extra.removeprefix("Extra data: ")
-        raise DataError(
-            f"{name} goes on behind the end of its list, at {where}: join several lists into one, or give each a file "
-            "of its own"
-        )
-
-
-def _is_list_of_objects(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
+    raise DataError(f"{name} holds a single JSON {JSON_TYPES.get(type(value), 'object')}; a list of rows is expected")
 
 
 def _is_list_of_rows(value: Any) -> bool:
     """Return whether a value is a list of objects, or of lists of turns."""
-    is_list = isinstance(value, list) and bool(value) and all(isinstance(row, list) and row for row in value)
-    return is_list or _is_list_of_objects(value)
+    return _are_objects(value) or (
+        isinstance(value, list) and bool(value) and all(isinstance(row, list) and row for row in value)
+    )
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
+
+
+def json_records(name: str, opened: Callable[[], AbstractContextManager[BinaryIO]]) -> Iterator[Record]:
+    """Yield the rows of a JSON list or of ``{"data": [...]}``, and JSON lines as such.
+
+    Args:
+        name: What messages call the file.
+        opened: Opens it from its beginning: once more where it turns out to be JSON lines.
+
+    Raises:
+        DataError: It is neither.
+    """
+    waiting: list[Record] = []
+    are_given = False
+    try:
+        with opened() as stream:
+            text = JsonText(name, stream)
+            for record in text.records():
+                waiting.append(record)
+                if text.consumed > HELD_CHARACTERS:
+                    are_given = True
+                    yield from waiting
+                    waiting = []
+        yield from waiting
+        return
+    except ExtraData as extra:
+        if _are_objects([record.value for record in waiting]):
+            raise DataError(
+                f"{name} goes on behind the end of its list, at {extra}: join several lists into one, or give each a "
+                "file of its own"
+            ) from extra
+        if are_given:
+            raise DataError(f"{name} is not valid JSON: Extra data: {extra}") from extra
+    with opened() as stream:
+        yield from json_line_records(name, stream)
 
 
 def json_line_records(name: str, stream: BinaryIO) -> Iterator[Record]:
@@ -315,7 +285,7 @@ def json_line_records(name: str, stream: BinaryIO) -> Iterator[Record]:
         line = line.removesuffix(b"\n")
         if position == 1:
             require_narrow_text(name, line)
-            line = line.removeprefix(b"\xef\xbb\xbf")
+            line = line.removeprefix(codecs.BOM_UTF8)
         if not line.strip():
             continue
         if is_first and line.strip() in (b"[", b"{"):
@@ -325,8 +295,8 @@ def json_line_records(name: str, stream: BinaryIO) -> Iterator[Record]:
             )
         is_first = False
         try:
-            value, marked = parser.parse(line, "utf-8-sig")
+            value = parser.parse(line.decode("utf-8-sig", "surrogatepass"))
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             yield Record(position, line.decode("utf-8", errors="replace"), f"the line is not valid JSON: {error}")
         else:
-            yield Record(position, value, problem_in(value) if marked else "")
+            yield Record(position, value, parser.problem_in(value))

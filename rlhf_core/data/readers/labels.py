@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any
 
 from rlhf_core.data.readers.formats import Parsed, excerpt
@@ -27,6 +28,7 @@ def _keys(names: str) -> frozenset[str]:
     return frozenset(map(key_of, names.split()))
 
 
+@lru_cache(4096)
 def key_of(name: str) -> str:
     """Return a name as the sets here spell it: ``lossWeight`` and ``loss_weight`` are one."""
     return re.sub(r"[^a-z0-9]", "", name.casefold())
@@ -270,4 +272,5 @@ def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
         turn | {"content": clean(turn["content"], "a turn of the prompt")} if turn["role"] == "assistant" else turn
         for turn in turns
     ]
-    return replace(parsed, prompt=prompt, **{name: clean(given, f"the end of {name}") for name, given in texts.items()})
+    texts = {name: clean(given, f"the end of {name}") for name, given in texts.items()}
+    return replace(parsed, prompt=prompt, **texts)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -28,65 +28,63 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 ARROW_FILE = b"ARROW1"
 # Of a column at a time: otherwise the whole column of a row group is read, and with pre_buffer all of them are kept.
 READ_BYTES = 2**20
-# Told how many more bytes of a file were read.
+# Told how many bytes of a file are read so far.
 OnRead = Callable[[int], None]
 
 
-def parquet_records(path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
-    """Yield the rows of a parquet file; ``DataError``, which calls it ``name``, if it is none."""
+def table_records(kind: str, path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
+    """Yield the rows of a ``.parquet`` or ``.arrow`` file; ``DataError``, which calls it ``name``, if it is none."""
     size, rows = path.stat().st_size, 0
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True, buffer_size=READ_BYTES, pre_buffer=False) as file:
-            with path.open("rb") as stored:
-                require_one_file(stored, file.metadata)
-            total = file.metadata.num_rows
-            for batch in parquet_batches(name, file, size):
-                yield from table_records(pa.Table.from_batches([batch]), first=rows + 1)
-                on_read(size * (rows + batch.num_rows) // total - size * rows // total)
-                rows += batch.num_rows
+        for table, read in (_parquet_parts if kind == ".parquet" else _arrow_parts)(name, path, size):
+            yield from _records_of(table, first=rows + 1)
+            rows += table.num_rows
+            on_read(read)
+        on_read(size)
     except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: names that are not UTF-8
-        raise DataError(f"{name} is not a readable parquet file ({error})") from error
+        raise DataError(f"{name} is not a readable {kind[1:]} file ({error})") from error
 
 
-def arrow_records(path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
-    """Yield the rows of an Arrow file (feather version 2) or stream, as ``datasets`` writes it.
+def _parquet_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, int]]:
+    """Yield parts of a parquet file, and how many bytes of it are read with each."""
+    rows = 0
+    with pq.ParquetFile(path, page_checksum_verification=True, buffer_size=READ_BYTES, pre_buffer=False) as file:
+        _require_one_file(path, file.metadata)
+        for table in parquet_tables(name, file, size):
+            rows += table.num_rows
+            yield table, size * rows // file.metadata.num_rows
+
+
+def _arrow_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, int]]:
+    """Yield parts of an Arrow file (feather version 2) or stream, as ``datasets`` writes it.
 
     It is read and not mapped into memory, where a file that shrinks meanwhile would end the process.
 
     Raises:
-        DataError: It is no such file, or a stream that was cut off or has bytes behind its end; messages call it
-            ``name``.
+        ArrowInvalid: It is no such file, or a stream that was cut off or has bytes behind its end.
     """
-    size, rows, read = path.stat().st_size, 0, 0
-    try:
-        with pa.OSFile(str(path)) as source:
-            is_file = source.read(len(ARROW_FILE)) == ARROW_FILE
-            if not is_file:
-                source.seek(max(size - len(END_OF_STREAM), 0))
-                if source.read() != END_OF_STREAM:
-                    raise pa.ArrowInvalid("the mark of its end is missing: it was cut off, or never closed")
-            source.seek(0)
-            reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-            require_distinct(name, reader.schema.names)
-            batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
-            decoded = DecodedSize(name, size)
-            for batch in batches:
-                table = pa.Table.from_batches([batch])
-                require_consistent(table)
-                decoded.add(table)
-                for part in table_slices(table, BATCH_ROWS):
-                    yield from table_records(part, first=rows + 1)
-                    rows += part.num_rows
-                on_read(min(batch.nbytes, size - read))
-                read += min(batch.nbytes, size - read)
-            if not is_file:
-                require_end(source, size)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{name} is not a readable arrow file ({error})") from error
-    on_read(size - read)
+    read = 0
+    with pa.OSFile(str(path)) as source:
+        is_file = source.read(len(ARROW_FILE)) == ARROW_FILE
+        if not is_file:
+            source.seek(max(size - len(END_OF_STREAM), 0))
+            if source.read() != END_OF_STREAM:
+                raise pa.ArrowInvalid("the mark of its end is missing: it was cut off, or never closed")
+        source.seek(0)
+        reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+        require_distinct(name, reader.schema.names)
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+        for table in _checked(name, batches, size):
+            for part in table_slices(table, BATCH_ROWS):
+                read += part.nbytes
+                yield part, min(read, size)
+        if not is_file and source.tell() < size:  # as of two joined ones
+            raise pa.ArrowInvalid(
+                f"{size - source.tell()} bytes follow the end of its stream: save one stream to a file"
+            )
 
 
-def parquet_batches(name: str, file: pq.ParquetFile, size: int) -> Iterator[pa.RecordBatch]:
+def parquet_tables(name: str, file: pq.ParquetFile, size: int) -> Iterator[pa.Table]:
     """Yield the rows of a parquet file of ``size`` bytes, some hundred at a time; ``DataError`` calls it ``name``.
 
     Raises:
@@ -94,48 +92,49 @@ def parquet_batches(name: str, file: pq.ParquetFile, size: int) -> Iterator[pa.R
         ArrowInvalid: Counts of rows do not agree, or an offset leads out of a column.
     """
     require_distinct(name, file.schema_arrow.names)
-    require_row_counts(file)
-    decoded, rows = DecodedSize(name, size), 0
-    for batch in file.iter_batches(batch_rows(file.metadata)):
-        table = pa.Table.from_batches([batch])
-        decoded.add(table)
-        require_consistent(table)
-        rows += batch.num_rows
-        yield batch
+    _require_row_counts(file)
+    rows = 0
+    for table in _checked(name, file.iter_batches(_batch_rows(file.metadata)), size):
+        rows += table.num_rows
+        yield table
     if rows != file.metadata.num_rows:
         raise pa.ArrowInvalid(f"its footer counts {file.metadata.num_rows} rows, but it holds {rows}")
 
 
-def require_end(source: pa.NativeFile, size: int) -> None:
-    """Raise ``ArrowInvalid`` where a stream that was read to its end is not the whole file, as of two joined ones."""
-    if source.tell() < size:
-        raise pa.ArrowInvalid(f"{size - source.tell()} bytes follow the end of its stream: save one stream to a file")
+def _checked(name: str, batches: Iterable[pa.RecordBatch], size: int) -> Iterator[pa.Table]:
+    """Yield the rows of a file of ``size`` bytes whose values can be read; texts that are not UTF-8 stay.
 
-
-def require_consistent(table: pa.Table) -> None:
-    """Raise ``ArrowInvalid`` where an offset or index leads out of a column: reading it would crash the process.
-
-    Texts that are not UTF-8 stay: only their rows are refused.
+    Raises:
+        ArrowInvalid: An offset or index leads out of a column: reading it would crash the process.
+        DataError: The values are together far larger than the file.
     """
-    for chunk in (chunk for column in table.columns for chunk in column.chunks):
-        try:
-            chunk.validate(full=True)
-        except pa.ArrowInvalid as error:
-            if "UTF8" not in str(error):
-                raise
-            as_bytes(chunk).validate(full=True)
+    left = expansion_limit(size)
+    for batch in batches:
+        for column in batch.columns:
+            try:
+                column.validate(full=True)
+            except pa.ArrowInvalid as error:
+                if "UTF8" not in str(error):
+                    raise
+                column.view(_bytes_for_texts(column.type)).validate(full=True)
+            left -= _decoded_bytes(column)
+        if left < 0:
+            raise DataError(
+                f"{name} holds values of more than {MAX_EXPANSION} times its size, which text does not; save it as "
+                "JSON lines if that is meant"
+            )
+        yield pa.Table.from_batches([batch])
 
 
-def table_records(table: pa.Table, first: int = 1) -> list[Record]:
-    """Return the rows of a table, or of a part of it whose first row has the number ``first``."""
+def _records_of(table: pa.Table, first: int) -> list[Record]:
+    """Return rows, of which the first has the number ``first``.
+
+    They are read one value at a time where some cannot become Python values (bad UTF-8, a timestamp out of range).
+    """
     try:
         return [Record(position, row) for position, row in enumerate(table.to_pylist(), first)]
     except CONVERSION_ERRORS:
-        return _rows_with_bad_values(table, first)
-
-
-def _rows_with_bad_values(table: pa.Table, first: int) -> list[Record]:
-    """Read a table one value at a time: some cannot become Python values (bad UTF-8, a timestamp out of range)."""
+        pass
     rows: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
     problems = [""] * table.num_rows
     for name in table.column_names:
@@ -147,26 +146,30 @@ def _rows_with_bad_values(table: pa.Table, first: int) -> list[Record]:
     return [Record(n, row, problem) for n, (row, problem) in enumerate(zip(rows, problems, strict=True), first)]
 
 
-def batch_rows(footer: pq.FileMetaData) -> int:
+def _groups(footer: pq.FileMetaData) -> list[pq.RowGroupMetaData]:
+    return [footer.row_group(i) for i in range(footer.num_row_groups)]
+
+
+def _batch_rows(footer: pq.FileMetaData) -> int:
     """Return how many rows of a parquet file to read at a time: fewer where those of a row group are long."""
-    groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
-    are_short = any(group.total_byte_size < SHORT_ROW * group.num_rows for group in groups)
-    long = [group for group in groups if group.total_byte_size > CHUNK_BYTES]
-    fitting = [rows_within(CHUNK_BYTES, group.num_rows, group.total_byte_size) for group in long]
-    return min([BATCH_ROWS, *fitting, *([SHORT_ROWS] if are_short else [])])
+    limits = [BATCH_ROWS]
+    for group in _groups(footer):
+        if group.total_byte_size < SHORT_ROW * group.num_rows:
+            limits.append(SHORT_ROWS)
+        elif group.total_byte_size > CHUNK_BYTES:
+            limits.append(rows_within(CHUNK_BYTES, group.num_rows, group.total_byte_size))
+    return min(limits)
 
 
-def require_row_counts(file: pq.ParquetFile) -> None:
+def _require_row_counts(file: pq.ParquetFile) -> None:
     """Raise ``ArrowInvalid`` where a parquet file's footer, row groups and columns do not count the same rows."""
     footer = file.metadata
-    groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
-    total = sum(group.num_rows for group in groups)
+    total = sum(group.num_rows for group in _groups(footer))
     if footer.num_rows != total:
         raise pa.ArrowInvalid(f"its footer counts {footer.num_rows} rows, its row groups {total}")
     flat = [i for i in range(footer.num_columns) if file.schema.column(i).max_repetition_level == 0]
-    for group in groups:
-        for i in flat:
-            column = group.column(i)
+    for group in _groups(footer):
+        for column in map(group.column, flat):
             if column.num_values != group.num_rows:
                 raise pa.ArrowInvalid(
                     f"its column {column.path_in_schema} has {column.num_values} values in a group of "
@@ -174,77 +177,44 @@ def require_row_counts(file: pq.ParquetFile) -> None:
                 )
 
 
-def require_one_file(stored: BinaryIO, footer: pq.FileMetaData) -> None:
+def _require_one_file(path: Path, footer: pq.FileMetaData) -> None:
     """Raise ``ArrowInvalid`` where several parquet files were joined to one, of which a reader sees one file's rows.
 
     Between the last page that the footer names and the footer are indexes, and in joined files the end of a file.
     """
-    groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
-    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+    columns = [group.column(i) for group in _groups(footer) for i in range(group.num_columns)]
     ends = [
         min(filter(None, (column.dictionary_page_offset, column.data_page_offset))) + column.total_compressed_size
         for column in columns
         if column.data_page_offset
     ]
     begin = max(ends, default=len(PARQUET_MARK))
-    size = stored.seek(0, os.SEEK_END)
-    stored.seek(min(begin, size))
-    if 2 * PARQUET_MARK in stored.read(max(size - begin - footer.serialized_size, 0)):
-        raise pa.ArrowInvalid("several parquet files were joined to one; give each as a file of its own")
-
-
-class DecodedSize:
-    """How large the values of a table are as they are read; see :func:`expansion_limit`."""
-
-    def __init__(self, name: str, size: int) -> None:
-        """Begin with no rows of the file ``name``, which has ``size`` bytes."""
-        self._name, self._left = name, expansion_limit(size)
-
-    def add(self, table: pa.Table) -> None:
-        """Count some rows.
-
-        Raises:
-            DataError: The values are together far larger than the file.
-        """
-        self._left -= sum(_decoded_bytes(chunk) for column in table.columns for chunk in column.chunks)
-        if self._left < 0:
-            raise DataError(
-                f"{self._name} holds values of more than {MAX_EXPANSION} times its size, which text does not; save it "
-                "as JSON lines if that is meant"
-            )
+    with path.open("rb") as stored:
+        size = stored.seek(0, os.SEEK_END)
+        stored.seek(min(begin, size))
+        if 2 * PARQUET_MARK in stored.read(max(size - begin - footer.serialized_size, 0)):
+            raise pa.ArrowInvalid("several parquet files were joined to one; give each as a file of its own")
 
 
 def _decoded_bytes(values: pa.Array) -> int:
     """Return the size of values, each text of a dictionary counted as often as it occurs."""
-    if not pa.types.is_dictionary(values.type):
-        return int(values.nbytes)
-    texts = values.dictionary
-    if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
-        return int(values.nbytes)
-    return int(pc.sum(pc.binary_length(texts).take(values.indices)).as_py() or 0) + int(values.indices.nbytes)
-
-
-def as_bytes(values: pa.Array) -> pa.Array:
-    """Return the same values with bytes for texts, also inside lists and objects; nothing is copied or looked at.
-
-    Dictionaries, maps and other types stay what they are.
-    """
-    return values.view(_bytes_for_texts(values.type))
+    if pa.types.is_dictionary(values.type):
+        texts = values.dictionary
+        if pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type):
+            lengths = pc.binary_length(texts).take(values.indices)
+            return int(pc.sum(lengths).as_py() or 0) + int(values.indices.nbytes)
+    return int(values.nbytes)
 
 
 def _bytes_for_texts(kind: pa.DataType) -> pa.DataType:
-    """Return a type with bytes in place of texts."""
+    """Return a type with bytes in place of texts, also inside lists and objects; other types stay what they are."""
     types = pa.types
-    if types.is_string(kind):
-        return pa.binary()
-    if types.is_large_string(kind):
-        return pa.large_binary()
+    if types.is_string(kind) or types.is_large_string(kind):
+        return pa.binary() if types.is_string(kind) else pa.large_binary()
     if types.is_struct(kind):
         return pa.struct([_of_bytes(kind.field(i)) for i in range(kind.num_fields)])
-    if types.is_large_list(kind):
-        return pa.large_list(_of_bytes(kind.value_field))
-    if types.is_list(kind):
-        return pa.list_(_of_bytes(kind.value_field))
+    if types.is_list(kind) or types.is_large_list(kind):
+        return (pa.list_ if types.is_list(kind) else pa.large_list)(_of_bytes(kind.value_field))
     return kind
 
 

@@ -225,8 +225,7 @@ def test_other_kinds() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(st.tuples(*[st.sampled_from(["a", "b", " a", "a\n", ""])] * 3), min_size=1, max_size=12),
-    st.integers(1, 5),
+    st.lists(st.tuples(*[st.sampled_from(["a", "b", " a", "a\n", ""])] * 3), min_size=1, max_size=12), st.integers(1, 5)
 )
 def test_copies_and_contradictions_are_found_in_whatever_parts_rows_arrive(
     rows: list[tuple[str, str, str]], size: int

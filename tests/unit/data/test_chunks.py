@@ -19,7 +19,7 @@ from rlhf_core.data.collection.sources import read_sources, source_chunks, sourc
 from rlhf_core.data.inspection.describe import EvenSample
 from rlhf_core.data.readers import detection as registry
 from rlhf_core.data.readers import table_records as table_checks
-from rlhf_core.data.readers.table_records import parquet_batches
+from rlhf_core.data.readers.table_records import parquet_tables
 from rlhf_core.data.schema import Message, tables_of
 from rlhf_core.data.tables import bytes_in_memory, chunked, drained, rows_within, table_slices
 
@@ -113,7 +113,7 @@ def test_few_rows_are_read_at_a_time_of_a_row_group_of_long_ones(
     texts = [f"{i}" * 1000 for i in range(10, 40)]  # 2,000 bytes each
     pq.write_table(pa.table({"text": texts}), tmp_path / "x.parquet", compression="none", use_dictionary=False)
     with pq.ParquetFile(tmp_path / "x.parquet") as file:
-        batches = list(parquet_batches("x.parquet", file, 10**6))
+        batches = list(parquet_tables("x.parquet", file, 10**6))
     assert max(batch.num_rows for batch in batches) == 4, "a text has a length beside its bytes"
     assert list(chain.from_iterable(batch.column("text").to_pylist() for batch in batches)) == texts
 

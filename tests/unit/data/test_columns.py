@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.data import DataSource, FileSources, ReadOptions
+from rlhf_core.config.data import DataSource, FileSources
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.collection.sources import read_sources
-from rlhf_core.data.inspection.describe import as_text, describe_sources
 from rlhf_core.errors import DataError
 
 PAIR = {"prompt": "question", "chosen": "good", "rejected": "bad"}
@@ -89,9 +88,3 @@ def test_a_row_that_lacks_a_column_is_refused_as_it_was(tmp_path: Path) -> None:
 def test_wrong_options_are_refused_when_params_are_read(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FileSources.model_validate({"preferences": [{"path": "x.jsonl", **options}]})
-
-
-def test_the_description_of_a_file_takes_columns_too(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text(json.dumps(ROW))
-    text = as_text(describe_sources(["x.jsonl"], tmp_path, options=ReadOptions(columns=PAIR)))
-    assert "format   standard" in text and "rows     1 as preferences, of 1" in text

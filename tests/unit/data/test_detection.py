@@ -8,11 +8,11 @@ from typing import Any, get_args
 
 import pytest
 
-from rlhf_core.config.data import DataSource, FileSources, FormatName, ReadOptions
+from rlhf_core.config.data import DataSource, FileSources, FormatName
 from rlhf_core.config.loading import rebase_sources
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.collection.sources import read_sources
-from rlhf_core.data.inspection.describe import as_text, describe_sources
+from rlhf_core.data.inspection.describe import describe_sources
 from rlhf_core.data.readers.detection import FORMATS
 from rlhf_core.errors import DataError
 
@@ -80,12 +80,6 @@ def test_a_source_with_a_format_moves_with_its_workspace(tmp_path: Path) -> None
     text = "collect:\n  files:\n    preferences: [a.jsonl, {path: b.jsonl, format: standard}, ~/c.jsonl]\n"
     moved = rebase_sources(text, tmp_path, tmp_path / "work")
     assert "../a.jsonl" in moved and "path: ../b.jsonl" in moved and "../~" not in moved
-
-
-def test_the_description_of_a_file_takes_a_format_too(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps(row) for row in [PROMPT] * 3 + [PAIR] * 7))
-    text = as_text(describe_sources(["x.jsonl"], tmp_path, options=ReadOptions(format="standard")))
-    assert "rows     7 as preferences, of 10" in text and "refused  3" in text
 
 
 def test_a_prompt_that_asks_for_a_dialogue_is_no_transcript(tmp_path: Path) -> None:

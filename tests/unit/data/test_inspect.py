@@ -268,7 +268,7 @@ def test_the_command_takes_the_options_of_a_source(tmp_path: Path, monkeypatch: 
         (["--column", "promt=q"], "there is no field 'promt'; did you mean 'prompt'?"),
         (["--column", "prompt=a", "--column", "prompt=b"], "--column names prompt twice, as a and as b"),
         (["--dimension", "nice"], "parameter 'dimension': input should be 'helpful', 'safe' or 'agreed'"),
-        (["--format", "nice"], "--format nice is unknown"),
+        (["--format", "nice"], "parameter 'format': input should be 'hh-rlhf', "),
     ],
 )
 def test_wrong_options_of_a_source_are_named(

@@ -37,7 +37,7 @@ def test_a_loop_of_links_gives_each_file_once(looped: Path) -> None:
 
 def test_inspect_describes_each_file_once(looped: Path) -> None:
     described = describe_sources(["**/*.jsonl", "d2/x.jsonl", "./d1/*.jsonl"], looped)
-    assert [file.counts.source for file in described.files] == [str(looped / "d1/x.jsonl"), str(looped / "d2/x.jsonl")]
+    assert [file.name for file in described.files] == [str(looped / "d1/x.jsonl"), str(looped / "d2/x.jsonl")]
 
 
 def test_of_paths_of_one_depth_the_first_names_the_file(tmp_path: Path) -> None:

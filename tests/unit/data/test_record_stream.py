@@ -23,7 +23,7 @@ from rlhf_core.data.collection import rows as formats
 from rlhf_core.data.collection.sources import read_sources, source_chunks, source_files
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.stream import stream_records
-from rlhf_core.data.readers.table_records import parquet_batches
+from rlhf_core.data.readers.table_records import parquet_tables
 from rlhf_core.errors import DataError
 
 LINES = st.lists(
@@ -96,7 +96,7 @@ def test_the_bytes_that_were_read_add_up_to_the_file(tmp_path: Path, name: str) 
         path.write_bytes(compress(text.encode()))
     counts: list[int] = []
     assert len(list(stream_records(path, counts.append))) == 9000
-    assert sum(counts) == path.stat().st_size
+    assert max(counts) == path.stat().st_size
 
 
 @pytest.mark.parametrize("name", ["x.arrow", "stream.arrow", "x.arrow.gz"])
@@ -116,7 +116,7 @@ def test_arrow_files_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["x.json", "x.jsonl.xz", "x.arrow"])
 def test_a_file_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("rlhf_core.data.readers.stream.HELD_CHARACTERS", 2**18)
+    monkeypatch.setattr("rlhf_core.data.readers.json_records.HELD_CHARACTERS", 2**18)
     rows = [{"prompt": f"{i:0500}"} for i in range(20_000)]
     path = tmp_path / name
     if name == "x.arrow":
@@ -185,7 +185,7 @@ def test_few_rows_of_a_repeated_text_are_read_at_a_time(tmp_path: Path) -> None:
     sizes = []
     for name in ("repeated", "usual"):
         with pq.ParquetFile(tmp_path / f"{name}.parquet") as file:
-            sizes.append([batch.num_rows for batch in parquet_batches(name, file, 10**6)])
+            sizes.append([batch.num_rows for batch in parquet_tables(name, file, 10**6)])
     assert sizes == [[64] * 46 + [56], [2048, 952]]
 
 

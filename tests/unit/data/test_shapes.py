@@ -115,11 +115,6 @@ def test_hh_keeps_the_white_space_of_turns_and_replies() -> None:
     assert (row["chosen"], row["rejected"]) == (CODE, f"\n```\n{CODE}```\n")
 
 
-def test_hh_prompts_that_differ_in_white_space_are_different_prompts() -> None:
-    result = read("preferences", HH, HH | {"rejected": "\n\nHuman: Hi? \n\nAssistant: no"})
-    assert [row.reason for row in result.refused] == ["the prompts of the two replies differ"]
-
-
 @pytest.mark.parametrize(
     ("prompt", "content"),
     [

@@ -19,13 +19,6 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class WholeRefusal:
-    """No row of the file is used; ``message`` is a part of the error, beside the file's name."""
-
-    message: str
-
-
-@dataclass(frozen=True)
 class RowsRead:
     """The file is read.
 
@@ -55,7 +48,7 @@ class OddFile:
         name: The file's name, or its suffix.
         content: The file's bytes, or a function that makes something at the path.
         written: How many rows somebody wrote to it.
-        expected: What must become of them.
+        expected: What must become of them; of a file that is refused whole, a part of the error.
         kind: The kind of rows that it is read as.
         options: The options of its source.
     """
@@ -64,7 +57,7 @@ class OddFile:
     name: str
     content: bytes | Callable[[Path], None]
     written: int
-    expected: WholeRefusal | RowsRead
+    expected: str | RowsRead
     kind: str = "preferences"
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -89,6 +82,11 @@ def pairs(label: str, count: int = 2) -> list[Row]:
     return [
         {"prompt": f"{label} {n}?", "chosen": f"good {label} {n}", "rejected": f"bad {label} {n}"} for n in range(count)
     ]
+
+
+def jsonl(label: str, rows: Sequence[Any], expected: str | RowsRead, **more: Any) -> OddFile:
+    """Return a file of JSON lines."""
+    return OddFile(label, ".jsonl", lines(*rows), len(rows), expected, **more)
 
 
 def pair(label: str, **changes: Any) -> Row:

@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pyarrow as pa
-from unit.data.malformed.case import OddFile, RowsRead, WholeRefusal, arrow, lines, pairs, parquet, table_text
+from unit.data.malformed.case import OddFile, RowsRead, arrow, lines, pairs, parquet, table_text
 
 
 def zstd(content: bytes) -> bytes:
@@ -38,9 +38,7 @@ PACK = {".gz": gzip.compress, ".zst": zstd, ".xz": lambda content: lzma.compress
 def cut(label: str, suffix: str, keep: float | int, message: str) -> OddFile:
     """Return a compressed file of which only a share, or all but some last bytes, is left."""
     whole = PACK[suffix](lines(*pairs(label, 200)))
-    return OddFile(
-        label, f".jsonl{suffix}", whole[: int(len(whole) * keep) if keep > 0 else int(keep)], 200, WholeRefusal(message)
-    )
+    return OddFile(label, f".jsonl{suffix}", whole[: int(len(whole) * keep) if keep > 0 else int(keep)], 200, message)
 
 
 def members(label: str, suffix: str) -> OddFile:
@@ -53,7 +51,7 @@ def members(label: str, suffix: str) -> OddFile:
 def trailing(label: str, suffix: str, message: str) -> OddFile:
     """Return a compressed file with other bytes behind it."""
     content = PACK[suffix](lines(*pairs(label))) + b"other bytes behind the end"
-    return OddFile(label, f".jsonl{suffix}", content, 2, WholeRefusal(message))
+    return OddFile(label, f".jsonl{suffix}", content, 2, message)
 
 
 def bomb(label: str, suffix: str, compression: str) -> OddFile:
@@ -62,11 +60,11 @@ def bomb(label: str, suffix: str, compression: str) -> OddFile:
     def write(path: Path) -> None:
         path.write_bytes(PACK[compression](b" " * BOMB_SIZE))
 
-    return OddFile(label, f"{suffix}{compression}", write, 0, WholeRefusal("times its size"))
+    return OddFile(label, f"{suffix}{compression}", write, 0, "times its size")
 
 
 def misnamed(label: str, suffix: str, content: bytes, message: str) -> OddFile:
-    return OddFile(label, suffix, content, 2, WholeRefusal(message))
+    return OddFile(label, suffix, content, 2, message)
 
 
 ROWS = pairs("compressed")
@@ -112,7 +110,7 @@ FILES = [
     ),
     bomb("gz-bomb", ".jsonl", ".gz"),
     bomb("zst-bomb", ".csv", ".zst"),
-    OddFile("gz-empty", ".jsonl.gz", gzip.compress(b""), 0, WholeRefusal("is empty")),
-    OddFile("gz-of-nothing", ".jsonl.gz", b"", 0, WholeRefusal("is empty")),
+    OddFile("gz-empty", ".jsonl.gz", gzip.compress(b""), 0, "is empty"),
+    OddFile("gz-of-nothing", ".jsonl.gz", b"", 0, "is empty"),
     OddFile("capital-suffix", ".JSONL", lines(*pairs("capital-suffix")), 2, RowsRead(2)),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unit.data.malformed.case import OddFile, RowsRead, WholeRefusal, pairs, table_text
+from unit.data.malformed.case import OddFile, RowsRead, pairs, table_text
 
 HEADER = "prompt,chosen,rejected\n"
 FEWER, MORE = "fewer fields than the header", "more fields than the header"
@@ -11,7 +11,7 @@ QUOTE = "a quote that is opened there is not closed"
 
 
 def table(
-    label: str, text: str, written: int, expected: WholeRefusal | RowsRead, suffix: str = ".csv", tail: bytes = b""
+    label: str, text: str, written: int, expected: str | RowsRead, suffix: str = ".csv", tail: bytes = b""
 ) -> OddFile:
     return OddFile(label, suffix, text.encode() + tail, written, expected)
 
@@ -22,24 +22,22 @@ def good(label: str, count: int = 2) -> str:
 
 
 FILES = [
-    table(
-        "csv-open-quote", f'{HEADER}a,b,c\nd,"e,f\n{good("open-quote")}', 4, WholeRefusal("line 3: not readable CSV")
-    ),
-    table("csv-quote-not-doubled", f'{HEADER}"say "hi"",b,c\n', 1, WholeRefusal(QUOTE)),
-    table("csv-escaped-quote", f'{HEADER}"say \\"hi\\" now",b,c\n', 1, WholeRefusal(QUOTE)),
-    table("tsv-open-quote", 'prompt\tchosen\trejected\na\t"b\tc\nd\te\tf\n', 2, WholeRefusal(QUOTE), ".tsv"),
+    table("csv-open-quote", f'{HEADER}a,b,c\nd,"e,f\n{good("open-quote")}', 4, "line 3: not readable CSV"),
+    table("csv-quote-not-doubled", f'{HEADER}"say "hi"",b,c\n', 1, QUOTE),
+    table("csv-escaped-quote", f'{HEADER}"say \\"hi\\" now",b,c\n', 1, QUOTE),
+    table("tsv-open-quote", 'prompt\tchosen\trejected\na\t"b\tc\nd\te\tf\n', 2, QUOTE, ".tsv"),
     table("csv-quote-inside", f'{HEADER}a "b" c?,say "x",no\n{good("quote-inside")}', 3, RowsRead(3)),
     table("csv-fewer-fields", f"{HEADER}a,b\n{good('fewer')}", 3, RowsRead(2, {FEWER: 1})),
     table("csv-more-fields", f"{HEADER}a,b,c,d\n{good('more')}", 3, RowsRead(2, {MORE: 1})),
     table("csv-ragged", f"{HEADER}a\nb,c,d,e\n{good('ragged')}f,g\n", 5, RowsRead(2, {FEWER: 2, MORE: 1})),
-    table("csv-all-ragged", f"{HEADER}a,b\nc,d\n", 2, WholeRefusal(FEWER)),
-    table("csv-twice-a-column", "prompt,chosen,rejected,chosen\na,b,c,d\n", 1, WholeRefusal("names 'chosen' twice")),
-    table("csv-no-header", good("no-header"), 2, WholeRefusal("is of no known format")),
-    table("csv-header-only", HEADER, 0, WholeRefusal("is empty")),
+    table("csv-all-ragged", f"{HEADER}a,b\nc,d\n", 2, FEWER),
+    table("csv-twice-a-column", "prompt,chosen,rejected,chosen\na,b,c,d\n", 1, "names 'chosen' twice"),
+    table("csv-no-header", good("no-header"), 2, "is of no known format"),
+    table("csv-header-only", HEADER, 0, "is empty"),
     table("csv-semicolons", table_text(pairs("semicolons"), ";").decode(), 2, RowsRead(2)),
     table("csv-tabs", table_text(pairs("tabs"), "\t").decode(), 2, RowsRead(2)),
     table("tsv-commas", table_text(pairs("commas")).decode(), 2, RowsRead(2), ".tsv"),
-    table("csv-sep-line", f"sep=,\n{HEADER}{good('sep-line')}", 2, WholeRefusal(MORE)),
+    table("csv-sep-line", f"sep=,\n{HEADER}{good('sep-line')}", 2, MORE),
     table("csv-spaces-in-header", "prompt, chosen, rejected\na,b,c\n", 1, RowsRead(1)),
     table("csv-index-column", f",{HEADER}0,a index?,b,c\n1,d index?,e,f\n", 2, RowsRead(2, unused=[""])),
     table("csv-two-unnamed", f",,{HEADER}0,1,a unnamed?,b,c\n", 1, RowsRead(1, unused=[""])),
@@ -90,13 +88,13 @@ FILES = [
         "csv-stray-quotes",
         f'{HEADER}how big?,"6 feet,5 feet\nq2,a2,b2\nq3,a3,b3\nhow tall?,6 feet 5",no\nq5,a5,b5\n',
         5,
-        WholeRefusal("line 2: a quoted field runs to line 5"),
+        "line 2: a quoted field runs to line 5",
     ),
     table(
         "csv-stray-quotes-last",
         f'{HEADER}"1, 2",a1,"b1\r\nq2,a2,b2\r\nq3,a3,"\r\nq4,a4,b4\r\n',
         4,
-        WholeRefusal("line 2: a quoted field runs to line 4"),
+        "line 2: a quoted field runs to line 4",
     ),
     table(
         "csv-table-inside",
@@ -105,12 +103,12 @@ FILES = [
         RowsRead(3),
     ),
     table("csv-verse-inside", f'{HEADER}verse?,"red, blue\ngreen, grey, white\nall, none",b\n', 1, RowsRead(1)),
-    table("csv-lines-inside", 'prompt\n"a\nb\nc\nd"\n', 1, WholeRefusal("holds no preferences")),
+    table("csv-lines-inside", 'prompt\n"a\nb\nc\nd"\n', 1, "holds no preferences"),
     table(
         "csv-late-Latin-1",
         HEADER + "".join(f"late {n},a,b\n" for n in range(3000)),
         3001,
-        WholeRefusal("line 3002, is not UTF-8 (byte 0xe9 after 3 characters)"),
+        "line 3002, is not UTF-8 (byte 0xe9 after 3 characters)",
         tail=b"caf\xe9,a,b\n",
     ),
 ]

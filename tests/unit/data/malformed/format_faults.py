@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unit.data.malformed.case import OddFile, Row, RowsRead, WholeRefusal, lines, pair, pairs
+from unit.data.malformed.case import OddFile, Row, RowsRead, jsonl, pair, pairs
 
 AS_TEXT, RENDERED = "is a dialogue written out as text", "is rendered by a chat template"
 UNEQUAL = "the prompts of the two replies differ"
@@ -72,7 +72,7 @@ def after(make: Any, label: str, row: Row, expected: RowsRead | str, **more: Any
     if isinstance(expected, str):
         expected = RowsRead(12, {expected: 1})
     rows = [make(f"{label} {n}") for n in range(12)]
-    return OddFile(label, ".jsonl", lines(*rows, row), 13, expected, **more)
+    return jsonl(label, [*rows, row], expected, **more)
 
 
 def dropped(reason: str) -> RowsRead:
@@ -94,6 +94,7 @@ FILES = [
     after(
         hh, "hh-ends-with-human", hh("c", chosen="\n\nHuman: c?\n\nAssistant: x\n\nHuman: y"), "ends with a human turn"
     ),
+    after(hh, "hh-prompt-space", hh("hps", rejected="\n\nHuman: hps? \n\nAssistant: bad"), UNEQUAL),
     after(hh, "hh-no-assistant", hh("d", rejected="\n\nHuman: d?"), "rejected has no assistant's turn"),
     after(hh, "hh-with-prompt", hh("hh-wp", prompt="hh-wp?"), RowsRead(13)),
     after(hh, "hh-with-other-prompt", hh("e", prompt="something else?"), "the prompt is not that of the transcripts"),
@@ -113,9 +114,7 @@ FILES = [
         dropped("the more helpful reply is not the safer"),
         options={"dimension": "agreed"},
     ),
-    OddFile(
-        "pku-no-dimension", ".jsonl", lines(pku("a"), pku("b")), 2, WholeRefusal("choose one of helpful, safe, agreed")
-    ),
+    jsonl("pku-no-dimension", [pku("a"), pku("b")], "choose one of helpful, safe, agreed"),
     after(helpsteer, "helpsteer-tie", helpsteer("a", 0), dropped("neither reply is preferred")),
     after(helpsteer, "helpsteer-5", helpsteer("a", 5), "preference_strength is 5, not from -3 to 3"),
     after(helpsteer, "helpsteer-nan", helpsteer("a", float("nan")), "preference_strength is not a number"),
@@ -150,7 +149,7 @@ FILES = [
         "rank is not a number",
     ),
     *(
-        OddFile(f"hh-start-{n}", ".jsonl", lines(*(hh_at(start, f"hs{n} {i}", line) for i in range(3))), 3, RowsRead(3))
+        jsonl(f"hh-start-{n}", [*(hh_at(start, f"hs{n} {i}", line) for i in range(3))], RowsRead(3))
         for n, (start, line) in enumerate(
             (("", "\n"), (" \n\n", "\n"), ("\n", "\n"), ("\r\n\r\n", "\r\n"), ("", "\r\n"))
         )
@@ -220,58 +219,40 @@ FILES = [
     after(kto, "kto-zero", kto("kz", 0), dropped(LABELLED), **DEMONSTRATIONS),
     after(kto, "kto-tag-false", kto("kg", False, "kto_tag"), dropped(LABELLED), **PRETRAIN),
     after(kto, "kto-prompt", kto("kp", False), RowsRead(13), **PROMPTS),
-    OddFile(
-        "kto-as-pairs",
-        ".jsonl",
-        lines(kto("a"), kto("b", False)),
-        2,
-        WholeRefusal("is no pair: put a better or worse reply"),
-    ),
-    OddFile("prompts-as-pairs", ".jsonl", lines({"prompt": "a?"}), 1, WholeRefusal("holds no preferences")),
-    OddFile("texts-as-prompts", ".jsonl", lines({"text": "a"}), 1, WholeRefusal("holds no prompts"), **PROMPTS),
-    OddFile(
+    jsonl("kto-as-pairs", [kto("a"), kto("b", False)], "is no pair: put a better or worse reply"),
+    jsonl("prompts-as-pairs", [{"prompt": "a?"}], "holds no preferences"),
+    jsonl("texts-as-prompts", [{"text": "a"}], "holds no prompts", **PROMPTS),
+    jsonl(
         "stepwise-as-pairs",
-        ".jsonl",
-        lines({"prompt": "a?", "completions": ["b"], "labels": [True]}),
-        1,
-        WholeRefusal("reward models here judge whole replies, not steps"),
+        [{"prompt": "a?", "completions": ["b"], "labels": [True]}],
+        "reward models here judge whole replies, not steps",
     ),
-    OddFile(
+    jsonl(
         "oasst-messages",
-        ".jsonl",
-        lines({"message_id": "a", "parent_id": None, "role": "prompter", "text": "a?"}),
-        1,
+        [{"message_id": "a", "parent_id": None, "role": "prompter", "text": "a?"}],
         RowsRead(0, dropped={"the tree has no two ranked replies": 1}),
     ),
-    OddFile(
+    jsonl(
         "mixed-formats",
-        ".jsonl",
-        lines(*pairs("mixed", 3), *(kto(f"m{n}") for n in range(3))),
-        6,
-        WholeRefusal("are of several formats (3 standard, 3 prompt-reply)"),
+        [*pairs("mixed", 3), *(kto(f"m{n}") for n in range(3))],
+        "are of several formats (3 standard, 3 prompt-reply)",
     ),
-    OddFile(
+    jsonl(
         "mixed-formats-named",
-        ".jsonl",
-        lines(*pairs("mixed-named", 3), *(kto(f"n{n}") for n in range(3))),
-        6,
+        [*pairs("mixed-named", 3), *(kto(f"n{n}") for n in range(3))],
         RowsRead(3, {"does not match the format standard": 3}),
         options={"format": "standard"},
     ),
-    OddFile(
+    jsonl(
         "implicit-rendered",
-        ".jsonl",
-        lines(*({"chosen": f"<s>[INST] {n}?[/INST] a", "rejected": f"<s>[INST] {n}?[/INST] b"} for n in range(2))),
-        2,
+        [*({"chosen": f"<s>[INST] {n}?[/INST] a", "rejected": f"<s>[INST] {n}?[/INST] b"} for n in range(2))],
         RowsRead(0, {"rendered by a chat template": 2}),
     ),
     *(
-        OddFile(
+        jsonl(
             f"implicit-prompt-{name}",
-            ".jsonl",
-            lines(*({"prompt": value, "chosen": f"a b {n} c", "rejected": f"a b {n} d"} for n in range(2))),
-            2,
-            WholeRefusal(f"keys prompt ({name})"),
+            [*({"prompt": value, "chosen": f"a b {n} c", "rejected": f"a b {n} d"} for n in range(2))],
+            f"keys prompt ({name})",
         )
         for name, value in (("int", 5), ("NoneType", None), ("bool", True))
     ),
@@ -279,44 +260,34 @@ FILES = [
     after(orca, "orca-tie-imitated", orca("oti", status="tie"), dropped("neither reply is"), **DEMONSTRATIONS),
     after(orca, "orca-tie-prompt", orca("otp", status="tie"), RowsRead(13), **PROMPTS),
     after(orca, "orca-swapped", orca("os", status="swapped"), RowsRead(13)),
-    OddFile(
+    jsonl(
         "implicit-nothing-shared",
-        ".jsonl",
-        lines(
+        [
             {"chosen": "Yes.", "rejected": "No."},
             {"chosen": "ins The sky is blue.", "rejected": "ins The sky is green."},
-        ),
-        2,
+        ],
         RowsRead(1, {"there is no prompt": 1}),
     ),
-    OddFile(
+    jsonl(
         "turn-list-number",
-        ".jsonl",
-        lines(*([f"tl {n}", "reply"] for n in range(12)), ["a", 5]),
-        13,
+        [*([f"tl {n}", "reply"] for n in range(12)), ["a", 5]],
         RowsRead(12, {"does not match": 1}),
         **DEMONSTRATIONS,
     ),
-    OddFile(
+    jsonl(
         "turn-list-open",
-        ".jsonl",
-        lines(*([f"to {n}", "reply"] for n in range(12)), ["a", "b", "c"]),
-        13,
+        [*([f"to {n}", "reply"] for n in range(12)), ["a", "b", "c"]],
         RowsRead(12, {"there is no reply": 1}),
         **DEMONSTRATIONS,
     ),
-    OddFile(
+    jsonl(
         "moss-pair-short",
-        ".jsonl",
-        lines({"chosen": ["a"], "rejected": ["b"]}, {"chosen": ["mp?", "a"], "rejected": ["mp?", "b"]}),
-        2,
+        [{"chosen": ["a"], "rejected": ["b"]}, {"chosen": ["mp?", "a"], "rejected": ["mp?", "b"]}],
         RowsRead(1, {"a reply but no prompt": 1}),
     ),
-    OddFile(
+    jsonl(
         "moss-pair-other-prompt",
-        ".jsonl",
-        lines({"chosen": ["c", "a"], "rejected": ["d", "b"]}, {"chosen": ["mo?", "a"], "rejected": ["mo?", "b"]}),
-        2,
+        [{"chosen": ["c", "a"], "rejected": ["d", "b"]}, {"chosen": ["mo?", "a"], "rejected": ["mo?", "b"]}],
         RowsRead(1, {UNEQUAL: 1}),
     ),
 ]

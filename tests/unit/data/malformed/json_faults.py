@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from unit.data.malformed.case import OddFile, RowsRead, WholeRefusal, lines, pair, pairs
+from unit.data.malformed.case import OddFile, RowsRead, jsonl, lines, pair, pairs
 
 INVALID = "the line is not valid JSON"
 NOT_JSON = "is not valid JSON"
@@ -14,18 +14,18 @@ DEEP = 100_000
 
 def whole(label: str, content: bytes | str, message: str, suffix: str = ".json", written: int = 2) -> OddFile:
     data = content if isinstance(content, bytes) else content.encode()
-    return OddFile(label, suffix, data, written, WholeRefusal(message))
+    return OddFile(label, suffix, data, written, message)
 
 
 def bad_line(label: str, line: Any, reason: str) -> OddFile:
     """Return a file of good pairs with one bad line, which stands first: it must not decide about the others."""
-    return OddFile(label, ".jsonl", lines(line, *pairs(label, 12)), 13, RowsRead(12, {reason: 1}))
+    return jsonl(label, [line, *pairs(label, 12)], RowsRead(12, {reason: 1}))
 
 
 def number(label: str, digits: str, expected: RowsRead) -> OddFile:
     """Return a file with one pair whose margin is written as ``digits``."""
     row = json.dumps(pair(label))[:-1] + f', "margin": {digits}}}'
-    return OddFile(label, ".jsonl", lines(*pairs(label), row), 3, expected)
+    return jsonl(label, [*pairs(label), row], expected)
 
 
 def dumped(label: str, **changes: Any) -> str:
@@ -42,11 +42,9 @@ FILES = [
     bad_line(
         "jsonl-deep-column", dumped("jsonl-deep-column")[:-1] + ', "x": ' + "[" * DEEP + "]" * DEEP + "}", INVALID
     ),
-    OddFile(
+    jsonl(
         "jsonl-nested-column",
-        ".jsonl",
-        lines(*pairs("nested-a"), dumped("nested-b")[:-1] + ', "x": ' + "[" * 500 + "]" * 500 + "}"),
-        3,
+        [*pairs("nested-a"), dumped("nested-b")[:-1] + ', "x": ' + "[" * 500 + "]" * 500 + "}"],
         RowsRead(3, unused=["x"]),
     ),
     number("margin-nan", "NaN", INFINITE),
@@ -132,14 +130,12 @@ FILES = [
         3,
         RowsRead(2, {INVALID: 1}),
     ),
-    OddFile(
+    jsonl(
         "huge-line",
-        ".jsonl",
-        lines(*pairs("huge-line"), pair("huge-line", chosen="word " * 400_000)),
-        3,
+        [*pairs("huge-line"), pair("huge-line", chosen="word " * 400_000)],
         RowsRead(3, quarantined={"chosen is over 8000 characters": 1}),
     ),
-    OddFile("empty-jsonl", ".jsonl", b"", 0, WholeRefusal("is empty")),
-    OddFile("empty-json", ".json", b" \n", 0, WholeRefusal("is empty")),
-    OddFile("only-line-ends", ".jsonl", b"\n\r\n\n", 0, WholeRefusal("is empty")),
+    OddFile("empty-jsonl", ".jsonl", b"", 0, "is empty"),
+    OddFile("empty-json", ".json", b" \n", 0, "is empty"),
+    OddFile("only-line-ends", ".jsonl", b"\n\r\n\n", 0, "is empty"),
 ]

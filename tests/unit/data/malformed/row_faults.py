@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from unit.data.malformed.case import OddFile, Row, RowsRead, WholeRefusal, lines, pair, pairs
+from unit.data.malformed.case import OddFile, Row, RowsRead, jsonl, pair, pairs
 
 
 def bad_row(label: str, row: Any, reason: str) -> OddFile:
     """Return a file of good pairs and one that the reader refuses."""
-    return OddFile(label, ".jsonl", lines(*pairs(label, 12), row), 13, RowsRead(12, {reason: 1}))
+    return jsonl(label, [*pairs(label, 12), row], RowsRead(12, {reason: 1}))
 
 
 def quarantined(label: str, row: Row, reason: str) -> OddFile:
     """Return a file of good pairs and one that validation refuses."""
-    return OddFile(label, ".jsonl", lines(*pairs(label, 12), row), 13, RowsRead(13, quarantined={reason: 1}))
+    return jsonl(label, [*pairs(label, 12), row], RowsRead(13, quarantined={reason: 1}))
 
 
 def noted(label: str, row: Row, *unused: str) -> OddFile:
     """Return a file of good pairs and one that is used, though not all of its columns are."""
-    return OddFile(label, ".jsonl", lines(*pairs(label, 12), row), 13, RowsRead(13, unused=unused))
+    return jsonl(label, [*pairs(label, 12), row], RowsRead(13, unused=unused))
 
 
 def turn(role: Any, content: Any, **more: Any) -> Row:
@@ -38,7 +38,7 @@ def dialogue(label: str, *prompt: Row, **changes: Any) -> Row:
 def dialogues(label: str, row: Row, expected: RowsRead) -> OddFile:
     """Return a file of conversational pairs, the last of which is ``row``."""
     rows = [dialogue(f"{label} {n}", turn("user", f"{label} {n}?")) for n in range(12)]
-    return OddFile(label, ".jsonl", lines(*rows, row), 13, expected)
+    return jsonl(label, [*rows, row], expected)
 
 
 def bad_dialogue(label: str, row: Row, reason: str) -> OddFile:
@@ -57,7 +57,7 @@ def alpaca(label: str, **changes: Any) -> Row:
 
 def bad_alpaca(label: str, reason: str, **changes: Any) -> OddFile:
     rows = [alpaca(f"{label} {n}") for n in range(12)]
-    return OddFile(label, ".jsonl", lines(*rows, alpaca(label, **changes)), 13, RowsRead(12, {reason: 1}))
+    return jsonl(label, [*rows, alpaca(label, **changes)], RowsRead(12, {reason: 1}))
 
 
 def question(text: str) -> Row:
@@ -66,7 +66,7 @@ def question(text: str) -> Row:
 
 def both_ways(label: str, first: Row, second: Row) -> OddFile:
     reason = "the same pair is also labelled the other way round"
-    return OddFile(label, ".jsonl", lines(*pairs(label), first, second), 4, RowsRead(4, quarantined={reason: 2}))
+    return jsonl(label, [*pairs(label), first, second], RowsRead(4, quarantined={reason: 2}))
 
 
 USER = turn("user", "which?")
@@ -101,9 +101,7 @@ FILES = [
     quarantined("secret", pair("secret", chosen="key AKIA" + "ABCDEFGHIJKLMNOP"), "access key"),
     both_ways("contradiction", pair("con"), pair("con", chosen="bad con x", rejected="good con x")),
     both_ways(
-        "contradiction-in-space",
-        pair("cis", chosen="x y", rejected="z"),
-        pair("cis", chosen="z ", rejected="x\n y"),
+        "contradiction-in-space", pair("cis", chosen="x y", rejected="z"), pair("cis", chosen="z ", rejected="x\n y")
     ),
     bad_dialogue("chosen-of-user", dialogue("cu", USER, chosen=[turn("user", "b")]), "chosen is a turn of the user"),
     bad_dialogue(
@@ -185,11 +183,7 @@ FILES = [
         dialogue("mt", *(turn(("user", "assistant")[n % 2], f"mt {n}") for n in range(41))),
         RowsRead(13, quarantined={"more than 32 turns": 1}),
     ),
-    OddFile("prompt-object", ".jsonl", lines(*[pair("po", prompt=USER)] * 2), 2, WholeRefusal("prompt (dict)")),
-    OddFile(
-        "keys-capital", ".jsonl", lines({"Prompt": "a", "Chosen": "b", "Rejected": "c"}), 1, WholeRefusal("keys Prompt")
-    ),
-    OddFile(
-        "keys-misspelt", ".jsonl", lines({"prompt": 1, "choosen": "b", "rejected": "c"}), 1, WholeRefusal("choosen")
-    ),
+    jsonl("prompt-object", [*[pair("po", prompt=USER)] * 2], "prompt (dict)"),
+    jsonl("keys-capital", [{"Prompt": "a", "Chosen": "b", "Rejected": "c"}], "keys Prompt"),
+    jsonl("keys-misspelt", [{"prompt": 1, "choosen": "b", "rejected": "c"}], "choosen"),
 ]

@@ -7,11 +7,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from unit.data.malformed.case import OddFile, RowsRead, WholeRefusal, lines, pairs
+from unit.data.malformed.case import OddFile, RowsRead, jsonl, lines, pairs
 
 
 def special(label: str, make: Any, message: str, name: str = "x.jsonl") -> OddFile:
-    return OddFile(label, name, make, 0, WholeRefusal(message))
+    return OddFile(label, name, make, 0, message)
 
 
 def loop(path: Path) -> None:
@@ -33,7 +33,7 @@ def questions(label: str, *changes: dict[str, Any]) -> bytes:
     )
 
 
-def mapped(label: str, expected: RowsRead | WholeRefusal, *changes: dict[str, Any], **options: Any) -> OddFile:
+def mapped(label: str, expected: str | RowsRead, *changes: dict[str, Any], **options: Any) -> OddFile:
     return OddFile(label, ".jsonl", questions(label, *changes), 12 + len(changes), expected, options=options)
 
 
@@ -46,9 +46,7 @@ FILES = [
     special("fifo", os.mkfifo, "is no file that can be read"),
     special("missing", lambda path: None, "no file matches"),
     special("glob-of-nothing", lambda path: None, "no file matches", "*.parquet"),
-    OddFile(
-        "bytes-in-name", os.fsdecode(b"bytes-in-name\xff.jsonl"), lines(*pairs("b")), 2, WholeRefusal("is not UTF-8")
-    ),
+    OddFile("bytes-in-name", os.fsdecode(b"bytes-in-name\xff.jsonl"), lines(*pairs("b")), 2, "is not UTF-8"),
     special("no-suffix", lambda path: path.write_bytes(lines(*pairs("a"))), "unknown kind of file", "pairs"),
     special("text-suffix", lambda path: path.write_bytes(b"a\n"), "unknown kind of file '.txt'", "x.txt"),
     special("bz2", lambda path: path.write_bytes(b"BZh9"), "unknown kind of file '.bz2'", "x.jsonl.bz2"),
@@ -58,22 +56,14 @@ FILES = [
     OddFile("line-break-in-name", "x\ny.jsonl", lines(*pairs("line-break")), 2, RowsRead(2)),
     OddFile("spaces-in-name", " x y .jsonl", lines(*pairs("spaces")), 2, RowsRead(2)),
     OddFile("Chinese-name", "数据.jsonl", lines(*pairs("Chinese")), 2, RowsRead(2)),
-    mapped("no-options", WholeRefusal("is of no known format")),
+    mapped("no-options", "is of no known format"),
     mapped("columns", RowsRead(12), columns=COLUMNS),
-    mapped("column-misspelt", WholeRefusal("no row has a column 'bset'"), columns=COLUMNS | {"chosen": "bset"}),
+    mapped("column-misspelt", "no row has a column 'bset'", columns=COLUMNS | {"chosen": "bset"}),
     mapped(
-        "column-missing-once",
-        RowsRead(12, {"does not match the format standard": 1}),
-        {"title": None},
-        columns=COLUMNS,
+        "column-missing-once", RowsRead(12, {"does not match the format standard": 1}), {"title": None}, columns=COLUMNS
     ),
     mapped("template", RowsRead(12), columns=REPLIES, template="{title}\n\n{body}"),
-    mapped(
-        "template-column-missing",
-        WholeRefusal("no row has a column 'text'"),
-        columns=REPLIES,
-        template="{title} {text}",
-    ),
+    mapped("template-column-missing", "no row has a column 'text'", columns=REPLIES, template="{title} {text}"),
     mapped(
         "template-value-null",
         RowsRead(12, {"the column body is missing": 1}),
@@ -88,20 +78,18 @@ FILES = [
         columns=REPLIES,
         template="{title}",
     ),
-    mapped("columns-without-pair", WholeRefusal("holds no preferences"), columns={"prompt": "title"}),
+    mapped("columns-without-pair", "holds no preferences", columns={"prompt": "title"}),
     mapped("format-that-does-not-fit", RowsRead(0, {"does not match the format hh-rlhf": 12}), format="hh-rlhf"),
-    mapped("dimension-that-does-not-fit", WholeRefusal("has no dimension safe"), columns=COLUMNS, dimension="safe"),
-    OddFile(
+    mapped("dimension-that-does-not-fit", "has no dimension safe", columns=COLUMNS, dimension="safe"),
+    jsonl(
         "dotted-column",
-        ".jsonl",
-        lines(*({"q": {"text": f"dotted {n}?"}, "a": "good", "b": "bad"} for n in range(2))),
-        2,
+        [*({"q": {"text": f"dotted {n}?"}, "a": "good", "b": "bad"} for n in range(2))],
         RowsRead(2),
         options={"columns": {"prompt": "q.text", "chosen": "a", "rejected": "b"}},
     ),
     *(
-        OddFile(f"plain-{kind}", ".jsonl", lines(*({name: f"plain {n}?"} for n in range(60))), 60, RowsRead(60), kind)
+        jsonl(f"plain-{kind}", [*({name: f"plain {n}?"} for n in range(60))], RowsRead(60), kind=kind)
         for kind, name in (("prompts", "prompt"), ("pretrain", "text"))
     ),
-    OddFile("capped", ".jsonl", lines(*pairs("capped", 5)), 5, RowsRead(5), options={"cap": 5}),
+    jsonl("capped", [*pairs("capped", 5)], RowsRead(5), options={"cap": 5}),
 ]

@@ -7,12 +7,10 @@ import decimal
 from typing import Any
 
 import pyarrow as pa
-from unit.data.malformed.case import OddFile, Row, RowsRead, WholeRefusal, arrow, pairs, parquet
+from unit.data.malformed.case import OddFile, Row, RowsRead, arrow, pairs, parquet
 
 
-def column(
-    label: str, name: str, values: pa.Array, expected: WholeRefusal | RowsRead, suffix: str = ".parquet"
-) -> OddFile:
+def column(label: str, name: str, values: pa.Array, expected: str | RowsRead, suffix: str = ".parquet") -> OddFile:
     """Return a table of good pairs in which one column is replaced or added."""
     rows = pairs(label, len(values))
     columns: dict[str, Any] = {key: pa.array([row[key] for row in rows]) for key in rows[0]} | {name: values}
@@ -24,7 +22,7 @@ def invalid_utf8(*texts: bytes) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), len(texts), pa.array(texts, pa.binary()).buffers())
 
 
-def rows_of(label: str, rows: list[Row], schema: pa.Schema, expected: WholeRefusal | RowsRead) -> OddFile:
+def rows_of(label: str, rows: list[Row], schema: pa.Schema, expected: str | RowsRead) -> OddFile:
     return OddFile(label, ".parquet", parquet(pa.Table.from_pylist(rows, schema)), len(rows), expected)
 
 
@@ -90,44 +88,40 @@ NOT_PARQUET, NOT_ARROW = "is not a readable parquet file", "is not a readable ar
 AWARE = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
 FILES = [
     *(
-        OddFile(f"parquet-cut-{keep}", ".parquet", WHOLE[:keep], 300, WholeRefusal(NOT_PARQUET))
+        OddFile(f"parquet-cut-{keep}", ".parquet", WHOLE[:keep], 300, NOT_PARQUET)
         for keep in (4, len(WHOLE) // 2, len(WHOLE) - 1, len(WHOLE) - 9)
     ),
     *(
-        OddFile(f"arrow-cut-{keep}", ".arrow", ARROW[:keep], 300, WholeRefusal(NOT_ARROW))
+        OddFile(f"arrow-cut-{keep}", ".arrow", ARROW[:keep], 300, NOT_ARROW)
         for keep in (8, len(ARROW) // 2, len(ARROW) - 1)
     ),
     *(
-        OddFile(f"stream-cut-{keep}", ".arrow", STREAM[:keep], 300, WholeRefusal(NOT_ARROW))
+        OddFile(f"stream-cut-{keep}", ".arrow", STREAM[:keep], 300, NOT_ARROW)
         for keep in (10, len(STREAM) // 2, len(STREAM) - 8)
     ),
-    OddFile("parquet-no-rows", ".parquet", parquet(pa.Table.from_pylist([], DIALOGUES)), 0, WholeRefusal("is empty")),
-    OddFile("parquet-joined", ".parquet", WHOLE + WHOLE, 600, WholeRefusal("several parquet files were joined")),
+    OddFile("parquet-no-rows", ".parquet", parquet(pa.Table.from_pylist([], DIALOGUES)), 0, "is empty"),
+    OddFile("parquet-joined", ".parquet", WHOLE + WHOLE, 600, "several parquet files were joined"),
     OddFile(
         "parquet-joined-indexed",
         ".parquet",
         2 * parquet(BIG, write_page_index=True, row_group_size=100),
         600,
-        WholeRefusal("several parquet files were joined"),
+        "several parquet files were joined",
     ),
     OddFile("parquet-indexed", ".parquet", parquet(pairs("PAR1", 3), write_page_index=True), 3, RowsRead(3)),
-    OddFile("arrow-no-rows", ".arrow", arrow(pa.Table.from_pylist([], DIALOGUES)), 0, WholeRefusal("is empty")),
+    OddFile("arrow-no-rows", ".arrow", arrow(pa.Table.from_pylist([], DIALOGUES)), 0, "is empty"),
     OddFile(
         "parquet-two-of-a-name",
         ".parquet",
         parquet(repeated(["prompt", "chosen", "rejected", "chosen"])),
         1,
-        WholeRefusal("names 'chosen' twice"),
+        "names 'chosen' twice",
     ),
     OddFile(
-        "arrow-two-of-a-name",
-        ".arrow",
-        arrow(repeated(["prompt", "prompt", "rejected"])),
-        1,
-        WholeRefusal("names 'prompt' twice"),
+        "arrow-two-of-a-name", ".arrow", arrow(repeated(["prompt", "prompt", "rejected"])), 1, "names 'prompt' twice"
     ),
     column("bytes-replies", "chosen", pa.array([b"a", b"b"]), RowsRead(0, {"chosen is not text but bytes": 2})),
-    column("bytes-prompts", "prompt", pa.array([b"a b", b"c d"]), WholeRefusal("prompt (bytes)")),
+    column("bytes-prompts", "prompt", pa.array([b"a b", b"c d"]), "prompt (bytes)"),
     column("bytes-column", "digest", pa.array([b"\xff", b"b"]), RowsRead(2, unused=["digest"])),
     column("number-replies", "chosen", pa.array([1, 2]), RowsRead(0, {"chosen is not text but int": 2})),
     column("null-replies", "rejected", pa.nulls(2), RowsRead(0, {"rejected is missing": 2})),
@@ -158,10 +152,7 @@ FILES = [
     ),
     column("good-timestamp", "when", pa.array([AWARE, None]), RowsRead(2, unused=["when"])),
     column(
-        "unknown-time-zone",
-        "when",
-        pa.array([0, 1], pa.timestamp("ms", "No/Where")),
-        WholeRefusal("the column when cannot be read"),
+        "unknown-time-zone", "when", pa.array([0, 1], pa.timestamp("ms", "No/Where")), "the column when cannot be read"
     ),
     column("nanoseconds", "when", pa.array([1, 2], pa.timestamp("ns")), RowsRead(2, unused=["when"])),
     column(
@@ -181,7 +172,7 @@ FILES = [
         "map-column", "tags", pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int8())), RowsRead(2, unused=["tags"])
     ),
     column("null-column", "note", pa.nulls(2), RowsRead(2)),
-    column("struct-prompt", "prompt", pa.array([turn("user", "a"), turn("user", "b")]), WholeRefusal("prompt (dict)")),
+    column("struct-prompt", "prompt", pa.array([turn("user", "a"), turn("user", "b")]), "prompt (dict)"),
     column("nul-in-text", "chosen", pa.array(["a\0b", "fine"]), RowsRead(2, quarantined={"control or replacement": 1})),
     rows_of(
         "null-turn",
@@ -218,7 +209,7 @@ FILES = [
         for suffix, write in ((".parquet", parquet), (".arrow", arrow))
     ),
     *(
-        OddFile(f"parquet-counts-{label}", ".parquet", recounted(*change), 300, WholeRefusal(message))
+        OddFile(f"parquet-counts-{label}", ".parquet", recounted(*change), 300, message)
         for label, change, message in (
             ("footer-less", (299, 300), "its footer counts 299 rows, its row groups 300"),
             ("footer-none", (0, 300), "its footer counts 0 rows, its row groups 300"),
@@ -227,26 +218,15 @@ FILES = [
             ("both-more", (301, 301), "has 300 values in a group of 301 rows"),
         )
     ),
-    OddFile(
-        "parquet-bomb",
-        ".parquet",
-        parquet(pa.table(REPEATED)),
-        1000,
-        WholeRefusal("values of more than 200 times its size"),
-    ),
+    OddFile("parquet-bomb", ".parquet", parquet(pa.table(REPEATED)), 1000, "values of more than 200 times its size"),
     OddFile(
         "arrow-bomb",
         ".arrow",
         arrow(pa.table({name: pa.array(texts).dictionary_encode() for name, texts in REPEATED.items()})),
         1000,
-        WholeRefusal("values of more than 200 times its size"),
+        "values of more than 200 times its size",
     ),
-    column(
-        "repeated-text",
-        "system",
-        pa.array(["be brief " * 100] * 400).dictionary_encode(),
-        RowsRead(400),
-    ),
+    column("repeated-text", "system", pa.array(["be brief " * 100] * 400).dictionary_encode(), RowsRead(400)),
     column("decimal-labels", "label", pa.array([decimal.Decimal(1)] * 2), RowsRead(2, unused=["label"])),
     OddFile("arrow-stream", ".arrow", arrow(pairs("arrow-stream"), stream=True), 2, RowsRead(2)),
     OddFile("parquet-many-groups", ".parquet", parquet(pairs("groups", 30), row_group_size=7), 30, RowsRead(30)),

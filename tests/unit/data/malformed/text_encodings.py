@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from unit.data.malformed.case import OddFile, RowsRead, WholeRefusal, lines, pair, pairs, table_text
+from unit.data.malformed.case import OddFile, RowsRead, jsonl, lines, pair, pairs, table_text
 
 BOM = b"\xef\xbb\xbf"
 CONTROL = "control or replacement characters"
@@ -15,18 +15,18 @@ def reencoded(label: str, suffix: str, encoding: str, message: str) -> OddFile:
     rows = [*pairs(label), pair(label, chosen="größer")]
     content = {".jsonl": lines(*rows), ".csv": table_text(rows), ".json": json.dumps(rows, ensure_ascii=False).encode()}
     text = content[suffix].decode()
-    return OddFile(label, suffix, text.encode(encoding), 3, WholeRefusal(message))
+    return OddFile(label, suffix, text.encode(encoding), 3, message)
 
 
 def with_text(label: str, text: str, expected: RowsRead) -> OddFile:
     """Return a file of two good pairs and one whose preferred reply is ``text``."""
-    return OddFile(label, ".jsonl", lines(*pairs(label), pair(label, chosen=text)), 3, expected)
+    return jsonl(label, [*pairs(label), pair(label, chosen=text)], expected)
 
 
 def with_line(label: str, line: bytes, reason: str) -> OddFile:
     """Return a file of two good pairs and a bad line between them."""
     first, last = pairs(label)
-    return OddFile(label, ".jsonl", lines(first, line, last), 3, RowsRead(2, {reason: 1}))
+    return jsonl(label, [first, line, last], RowsRead(2, {reason: 1}))
 
 
 def quarantined(reason: str) -> RowsRead:
@@ -46,7 +46,7 @@ FILES = [
     reencoded("utf-16-be-csv", ".csv", "utf-16-be", "is not UTF-8 but UTF-16 or UTF-32"),
     OddFile("utf-16-json", ".json", json.dumps(pairs("utf-16-json")).encode("utf-16"), 2, RowsRead(2)),
     reencoded("latin-csv", ".csv", "latin-1", "is not UTF-8"),
-    OddFile("latin-json", ".json", b"[" + LATIN + b"]", 1, WholeRefusal("is not UTF-8")),
+    OddFile("latin-json", ".json", b"[" + LATIN + b"]", 1, "is not UTF-8"),
     with_line("latin-line", LATIN, INVALID),
     with_line("overlong-line", OVERLONG, INVALID),
     with_line("raw-surrogate", RAW_SURROGATE, "chosen holds half of a surrogate pair"),
@@ -57,9 +57,7 @@ FILES = [
         b'{"prompt": "a?", "chosen": "b", "rejected": "c", "category": "\\ud83d"}',
         "category holds half of a surrogate pair",
     ),
-    OddFile(
-        "surrogate-keys", ".jsonl", b'{"\\ud800": "a", "\\udfff": "b"}\n', 1, WholeRefusal("is of no known format")
-    ),
+    OddFile("surrogate-keys", ".jsonl", b'{"\\ud800": "a", "\\udfff": "b"}\n', 1, "is of no known format"),
     OddFile("bom-jsonl", ".jsonl", BOM + lines(*pairs("bom-jsonl")), 2, RowsRead(2)),
     OddFile("bom-json", ".json", BOM + json.dumps(pairs("bom-json")).encode(), 2, RowsRead(2)),
     OddFile("bom-csv", ".csv", BOM + table_text(pairs("bom-csv")), 2, RowsRead(2)),
@@ -70,11 +68,11 @@ FILES = [
         4,
         RowsRead(4),
     ),
-    OddFile("bom-alone-jsonl", ".jsonl", BOM, 0, WholeRefusal("is empty")),
-    OddFile("bom-alone-csv", ".csv", BOM, 0, WholeRefusal("is empty")),
+    OddFile("bom-alone-jsonl", ".jsonl", BOM, 0, "is empty"),
+    OddFile("bom-alone-csv", ".csv", BOM, 0, "is empty"),
     OddFile("crlf-jsonl", ".jsonl", lines(*pairs("crlf")).replace(b"\n", b"\r\n"), 2, RowsRead(2)),
     OddFile("cr-csv", ".csv", table_text(pairs("cr-csv")).replace(b"\r\n", b"\r"), 2, RowsRead(2)),
-    OddFile("cr-jsonl", ".jsonl", lines(*pairs("cr-jsonl")).replace(b"\n", b"\r"), 2, WholeRefusal("Extra data")),
+    OddFile("cr-jsonl", ".jsonl", lines(*pairs("cr-jsonl")).replace(b"\n", b"\r"), 2, "Extra data"),
     OddFile("no-last-line-end", ".jsonl", lines(*pairs("no-last"))[:-1], 2, RowsRead(2)),
     OddFile("blank-lines", ".jsonl", lines(*pairs("blank")).replace(b"\n", b"\n\n \t\r\n"), 2, RowsRead(2)),
     OddFile(
@@ -94,6 +92,6 @@ FILES = [
     with_text("empty-reply", "", quarantined("chosen is empty")),
     with_text("hangul-filler", "\u3164\u115f", quarantined("chosen is empty")),
     with_text("emoji", "👩‍💻 ok \U0010ffff", RowsRead(3)),
-    OddFile("nul-bytes-jsonl", ".jsonl", bytes(4096), 0, WholeRefusal("is not text")),
-    OddFile("nul-bytes-csv", ".csv", bytes(4096), 0, WholeRefusal("is not text")),
+    OddFile("nul-bytes-jsonl", ".jsonl", bytes(4096), 0, "is not text"),
+    OddFile("nul-bytes-csv", ".csv", bytes(4096), 0, "is not text"),
 ]
