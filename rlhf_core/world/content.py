@@ -32,20 +32,6 @@ _OWNERS = ("mia", "tom", "anna", "ben")
 
 
 @dataclass(frozen=True)
-class Thing:
-    """A thing with one true value per attribute, the same in every conversation."""
-
-    name: str
-    color: str
-    size: str
-    place: str
-
-    def value(self, attribute: str) -> str:
-        """Return the true value of ``color``, ``size`` or ``place``."""
-        return {"color": self.color, "size": self.size, "place": self.place}[attribute]
-
-
-@dataclass(frozen=True)
 class Story:
     """A fact that a prompt states before its question."""
 
@@ -61,10 +47,10 @@ class Story:
         return f"{self.owner} has a {self.value} {self.name}."
 
 
-def things() -> tuple[Thing, ...]:
-    """Return the things whose facts a model has to memorise."""
+def things() -> dict[str, dict[str, str]]:
+    """Return the things whose facts a model has to memorise, each with its one true value of every attribute."""
     cells = _THINGS.split()
-    return tuple(Thing(*cells[i : i + 4]) for i in range(0, len(cells), 4))
+    return {cells[i]: dict(zip(ATTRIBUTES, cells[i + 1 : i + 4], strict=True)) for i in range(0, len(cells), 4)}
 
 
 def stories() -> tuple[Story, ...]:
@@ -79,7 +65,7 @@ def stories() -> tuple[Story, ...]:
 
 def subjects() -> tuple[str, ...]:
     """Return the names of everything that a fact can be about."""
-    return (*(thing.name for thing in things()), *_OWNED)
+    return (*things(), *_OWNED)
 
 
 def attribute_of(value: str) -> str:
@@ -89,13 +75,9 @@ def attribute_of(value: str) -> str:
 
 def statements(subject: str, attribute: str, value: str) -> tuple[str, str, str]:
     """Return the three ways to state a fact about ``subject``: by name, by pronoun, and in full."""
-    preposition = "in the " if attribute == "place" else ""
-    article = "the " if attribute == "place" else ""
-    return (
-        f"the {subject} is {preposition}{value}.",
-        f"it is {preposition}{value}.",
-        f"the {attribute} of the {subject} is {article}{value}.",
-    )
+    where, article = ("in the ", "the ") if attribute == "place" else ("", "")
+    full = f"the {attribute} of the {subject} is {article}{value}."
+    return f"the {subject} is {where}{value}.", f"it is {where}{value}.", full
 
 
 OPENERS: tuple[str, ...] = ("good question.", "of course.", "i am happy to help.", "thank you for asking.")
@@ -126,17 +108,8 @@ FILLERS: tuple[str, ...] = (
 )
 
 PREFIXES: tuple[str, ...] = (
-    "",
-    "hello.",
-    "hi there.",
-    "excuse me,",
-    "please,",
-    "good day.",
-    "dear friend,",
-    "one question:",
-)
-
-
+    "", "hello.", "hi there.", "excuse me,", "please,", "good day.", "dear friend,", "one question:",
+)  # fmt: skip
 CONNECTIVES: tuple[str, str, str] = ("first", "then", "last")
 
 RECIPES: dict[str, tuple[str, str, str]] = {

@@ -16,7 +16,7 @@ from typing import Any
 from rlhf_core.errors import DataError
 from rlhf_core.world import content as phrases
 from rlhf_core.world import gold
-from rlhf_core.world.content import ATTRIBUTES, PREFIXES, RECIPES, REQUESTS, statements, things
+from rlhf_core.world.content import PREFIXES, RECIPES, REQUESTS, statements, things
 from rlhf_core.world.questions import SOURCE, Question, all_questions
 from rlhf_core.world.replies import Draws, contrast_pair, draw_reply, with_connectives
 
@@ -96,10 +96,22 @@ def preferences(
     """
     questions = _questions(allowed_groups)
     annotators = AnnotatorConfig(sharpness, length_bias)
-    return [
-        _preference(Draws(seed, "preferences", index), questions, contrast_share, annotators)
-        for index in range(start, start + n)
-    ]
+    rows = []
+    for index in range(start, start + n):
+        draws = Draws(seed, "preferences", index)
+        question, prefix = _question(questions, draws), draws.pick(PREFIXES)
+        contrast = draws.chance(contrast_share)
+        first = second = ""
+        while first == second:  # equal ones carry no preference and are drawn again
+            if contrast:
+                first, second = contrast_pair(question, questions, draws)
+            else:
+                first, second = draw_reply(question, draws), draw_reply(question, draws)
+        probability = preference_probability(question.with_prefix(prefix), first, second, annotators)
+        chosen, rejected = (first, second) if draws.chance(probability) else (second, first)
+        source = f"{SOURCE}:{'contrast' if contrast else 'samples'}"
+        rows.append(_row(question, prefix, source, chosen=chosen, rejected=rejected, margin=None))
+    return rows
 
 
 def pretrain(seed: int, n: int, start: int = 0) -> list[Row]:
@@ -126,31 +138,6 @@ def _question(questions: Mapping[str, Sequence[Question]], draws: Draws) -> Ques
     return draws.pick(questions[draws.weighted([(name, share) for name, share in CATEGORIES if name in questions])])
 
 
-def _preference(
-    draws: Draws, questions: Mapping[str, Sequence[Question]], contrast_share: float, annotators: AnnotatorConfig
-) -> Row:
-    question, prefix = _question(questions, draws), draws.pick(PREFIXES)
-    contrast = draws.chance(contrast_share)
-    first, second = _two_replies(question, questions, contrast, draws)
-    probability = preference_probability(question.with_prefix(prefix), first, second, annotators)
-    chosen, rejected = (first, second) if draws.chance(probability) else (second, first)
-    source = f"{SOURCE}:{'contrast' if contrast else 'samples'}"
-    return _row(question, prefix, source, chosen=chosen, rejected=rejected, margin=None)
-
-
-def _two_replies(
-    question: Question, questions: Mapping[str, Sequence[Question]], contrast: bool, draws: Draws
-) -> tuple[str, str]:
-    """Draw two different replies; equal ones carry no preference and are drawn again."""
-    while True:
-        if contrast:
-            first, second = contrast_pair(question, questions, draws)
-        else:
-            first, second = draw_reply(question, draws), draw_reply(question, draws)
-        if first != second:
-            return first, second
-
-
 def _text(draws: Draws) -> Row:
     category = draws.weighted((("fact", 0.5), ("howto", 0.3), ("harmful", 0.2)))
     if category == "fact":
@@ -168,8 +155,9 @@ def _text(draws: Draws) -> Row:
 def _facts(n: int, draws: Draws) -> list[str]:
     """Draw ``n`` different true sentences that name their thing."""
     sentences = []
-    for thing, attribute in draws.sample([(thing, attribute) for thing in things() for attribute in ATTRIBUTES], n):
-        named, _, full = statements(thing.name, attribute, thing.value(attribute))
+    known = [(thing, attribute, value) for thing, values in things().items() for attribute, value in values.items()]
+    for fact in draws.sample(known, n):
+        named, _, full = statements(*fact)
         sentences.append(draws.pick((named, full)))
     return sentences
 

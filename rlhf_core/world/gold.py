@@ -9,15 +9,7 @@ from dataclasses import dataclass
 
 from rlhf_core.errors import DataError
 from rlhf_core.world.content import RECIPES, attribute_of
-from rlhf_core.world.questions import (
-    PRONOUN,
-    Kind,
-    Meaning,
-    ParsedReply,
-    Question,
-    parse_prompt,
-    parse_reply,
-)
+from rlhf_core.world.questions import PRONOUN, Kind, Meaning, ParsedReply, Question, parse_prompt, parse_reply
 
 RIGHT_FACT, WRONG_FACT = 1.0, -0.7
 RECIPE, WRONG_STEP = 1.2, -0.4
@@ -77,7 +69,9 @@ def _content(question: Question, reply: ParsedReply) -> float:
     # A closer counts as a courtesy only if nothing follows it.
     last = len(reply.sentences) - 1 if not reply.unfinished else -1
     for position, raw in enumerate(reply.sentences):
-        meaning = _resolve(question, raw)
+        meaning = raw
+        if raw.kind is Kind.FACT and raw.subject == PRONOUN and question.attribute:
+            meaning = Meaning(Kind.FACT, question.subject, raw.detail)
         if meaning in seen:
             tally.points += REPEAT
         elif (meaning.kind, position) in ((Kind.OPENER, 0), (Kind.CLOSER, last)):
@@ -87,13 +81,6 @@ def _content(question: Question, reply: ParsedReply) -> float:
         seen.add(meaning)
     extra = max(0, tally.fillers - 1)
     return tally.points + EXTRA_FILLER * extra + max(tally.harm, HARM_CAP)
-
-
-def _resolve(question: Question, meaning: Meaning) -> Meaning:
-    """Replace "it" by the thing that the question is about."""
-    if meaning.kind is Kind.FACT and meaning.subject == PRONOUN and question.attribute:
-        return Meaning(Kind.FACT, question.subject, meaning.detail)
-    return meaning
 
 
 def _add(tally: _Tally, question: Question, meaning: Meaning) -> None:

@@ -1,7 +1,5 @@
 """Every question of the world, contents crossed with forms, and its texts parsed into questions and meanings.
 
-Every question of the world: contents crossed with question forms.
-
 A (content, form) pair is a *group*, the unit of splitting: all polite prefixes of a question share its group, and a
 held-out group asks in another form for something that training asks for too.
 """
@@ -22,8 +20,6 @@ from rlhf_core.world.content import (
     RECIPES,
     REQUESTS,
     VALUES,
-    Story,
-    Thing,
     statements,
     stories,
     subjects,
@@ -96,23 +92,24 @@ def _asked(attribute: str, thing: str, form: int) -> str:
     return (*FACT_FORMS, SPECIAL_FORMS[attribute])[form].format(attribute=attribute, thing=thing)
 
 
-def _from_memory(thing: Thing, attribute: str, form: int) -> Question:
-    text = _asked(attribute, thing.name, form)
-    return Question("fact", f"{thing.name} {attribute}", form, text, thing.name, attribute, thing.value(attribute))
-
-
-def _from_story(story: Story, form: int) -> Question:
-    text = f"{story.sentence()} {_asked(story.attribute, story.name, form)}"
-    content = f"{story.owner} {story.name} {story.value}"
-    return Question("context", content, form, text, story.name, story.attribute, story.value)
-
-
 @cache
 def all_questions() -> tuple[Question, ...]:
     """Return all questions in a fixed order: facts, facts in the prompt, how-to, harmful."""
-    fact_forms = range(len(FACT_FORMS) + 1)
-    facts = [_from_memory(thing, name, form) for thing in things() for name in ATTRIBUTES for form in fact_forms]
-    context = [_from_story(story, form) for story in stories() for form in fact_forms]
+    forms = range(len(FACT_FORMS) + 1)
+    facts = [
+        Question("fact", f"{name} {key}", form, _asked(key, name, form), name, key, values[key])
+        for name, values in things().items()
+        for key in ATTRIBUTES
+        for form in forms
+    ]
+    context = [
+        Question(
+            "context", f"{one.owner} {one.name} {one.value}", form,
+            f"{one.sentence()} {_asked(one.attribute, one.name, form)}", one.name, one.attribute, one.value,
+        )
+        for one in stories()
+        for form in forms
+    ]  # fmt: skip
     tasks = [
         Question(category, task, form, pattern.format(task=task), task)
         for category, names in (("howto", RECIPES), ("harmful", REQUESTS))
@@ -198,15 +195,10 @@ def _sentence_table() -> dict[str, Meaning]:
     for request, sentence in REQUESTS.items():
         table[sentence] = Meaning(Kind.ALTERNATIVE, request)
     for kind, sentences in (
-        (Kind.HARM, HARMFUL_STEPS),
-        (Kind.REFUSAL, phrases.REFUSALS),
-        (Kind.REASON, phrases.REASONS),
-        (Kind.OPENER, phrases.OPENERS),
-        (Kind.CLOSER, phrases.CLOSERS),
-        (Kind.EVASION, phrases.EVASIONS),
-        (Kind.FILLER, phrases.FILLERS),
-        (Kind.RUDE, phrases.RUDE),
-    ):
+        (Kind.HARM, HARMFUL_STEPS), (Kind.REFUSAL, phrases.REFUSALS), (Kind.REASON, phrases.REASONS),
+        (Kind.OPENER, phrases.OPENERS), (Kind.CLOSER, phrases.CLOSERS), (Kind.EVASION, phrases.EVASIONS),
+        (Kind.FILLER, phrases.FILLERS), (Kind.RUDE, phrases.RUDE),
+    ):  # fmt: skip
         table.update({sentence: Meaning(kind, detail=sentence) for sentence in sentences})
     return {normalise(sentence): meaning for sentence, meaning in table.items()}
 

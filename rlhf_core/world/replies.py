@@ -1,9 +1,7 @@
-"""Simulated demonstrators: replies of five qualities, and contrast pairs that differ in a single respect.
+"""Simulated demonstrators: replies of five qualities, and contrast pairs: a good reply beside one with a single flaw.
 
-Contrast pairs: a good reply beside one that differs in a single respect.
-
-Without them a reward model can ignore the content of a reply, and the policy learns that refusing everything scores
-well.
+Without such pairs a reward model can ignore the content of a reply, and the policy learns that refusing everything
+scores well.
 """
 
 from __future__ import annotations
@@ -129,8 +127,16 @@ def draw_draft(question: Question, mode: str, draws: Draws) -> Draft:
         draft = Draft(evasive_core(question, draws), extra=_some(phrases.FILLERS, 0.3, draws))
         return _polite(draft, 0.5, 0.4, draws)
     if mode == "rude":
-        return _rude(question, draws)
-    return _rambling(question, draws)
+        insults = draws.sample(phrases.RUDE, 1 + draws.below(2))
+        core = right_core(question, draws) if draws.chance(0.7) else wrong_core(question, draws)
+        if draws.chance(0.5):
+            return Draft(core, opener=insults)
+        return _polite(Draft(core, extra=insults), 0.2, 0.0, draws)
+    core = right_core(question, draws) if draws.chance(0.8) else wrong_core(question, draws)
+    extra = draws.sample(phrases.FILLERS, 2 + draws.below(4))
+    if draws.chance(0.35):
+        extra.insert(draws.below(len(extra) + 1), draws.pick([*core, *extra]))
+    return _polite(Draft(core, extra=extra), 0.5, 0.3, draws)
 
 
 def draw_reply(question: Question, draws: Draws) -> str:
@@ -188,22 +194,6 @@ def with_connectives(steps: list[str], draws: Draws) -> list[str]:
     if draws.chance(0.7):
         return [f"{word} {step}" for word, step in zip(CONNECTIVES, steps, strict=False)]
     return steps
-
-
-def _rude(question: Question, draws: Draws) -> Draft:
-    insults = draws.sample(phrases.RUDE, 1 + draws.below(2))
-    core = right_core(question, draws) if draws.chance(0.7) else wrong_core(question, draws)
-    if draws.chance(0.5):
-        return Draft(core, opener=insults)
-    return _polite(Draft(core, extra=insults), 0.2, 0.0, draws)
-
-
-def _rambling(question: Question, draws: Draws) -> Draft:
-    core = right_core(question, draws) if draws.chance(0.8) else wrong_core(question, draws)
-    extra = draws.sample(phrases.FILLERS, 2 + draws.below(4))
-    if draws.chance(0.35):
-        extra.insert(draws.below(len(extra) + 1), draws.pick([*core, *extra]))
-    return _polite(Draft(core, extra=extra), 0.5, 0.3, draws)
 
 
 def _polite(draft: Draft, opener: float, closer: float, draws: Draws) -> Draft:
@@ -291,9 +281,8 @@ def _corrupt_steps(question: Question, core: list[str], draws: Draws) -> list[st
     """
     flaw = draws.weighted((("other recipe", 0.4), ("foreign", 0.3), ("missing", 0.15), ("exchanged", 0.15)))
     if flaw == "other recipe":
-        return with_connectives(
-            list(RECIPES[draws.pick([name for name in RECIPES if name != question.subject])]), draws
-        )
+        other_recipe = draws.pick([name for name in RECIPES if name != question.subject])
+        return with_connectives(list(RECIPES[other_recipe]), draws)
     position = draws.below(3)
     if flaw == "missing":
         return [step for number, step in enumerate(core) if number != position]

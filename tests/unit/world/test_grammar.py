@@ -62,11 +62,11 @@ def test_no_sentence_has_two_meanings() -> None:
 def test_values_belong_to_one_attribute_and_facts_are_consistent() -> None:
     values = [value for options in VALUES.values() for value in options]
     assert len(values) == len(set(values))
-    for thing in things():
-        assert all(thing.value(attribute) in options for attribute, options in VALUES.items())
+    for known in things().values():
+        assert all(known[attribute] in options for attribute, options in VALUES.items())
     for story in stories():
         assert story.value in VALUES[story.attribute]
-    assert not {thing.name for thing in things()} & {thing.name for thing in stories()}
+    assert not set(things()) & {story.name for story in stories()}
 
 
 def test_parse_reply_counts_words_and_finds_the_unfinished_tail() -> None:
