@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 # Between lines passes a tenth of the time since the start, within these bounds in seconds: the first steps are seen at
@@ -16,14 +16,14 @@ SHORTEST_INTERVAL, LONGEST_INTERVAL = 1.0, 5.0
 QUIET_BELOW_SECONDS = 2.0
 
 
-class Progress(Protocol):
-    """What a loop reports to."""
+class Progress:
+    """What a loop reports to. This one shows nothing: of several ranks that do the same, the first reports."""
 
     def advance(self, n: int = 1, **metrics: float) -> None:
         """Move on by ``n`` steps and show ``metrics`` beside the count."""
 
 
-class LineProgress:
+class LineProgress(Progress):
     """Prints a line to stderr every few seconds, and a last one when the work is done."""
 
     def __init__(self, total: int, description: str) -> None:
@@ -53,14 +53,7 @@ class LineProgress:
             self.line()
 
 
-class SilentProgress:
-    """Shows nothing: of several ranks that do the same, the first reports."""
-
-    def advance(self, n: int = 1, **metrics: float) -> None:
-        """Accept and forget."""
-
-
-class BarProgress:
+class BarProgress(Progress):
     """A rich bar with the remaining time and the metrics."""
 
     def __init__(self, bar: Any, task: Any) -> None:
@@ -75,7 +68,7 @@ class BarProgress:
 def progress(total: int, description: str) -> Iterator[Progress]:
     """A :class:`Progress` over ``total`` units of work, closed with the block."""
     if os.environ.get("RANK", "0") != "0":
-        yield SilentProgress()
+        yield Progress()
         return
     if not sys.stderr.isatty():
         lines = LineProgress(total, description)

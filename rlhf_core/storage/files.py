@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from rlhf_core.errors import DataError, RlhfError, is_full_disk
@@ -137,19 +136,17 @@ class LockFile:
         self.stream: IO[str] = self.path.open("a+", encoding="utf-8")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stream.close()
 
-    def acquire(self, *, shared: bool = False) -> None:
-        """Wait until the lock is held: alone, or together with other ``shared`` holders."""
-        fcntl.flock(self.stream, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    def acquire(self) -> None:
+        """Wait until the lock is held."""
+        fcntl.flock(self.stream, fcntl.LOCK_EX)
 
-    def try_acquire(self, *, shared: bool = False) -> bool:
+    def try_acquire(self) -> bool:
         """Take the lock if that needs no waiting; whether it is held now."""
         try:
-            fcntl.flock(self.stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(self.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,26 +14,13 @@ from rlhf_core.training.run_context import RunContext
 Config = TypeVar("Config", bound=StageConfig)
 
 
-class Paths(Mapping[str, Path]):
+class Paths(dict[str, Path]):
     """Named paths with attribute access: ``inputs.clean``, ``outputs.model``."""
 
-    def __init__(self, paths: Mapping[str, Path]) -> None:
-        self._paths = dict(paths)
-
     def __getattr__(self, name: str) -> Path:
-        paths: dict[str, Path] = self.__dict__["_paths"]
-        if name not in paths:
-            raise AttributeError(f"no path named {name!r}; there are {', '.join(paths)}")
-        return paths[name]
-
-    def __getitem__(self, name: str) -> Path:
-        return self._paths[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
+        if name not in self:
+            raise AttributeError(f"no path named {name!r}; there are {', '.join(self)}")
+        return self[name]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -38,23 +39,16 @@ class StageExit:
     ended: float
 
     @classmethod
-    def done(cls, stage: str, started: float, ended: float) -> StageExit:
-        """The outcome of a stage that ended without an error."""
-        return cls(stage, EXIT_OK, "done", started, ended)
-
-    @classmethod
-    def failed(cls, stage: str, error: BaseException, started: float, ended: float) -> StageExit:
-        """The outcome of a stage that ``error`` ended."""
+    def now(cls, stage: str, started: float, error: BaseException | None) -> StageExit:
+        """The outcome of a stage that ends now, by ``error`` or well."""
+        code, message = EXIT_OK, "done"
         if isinstance(error, RlhfError):
-            return cls(stage, error.exit_code, str(error), started, ended)
-        if isinstance(error, KeyboardInterrupt):
-            return cls(stage, EXIT_INTERRUPTED, "interrupted", started, ended)
-        return cls(stage, 1, redacted(f"{type(error).__name__}: {error}"), started, ended)
-
-    @property
-    def explains(self) -> bool:
-        """Whether it names a cause of failure: the stage neither succeeded nor was merely stopped."""
-        return self.exit_code not in (EXIT_OK, EXIT_INTERRUPTED)
+            code, message = error.exit_code, str(error)
+        elif isinstance(error, KeyboardInterrupt):
+            code, message = EXIT_INTERRUPTED, "interrupted"
+        elif error is not None:
+            code, message = 1, redacted(f"{type(error).__name__}: {error}")
+        return cls(stage, code, message, started, time.time())
 
     def save(self, path: Path) -> None:
         """Write it as JSON, with the ``seconds`` that the stage took."""
@@ -147,18 +141,13 @@ def _agent(name: str, config: LaunchConfig, logs: Path) -> Any:
 
 def _terminate_ranks() -> bool:
     """Send SIGTERM to the ranks; False when none has been started yet."""
-    ranks = [child for child in psutil.Process().children() if _is_rank_process(child)]
-    for child in ranks:
+    found = False
+    for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            child.terminate()
-    return bool(ranks)
-
-
-def _is_rank_process(process: psutil.Process) -> bool:
-    try:
-        return process.environ().get("WORLD_SIZE", "1") != "1"
-    except psutil.Error:
-        return False
+            if child.environ().get("WORLD_SIZE", "1") != "1":
+                found = True
+                child.terminate()
+    return found
 
 
 def _failure(
@@ -168,7 +157,7 @@ def _failure(
     reported: dict[int, StageExit] = {}
     for number in failures:
         outcome = StageExit.load(outcome_path(outcomes, name, number))
-        if outcome is not None and outcome.explains:
+        if outcome is not None and outcome.exit_code not in (EXIT_OK, EXIT_INTERRUPTED):  # it names a cause
             reported[number] = outcome
     if preempted and not reported:
         return Preempted(f"{name} was stopped by SIGTERM before its ranks had begun; the same command starts it")

@@ -39,21 +39,9 @@ from rlhf_core.training.checkpoints.store import CheckpointStore
 from rlhf_core.training.run_context import RunContext
 
 STAGES = (
-    "collect",
-    "validate",
-    "base",
-    "sft",
-    "gate-sft",
-    "reward",
-    "referee",
-    "judge",
-    "gate-reward",
-    "critic",
-    "ppo",
-    "evaluate",
-    "gate-policy",
-    "report",
-)
+    "collect", "validate", "base", "sft", "gate-sft", "reward", "referee", "judge", "gate-reward", "critic", "ppo",
+    "evaluate", "gate-policy", "report",
+)  # fmt: skip
 
 
 def load_stage(name: str, method: Method = "ppo") -> Stage[Any]:
@@ -96,22 +84,15 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
             raise failure from error
         raise
     finally:
-        ended = time.time()
-        outcome = StageExit.done(name, started, ended)
-        if failure is not None:
-            outcome = StageExit.failed(name, failure, started, ended)
-        _save_outcome(workspace / OUTCOMES, outcome)
-
-
-def _save_outcome(folder: Path, outcome: StageExit) -> None:
-    try:
-        if launcher.is_rank():
-            outcome.save(outcome_path(folder, outcome.stage, launcher.rank()))
-        if launcher.rank() == 0:
-            outcome.save(outcome_path(folder, outcome.stage))
-    except (OSError, RlhfError) as error:
-        # The stage's own end must still be reported where the disk is too full to note it.
-        logger.warning("the outcome of %s could not be written: %s", outcome.stage, error)
+        outcome, folder = StageExit.now(name, started, failure), workspace / OUTCOMES
+        try:
+            if launcher.is_rank():
+                outcome.save(outcome_path(folder, name, launcher.rank()))
+            if launcher.rank() == 0:
+                outcome.save(outcome_path(folder, name))
+        except (OSError, RlhfError) as error:
+            # The stage's own end must still be reported where the disk is too full to note it.
+            logger.warning("the outcome of %s could not be written: %s", name, error)
 
 
 @dataclass(frozen=True)
@@ -160,9 +141,8 @@ def _run_on_rank_zero(run: _StageRun) -> dict[str, Any]:
     """Run the stage with its real outputs and remove its partial state afterwards."""
     stage, workspace = run.stage, run.workspace
     work = workspace / "work" / stage.name / work_key(stage, run.config, run.inputs)
-    outputs = Paths({name: workspace / path for name, path in stage.outputs.items()})
-    for path in (*outputs.values(), work):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    work.parent.mkdir(parents=True, exist_ok=True)
+    outputs = _outputs(stage, workspace)
     store = _checkpoint_store(run, work)
     with stage_tracker(stage.name, workspace, run.params.tracking.experiment) as tracker:
         context = RunContext(work, tracker, run.preemption, store, run.launch, workspace, workspace / TOKENS)
@@ -204,20 +184,21 @@ def _run_on_other_rank(run: _StageRun) -> dict[str, Any]:
 
     stage = run.stage
     with tempfile.TemporaryDirectory(prefix=f"rlhf-{stage.name}-") as scratch:
-        outputs = Paths({key: Path(scratch, path) for key, path in stage.outputs.items()})
-        for path in outputs.values():
-            path.parent.mkdir(parents=True, exist_ok=True)
+        outputs, work = _outputs(stage, Path(scratch)), Path(scratch, "work")
         context = RunContext(
-            Path(scratch, "work"),
-            preemption=run.preemption,
-            launch=run.launch,
-            folder=run.workspace,
-            tokens=run.workspace / TOKENS,
+            work, preemption=run.preemption, launch=run.launch, folder=run.workspace, tokens=run.workspace / TOKENS
         )
         try:
             return dict(stage.run(run.config, run.inputs, outputs, context))
         except NonzeroRankReleased:
             return {}
+
+
+def _outputs(stage: Stage[Any], root: Path) -> Paths:
+    outputs = Paths({name: root / path for name, path in stage.outputs.items()})
+    for path in outputs.values():
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return outputs
 
 
 def _inputs(stage: Stage[Any], workspace: Path) -> Paths:
