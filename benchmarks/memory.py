@@ -87,10 +87,10 @@ def main() -> int:
     for subject in subjects():
         measured = measure(subject, STAGES)
         rows = [
-            (f"{stage.stage}: {phase.name}", phase.use.total, measured[stage.stage][phase.name])
+            (f"{stage.stage}: {name}", use.total, measured[stage.stage][name])
             for stage in estimate_memory(subject.inputs, STAGES).stages
-            for phase in stage.phases
-            if phase.name in measured[stage.stage]
+            for name, use in stage.phases.items()
+            if name in measured[stage.stage]
         ]
         _compare(subject.name, rows)
     return 0
@@ -104,7 +104,7 @@ def _of_workspace(workspace: Path, names: Sequence[str], whole_process: bool) ->
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                 rows.append((stage.stage, stage.process, pool.submit(peak_of_process, stage.stage, workspace).result()))
         else:
-            rows.append((stage.stage, stage.peak.use.total, _peak_of_tensors(stage.stage, workspace)))
+            rows.append((stage.stage, stage.peak, _peak_of_tensors(stage.stage, workspace)))
     return rows
 
 

@@ -159,7 +159,6 @@ def plan(
     lora_rank: Annotated[int | None, typer.Option(help="Adapters of this rank instead of all weights.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt of rollouts.")] = None,
     config: Annotated[Path | None, typer.Option(help="config.json in place of the starting model's.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", hidden=True)] = False,
     check: Annotated[bool, typer.Option("--check", help="Print one line; exit with 2 if it cannot fit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import ModelError, first_line
 from rlhf_core.models import foreign
 from rlhf_core.models.adapters import limit_layers
 from rlhf_core.models.io import require_no_adapter
@@ -28,41 +28,45 @@ SCRATCH_SIZES = (
 )  # fmt: skip
 
 
-def _llama(hidden: int, intermediate: int, layers: int, heads: int, positions: int) -> dict[str, Any]:
-    return {
-        "model_type": "llama", "vocab_size": 32000, "hidden_size": hidden, "intermediate_size": intermediate,
+def _sizes(
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    positions: int,
+    vocabulary: int = 32000,
+    family: str = "llama",
+    **others: Any,
+) -> dict[str, Any]:
+    return others | {
+        "model_type": family, "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": intermediate,
         "num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": positions,
     }  # fmt: skip
 
 
 def _smollm2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    sizes = {"vocab_size": 49152, "num_key_value_heads": kv_heads, "tie_word_embeddings": True}
-    return _llama(hidden, intermediate, layers, heads, 8192) | sizes
-
-
-def _qwen2(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool
-) -> dict[str, Any]:
-    sizes = {
-        "model_type": "qwen2", "vocab_size": vocabulary, "num_key_value_heads": kv_heads, "tie_word_embeddings": tied,
-    }  # fmt: skip
-    return _llama(hidden, intermediate, layers, heads, 32768) | sizes
+    sizes = _sizes(hidden, intermediate, layers, heads, 8192, 49152)
+    return sizes | {"num_key_value_heads": kv_heads, "tie_word_embeddings": True}
 
 
 # Sizes of the models that profiles and documentation name, so that they can be planned offline. LLaMA: Touvron et al.
 # 2023, table 2 (feed-forward 2/3 of 4H, rounded up to a multiple of 256); Llama 2 has twice the positions. SmolLM2 and
 # Qwen2.5: their model cards.
 PUBLISHED_CONFIGS = {
-    "huggyllama/llama-7b": _llama(4096, 11008, 32, 32, 2048),
-    "huggyllama/llama-13b": _llama(5120, 13824, 40, 40, 2048),
-    "meta-llama/Llama-2-7b-hf": _llama(4096, 11008, 32, 32, 4096),
-    "meta-llama/Llama-2-13b-hf": _llama(5120, 13824, 40, 40, 4096),
+    "huggyllama/llama-7b": _sizes(4096, 11008, 32, 32, 2048),
+    "huggyllama/llama-13b": _sizes(5120, 13824, 40, 40, 2048),
+    "meta-llama/Llama-2-7b-hf": _sizes(4096, 11008, 32, 32, 4096),
+    "meta-llama/Llama-2-13b-hf": _sizes(5120, 13824, 40, 40, 4096),
     "HuggingFaceTB/SmolLM2-135M": _smollm2(576, 1536, 30, 9, 3),
     "HuggingFaceTB/SmolLM2-135M-Instruct": _smollm2(576, 1536, 30, 9, 3),
     "HuggingFaceTB/SmolLM2-360M": _smollm2(960, 2560, 32, 15, 5),
     "HuggingFaceTB/SmolLM2-1.7B": _smollm2(2048, 8192, 24, 32, 32),
-    "Qwen/Qwen2.5-0.5B": _qwen2(896, 4864, 24, 14, 2, 151936, tied=True),
-    "Qwen/Qwen2.5-7B": _qwen2(3584, 18944, 28, 28, 4, 152064, tied=False),
+    "Qwen/Qwen2.5-0.5B": _sizes(
+        896, 4864, 24, 14, 32768, 151936, "qwen2", num_key_value_heads=2, tie_word_embeddings=True
+    ),
+    "Qwen/Qwen2.5-7B": _sizes(
+        3584, 18944, 28, 28, 32768, 152064, "qwen2", num_key_value_heads=4, tie_word_embeddings=False
+    ),
 }
 
 
@@ -134,24 +138,22 @@ def starting_architecture(base: BaseConfig, root: Path, config_file: Path | None
         ModelError: No configuration can be found. Only a hub id that :data:`PUBLISHED_CONFIGS` lacks is asked for on
             the hub, for its config.json alone.
     """
-    if config_file is None and base.source == "scratch":
+    folder = root / Path(base.source).expanduser()
+    if config_file is not None:
+        architecture = architecture_of_file(config_file)
+    elif base.source == "scratch":
         return _from_scratch(base, root / "models" / "base" / "config.json")
-    architecture = architecture_of_file(config_file) if config_file is not None else _loaded_architecture(base, root)
+    elif is_gguf(folder):
+        architecture = Architecture.of(gguf_config(folder).to_dict(), base.source)
+    elif folder.is_dir():
+        require_no_adapter(folder)
+        architecture = architecture_of_file(folder / "config.json")
+    elif base.source in PUBLISHED_CONFIGS:
+        architecture = Architecture.of(PUBLISHED_CONFIGS[base.source], base.source)
+    else:
+        architecture = _from_hub(base.source, base.revision)
     require_decoder_only(architecture.config(None), config_file or base.source)
     return architecture
-
-
-def _loaded_architecture(base: BaseConfig, root: Path) -> Architecture:
-    """The architecture of a model that is not made from nothing."""
-    folder = root / Path(base.source).expanduser()
-    if is_gguf(folder):
-        return Architecture.of(gguf_config(folder).to_dict(), base.source)
-    if folder.is_dir():
-        require_no_adapter(folder)
-        return architecture_of_file(folder / "config.json")
-    if base.source in PUBLISHED_CONFIGS:
-        return Architecture.of(PUBLISHED_CONFIGS[base.source], base.source)
-    return _from_hub(base.source, base.revision)
 
 
 def architecture_of_file(file: Path) -> Architecture:
@@ -209,9 +211,8 @@ def _from_hub(source: str, revision: str | None) -> Architecture:
     except ModelError as error:
         raise ModelError(f"{error}; or give its config.json with --config FILE") from error
     except Exception as error:  # the hub client raises its own, OSError and ValueError
-        first = str(error).strip().split("\n", 1)[0]
         raise ModelError(
-            f"the sizes of {source} are unknown here and its config.json cannot be fetched ({first}); give one with "
-            f"--config FILE, or name one of {', '.join(sorted(PUBLISHED_CONFIGS))}"
+            f"the sizes of {source} are unknown here and its config.json cannot be fetched ({first_line(error)}); give "
+            f"one with --config FILE, or name one of {', '.join(sorted(PUBLISHED_CONFIGS))}"
         ) from error
     return architecture_of_file(Path(file))

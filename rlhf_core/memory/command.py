@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -28,27 +28,46 @@ from rlhf_core.memory.stages import STAGES, estimate_memory, planned_stages
 MIB = 1 << 20
 # Of MEMORY_KINDS, short enough for a table of 80 columns.
 COLUMNS = ("weights", "grads", "optim", "activ", "cache", "logits", "other", "total")
+LARGER = "more or larger GPUs, or a smaller model"
 
 
 def estimate_text(estimate: MemoryEstimate, advice: Sequence[MemoryAdvice] = ()) -> str:
     """Roles and phases of every stage, the peak against the limit, and what to change."""
-    stages = [_stage_text(stage, for_gpu=estimate.limit is not None) for stage in estimate.stages]
-    blocks = [_heading(estimate), *stages, _verdict(estimate), *(_advice_text(one) for one in advice)]
-    return "\n\n".join(blocks)
+    inputs, lengths, worst, limit = estimate.inputs, estimate.inputs.lengths, estimate.worst, estimate.limit
+    config = inputs.architecture.config(None)
+    heading = (
+        f"model   {_policy_parameters(estimate) / 1e6:.1f} M parameters in {planned_precision(inputs.params)}: "
+        f"{inputs.architecture.layers} layers, hidden {config.hidden_size}, vocabulary {config.vocab_size}"
+        f"{', tied' if config.tie_word_embeddings else ''}\n"
+        f"tokens  prompt {lengths.prompt} + reply {inputs.params.ppo.max_new_tokens}, SFT "
+        f"{lengths.demonstrations.width}, pairs {lengths.pairs.width}, ptx {lengths.ptx.width}\n"
+        f"        from {lengths.source}"
+    )
+    verdict = f"peak {gib(worst.peak)} per GPU: {worst.stage}, {worst.worst_phase}."
+    if limit is None:
+        verdict += "\nGive --gpu-memory (GiB) to learn whether it fits"
+    else:
+        share = worst.peak / limit if limit else float("inf")
+        verdict += (
+            f" It {'fits' if estimate.fits else 'DOES NOT FIT'}: {share:.0%} of the {gib(limit)} that tensors may"
+        )
+        verdict += f" take of {_gpu_memory(estimate)}"
+    stages = [_stage_text(stage, for_gpu=limit is not None) for stage in estimate.stages]
+    return "\n\n".join([heading, *stages, verdict, *map(_advice_text, advice)])
 
 
 def refusal_line(estimate: MemoryEstimate, advice: Sequence[MemoryAdvice]) -> str:
     """Why the estimate does not fit, and the settings with which it would, in one line."""
     stage = estimate.worst
     reason = (
-        f"{stage.stage} does not fit: {gib(stage.peak.use.total)} of tensors in '{stage.peak.name}' on "
+        f"{stage.stage} does not fit: {gib(stage.peak)} of tensors in '{stage.worst_phase}' on "
         f"{_gpus(stage.layout)} of {_gpu_memory(estimate)}, where {gib(estimate.limit or 0)} may be used"
     )
     for one in advice:
         if one.stage == stage.stage and one.fits:
             changes = " ".join(step.assignments for step in one.steps)
-            return f"{reason}; it would fit with {changes} ({gib(one.steps[-1].after.peak.use.total)})"
-    return f"{reason}; no setting makes it fit: take more or larger GPUs, or a smaller model"
+            return f"{reason}; it would fit with {changes} ({gib(one.steps[-1].after.peak)})"
+    return f"{reason}; no setting makes it fit: take {LARGER}"
 
 
 def estimate_json(estimate: MemoryEstimate, advice: Sequence[MemoryAdvice]) -> dict[str, Any]:
@@ -58,11 +77,30 @@ def estimate_json(estimate: MemoryEstimate, advice: Sequence[MemoryAdvice]) -> d
         "peak": estimate.peak,
         "limit": estimate.limit,
         "stage": estimate.worst.stage,
-        "phase": estimate.worst.peak.name,
+        "phase": estimate.worst.worst_phase,
         "parameters": _policy_parameters(estimate),
         "lengths": estimate.inputs.lengths.source,
-        "stages": {stage.stage: _stage_json(stage) for stage in estimate.stages},
-        "advice": {one.stage: _advice_json(one) for one in advice},
+        "stages": {
+            stage.stage: {
+                "placement": vars(stage.layout),
+                "peak": stage.peak,
+                "host": stage.host,
+                "process": stage.process,
+                "roles": {
+                    role.name: _use_json(role.footprint.held) | {"parameters": role.footprint.parameters}
+                    for role in stage.roles
+                },
+                "phases": {name: _use_json(use) for name, use in stage.phases.items()},
+            }
+            for stage in estimate.stages
+        },
+        "advice": {
+            one.stage: {
+                "fits": one.fits,
+                "steps": [{"changes": step.changes, "peak": step.after.peak} for step in one.steps],
+            }
+            for one in advice
+        },
     }
 
 
@@ -76,33 +114,26 @@ def _policy_parameters(estimate: MemoryEstimate) -> int:
     return model_size(ModelVariant(inputs.architecture, "causal_lm", planned_precision(inputs.params))).parameters
 
 
-def _heading(estimate: MemoryEstimate) -> str:
-    inputs = estimate.inputs
-    config, lengths = inputs.architecture.config(None), inputs.lengths
-    return (
-        f"model   {_policy_parameters(estimate) / 1e6:.1f} M parameters in {planned_precision(inputs.params)}: "
-        f"{inputs.architecture.layers} layers, hidden {config.hidden_size}, vocabulary {config.vocab_size}"
-        f"{', tied' if config.tie_word_embeddings else ''}\n"
-        f"tokens  prompt {lengths.prompt} + reply {inputs.params.ppo.max_new_tokens}, SFT "
-        f"{lengths.demonstrations.width}, pairs {lengths.pairs.width}, ptx {lengths.ptx.width}\n"
-        f"        from {lengths.source}"
-    )
-
-
 def _stage_text(stage: StageEstimate, *, for_gpu: bool) -> str:
     """What the stage's models hold and what its phases need, in GiB, or in MiB where that is easier to read; and the
     whole process on a CPU, unless the plan is for a GPU of known memory."""
-    unit, name = (GIB, "GiB") if stage.peak.use.total >= GIB else (MIB, "MiB")
+    unit, name = (GIB, "GiB") if stage.peak >= GIB else (MIB, "MiB")
     table = Table(f"{name} per GPU", box=None, pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, justify="right")
-    if stage.roles:
-        table.add_row("held throughout")
-    for role in stage.roles:
-        table.add_row(f"  {role.name}", *_cells(role.footprint.held, unit))
-    table.add_row("at each phase's peak")
-    for phase in stage.phases:
-        table.add_row(f"  {phase.name}{' *' if phase is stage.peak else ''}", *_cells(phase.use, unit))
+
+    def add(title: str, uses: Mapping[str, MemoryUse]) -> None:
+        if uses:
+            table.add_row(title)
+        for name, use in uses.items():
+            sizes = [*(getattr(use, kind) for kind in MEMORY_KINDS), use.total]
+            # Five characters at most below 10,000: hundreds need no second decimal.
+            cells = [f"{size / unit:.{2 if size < 99.995 * unit else 1}f}" if size else "" for size in sizes]
+            table.add_row(f"  {name}", *cells)
+
+    add("held throughout", {role.name: role.footprint.held for role in stage.roles})
+    marked = {f"{name} *" if name == stage.worst_phase else name: use for name, use in stage.phases.items()}
+    add("at each phase's peak", marked)
     console = Console(file=io.StringIO(), width=200, color_system=None)
     with console.capture() as capture:
         console.print(table, highlight=False)
@@ -116,39 +147,24 @@ def _stage_text(stage: StageEstimate, *, for_gpu: bool) -> str:
     return "\n".join(lines)
 
 
-def _cells(use: MemoryUse, unit: int) -> tuple[str, ...]:
-    sizes = [*(getattr(use, kind) for kind in MEMORY_KINDS), use.total]
-    # Five characters at most below 10,000: hundreds need no second decimal.
-    return tuple(f"{size / unit:.{2 if size < 99.995 * unit else 1}f}" if size else "" for size in sizes)
-
-
-def _verdict(estimate: MemoryEstimate) -> str:
-    stage, limit = estimate.worst, estimate.limit
-    peak = f"peak {gib(estimate.peak)} per GPU: {stage.stage}, {stage.peak.name}"
-    if limit is None:
-        return f"{peak}.\nGive --gpu-memory (GiB) to learn whether it fits"
-    share = estimate.peak / limit if limit else float("inf")
-    verdict = "fits" if estimate.fits else "DOES NOT FIT"
-    return f"{peak}. It {verdict}: {share:.0%} of the {gib(limit)} that tensors may take of {_gpu_memory(estimate)}"
-
-
 def _advice_text(advice: MemoryAdvice) -> str:
     if not advice.steps:
-        return f"{advice.stage}: no setting helps; take more or larger GPUs, or a smaller model"
+        return f"{advice.stage}: no setting helps; take {LARGER}"
     lines = [f"to make {advice.stage} fit, each with those before it:"]
     for number, step in enumerate(advice.steps, 1):
-        peak = step.after.peak
-        lines.append(f"  {number}. {step.assignments}: {gib(peak.use.total)} ({peak.name})")
-    lines.append("  so it fits" if advice.fits else "  that is not enough: more or larger GPUs, or a smaller model")
+        lines.append(f"  {number}. {step.assignments}: {gib(step.after.peak)} ({step.after.worst_phase})")
+    lines.append("  so it fits" if advice.fits else f"  that is not enough: {LARGER}")
     return "\n".join(lines)
 
 
 def _layout_text(layout: ParallelLayout) -> str:
+    offloaded = {"optimiser": layout.offload_optimizer, "parameters": layout.offload_parameters}
     options = [
         "plain torch" if layout.engine == "local" else f"DeepSpeed ZeRO {layout.zero}",
         "gradient checkpointing" if layout.gradient_checkpointing else "",
-        "optimiser and parameters offloaded" if layout.offload_parameters else "",
-        "optimiser offloaded" if layout.offload_optimizer and not layout.offload_parameters else "",
+        " and ".join(what for what, away in offloaded.items() if away) + " offloaded"
+        if any(offloaded.values())
+        else "",
         {"device": "", "offload": "frozen models offloaded", "sharded": "frozen models sharded"}[layout.frozen],
     ]
     return ", ".join([_gpus(layout), *filter(None, options)])
@@ -160,25 +176,6 @@ def _gpus(layout: ParallelLayout) -> str:
 
 def _gpu_memory(estimate: MemoryEstimate) -> str:
     return f"{estimate.inputs.params.plan.gpu_memory_gb:g} GiB"
-
-
-def _stage_json(stage: StageEstimate) -> dict[str, Any]:
-    return {
-        "placement": vars(stage.layout),
-        "peak": stage.peak.use.total,
-        "host": stage.host,
-        "process": stage.process,
-        "roles": {
-            role.name: _use_json(role.footprint.held) | {"parameters": role.footprint.parameters}
-            for role in stage.roles
-        },
-        "phases": {phase.name: _use_json(phase.use) for phase in stage.phases},
-    }
-
-
-def _advice_json(advice: MemoryAdvice) -> dict[str, Any]:
-    steps = [{"changes": step.changes, "peak": step.after.peak.use.total} for step in advice.steps]
-    return {"fits": advice.fits, "steps": steps}
 
 
 def _use_json(use: MemoryUse) -> dict[str, int]:
@@ -258,8 +255,7 @@ def estimate_of(request: PlanRequest) -> MemoryEstimate:
     lengths = lengths or lengths_from_limits(params, architecture.positions)
     if request.options.prompt_tokens is not None:
         lengths = replace(lengths, prompt=request.options.prompt_tokens)
-    inputs = EstimateInputs(params, architecture, lengths, request.root)
-    return estimate_memory(inputs, request.stages)
+    return estimate_memory(EstimateInputs(params, architecture, lengths, request.root), request.stages)
 
 
 def describe(estimate: MemoryEstimate, *, as_json: bool = False) -> str:

@@ -1,16 +1,11 @@
 """Passes of models run on shapes alone: the bytes that each moment of a pass allocates, at any size of model.
 
 Parameters and batches are fake tensors, which have a shape and a pretended device but no storage, so the pipeline's own
-modules and distributions run as they do with data, and :class:`TensorMemory` counts what they would have allocated.
+modules and distributions run as they do with data, and :class:`TensorMemory` counts what a GPU's allocator would hold.
 
 Decoder layers are alike, so a pass is run with three of them at most: what the layer in the middle leaves behind counts
 once for each layer between the first and the last. The most is held in the first or the last one, since from layer to
 layer bytes grow or shrink by the same amount.
-
-Bytes of live tensors, counted as operations allocate storages and as storages are freed.
-
-It is what a GPU's allocator would report, without a GPU. Fake tensors are counted by their shapes, so a model of any
-size can be measured without its weights.
 """
 
 from __future__ import annotations
@@ -63,10 +58,6 @@ class MemoryUse:
     def __add__(self, more: MemoryUse) -> MemoryUse:
         return MemoryUse(*(getattr(self, kind) + getattr(more, kind) for kind in MEMORY_KINDS))
 
-    def with_gradients(self, gradients: int) -> MemoryUse:
-        """The same with ``gradients`` in place of its own."""
-        return replace(self, gradients=gradients)
-
 
 MEMORY_KINDS = tuple(field.name for field in fields(MemoryUse))
 
@@ -96,9 +87,8 @@ class TensorMemory(TorchDispatchMode):
         self.segments: list[MemoryUse] = []
         self._bytes = dict.fromkeys(MEMORY_KINDS, 0)
         self._at_peak = dict(self._bytes)
-        # By storage: its kind and the bytes that it counts, and what is to be done when it is freed.
+        # By storage: its kind and the bytes that it counts.
         self._counted: dict[int, tuple[str, int]] = {}
-        self._finalizers: dict[int, weakref.finalize[Any, Any]] = {}
         for module in modules:
             self.hold([*module.parameters(), *module.buffers()])
 
@@ -159,12 +149,11 @@ class TensorMemory(TorchDispatchMode):
         if key not in self._counted and size:
             self._counted[key] = kind, size
             # torch keeps the Python object of a storage for as long as the storage itself lives.
-            self._finalizers[key] = weakref.finalize(storage, self._freed, key)
+            weakref.finalize(storage, self._freed, key)
             self._add(kind, size)
 
     def _freed(self, key: int) -> None:
         kind, size = self._counted.pop(key)
-        del self._finalizers[key]
         self._add(kind, -size)
 
     def _add(self, kind: str, size: int) -> None:
@@ -248,6 +237,10 @@ def model_size(variant: ModelVariant) -> ModelSize:
     ]
     parameters = list(model.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def total(measure: Callable[[Any], int], over: Iterable[Tensor]) -> int:
+        return sum(repeats.get(id(one), 1) * measure(one) for one in over)
+
     gradients = optimizer = 0
     if trainable:
         with _fake_mode():
@@ -258,20 +251,19 @@ def model_size(variant: ModelVariant) -> ModelSize:
                 one.grad = torch.empty_like(one)
             adamw.step()
             adamw.zero_grad(set_to_none=True)
-            for parameter, one in updated.items():
-                repeat, copy = repeats.get(id(parameter), 1), one.nbytes if one is not parameter else 0
-                gradients += repeat * one.nbytes
-                optimizer += repeat * (copy + sum(slot.nbytes for slot in adamw.state[one].values()))
+            gradients = total(lambda one: updated[one].nbytes, trainable)
+            optimizer = total(lambda one: updated[one].nbytes if updated[one] is not one else 0, trainable)
+            optimizer += total(lambda one: sum(slot.nbytes for slot in adamw.state[updated[one]].values()), trainable)
             masters.detach()
     return ModelSize(
-        parameters=sum(repeats.get(id(one), 1) * one.numel() for one in parameters),
-        trainable=sum(repeats.get(id(one), 1) * one.numel() for one in trainable),
-        weights=sum(repeats.get(id(one), 1) * one.nbytes for one in parameters),
-        trainable_weights=sum(repeats.get(id(one), 1) * one.nbytes for one in trainable),
+        parameters=total(Tensor.numel, parameters),
+        trainable=total(Tensor.numel, trainable),
+        weights=total(lambda one: one.nbytes, parameters),
+        trainable_weights=total(lambda one: one.nbytes, trainable),
         gradients=gradients,
         optimizer=optimizer,
-        linear=sum(repeats.get(id(one), 1) * one.numel() for one in matrices),
-        matrices=sum(repeats.get(id(one), 1) for one in matrices),
+        linear=total(Tensor.numel, matrices),
+        matrices=total(lambda one: 1, matrices),
         largest=max((one.numel() for one in matrices), default=0),
     )
 

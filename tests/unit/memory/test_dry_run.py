@@ -40,10 +40,12 @@ PASSES: dict[str, Callable[[Architecture, bool], Moments]] = {
     "SFT held out": lambda a, c: passes.reply_loss(policy(a).in_inference, BATCH),
     "reward": lambda a, c: passes.pair_loss(scalar(a, reward=True, checkpointing=c), BATCH),
     "reward held out": lambda a, c: passes.reply_scores(scalar(a), BATCH),
-    "policy": lambda a, c: passes.policy_loss(policy(a, checkpointing=c), BATCH, SAMPLING, True, True, False),
+    "policy": lambda a, c: passes.reply_statistics(policy(a, checkpointing=c), BATCH, SAMPLING, True, "frozen"),
     "critic": lambda a, c: passes.value_loss(scalar(a, checkpointing=c), BATCH, SAMPLING, True),
-    "rollout": lambda a, c: passes.rollout_scores(policy(a), scalar(a), False, BATCH, SAMPLING),
-    "drift": lambda a, c: passes.reply_logprobs(policy(a), BATCH, SAMPLING),
+    "rollout": lambda a, c: passes.reply_statistics(
+        policy(a).in_inference, BATCH, SAMPLING, True, "frozen", critic=scalar(a)
+    ),
+    "drift": lambda a, c: passes.reply_statistics(policy(a).in_inference, BATCH, SAMPLING),
     "generation": lambda a, c: passes.generation(policy(a), 4, 24, SAMPLING),
     "filtered": lambda a, c: passes.generation(policy(a), 4, 24, EvaluationSampling(SAMPLING, 0.9, 1.1)),
 }
@@ -78,7 +80,7 @@ def test_lower_layers_without_adapters_are_stood_for_on_their_own(monkeypatch: p
     upper = LoraConfig(rank=4, upper_layers=5)
 
     def update(architecture: Architecture, lora: LoraConfig) -> Moments:
-        return passes.policy_loss(policy(architecture, lora=lora), BATCH, SAMPLING, True, False, False)
+        return passes.reply_statistics(policy(architecture, lora=lora), BATCH, SAMPLING, True)
 
     twelve = subjects.llama(900, 64, 176, 12, 4, 2, tied=False)
     extrapolated = largest(update(twelve, upper))
@@ -131,7 +133,8 @@ def test_activations_at_the_widths_of_llama_7b_are_those_counted_by_hand() -> No
 def test_the_cache_and_logits_of_llama_7b_are_those_counted_by_hand() -> None:
     use = largest(passes.generation(policy(LLAMA), ROWS, WIDTH - 512, Sampling(-1, 0, 512)))
     assert use.kv_cache == pytest.approx(2 * 32 * 4096 * 2 * ROWS * WIDTH, rel=0.03)
-    scores = largest(passes.rollout_scores(policy(LLAMA), None, False, BatchShape(ROWS, WIDTH), Sampling(-1, 0, 512)))
+    model, batch = policy(LLAMA).in_inference, BatchShape(ROWS, WIDTH)
+    scores = largest(passes.reply_statistics(model, batch, Sampling(-1, 0, 512), True, "frozen"))
     # Log-probabilities of policy and reference, and of the exact KL the exponential, the difference and the product.
     assert scores.logits == pytest.approx(5 * 4 * ROWS * 512 * 32000, rel=0.01)
 
@@ -140,7 +143,7 @@ def test_the_cache_and_logits_of_llama_7b_are_those_counted_by_hand() -> None:
 def test_more_rows_take_as_much_more() -> None:
     """Beside the weights and their gradients everything is proportional to the rows."""
     few, many = (
-        largest(passes.policy_loss(policy(GROUPED), BatchShape(rows, 40), SAMPLING, False, False, True))
+        largest(passes.reply_statistics(policy(GROUPED), BatchShape(rows, 40), SAMPLING, accumulated=True))
         for rows in (8, 16)
     )
     assert many.activations + many.logits == pytest.approx(2 * (few.activations + few.logits), rel=0.02)

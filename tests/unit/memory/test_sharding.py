@@ -16,12 +16,12 @@ from rlhf_core.memory.dry_run import MemoryUse, ModelSize, ModelVariant, model_s
 from rlhf_core.memory.estimate import ModelRole, StageEstimate
 from rlhf_core.memory.sharding import (
     GIB,
-    DeviceBudget,
     ParallelLayout,
     frozen_footprint,
     packed_size,
     parallel_layout,
     trained_footprint,
+    usable_memory,
 )
 from rlhf_core.memory.stages import estimate_memory, estimate_stage, planned_stages
 
@@ -136,8 +136,7 @@ def test_what_the_engine_would_refuse_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_gpu_keeps_a_share_of_its_memory_to_itself() -> None:
-    assert DeviceBudget(22).usable == 20 * GIB
-    assert DeviceBudget(0.5).usable == 0
+    assert (usable_memory(22), usable_memory(0.5)) == (20 * GIB, 0)
 
 
 def ppo(**changes: Any) -> StageEstimate:
@@ -152,7 +151,7 @@ def test_ppo_keeps_the_models_that_its_settings_ask_for() -> None:
     assert roles_of(ppo()) == ["policy", "critic", "reference", "reward", "referee"]
     shared = ppo(critic_mode="shared", critic_optimizer=None)
     assert roles_of(shared) == ["policy", "reference", "reward", "referee"]
-    assert "update critic" not in [phase.name for phase in shared.phases]
+    assert "update critic" not in shared.phases
     ensemble = {"sources": [{"kind": "ensemble", "paths": ["a", "b"]}, {"kind": "function", "target": "m:f"}]}
     assert roles_of(ppo(reward=ensemble))[3:] == ["ensemble 1", "ensemble 2", "reward", "referee"]
 
@@ -161,7 +160,7 @@ def test_without_a_critic_none_is_counted() -> None:
     free = {"advantage": {"estimator": "rloo"}, "replies_per_prompt": 4}
     stage = ppo(**free)
     assert roles_of(stage) == ["policy", "reference", "reward", "referee"]
-    assert "update critic" not in [phase.name for phase in stage.phases]
+    assert "update critic" not in stage.phases
     inputs = subjects.large(80, ppo=free)
     assert "critic" in planned_stages(subjects.params()) and "critic" not in planned_stages(inputs.params)
     with pytest.raises(ConfigError, match="stage 'critic' is not one that memory is planned for"):
@@ -174,16 +173,16 @@ def test_dpo_holds_the_policy_alone() -> None:
     inputs = subjects.large(80, policy={"method": "dpo", "dpo": {"micro_batch_size": 2}})
     stage = estimate_stage(inputs, "ppo")
     assert roles_of(stage) == ["policy"] and "critic" not in planned_stages(inputs.params)
-    assert [phase.name for phase in stage.phases] == ["loading", "log-probabilities", "update", "step", "saving"]
+    assert list(stage.phases) == ["loading", "log-probabilities", "update", "step", "saving"]
     larger = estimate_stage(subjects.large(80, policy={"method": "dpo", "dpo": {"micro_batch_size": 4}}), "ppo")
-    assert larger.phases[2].use.total > stage.phases[2].use.total
+    assert larger.phases["update"].total > stage.phases["update"].total
 
 
 def test_rejection_sampling_samples_and_fine_tunes_without_a_reference() -> None:
     inputs = subjects.large(80, policy={"method": "rejection_sampling"})
     stage = estimate_stage(inputs, "ppo")
     assert roles_of(stage) == ["policy", "reward"] and "critic" not in planned_stages(inputs.params)
-    assert [phase.name for phase in stage.phases] == ["loading", "generation", "rewards", "update", "step", "saving"]
+    assert list(stage.phases) == ["loading", "generation", "rewards", "update", "step", "saving"]
 
 
 @pytest.mark.slow
@@ -222,18 +221,6 @@ def test_a_share_of_the_pairs_falls_to_each_gpu(stage: str) -> None:
     def update(processes: int) -> int:
         launch = {"launch": {stage: {"processes": processes}}}
         inputs = subjects.large(80, compute=launch, **{stage: {"max_tokens": 512}})
-        phases = {phase.name: phase.use for phase in estimate_stage(inputs, stage).phases}
-        return phases["update"].activations
+        return estimate_stage(inputs, stage).phases["update"].activations
 
     assert update(4) < update(1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["sft", "critic", "ppo", "evaluate"])
-def test_longer_rows_never_take_less(stage: str) -> None:
-    def peaks(prompt: int) -> dict[str, int]:
-        subject = replace(subjects.plain(), prompt=prompt)
-        return {phase.name: phase.use.total for phase in estimate_stage(subject.inputs, stage).phases}
-
-    short, long = peaks(12), peaks(40)
-    assert all(short[phase] <= long[phase] for phase in short) and sum(short.values()) < sum(long.values())
