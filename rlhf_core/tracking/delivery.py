@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -71,90 +70,121 @@ def address(uri: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-def requests_for(records: Sequence[JournalRecord]) -> Iterator[Callable[[Any, str], object]]:
-    """Functions of client and run id that send ``records`` in order, in as few requests as MLflow allows."""
+FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0  # seconds between two attempts to reach the server
+# A server that does not even refuse costs each attempt its timeout; no more than a fifth of the time goes there.
+PAUSE_PER_ATTEMPT = 4.0
+
+
+class Delivery:
+    """Sends records of journals through one client, and rests in between while its server is away."""
+
+    def __init__(
+        self, client: Any, experiment_id: Callable[[], str], server: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.client, self.experiment_id, self.server, self.clock = client, experiment_id, server, clock
+        self.away, self.sent = False, 0
+        self._pause, self._next_attempt = FIRST_PAUSE, 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the server may be asked again: pauses double while attempts fail."""
+        return self.clock() >= self._next_attempt
+
+    @contextmanager
+    def attempt(self, pause: float = 0.0) -> Iterator[None]:
+        """Deliver in the block, and ``pause`` seconds later again at the earliest.
+
+        A server that is away ends the block, not the caller: what was not sent waits.
+        """
+        started, self.sent = self.clock(), 0
+        try:
+            yield
+        except ServerAway as error:
+            if not self.away:
+                logger.warning(
+                    "MLflow at %s is away (%s): records wait in .rlhf/tracking and are delivered when it answers; "
+                    "the stage goes on",
+                    self.server, error,
+                )  # fmt: skip
+            self.away = True
+            self._next_attempt = self.clock() + max(self._pause, PAUSE_PER_ATTEMPT * (self.clock() - started))
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        else:
+            if self.away:
+                logger.warning("MLflow at %s answers again; %d records were delivered", self.server, self.sent)
+            self.away, self._pause, self._next_attempt = False, FIRST_PAUSE, self.clock() + pause
+
+    def make_run(self, journal: Journal) -> str:
+        """Make the run of ``journal`` unless the server has; returns its id.
+
+        Raises:
+            ServerAway: There is no run yet.
+        """
+        if journal.header.run_id is None:
+            header, own = journal.header, f"tags.`{JOURNAL_TAG}` = '{journal.folder.name}'"
+            with away_errors():
+                experiment = self.experiment_id()
+                # A process that was killed may have made the run without noting it.
+                before = self.client.search_runs([experiment], own) if journal.is_on_disk else []
+                run = before[0] if before else self.client.create_run(experiment, header.started, header.tags)
+            journal.assign_run(str(run.info.run_id))
+        assert journal.header.run_id is not None
+        return journal.header.run_id
+
+    def send(self, journal: Journal) -> list[JournalRecord]:
+        """Send what waits in ``journal``, whose stage may be running, and return it.
+
+        A record that the server refuses for good is dropped, with a warning.
+
+        Raises:
+            ServerAway: The journal stays as it was.
+        """
+        records, position = journal.undelivered()
+        for request in requests_for(self.client, self.make_run(journal), records):
+            with _refusals_logged(journal):
+                request()
+        if records:
+            journal.mark_delivered(position)
+        self.sent += len(records)
+        return records
+
+    def finish(self, journal: Journal) -> None:
+        """Delete the journal of a stage that has ended and whose records have arrived. A killed stage's run has failed.
+
+        Raises:
+            ServerAway: The journal stays as it was.
+        """
+        if not journal.has_end():
+            with _refusals_logged(journal):
+                self.client.set_terminated(journal.header.run_id, "FAILED")
+        journal.delete()
+
+    def is_elsewhere(self, journal: Journal) -> bool:
+        """Whether the server at another address made the run."""
+        return journal.header.run_id is not None and journal.header.server != self.server
+
+
+def requests_for(client: Any, run_id: str, records: Sequence[JournalRecord]) -> Iterator[Callable[[], object]]:
+    """Calls that send ``records`` in order, in as few requests as MLflow allows."""
     from mlflow.entities import Metric, Param, RunTag
 
     for kind, group in groupby(records, lambda record: record.kind):
         items = [(record, name, value) for record in group for name, value in record.values.items()]
-        batches = [items[start : start + MOST[kind]] for start in range(0, len(items), MOST[kind])]
-        for batch in batches:
+        for start in range(0, len(items), MOST[kind]):
+            batch = items[start : start + MOST[kind]]
+            record, name, value = batch[0]
             if kind == "metrics":
                 metrics = [Metric(name, value, record.time, record.step) for record, name, value in batch]
-                yield partial(_log_batch, metrics=metrics)
+                yield partial(client.log_batch, run_id, metrics=metrics)
             elif kind == "params":
-                yield partial(_log_batch, params=[Param(name, str(v)[:LONGEST_PARAM]) for _, name, v in batch])
+                params = [Param(name, str(value)[:LONGEST_PARAM]) for _, name, value in batch]
+                yield partial(client.log_batch, run_id, params=params)
             elif kind == "tags":
-                yield partial(_log_batch, tags=[RunTag(name, str(value)) for _, name, value in batch])
+                yield partial(client.log_batch, run_id, tags=[RunTag(name, str(value)) for _, name, value in batch])
             elif kind == "artifact":
-                [(_, file, folder)] = batch
-                yield partial(_log_artifact, file=file, folder=folder)
+                yield partial(client.log_artifact, run_id, name, value)
             else:
-                [(record, _, status)] = batch
-                yield partial(_end_run, status=status, time=record.time)
-
-
-def _log_batch(client: Any, run_id: str, **rows: Any) -> None:
-    client.log_batch(run_id, **rows)
-
-
-def _log_artifact(client: Any, run_id: str, file: str, folder: str | None) -> None:
-    client.log_artifact(run_id, file, folder)
-
-
-def _end_run(client: Any, run_id: str, status: str, time: int) -> None:
-    client.set_terminated(run_id, status, time)
-
-
-def make_run(client: Any, experiment_id: Callable[[], str], journal: Journal) -> str:
-    """Make the run of ``journal`` unless the server has; returns its id.
-
-    Raises:
-        ServerAway: There is no run yet.
-    """
-    if journal.header.run_id is None:
-        with away_errors():
-            experiment = experiment_id()
-            # A process that was killed may have made the run without noting it.
-            before = client.search_runs([experiment], _of_journal(journal)) if journal.is_on_disk else []
-            run = before[0] if before else client.create_run(experiment, journal.header.started, journal.header.tags)
-        journal.assign_run(str(run.info.run_id))
-    assert journal.header.run_id is not None
-    return journal.header.run_id
-
-
-def _of_journal(journal: Journal) -> str:
-    return f"tags.`{JOURNAL_TAG}` = '{journal.folder.name}'"
-
-
-def finish(client: Any, journal: Journal) -> None:
-    """Delete the journal of a stage that has ended and whose records have arrived. A killed stage's run has failed.
-
-    Raises:
-        ServerAway: The journal stays as it was.
-    """
-    if not journal.has_end():
-        with _refusals_logged(journal):
-            client.set_terminated(journal.header.run_id, "FAILED")
-    journal.delete()
-
-
-def send(client: Any, experiment_id: Callable[[], str], journal: Journal) -> list[JournalRecord]:
-    """Send what waits in ``journal``, whose stage may be running, and return it.
-
-    A record that the server refuses for good is dropped, with a warning.
-
-    Raises:
-        ServerAway: The journal stays as it was.
-    """
-    records, position = journal.undelivered()
-    run_id = make_run(client, experiment_id, journal)
-    for request in requests_for(records):
-        with _refusals_logged(journal):
-            request(client, run_id)
-    if records:
-        journal.mark_delivered(position)
-    return records
+                yield partial(client.set_terminated, run_id, value, record.time)
 
 
 @contextmanager
@@ -175,59 +205,21 @@ def deliver_waiting(client: Any, experiment_id: Callable[[], str], workspace: Pa
     Records of a run that the server at another address made stay where they are. If the server goes away meanwhile,
     the rest waits on. Nothing is done while another process delivers the workspace's records.
     """
-    delivered = 0
-    with LockFile(workspace / DELIVERY_LOCK) as lock:
-        if not lock.try_acquire():
-            return 0
-        for journal in waiting_journals(workspace):
-            if journal.header.run_id is not None and journal.header.server != address(uri):
-                continue
-            try:
-                delivered += len(send(client, experiment_id, journal))
-                finish(client, journal)
-            except ServerAway:
-                break
-    if delivered:
-        logger.warning("delivered %d records of earlier runs that MLflow was away for", delivered)
-    return delivered
-
-
-FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0  # seconds between two attempts to reach the server
-# A server that does not even refuse costs each attempt its timeout; no more than a fifth of the time goes there.
-PAUSE_PER_ATTEMPT = 4.0
-
-
-class RetryPauses:
-    """Tells when the next attempt to reach a server is due: after pauses that double while attempts fail."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
-        self._pause, self._next_attempt = FIRST_PAUSE, 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether an attempt is due."""
-        return self.clock() >= self._next_attempt
-
-    def end(self) -> None:
-        """Make an attempt due now."""
-        self._next_attempt = 0.0
-
-    def failed(self, started: float) -> None:
-        """Begin a pause after an attempt that began at ``started``, by the clock."""
-        now = self.clock()
-        self._next_attempt = now + max(self._pause, PAUSE_PER_ATTEMPT * (now - started))
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
-
-    def succeeded(self) -> None:
-        """Let the next pause be a short one."""
-        self._pause = FIRST_PAUSE
+    delivery = Delivery(client, experiment_id, address(uri))
+    with LockFile(workspace / DELIVERY_LOCK) as lock, suppress(ServerAway):
+        for journal in waiting_journals(workspace) if lock.try_acquire() else ():
+            if not delivery.is_elsewhere(journal):
+                delivery.send(journal)
+                delivery.finish(journal)
+    if delivery.sent:
+        logger.warning("delivered %d records of earlier runs that MLflow was away for", delivery.sent)
+    return delivery.sent
 
 
 DEFERRED_VARIABLE = "RLHF_TRACKING_DEFERRED"  # set for stages by the process that delivers their records
 
 
-class Courier:
+class Courier(Delivery):
     """Sends records of running stages through one client, so that stages neither load MLflow nor wait for its server.
 
     It is entered for as long as stages run with ``RLHF_TRACKING_DEFERRED``. Meanwhile no other process delivers what
@@ -242,9 +234,8 @@ class Courier:
         uri: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.client, self.experiment_id, self.workspace, self.server = client, experiment_id, workspace, address(uri)
-        self.clock, self.pauses = clock, RetryPauses(clock)
-        self.lock = LockFile(workspace / DELIVERY_LOCK)
+        super().__init__(client, experiment_id, address(uri), clock)
+        self.workspace, self.lock = workspace, LockFile(workspace / DELIVERY_LOCK)
         self.ended: set[Path] = set()  # journals whose last record has arrived
 
     def __enter__(self) -> Courier:
@@ -252,14 +243,12 @@ class Courier:
         self.lock.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.lock.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self.lock.__exit__(*error)
 
     def deliver_new(self) -> None:
         """Send what is new, and delete the journals of stages that have ended; nothing while the server rests."""
-        if self.pauses.is_over:
+        if self.is_due:
             self._deliver(journals(self.workspace))
 
     def deliver_rest(self) -> None:
@@ -271,26 +260,15 @@ class Courier:
             logger.warning("%d records wait for MLflow to answer again; the next run delivers them", count)
 
     def _deliver(self, waiting: list[Journal]) -> None:
-        started = self.clock()
-        try:
+        with self.attempt():
             for journal in waiting:
-                if journal.header.deferred:
-                    self._deliver_journal(journal)
-        except ServerAway as error:
-            logger.warning("MLflow at %s is away (%s): records of stages wait", self.server, error)
-            self.pauses.failed(started)
-        else:
-            self.pauses.succeeded()
-
-    def _deliver_journal(self, journal: Journal) -> None:
-        if journal.header.run_id is None:
-            journal.header = replace(journal.header, server=self.server)
-        elif journal.header.server != self.server:
-            return  # the server at another address made the run
-        if any(record.kind == "end" for record in send(self.client, self.experiment_id, journal)):
-            self.ended.add(journal.folder)
-        if journal.folder in self.ended and journal.try_lock():
-            try:
-                finish(self.client, journal)
-            finally:
-                journal.release()
+                if not journal.header.deferred or self.is_elsewhere(journal):
+                    continue
+                journal.header = replace(journal.header, server=self.server)
+                if any(record.kind == "end" for record in self.send(journal)):
+                    self.ended.add(journal.folder)
+                if journal.folder in self.ended and journal.try_lock():
+                    try:
+                        self.finish(journal)
+                    finally:
+                        journal.release()

@@ -12,8 +12,9 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -34,14 +35,14 @@ class JournalRecord:
     Attributes:
         kind: What ``values`` are: metrics, params or tags by name, the folder of an artifact by its file, or the final
             status of the run by "status".
-        time: When it happened, in milliseconds since 1970.
         step: The step of metrics.
+        time: When it happened, in milliseconds since 1970.
     """
 
     kind: Literal["metrics", "params", "tags", "artifact", "end"]
     values: Mapping[str, Any]
-    time: int
     step: int = 0
+    time: int = field(default_factory=lambda: int(time.time() * 1000))
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,6 @@ class Journal:
         name = uuid4().hex
         return cls(workspace / FOLDER / name, replace(header, tags={**header.tags, JOURNAL_TAG: name}))
 
-    @classmethod
-    def existing(cls, folder: Path) -> Journal:
-        """The journal in ``folder``, without its lock."""
-        return cls(folder, RunHeader(**read_json(folder / HEADER)))
-
     @property
     def is_on_disk(self) -> bool:
         """Whether there is a folder that another process may have found."""
@@ -90,7 +86,9 @@ class Journal:
     def append(self, record: JournalRecord) -> None:
         """Write ``record`` behind the others; the file of an artifact is copied."""
         if self.lock is None or not self.is_on_disk:  # removing it must not end a training
-            self._open()
+            self.lock = LockFile(self.folder / LOCK).__enter__()
+            self.lock.acquire()
+            atomic_write_json(self.folder / HEADER, asdict(self.header))
         if record.kind == "artifact":
             record = replace(record, values={self._keep(Path(file)): folder for file, folder in record.values.items()})
         line = json.dumps(asdict(record)).encode() + b"\n"
@@ -109,12 +107,10 @@ class Journal:
         waiting = _bytes_from(self.folder / RECORDS, delivered)
         complete = waiting[: waiting.rfind(b"\n") + 1]
         records = [record for line in complete.split(b"\n")[:-1] if (record := _record_of(line)) is not None]
-        records = [
-            replace(record, values={str(self.folder / file): folder for file, folder in record.values.items()})
-            if record.kind == "artifact"
-            else record
-            for record in records
-        ]
+        for number, record in enumerate(records):
+            if record.kind == "artifact":
+                files = {str(self.folder / file): folder for file, folder in record.values.items()}
+                records[number] = replace(record, values=files)
         return records, delivered + len(complete)
 
     def has_end(self) -> bool:
@@ -161,12 +157,6 @@ class Journal:
         shutil.copy2(file, copy)
         return str(copy.relative_to(self.folder))
 
-    def _open(self) -> None:
-        lock = LockFile(self.folder / LOCK).__enter__()
-        lock.acquire()
-        self.lock = lock
-        atomic_write_json(self.folder / HEADER, asdict(self.header))
-
 
 def journals(workspace: Path) -> list[Journal]:
     """All journals of ``workspace``, oldest first, without their locks."""
@@ -174,7 +164,7 @@ def journals(workspace: Path) -> list[Journal]:
     readable = []
     for _, header in sorted(headers):
         try:
-            readable.append(Journal.existing(header.parent))
+            readable.append(Journal(header.parent, RunHeader(**read_json(header))))
         except (RlhfError, TypeError) as error:
             logger.warning("%s is damaged (%s); its records are not delivered", header, error)
     return readable
@@ -192,8 +182,8 @@ def waiting_journals(workspace: Path) -> Iterator[Journal]:
 
 def waiting_records(workspace: Path) -> int:
     """How many records of ``workspace`` have not reached their server."""
-    folders = [path.parent for path in (workspace / FOLDER).glob(f"*/{HEADER}")]
-    return sum(_bytes_from(folder / RECORDS, delivered_bytes(folder)).count(b"\n") for folder in folders)
+    headers = (workspace / FOLDER).glob(f"*/{HEADER}")
+    return sum(_bytes_from(one.parent / RECORDS, delivered_bytes(one.parent)).count(b"\n") for one in headers)
 
 
 def delivered_bytes(folder: Path) -> int:

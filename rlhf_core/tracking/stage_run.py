@@ -8,11 +8,10 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rlhf_core.errors import ConfigError, Preempted
 from rlhf_core.git import git_revision
@@ -22,13 +21,10 @@ from rlhf_core.storage.garbage_collection import paused_collector
 from rlhf_core.tracking.delivery import (
     ACCESS_DENIED,
     DEFERRED_VARIABLE,
-    RetryPauses,
+    Delivery,
     ServerAway,
     address,
     deliver_waiting,
-    finish,
-    make_run,
-    send,
 )
 from rlhf_core.tracking.journal import Journal, JournalRecord, RunHeader
 from rlhf_core.tracking.machine_use import MachineUse
@@ -37,133 +33,16 @@ logger = logging.getLogger(__name__)
 DELIVERY_SECONDS = 1.0
 
 
-class JournalTracker:
-    """Writes records into a journal, and delivers them once a second where it has a client to do so.
+class Tracker:
+    """Where a stage sends its metrics, parameters and files; this one discards everything.
 
-    Without a client the process that runs the stages delivers them, and MLflow is not even loaded here.
+    So it is for library use, and for runs with tracking switched off.
     """
-
-    def __init__(
-        self,
-        journal: Journal,
-        client: Any = None,
-        experiment_id: Callable[[], str] = str,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.journal, self.client, self.experiment_id, self.clock = journal, client, experiment_id, clock
-        self.pauses = RetryPauses(clock)
-        self.machine_use = MachineUse(clock)
-        self._next_delivery = 0.0
-        self._away = False
-
-    @property
-    def run_id(self) -> str:
-        return self.journal.header.run_id or ""
-
-    def begin(self) -> bool:
-        """Make the run on the server; False if that is away, so that records wait.
-
-        Raises:
-            ConfigError: The server does not accept the login.
-        """
-        started = self.clock()
-        try:
-            make_run(self.client, self.experiment_id, self.journal)
-        except ServerAway as error:
-            if error.status in ACCESS_DENIED:
-                raise ConfigError(
-                    f"MLflow at {self.journal.header.server} does not accept the login ({error}); set "
-                    "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or RLHF_TRACKING=off"
-                ) from error
-            self._announce(error, started)
-            return False
-        return True
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        finite = {grouped(name): float(value) for name, value in metrics.items() if math.isfinite(float(value))}
-        finite |= self.machine_use.sample()
-        if finite:
-            self._take(_record("metrics", finite, step or 0))
-
-    def log_params(self, params: Mapping[str, Any]) -> None:
-        self._take(_record("params", {name: str(value) for name, value in params.items()}))
-
-    def log_artifact(self, path: Path, folder: str | None = None) -> None:
-        self._take(_record("artifact", {str(path): folder}))
-
-    def set_tags(self, tags: Mapping[str, str]) -> None:
-        self._take(_record("tags", tags))
-
-    def end(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
-        """End the run. What waits is tried once more, and else left for the next command to deliver."""
-        self.journal.append(_record("end", {"status": status}))
-        if self.client is not None and self._deliver():
-            finish(self.client, self.journal)
-            return
-        if self.client is not None:
-            records, _ = self.journal.undelivered()
-            logger.warning(
-                "MLflow at %s is still away: %d records wait in %s; the next stage or `rlhf run` of this workspace "
-                "delivers them",
-                self.journal.header.server, len(records), self.journal.folder,
-            )  # fmt: skip
-        self.journal.release()
-
-    def _take(self, record: JournalRecord) -> None:
-        self.journal.append(record)
-        if self.client is not None and self.pauses.is_over and self.clock() >= self._next_delivery:
-            self._deliver()
-
-    def _deliver(self) -> bool:
-        """Send what waits; whether the server took it."""
-        started = self.clock()
-        try:
-            delivered = len(send(self.client, self.experiment_id, self.journal))
-        except ServerAway as error:
-            self._announce(error, started)
-            return False
-        if self._away:
-            server = self.journal.header.server
-            logger.warning("MLflow at %s answers again; %d records were delivered", server, delivered)
-        self._away = False
-        self.pauses.succeeded()
-        self._next_delivery = self.clock() + DELIVERY_SECONDS
-        return True
-
-    def _announce(self, error: ServerAway, started: float) -> None:
-        if not self._away:
-            logger.warning(
-                "MLflow at %s is away (%s): records are kept in %s and delivered when it answers; the stage goes on",
-                self.journal.header.server, error, self.journal.folder,
-            )  # fmt: skip
-        self._away = True
-        self.pauses.failed(started)
-
-
-# First words by which MLflow's page groups a stage's metrics.
-GROUPS = ("reward", "kl", "policy", "value", "critic", "ptx", "selection", "validation", "sampling", "ratio", "seconds")
-
-
-def grouped(name: str) -> str:
-    """The name of a metric in MLflow, which groups by what stands before "/": ``reward_mean`` is ``reward/mean``."""
-    if name == "kl":
-        return "kl/k1"  # the estimate, beside kl_k2 and kl_k3
-    first, _, rest = name.partition("_")
-    return f"{first}/{rest}" if rest and first in GROUPS else name
-
-
-def _record(
-    kind: Literal["metrics", "params", "tags", "artifact", "end"], values: Mapping[str, Any], step: int = 0
-) -> JournalRecord:
-    return JournalRecord(kind, values, int(time.time() * 1000), step)
-
-
-class Tracker(Protocol):
-    """Where a stage sends its metrics, parameters and files."""
 
     @property
     def run_id(self) -> str:
         """MLflow's id of the run; empty where there is none, or none yet."""
+        return ""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Record finite numbers, optionally at a step; non-finite ones are left out."""
@@ -178,22 +57,96 @@ class Tracker(Protocol):
         """Label the run."""
 
 
-class NullTracker:
-    """Discards everything: for library use and for runs with tracking switched off."""
+NullTracker = Tracker
 
-    run_id = ""
+
+class JournalTracker(Tracker):
+    """Writes records into a journal, and delivers them once a second where it has a client to do so.
+
+    Without a client the process that runs the stages delivers them, and MLflow is not even loaded here.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        client: Any = None,
+        experiment_id: Callable[[], str] = str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.journal = journal
+        self.delivery = Delivery(client, experiment_id, journal.header.server, clock) if client is not None else None
+        self.machine_use = MachineUse(clock)
+
+    @property
+    def run_id(self) -> str:
+        return self.journal.header.run_id or ""
+
+    def begin(self) -> bool:
+        """Make the run on the server; False if that is away, so that records wait.
+
+        Raises:
+            ConfigError: The server does not accept the login.
+        """
+        assert self.delivery is not None
+        with self.delivery.attempt():
+            try:
+                self.delivery.make_run(self.journal)
+            except ServerAway as error:
+                if error.status not in ACCESS_DENIED:
+                    raise
+                raise ConfigError(
+                    f"MLflow at {self.journal.header.server} does not accept the login ({error}); set "
+                    "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or RLHF_TRACKING=off"
+                ) from error
+        return not self.delivery.away
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Do nothing: this run is not recorded."""
+        finite = {grouped(name): float(value) for name, value in metrics.items() if math.isfinite(float(value))}
+        finite |= self.machine_use.sample()
+        if finite:
+            self._take(JournalRecord("metrics", finite, step or 0))
 
     def log_params(self, params: Mapping[str, Any]) -> None:
-        """Do nothing: this run is not recorded."""
+        self._take(JournalRecord("params", {name: str(value) for name, value in params.items()}))
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
-        """Do nothing: this run is not recorded."""
+        self._take(JournalRecord("artifact", {str(path): folder}))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Do nothing: this run is not recorded."""
+        self._take(JournalRecord("tags", tags))
+
+    def end(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
+        """End the run. What waits is tried once more, and else left for the next command to deliver."""
+        self.journal.append(JournalRecord("end", {"status": status}))
+        if self.delivery is not None:
+            with self.delivery.attempt():
+                self.delivery.send(self.journal)
+                self.delivery.finish(self.journal)
+                return
+            logger.warning(
+                "MLflow at %s is still away: %d records wait in %s; the next stage or `rlhf run` of this workspace "
+                "delivers them",
+                self.journal.header.server, len(self.journal.undelivered()[0]), self.journal.folder,
+            )  # fmt: skip
+        self.journal.release()
+
+    def _take(self, record: JournalRecord) -> None:
+        self.journal.append(record)
+        if self.delivery is not None and self.delivery.is_due:
+            with self.delivery.attempt(pause=DELIVERY_SECONDS):
+                self.delivery.send(self.journal)
+
+
+# First words by which MLflow's page groups a stage's metrics.
+GROUPS = ("reward", "kl", "policy", "value", "critic", "ptx", "selection", "validation", "sampling", "ratio", "seconds")
+
+
+def grouped(name: str) -> str:
+    """The name of a metric in MLflow, which groups by what stands before "/": ``reward_mean`` is ``reward/mean``."""
+    if name == "kl":
+        return "kl/k1"  # the estimate, beside kl_k2 and kl_k3
+    first, _, rest = name.partition("_")
+    return f"{first}/{rest}" if rest and first in GROUPS else name
 
 
 CLIENT_SETTINGS = {
@@ -286,44 +239,40 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
     if os.environ.get("RLHF_TRACKING") == "off":
         yield NullTracker()
         return
-    uri = tracking_uri(workspace)
-    name = f"{stage} · {workspace.resolve().name} · {datetime.now():%Y-%m-%d %H:%M:%S}"
-    tags = {"mlflow.runName": name, "stage": stage, "workspace": workspace.resolve().name, "rlhf.stage": stage}
+    uri, folder = tracking_uri(workspace), workspace.resolve().name
+    name = f"{stage} · {folder} · {datetime.now():%Y-%m-%d %H:%M:%S}"
+    tags = {"mlflow.runName": name, "stage": stage, "workspace": folder, "rlhf.stage": stage}
     tags |= origin_tags(workspace, f"rlhf stage {stage}")
     if os.environ.get(PARENT_RUN_VARIABLE):
         tags["mlflow.parentRunId"] = os.environ[PARENT_RUN_VARIABLE]
-    header = RunHeader(address(uri), None, experiment, tags, int(time.time() * 1000))
-    if os.environ.get(DEFERRED_VARIABLE):
-        with _ending(JournalTracker(Journal.new(workspace, replace(header, deferred=True)))) as journal_tracker:
-            yield journal_tracker
-        return
-    with (
-        default_environment(CLIENT_SETTINGS),
-        paused_collector(),
-        LockFile(workspace / ".rlhf" / "mlflow.lock") as lock,
-    ):
+    deferred = bool(os.environ.get(DEFERRED_VARIABLE))
+    journal = Journal.new(workspace, RunHeader(address(uri), None, experiment, tags, int(time.time() * 1000), deferred))
+    with nullcontext() if deferred else default_environment(CLIENT_SETTINGS):
+        tracker = JournalTracker(journal) if deferred else _begun(journal, workspace, uri)
+        try:
+            yield tracker
+        except (Preempted, StopNow):
+            tracker.end("KILLED")
+            raise
+        except BaseException:
+            tracker.end("FAILED")
+            raise
+        tracker.end("FINISHED")
+
+
+def _begun(journal: Journal, workspace: Path, uri: str) -> JournalTracker:
+    """A tracker with a client; what earlier runs left is delivered first."""
+    with paused_collector(), LockFile(workspace / ".rlhf" / "mlflow.lock") as lock:
         from mlflow import MlflowClient  # and more libraries when the client is made
 
         # Two processes that create the schema at once fail with "duplicate column name".
         lock.acquire()
         client = MlflowClient(uri)
-        journal = Journal.new(workspace, header)
-        tracker = JournalTracker(journal, client, lambda: experiment_id(client, workspace, experiment))
+
+        def own_experiment() -> str:
+            return experiment_id(client, workspace, journal.header.experiment)
+
+        tracker = JournalTracker(journal, client, own_experiment)
         if tracker.begin():
-            deliver_waiting(client, tracker.experiment_id, workspace, uri)
-    with default_environment(CLIENT_SETTINGS), _ending(tracker):
-        yield tracker
-
-
-@contextmanager
-def _ending(tracker: JournalTracker) -> Iterator[JournalTracker]:
-    """End the run as the block ends."""
-    try:
-        yield tracker
-    except (Preempted, StopNow):
-        tracker.end("KILLED")
-        raise
-    except BaseException:
-        tracker.end("FAILED")
-        raise
-    tracker.end("FINISHED")
+            deliver_waiting(client, own_experiment, workspace, uri)
+    return tracker

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import resource
 import shutil
 import signal
@@ -10,11 +9,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
-from requests import HTTPError, Response
 from unit.tracking.fake_mlflow import AWAY, URI, Clock, Server
 
 from rlhf_core.runtime.preemption import StopNow
@@ -29,10 +26,11 @@ def courier(server: Server, clock: Clock, tmp_path: Path) -> Iterator[Courier]:
         yield courier
 
 
-def begin_stage(workspace: Path, name: str = "sft", server: str = URI, run_id: str | None = None) -> JournalTracker:
-    return JournalTracker(
-        Journal.new(workspace, RunHeader(address(server), run_id, "rlhf", {"stage": name}, 1000, True))
-    )
+def begin_stage(
+    workspace: Path, name: str = "sft", server: str = URI, run_id: str | None = None, **options: Any
+) -> JournalTracker:
+    header = RunHeader(address(server), run_id, "rlhf", {"stage": name}, 1000, True)
+    return JournalTracker(Journal.new(workspace, header), **options)
 
 
 def left(workspace: Path) -> list[Path]:
@@ -52,8 +50,7 @@ def test_use_of_the_machine_is_recorded_beside_a_stages_metrics_where_mlflows_se
     server: Server, courier: Courier, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true")
-    header = RunHeader(address(URI), None, "rlhf", {"stage": "sft"}, 1000, True)
-    stage = JournalTracker(Journal.new(tmp_path, header), clock=clock)
+    stage = begin_stage(tmp_path, clock=clock)
     for step in (1, 2):
         stage.log_metrics({"loss": 1.0}, step)
     courier.deliver_new()
@@ -85,18 +82,6 @@ def test_records_arrive_while_the_stage_runs_each_once(server: Server, courier: 
     assert server.calls[4:] == [("end", "FINISHED")] and left(tmp_path) == []
 
 
-def test_several_stages_have_runs_of_their_own(server: Server, courier: Courier, tmp_path: Path) -> None:
-    stages = [begin_stage(tmp_path, name) for name in ("reward", "judge")]
-    for stage in stages:
-        stage.log_metrics({"loss": 1.0}, 1)
-    courier.deliver_new()
-    assert {content[2] for name, content in server.calls if name == "create"} == {"reward", "judge"}
-    for stage in stages:
-        stage.end("FINISHED")
-    courier.deliver_rest()
-    assert left(tmp_path) == [] and [name for name, _ in server.calls].count("create") == 2
-
-
 def test_a_stage_that_was_killed_is_delivered_when_all_have_ended(
     server: Server, courier: Courier, tmp_path: Path
 ) -> None:
@@ -104,9 +89,7 @@ def test_a_stage_that_was_killed_is_delivered_when_all_have_ended(
     stage.log_metrics({"loss": 1.0}, 1)
     stage.journal.release()  # the kernel does
     courier.deliver_new()
-    assert len(left(tmp_path)) == 1, (
-        "another host's lock may be invisible: only the last record tells that it has ended"
-    )
+    assert len(left(tmp_path)) == 1, "another host's lock may be invisible: only the last record tells the end"
     courier.deliver_rest()
     assert left(tmp_path) == [] and server.calls[2:] == [("end", "FAILED")]
 
@@ -130,21 +113,6 @@ def test_a_removed_journal_does_not_end_the_stage(server: Server, courier: Couri
     stage.end("FINISHED")
     courier.deliver_new()
     assert server.calls[1:] == [("batch", [("loss", 0.5, 2)]), ("end", "FINISHED")] and left(tmp_path) == []
-
-
-def test_a_server_that_is_away_is_left_alone_and_then_gets_everything(
-    server: Server, clock: Clock, courier: Courier, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    stage = begin_stage(tmp_path)
-    stage.log_metrics({"loss": 1.0}, 1)
-    server.error = AWAY
-    for _ in range(5):
-        courier.deliver_new()
-    assert server.attempts == 1 and "MLflow at http://127.0.0.1:5000 is away" in caplog.text
-    stage.log_metrics({"loss": 0.5}, 2)
-    server.error, clock.now = None, 2.0
-    courier.deliver_new()
-    assert server.calls[1:] == [("batch", [("loss", 1.0, 1), ("loss", 0.5, 2)])]
 
 
 def test_what_is_left_at_the_end_is_said_and_goes_on_where_it_stopped(
@@ -178,23 +146,6 @@ def test_runs_of_a_server_at_another_address_are_left(server: Server, courier: C
     courier.deliver_new()
     assert [content for name, content in server.calls if name == "create"] == [("7", 1000, "ppo")]
     assert left(tmp_path) == [begun.journal.folder], "a run that no server has made is made by the one of this process"
-
-
-@pytest.mark.parametrize("too_large", [True, False])
-def test_a_refused_record_is_a_warning(
-    too_large: bool, server: Server, courier: Courier, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    stage = begin_stage(tmp_path)
-    stage.log_params({"lr": 1})
-    courier.deliver_new()
-    response = Response()
-    response.status_code = 413
-    refusal = HTTPError("no", response=response) if too_large else MlflowException("no", INVALID_PARAMETER_VALUE)
-    server.error = refusal
-    stage.log_params({"lr": 2})
-    with caplog.at_level(logging.WARNING):
-        courier.deliver_new()
-    assert "MLflow refused records of run run: " in caplog.text and waiting_records(tmp_path) == 0
 
 
 @pytest.mark.parametrize(

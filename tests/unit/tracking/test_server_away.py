@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from unit.tracking.fake_mlflow import AWAY, URI, Clock, Server
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.tracking.delivery import ServerAway, address, away_errors, deliver_waiting
-from rlhf_core.tracking.journal import Journal, JournalRecord, RunHeader, waiting_records
+from rlhf_core.tracking.journal import Journal, RunHeader, waiting_records
 from rlhf_core.tracking.stage_run import JournalTracker
 
 
@@ -165,19 +164,14 @@ def test_only_what_may_go_away_by_itself_makes_records_wait(error: Exception, wa
         raise error
 
 
-def test_a_refused_record_is_a_warning_now_and_later(
-    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("refusal", [refused(413), MlflowException("changed", INVALID_PARAMETER_VALUE)])
+def test_a_refused_record_is_a_warning(
+    refusal: Exception, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker = new_tracker(server, tmp_path)
     tracker.begin()
-    server.error = MlflowException("changed", INVALID_PARAMETER_VALUE)
+    server.error = refusal
     tracker.log_params({"lr": 1})
-    assert "MLflow refused records of run run: " in caplog.text and waiting_records(tmp_path) == 0
-    tracker.journal.append(JournalRecord("params", {"lr": 1}, 0))
-    tracker.journal.release()
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        assert deliver_waiting(server, lambda: "7", tmp_path, URI) == 1
     assert "MLflow refused records of run run: " in caplog.text and waiting_records(tmp_path) == 0
 
 
