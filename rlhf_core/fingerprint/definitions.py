@@ -38,7 +38,8 @@ def encode(definition: Definition, names: Names) -> Encoded:
     encoder = _Encoder(names.holder(definition), names)
     for statement in definition.statements:
         encoder.enter(statement)
-    return encoder.result()
+    text = "".join(encoder.parts).encode()
+    return Encoded(text, encoder.references, encoder.imported, encoder.uses_subclasses)
 
 
 class _Encoder:
@@ -50,9 +51,6 @@ class _Encoder:
         self.imported: list[Import] = []
         self.local: set[str] = set()
         self.uses_subclasses = False
-
-    def result(self) -> Encoded:
-        return Encoded("".join(self.parts).encode(), self.references, self.imported, self.uses_subclasses)
 
     def enter(self, statement: ast.stmt) -> None:
         """Encode one top-level statement. Names that it assigns anywhere may hide those of the module."""
@@ -68,10 +66,14 @@ class _Encoder:
         if isinstance(node, ast.Name | ast.Attribute) and self._reference(node):
             return
         if isinstance(node, ast.Import | ast.ImportFrom):
-            self._import(node)
+            # One of the package counts by what is used of it, unless its name may mean something else as well.
+            for name, target in self.module.targets_of(node):
+                if self.names.module(target.module) is None or name in self.local:
+                    self.parts.append(f"(import {target.module}:{target.name} as {name})")
             return
         if isinstance(node, ast.Constant):
-            self._constant(node.value)
+            self.parts.append(f"{type(node.value).__name__}:{node.value!r}")
+            self.references += self.names.reach_text(node.value) if isinstance(node.value, str) else []
             return
         self.parts.append(f"({type(node).__name__}")
         for name, value in ast.iter_fields(node):
@@ -122,17 +124,6 @@ class _Encoder:
         used = name[: len(name) - len(first.rest)]
         self.parts.append("@" + ".".join([first.definitions[0].name if first.definitions else used[-1], *first.rest]))
         return True
-
-    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
-        """An import of the package counts by what is used of it, unless its name may mean something else as well."""
-        for name, target in self.module.targets_of(node):
-            if self.names.module(target.module) is None or name in self.local:
-                self.parts.append(f"(import {target.module}:{target.name} as {name})")
-
-    def _constant(self, value: object) -> None:
-        self.parts.append(f"{type(value).__name__}:{value!r}")
-        if isinstance(value, str):
-            self.references += self.names.reach_text(value)
 
     def _quoted_names(self, annotation: object) -> None:
         """Names in the strings of an annotation are names, as pydantic and dataclasses read them."""

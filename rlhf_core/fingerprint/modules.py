@@ -144,11 +144,8 @@ class Module:
 
 def is_for_type_checkers(statement: ast.stmt) -> bool:
     """Whether this is ``if TYPE_CHECKING:`` without an ``else``, which binds names for annotations alone."""
-    return (
-        isinstance(statement, ast.If)
-        and dotted_name(statement.test)[-1:] == ("TYPE_CHECKING",)
-        and not statement.orelse
-    )
+    names_it = isinstance(statement, ast.If) and dotted_name(statement.test)[-1:] == ("TYPE_CHECKING",)
+    return names_it and not getattr(statement, "orelse", None)
 
 
 def is_main_guard(statement: ast.stmt) -> bool:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 from rlhf_core.fingerprint.definitions import Encoded, encode
@@ -28,6 +29,8 @@ from rlhf_core.fingerprint.modules import Definition, Import, Module, dotted_nam
 from rlhf_core.fingerprint.names import Names, packages_of
 
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+# Statements of a class body that only declare a member.
+DECLARATIONS = (*Function, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.Pass)
 CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__set_name__", "model_post_init")
 # The definitions of the package that a dotted name stands for in a module; None for a name from elsewhere.
 Resolve = Callable[[str, tuple[str, ...]], "Sequence[Definition] | None"]
@@ -42,7 +45,8 @@ def acts_on_import(statement: ast.stmt, module: str, resolve: Resolve) -> bool:
     declare members.
     """
     if isinstance(statement, ast.ClassDef) and (
-        not all(_declares(inner) for inner in statement.body) or _watched(statement, module, resolve)
+        not all(isinstance(inner, DECLARATIONS) or is_string(inner) for inner in statement.body)
+        or _watched(statement, module, resolve)
     ):
         return True
     decorators = [dotted_name(decorator) for decorator in decorators_of(statement)]
@@ -60,10 +64,11 @@ def _may_act(callee: ast.expr, module: str, resolve: Resolve) -> bool:
     definitions = resolve(module, name)
     if definitions is None:
         return _registers(name)
-    made = [(s, definition) for definition in definitions for s in definition.statements]
-    if not all(isinstance(s, ast.ClassDef) and name[-1] == definition.name for s, definition in made):
-        return True
-    return any(_constructor_acts(s, definition.module, resolve) for s, definition in made)
+    return any(
+        not isinstance(s, ast.ClassDef) or name[-1] != made.name or _constructor_acts(s, made.module, resolve)
+        for made in definitions
+        for s in made.statements
+    )
 
 
 def _registers(name: tuple[str, ...]) -> bool:
@@ -100,12 +105,6 @@ def _bases(statement: ast.ClassDef, module: str, resolve: Resolve) -> Iterator[t
         name = dotted_name(base.value if isinstance(base, ast.Subscript) else base)
         for definition in resolve(module, name) or ():
             yield from ((s, definition) for s in definition.statements if isinstance(s, ast.ClassDef))
-
-
-def _declares(statement: ast.stmt) -> bool:
-    """Whether a statement of a class body only declares a member."""
-    declarations = (*Function, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.Pass)
-    return isinstance(statement, declarations) or is_string(statement)
 
 
 def executed_parts(statement: ast.stmt) -> Iterator[ast.expr]:
@@ -151,7 +150,7 @@ class Package:
 
     def __init__(self, root: Path, name: str, neutral: Collection[str] = ()) -> None:
         self.names = Names(root, name, neutral)
-        self._encoded: dict[Definition, Encoded] = {}
+        self._encode: Callable[[Definition], Encoded] = cache(lambda definition: encode(definition, self.names))
         self._digests: dict[tuple[Definition, int], bytes] = {}
         self._effects: dict[Module, list[Definition]] = {}
 
@@ -208,11 +207,6 @@ class Package:
             statements = sorted([*module.effects, *acting], key=lambda statement: statement.lineno)
             self._effects[module] = [Definition(module.name, "<import>", statements)] if statements else []
         return self._effects[module]
-
-    def _encode(self, definition: Definition) -> Encoded:
-        if definition not in self._encoded:
-            self._encoded[definition] = encode(definition, self.names)
-        return self._encoded[definition]
 
     def _digest(self, definition: Definition, depth: int) -> bytes:
         key = (definition, depth)

@@ -152,15 +152,11 @@ def all_reduce_sums(tensors: Sequence[Tensor]) -> None:
         following = tensors[position + 1] if position + 1 < len(tensors) else None
         full = sum(each.nbytes for each in bucket) >= BUCKET_BYTES
         if full or following is None or (following.dtype, following.device) != (tensor.dtype, tensor.device):
-            _sum_bucket(bucket)
+            flat = torch.cat([each.reshape(-1) for each in bucket])
+            dist.all_reduce(flat)
+            parts = flat.split([each.numel() for each in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(each) for part, each in zip(parts, bucket, strict=True)])
             bucket = []
-
-
-def _sum_bucket(bucket: Sequence[Tensor]) -> None:
-    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    dist.all_reduce(flat)
-    parts = flat.split([tensor.numel() for tensor in bucket])
-    torch._foreach_copy_(list(bucket), [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
 
 
 def reduce_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -227,19 +223,6 @@ def every_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     if world_size() == 1:
         return [value]
     return [_from(source, value, group) for source in range(world_size())]
-
-
-def broadcast_tensors_from_rank0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return rank 0's named CPU tensors on every rank; those of the other ranks are ignored."""
-    if world_size() == 1:
-        return dict(tensors)
-    headers = broadcast_from_rank0([[name, str(t.dtype).split(".")[1], list(t.shape)] for name, t in tensors.items()])
-    received = {}
-    for name, dtype, shape in headers:
-        tensor = tensors[name].contiguous() if is_rank_zero() else torch.empty(shape, dtype=getattr(torch, dtype))
-        dist.broadcast(tensor, 0)
-        received[name] = tensor
-    return received
 
 
 def gather_rows(rows: Tensor, total: int, fill: float = 0) -> Tensor:

@@ -89,7 +89,12 @@ def _run_and_exit(call: Callable[[], object], limits: CallLimits) -> None:
             _lower(resource.RLIMIT_DATA, held + limits.memory)
         call()
     except BaseException as error:  # the parent meets it again, and names it
-        code = OUT_OF_MEMORY if any(map(_is_out_of_memory, _causes(error))) else 0
+        cause: BaseException | None = error
+        while cause is not None:
+            full = isinstance(cause, OSError) and cause.errno == errno.ENOMEM
+            if full or isinstance(cause, MemoryError) or "allocate memory" in str(cause):
+                code = OUT_OF_MEMORY
+            cause = cause.__cause__ or cause.__context__
     finally:
         os._exit(code)
 
@@ -98,17 +103,6 @@ def _lower(kind: int, value: int) -> None:
     _, hard = resource.getrlimit(kind)
     wanted = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (wanted, hard))
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    full = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return full or isinstance(error, MemoryError) or "allocate memory" in str(error)
 
 
 class TookTooLong(Exception):

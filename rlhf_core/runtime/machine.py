@@ -53,7 +53,9 @@ def available_memory() -> int:
     Containers, Slurm and Kubernetes limit the memory of a job by such groups. What this process has freed counts as
     available.
     """
-    _return_freed()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; musl has none
+    if trim is not None:
+        trim(0)
     return max(0, min([psutil.virtual_memory().available, *_free_in_control_groups()]))
 
 
@@ -88,12 +90,6 @@ def forget_peak() -> None:
     """Have :func:`peak_above_now` count from now on, where the system allows that."""
     with contextlib.suppress(OSError):
         CLEAR_REFS.write_text("5", encoding="utf-8")
-
-
-def _return_freed() -> None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; musl has none
-    if trim is not None:
-        trim(0)
 
 
 def _free_in_control_groups() -> Iterator[int]:
