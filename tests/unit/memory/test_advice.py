@@ -49,6 +49,7 @@ def test_the_settings_advised_for_each_stage_make_it_fit(
         assert changed(estimate.inputs, one).fits
 
 
+@pytest.mark.slow
 def test_nothing_that_is_advised_can_be_left_out(advised: tuple[MemoryEstimate, tuple[MemoryAdvice, ...]]) -> None:
     estimate, advice = advised
     for one in advice:
@@ -108,6 +109,7 @@ def test_saving_is_planned_as_computed_by_hand(zero: int) -> None:
     assert local.phases["saving"].total == pytest.approx((2 + 12) * parameters, rel=1e-6)  # and its counts of steps
 
 
+@pytest.mark.slow
 def test_on_one_gpu_nothing_is_sharded() -> None:
     steps = [step for one in advise(estimate_memory(subjects.large(80), ["critic", "ppo"])) for step in one.steps]
     assert steps and not [path for step in steps for path in step.changes if path.endswith("processes")]
@@ -120,6 +122,7 @@ def test_no_advice_where_it_fits_or_nothing_is_known() -> None:
     assert unknown.fits and unknown.limit is None and advise(unknown) == ()
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_at_all_is_said_so() -> None:
     estimate = estimate_memory(subjects.large(8), ["ppo"])
     (advice,) = advise(estimate)

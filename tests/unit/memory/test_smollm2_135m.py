@@ -11,6 +11,8 @@ from rlhf_core.memory.command import PlanRequest, estimate_of
 from rlhf_core.memory.dry_run import MemoryUse
 from rlhf_core.memory.estimate import StageEstimate
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, FEED_FORWARD, LAYERS, HEADS, KEYS, VOCABULARY = 576, 1536, 30, 9, 192, 49152
 PROMPT, REPLY, TEXT, RANK, ADAPTED = 539, 96, 2413, 16, 10
 # Inputs and outputs of the seven linear layers of a decoder layer, which are those of the two halves of an adapter.
@@ -31,7 +33,6 @@ def phase(name: str) -> MemoryUse:
     return planned()["ppo"].phases[name]
 
 
-@pytest.mark.slow
 def test_what_ppo_holds_throughout_is_one_base_and_its_adapters() -> None:
     base, policy = 134_515_008 * 2, ADAPTED * RANK * ADAPTER * 4
     critic, frozen, head = 8 * 2 * RANK * ADAPTER * 4, 8 * RANK * ADAPTER * 4, 2 * HIDDEN
