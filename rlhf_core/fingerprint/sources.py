@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,15 @@ def describe_sources(workspace: Path, sources: Iterable[str], name: str = "sourc
     lines = [*notes]
     for source in sources:
         lines.append(source)
-        if is_url(source):
-            lines += _url_lines(source)
-            continue
-        for file in _files(workspace, source):
+        files: list[Path] = []
+        with suppress(
+            DataError
+        ):  # what matches nothing or cannot be looked up is for the stage that reads it to report
+            if is_url(source):
+                lines += [f"  {url} {url_checksum(url)}" for url in expand_url(source, "")]
+            elif not source.startswith("hub:"):
+                files = expand(source, workspace)
+        for file in files:
             status = file.stat()
             mark = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
             old = known.get(str(file))
@@ -49,22 +55,6 @@ def describe_sources(workspace: Path, sources: Iterable[str], name: str = "sourc
     if fresh != known:
         atomic_write_text(memory, json.dumps(fresh, indent=1))
     return "\n".join(lines) + "\n"
-
-
-def _files(workspace: Path, source: str) -> list[Path]:
-    """Return the files of a source; none where it matches nothing, which is for the stage that reads it to report."""
-    try:
-        return [] if source.startswith("hub:") else expand(source, workspace)
-    except DataError:
-        return []
-
-
-def _url_lines(source: str) -> list[str]:
-    """Return a line for each file of a URL; none where it cannot be looked up: the stage that reads it reports that."""
-    try:
-        return [f"  {url} {url_checksum(url)}" for url in expand_url(source, "")]
-    except DataError:
-        return []
 
 
 NAME = "starting_model"

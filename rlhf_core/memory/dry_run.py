@@ -92,10 +92,10 @@ class TensorMemory(TorchDispatchMode):
         for module in modules:
             self.hold([*module.parameters(), *module.buffers()])
 
-    def hold(self, tensors: Iterable[Tensor], kind: str = "weights") -> None:
-        """Count tensors that exist already."""
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that exist already as weights."""
         for tensor in tensors:
-            self._count(tensor, kind)
+            self._count(tensor, "weights")
 
     def recount(self, tensor: Tensor, kind: str | None = None, repeat: int | None = None) -> None:
         """Count the storage of ``tensor`` as ``kind``, ``repeat`` times from here on; None leaves it as it is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -84,10 +84,9 @@ def progress(total: int, description: str) -> Iterator[Progress]:
         yield BarProgress(bar, bar.add_task(description, total=total, metrics=""))
 
 
-def track(items: Iterable[Item], description: str, total: int | None = None) -> Iterator[Item]:
-    """Iterate over ``items`` and show how far it got. ``total`` defaults to their length."""
-    count = total if total is not None else len(items)  # type: ignore[arg-type]
-    with progress(count, description) as bar:
+def track(items: Collection[Item], description: str) -> Iterator[Item]:
+    """Iterate over ``items`` and show how far it got."""
+    with progress(len(items), description) as bar:
         for item in items:
             yield item
             bar.advance()

@@ -24,50 +24,35 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def group(folder: Path, version: host_memory.GroupFiles, limit: str, held: int, cached: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / version.limits[0]).write_text(limit + "\n")
-    (folder / version.usage).write_text(f"{held}\n")
-    lines = [f"{key} {cached // len(version.cached)}" for key in version.cached]
-    (folder / "memory.stat").write_text("\n".join(["anon 1", *lines, ""]))
-
-
 def test_without_groups_it_is_what_the_machine_has(groups: Path) -> None:
-    before = psutil.virtual_memory().total
-    assert 0 < host_memory.available_memory() < before
+    assert 0 < host_memory.available_memory() < psutil.virtual_memory().total
 
 
-def test_a_group_of_version_2_counts_cached_files_as_free(groups: Path) -> None:
-    (groups / "membership").write_text("0::/job/step\n")
-    group(groups / "job", VERSION_2, str(10 * MIB), held=9 * MIB, cached=2 * MIB)
-    group(groups / "job/step", VERSION_2, "max", held=9 * MIB, cached=0)
-    assert host_memory.available_memory() == 3 * MIB
+# The groups that the process is in; by folder the limit, MiB held and MiB of cached files; MiB that are available.
+GROUPS = {
+    "cached files are free": ("0::/job/step\n", VERSION_2, {"job": ("10", 9, 2), "job/step": ("max", 9, 0)}, 3),
+    "the narrowest of nested groups": (
+        "5:cpu,memory:/job/step\n0::/\n", VERSION_1, {"memory/job": ("10", 9, 0), "memory/job/step": ("8", 5, 0)}, 1
+    ),
+    "a container's group is the top": ("0::/docker/0123\n", VERSION_2, {"": ("6", 4, 0)}, 2),
+    "an overdrawn group": ("0::/\n", VERSION_2, {"": ("6", 7, 0)}, 0),
+}  # fmt: skip
 
 
-def test_the_narrowest_of_nested_groups_counts(groups: Path) -> None:
-    (groups / "membership").write_text("5:cpu,memory:/job/step\n0::/\n")
-    group(groups / "memory/job", VERSION_1, str(10 * MIB), held=9 * MIB, cached=0)
-    group(groups / "memory/job/step", VERSION_1, str(8 * MIB), held=5 * MIB, cached=0)
-    assert host_memory.available_memory() == MIB
-
-
-def test_a_container_sees_its_group_as_the_top(groups: Path) -> None:
-    (groups / "membership").write_text("0::/docker/0123\n")
-    group(groups, VERSION_2, str(6 * MIB), held=4 * MIB, cached=0)
-    assert host_memory.available_memory() == 2 * MIB
-
-
-def test_an_overdrawn_group_has_nothing_left(groups: Path) -> None:
-    (groups / "membership").write_text("0::/\n")
-    group(groups, VERSION_2, str(6 * MIB), held=7 * MIB, cached=0)
-    assert host_memory.available_memory() == 0
-
-
-def test_a_group_is_throttled_at_its_high_mark(groups: Path) -> None:
-    (groups / "membership").write_text("0::/\n")
-    group(groups, VERSION_2, "max", held=4 * MIB, cached=0)
-    (groups / "memory.high").write_text(f"{5 * MIB}\n")
-    assert host_memory.available_memory() == MIB
+@pytest.mark.parametrize("case", GROUPS)
+def test_limits_of_groups_count(groups: Path, case: str) -> None:
+    membership, version, folders, available = GROUPS[case]
+    (groups / "membership").write_text(membership)
+    for name, (limit, held, cached) in folders.items():
+        (groups / name).mkdir(parents=True, exist_ok=True)
+        (groups / name / version.limits[0]).write_text(f"{int(limit) * MIB if limit.isdigit() else limit}\n")
+        (groups / name / version.usage).write_text(f"{held * MIB}\n")
+        lines = [f"{key} {cached * MIB // len(version.cached)}" for key in version.cached]
+        (groups / name / "memory.stat").write_text("\n".join(["anon 1", *lines, ""]))
+    assert host_memory.available_memory() == available * MIB
+    if version is VERSION_2 and "" in folders:  # it is throttled at its high mark
+        (groups / "memory.high").write_text(f"{folders[''][1] * MIB + 1}\n")
+        assert host_memory.available_memory() == min(1, available)
 
 
 @pytest.mark.parametrize("membership", [b"0::/caf\xe9\n", b"nonsense\n", b"", b"0::/absent\n", b"1:memory:/../x\n"])
