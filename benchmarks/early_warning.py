@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from rlhf_core.tracking import NullTracker
+from rlhf_core.tracking import Tracker
 from rlhf_core.training.run_context import RunContext
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Enough(Exception):
 
 
 @dataclass
-class Watcher(NullTracker):
+class Watcher(Tracker):
     """A tracker that measures gold beside the run: ``difference`` gives (mean, upper 95 % bound)."""
 
     difference: Callable[[], tuple[float, float]] = lambda: (math.nan, math.nan)

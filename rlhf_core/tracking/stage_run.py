@@ -57,9 +57,6 @@ class Tracker:
         """Label the run."""
 
 
-NullTracker = Tracker
-
-
 class JournalTracker(Tracker):
     """Writes records into a journal, and delivers them once a second where it has a client to do so.
 
@@ -237,7 +234,7 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
         ConfigError: The server does not accept the login.
     """
     if os.environ.get("RLHF_TRACKING") == "off":
-        yield NullTracker()
+        yield Tracker()
         return
     uri, folder = tracking_uri(workspace), workspace.resolve().name
     name = f"{stage} · {folder} · {datetime.now():%Y-%m-%d %H:%M:%S}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.runtime.preemption import PreemptionSignal
-from rlhf_core.tracking import NullTracker, Tracker
+from rlhf_core.tracking import Tracker
 from rlhf_core.training.checkpoints.store import CheckpointStore
 
 
@@ -28,7 +28,7 @@ class RunContext:
     """
 
     work: Path
-    tracker: Tracker = field(default_factory=NullTracker)
+    tracker: Tracker = field(default_factory=Tracker)
     preemption: PreemptionSignal = field(default_factory=PreemptionSignal)
     store: CheckpointStore | None = None
     launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -17,7 +17,7 @@ from unit.training.tiny import demonstrations, preferences, prompts
 
 import rlhf_core as rlhf
 from rlhf_core.models.starting.base import save_policy
-from rlhf_core.tracking import NullTracker
+from rlhf_core.tracking import Tracker
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -119,7 +119,7 @@ def test_a_reward_model_may_be_the_reward(llama: tuple[PreTrainedModel, PreTrain
     assert policy.choice is None and len(policy.history) == 1
 
 
-class Interrupting(NullTracker):
+class Interrupting(Tracker):
     """Ends the run while it records iteration 2."""
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:

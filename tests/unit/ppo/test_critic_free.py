@@ -31,7 +31,7 @@ from rlhf_core.ppo.advantages import (
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.health import HealthMonitor
 from rlhf_core.ppo.rollout import TrainingPrompts
-from rlhf_core.tracking import NullTracker
+from rlhf_core.tracking import Tracker
 from rlhf_core.training.run_context import RunContext
 
 RLOO = {"advantage": {"estimator": "rloo"}, "replies_per_prompt": 4}
@@ -176,7 +176,7 @@ def test_groups_that_are_rewarded_alike_are_a_finding() -> None:
     assert [finding.rule for findings in seen for finding in findings] == ["groups_rewarded_alike"]
 
 
-class Interrupting(NullTracker):
+class Interrupting(Tracker):
     """Ends a run while it records iteration 3."""
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:

@@ -35,7 +35,7 @@ from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.losses import entropy_sign
 from rlhf_core.ppo.update import Learner, measure_minibatch
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.tracking import NullTracker
+from rlhf_core.tracking import Tracker
 from rlhf_core.training.run_context import RunContext
 
 WEIGHT, HIDDEN = 0.4, 4
@@ -166,7 +166,7 @@ def test_rollout_and_update_run_the_backbone_once_for_both(tiny: Tiny) -> None:
     assert calls == [True, True]  # eight sequences in two micro-batches
 
 
-class Interrupting(NullTracker):
+class Interrupting(Tracker):
     """Ends the run while it records iteration 5."""
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:

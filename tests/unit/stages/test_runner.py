@@ -17,7 +17,7 @@ from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import runner
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import sha256_file
-from rlhf_core.tracking.stage_run import METRICS_TAG, NullTracker
+from rlhf_core.tracking.stage_run import METRICS_TAG, Tracker
 
 
 def full(name: str, workspace: Path, preemption: PreemptionSignal) -> NoReturn:
@@ -70,7 +70,7 @@ def test_a_training_stage_allows_tf32_as_the_parameters_say(
     assert calls == [allowed]
 
 
-class NotedTracker(NullTracker):
+class NotedTracker(Tracker):
     """Keeps what a stage records."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from rlhf_core.models.starting.base import load_policy
 from rlhf_core.stages import critic, policy_by_dpo
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import sha256_file
-from rlhf_core.tracking import NullTracker, Tracker
+from rlhf_core.tracking import Tracker
 from rlhf_core.training.dpo import (
     DpoTask,
     ImplicitRewards,
@@ -180,7 +180,7 @@ def test_length_normalised_rewards_are_means_over_tokens(loaded: Fixture, worksp
     assert float(sums.abs().max()) > 1e-3 and torch.allclose(means, sums / lengths, atol=1e-6)
 
 
-class Interrupting(NullTracker):
+class Interrupting(Tracker):
     """Ends the stage when it records step 6."""
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
@@ -197,7 +197,7 @@ def train(workspace: Path, out: Path, tracker: Tracker | None = None, **policy: 
     config = PolicyStageConfig.model_validate(
         {"policy": {"method": "dpo", "dpo": SETTINGS}, "max_new_tokens": 6} | policy
     )
-    context = RunContext(out / "work", tracker or NullTracker())
+    context = RunContext(out / "work", tracker or Tracker())
     return dict(policy_by_dpo.STAGE.run(config, Paths(inputs), Paths(outputs), context))
 
 

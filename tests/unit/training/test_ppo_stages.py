@@ -28,7 +28,7 @@ from rlhf_core.ppo.update import PtxData
 from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import sha256_file
-from rlhf_core.tracking import NullTracker, Tracker
+from rlhf_core.tracking import Tracker
 from rlhf_core.training.run_context import RunContext
 
 SETTINGS: dict[str, Any] = {
@@ -42,7 +42,7 @@ SHARED = {
 }  # fmt: skip
 
 
-class Interrupting(NullTracker):
+class Interrupting(Tracker):
     """Ends the stage while it records step 3."""
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
@@ -61,7 +61,7 @@ def paths(stage: Any, root: Path, out: Path) -> tuple[Paths, Paths]:
 
 
 def context(stage: Any, out: Path, tracker: Tracker | None = None) -> RunContext:
-    return RunContext(out / "work" / stage.STAGE.name, tracker or NullTracker())
+    return RunContext(out / "work" / stage.STAGE.name, tracker or Tracker())
 
 
 def pretrain(root: Path, out: Path, config: PpoConfig, tracker: Tracker | None = None) -> dict[str, float]:
