@@ -1,1 +1,1 @@
-"""Tokens per second of a PPO iteration, phase by phase, on this machine, and what follows for more GPUs."""
+"""Tokens per second of a PPO iteration, phase by phase, on this machine."""

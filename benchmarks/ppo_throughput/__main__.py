@@ -1,15 +1,13 @@
 """``python -m benchmarks.ppo_throughput``: the times of a PPO iteration, and how near each phase is to the limits.
 
 The trainer of the PPO stage runs on random models of a recipe's sizes. Its times are compared with the limits of the
-device, which are measured first: matrix products in the precision of the weights, and memory. ``--output`` keeps the
-shares for ``python -m benchmarks.ppo_throughput.scaling``, which says what follows for more GPUs. Under torchrun all
-ranks make iterations together, with the engine that the recipe names.
+device, which are measured first: matrix products in the precision of the weights, and memory. Under torchrun all ranks
+make iterations together, with the engine that the recipe names.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -39,7 +37,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def main() -> int:
     """Measure, print a table, and exit 0; 1 for settings that cannot be run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ppo_throughput", description=__doc__)
-    add_recipe(parser)
+    parser.add_argument("--profile", help="the recipe; the demo's if not given")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="may be repeated")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a config.json in place of the recipe's model")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt")
+    parser.add_argument("--reply", type=int, default=256, help="tokens of each reply")
     parser.add_argument("--iterations", type=int, default=3, help="after one to warm up")
     parser.add_argument("--threads", type=int, help="of each process on a CPU; all cores if not given")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the measured shares as JSON")
@@ -59,25 +61,11 @@ def main() -> int:
     return 0
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Options that say which models, settings and lengths."""
-    parser.add_argument("--profile", help="the recipe; the demo's if not given")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="may be repeated")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a config.json in place of the recipe's model")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt")
-    parser.add_argument("--reply", type=int, default=256, help="tokens of each reply")
-
-
-def request_of(given: argparse.Namespace, options: PlanOptions) -> PlanRequest:
-    """The recipe of the options of :func:`add_recipe`, as ``rlhf plan`` reads it."""
-    return PlanRequest(ROOT, given.profile, given.set, options, ("ppo",), given.config)
-
-
 def _measured(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Times, limits and shares, as they are written."""
     processes = distributed.world_size()
-    request = request_of(given, PlanOptions(gpus=processes))
-    params = params_of(request)
+    options = PlanOptions(gpus=processes)
+    params = params_of(PlanRequest(ROOT, given.profile, given.set, options, ("ppo",), given.config))
     allow_tf32(params.compute.tf32)
     subject = subject_of(params, starting_architecture(params.base, ROOT, given.config), given.prompt, given.reply)
     precision = weights_precision(params.base.dtype)
@@ -96,19 +84,8 @@ def _measured(given: argparse.Namespace, work: Path) -> dict[str, Any]:
         "tokens_per_second": iteration.tokens / times.iteration,
         "peak_bytes": times.peak_bytes,
         "matmul_shares": _matmul_shares(iteration, device, times),
-        **shares(iteration, device, times),
+        "roofline_shares": {name: least / times.phases[name] for name, least in iteration.roofline(device).items()},
     }
-
-
-def shares(iteration: Iteration, device: Device, times: Times) -> dict[str, Any]:
-    """What carries over to other sizes: the share of its roofline that each phase reaches, and what the rest takes.
-
-    The rest of an iteration is the referee, at the share of ``rewards``, and host work for each reply.
-    """
-    reached = {name: seconds / times.phases[name] for name, seconds in iteration.roofline(device).items()}
-    referee = iteration.referee_flops() / device.flops / reached["rewards"]
-    rest = times.iteration - sum(times.phases.values()) - referee
-    return {"roofline_shares": reached, "host_seconds_per_reply": max(rest, 0.0) / iteration.rows}
 
 
 def _matmul_shares(iteration: Iteration, device: Device, times: Times) -> dict[str, float]:
@@ -142,12 +119,6 @@ def _table(found: Mapping[str, Any]) -> Table:
     if found["peak_bytes"] is not None:
         table.caption = f"peak {found['peak_bytes'] / (1 << 30):.1f} GiB"
     return table
-
-
-def read_shares(file: Path) -> tuple[Device, dict[str, float], float]:
-    """Device, shares of the roofline and host seconds per reply that ``--output`` wrote."""
-    found = json.loads(file.read_text(encoding="utf-8"))
-    return Device(**found["device"]), found["roofline_shares"], found["host_seconds_per_reply"]
 
 
 if __name__ == "__main__":

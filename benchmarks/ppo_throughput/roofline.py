@@ -1,8 +1,8 @@
 """The roofline of a PPO iteration: the least time in which a device could compute it, by its two limits.
 
 A phase is bound by matrix products (scoring, rewards, update, the prompts of a generation) or by reading weights and
-keys and values once per token (the rest of a generation). What is measured is stated as a share of that, and shares are
-what carries over to other models and numbers of GPUs. Source of the model: Williams, Waterman and Patterson 2009,
+keys and values once per token (the rest of a generation). What is measured is stated as a share of that. Source of the
+model: Williams, Waterman and Patterson 2009,
 "Roofline: An Insightful Visual Performance Model for Multicore Architectures".
 """
 
@@ -104,12 +104,10 @@ class Iteration:
         policy: Also the reference's size.
         critic: That of the value model.
         reward: That of the model that gives the reward.
-        referee: None where no iteration asks it.
         rows: Replies.
         prompt: Tokens of a prompt.
         reply: Tokens of a reply.
         epochs: Passes of the update over the rollout.
-        referee_every: Iterations from one that asks the referee to the next.
         ptx_tokens: Tokens of all texts of ptx in an iteration.
         adapters: Whether weights are frozen under adapters: no gradient of them is computed.
         critic_adapters: The same of the critic.
@@ -120,12 +118,10 @@ class Iteration:
     policy: Model
     critic: Model
     reward: Model
-    referee: Model | None
     rows: int
     prompt: int
     reply: int
     epochs: int
-    referee_every: int
     ptx_tokens: int
     adapters: bool
     critic_adapters: bool
@@ -142,12 +138,10 @@ class Iteration:
             policy=Model.of(architecture, precision),
             critic=reward,
             reward=reward,
-            referee=Model.of(architecture.lower(params.referee.layers), precision),
             rows=ppo.batch_size // processes,
             prompt=prompt,
             reply=reply,
             epochs=ppo.epochs,
-            referee_every=ppo.referee_every,
             ptx_tokens=ptx * (prompt + reply) // processes,
             adapters=ppo.policy_lora is not None,
             critic_adapters=ppo.critic_lora is not None,
@@ -173,10 +167,6 @@ class Iteration:
     def reward_flops(self) -> float:
         """The model that gives the reward."""
         return self.reward.forward(self.rows, self.length)
-
-    def referee_flops(self) -> float:
-        """On average over iterations."""
-        return self.referee.forward(self.rows, self.length) / self.referee_every if self.referee else 0.0
 
     def update_flops(self) -> float:
         """Forward pass, with ``recomputed`` a second one, gradients of activations, and of weights that are trained."""
