@@ -34,10 +34,7 @@ def describe_changes(changes: Any) -> str:
     """Describe one stage's entry of ``dvc status``: ``models/policy modified, metrics/ppo.json deleted``."""
     descriptions = []
     for change in changes:
-        if not isinstance(change, dict):
-            descriptions.append(str(change))
-            continue
-        for details in change.values():
+        for details in change.values() if isinstance(change, dict) else [change]:
             states = details.items() if isinstance(details, dict) else [(str(details), "")]
             for path, state in states:
                 if isinstance(state, dict):
@@ -55,7 +52,6 @@ class StageNode:
         after: the stages whose outputs it reads.
         cached_inputs: those of its inputs that DVC's cache keeps.
         carried_inputs: its other inputs, parameter files included, and the .dvc files of those in the cache.
-        cache: the DVC cache that keeps its outputs.
         shareable: whether another workspace with the same cache finds the outputs by the hashes of the inputs.
     """
 
@@ -65,7 +61,6 @@ class StageNode:
     outputs: tuple[str, ...]
     cached_inputs: tuple[str, ...] = ()
     carried_inputs: tuple[str, ...] = ()
-    cache: str = ""
     shareable: bool = False
 
 
@@ -107,14 +102,12 @@ def dvc_graph(workspace: Path) -> list[StageNode]:
         names = {s: s.name for s in stages if Path(s.path).resolve() == (workspace / "dvc.yaml").resolve()}
         return [
             StageNode(
-                name=name,
-                after=tuple(sorted(names[n] for n in graph.successors(stage) if n in names)),
-                command=stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd),
-                outputs=tuple(str(out) for out in stage.outs),
-                cached_inputs=(inputs := _inputs(repo, stage, workspace))[0],
-                carried_inputs=inputs[1],
-                cache=repo.cache.local_cache_dir,
-                shareable=_is_in_run_cache(stage),
+                name,
+                tuple(sorted(names[n] for n in graph.successors(stage) if n in names)),
+                stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd),
+                tuple(str(out) for out in stage.outs),
+                *_inputs(repo, stage, workspace),
+                _is_in_run_cache(stage),
             )
             for stage, name in names.items()
         ]
@@ -137,8 +130,8 @@ def _inputs(repo: Any, stage: Any, workspace: Path) -> tuple[tuple[str, ...], tu
         carried.update(out.fs_path for out in outputs if not out.use_cache)
         if isinstance(dep, ParamsDependency) or not outputs:
             carried.add(dep.fs_path)
-    relative = [tuple(sorted(os.path.relpath(path, workspace) for path in paths)) for paths in (cached, carried)]
-    return relative[0], relative[1]
+    first, second = (tuple(sorted(os.path.relpath(path, workspace) for path in paths)) for paths in (cached, carried))
+    return first, second
 
 
 def _is_in_run_cache(stage: Any) -> bool:

@@ -51,13 +51,8 @@ def _recorded_stages(lock: Path, _: tuple[int, ...]) -> Mapping[str, RecordedSta
 
 def recorded_hash(workspace: Path, path: str) -> str | None:
     """Return the hash that dvc.lock records for the output ``path``, or None."""
-    return recorded_hashes(workspace).get(path)
-
-
-def recorded_hashes(workspace: Path) -> dict[str, str]:
-    """Return the hash of each output that dvc.lock records; empty before the first stage has run."""
     stages = recorded_stages(workspace).values()
-    return {path: value for stage in stages for path, value in stage.outputs.items()}
+    return next((stage.outputs[path] for stage in stages if path in stage.outputs), None)
 
 
 def _hashes(entries: Any) -> dict[str, str]:

@@ -18,6 +18,7 @@ from rlhf_core.config.loading import (
     merge,
     overlaid,
     overlays_of,
+    overridden,
     profile_names,
     rebase_sources,
 )
@@ -29,6 +30,7 @@ PROFILE_LINE = "# Profile "  # opens what the comment at the top of params.yaml 
 HEADER_WIDTH = 118
 DVC_FILE = "dvc.yaml"
 TRIALS = "workspaces"
+ABSENT = object()
 DVC_IGNORE = "# never part of a dependency or an output\n__pycache__\n*.pyc\n.rlhf\nwork\n"
 GIT_IGNORE = (
     "/.rlhf/",
@@ -122,18 +124,14 @@ def check_tracked_params(workspace: Path) -> None:
         ConfigError: some are left out; the message has the lines to add.
     """
     document = yaml_text.plain(yaml_text.read(workspace / PARAMS_FILE))
-    missing = [path for path in tracked_params(workspace) if not _has(document, path)]
+    defaults = Params().model_dump(mode="json", by_alias=True)
+    absent = [path for path in tracked_params(workspace) if _value_at(document, path) is ABSENT]
+    missing = {path: _value_at(defaults, path) for path in absent}
     if not missing:
         return
-    defaults = Params().model_dump(mode="json", by_alias=True)
-    lines: dict[str, Any] = {}
-    without_default = []
-    for path in missing:
-        value = _value_at(defaults, path)
-        if value is None or value == []:
-            without_default.append(path)
-        else:
-            _set(lines, path, {} if isinstance(value, dict) else value)
+    without_default = [path for path, value in missing.items() if value in (ABSENT, None, [])]
+    given = {path: {} if isinstance(value, dict) else value for path, value in missing.items()}
+    lines = overridden({}, {path: value for path, value in given.items() if path not in without_default})
     message = [f"{workspace / PARAMS_FILE} leaves out parameters that {DVC_FILE} names, so DVC would refuse its stages"]
     if lines:
         message.append("add these, which are the defaults, to their sections:")
@@ -152,7 +150,6 @@ def tracked_params(workspace: Path) -> list[str]:
 
 
 def _names_of(stage: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a stage's parameters of params.yaml; other files are entries of their own."""
     for entry in stage.get("params") or []:
         if isinstance(entry, str):
             yield entry
@@ -160,22 +157,7 @@ def _names_of(stage: Mapping[str, Any]) -> Iterator[str]:
             yield from entry.get(PARAMS_FILE) or []
 
 
-def _has(document: Any, path: str) -> bool:
-    for part in path.split("."):
-        if not isinstance(document, Mapping) or part not in document:
-            return False
-        document = document[part]
-    return True
-
-
 def _value_at(document: Any, path: str) -> Any:
     for part in path.split("."):
-        document = document.get(part) if isinstance(document, Mapping) else None
+        document = document.get(part, ABSENT) if isinstance(document, Mapping) else ABSENT
     return document
-
-
-def _set(lines: dict[str, Any], path: str, value: Any) -> None:
-    *parents, last = path.split(".")
-    for part in parents:
-        lines = lines.setdefault(part, {})
-    lines[last] = value

@@ -76,19 +76,16 @@ def claim_names(directory: str) -> dict[str, str]:
     return {"name": workspace_slug(Path(directory))}
 
 
-def prefect_file(workspace: Path) -> Path:
-    """Return the workspace's own prefect.yaml, else the one that comes with this project."""
-    own = workspace / PREFECT_FILE
-    return own if own.is_file() else recipe_folder() / PREFECT_FILE
-
-
 def deploy_all(workspace: Path) -> None:
-    """Create or update every deployment of prefect.yaml, schedules included, with Prefect's own command.
+    """Create or update every deployment of prefect.yaml, the workspace's own or the one of this project.
+
+    Schedules included, with Prefect's own command.
 
     Raises:
         RlhfError: the command fails; its output is in ``.rlhf/logs/deploy.log``.
     """
-    file = prefect_file(workspace)
+    own = workspace / PREFECT_FILE
+    file = own if own.is_file() else recipe_folder() / PREFECT_FILE
     prefect_settings = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_")}
     result = run_module(
         workspace,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from flows.prefect_server.pools import GPU_POOL
 from flows.stage.outcome import StageOutcome
@@ -75,11 +74,6 @@ class RemoteJobReport:
     host: str
     folder: str
     files: Mapping[str, str]
-
-    @classmethod
-    def from_data(cls, data: Any) -> RemoteJobReport:
-        """Return the report from what ``dataclasses.asdict`` made of it."""
-        return cls(**{**data, "outcome": StageOutcome(**data["outcome"])})
 
 
 def job_name(workspace: Path, pool: str, shared: bool = True) -> str:

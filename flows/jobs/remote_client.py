@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 from uuid import UUID
 
 from prefect import get_run_logger
@@ -20,12 +21,10 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.client.schemas.sorting import ArtifactSort
 
 from flows.dvc_repo.graph import StageNode
-from flows.dvc_repo.inputs import EXPECTATIONS
 from flows.dvc_repo.lock_file import LOCK_FILE
 from flows.dvc_repo.root import cache_of
 from flows.jobs.job import Handoff, Job, RemoteJobReport
 from flows.jobs.transfer import (
-    LogFollower,
     TransferFailed,
     describe_remote,
     dvc_transfer,
@@ -34,14 +33,12 @@ from flows.jobs.transfer import (
     transfer_with_retries,
 )
 from flows.stage.outcome import StageOutcome
-from flows.stage.run import stage_log
 from flows.supervision.signals import StopRequested
 from flows.workspace.folder import private_path
 from rlhf_core.config.loading import PARAMS_FILE, Params, load_params
-from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.errors import ConfigError
 from rlhf_core.fingerprint.tracked_files import function_files, verifiable_functions
 from rlhf_core.git import git_revision
-from rlhf_core.storage.file_patterns import expand, spelled
 from rlhf_core.storage.files import atomic_write_text
 
 RECIPE_FILES = (PARAMS_FILE, "dvc.yaml", "dvc.lock", ".dvcignore")
@@ -99,29 +96,15 @@ def prepare_remote_job(job: Job, node: StageNode) -> Job:
 
 
 def _untracked_inputs(workspace: Path, stage: str) -> list[str]:
-    """List files that the stage reads and DVC does not track: DeepSpeed settings, functions, questions, suites."""
+    """List files that the stage reads and dvc.yaml does not name: DeepSpeed settings and functions."""
     params = load_params(workspace)
     launch = {str(name): config for name, config in params.compute.launch.items()}.get(stage)
     files = [launch.deepspeed] if launch and launch.deepspeed and not Path(launch.deepspeed).is_absolute() else []
     if stage in STAGES_WITH_REWARD_SOURCES:
         files += function_files(workspace, params.ppo.reward.sources)
-    if stage == "validate":
-        files.append(EXPECTATIONS)
     if stage == "evaluate":
-        patterns = [pattern for kind in params.evaluate.untracked_files.values() for pattern in kind]
-        files += [file for pattern in patterns for file in _carried(workspace, pattern)]
         files += function_files(workspace, verifiable_functions(params.evaluate.verifiable))
     return files
-
-
-def _carried(workspace: Path, pattern: str) -> list[str]:
-    """List the files of a pattern that lie in the workspace; others must be at the same path on the other host."""
-    try:
-        files = expand(pattern, workspace)
-    except DataError as error:
-        raise TransferFailed(str(error), final=True) from error
-    root = workspace.resolve()
-    return [spelled(file, "", workspace) for file in files if file.resolve().is_relative_to(root)]
 
 
 def read_carried_files(workspace: Path, paths: Iterable[str]) -> dict[str, str]:
@@ -154,66 +137,56 @@ def read_carried_files(workspace: Path, paths: Iterable[str]) -> dict[str, str]:
     return texts
 
 
-class RemoteJobClient:
-    """The pipeline's connection to one remote job: its log while it runs, its outcome and result at the end."""
+def receive_result(job: Job, client: SyncPrefectClient, flow_run: UUID) -> StageOutcome | None:
+    """Return the outcome that a remote job reported, its result fetched; None if it reported none or was stopped."""
+    report_of_run = ArtifactFilter(
+        flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run]), type=ArtifactFilterType(any_=[REPORT_ARTIFACT])
+    )
+    artifacts = client.read_artifacts(artifact_filter=report_of_run, sort=ArtifactSort.UPDATED_DESC, limit=1)
+    if not artifacts:
+        return None
+    data: Any = artifacts[0].data
+    report = RemoteJobReport(**{**data, "outcome": StageOutcome(**data["outcome"])})
+    if report.outcome.ok:
+        return _fetch_result(job, report)
+    if report.outcome.action == "stopped":
+        return None
+    for path, text in report.files.items():
+        if path in job.spec.outputs:
+            atomic_write_text(job.workspace / path, text)
+    return report.outcome
 
-    def __init__(self, job: Job, client: SyncPrefectClient, flow_run: UUID) -> None:
-        self.job, self.client, self.flow_run = job, client, flow_run
-        self.follower = LogFollower(stage_log(job.workspace, job.stage))
 
-    def follow_log(self, now: bool = False) -> None:
-        """Append new lines of the stage's remote log to its log here."""
-        self.follower.fetch(self.client, self.flow_run, now=now)
+def _fetch_result(job: Job, report: RemoteJobReport) -> StageOutcome:
+    """Fetch the result into the cache, from where DVC's own ``repro`` takes it; nothing is ever computed here.
 
-    def receive(self) -> StageOutcome | None:
-        """Return the outcome that the job reported, its result fetched; None if it reported none or was stopped."""
-        self.follow_log(now=True)
-        report_of_run = ArtifactFilter(
-            flow_run_id=ArtifactFilterFlowRunId(any_=[self.flow_run]), type=ArtifactFilterType(any_=[REPORT_ARTIFACT])
-        )
-        artifacts = self.client.read_artifacts(artifact_filter=report_of_run, sort=ArtifactSort.UPDATED_DESC, limit=1)
-        if not artifacts:
-            return None
-        report = RemoteJobReport.from_data(artifacts[0].data)
-        if report.outcome.ok:
-            return self._fetch_result(report)
-        if report.outcome.action == "stopped":
-            return None
-        for path, text in report.files.items():
-            if path in self.job.spec.outputs:
-                atomic_write_text(self.job.workspace / path, text)
-        return report.outcome
-
-    def _fetch_result(self, report: RemoteJobReport) -> StageOutcome:
-        """Fetch the result into the cache, from where DVC's own ``repro`` takes it; nothing is ever computed here.
-
-        DVC fetches what a dvc.lock names. That of the job names its result, in a folder that uses the same cache.
-        """
-        job, reported = self.job, report.outcome
-        assert job.handoff is not None
-        remote = job.handoff.remote["name"]
-        folder = private_path(job.workspace, "remote", job.stage, LOCK_FILE).parent
-        try:
-            rebuild_workspace(folder, job.handoff, cache_of(job.workspace))
-            atomic_write_text(folder / LOCK_FILE, report.files[LOCK_FILE])
-            secrets = job.workspace / ".dvc" / "config.local"
-            if secrets.is_file():
-                shutil.copy2(secrets, folder / ".dvc" / "config.local")
-            fetch = ("fetch", "--run-cache", "--remote", remote, job.stage)
-            transfer_with_retries(folder, fetch, job.handoff.deliver_seconds, get_run_logger().warning)
-        except (TransferFailed, StopRequested) as error:
-            context = f"the result is in the DVC remote {remote}, but could not be fetched"
-            return transfer_outcome(job.stage, error, context, reported.started)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        outcome = restore_result(job.spec)
-        if outcome is None:
-            message = f"the DVC remote {remote} has no result for the inputs as they are in this workspace now"
-            return StageOutcome.failed(job.stage, message, started=reported.started, work_seconds=reported.work_seconds)
-        if not outcome.ok:
-            return outcome
-        started = min(reported.started, outcome.started)  # the other host's clock may be ahead
-        return replace(outcome, action=reported.action, started=started, work_seconds=reported.work_seconds)
+    DVC fetches what a dvc.lock names. That of the job names its result, in a folder that uses the same cache.
+    """
+    reported = report.outcome
+    assert job.handoff is not None
+    remote = job.handoff.remote["name"]
+    folder = private_path(job.workspace, "remote", job.stage, LOCK_FILE).parent
+    try:
+        rebuild_workspace(folder, job.handoff, cache_of(job.workspace))
+        atomic_write_text(folder / LOCK_FILE, report.files[LOCK_FILE])
+        secrets = job.workspace / ".dvc" / "config.local"
+        if secrets.is_file():
+            shutil.copy2(secrets, folder / ".dvc" / "config.local")
+        fetch = ("fetch", "--run-cache", "--remote", remote, job.stage)
+        transfer_with_retries(folder, fetch, job.handoff.deliver_seconds, get_run_logger().warning)
+    except (TransferFailed, StopRequested) as error:
+        context = f"the result is in the DVC remote {remote}, but could not be fetched"
+        return transfer_outcome(job.stage, error, context, reported.started)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    outcome = restore_result(job.spec)
+    if outcome is None:
+        message = f"the DVC remote {remote} has no result for the inputs as they are in this workspace now"
+        return StageOutcome.failed(job.stage, message, started=reported.started, work_seconds=reported.work_seconds)
+    if not outcome.ok:
+        return outcome
+    started = min(reported.started, outcome.started)  # the other host's clock may be ahead
+    return replace(outcome, action=reported.action, started=started, work_seconds=reported.work_seconds)
 
 
 def rebuild_workspace(workspace: Path, handoff: Handoff, cache: Path) -> None:

@@ -40,11 +40,6 @@ SMALL_BYTES = 64_000
 REPORT_SECONDS = 600.0
 
 
-def host_folder() -> Path:
-    """Return the folder in which this host keeps the workspaces of remote jobs and their cache."""
-    return Path(os.environ.get(HOST_FOLDER_VARIABLE) or Path.home() / ".rlhf").expanduser().resolve()
-
-
 def run_remote_job(handoff: Handoff, spec: StageSpec) -> StageOutcome:
     """Run the stage in a workspace of this host and report its outcome to the server; a failing stage does not raise.
 
@@ -52,14 +47,18 @@ def run_remote_job(handoff: Handoff, spec: StageSpec) -> StageOutcome:
     host waits for the first one and then finds its result.
     """
     started = time.time()
-    host = host_folder()
+    host = Path(os.environ.get(HOST_FOLDER_VARIABLE) or Path.home() / ".rlhf").expanduser().resolve()
+    workspace = host / "jobs" / handoff.key
+    spec = replace(spec, workspace=workspace, environment=_tracking_environment(spec.environment), pull=True)
     try:
         with locked(host, f"{handoff.key}.lock", wait=True, on_wait=get_run_logger().info):
-            job = RemoteJob(handoff, spec, host / "jobs" / handoff.key)
-            outcome = job.run(host / "cache")
-            publish_report(outcome, job.workspace, _report_files(job.spec, outcome))
+            rebuild_workspace(workspace, handoff, host / "cache")
+            cleanup(workspace)
+            with LogShipper(stage_log(workspace, spec.name), UUID(str(runtime.flow_run.id))):
+                outcome = _fetch_run_push(handoff, spec, started)
+            publish_report(outcome, workspace, _report_files(spec, outcome))
             if outcome.ok:
-                shutil.rmtree(job.workspace, ignore_errors=True)
+                shutil.rmtree(workspace, ignore_errors=True)
     except KeyboardInterrupt:
         return StageOutcome.stopped(spec.name, started=started)
     except RlhfError as error:
@@ -69,50 +68,33 @@ def run_remote_job(handoff: Handoff, spec: StageSpec) -> StageOutcome:
     return outcome
 
 
-class RemoteJob:
-    """One attempt at a stage in ``workspace``, a folder of this host."""
+def _fetch_run_push(handoff: Handoff, spec: StageSpec, started: float) -> StageOutcome:
+    """Fetch the inputs, run the stage and push its result; return the outcome of the first step that fails."""
+    host, remote = socket.gethostname(), handoff.remote["name"]
 
-    def __init__(self, handoff: Handoff, spec: StageSpec, workspace: Path) -> None:
-        self.handoff, self.workspace = handoff, workspace
-        self.spec = replace(spec, workspace=workspace, environment=_tracking_environment(spec.environment), pull=True)
-        self.started = time.time()
+    def log(line: str) -> None:  # which the pipeline follows
+        with stage_log(spec.workspace, spec.name).open("a", encoding="utf-8") as stream:
+            stream.write(f"{spec.name} {line}\n")
 
-    def run(self, cache: Path) -> StageOutcome:
-        """Fetch the inputs, run the stage and push its result; return the outcome of the first step that fails."""
-        stage, remote = self.spec.name, self.handoff.remote["name"]
-        rebuild_workspace(self.workspace, self.handoff, cache)
-        cleanup(self.workspace)
-        with LogShipper(stage_log(self.workspace, stage), UUID(str(runtime.flow_run.id))):
-            self._log(f"on {socket.gethostname()} in {self.workspace}")
-            difference = code_difference(self.workspace, self.handoff)
-            if difference:
-                return StageOutcome.failed(stage, difference, EXIT_USER_ERROR, started=self.started)
-            try:
-                if self.handoff.inputs:
-                    self._transfer("pull", "--force", "--remote", remote, *self.handoff.inputs)
-            except (TransferFailed, StopRequested) as error:
-                context = f"inputs could not be fetched from the DVC remote {remote}"
-                return transfer_outcome(stage, error, context, self.started)
-            outcome = run_stage(self.spec)
-            if not outcome.ok:
-                return outcome
-            try:
-                self._transfer("push", "--run-cache", "--remote", remote, stage)
-            except (TransferFailed, StopRequested) as error:
-                context = (
-                    f"the stage is done, but its result could not be pushed to the DVC remote {remote}; it is kept on "
-                    f"{socket.gethostname()} in {self.workspace}, and the next attempt on that host only pushes it"
-                )
-                return transfer_outcome(stage, error, context, self.started)
-            return outcome
-
-    def _transfer(self, *arguments: str) -> None:
-        transfer_with_retries(self.workspace, arguments, self.handoff.deliver_seconds, self._log)
-
-    def _log(self, line: str) -> None:
-        """Append a line to the stage's log, which the pipeline follows."""
-        with stage_log(self.workspace, self.spec.name).open("a", encoding="utf-8") as stream:
-            stream.write(f"{self.spec.name} {line}\n")
+    log(f"on {host} in {spec.workspace}")
+    if difference := code_difference(spec.workspace, handoff):
+        return StageOutcome.failed(spec.name, difference, EXIT_USER_ERROR, started=started)
+    context = f"inputs could not be fetched from the DVC remote {remote}"
+    try:
+        if handoff.inputs:
+            pull = ("pull", "--force", "--remote", remote, *handoff.inputs)
+            transfer_with_retries(spec.workspace, pull, handoff.deliver_seconds, log)
+        outcome = run_stage(spec)
+        if outcome.ok:
+            context = (
+                f"the stage is done, but its result could not be pushed to the DVC remote {remote}; it is kept on "
+                f"{host} in {spec.workspace}, and the next attempt on that host only pushes it"
+            )
+            push = ("push", "--run-cache", "--remote", remote, spec.name)
+            transfer_with_retries(spec.workspace, push, handoff.deliver_seconds, log)
+    except (TransferFailed, StopRequested) as error:
+        return transfer_outcome(spec.name, error, context, started)
+    return outcome
 
 
 def code_difference(workspace: Path, handoff: Handoff) -> str:

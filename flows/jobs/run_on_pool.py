@@ -15,10 +15,11 @@ from prefect.states import Cancelled, Cancelling, State
 
 from flows.dvc_repo.graph import StageNode
 from flows.jobs.job import Job, job_deployment
-from flows.jobs.remote_client import RemoteJobClient, prepare_remote_job
+from flows.jobs.remote_client import prepare_remote_job, receive_result
 from flows.jobs.stage_job import PREEMPTED, preempted_state
-from flows.jobs.transfer import TransferFailed, restore_result, transfer_outcome
+from flows.jobs.transfer import LogFollower, TransferFailed, restore_result, transfer_outcome
 from flows.stage.outcome import StageOutcome, clear_outcome, load_outcome, load_report
+from flows.stage.run import stage_log
 from flows.supervision import signals
 from flows.supervision.signals import StopRequested
 from flows.workspace.folder import job_label
@@ -59,15 +60,15 @@ def run_on_pool(
     """
     started = time.time()
     preemptions = false_starts = 0
+    follower = LogFollower(stage_log(job.workspace, job.stage)) if job.handoff is not None else None
     with get_client(sync_client=True) as client:
         while True:
             clear_outcome(job.workspace, job.stage)
             repeats = preemptions + false_starts
             attempt = f"{job.attempt}:{repeats}" if repeats else job.attempt
             run = submit(replace(job, attempt=attempt))
-            remote = RemoteJobClient(job, client, run.id) if job.handoff is not None else None
-            state = _await_end(client, run.id, on_poll, job, remote)
-            if signals.STOP.is_set():
+            state = _await_end(client, run.id, on_poll, job, follower)
+            if state is None:
                 return StageOutcome.stopped(job.stage, started=started)
             if _was_preempted(job, state):
                 preemptions += 1
@@ -76,12 +77,16 @@ def run_on_pool(
                     return StageOutcome.failed(job.stage, f"{message} to resume", EXIT_PREEMPTED, started=started)
                 on_preempted("preempted, waiting for a worker")
                 continue
-            if false_starts < FALSE_STARTS and _never_began(client, run.id, state):
+            never_began = (state.is_crashed() or state.is_failed()) and client.read_flow_run(run.id).run_count == 0
+            if false_starts < FALSE_STARTS and never_began:
                 false_starts += 1
                 on_preempted("its process ended before the job began, waiting for a worker")
                 continue
-            reported = remote.receive() if remote is not None else None
-            return reported or _outcome_in_workspace(job, state, started)
+            if follower is not None:
+                follower.fetch(client, run.id, now=True)
+                if (reported := receive_result(job, client, run.id)) is not None:
+                    return reported
+            return _outcome_in_workspace(job, state, started)
 
 
 def submit(job: Job) -> FlowRun:
@@ -111,19 +116,15 @@ def submit(job: Job) -> FlowRun:
 
 
 def _await_end(
-    client: SyncPrefectClient,
-    run: UUID,
-    on_poll: Callable[[], None],
-    job: Job,
-    remote: RemoteJobClient | None = None,
+    client: SyncPrefectClient, run: UUID, on_poll: Callable[[], None], job: Job, follower: LogFollower | None
 ) -> State[Any] | None:
-    """Wait for the run's final state. After a stop signal the job is cancelled and waited for briefly.
+    """Wait for the run's final state; None after a stop signal, when the job is cancelled and waited for briefly.
 
     If the stage of the job has reported its preemption, the job has a while to end by itself. Its process may have
     died with its worker, which the server would notice much later.
     """
     polls_left = REPORT_POLLS
-    while True:
+    while not signals.STOP.is_set():
         state = client.read_flow_run(run).state
         if state is not None and state.is_final():
             return state
@@ -131,11 +132,12 @@ def _await_end(
             polls_left -= 1
             if polls_left <= 0:
                 client.set_flow_run_state(run, preempted_state(f"{job.stage}: its worker is gone"), force=True)
-        if signals.STOP.wait(POLL_SECONDS):
-            return cancel_and_wait(client, run)
-        if remote is not None:
-            remote.follow_log()
-        on_poll()
+        if not signals.STOP.wait(POLL_SECONDS):
+            if follower is not None:
+                follower.fetch(client, run)
+            on_poll()
+    cancel_and_wait(client, run)
+    return None
 
 
 def _stage_reported_preemption(job: Job, state: State[Any] | None) -> bool:
@@ -146,49 +148,34 @@ def _stage_reported_preemption(job: Job, state: State[Any] | None) -> bool:
     return report.exit_code == EXIT_PREEMPTED and report.ended >= state.timestamp.timestamp()
 
 
-def _was_preempted(job: Job, state: State[Any] | None) -> bool:
+def _was_preempted(job: Job, state: State[Any]) -> bool:
     """Whether a job ended because of a preemption, by its own state or, if it died before that, its stage's report."""
-    if state is None or state.is_completed() or state.is_cancelled():
+    if state.is_completed() or state.is_cancelled():
         return False
     report = load_report(job.workspace, job.stage)
     return state.name == PREEMPTED or (report is not None and report.exit_code == EXIT_PREEMPTED)
 
 
-def _never_began(client: SyncPrefectClient, run: UUID, state: State[Any] | None) -> bool:
-    """Whether a job failed without having run for a moment, so that nothing of its stage was done."""
-    failed = state is not None and (state.is_crashed() or state.is_failed())
-    return failed and client.read_flow_run(run).run_count == 0
-
-
-def cancel_and_wait(client: SyncPrefectClient, run: UUID, seconds: float = CANCEL_SECONDS) -> State[Any] | None:
-    """Cancel a job, at once or through its worker if one has it; return its state after ``seconds`` at most."""
+def cancel_and_wait(client: SyncPrefectClient, run: UUID) -> None:
+    """Cancel a job, at once or through its worker if one has it, and wait a few seconds for its end."""
+    deadline = time.monotonic() + CANCEL_SECONDS
     state = client.read_flow_run(run).state
-    if state is not None and state.is_scheduled():
-        client.set_flow_run_state(run, Cancelled(message="the pipeline run was stopped"))
-    elif state is not None and not state.is_final():
-        client.set_flow_run_state(run, Cancelling(message="the pipeline run was stopped"))
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        state = client.read_flow_run(run).state
-        if state is not None and state.is_final():
-            break
+    if state is not None and not state.is_final():
+        cancelled = Cancelled if state.is_scheduled() else Cancelling
+        client.set_flow_run_state(run, cancelled(message="the pipeline run was stopped"))
+    while time.monotonic() < deadline and not ((state := client.read_flow_run(run).state) and state.is_final()):
         time.sleep(0.2)
-    return state
 
 
-def _outcome_in_workspace(job: Job, state: State[Any] | None, started: float) -> StageOutcome:
+def _outcome_in_workspace(job: Job, state: State[Any], started: float) -> StageOutcome:
     """Return the outcome that the job saved; if it died before that, what its state on the server says."""
-    if signals.STOP.is_set():
-        return StageOutcome.stopped(job.stage, started=started)
     pool = job.placement.pool
-    if state is not None and state.is_cancelled():
+    if state.is_cancelled():
         message = f"its job on {pool} was cancelled"
         return StageOutcome.failed(job.stage, message, EXIT_INTERRUPTED, started=started)
     saved = load_outcome(job.workspace, job.stage)
-    completed = state is not None and state.is_completed()
-    if saved is not None and saved.action != "stopped" and saved.ok == completed:
+    if saved is not None and saved.action != "stopped" and saved.ok == state.is_completed():
         return saved
-    reason = f": {state.message.split('. ')[0]}" if state and state.message else ""
-    message = f"its job on {pool} ended as {state.name if state else 'lost'}{reason}"
-    ended = time.time()
+    reason = f": {state.message.split('. ')[0]}" if state.message else ""
+    message, ended = f"its job on {pool} ended as {state.name}{reason}", time.time()
     return StageOutcome.failed(job.stage, message, started=started, ended=ended, work_seconds=ended - started)

@@ -6,7 +6,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
@@ -107,15 +107,12 @@ def describe_remote(workspace: Path, name: str | None) -> dict[str, str]:
             f"`dvc remote modify --local {name} password …` on each host",
             final=True,
         )
-    if url.scheme in ("http", "https") or _on(options, "worktree") or _on(options, "version_aware"):
+    versioned = {options.get(key, "").lower() for key in ("worktree", "version_aware")} & {"1", "true", "yes", "on"}
+    if url.scheme in ("http", "https") or versioned:
         raise TransferFailed(
             f"the DVC remote {name} ({options['url']}) keeps no run cache; use a folder, ssh or a bucket", final=True
         )
     return {"name": name, **{key: options[key] for key in PUBLIC_OPTIONS if key in options}}
-
-
-def _on(options: Mapping[str, str], key: str) -> bool:
-    return options.get(key, "").lower() in ("1", "true", "yes", "on")
 
 
 def transfer_outcome(
@@ -148,9 +145,8 @@ class LogShipper:
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name="log-shipper", daemon=True)
 
-    def __enter__(self) -> LogShipper:
+    def __enter__(self) -> None:
         self.thread.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.ended.set()
@@ -204,20 +200,16 @@ class LogFollower:
         if not now and time.monotonic() < self.next_fetch:
             return
         self.next_fetch = time.monotonic() + INTERVAL_SECONDS
-        records = self._read_records(client, flow_run)
+        since = LogFilterTimestamp(after_=self.last) if self.last else None
+        of_run = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run]), timestamp=since)
+        records: list[Log] = []
+        page = None
+        while page is None or len(page) == PAGE:
+            page = client.read_logs(of_run, limit=PAGE, offset=len(records), sort=LogSort.TIMESTAMP_ASC)
+            records += page
         new = [record for record in records if record.name == LOGGER and record.id not in self.seen]
         if new:
             with self.log.open("a", encoding="utf-8") as stream:
                 stream.writelines(record.message for record in new)
             self.last = new[-1].timestamp
-            self.seen = {record.id for record in new} | self.seen
-
-    def _read_records(self, client: SyncPrefectClient, flow_run: UUID) -> list[Log]:
-        since = LogFilterTimestamp(after_=self.last) if self.last else None
-        of_run = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run]), timestamp=since)
-        records: list[Log] = []
-        while True:
-            page = client.read_logs(of_run, limit=PAGE, offset=len(records), sort=LogSort.TIMESTAMP_ASC)
-            records += page
-            if len(page) < PAGE:
-                return records
+            self.seen |= {record.id for record in new}

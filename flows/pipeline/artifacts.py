@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
@@ -65,28 +66,13 @@ def publish_gate_tables(workspace: Path) -> None:
     for path in sorted((workspace / "gates").glob("*.json")):
         gate = read_json(path)
         rows = [
-            {
-                "metric": row.metric,
-                "passed": "yes" if row.passed else "NO",
-                "value": row.value,
-                "bound": row.bound,
-                "why": table_cell(row.why),
-            }
+            asdict(row) | {"passed": "yes" if row.passed else "NO", "why": table_cell(row.why)}
             for row in condition_rows(gate)
         ]
         verdict = "passed" if gate.get("passed") else "FAILED"
         create_table_artifact(
             rows, key=artifact_key(workspace, "gate", path.stem), description=f"Gate {path.stem}: {verdict}"
         )
-
-
-def publish_verdict(workspace: Path, verdict: RunVerdict, report_link: str | None) -> None:
-    """Create a page with the verdict, its key numbers and where the report is."""
-    create_markdown_artifact(
-        verdict_markdown(verdict, report_link),
-        key=artifact_key(workspace, "verdict"),
-        description=f"Verdict: {verdict.headline}",
-    )
 
 
 def publish_report(workspace: Path, report: Path, report_link: str | None) -> None:
@@ -118,7 +104,11 @@ def publish_run(
     publish_gate_tables(workspace)
     publish_report(workspace, workspace / report, report_link)
     if verdict is not None:
-        publish_verdict(workspace, verdict, report_link)
+        create_markdown_artifact(
+            verdict_markdown(verdict, report_link),
+            key=artifact_key(workspace, "verdict"),
+            description=f"Verdict: {verdict.headline}",
+        )
     if run_id:
         log_final_artifacts(workspace, run_id)
         if verdict is not None:

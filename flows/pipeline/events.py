@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from flows.pipeline.verdict import RunVerdict
 from flows.stage.outcome import StageOutcome
@@ -105,37 +105,17 @@ PipelineEvent = (
     | VerdictReached
     | RunEnded
 )
-KINDS: dict[str, type[PipelineEvent]] = {
-    "plan": RunPlanned,
-    "start": StageStarted,
-    "stage": StageEnded,
-    "retry": StageRetried,
-    "preempted": StagePreempted,
-    "phase": PhaseStarted,
-    "registry": RegistryUpdated,
-    "verdict": VerdictReached,
-    "end": RunEnded,
-}
-KIND_OF = {event_type: kind for kind, event_type in KINDS.items()}
+KINDS: dict[str, type[PipelineEvent]] = {event_type.__name__: event_type for event_type in get_args(PipelineEvent)}
 
 
-@dataclass(frozen=True)
-class RecordedEvent:
-    """An event and when it was written, in seconds since the epoch."""
-
-    time: float
-    event: PipelineEvent
-
-
-def _decode(line: bytes) -> RecordedEvent:
+def _decode(line: bytes) -> tuple[float, PipelineEvent]:
     fields: dict[str, Any] = json.loads(line)
-    event_type = KINDS[fields.pop("kind")]
-    written = float(fields.pop("time"))
+    event_type, written = KINDS[fields.pop("kind")], float(fields.pop("time"))
     if event_type is StageEnded:
-        return RecordedEvent(written, StageEnded(StageOutcome(**fields["outcome"])))
+        return written, StageEnded(StageOutcome(**fields["outcome"]))
     if event_type is VerdictReached:
-        return RecordedEvent(written, VerdictReached(RunVerdict.from_dict(fields["verdict"])))
-    return RecordedEvent(written, event_type(**fields))
+        return written, VerdictReached(RunVerdict.from_dict(fields["verdict"]))
+    return written, event_type(**fields)
 
 
 class EventWriter:
@@ -148,7 +128,7 @@ class EventWriter:
         """Append ``event`` with the current time."""
         if self.path is None:
             return
-        line = json.dumps({"kind": KIND_OF[type(event)], "time": time.time(), **asdict(event)})
+        line = json.dumps({"kind": type(event).__name__, "time": time.time(), **asdict(event)})
         with _lock, self.path.open("a", encoding="utf-8") as stream:
             stream.write(line + "\n")
 
@@ -162,10 +142,10 @@ class EventReader:
 
     def read_new(self) -> list[PipelineEvent]:
         """Return the complete events that have not been returned yet."""
-        return [recorded.event for recorded in self.read_new_recorded()]
+        return [event for _, event in self.read_new_timed()]
 
-    def read_new_recorded(self) -> list[RecordedEvent]:
-        """Return the complete events that have not been returned yet, with their times."""
+    def read_new_timed(self) -> list[tuple[float, PipelineEvent]]:
+        """Return the same, each with when it was written in seconds since the epoch."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as stream:
@@ -226,15 +206,15 @@ def read_last_run(workspace: Path) -> LastRun | None:
     The events are those of the current run while one is under way.
     """
     try:
-        recorded = EventReader(events_file(workspace)).read_new_recorded()
+        recorded = EventReader(events_file(workspace)).read_new_timed()
     except (LookupError, TypeError, ValueError):
         return None
     if not recorded:
         return None
-    events = [entry.event for entry in recorded]
+    events = [event for _, event in recorded]
     return LastRun(
-        started=datetime.fromtimestamp(recorded[0].time),
-        last_event=datetime.fromtimestamp(recorded[-1].time),
+        started=datetime.fromtimestamp(recorded[0][0]),
+        last_event=datetime.fromtimestamp(recorded[-1][0]),
         state=next((event.state for event in events if isinstance(event, RunEnded)), ""),
         ran=sum(isinstance(event, StageEnded) and event.outcome.action == "ran" for event in events),
         verdict=next((event.verdict for event in events if isinstance(event, VerdictReached)), None),

@@ -327,14 +327,14 @@ def _register(context: PipelineContext, run_id: str, promote: bool) -> Registrat
     try:
         context.events.emit(PhaseStarted("registering the models"))
         registration = register_task(context.workspace, run_id)
-        registered = registration.message
+        registered, challenger = registration.describe(), registration.challenger(config.policy)
         context.events.emit(RegistryUpdated(registered))
-        if registration.challenger is None:
+        if challenger is None:
             return RegistrationResult(registered)
         if because := undecided_because(promote, config.auto_promote):
             return RegistrationResult(registered, undecided_because=because)
         context.events.emit(PhaseStarted("promotion", log=MATCH_LOG))
-        decision = promote_task(context.workspace, registration.challenger)
+        decision = promote_task(context.workspace, challenger)
         verb = "promoted to" if decision.promoted else "not promoted to"
         described = decision.describe() if decision.awaiting_approval else f"{verb} @champion: {decision.reason}"
         context.events.emit(RegistryUpdated(described))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,10 @@ from flows.registry.client import connect
 from flows.registry.decisions import PromotionDecision, as_report
 from flows.registry.history import history_ledger, latest_request, read_history
 from flows.registry.promote import promote
-from flows.registry.register import register
+from flows.registry.register import Registration, register
 from flows.registry.release_page import try_release_page
 from flows.registry.workspace import ACTOR_VARIABLE
-from rlhf_core.config.loading import load_params, load_section
+from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 
@@ -38,19 +37,10 @@ MATCH_LOG = "match"
 APPROVAL_TAG = "rlhf-approval"
 
 
-@dataclass(frozen=True)
-class RegistrationSummary:
-    """One line on what was registered and what was refused, and the version of the policy that may be promoted."""
-
-    message: str
-    challenger: str | None
-
-
 @task(name="register", task_run_name="register", persist_result=False, cache_policy=NO_CACHE)
-def register_task(workspace: Path, run_id: str | None = None) -> RegistrationSummary:
+def register_task(workspace: Path, run_id: str) -> Registration:
     """Register the models of the workspace that passed their gates."""
-    result = register(workspace, run_id)
-    return RegistrationSummary(result.describe(), result.challenger(load_params(workspace).registry.policy))
+    return register(workspace, run_id)
 
 
 @task(name="promote", task_run_name="promote", persist_result=False, cache_policy=NO_CACHE)

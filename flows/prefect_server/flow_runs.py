@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import httpx
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterParentFlowRunId,
@@ -31,31 +31,45 @@ SUSPENDED = "Suspended"
 PAGE = 200
 
 
+def end_runs(types: list[StateType], state_of: Callable[[FlowRun], State[Any] | None], pool: str | None = None) -> int:
+    """End the runs in a state of ``types``, of one work pool or all, that ``state_of`` gives one; return how many."""
+    states = FlowRunFilterState(type=FlowRunFilterStateType(any_=types))
+    of_pool = None if pool is None else WorkPoolFilter(name=WorkPoolFilterName(any_=[pool]))
+    runs: list[FlowRun] = []
+    with get_client(sync_client=True) as client:
+        page = None
+        while page is None or len(page) == PAGE:
+            page = client.read_flow_runs(
+                flow_run_filter=FlowRunFilter(state=states),
+                work_pool_filter=of_pool,
+                sort=FlowRunSort.ID_DESC,
+                limit=PAGE,
+                offset=len(runs),
+            )
+            runs += page
+        ends = [(run, state) for run in runs if (state := state_of(run)) is not None]
+        for run, state in ends:
+            client.set_flow_run_state(run.id, state, force=True)
+    return len(ends)
+
+
 def end_stale_runs() -> int:
     """End the runs that an earlier life of the embedded server left behind; return how many.
 
     Begun runs become Crashed. Runs that were due but never began become Cancelled, since nobody wants yesterday's run
     at start-up. Future scheduled runs stay, and so do suspended ones, which wait for a person.
     """
-    with get_client(sync_client=True) as client:
-        ended = 0
-        for run in _read_runs(client, [*ACTIVE, StateType.PAUSED, StateType.SCHEDULED]):
-            state = _state_after_restart(run)
-            if state is not None:
-                client.set_flow_run_state(run.id, state, force=True)
-                ended += 1
-        return ended
 
+    def state_after_restart(run: FlowRun) -> State[Any] | None:
+        if run.state_type == StateType.SCHEDULED:
+            due = run.next_scheduled_start_time or run.expected_start_time
+            future = run.auto_scheduled and due is not None and due > datetime.now(UTC)
+            return None if future else Cancelled(message="not started before its server ended")
+        if run.state_name == SUSPENDED:
+            return None
+        return Crashed(message="its process died without reporting an outcome; ended at the next start")
 
-def _state_after_restart(run: FlowRun) -> State[Any] | None:
-    """Return the final state of a run whose server has ended, None if the run stays."""
-    if run.state_type == StateType.SCHEDULED:
-        due = run.next_scheduled_start_time or run.expected_start_time
-        future = run.auto_scheduled and due is not None and due > datetime.now(UTC)
-        return None if future else Cancelled(message="not started before its server ended")
-    if run.state_name == SUSPENDED:
-        return None
-    return Crashed(message="its process died without reporting an outcome; ended at the next start")
+    return end_runs([*ACTIVE, StateType.PAUSED, StateType.SCHEDULED], state_after_restart)
 
 
 def crash_pool_runs(pool: str, message: str, workspace: Path | None = None) -> int:
@@ -65,59 +79,23 @@ def crash_pool_runs(pool: str, message: str, workspace: Path | None = None) -> i
         workspace: Only the jobs of this workspace whose processes are gone, on a server whose pool others use too; None
             for all, where the worker was the pool's only one.
     """
-    with get_client(sync_client=True) as client:
-        runs = _read_runs(client, ACTIVE, WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])))
-        if workspace is not None:
-            runs = [run for run in runs if is_dead_job(run, workspace)]
-        for run in runs:
-            client.set_flow_run_state(run.id, Crashed(message=message), force=True)
-        return len(runs)
+
+    def is_dead_job(run: FlowRun) -> bool:
+        process = run.infrastructure_pid or ""
+        runs_here = process.isdecimal() and start_token(int(process)) is not None
+        return run.parameters.get("workspace") == str(workspace) and not runs_here
+
+    crashed: State[Any] = Crashed(message=message)
+    return end_runs(ACTIVE, lambda run: crashed if workspace is None or is_dead_job(run) else None, pool)
 
 
-def is_dead_job(run: FlowRun, workspace: Path) -> bool:
-    """Whether ``run`` is a job of ``workspace`` without a process on this machine."""
-    if run.parameters.get("workspace") != str(workspace):
-        return False
-    process = run.infrastructure_pid or ""
-    return not (process.isdecimal() and start_token(int(process)) is not None)
-
-
-def end_active_runs(cancelled: bool, message: str) -> int:
-    """End every active run after its processes have ended: as Cancelled if a person stopped it, else as Crashed.
-
-    Returns:
-        How many runs were ended.
-    """
-    with get_client(sync_client=True) as client:
-        runs = [run for run in _read_runs(client, [*ACTIVE, StateType.SCHEDULED]) if not run.auto_scheduled]
-        for run in runs:
-            state: State[Any] = Cancelled(message=message) if cancelled else Crashed(message=message)
-            client.set_flow_run_state(run.id, state, force=True)
-        return len(runs)
-
-
-def _read_runs(client: SyncPrefectClient, types: list[StateType], pool: WorkPoolFilter | None = None) -> list[FlowRun]:
-    states = FlowRunFilterState(type=FlowRunFilterStateType(any_=types))
-    runs: list[FlowRun] = []
-    while True:
-        page = client.read_flow_runs(
-            flow_run_filter=FlowRunFilter(state=states),
-            work_pool_filter=pool,
-            sort=FlowRunSort.ID_DESC,
-            limit=PAGE,
-            offset=len(runs),
-        )
-        runs += page
-        if len(page) < PAGE:
-            return runs
-
-
-def cancel_children(parent: UUID) -> list[FlowRun]:
-    """Cancel every unfinished flow run that the run ``parent`` started, and return them."""
+def cancel_orphans(flow: Any, flow_run: FlowRun, state: Any) -> None:
+    """Flow hook (``on_crashed``, ``on_cancellation``, ``on_failure``): no job outlives its pipeline run."""
+    message = "the pipeline run that started this job has ended"
     with get_client(sync_client=True) as client:
         children = client.read_flow_runs(
             flow_run_filter=FlowRunFilter(
-                parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[parent]),
+                parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run.id]),
                 state=FlowRunFilterState(type=FlowRunFilterStateType(any_=UNFINISHED)),
             ),
             sort=FlowRunSort.ID_DESC,
@@ -125,14 +103,7 @@ def cancel_children(parent: UUID) -> list[FlowRun]:
         )
         for child in children:
             started = child.state_type in (StateType.RUNNING, StateType.PENDING)
-            message = "the pipeline run that started this job has ended"
             client.set_flow_run_state(child.id, Cancelling(message=message) if started else Cancelled(message=message))
-    return children
-
-
-def cancel_orphans(flow: Any, flow_run: FlowRun, state: Any) -> None:
-    """Flow hook (``on_crashed``, ``on_cancellation``, ``on_failure``): no job outlives its pipeline run."""
-    cancel_children(flow_run.id)
 
 
 ZOMBIES = "rlhf: runs without a heartbeat have crashed"

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import httpx
+from prefect.client.schemas.objects import StateType
+from prefect.states import Cancelled, Crashed, State
 
 from flows.prefect_server import flow_runs
 from flows.prefect_server.pools import is_served, needs_worker
@@ -122,10 +125,14 @@ class ServiceMonitor:
 
 
 def end_active_runs(services: Services, cancelled: bool, message: str, report: Callable[[str], None]) -> None:
-    """End the active flow runs on the embedded server, as Cancelled or Crashed; leave external servers alone."""
+    """End the active flow runs on the embedded server, whose processes have ended; leave external servers alone.
+
+    As Cancelled if a person stopped them, else as Crashed.
+    """
     if not services.embedded or any(service.name == SERVER for service in services.dead()):
         return
+    state: State[Any] = Cancelled(message=message) if cancelled else Crashed(message=message)
     try:
-        flow_runs.end_active_runs(cancelled, message)
+        flow_runs.end_runs([*flow_runs.ACTIVE, StateType.SCHEDULED], lambda run: None if run.auto_scheduled else state)
     except Exception as error:  # the next start ends them; the end of this command is not delayed
         report(f"the flow runs could not be ended on the Prefect server ({type(error).__name__})")

@@ -52,17 +52,13 @@ def apply_pools(client: SyncPrefectClient, params: Params) -> None:
         if config.limit is not None and config.limit != pool.concurrency_limit:
             client.update_work_pool(name, WorkPoolUpdate(concurrency_limit=config.limit))
         if config.queues:
-            _apply_queues(client, name, config.queues)
-
-
-def _apply_queues(client: SyncPrefectClient, pool: str, priorities: dict[str, int]) -> None:
-    queues = {queue.name: queue for queue in client.read_work_queues(work_pool_name=pool)}
-    for name, priority in priorities.items():
-        if name not in queues:
-            with contextlib.suppress(ObjectAlreadyExists):
-                client.create_work_queue(name, priority=priority, work_pool_name=pool)
-        elif queues[name].priority != priority:
-            client.update_work_queue(queues[name].id, priority=priority)
+            existing = {queue.name: queue for queue in client.read_work_queues(work_pool_name=name)}
+            for queue, priority in config.queues.items():
+                if queue not in existing:
+                    with contextlib.suppress(ObjectAlreadyExists):
+                        client.create_work_queue(queue, priority=priority, work_pool_name=name)
+                elif existing[queue].priority != priority:
+                    client.update_work_queue(existing[queue].id, priority=priority)
 
 
 def check_requests(pool: WorkPool, params: Params) -> None:

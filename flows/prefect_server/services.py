@@ -67,6 +67,7 @@ STOP_GRACE = 3.0
 SERVER = "server"
 WORKER_PREFIX = "worker-"
 PREFECT = (sys.executable, "-m", "prefect")
+SERVE = (*PREFECT, "server", "start", "--host", LOOPBACK, "--port")
 
 
 @dataclass
@@ -139,24 +140,6 @@ def worker_name(pool: str) -> str:
     return f"{WORKER_PREFIX}{pool}"
 
 
-def use_server_of_environment() -> str | None:
-    """Return ``PREFECT_API_URL`` if it is set and answers, None if it is not set.
-
-    Raises:
-        RlhfError: it is set, and nothing answers there.
-    """
-    url = os.environ.get("PREFECT_API_URL", "").strip().rstrip("/")
-    if not url:
-        return None
-    problem = connection_problem(url)
-    if problem:
-        raise RlhfError(
-            f"no Prefect server answers at PREFECT_API_URL={url} ({problem}); start it or unset the variable"
-        )
-    os.environ.update(CHILD_SETTINGS, NO_PROXY=no_proxy_hosts(), no_proxy=no_proxy_hosts())
-    return url
-
-
 def use_server_of_workspace(workspace: Path, stopping: Callable[[], bool]) -> None:
     """Set ``PREFECT_API_URL`` to the server of a running ``rlhf up`` in this workspace, unless the variable is set.
 
@@ -180,16 +163,21 @@ def check_port_option(port: int | None) -> None:
 def open_services(
     workspace: Path, port: int | None, report: Callable[[str], None], lock: int | None = None
 ) -> Services:
-    """Use the server of ``PREFECT_API_URL`` if that is set, else start an embedded one on ``port``."""
-    url = use_server_of_environment()
-    if url is None:
-        return start_server(workspace, port, lock)
-    report(f"Prefect server {url}")
-    return Services(workspace, url, embedded=False, lock=lock)
+    """Use the server of ``PREFECT_API_URL`` if that is set, else start an embedded one on ``port``.
 
+    The embedded one is not waited for; this process's Prefect settings point at it.
 
-def start_server(workspace: Path, port: int | None = None, lock: int | None = None) -> Services:
-    """Start the embedded server without waiting for it, and point this process's Prefect settings at it."""
+    Raises:
+        RlhfError: nothing answers at ``PREFECT_API_URL``, or the port cannot be used.
+    """
+    if url := os.environ.get("PREFECT_API_URL", "").strip().rstrip("/"):
+        if problem := connection_problem(url):
+            raise RlhfError(
+                f"no Prefect server answers at PREFECT_API_URL={url} ({problem}); start it or unset the variable"
+            )
+        os.environ.update(CHILD_SETTINGS, NO_PROXY=no_proxy_hosts(), no_proxy=no_proxy_hosts())
+        report(f"Prefect server {url}")
+        return Services(workspace, url, embedded=False, lock=lock)
     port = claim_port(port, "the Prefect server")
     home = private_path(workspace, "prefect", "home")
     url = f"http://{LOOPBACK}:{port}/api"
@@ -205,7 +193,7 @@ def start_server(workspace: Path, port: int | None = None, lock: int | None = No
     for name in ("PREFECT_API_KEY", "PREFECT_PROFILE", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"):
         os.environ.pop(name, None)
     services = Services(workspace, url, embedded=True, lock=lock)
-    services.start(SERVER, _server_command(port))
+    services.start(SERVER, [*SERVE, str(port)])
     return services
 
 
@@ -215,14 +203,8 @@ def restart_server(services: Services, stopping: Callable[[], bool]) -> None:
     Flows, jobs and workers repeat their requests for about a minute before they give up.
     """
     services.running[SERVER].stop()
-    port = urllib.parse.urlsplit(services.api_url).port
-    assert port is not None
-    services.start(SERVER, _server_command(port))
+    services.start(SERVER, [*SERVE, str(urllib.parse.urlsplit(services.api_url).port)])
     wait_for_server(services, stopping)
-
-
-def _server_command(port: int) -> list[str]:
-    return [*PREFECT, "server", "start", "--host", LOOPBACK, "--port", str(port)]
 
 
 def wait_for_server(services: Services, stopping: Callable[[], bool]) -> None:

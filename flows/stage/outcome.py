@@ -35,10 +35,10 @@ class StageOutcome:
 
     stage: str
     action: Action
-    exit_code: int
-    message: str
-    started: float
-    ended: float
+    exit_code: int = 0
+    message: str = ""
+    started: float = 0.0
+    ended: float = 0.0
     work_seconds: float = 0.0
 
     @classmethod
@@ -58,27 +58,24 @@ class StageOutcome:
         message: str,
         exit_code: int = 1,
         *,
+        action: Action = "failed",
         started: float | None = None,
         ended: float | None = None,
         work_seconds: float = 0.0,
     ) -> StageOutcome:
         """Return the outcome of a stage that failed; ``ended`` is now and ``started`` is ``ended`` unless given."""
         ended = time.time() if ended is None else ended
-        return cls(stage, "failed", exit_code, message, ended if started is None else started, ended, work_seconds)
+        return cls(stage, action, exit_code, message, ended if started is None else started, ended, work_seconds)
 
     @classmethod
-    def stopped(
-        cls, stage: str, *, started: float | None = None, ended: float | None = None, work_seconds: float = 0.0
-    ) -> StageOutcome:
+    def stopped(cls, stage: str, **times: float) -> StageOutcome:
         """Return the outcome of a stage that ended because its run was stopped; times as for :meth:`failed`."""
-        ended = time.time() if ended is None else ended
-        started = ended if started is None else started
-        return cls(stage, "stopped", EXIT_INTERRUPTED, "stopped", started, ended, work_seconds)
+        return cls.failed(stage, "stopped", EXIT_INTERRUPTED, action="stopped", **times)
 
     @classmethod
     def skipped(cls, stage: str) -> StageOutcome:
         """Return the outcome of a stage that was not started, because another one failed or the run was stopped."""
-        return cls(stage, "skipped", 0, "", 0.0, 0.0)
+        return cls(stage, "skipped")
 
     @property
     def ok(self) -> bool:
@@ -102,24 +99,14 @@ class StageOutcome:
 
 @dataclass(frozen=True)
 class StageReport:
-    """What ``rlhf stage`` itself reported at its end; ``ended`` is in seconds since the epoch."""
+    """What ``rlhf stage`` itself reported at its end (``StageExit`` of the core); times are seconds since the epoch."""
 
     stage: str
     exit_code: int
     message: str
-    seconds: float | None
+    started: float
     ended: float
-
-
-@dataclass(frozen=True)
-class GateFile:
-    """The evidence that a gate has written.
-
-    ``version`` differs after the file is written anew, whatever the clock says; compare it for equality only.
-    """
-
-    decision: Mapping[str, Any]
-    version: tuple[int, ...]
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -163,16 +150,7 @@ def load_outcome(workspace: Path, stage: str) -> StageOutcome | None:
 def load_report(workspace: Path, stage: str) -> StageReport | None:
     """Return the report of ``rlhf stage``, None if it was killed or the stage runs another command."""
     record = _read_record(workspace / PRIVATE / OUTCOMES / f"{stage}.json")
-    if record is None:
-        return None
-    seconds = record.get("seconds")
-    return StageReport(
-        stage=str(record.get("stage", stage)),
-        exit_code=int(record.get("exit_code", 0)),
-        message=str(record.get("message", "")),
-        seconds=None if seconds is None else float(seconds),
-        ended=float(record.get("ended", 0.0)),
-    )
+    return StageReport(**record) if record else None
 
 
 def clear_reports(workspace: Path) -> None:
@@ -187,25 +165,24 @@ def load_reports(workspace: Path) -> list[StageReport]:
     return [report for name in names if (report := load_report(workspace, name)) is not None]
 
 
-def load_gate_file(workspace: Path, outputs: tuple[str, ...]) -> GateFile | None:
-    """Return the gate evidence among a stage's outputs (``gates/NAME.json``), None if there is none."""
+def load_gate_file(workspace: Path, outputs: tuple[str, ...]) -> tuple[Mapping[str, Any], tuple[int, ...]] | None:
+    """Return the decision in the gate evidence among a stage's outputs (``gates/NAME.json``), None if there is none.
+
+    The second item differs after the file is written anew, whatever the clock says; compare it for equality only.
+    """
     for output in outputs:
         path = workspace / output
         if output.startswith("gates/") and output.endswith(".json") and path.is_file():
             status = path.stat()
-            version = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
-            return GateFile(_read_record(path) or {}, version)
+            return _read_record(path) or {}, (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
     return None
 
 
 def failed_conditions(decision: Mapping[str, Any]) -> str:
     """Describe the failed conditions of a gate's decision in one line."""
-    failed = [c for c in decision.get("conditions", []) if not c.get("passed")]
-    return "; ".join(f"{c.get('metric')} is {_rounded(c.get('value'))}, bound {c.get('bound')}" for c in failed)
-
-
-def _rounded(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else "missing" if value is None else str(value)
+    return "; ".join(
+        f"{row.metric} is {row.value}, bound {row.bound}" for row in condition_rows(decision) if not row.passed
+    )
 
 
 def progress_lines(log_text: str) -> list[LoggedProgress]:
@@ -266,7 +243,6 @@ def _row(condition: Mapping[str, Any]) -> ConditionRow:
 
 
 def _number(value: float, digits: int) -> str:
-    """Return counts in full, other numbers rounded."""
     return f"{value:.0f}" if float(value).is_integer() else f"{value:.{digits}g}"
 
 

@@ -110,8 +110,7 @@ def _run_locked(spec: StageSpec, lock: int) -> StageOutcome:
         inherited_descriptors=[lock],
     )
     gate = load_gate_file(spec.workspace, spec.outputs)
-    decision = gate.decision if gate is not None and gate != gate_before else None
-    outcome = _outcome(spec, result, decision, watch)
+    outcome = _outcome(spec, result, gate[0] if gate is not None and gate != gate_before else None, watch)
     outcome.save(spec.workspace)
     return outcome
 
@@ -122,7 +121,7 @@ def _outcome(
     """Tell from the exit status, the stage's own report and a gate decision made meanwhile how the stage ended."""
     started, ended = watch.started, watch.now
     report = load_report(spec.workspace, spec.name)
-    work_seconds = report.seconds if report is not None and report.seconds is not None else ended - started
+    work_seconds = report.seconds if report is not None else ended - started
     if result.exit_code == 0:
         ran = spec.command or report is not None or f"Running stage '{spec.name}'" in result.output
         if ran:

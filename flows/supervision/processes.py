@@ -160,11 +160,6 @@ def start_token(pid: int) -> str | None:
             return None
 
 
-def is_alive(pid: int, token: str) -> bool:
-    """Whether the process that had ``pid`` and this :func:`start_token` still runs."""
-    return start_token(pid) == token
-
-
 def ownership_tag(workspace: Path) -> str:
     """Return the tag that marks, in their environment, the processes this process starts for ``workspace``."""
     return f"{os.getpid()}:{start_token(os.getpid())}:{workspace}"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flows.supervision.processes import is_alive, start_token
+from flows.supervision.processes import start_token
 from flows.workspace.folder import PRIVATE, private_path
 from rlhf_core.storage.files import atomic_write_json
 
@@ -42,7 +42,7 @@ def _live_record(workspace: Path) -> Mapping[str, Any] | None:
     """Return the record of a process that still runs, else None."""
     try:
         record: Mapping[str, Any] = json.loads((workspace / PRIVATE / SERVICES_FILE).read_text(encoding="utf-8"))
-        alive = is_alive(int(record["pid"]), record["start_token"]) and "api_url" in record
+        alive = start_token(int(record["pid"])) == record["start_token"]
     except (OSError, ValueError, KeyError):
         return None
     return record if alive else None

@@ -60,11 +60,11 @@ def test_gate_evidence_is_new_when_it_was_written_even_if_its_time_is_hours_ago(
     path.write_text(json.dumps({"passed": False}))
     outputs = ("gates/reward.json",)
     before = load_gate_file(tmp_path, outputs)
-    assert before is not None and before.decision == {"passed": False}
+    assert before is not None and before[0] == {"passed": False}
     assert load_gate_file(tmp_path, outputs) == before
     path.unlink()
     path.write_text(json.dumps({"passed": False}))
     os.utime(path, (1.0, 1.0))
     after = load_gate_file(tmp_path, outputs)
-    assert after is not None and after.decision == before.decision and after != before
+    assert after is not None and after[0] == before[0] and after != before
     assert load_gate_file(tmp_path, ("models/x",)) is None

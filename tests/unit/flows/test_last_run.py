@@ -82,7 +82,7 @@ def test_a_run_without_an_end_was_interrupted(tmp_path: Path) -> None:
 
 
 def test_events_of_another_version_are_no_run(tmp_path: Path) -> None:
-    new_events_file(tmp_path).write_text('{"kind": "stage", "time": 1.0, "stage": "sft", "action": "ran"}\n')
+    new_events_file(tmp_path).write_text('{"kind": "StageEnded", "time": 1.0, "stage": "sft", "action": "ran"}\n')
     assert read_last_run(tmp_path) is None
 
 

@@ -85,7 +85,8 @@ def reports(workspace: Path, ended: float) -> Callable[[Server], None]:
 
     def report_preemption(server: Server) -> None:
         (workspace / ".rlhf/outcomes").mkdir(parents=True, exist_ok=True)
-        report = {"exit_code": EXIT_PREEMPTED, "message": "saved", "ended": ended}
+        times = {"started": 0.0, "ended": ended, "seconds": 1.0}
+        report = {"stage": "sft", "exit_code": EXIT_PREEMPTED, "message": "saved", **times}
         (workspace / ".rlhf/outcomes/sft.json").write_text(json.dumps(report))
 
     return report_preemption

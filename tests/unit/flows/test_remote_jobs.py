@@ -100,21 +100,6 @@ def test_a_reward_function_travels_with_the_job(tmp_path: Path) -> None:
     assert "reward_sources.txt" in code_difference(there, handoff(**carried))
 
 
-def test_questions_and_replies_in_the_workspace_travel_with_the_evaluation(tmp_path: Path) -> None:
-    here = tmp_path / "here"
-    (here / "val").mkdir(parents=True)
-    (here / "val" / "a_val.csv").write_text("question,A,B,C,D,answer\n")
-    (tmp_path / "elsewhere.jsonl").write_text("{}\n")
-    (here / "params.yaml").write_text(
-        "evaluate: {multiple_choice: {files: ['val/*.csv']}, opponents: [{name: o, path: ../elsewhere.jsonl}]}\n"
-    )
-    assert _untracked_inputs(here, "evaluate") == ["val/a_val.csv"], "other hosts have the rest at the same path"
-    assert _untracked_inputs(here, "ppo") == []
-    (here / "val" / "a_val.csv").unlink()
-    with pytest.raises(TransferFailed, match="no file matches"):
-        _untracked_inputs(here, "evaluate")
-
-
 def test_small_text_travels_with_the_job_and_the_rest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "a.py").write_text("pass\n")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flows.pipeline import artifacts
-from flows.pipeline.artifacts import publish_gate_tables, publish_report, publish_stage_table, publish_verdict
+from flows.pipeline.artifacts import publish_gate_tables, publish_report, publish_stage_table
 from flows.pipeline.verdict import KlEstimate, RunVerdict, markdown_text, verdict_markdown
 from flows.registry.client import MODEL_TRAINING, MlflowLinks, mlflow_links, run_page
 from flows.stage.outcome import StageOutcome
@@ -70,9 +70,8 @@ def test_a_message_is_no_markup(published: dict[str, Any]) -> None:
     )
 
 
-def test_the_verdict_names_judges_intervals_kl_and_the_next_command(published: dict[str, Any]) -> None:
-    publish_verdict(Path("demo"), VERDICT, "http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html")
-    text = published["verdict"]
+def test_the_verdict_names_judges_intervals_kl_and_the_next_command() -> None:
+    text = verdict_markdown(VERDICT, "http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html")
     assert text.startswith("**Better than SFT**\n")
     assert "| judge | 0.612 | 0.551 to 0.669 | 320 | 103 | 0.588 |" in text
     assert "KL from SFT: 1.90 nats per reply (95 %: 1.70 to 2.10)" in text

@@ -108,7 +108,7 @@ def test_a_failed_gate_is_named_with_its_conditions(tmp_path: Path) -> None:
     failed = StageOutcome.failed("gate-policy", "gate policy: failed\n a table", EXIT_GATE_FAILED)
     verdict = reach_verdict(tmp_path, {**EVALUATED, "gate-policy": failed}, RegistrationResult())
     assert verdict.headline == "better than SFT"
-    assert verdict.registered == "nothing: gate-policy failed: kl is 7.1, bound <= 6"
+    assert verdict.registered == "nothing: gate-policy failed: kl is 7.1, bound ≤ 6"
     assert "params.yaml" in verdict.next_hint
 
 
