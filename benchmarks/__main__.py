@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from benchmarks.machine import matmul_flops, seconds, training_flops_per_token
+from benchmarks.harness import matmul_flops, seconds
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.models.starting.base import new_model, train_tokenizer
@@ -36,7 +36,8 @@ def main() -> int:
     theirs = seconds(lambda: _theirs(model, prompts))
     step = seconds(_training_step(model, prompts), 10)
     tokens = BATCH * (PROMPT + REPLY)
-    share = tokens / step * training_flops_per_token(parameters) / limit
+    # Forward and backward of a dense transformer: six operations per parameter and token (Kaplan et al., 2020).
+    share = tokens / step * 6 * parameters / limit
 
     print(f"threads {torch.get_num_threads()}, matmul limit {limit / 1e9:.0f} GFLOP/s")
     print(f"model       {parameters / 1e6:8.2f} M parameters")

@@ -15,19 +15,15 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch
 
-from benchmarks.memory_phases import CudaMemory, Subject, measure
+from benchmarks.memory_phases import Subject, measure, new_meter
 from rlhf_core.config.loading import check_params, load_params, load_section, overridden
 from rlhf_core.memory.architecture import Architecture, starting_architecture
 from rlhf_core.memory.command import PlanRequest, estimate_of
-from rlhf_core.memory.dry_run import TensorMemory
 from rlhf_core.memory.stages import estimate_memory
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.stages.runtime.runner import load_stage
@@ -104,7 +100,10 @@ def _of_workspace(workspace: Path, names: Sequence[str], whole_process: bool) ->
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                 rows.append((stage.stage, stage.process, pool.submit(peak_of_process, stage.stage, workspace).result()))
         else:
-            rows.append((stage.stage, stage.peak, _peak_of_tensors(stage.stage, workspace)))
+            meter = new_meter()
+            with meter, meter.phase(stage.stage):
+                run_few_steps(stage.stage, workspace)
+            rows.append((stage.stage, stage.peak, int(meter.peaks[stage.stage])))
     return rows
 
 
@@ -115,16 +114,6 @@ def peak_of_process(name: str, workspace: Path) -> int:
     largest = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert largest is not None
     return int(largest[1]) << 10
-
-
-def _peak_of_tensors(name: str, workspace: Path) -> int:
-    meter: Any = CudaMemory() if torch.cuda.is_available() else TensorMemory()
-    with ExitStack() as stack:
-        if isinstance(meter, TensorMemory):
-            stack.enter_context(meter)
-        with meter.phase(name):
-            run_few_steps(name, workspace)
-    return int(meter.peaks[name])
 
 
 def run_few_steps(name: str, workspace: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
@@ -50,19 +50,11 @@ from rlhf_core.training.sft import SftTask
 EOS, PAD = 3, 0
 
 
-class Meter(Protocol):
-    """Measures blocks and keeps the highest peak of each name."""
-
-    peaks: dict[str, int]
-
-    def phase(self, name: str) -> Any:
-        """A context whose peak is kept under ``name``."""
-
-
-class CudaMemory:
-    """What the CUDA allocator reports, with the interface of ``TensorMemory``."""
+class CudaMemory(nullcontext[None]):
+    """What the CUDA allocator reports, with the interface of ``TensorMemory``: the highest peak of each phase."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.peaks: dict[str, int] = {}
 
     @contextmanager
@@ -72,6 +64,14 @@ class CudaMemory:
         yield
         torch.cuda.synchronize()
         self.peaks[name] = max(torch.cuda.max_memory_allocated(), self.peaks.get(name, 0))
+
+
+Meter = CudaMemory | TensorMemory
+
+
+def new_meter() -> Meter:
+    """The allocator's own figure on a GPU, the bytes of live tensors on a CPU."""
+    return CudaMemory() if torch.cuda.is_available() else TensorMemory()
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ def measure(subject: Subject, stages: tuple[str, ...]) -> dict[str, dict[str, in
     # Products that use all cores leave none for passes side by side, whose tensors the meter would not see.
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     for stage in stages:
-        meter: Any = CudaMemory() if torch.cuda.is_available() else TensorMemory()
         launch = {str(name): one for name, one in subject.params.compute.launch.items()}.get(stage, LaunchConfig())
-        with nullcontext() if torch.cuda.is_available() else meter:
+        meter = new_meter()
+        with meter:
             RUNS[stage](subject, meter, RunContext(Path("work"), launch=launch))
         found[stage] = meter.peaks
     return found
@@ -175,13 +175,9 @@ def run_reward(subject: Subject, meter: Meter, context: RunContext) -> None:
     config = subject.params.reward
     model = new_scalar(subject, unembedding=not subject.architecture.config(None).tie_word_embeddings)
     engine = warmed(model, config.optimizer, "reward", context)
+    prompt, reply = subject.prompt, subject.reply
     pairs = [
-        TokenisedPair(
-            i,
-            subject.ids(i, subject.prompt),
-            subject.ids(i + 1, subject.reply),
-            subject.ragged(i + 2, subject.reply),
-        )
+        TokenisedPair(i, subject.ids(i, prompt), subject.ids(i + 1, reply), subject.ragged(i + 2, reply))
         for i in range(128)
     ]
     limits = config.batch
@@ -229,8 +225,12 @@ def run_ppo(subject: Subject, meter: Meter, context: RunContext) -> None:
         reward_model_fn(referee, size, budget)(experience.batch)
     for minibatch in experience.minibatches(config.minibatches, 0, 0):
         _update(learner, pair, minibatch, meter)
-    with meter.phase("selection"):
-        _select(subject, policy, reference, (reward, referee))
+    with meter.phase("selection"):  # what evaluation.selection does with a batch of validation prompts
+        rows = min(config.selection.prompts, config.selection.batch_size)
+        rollout = _rollout(subject, policy, rows)
+        measure_drift(OnPolicyReplies([], [rollout], [1.0], sampling_of(subject)), reference)
+        for judge in (reward, referee):
+            reward_model_fn(judge, rows)(_tokens(rollout))
 
 
 def reference_of(policy: PreTrainedModel, config: PpoConfig) -> Any:
@@ -292,18 +292,6 @@ def _experience(
 
 def _tokens(rollout: Rollout) -> Tokens:
     return Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
-
-
-def _select(
-    subject: Subject, policy: PreTrainedModel, reference: PreTrainedModel, judges: Sequence[ScalarModel]
-) -> None:
-    """What evaluation.selection does with a batch of validation prompts."""
-    selection = subject.params.ppo.selection
-    rows = min(selection.prompts, selection.batch_size)
-    rollout = _rollout(subject, policy, rows)
-    measure_drift(OnPolicyReplies([], [rollout], [1.0], sampling_of(subject)), reference)
-    for judge in judges:
-        reward_model_fn(judge, rows)(_tokens(rollout))
 
 
 RUNS = {"sft": run_sft, "reward": run_reward, "critic": run_critic, "ppo": run_ppo}

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.worker import Worker
+from benchmarks.harness import Run, in_turn, worker
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.models.adapters import add_adapters
 from rlhf_core.models.io import load_model
@@ -33,9 +33,6 @@ from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
 
 VLLM_PROGRAM = Path(__file__).with_name("sampling_by_vllm.py")
 ANSWER = "seconds: "
-
-# What samples all replies once; its seconds of wall time and of processor time.
-Run = Callable[[], tuple[float, float]]
 
 
 def main() -> int:
@@ -70,8 +67,11 @@ def main() -> int:
     }
     with ExitStack() as stack:
         if given.vllm_python:
-            runs["vllm"] = _vllm(given, prompts, stack)
-        seconds = _in_turn(runs, given.repeats)
+            command = list(map(str, (given.vllm_python, VLLM_PROGRAM, given.folder, given.dtype, given.reply)))
+            environment, asked = os.environ | {"OMP_NUM_THREADS": str(given.threads)}, json.dumps(prompts.tolist())
+            runs["vllm"] = stack.enter_context(worker(command, ANSWER, environment, first=asked))
+        in_turn(list(runs.values()), 1)  # warms up
+        seconds = dict(zip(runs, in_turn(list(runs.values()), given.repeats), strict=True))
     tokens = given.rows * given.reply
     print(
         f"{given.folder.name}, {given.dtype}, adapters of rank {given.lora_rank}, {given.rows} x {given.reply} tokens"
@@ -83,37 +83,10 @@ def main() -> int:
     return 0
 
 
-def _in_turn(runs: Mapping[str, Run], repeats: int) -> dict[str, tuple[float, float]]:
-    """The median wall and processor seconds of each run, taken in turn after one round to warm up."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for number in range(repeats + 1):
-        for name, run in runs.items():
-            taken = run()
-            if number:
-                times[name].append(taken)
-    medians = {
-        name: [sorted(column)[repeats // 2] for column in zip(*rows, strict=True)] for name, rows in times.items()
-    }
-    return {name: (wall, processor) for name, (wall, processor) in medians.items()}
-
-
 def _timed(work: Callable[[], None]) -> tuple[float, float]:
     wall, processor = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - wall, time.process_time() - processor
-
-
-def _vllm(given: argparse.Namespace, prompts: torch.Tensor, stack: ExitStack) -> Run:
-    """Start vLLM, and return what makes it sample once."""
-    command = list(map(str, (given.vllm_python, VLLM_PROGRAM, given.folder, given.dtype, given.reply)))
-    environment = os.environ | {"OMP_NUM_THREADS": str(given.threads)}
-    worker = Worker(command, stack, ANSWER, environment, first=json.dumps(prompts.tolist()))
-
-    def sample() -> tuple[float, float]:
-        wall, processor = worker.ask()
-        return wall, processor
-
-    return sample
 
 
 def _add_random_adapters(model: Any, rank: int) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.ablation.run import AblationOptions, AblationRequest, ablate, listing, parse_names, parse_seeds
+from benchmarks.ablation.run import AblationRequest, ablate, listing, parse_names, parse_seeds
 from flows.commands.options import CommandWithProfiles, Workspace, profile_names
 from flows.workspace.folder import find_workspace
 
@@ -47,7 +47,7 @@ def study(
     if only_list:
         typer.echo(listing(folder, request))
         return
-    raise typer.Exit(ablate(folder, request, AblationOptions(jobs, docs)))
+    raise typer.Exit(ablate(folder, request, jobs, docs))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -107,34 +108,21 @@ def _figure_section(figure: FigurePlan, verdicts: Sequence[ClaimVerdict], pictur
 
 
 def _level_table(ablation: Ablation, variants: Sequence[str], table: SeedTable) -> str:
-    head = ["variant", "what it is", *(METRICS[name].label for name in LEVELS)]
-    rows = [
-        [
-            name,
-            ablation.variant(name).about,
-            *(level_cell(table.level(name, metric), METRICS[metric]) for metric in LEVELS),
-        ]
-        for name in variants
-    ]
-    return _markdown_table(head, rows)
+    rows = [["variant", "what it is", *(METRICS[name].label for name in LEVELS)]]
+    for name in variants:
+        cells = (level_cell(table.level(name, metric), METRICS[metric]) for metric in LEVELS)
+        rows.append([name, ablation.variant(name).about, *cells])
+    return _markdown_table(rows)
 
 
 def _difference_table(ablation: Ablation, variants: Sequence[str], table: SeedTable) -> str:
-    head = ["variant"]
-    for name in DIFFERENCES:
-        head.append(f"{METRICS[name].label}, {'factor' if METRICS[name].kind == 'ratio' else 'difference'}")
-    rows = [
-        [
-            name,
-            *(
-                difference_cell(table.difference(name, ablation.reference, metric), METRICS[metric])
-                for metric in DIFFERENCES
-            ),
-        ]
-        for name in variants
-        if name != ablation.reference
-    ]
-    return "Bold: the interval excludes no difference.\n\n" + _markdown_table(head, rows)
+    kinds = {name: "factor" if METRICS[name].kind == "ratio" else "difference" for name in DIFFERENCES}
+    rows = [["variant", *(f"{METRICS[name].label}, {kind}" for name, kind in kinds.items())]]
+    for name in variants:
+        if name != ablation.reference:
+            differences = ((metric, table.difference(name, ablation.reference, metric)) for metric in DIFFERENCES)
+            rows.append([name, *(difference_cell(found, METRICS[metric]) for metric, found in differences)])
+    return "Bold: the interval excludes no difference.\n\n" + _markdown_table(rows)
 
 
 def level_cell(interval: Interval, metric: Metric) -> str:
@@ -165,8 +153,8 @@ def _number(value: float) -> str:
     return f"{value:.2f}" if abs(value) < 100 or not math.isfinite(value) else f"{value:.3g}"
 
 
-def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
+def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -290,37 +278,31 @@ def summarise(
         else:
             picture.unlink(missing_ok=True)
     write_csv(folder / "results.csv", results)
-    atomic_write_json(folder / "verdicts.json", _as_json(verdicts))
+    atomic_write_json(
+        folder / "verdicts.json",
+        {
+            figure: [
+                {
+                    "claim": verdict.says,
+                    "verdict": str(verdict.outcome),
+                    "evidence": [
+                        {"expected": item.expected, "measured": item.measured, "verdict": str(item.outcome)}
+                        for item in verdict.evidence
+                    ],
+                }
+                for verdict in group
+            ]
+            for figure, group in verdicts.items()
+        },
+    )
     links = {name: f"{FIGURES}/{name}.png" for name in drawn}
     atomic_write_text(folder / "table.md", "# Ablation\n\n" + write_page(ablation, results, verdicts, links))
     if docs is not None:
         links = {name: (DOCS_FIGURES / f"{name}.png").as_posix() for name in drawn}
         page = insert(docs.read_text(encoding="utf-8"), write_page(ablation, results, verdicts, links), str(docs))
         for name, link in links.items():
-            _copy_atomically(folder / FIGURES / f"{name}.png", Path(os.path.normpath(docs.parent / link)))
+            target = Path(os.path.normpath(docs.parent / link))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / FIGURES / f"{name}.png", target)
         atomic_write_text(docs, page)
     return verdicts
-
-
-def _copy_atomically(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.part")
-    partial.write_bytes(source.read_bytes())
-    os.replace(partial, target)
-
-
-def _as_json(verdicts: dict[str, list[ClaimVerdict]]) -> dict[str, list[dict[str, object]]]:
-    return {
-        figure: [
-            {
-                "claim": verdict.says,
-                "verdict": str(verdict.outcome),
-                "evidence": [
-                    {"expected": item.expected, "measured": item.measured, "verdict": str(item.outcome)}
-                    for item in verdict.evidence
-                ],
-            }
-            for verdict in group
-        ]
-        for figure, group in verdicts.items()
-    }

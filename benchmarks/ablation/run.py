@@ -9,17 +9,17 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from benchmarks.ablation.definition import ABLATION_FILE, Ablation, check_recipes, load_ablation
 from benchmarks.ablation.page import insert, summarise
-from benchmarks.ablation.verdicts import AblationRun
+from benchmarks.ablation.verdicts import DONE, SHARED, AblationRun, RunState
 from flows.dvc_repo.graph import read_graph
 from flows.dvc_repo.recipe import TRIALS, merged_params, write_recipe
 from flows.dvc_repo.root import cache_of, ensure_dvc
-from flows.stage.outcome import FINAL_CODES, StageReport, clear_reports, load_reports
+from flows.stage.outcome import FINAL_CODES, clear_reports, load_reports
 from flows.supervision import signals
 from flows.supervision.processes import child_environment, dvc_errors, run_supervised
 from flows.supervision.signals import STOP, Stopwatch
@@ -32,7 +32,6 @@ from rlhf_core.config.recipe import profiles_of
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, ConfigError, DataError, RlhfError
 
 FOLDER = "ablation"
-SHARED = "shared"
 TRAINER, GOAL = "ppo", "evaluate"
 
 
@@ -69,10 +68,9 @@ class AblationJob:
     sets: tuple[str, ...]
     targets: tuple[str, ...]
 
-    @property
-    def title(self) -> str:
-        """The name of the job in messages."""
-        return f"{self.variant or 'shared stages'}, seed {self.seed}"
+    def ended(self, state: RunState, message: str = "", seconds: float = 0.0, trained: bool = False) -> AblationRun:
+        """Return how the job has run."""
+        return AblationRun(self.variant or SHARED, self.seed, self.workspace, state, message, seconds, trained)
 
 
 @dataclass(frozen=True)
@@ -154,10 +152,11 @@ def assignments(changes: Mapping[str, Any]) -> list[str]:
     return [f"{path}={json.dumps(value)}" for path, value in changes.items()]
 
 
-def describe(ablation: Ablation, names: Sequence[str]) -> str:
-    """Describe the variants and the figures, one line each."""
+def listing(base: Path, request: AblationRequest) -> str:
+    """Describe the variants of the request and the figures, one line each; nothing is run."""
+    ablation = definition(base, request)
     width = max(len(name) for name in ablation.names)
-    selected = [name for name in ablation.names if not names or name in names]
+    selected = [name for name in ablation.names if not request.variants or name in request.variants]
     variants = [f"{name.ljust(width)}  {ablation.variant(name).about}" for name in selected]
     figures = [f"{figure.name.ljust(width)}  {figure.title}" for figure in ablation.figures]
     return "\n".join(["variants", *(f"  {line}" for line in variants), "figures", *(f"  {line}" for line in figures)])
@@ -166,32 +165,8 @@ def describe(ablation: Ablation, names: Sequence[str]) -> str:
 GRACE_SECONDS = 5.0
 ATTEMPTS = 2  # a crash is tried once more, a decision of a stage is not
 
-JobState = Literal["done", "paused", "failed", "crashed", "skipped", "stopped"]
 
-
-@dataclass(frozen=True)
-class JobResult:
-    """How a job ended.
-
-    Attributes:
-        state: ``paused`` when a training stage stopped itself in good order, ``crashed`` when it may be tried again.
-        seconds: the time the job took.
-        trained: whether PPO ran in it.
-    """
-
-    job: AblationJob
-    state: JobState
-    message: str = ""
-    seconds: float = 0.0
-    trained: bool = False
-
-    @property
-    def ok(self) -> bool:
-        """Whether the targets of the job are up to date."""
-        return self.state == "done"
-
-
-def run_job(plan: AblationPlan, job: AblationJob, cache: Path) -> JobResult:
+def run_job(plan: AblationPlan, job: AblationJob, cache: Path) -> AblationRun:
     """Bring the job's targets up to date; a failing stage does not raise. A raised stop flag stops the job."""
     watch = Stopwatch()
     try:
@@ -199,12 +174,12 @@ def run_job(plan: AblationPlan, job: AblationJob, cache: Path) -> JobResult:
             prepare(plan, job, cache)
             cleanup(job.workspace)
             for _ in range(ATTEMPTS):
-                result = _reproduce(job, watch)
-                if result.state != "crashed":
-                    return result
-            return JobResult(job, "failed", result.message, result.seconds, result.trained)
+                run = _reproduce(job, watch)
+                if run.state != "crashed":
+                    return run
+            return replace(run, state="failed")
     except RlhfError as error:
-        return JobResult(job, "failed", str(error), watch.seconds)
+        return job.ended("failed", str(error), watch.seconds)
 
 
 def prepare(plan: AblationPlan, job: AblationJob, cache: Path) -> None:
@@ -230,37 +205,31 @@ def _copy_dvc_root(source: Path, target: Path) -> None:
     incomplete.rename(target / ".dvc")
 
 
-def _reproduce(job: AblationJob, watch: Stopwatch) -> JobResult:
+def _reproduce(job: AblationJob, watch: Stopwatch) -> AblationRun:
     clear_reports(job.workspace)
     # Stages record to MLflow only where a server is named: hundreds of workspaces with a database each help nobody.
     tracking = {} if os.environ.get("MLFLOW_TRACKING_URI") else {"RLHF_TRACKING": "off"}
     result = run_supervised(
         [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *job.targets],
-        name=job.title,
+        name=job.workspace.name,
         cwd=job.workspace,
         env=child_environment(job.workspace, **tracking),
         log=private_path(job.workspace, "logs", "ablation.log"),
         grace=GRACE_SECONDS,
     )
-    trained = f"Running stage '{TRAINER}'" in result.output
-    if result.exit_code == 0:
-        return JobResult(job, "done", "", watch.seconds, trained)
-    if STOP.is_set():
-        return JobResult(job, "stopped", "", watch.seconds, trained)
+    state: RunState = "crashed"
+    message = [f"dvc exited with status {result.exit_code}", *dvc_errors(result.output)][-1]
     report = next((report for report in load_reports(job.workspace) if report.exit_code), None)
-    if report is None:
-        message = [f"dvc exited with status {result.exit_code}", *dvc_errors(result.output)][-1]
-        return JobResult(job, "crashed", message, watch.seconds, trained)
-    return JobResult(job, _state(report), f"{report.stage}: {report.message}", watch.seconds, trained)
-
-
-def _state(report: StageReport) -> JobState:
-    """Return the state of a job whose stage failed with ``report``."""
-    if report.exit_code == EXIT_TRAINING_PAUSED:
-        return "paused"
-    if report.exit_code in (EXIT_INTERRUPTED, EXIT_PREEMPTED):  # by a signal from outside, not by this run
-        return "crashed"
-    return "failed" if report.exit_code in FINAL_CODES else "crashed"
+    if result.exit_code == 0 or STOP.is_set():
+        state, message = "stopped" if result.exit_code else "done", ""
+    elif report is not None:
+        message = f"{report.stage}: {report.message}"
+        if report.exit_code == EXIT_TRAINING_PAUSED:
+            state = "paused"
+        # The other two come by a signal from outside, not by this run.
+        elif report.exit_code in FINAL_CODES - {EXIT_INTERRUPTED, EXIT_PREEMPTED}:
+            state = "failed"
+    return job.ended(state, message, watch.seconds, f"Running stage '{TRAINER}'" in result.output)
 
 
 POLL_SECONDS = 0.2
@@ -269,68 +238,46 @@ POLL_SECONDS = 0.2
 def run_jobs(
     jobs: Sequence[AblationJob],
     slots: int,
-    run: Callable[[AblationJob], JobResult],
-    on_end: Callable[[JobResult], None],
-) -> list[JobResult]:
-    """Run all jobs, at most ``slots`` at a time, and return their results in the order of ``jobs``.
+    run: Callable[[AblationJob], AblationRun],
+    on_end: Callable[[AblationRun], None],
+) -> list[AblationRun]:
+    """Run all jobs, at most ``slots`` at a time, and return how they ran in the order of ``jobs``.
 
     A variant waits for the shared part of its seed and is skipped if that fails; other seeds continue. Once the stop
     flag is raised nothing more is started; running jobs check the flag themselves.
 
     Args:
-        on_end: given each result as soon as it is there.
+        on_end: given each of them as soon as it is there.
     """
-    results: dict[AblationJob, JobResult] = {}
-    waiting, running = list(jobs), dict[Future[JobResult], AblationJob]()
+    ended: dict[AblationJob, AblationRun] = {}
+    waiting, running = list(jobs), dict[Future[AblationRun], AblationJob]()
+
+    def end(job: AblationJob, how: AblationRun) -> None:
+        ended[job] = how
+        on_end(how)
+
     with ThreadPoolExecutor(max_workers=slots) as threads:
         while waiting or running:
-            for job in _ready(waiting, results, slots - len(running)):
+            shared = {job.seed: how for job, how in ended.items() if job.variant is None}
+            ready = [job for job in waiting if job.variant is None or job.seed in shared]
+            for job in list(waiting) if STOP.is_set() else ready[: slots - len(running)]:
                 waiting.remove(job)
-                not_run = _result_without_running(job, results)
-                if not_run:
-                    results[job] = not_run
-                    on_end(not_run)
+                before = shared.get(job.seed) if job.variant else None
+                if STOP.is_set():
+                    end(job, job.ended("stopped"))
+                elif before is not None and before.state != DONE:
+                    end(job, job.ended("skipped", f"{before.title}: {before.message}"))
                 else:
                     running[threads.submit(run, job)] = job
             done = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done if running else set()
             for future in done:
-                result = future.result()
-                results[running.pop(future)] = result
-                on_end(result)
-    return [results[job] for job in jobs]
-
-
-def _ready(
-    waiting: Sequence[AblationJob], results: Mapping[AblationJob, JobResult], free_slots: int
-) -> list[AblationJob]:
-    """Return the jobs whose shared part has ended, as many as there are free slots; all of them after a stop."""
-    if STOP.is_set():
-        return list(waiting)
-    shared_done = {job.seed for job in results if job.variant is None}
-    return [job for job in waiting if job.variant is None or job.seed in shared_done][: max(free_slots, 0)]
-
-
-def _result_without_running(job: AblationJob, results: Mapping[AblationJob, JobResult]) -> JobResult | None:
-    """Return the result of a job that must not be started, None if it may."""
-    if STOP.is_set():
-        return JobResult(job, "stopped")
-    for earlier in results.values():
-        if earlier.job.variant is None and earlier.job.seed == job.seed and not earlier.ok:
-            return JobResult(job, "skipped", f"{earlier.job.title}: {earlier.message}")
-    return None
+                end(running.pop(future), future.result())
+    return [ended[job] for job in jobs]
 
 
 LOCK = "ablation.lock"
 PAGE = Path("benchmarks") / "results" / "ablation.md"
 REASON_LENGTH = 300
-
-
-@dataclass(frozen=True)
-class AblationOptions:
-    """How to run an ablation: ``jobs`` side by side (None: one per core), and whether to write its page."""
-
-    jobs: int | None = None
-    docs: bool = False
 
 
 class ProgressLines:
@@ -341,38 +288,31 @@ class ProgressLines:
         self.ended = 0
         self.training_seconds: list[float] = []
 
-    def job_ended(self, result: JobResult) -> None:
+    def job_ended(self, run: AblationRun) -> None:
         """Print how a job ended."""
         self.ended += 1
-        if result.trained:
-            self.training_seconds.append(result.seconds)
-        done = "trained" if result.trained else "up to date" if result.job.variant else "done"
-        verdict = done if result.ok else result.state
-        reason = f": {' '.join(result.message.split())[:REASON_LENGTH]}" if result.message else ""
+        if run.trained:
+            self.training_seconds.append(run.seconds)
+        done = "trained" if run.trained else "done" if run.variant == SHARED else "up to date"
+        verdict = done if run.state == DONE else run.state
+        reason = f": {' '.join(run.message.split())[:REASON_LENGTH]}" if run.message else ""
         remaining = ""
         if self.training_seconds and self.ended < self.count:
             mean = sum(self.training_seconds) / len(self.training_seconds)
             minutes = (self.count - self.ended) * mean / self.slots / 60
             remaining = f"; about {max(minutes, 1):.0f} min to go"
-        self.line(f"{self.ended}/{self.count} {result.job.title}: {verdict}, {result.seconds:.0f} s{reason}{remaining}")
+        self.line(f"{self.ended}/{self.count} {run.title}: {verdict}, {run.seconds:.0f} s{reason}{remaining}")
 
     def line(self, text: str) -> None:
         """Print one line with the time since the start."""
         print(f"[{self.watch.seconds:7.1f} s] {text}", flush=True)
 
 
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def ablate(base: Path, request: AblationRequest, jobs: int | None = None, docs: bool = False) -> int:
+    """Run what the request names, ``jobs`` side by side (None: one per core), and write the results.
 
-
-def listing(base: Path, request: AblationRequest) -> str:
-    """Describe the variants and figures of the request without running anything."""
-    return describe(definition(base, request), request.variants)
-
-
-def ablate(base: Path, request: AblationRequest, options: AblationOptions) -> int:
-    """Run what the request names and write the results.
+    Args:
+        docs: Whether the results go into their page of the repository too.
 
     Returns:
         The exit status: 0 when every run is done; 1 when some failed or were paused by their own training, in which
@@ -383,46 +323,31 @@ def ablate(base: Path, request: AblationRequest, options: AblationOptions) -> in
     """
     signals.install()
     ablation = definition(base, request)
-    page = base / PAGE if options.docs else None
+    page = base / PAGE if docs else None
     if page is not None:
         if request.is_part_of(ablation):
             raise RlhfError("--docs takes the whole ablation; leave out --variants and --seeds")
-        _check_page(page)
+        if not page.is_file():
+            raise DataError(f"{page} does not exist; --docs writes into that page of the workspace")
+        insert(page.read_text(encoding="utf-8"), "", str(page))  # it has the markers
     with locked(base, LOCK):
         ensure_dvc(base)
         plan, cache = make_plan(base, request, ablation), cache_of(base)
-        slots = options.jobs or cores()
-        progress = ProgressLines(len(plan.jobs), slots)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        progress = ProgressLines(len(plan.jobs), jobs or cores)
         folder = display_path(plan.jobs[0].workspace.parents[1])
-        progress.line(f"{len(plan.jobs)} jobs, {slots} at a time, in {folder}")
-        results = run_jobs(plan.jobs, slots, lambda job: run_job(plan, job, cache), progress.job_ended)
+        progress.line(f"{len(plan.jobs)} jobs, {progress.slots} at a time, in {folder}")
+        runs = run_jobs(plan.jobs, progress.slots, lambda job: run_job(plan, job, cache), progress.job_ended)
         if signals.STOP.is_set():
             print("stopped; the next call resumes from here", file=sys.stderr)
             return EXIT_INTERRUPTED
-        verdicts = _write_results(plan, results, page)
-        unfinished = sum(not result.ok for result in results)
-        progress.line(f"{len(results) - unfinished} of {len(results)} jobs done; claims: {verdicts or 'none'}")
+        verdicts = summarise(ablation, [run for run in runs if run.variant != SHARED], plan.folder, page)
+        counts = Counter(str(verdict.outcome) for figure in verdicts.values() for verdict in figure)
+        claims = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+        done = sum(run.state == DONE for run in runs)
+        progress.line(f"{done} of {len(runs)} jobs done; claims: {claims or 'none'}")
         print(f"table:   {display_path(plan.folder / 'table.md')}")
         print(f"results: {display_path(plan.folder / 'results.csv')}")
         if page is not None:
             print(f"page:    {display_path(page)}")
-        return 1 if unfinished else 0
-
-
-def _check_page(page: Path) -> None:
-    """Raise ``DataError`` unless ``page`` exists and has the markers between which an ablation's results go."""
-    if not page.is_file():
-        raise DataError(f"{page} does not exist; --docs writes into that page of the workspace")
-    insert(page.read_text(encoding="utf-8"), "", str(page))
-
-
-def _write_results(plan: AblationPlan, results: Sequence[JobResult], page: Path | None) -> str:
-    """Write table, figures and verdicts; return how many claims came to which verdict."""
-    runs = [
-        AblationRun(result.job.variant, result.job.seed, result.job.workspace, result.state, result.message)
-        for result in results
-        if result.job.variant
-    ]
-    verdicts = summarise(plan.ablation, runs, plan.folder, page)
-    counts = Counter(str(verdict.outcome) for figure in verdicts.values() for verdict in figure)
-    return ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+        return int(done < len(runs))

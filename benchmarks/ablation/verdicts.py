@@ -1,14 +1,11 @@
 """What an ablation shows: its results, intervals of differences, and a verdict on each expectation.
 
-Means over seeds with 95 % intervals, and paired differences between variants.
-
 The seed is the unit of replication: each brings its own world, SFT model, reward model, referee and random numbers, and
 every variant of a seed is judged on the same held-out prompts. Prompts within a seed are not independent trials of a
 training method, so they never narrow an interval here.
 
-Decide whether a claim holds, by a stated rule and from intervals alone.
-
-With D the paired difference (for ratio metrics of logarithms) and its 95 % interval [low, high] over seeds:
+Whether a claim holds is decided from intervals alone. With D the paired difference (for ratio metrics of logarithms)
+and its 95 % interval [low, high] over seeds:
 
 * ``higher by m`` holds if low > m, does not hold if high <= m, otherwise it cannot be told;
 * ``lower by m`` is the same rule on -D;
@@ -27,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -40,25 +37,39 @@ from rlhf_core.training.history import read_history
 
 LAST = 5  # iterations that an end value of the history is averaged over: one rollout is noisy
 EARLY = 10  # iterations that count as the start of training
-DONE = "done"
+DONE: Final = "done"
+SHARED = "shared"  # takes the place of a variant
 
 History = Sequence[Mapping[str, Any]]
 
 
+RunState = Literal["done", "paused", "failed", "crashed", "skipped", "stopped"]
+
+
 @dataclass(frozen=True)
 class AblationRun:
-    """One variant with one seed.
+    """How one variant with one seed, or what its seed's variants share (:data:`SHARED`), has run.
 
     Attributes:
-        state: ``done`` when the stages in ``workspace`` are up to date, otherwise what prevented it.
+        state: ``done`` when the stages in ``workspace`` are up to date, ``paused`` when a training stage stopped itself
+            in good order, ``crashed`` when it may be tried again.
         message: Details of ``state``.
+        seconds: The time it took.
+        trained: Whether PPO ran in it.
     """
 
     variant: str
     seed: int
     workspace: Path
-    state: str
+    state: RunState
     message: str = ""
+    seconds: float = 0.0
+    trained: bool = False
+
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return f"{'shared stages' if self.variant == SHARED else self.variant}, seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -175,10 +186,6 @@ class Interval:
         """Return whether ``value`` lies outside the bounds."""
         return self.low > value or self.high < value
 
-    def shifted(self, by: float) -> Interval:
-        """Return the interval moved by a constant."""
-        return Interval(self.mean + by, self.low + by, self.high + by, self.n)
-
     def in_readers_unit(self, metric: Metric) -> Interval:
         """Return the interval back from the scale of comparison: a difference of logarithms becomes a factor."""
         if metric.kind != "ratio":
@@ -294,25 +301,21 @@ def examine(expectation: Expectation, table: SeedTable) -> Evidence:
         difference = reported = table.difference(expectation.of, expectation.than, expectation.metric)
     else:
         reported = table.level(expectation.of, expectation.metric)
-        difference = reported.shifted(-to_comparison_scale(metric, expectation.than))
+        than = to_comparison_scale(metric, expectation.than)
+        difference = Interval(reported.mean - than, reported.low - than, reported.high - than, reported.n)
     outcome = ClaimOutcome.OPEN if difference.n < 2 else decide(expectation, difference, metric)
     return Evidence(outcome, formula(expectation, metric), reported.in_readers_unit(metric))
 
 
 def decide(expectation: Expectation, difference: Interval, metric: Metric) -> ClaimOutcome:
     """Apply the rule to ``difference``, which is on the scale of comparison."""
-    low, high = difference.low, difference.high
+    low, high, margin = difference.low, difference.high, _margin(expectation, metric)
     if expectation.relation == "same":
-        width = abs(_margin(expectation.within, metric))
-        if -width <= low and high <= width:
-            return ClaimOutcome.HOLDS
-        return ClaimOutcome.FAILS if low > width or high < -width else ClaimOutcome.OPEN
-    if expectation.relation == "lower":
-        low, high = -high, -low
-    margin = _margin(expectation.by, metric)
-    if low > margin:
-        return ClaimOutcome.HOLDS
-    return ClaimOutcome.FAILS if high <= margin else ClaimOutcome.OPEN
+        holds, fails = -margin <= low and high <= margin, low > margin or high < -margin
+    else:
+        low, high = (-high, -low) if expectation.relation == "lower" else (low, high)
+        holds, fails = low > margin, high <= margin
+    return ClaimOutcome.HOLDS if holds else ClaimOutcome.FAILS if fails else ClaimOutcome.OPEN
 
 
 def formula(expectation: Expectation, metric: Metric) -> str:
@@ -321,22 +324,17 @@ def formula(expectation: Expectation, metric: Metric) -> str:
         subject, centre = f"{expectation.of} {'/' if metric.kind == 'ratio' else '−'} {expectation.than}", 0.0
     else:
         subject, centre = expectation.of, to_comparison_scale(metric, expectation.than)
-    if expectation.relation == "same":
-        width = abs(_margin(expectation.within, metric))
-        low, high = (_in_readers_unit(centre + by, metric) for by in (-width, width))
-        return f"{metric.label}: {subject} within {low:.3g} to {high:.3g}"
-    margin = _margin(expectation.by, metric)
-    if expectation.relation == "higher":
-        return f"{metric.label}: {subject} > {_in_readers_unit(centre + margin, metric):.3g}"
-    return f"{metric.label}: {subject} < {_in_readers_unit(centre - margin, metric):.3g}"
+    low, high = (centre + sign * _margin(expectation, metric) for sign in (-1, 1))
+    if metric.kind == "ratio":
+        low, high = math.exp(low), math.exp(high)
+    bound = {"same": f"within {low:.3g} to {high:.3g}", "higher": f"> {high:.3g}", "lower": f"< {low:.3g}"}
+    return f"{metric.label}: {subject} {bound[expectation.relation]}"
 
 
-def _margin(given: float | None, metric: Metric) -> float:
-    """A margin of ablation.yaml on the scale of comparison."""
+def _margin(expectation: Expectation, metric: Metric) -> float:
+    """The margin of an expectation on the scale of comparison; that of a tolerance has no sign."""
+    given = expectation.within if expectation.relation == "same" else expectation.by
     if given is None:
         return 0.0
-    return math.log(given) if metric.kind == "ratio" else given
-
-
-def _in_readers_unit(bound: float, metric: Metric) -> float:
-    return math.exp(bound) if metric.kind == "ratio" else bound
+    margin = math.log(given) if metric.kind == "ratio" else given
+    return abs(margin) if expectation.relation == "same" else margin

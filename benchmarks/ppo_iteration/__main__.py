@@ -9,7 +9,6 @@ turn, so that other work on the machine meets all of them. Printed are medians, 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,8 +18,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import in_turn, worker
 from benchmarks.ppo_iteration.workload import ANSWER, Workload
-from benchmarks.worker import Worker
 
 SIZES: dict[str, dict[str, Any]] = {
     "0.43 M": {"hidden": 96, "intermediate": 256, "layers": 3, "heads": 4},
@@ -88,9 +87,8 @@ def _measure(workloads: Sequence[Workload], trl_python: Path, repeats: int) -> t
         ours = [[sys.executable, "-m", "benchmarks.ppo_iteration.ours", folder] for folder in folders]
         theirs = [[str(trl_python), script, folder] for folder in folders]
         log = stack.enter_context((Path(temporary) / "log").open("w+"))
-        workers = [Worker(command, stack, ANSWER, log=log) for command in (*ours, *theirs)]
-        laps = [[worker.ask()[0] for worker in workers] for _ in range(repeats)]
-    medians = [statistics.median(times) for times in zip(*laps, strict=True)]
+        runs = [stack.enter_context(worker(command, ANSWER, log=log)) for command in (*ours, *theirs)]
+        medians = [seconds for (seconds,) in in_turn(runs, repeats)]
     return medians[: len(ours)], medians[len(ours) :]
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.machine import seconds
+from benchmarks.harness import seconds
 from rlhf_core.config.loading import Params
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.memory.architecture import Architecture

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -17,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.harness import in_turn, worker
 from benchmarks.ppo_iteration.__main__ import SIZES
 from benchmarks.ppo_iteration.workload import ANSWER
-from benchmarks.worker import Worker
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.models.io import quiet
 from rlhf_core.models.starting.base import new_model, train_tokenizer
@@ -59,9 +58,8 @@ def _measure(given: argparse.Namespace, size: str, method: str) -> tuple[float, 
             [str(given.trl_python), str(Path(__file__).with_name("trl_trainers.py")), str(folder)],
         )
         log = stack.enter_context((Path(temporary) / "log").open("w+"))
-        workers = [Worker(command, stack, ANSWER, log=log) for command in commands]
-        laps = [[worker.ask()[0] for worker in workers] for _ in range(given.repeats)]
-        ours, theirs = (statistics.median(times) for times in zip(*laps, strict=True))
+        runs = [stack.enter_context(worker(command, ANSWER, log=log)) for command in commands]
+        (ours,), (theirs,) = in_turn(runs, given.repeats)
     return ours, theirs
 
 

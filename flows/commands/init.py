@@ -28,13 +28,10 @@ from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.storage.file_patterns import expand, is_url
 
 
-def initialise(
-    folder: Path, profile: str | None, sets: Sequence[str], *, base: Path | None = None, cache: Path | None = None
-) -> Path:
+def initialise(folder: Path, profile: str | None, sets: Sequence[str], cache: Path | None = None) -> Path:
     """Make ``folder`` a workspace and return its absolute path. Everything is checked before anything is written.
 
     Args:
-        base: the workspace whose recipe is copied, by default the project's own.
         cache: a DVC cache to share with other workspaces.
 
     Raises:
@@ -42,8 +39,7 @@ def initialise(
     """
     if is_workspace(folder):
         raise RlhfError(f"{folder} is already a workspace; edit its params.yaml, or choose another folder")
-    params = merged_params(base or recipe_folder(), profile, sets, folder)
-    write_recipe(folder, params, base or recipe_folder())
+    write_recipe(folder, merged_params(recipe_folder(), profile, sets, folder), recipe_folder())
     ensure_dvc(folder.resolve(), cache)
     return folder.resolve()
 
@@ -59,7 +55,8 @@ def next_step(workspace: Path) -> str:
     name = display_path(workspace)
     run = f"rlhf run --workspace {shlex.quote(name)}"
     model = load_section(workspace, "base", BaseConfig).source
-    if _is_path(model) and not (workspace / Path(model).expanduser()).exists():
+    is_path = model.startswith((".", "/", "~")) or model.lower().endswith(".gguf")  # rather than a hub id
+    if is_path and not (workspace / Path(model).expanduser()).exists():
         return (
             f"{name} is made, but there is no starting model at {model}, seen from there: correct base.source in "
             f"{name}/{PARAMS_FILE}, then: {run}"
@@ -79,11 +76,6 @@ def next_step(workspace: Path) -> str:
             f"correct collect.files in {name}/{PARAMS_FILE}, then: {run}"
         )
     return f"{name} is ready; next: {run}"
-
-
-def _is_path(model: str) -> bool:
-    """Whether a starting model is named by a path rather than a hub id such as ``owner/name``."""
-    return model.startswith((".", "/", "~")) or model.lower().endswith(".gguf")
 
 
 def _exists(path: str, workspace: Path) -> bool:

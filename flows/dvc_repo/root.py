@@ -30,9 +30,15 @@ def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
         if not (folder / "config").is_file():
             shutil.rmtree(folder, ignore_errors=True)
             _run_dvc(workspace, "init", "--quiet", *_scm_options(workspace))
-            _write_settings(folder / "config")
+            # `dvc config` does it too, in a process of a third of a second for each setting.
+            text = (folder / "config").read_text(encoding="utf-8") or "[core]\n"  # has at most the section core
+            settings = f"{text}    analytics = false\n    check_update = false\n"
+            (folder / "config").write_text(settings, encoding="utf-8")
             if cache is not None:
-                _run_dvc(workspace, "cache", "dir", "--local", _writable_by_dvc(cache.resolve(), workspace.resolve()))
+                path = str(cache.resolve())
+                if not path.isascii():  # DVC cannot write such letters
+                    path = os.path.relpath(path, workspace.resolve())
+                _run_dvc(workspace, "cache", "dir", "--local", path)
         else:
             _join_git(workspace)
         if not (folder / ".gitignore").is_file():
@@ -53,20 +59,6 @@ def _join_git(workspace: Path) -> None:
 def cache_of(workspace: Path) -> Path:
     """Return the DVC cache folder that a workspace uses."""
     return (workspace / _run_dvc(workspace, "cache", "dir").strip()).resolve()
-
-
-def _writable_by_dvc(path: Path, workspace: Path) -> str:
-    """The path, relative to the workspace where it has letters beyond ASCII, which DVC cannot write."""
-    return str(path) if str(path).isascii() else os.path.relpath(path, workspace)
-
-
-def _write_settings(config: Path) -> None:
-    """Add settings to the file of a root just made, which has at most the section ``core``.
-
-    ``dvc config`` does it too, in a process of a third of a second for each setting.
-    """
-    text = config.read_text(encoding="utf-8") or "[core]\n"
-    config.write_text(f"{text}    analytics = false\n    check_update = false\n", encoding="utf-8")
 
 
 def _scm_options(workspace: Path) -> list[str]:

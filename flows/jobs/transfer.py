@@ -127,7 +127,7 @@ def transfer_outcome(
 
 LOGGER = "rlhf.stage"
 INFO = 20
-INTERVAL_SECONDS = 2.0
+INTERVAL_SECONDS, FLUSH_SECONDS = 2.0, 60.0
 CHUNK_BYTES = 200_000
 PAGE = 200
 
@@ -135,12 +135,12 @@ PAGE = 200
 class LogShipper:
     """Context manager that sends whatever is appended to ``log`` as log records of a flow run, in whole lines.
 
-    At the end of the block it tries for at most ``flush_seconds`` to send the rest. Prefect's own log handler forgets
+    At the end of the block it tries for at most a minute to send the rest. Prefect's own log handler forgets
     what the server does not take, such as while it is restarted.
     """
 
-    def __init__(self, log: Path, flow_run: UUID, flush_seconds: float = 60.0) -> None:
-        self.log, self.flow_run, self.flush_seconds = log, flow_run, flush_seconds
+    def __init__(self, log: Path, flow_run: UUID) -> None:
+        self.log, self.flow_run = log, flow_run
         self.offset = log.stat().st_size if log.exists() else 0
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name="log-shipper", daemon=True)
@@ -150,7 +150,7 @@ class LogShipper:
 
     def __exit__(self, *_: object) -> None:
         self.ended.set()
-        self.thread.join(self.flush_seconds)
+        self.thread.join(FLUSH_SECONDS)
 
     def _run(self) -> None:
         deadline = float("inf")
@@ -158,7 +158,7 @@ class LogShipper:
             while time.monotonic() < deadline:
                 flush = self.ended.wait(INTERVAL_SECONDS)
                 if flush:
-                    deadline = min(deadline, time.monotonic() + self.flush_seconds)
+                    deadline = min(deadline, time.monotonic() + FLUSH_SECONDS)
                 if self._send(client, flush) and flush:
                     return
                 if flush:

@@ -99,6 +99,12 @@ class PipelineContext:
         grace = float(self.flow.stop_grace_seconds)
         return StageSpec(self.workspace, node.name, node.outputs, self.environment, grace, command)
 
+    def start(self, node: StageNode, placement: Placement | None = None) -> None:
+        """Record that a stage starts, here or on its pool."""
+        log = stage_log(self.workspace, node.name)
+        log_start = log.stat().st_size if log.exists() else 0
+        self.events.emit(StageStarted(node.name, placement.pool if placement else None, time.time(), log_start))
+
     def end(self, outcome: StageOutcome) -> None:
         """Record how a stage ended."""
         self.outcomes[outcome.stage] = outcome
@@ -213,26 +219,18 @@ def _describe_flow_run(workspace: Path, profile: str) -> None:
 def _run_stages(graph: Mapping[str, StageNode], context: PipelineContext) -> dict[str, StageOutcome]:
     """Run every stage as soon as the stages before it are done, and return how each of them ended."""
     futures: dict[str, PrefectFuture[Any]] = {}
+    config = context.flow
     for name, node in graph.items():
-        options = stage_task.with_options(
-            name=name,
-            task_run_name=name,
-            retries=context.flow.retries,
-            retry_delay_seconds=context.flow.retry_delay_seconds,
+        named = stage_task.with_options(
+            name=name, task_run_name=name, retries=config.retries, retry_delay_seconds=config.retry_delay_seconds
         )
         before = [futures[other] for other in node.after]
-        futures[name] = options.submit(context, node, context.pools.get(name), return_state=False, wait_for=before)
+        futures[name] = named.submit(context, node, return_state=False, wait_for=before)
     for name, future in futures.items():
         future.wait()
         if name not in context.outcomes and (future.state.is_crashed() or future.state.is_failed()):
             context.end(StageOutcome.failed(name, future.state.message or "its task failed"))
     return {name: context.outcomes.get(name) or StageOutcome.skipped(name) for name in graph}
-
-
-def _stage_started(context: PipelineContext, node: StageNode, placement: Placement | None) -> StageStarted:
-    log = stage_log(context.workspace, node.name)
-    log_start = log.stat().st_size if log.exists() else 0
-    return StageStarted(node.name, placement.pool if placement else None, time.time(), log_start)
 
 
 def _may_retry(task: Any, _: Any, state: State[Any]) -> bool:
@@ -242,19 +240,19 @@ def _may_retry(task: Any, _: Any, state: State[Any]) -> bool:
 
 
 @task(persist_result=False, retry_condition_fn=_may_retry, cache_policy=NO_CACHE)
-def stage_task(context: PipelineContext, node: StageNode, placement: Placement | None) -> StageOutcome | State[Any]:
+def stage_task(context: PipelineContext, node: StageNode) -> StageOutcome | State[Any]:
     """Run one stage, here or on its pool; return its outcome, as the data of a state where it did not succeed.
 
     A state rather than an exception: the log of a stage that failed or was stopped then shows no traceback of ours.
     """
     prefect_context = get_run_context()
     assert isinstance(prefect_context, TaskRunContext)
-    attempt = prefect_context.task_run.run_count
+    attempt, placement = prefect_context.task_run.run_count, context.pools.get(node.name)
     with context.slots:
         if attempt == 1 and context.starts_no_more:
             return Cancelled(message="not started", data=StageOutcome.skipped(node.name))
         if attempt == 1:
-            context.events.emit(_stage_started(context, node, placement))
+            context.start(node, placement)
         with logged_progress(context.workspace, node.name, get_run_logger().info):
             refused = pairs_refusal(context.workspace, node.name)
             if placement is None:
@@ -306,7 +304,7 @@ def _run_as_job(context: PipelineContext, node: StageNode, placement: Placement,
 @task(persist_result=False, cache_policy=NO_CACHE)
 def write_report(context: PipelineContext, node: StageNode) -> StageOutcome:
     """Write the report of a run that failed with the stage's own command: DVC would require every dependency."""
-    context.events.emit(_stage_started(context, node, None))
+    context.start(node)
     outcome = run_stage(context.spec(node, command=("/bin/sh", "-c", node.command)))
     context.events.emit(StageEnded(outcome))
     return outcome

@@ -115,7 +115,6 @@ class UnchangedWorld:
     """What a run would have ended with; ``message`` says so in one line."""
 
     outcomes: Mapping[str, StageOutcome]
-    registered: str
     verdict: RunVerdict
     message: str
     decision: PromotionDecision | None = None
@@ -125,13 +124,9 @@ class UnchangedWorld:
         events.emit(RunPlanned(tuple(self.outcomes)))
         for outcome in self.outcomes.values():
             events.emit(StageEnded(outcome))
-        events.emit(RegistryUpdated(self.registered))
+        events.emit(RegistryUpdated(self.verdict.registered))
         events.emit(VerdictReached(self.verdict))
         events.emit(RunEnded(COMPLETED, self.message))
-
-
-class _MatchNeeded(RlhfError):
-    """The challenger has not met the present champion on these prompts."""
 
 
 def has_gated_policy(graph: Mapping[str, StageNode]) -> bool:
@@ -163,7 +158,7 @@ def find_unchanged(workspace: Path, *, promotes: bool) -> UnchangedWorld | None:
     outcomes = {name: StageOutcome.cached(name, now, now) for name in graph}
     verdict, _ = with_release_page(workspace, reach_verdict(workspace, outcomes, registration), registration)
     message = f"nothing to do: every stage is up to date, {registration.registered}; {verdict.promotion}"
-    return UnchangedWorld(outcomes, registration.registered, verdict, message, registration.decision)
+    return UnchangedWorld(outcomes, verdict, message, registration.decision)
 
 
 def _standing_registration(workspace: Path, promotes: bool) -> RegistrationResult | None:
@@ -190,4 +185,4 @@ def undecided_because(promotes: bool, auto_promote: bool) -> str:
 
 
 def _no_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int) -> NoReturn:
-    raise _MatchNeeded("the challenger has to play the champion")
+    raise RlhfError("the challenger has to play the champion")

@@ -72,7 +72,11 @@ def locked(
                 announced = True
             if STOP.wait(POLL_SECONDS):
                 raise KeyboardInterrupt
-        _write_holder(handle)
+        command = " ".join(["rlhf", *sys.argv[1:]])
+        holder = LockHolder(os.getpid(), datetime.now().isoformat(timespec="seconds"), command)
+        handle.truncate(0)
+        handle.write(json.dumps(asdict(holder)))
+        handle.flush()
         try:
             yield handle.fileno()
         finally:
@@ -102,14 +106,6 @@ def lock_holder(workspace: Path) -> LockHolder | None:
     """Return the live command that holds the workspace, None if there is none. The lock itself is not touched."""
     holder = _read_holder(workspace / PRIVATE / WORKSPACE_LOCK)
     return holder if holder is not None and start_token(holder.pid) is not None else None
-
-
-def _write_holder(handle: IO[str]) -> None:
-    command = " ".join(["rlhf", *sys.argv[1:]])
-    holder = LockHolder(os.getpid(), datetime.now().isoformat(timespec="seconds"), command)
-    handle.truncate(0)
-    handle.write(json.dumps(asdict(holder)))
-    handle.flush()
 
 
 def _read_holder(path: Path) -> LockHolder | None:

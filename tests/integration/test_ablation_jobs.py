@@ -13,7 +13,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from flow_toys import CommandLine, begin, processes_of, rlhf, wait_until
 
-from benchmarks.ablation.run import AblationJob, AblationRequest, JobResult, definition, make_plan, run_jobs
+from benchmarks.ablation.run import AblationJob, AblationRequest, definition, make_plan, run_jobs
+from benchmarks.ablation.verdicts import AblationRun
 from flows.supervision import signals
 from rlhf_core.errors import ConfigError
 
@@ -174,9 +175,9 @@ def test_variants_wait_for_what_their_seed_shares_and_are_skipped_without_it() -
     jobs = [job(None, 1), job(None, 2), job("a", 1), job("a", 2), job("b", 2)]
     started: list[AblationJob] = []
 
-    def run(one: AblationJob) -> JobResult:
+    def run(one: AblationJob) -> AblationRun:
         started.append(one)
-        return JobResult(one, "failed", "no data") if one == jobs[0] else JobResult(one, "done")
+        return one.ended("failed", "no data") if one == jobs[0] else one.ended("done")
 
     ended = run_jobs(jobs, 2, run, lambda _: None)
     assert [e.state for e in ended] == ["failed", "done", "skipped", "done", "done"]
@@ -187,9 +188,9 @@ def test_variants_wait_for_what_their_seed_shares_and_are_skipped_without_it() -
 def test_a_raised_stop_flag_starts_nothing_more() -> None:
     jobs = [job(None, 1), job("a", 1), job("b", 1)]
 
-    def run(one: AblationJob) -> JobResult:
+    def run(one: AblationJob) -> AblationRun:
         signals.STOP.set()
-        return JobResult(one, "stopped")
+        return one.ended("stopped")
 
     try:
         ended = run_jobs(jobs, 1, run, lambda _: None)

@@ -1,0 +1,79 @@
+"""What benchmarks share: times, runs in turn, processes that are asked for one run after another, a yardstick."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import torch
+
+LAST_WORDS = 2000  # characters of a failed process's log
+
+# Makes one run; returns the numbers that were measured.
+Run = Callable[[], Sequence[float]]
+
+
+def seconds(work: Callable[[], object], repeats: int = 5) -> float:
+    """The median wall time of ``work`` after one run to warm up."""
+    work()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def matmul_flops(size: int = 1024) -> float:
+    """Floating-point operations per second of a large float32 matrix product."""
+    left, right = torch.randn(size, size), torch.randn(size, size)
+    return 2 * size**3 / seconds(lambda: left @ right, 20)
+
+
+def in_turn(runs: Sequence[Run], repeats: int) -> list[list[float]]:
+    """The medians of what each run measures, all made in turn, so that other work on the machine meets all of them."""
+    rounds = [[run() for run in runs] for _ in range(repeats)]
+    return [[statistics.median(column) for column in zip(*of_run, strict=True)] for of_run in zip(*rounds, strict=True)]
+
+
+@contextmanager
+def worker(
+    command: Sequence[str],
+    answer: str,
+    environment: Mapping[str, str] | None = None,
+    first: str | None = None,
+    log: IO[str] | None = None,
+) -> Iterator[Run]:
+    """Run a process that makes a run for each line of its input; yields what asks for one, once it is ready.
+
+    Args:
+        command: The process; it ends when its input does.
+        answer: What its answers begin with: one when it is ready, and one with the numbers of each run.
+        environment: Its variables; None for those of this process.
+        first: A line that it reads before it is ready, if any.
+        log: Where its warnings go; None for those of this process. Its end is shown when the process fails.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=environment) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def read() -> list[str]:
+            for line in process.stdout or ():
+                if line.startswith(answer):
+                    return line.removeprefix(answer).split()
+            said = "" if log is None else ":\n" + Path(log.name).read_text(errors="replace")[-LAST_WORDS:]
+            raise SystemExit(f"a process of {command[0]} ended with status {process.wait()}{said}")
+
+        def ask() -> list[float]:
+            print(file=process.stdin, flush=True)
+            return [float(number) for number in read()]
+
+        if first is not None:
+            print(first, file=process.stdin, flush=True)
+        read()
+        yield ask
