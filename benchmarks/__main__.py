@@ -10,11 +10,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from benchmarks.harness import matmul_flops, seconds
+from benchmarks.sampling import sample_ours, sample_theirs
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.models.starting.base import new_model, train_tokenizer
-from rlhf_core.sampling.distribution import Sampling, philox_uniforms
-from rlhf_core.sampling.generation import generate
 from rlhf_core.training.engine import LocalEngine
 from rlhf_core.training.examples import Example
 from rlhf_core.training.sft import example_batch, reply_loss
@@ -32,8 +31,8 @@ def main() -> int:
     limit = matmul_flops()
     prompts = [[5 + (i + j) % 500 for j in range(PROMPT)] for i in range(BATCH)]
 
-    ours = seconds(lambda: _ours(model, prompts))
-    theirs = seconds(lambda: _theirs(model, prompts))
+    ours = seconds(lambda: sample_ours(model, torch.tensor(prompts), REPLY))
+    theirs = seconds(lambda: sample_theirs(model, torch.tensor(prompts), REPLY))
     step = seconds(_training_step(model, prompts), 10)
     tokens = BATCH * (PROMPT + REPLY)
     # Forward and backward of a dense transformer: six operations per parameter and token (Kaplan et al., 2020).
@@ -44,24 +43,6 @@ def main() -> int:
     print(f"generation  {BATCH * REPLY / ours:8.0f} tokens/s, {theirs / ours:.2f} times transformers' generate")
     print(f"training    {tokens / step:8.0f} tokens/s, {share:.0%} of the matmul limit")
     return 0
-
-
-def _ours(model: torch.nn.Module, prompts: list[list[int]]) -> None:
-    sampling = Sampling(eos_id=1, pad_id=0, max_new_tokens=REPLY, min_new_tokens=REPLY - 1)
-    generate(model, prompts, philox_uniforms(0, range(BATCH), REPLY), sampling)  # type: ignore[arg-type]
-
-
-def _theirs(model: torch.nn.Module, prompts: list[list[int]]) -> None:
-    with torch.inference_mode():
-        model.generate(  # type: ignore[operator]
-            torch.tensor(prompts),
-            attention_mask=torch.ones(BATCH, PROMPT, dtype=torch.long),
-            do_sample=True,
-            top_k=0,
-            min_new_tokens=REPLY,
-            max_new_tokens=REPLY,
-            pad_token_id=0,
-        )
 
 
 def _training_step(model: torch.nn.Module, prompts: list[list[int]]):  # type: ignore[no-untyped-def]

@@ -50,20 +50,14 @@ ADAPTERS = (
     "ppo.critic_lora.rank=4",
 )  # fmt: skip
 LLAMA = {"model_type": "llama", "max_position_embeddings": 2048, "tie_word_embeddings": False}
-WIDTHS: dict[str, dict[str, Any]] = {
-    "0.5 B": {
-        "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8,
-    },
-    "7 B, 4 layers": {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 4,
-        "num_attention_heads": 32, "num_key_value_heads": 32,
-    },
-    "dry": {
-        "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 2,
-    },
-}  # fmt: skip
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+)  # fmt: skip
+WIDTHS = {
+    "0.5 B": (32000, 1024, 4096, 28, 16, 8),
+    "7 B, 4 layers": (32000, 4096, 11008, 4, 32, 32),
+    "dry": (512, 32, 48, 1, 2, 2),
+}
 
 
 class StepFailed(Exception):
@@ -107,18 +101,12 @@ class Acceptance:
 
     def evaluated(self, imports: str, expression: str) -> Any:
         """The JSON value of a Python expression in a process of its own, so that this one keeps off the GPU."""
-        program = self.work / "expression.py"
-        program.write_text(f"import json; {imports}; print(json.dumps({expression}))", encoding="utf-8")
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        words = [sys.executable, str(program)]
-        ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            raise StepFailed(ended.stderr[-1500:])
-        return json.loads(ended.stdout.splitlines()[-1])
+        program = f"import json; {imports}; print(json.dumps({expression}))"
+        return json.loads(self.python("-c", program, pretended=False).splitlines()[-1])
 
     def started(self, *words: str | Path, pretended: bool = True, **extra: str) -> subprocess.Popen[str]:
-        """Start a Python module."""
-        how = [str(PRETENDED)] if self.dry and pretended else ["-m"]
+        """Start a Python module, or the program after ``-c``."""
+        how = [str(PRETENDED)] if self.dry and pretended else [] if words[0] == "-c" else ["-m"]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"} | extra
         return subprocess.Popen(
             [sys.executable, *how, *map(str, words)], cwd=ROOT, env=environment, text=True, stdin=subprocess.DEVNULL,
@@ -260,7 +248,7 @@ def throughput(run: Acceptance) -> dict[str, Any]:
         if (name == "dry") != run.dry:
             continue
         config, output = run.work / f"{name}.json", run.work / f"{name}-shares.json"
-        config.write_text(json.dumps(LLAMA | sizes))
+        config.write_text(json.dumps(LLAMA | dict(zip(SIZES, sizes, strict=True))))
         batch = ("ppo.batch_size=4", "ppo.max_new_tokens=8") if run.dry else ("ppo.batch_size=64", "ppo.minibatches=1")
         dtype = "base.dtype=float32" if run.dry else "base.dtype=bfloat16"
         words = [word for each in (dtype, *batch) for word in ("--set", each)]

@@ -62,8 +62,8 @@ def main() -> int:
     prompts = torch.randint(5, ours.config.vocab_size, (given.rows, given.prompt), generator=generator)
 
     runs: dict[str, Run] = {
-        "rlhf": partial(_timed, lambda: _ours(ours, prompts, given.reply)),
-        "transformers": partial(_timed, lambda: _theirs(theirs, prompts, given.reply)),
+        "rlhf": partial(_timed, lambda: sample_ours(ours, prompts, given.reply)),
+        "transformers": partial(_timed, lambda: sample_theirs(theirs, prompts, given.reply)),
     }
     with ExitStack() as stack:
         if given.vllm_python:
@@ -97,14 +97,16 @@ def _add_random_adapters(model: Any, rank: int) -> None:
             parameter.data.copy_(0.01 * torch.randn(parameter.shape, generator=generator))
 
 
-def _ours(model: Any, prompts: torch.Tensor, reply: int) -> None:
+def sample_ours(model: Any, prompts: torch.Tensor, reply: int) -> None:
+    """Sample a reply of ``reply`` tokens to each prompt."""
     sampling = Sampling(eos_id=1, pad_id=0, max_new_tokens=reply, min_new_tokens=reply)
     batch = PromptBatch(prompts.tolist(), range(len(prompts)), 0)
     sample_replies(LocalSampler.of(model), 0, batch, sampling)
 
 
 @torch.inference_mode()
-def _theirs(model: Any, prompts: torch.Tensor, reply: int) -> None:
+def sample_theirs(model: Any, prompts: torch.Tensor, reply: int) -> None:
+    """Do the same by transformers' ``generate``."""
     ids = prompts.to(model.device)
     model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0, temperature=1.0,

@@ -89,7 +89,6 @@ def run(
     $ rlhf run --set ppo.kl.coefficient=0.1 --set seed=2
     """
     from flows.commands.init import trial_workspace
-    from flows.commands.run import RunOptions
     from flows.commands.run import run as run_pipeline
     from flows.prefect_server.services import check_port_option
     from flows.workspace.folder import find_workspace
@@ -99,7 +98,7 @@ def run(
     if profile or sets:
         folder = trial_workspace(folder, profile, sets or [])
         typer.echo(f"workspace {folder}")
-    raise typer.Exit(run_pipeline(folder, RunOptions(promote=promote, wait=wait, port=port)))
+    raise typer.Exit(run_pipeline(folder, promote, wait, port))
 
 
 @app.command()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +73,6 @@ class AblationJob:
         return AblationRun(self.variant or SHARED, self.seed, self.workspace, state, message, seconds, trained)
 
 
-@dataclass(frozen=True)
-class AblationPlan:
-    """All jobs of an ablation, the shared parts first, and the ``folder`` for the results."""
-
-    ablation: Ablation
-    base: Path
-    profile: str | None
-    folder: Path
-    jobs: tuple[AblationJob, ...]
-
-
 def parse_names(text: str | None) -> tuple[str, ...]:
     """Split ``a,b`` into names."""
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
@@ -115,13 +104,20 @@ def definition(base: Path, request: AblationRequest) -> Ablation:
     return ablation
 
 
-def make_plan(base: Path, request: AblationRequest, ablation: Ablation) -> AblationPlan:
-    """Return the jobs of the request. ``base`` must be a DVC root: the stages before PPO are read from its graph.
+def make_plan(base: Path, request: AblationRequest, ablation: Ablation) -> tuple[list[AblationJob], Path]:
+    """Return the jobs of the request, the shared parts first, and the folder for the results.
 
     Overrides apply in this order: profile, the file's ``common``, ``--set``, the seed, the variant's own. So a variant
-    always differs from its base by what it names.
+    always differs from its base by what it names. What a seed's variants share are the stages before PPO in DVC's
+    graph.
+
+    Raises:
+        ConfigError: the pipeline lacks PPO or the evaluation.
     """
-    targets = shared_targets(base)
+    graph = read_graph(base)
+    for stage in (TRAINER, GOAL):
+        if stage not in graph:
+            raise ConfigError(f"{base / 'dvc.yaml'} has no stage '{stage}', which an ablation needs")
     workspaces = base / TRIALS / FOLDER / request.name
     common = [*assignments(ablation.common), *request.sets]
     seeds = request.seeds or ablation.seeds
@@ -129,22 +125,12 @@ def make_plan(base: Path, request: AblationRequest, ablation: Ablation) -> Ablat
 
     def job(variant: str | None, seed: int) -> AblationJob:
         own = assignments(ablation.overrides(variant)) if variant else []
-        sets = (*common, f"seed={seed}", *own)
         workspace = workspaces / (variant or SHARED) / f"seed-{seed}"
-        return AblationJob(variant, seed, workspace, sets, (GOAL,) if variant else targets)
+        targets = (GOAL,) if variant else graph[TRAINER].after
+        return AblationJob(variant, seed, workspace, (*common, f"seed={seed}", *own), targets)
 
     jobs = [job(None, seed) for seed in seeds] + [job(name, seed) for name in names for seed in seeds]
-    results = f"{request.name}-part" if request.is_part_of(ablation) else request.name
-    return AblationPlan(ablation, base, request.profile, base / FOLDER / results, tuple(jobs))
-
-
-def shared_targets(base: Path) -> tuple[str, ...]:
-    """Return the stages before PPO in DVC's graph; raise ``ConfigError`` if it lacks PPO or the evaluation."""
-    graph = read_graph(base)
-    for stage in (TRAINER, GOAL):
-        if stage not in graph:
-            raise ConfigError(f"{base / 'dvc.yaml'} has no stage '{stage}', which an ablation needs")
-    return graph[TRAINER].after
+    return jobs, base / FOLDER / (f"{request.name}-part" if request.is_part_of(ablation) else request.name)
 
 
 def assignments(changes: Mapping[str, Any]) -> list[str]:
@@ -166,12 +152,13 @@ GRACE_SECONDS = 5.0
 ATTEMPTS = 2  # a crash is tried once more, a decision of a stage is not
 
 
-def run_job(plan: AblationPlan, job: AblationJob, cache: Path) -> AblationRun:
+def run_job(base: Path, profile: str | None, job: AblationJob, cache: Path) -> AblationRun:
     """Bring the job's targets up to date; a failing stage does not raise. A raised stop flag stops the job."""
     watch = Stopwatch()
     try:
         with locked(job.workspace):
-            prepare(plan, job, cache)
+            write_recipe(job.workspace, merged_params(base, profile, job.sets, job.workspace), base)
+            ensure_dvc(job.workspace, cache)
             cleanup(job.workspace)
             for _ in range(ATTEMPTS):
                 run = _reproduce(job, watch)
@@ -180,29 +167,6 @@ def run_job(plan: AblationPlan, job: AblationJob, cache: Path) -> AblationRun:
             return replace(run, state="failed")
     except RlhfError as error:
         return job.ended("failed", str(error), watch.seconds)
-
-
-def prepare(plan: AblationPlan, job: AblationJob, cache: Path) -> None:
-    """Write the job's recipe into its workspace and make that a DVC root with the shared cache."""
-    write_recipe(job.workspace, merged_params(plan.base, plan.profile, job.sets, job.workspace), plan.base)
-    shared = next(other.workspace for other in plan.jobs if other.variant is None and other.seed == job.seed)
-    if shared != job.workspace and (shared / ".dvc" / "config").is_file():
-        _copy_dvc_root(shared, job.workspace)
-    ensure_dvc(job.workspace, cache)
-
-
-def _copy_dvc_root(source: Path, target: Path) -> None:
-    """Copy the settings of a DVC root, which is much faster than ``dvc init``."""
-    if (target / ".dvc" / "config").is_file():
-        return
-    incomplete = target / f".dvc.part-{os.getpid()}"
-    shutil.rmtree(incomplete, ignore_errors=True)
-    incomplete.mkdir()
-    for name in ("config.local", "config"):
-        if (source / ".dvc" / name).is_file():
-            shutil.copyfile(source / ".dvc" / name, incomplete / name)
-    shutil.rmtree(target / ".dvc", ignore_errors=True)
-    incomplete.rename(target / ".dvc")
 
 
 def _reproduce(job: AblationJob, watch: Stopwatch) -> AblationRun:
@@ -332,22 +296,23 @@ def ablate(base: Path, request: AblationRequest, jobs: int | None = None, docs: 
         insert(page.read_text(encoding="utf-8"), "", str(page))  # it has the markers
     with locked(base, LOCK):
         ensure_dvc(base)
-        plan, cache = make_plan(base, request, ablation), cache_of(base)
+        (planned, results), cache = make_plan(base, request, ablation), cache_of(base)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        progress = ProgressLines(len(plan.jobs), jobs or cores)
-        folder = display_path(plan.jobs[0].workspace.parents[1])
-        progress.line(f"{len(plan.jobs)} jobs, {progress.slots} at a time, in {folder}")
-        runs = run_jobs(plan.jobs, progress.slots, lambda job: run_job(plan, job, cache), progress.job_ended)
+        progress = ProgressLines(len(planned), jobs or cores)
+        folder = display_path(planned[0].workspace.parents[1])
+        progress.line(f"{len(planned)} jobs, {progress.slots} at a time, in {folder}")
+        bring = partial(run_job, base, request.profile, cache=cache)
+        runs = run_jobs(planned, progress.slots, bring, progress.job_ended)
         if signals.STOP.is_set():
             print("stopped; the next call resumes from here", file=sys.stderr)
             return EXIT_INTERRUPTED
-        verdicts = summarise(ablation, [run for run in runs if run.variant != SHARED], plan.folder, page)
+        verdicts = summarise(ablation, [run for run in runs if run.variant != SHARED], results, page)
         counts = Counter(str(verdict.outcome) for figure in verdicts.values() for verdict in figure)
         claims = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
         done = sum(run.state == DONE for run in runs)
         progress.line(f"{done} of {len(runs)} jobs done; claims: {claims or 'none'}")
-        print(f"table:   {display_path(plan.folder / 'table.md')}")
-        print(f"results: {display_path(plan.folder / 'results.csv')}")
+        print(f"table:   {display_path(results / 'table.md')}")
+        print(f"results: {display_path(results / 'results.csv')}")
         if page is not None:
             print(f"page:    {display_path(page)}")
         return int(done < len(runs))

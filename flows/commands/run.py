@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,17 +55,8 @@ POLL_SECONDS = 0.1
 CANNOT_WRITE = (errno.ENOSPC, errno.EROFS)
 
 
-@dataclass
-class RunOptions:
-    """The command-line options of one run."""
-
-    promote: bool = True
-    wait: bool = False
-    port: int | None = None
-
-
-def run(workspace: Path, options: RunOptions) -> int:
-    """Run the pipeline of ``workspace`` and return the exit status.
+def run(workspace: Path, promote: bool = True, wait: bool = False, port: int | None = None) -> int:
+    """Run the pipeline of ``workspace`` and return the exit status; the options are those of ``rlhf run``.
 
     Raises:
         RlhfError: the run cannot be started; nothing has been run.
@@ -78,7 +68,7 @@ def run(workspace: Path, options: RunOptions) -> int:
     try:
         with (
             open_display(workspace, "preparing the workspace") as display,
-            locked(workspace, wait=options.wait, on_wait=display.phase) as lock,
+            locked(workspace, wait=wait, on_wait=display.phase) as lock,
         ):
             display.phase("preparing the workspace")
             os.environ[OWNER_VARIABLE] = os.environ[LOCK_HELD_VARIABLE] = ownership_tag(workspace)
@@ -89,7 +79,7 @@ def run(workspace: Path, options: RunOptions) -> int:
                 display.line(line)
             display.phase("looking at code and data")
             refresh_inputs(workspace)
-            return PipelineRun(workspace, params, options, display, lock).execute()
+            return PipelineRun(workspace, params, promote, display, lock).execute(port)
     except OSError as error:
         if isinstance(error, PermissionError) or error.errno in CANNOT_WRITE:
             raise cannot_write(workspace, error) from error
@@ -118,19 +108,19 @@ def _check_remote_pools(workspace: Path, params: Params) -> None:
 class PipelineRun:
     """One run of the pipeline: the services and the flow process that it started, and the events received so far."""
 
-    def __init__(self, workspace: Path, params: Params, options: RunOptions, display: Display, lock: int) -> None:
-        self.workspace, self.params, self.options, self.display, self.lock = workspace, params, options, display, lock
+    def __init__(self, workspace: Path, params: Params, promote: bool, display: Display, lock: int) -> None:
+        self.workspace, self.params, self.promote, self.display, self.lock = workspace, params, promote, display, lock
         self.events: list[PipelineEvent] = []
         self.reader = EventReader(new_events_file(workspace))
         self.flow: SupervisedProcess | None = None
         self.problem: str | None = None
 
-    def execute(self) -> int:
+    def execute(self, port: int | None) -> int:
         """Run to the end and return the exit status; whatever was started is stopped.
 
         If there is nothing to do, no service is started, and neither Prefect nor MLflow gets a run.
         """
-        if (unchanged := find_unchanged(self.workspace, promotes=self.options.promote)) is not None:
+        if (unchanged := find_unchanged(self.workspace, promotes=self.promote)) is not None:
             unchanged.emit(EventWriter(str(self.reader.path)))
             self._show_new_events()
             return self._print_result(stopped=False)
@@ -140,7 +130,7 @@ class PipelineRun:
                 self.display.line(note)
         self.display.phase("starting Prefect")
         use_server_of_workspace(self.workspace, signals.STOP.is_set)
-        services = open_services(self.workspace, self.options.port, self.display.line, self.lock)
+        services = open_services(self.workspace, port, self.display.line, self.lock)
         if services.embedded:
             self.display.line(f"Prefect UI {services.ui_url} (while this runs)")
         try:
@@ -188,7 +178,7 @@ class PipelineRun:
         command = [sys.executable, "-m", "flows.pipeline.flow", str(self.workspace)]
         variables = {LOCK_HELD_VARIABLE: os.environ[LOCK_HELD_VARIABLE], EVENTS_VARIABLE: str(self.reader.path)}
         return start_supervised(
-            command if self.options.promote else [*command, "--no-promote"],
+            command if self.promote else [*command, "--no-promote"],
             name="flow",
             cwd=self.workspace,
             env=child_environment(self.workspace, **variables, **services.client_settings),

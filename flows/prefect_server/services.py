@@ -97,9 +97,9 @@ class Services:
         """The address of the Prefect UI."""
         return self.api_url.removesuffix("/api")
 
-    def start(self, name: str, command: list[str], grace: float = STOP_GRACE, **env: str) -> SupervisedProcess:
+    def start(self, name: str, command: list[str], grace: float = STOP_GRACE, **env: str) -> None:
         """Start a service under a supervisor; its output goes to ``.rlhf/logs/NAME.log``."""
-        service = start_supervised(
+        self.running[name] = start_supervised(
             command,
             name=name,
             cwd=self.workspace,
@@ -109,10 +109,8 @@ class Services:
             stop_signal="INT",
             inherited_descriptors=[] if self.lock is None else [self.lock],
         )
-        self.running[name] = service
-        return service
 
-    def start_worker(self, pool: str, limit: int = 1) -> SupervisedProcess:
+    def start_worker(self, pool: str, limit: int = 1) -> None:
         """Start a process worker for ``pool`` that takes ``limit`` jobs at a time and installs nothing.
 
         When it is stopped, its jobs have the grace period of a stage to save their state.
@@ -120,7 +118,7 @@ class Services:
         command = [*PREFECT, "worker", "start", "--pool", pool, "--type", "process"]
         command += ["--limit", str(limit), "--install-policy", "never"]
         grace = STOP_GRACE + load_params(self.workspace).flow.stop_grace_seconds
-        return self.start(worker_name(pool), command, grace=grace, **self.client_settings)
+        self.start(worker_name(pool), command, grace=grace, **self.client_settings)
 
     def dead(self) -> list[SupervisedProcess]:
         """Return the services that have ended though nobody stopped them."""

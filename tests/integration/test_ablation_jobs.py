@@ -142,12 +142,12 @@ def test_mistakes_are_one_line_before_anything_runs(
 def test_a_variants_own_change_wins_over_set_and_common(tmp_path: Path) -> None:
     base = make_base(tmp_path)
     request = AblationRequest(sets=("ppo.kl.coefficient=0.5", "ppo.iterations=6"), variants=("b",), seeds=(1, 2))
-    plan = make_plan(base, request, definition(base, request))
-    assert [(job.variant, job.seed) for job in plan.jobs] == [(None, 1), (None, 2), ("b", 1), ("b", 2)]
-    shared, own = plan.jobs[0], plan.jobs[-1]
+    jobs, folder = make_plan(base, request, definition(base, request))
+    assert [(job.variant, job.seed) for job in jobs] == [(None, 1), (None, 2), ("b", 1), ("b", 2)]
+    shared, own = jobs[0], jobs[-1]
     assert shared.targets == ("collect",) and own.targets == ("evaluate",)
     assert own.sets == ("ppo.kl.coefficient=0.5", "ppo.iterations=6", "seed=2", "ppo.kl.coefficient=0.2")
-    assert plan.folder.name == f"{request.name}-part" and request.name != "demo"
+    assert folder.name == f"{request.name}-part" and request.name != "demo"
 
 
 @pytest.mark.parametrize(

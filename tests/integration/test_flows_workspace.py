@@ -16,7 +16,7 @@ from flow_toys import CommandLine, environment, make_toy, rlhf, wait_until
 from flows.commands.summary import busy_seconds
 from flows.dvc_repo.graph import read_graph
 from flows.dvc_repo.root import cache_of, ensure_dvc
-from flows.stage.outcome import Action, LoggedProgress, StageOutcome, last_progress
+from flows.stage.outcome import LoggedProgress, StageOutcome, last_progress
 from flows.stage.run import StageSpec, run_stage
 from flows.workspace.cleanup import cleanup
 from flows.workspace.folder import find_workspace
@@ -36,10 +36,6 @@ def command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     return CommandLine(monkeypatch, capsys)
 
 
-def outcome(stage: str, action: Action, code: int = 0) -> StageOutcome:
-    return StageOutcome(stage, action, code, "", 0.0, 1.0, 1.0)
-
-
 def test_a_second_holder_is_refused_in_one_line_with_pid_and_time(tmp_path: Path) -> None:
     toy = make_toy(tmp_path, PIPELINE)
     with locked(toy):
@@ -47,14 +43,6 @@ def test_a_second_holder_is_refused_in_one_line_with_pid_and_time(tmp_path: Path
     assert answer.returncode == 2
     assert answer.stderr.count("\n") == 1
     assert f"pid {os.getpid()}" in answer.stderr and "since 2" in answer.stderr
-
-
-def test_the_lock_is_free_again_after_its_block(tmp_path: Path) -> None:
-    toy = make_toy(tmp_path, PIPELINE)
-    with locked(toy):
-        pass
-    with locked(toy):
-        pass
 
 
 def test_outside_a_workspace_the_message_says_what_to_do(tmp_path: Path) -> None:
@@ -163,7 +151,7 @@ def _command(process: psutil.Process) -> list[str]:
     ("code", "expected"), [(1, True), (137, True), (75, False), (2, False), (3, False), (4, False)]
 )
 def test_only_crashes_are_tried_again(code: int, expected: bool) -> None:
-    assert outcome("s", "failed", code).retryable is expected
+    assert StageOutcome("s", "failed", code).retryable is expected
 
 
 def test_busy_time_counts_overlaps_once() -> None:

@@ -8,7 +8,7 @@ import pytest
 from integration.registry.conftest import make_policy, policy_name
 from integration.registry.test_promotion import ScriptedMatch, aliases
 
-from flows.commands.run import RunOptions, run
+from flows.commands.run import run
 from flows.pipeline.events import read_last_run
 from flows.pipeline.preflight import find_unchanged
 from flows.registry.aliases import get_version
@@ -65,7 +65,7 @@ def test_nothing_to_do_until_something_changes(
     monkeypatch.setattr(signals, "install", lambda: None)
     for variable in (OWNER_VARIABLE, LOCK_HELD_VARIABLE):  # the command sets them
         monkeypatch.setenv(variable, "")
-    assert run(contest, RunOptions()) == 0
+    assert run(contest) == 0
     printed = capsys.readouterr().out
     assert "Completed: nothing to do: every stage is up to date, rlhf-reward-model version 1 (as before)" in printed
     assert "stages: 10 cached" in printed and "Prefect" not in printed and records(contest) == before

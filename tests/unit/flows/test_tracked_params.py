@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import ROOT
 
-from flows.commands.run import RunOptions, run
+from flows.commands.run import run
 from flows.commands.up import UpOptions, up
 from flows.dvc_repo.recipe import check_tracked_params, tracked_params
 from rlhf_core.config import yaml_text
@@ -64,7 +64,7 @@ def test_nothing_is_started_before_the_check(tmp_path: Path, command: str) -> No
     folder = workspace(tmp_path, "")
     with pytest.raises(ConfigError, match="leaves out parameters"):
         if command == "run":
-            run(folder, RunOptions())
+            run(folder)
         else:
             up(folder, UpOptions())
     assert not (folder / ".dvc").exists() and not (folder / ".rlhf" / "logs").exists()
