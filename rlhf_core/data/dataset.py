@@ -18,7 +18,7 @@ from scipy import stats
 
 from rlhf_core.config.data import SplitConfig
 from rlhf_core.data.lengths import character_lengths
-from rlhf_core.data.schema import ROW_TYPES, arrow_schema
+from rlhf_core.data.schema import ROW_TYPES, clean_schema, clean_table
 from rlhf_core.data.splits import SPLITS, PairUser, assign, pair_user_of
 from rlhf_core.data.tables import TableWriter
 from rlhf_core.data.validation.stored_rows import StoredRows
@@ -31,8 +31,8 @@ DIGEST_BYTES = 16
 ALL = "all"
 
 
-def file_names() -> list[str]:
-    """Return ``FOLDER/SPLIT`` of every file of the clean data.
+def file_names(kind: str = "") -> list[str]:
+    """Return ``FOLDER/SPLIT`` of every file of the clean data, or of those with rows of one kind.
 
     ``preferences`` (the reward model's), ``preferences_referee`` and ``preferences_judge`` share no train or validation
     group; the test pairs are common.
@@ -40,25 +40,18 @@ def file_names() -> list[str]:
     """
     names = [f"{kind}/{split}" for kind in ROW_TYPES for split in SPLITS if (kind, split) != ("pretrain", "test")]
     users = [user for user in PairUser if user is not PairUser.REWARD]
-    return names + [f"{user}/{split}" for split in ("train", "validation") for user in users]
+    names += [f"{user}/{split}" for split in ("train", "validation") for user in users]
+    return [name for name in names if name.startswith(kind)]
 
 
 def split_parts(kind: str, table: pa.Table, seed: int, config: SplitConfig) -> Tables:
     """Return clean rows of a kind by the file that they go into; see :func:`file_names`."""
+    files = []
     groups = table.column("group").to_pylist()
-    splits = np.array(assign(groups, seed, config), dtype=object)
-    parts = {name: table.filter(pa.array(splits == name.split("/")[1])) for name in file_names() if _kind(name) == kind}
-    if kind == "preferences":
-        users = np.array([pair_user_of(group, seed, config) for group in groups], dtype=object)
-        for split in ("train", "validation"):
-            for user in PairUser:
-                parts[f"{user}/{split}"] = table.filter(pa.array((splits == split) & (users == user)))
-    return parts
-
-
-def _kind(file: str) -> str:
-    """The kind of rows in ``FOLDER/SPLIT``, or in one that belongs to a user of pairs."""
-    return file.split("/")[0].partition("_")[0]
+    for group, split in zip(groups, assign(groups, seed, config), strict=True):
+        is_used = kind == "preferences" and split != "test"
+        files.append(f"{pair_user_of(group, seed, config) if is_used else kind}/{split}")
+    return {name: table.filter(pa.array(np.array(files, dtype=object) == name)) for name in file_names(kind)}
 
 
 def write_clean(
@@ -70,14 +63,13 @@ def write_clean(
         for kind, rows in clean.items():
             with ExitStack() as stack:
                 writers = {
-                    name: stack.enter_context(TableWriter(folder / f"{name}.parquet", arrow_schema(kind)))
-                    for name in file_names()
-                    if _kind(name) == kind
+                    name: stack.enter_context(TableWriter(folder / f"{name}.parquet", clean_schema(kind)))
+                    for name in file_names(kind)
                 }
                 for table in rows.parts():
                     parts = split_parts(kind, table, seed, config)
                     for name, part in parts.items():
-                        writers[name].write(part)
+                        writers[name].write(clean_table(kind, part))
                     statistics[kind].add(kind, table, parts)
                     bar.advance(table.num_rows)
     return statistics
@@ -94,12 +86,8 @@ The clean data of a run. In Python:
 
     pairs = load_dataset("data/clean", "preferences")  # or another kind: {kinds}
 
-For the RewardTrainer or the DPOTrainer of TRL, a reply becomes a list of one message, as the prompt is one:
-
-    def messages(row):
-        return {{name: [{{"role": "assistant", "content": row[name]}}] for name in ("chosen", "rejected")}}
-
-    pairs = pairs.map(messages).select_columns(["prompt", "chosen", "rejected"])
+TRL trains on them as they are: RewardTrainer and DPOTrainer on the preferences, SFTTrainer on the demonstrations. To
+train a reward model with margins, where every pair has one: pairs.rename_column("preference_margin", "margin").
 """
 
 
@@ -223,8 +211,9 @@ def _shared(sets: Iterable[Sequence[pa.Array]]) -> int:
     return int(pc.sum(pc.greater(counts, 1)).as_py() or 0)
 
 
-def rows_metric(folder: str, split: str) -> str:
+def rows_metric(file: str) -> str:
     """Return the name that the number of rows of a file has in ``metrics/data.json``: ``preferences.judge_train``."""
+    folder, _, split = file.partition("/")
     kind, _, user = folder.partition("_")
     return f"{kind}.{user}_{split}" if user else f"{kind}.{split}"
 
@@ -245,14 +234,12 @@ def data_metrics(
         }
         if validated.left_out[kind]:
             numbers["left_out"] = float(validated.left_out[kind])
-        if validated.cut_rows.get(kind):
-            numbers["cut"] = float(validated.cut_rows[kind])
-        for name in file_names():
-            if _kind(name) == kind:
-                numbers[rows_metric(*name.split("/")).partition(".")[2]] = float(of_kind.files[name])
+        if validated.raw.cut.get(kind):
+            numbers["cut"] = float(validated.raw.cut[kind])
+        for name in file_names(kind):
+            numbers[rows_metric(name).partition(".")[2]] = float(of_kind.files[name])
         numbers |= of_kind.length_metrics()
         numbers |= {f"failed_{check}": float(n) for check, n in sorted(validated.failed_checks[kind].items())}
-        warned = validated.warned_checks.get(kind, Counter())
-        numbers |= {f"warned_{check}": float(n) for check, n in sorted(warned.items())}
+        numbers |= {f"warned_{check}": float(n) for check, n in sorted(validated.warned_checks[kind].items())}
         metrics[kind] = numbers | (counts or {}).get(kind, {})
     return metrics | {"pretrain_held_out": float(statistics["pretrain"].rows - statistics["pretrain"].files.total())}

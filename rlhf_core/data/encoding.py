@@ -1,6 +1,4 @@
-"""Conversations as token ids, one by one or many at once, and token ids as text.
-
-Tokenise many prompts, replies or texts at once, with the same ids as one by one.
+"""Conversations as token ids, one by one or many at once with the same ids, and token ids as text.
 
 A fast tokenizer encodes a batch on all cores. What takes a path of its own goes one by one: texts in which special
 tokens are written out, and replies that have no token border at their beginning.
@@ -25,7 +23,7 @@ from rlhf_core.data.chat_template import (
     special_tokens,
     written_reply,
 )
-from rlhf_core.data.schema import CONTENT_FIELDS, Message
+from rlhf_core.data.schema import Message
 from rlhf_core.errors import UnwritableText
 
 # What decoding writes for bytes that are no whole character.
@@ -82,9 +80,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a plain text of pretraining: with the beginning-of-text token where the tokenizer has one, and
     end-of-sequence. Special tokens written out in it are ordinary text.
     """
-    ids = list(tokenizer.encode(text, split_special_tokens=True))
-    end = tokenizer.eos_token_id
-    return ids if end is None or ids[-1:] == [end] else [*ids, int(end)]
+    return encode_texts(tokenizer, [text])[0]
 
 
 def decode_reply(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, bool]:
@@ -138,25 +134,19 @@ def left_pad(sequences: Sequence[Sequence[int]], pad_id: int, width: int = 0) ->
 
     L is the length of the longest row, and at least ``width``.
     """
-    return _pad(sequences, pad_id, left=True, width=width)
-
-
-def right_pad(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that begin together, for training. Returns ids and attention mask, both LongTensor (B, L)."""
-    return _pad(sequences, pad_id, left=False)
-
-
-def _pad(
-    sequences: Sequence[Sequence[int]], pad_id: int, *, left: bool, width: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
     width = max(width, *(len(sequence) for sequence in sequences), 0)
     ids = torch.full((len(sequences), width), pad_id, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, sequence in enumerate(sequences):
-        span = slice(width - len(sequence), width) if left else slice(0, len(sequence))
-        ids[row, span] = torch.tensor(list(sequence), dtype=torch.long)
-        mask[row, span] = 1
+        ids[row, width - len(sequence) :] = torch.tensor(list(sequence), dtype=torch.long)
+        mask[row, width - len(sequence) :] = 1
     return ids, mask
+
+
+def right_pad(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that begin together, for training. Returns ids and attention mask, both LongTensor (B, L)."""
+    ids, mask = left_pad([sequence[::-1] for sequence in sequences], pad_id)
+    return ids.flip(1), mask.flip(1)
 
 
 Ids = list[list[int]]
@@ -178,11 +168,6 @@ def encode_columns(tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Seq
         "text": encode_texts,
     }
     return {name: encoders.get(name, encode_replies)(tokenizer, values) for name, values in columns.items()}
-
-
-def content_columns(kind: str, rows: Sequence[Any]) -> dict[str, list[Any]]:
-    """Take the columns of content out of dataclass rows of ``kind``."""
-    return {name: [getattr(row, name) for row in rows] for name in CONTENT_FIELDS[kind]}
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[Message]]) -> Ids:

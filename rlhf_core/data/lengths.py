@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlhf_core.data.row_counts import RowFinding
-from rlhf_core.data.schema import CONTENT_FIELDS, Message
+from rlhf_core.data.schema import CONTENT_FIELDS, REPLIES, Message
 from rlhf_core.errors import UnwritableText
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 PERCENTILES = (50, 90, 99, 100)
-REPLIES = {"preferences": ("chosen", "rejected"), "demonstrations": ("reply",)}
 SEQUENCE = "prompt + reply"
 
 
@@ -82,7 +81,7 @@ class TokenCounts:
             return
         for column, count in tokens.items():
             self.lengths.setdefault(column, []).append(count)
-        replies = [row[name] for name in REPLIES.get(self.kind, ())]
+        replies = [row[name] for name in REPLIES[self.kind]]
         self.marked += any(map(reply_format(tokenizer).is_marked, replies)) if replies else 0
 
 
@@ -101,7 +100,7 @@ def token_counts(tokenizer: PreTrainedTokenizerBase, kind: str, row: Mapping[str
         return {"text": len(encode_text(tokenizer, row["text"]))}
     turns = [Message(turn["role"], turn["content"]) for turn in row["prompt"]]
     prompt = {"prompt": len(encode_prompt(tokenizer, turns))}
-    replies = {name: len(encode_reply(tokenizer, row[name])) for name in REPLIES.get(kind, ())}
+    replies = {name: len(encode_reply(tokenizer, row[name])) for name in REPLIES[kind]}
     return prompt | replies | ({SEQUENCE: prompt["prompt"] + max(replies.values())} if replies else {})
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rlhf_core.data.tables import CHUNK_BYTES, TableRows, TableWriter, bytes_in_memory, chunked, rows_within
+from rlhf_core.data.tables import CHUNK_BYTES, TableRows, TableWriter, bytes_in_memory, chunked, readable, rows_within
 from rlhf_core.errors import DataError
 
 ROLES = ("system", "user", "assistant")
@@ -84,18 +86,61 @@ Row = TypeVar("Row", Preference, Demonstration, Prompt, PretrainText)
 ROW_TYPES: dict[str, type[Preference] | type[Demonstration] | type[Prompt] | type[PretrainText]] = {
     cls.KIND: cls for cls in (Preference, Demonstration, Prompt, PretrainText)
 }
-CONTENT_FIELDS = {
-    "preferences": ("prompt", "chosen", "rejected"),
-    "demonstrations": ("prompt", "reply"),
-    "prompts": ("prompt",),
-    "pretrain": ("text",),
+REPLIES: dict[str, tuple[str, ...]] = {
+    "preferences": ("chosen", "rejected"),
+    "demonstrations": ("reply",),
+    "prompts": (),
+    "pretrain": (),
 }
+CONTENT_FIELDS = {kind: ("prompt", *replies) for kind, replies in REPLIES.items()} | {"pretrain": ("text",)}
+# What columns are called in clean files, where TRL expects another name, or would train on what may be null.
+CLEAN_NAMES = {"reply": "completion", "margin": "preference_margin"}
 
 
 def arrow_schema(kind: str) -> pa.Schema:
-    """Return the parquet schema of a kind: messages as a list of structs, ``margin`` float64, all else strings."""
+    """Return the parquet schema of raw rows: messages as a list of structs, ``margin`` float64, all else strings."""
     special = {"prompt": MESSAGES, "margin": pa.float64()}
     return pa.schema([(f.name, special.get(f.name, pa.string())) for f in fields(ROW_TYPES[kind])])
+
+
+def clean_schema(kind: str) -> pa.Schema:
+    """Return the parquet schema of clean rows: a reply is a list with the assistant's message, for TRL's trainers."""
+    return clean_table(kind, arrow_schema(kind).empty_table()).schema
+
+
+def clean_table(kind: str, table: pa.Table) -> pa.Table:
+    """Return raw rows as clean files hold them; see :func:`clean_schema`."""
+    for name in REPLIES[kind]:
+        table = _with_column(table, name, MESSAGES, _as_messages)
+    return table.rename_columns([CLEAN_NAMES.get(name, name) for name in table.column_names])
+
+
+def plain_table(path: Path, kind: str, table: pa.Table) -> pa.Table:
+    """Return columns of the clean file ``path`` as raw rows have them: the inverse of :func:`clean_table`.
+
+    Raises:
+        DataError: A reply is not a list of one message.
+    """
+    names = {clean: name for name, clean in CLEAN_NAMES.items()}
+    table = table.rename_columns([names.get(name, name) for name in table.column_names])
+    for name in REPLIES[kind]:
+        column = table.column(name)
+        if column.type != MESSAGES or not pc.all(pc.equal(pc.list_value_length(column), 1), min_count=0).as_py():
+            raise DataError(f"{path}: {CLEAN_NAMES.get(name, name)} is not a list of one message; run validate again")
+        table = _with_column(table, name, pa.string(), lambda chunk: pc.struct_field(pc.list_flatten(chunk), "content"))
+    return table
+
+
+def _with_column(table: pa.Table, name: str, form: pa.DataType, change: Callable[[pa.Array], pa.Array]) -> pa.Table:
+    """Replace a column chunk by chunk: all texts of a file may be more than one array can hold."""
+    chunks = [change(chunk) for chunk in table.column(name).chunks]
+    return table.set_column(table.column_names.index(name), name, pa.chunked_array(chunks, form))
+
+
+def _as_messages(contents: pa.Array) -> pa.Array:
+    roles = pa.repeat(pa.scalar("assistant"), len(contents))
+    messages = pa.StructArray.from_arrays([roles, contents], fields=list(MESSAGES.value_type))
+    return pa.ListArray.from_arrays(pa.array(range(len(contents) + 1), pa.int32()), messages).cast(MESSAGES)
 
 
 def content_id(kind: str, row: dict[str, Any]) -> str:
@@ -105,15 +150,15 @@ def content_id(kind: str, row: dict[str, Any]) -> str:
 
 
 def write_dicts(path: Path, kind: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows given as dictionaries (messages too) to a parquet file of ``kind``, atomically."""
+    """Write rows given as dictionaries (messages too) to a raw file of ``kind``, atomically."""
     with TableWriter(path, arrow_schema(kind)) as writer:
         for table in tables_of(kind, rows):
             writer.write(table)
 
 
-def tables_of(kind: str, rows: Sequence[dict[str, Any]], schema: pa.Schema | None = None) -> Iterator[pa.Table]:
+def tables_of(kind: str, rows: Iterable[dict[str, Any]], schema: pa.Schema | None = None) -> Iterator[pa.Table]:
     """Yield rows given as dictionaries as arrow tables, of the schema of ``kind`` or one with further columns."""
-    for chunk in chunked(rows, max(len(rows), 1), bytes_in_memory):
+    for chunk in chunked(rows, sys.maxsize, bytes_in_memory):
         yield pa.Table.from_pylist(chunk, schema=schema or arrow_schema(kind))
 
 
@@ -125,30 +170,29 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """Read a parquet file as an arrow table; ``DataError`` when it is missing, unreadable or lacks a column."""
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{path} does not exist; run the stage that writes it")
-    try:
+    with readable(Path(path)):
         return pq.read_table(path, columns=list(columns) if columns else None)
-    except (pa.ArrowInvalid, pa.ArrowKeyError, OSError) as error:
-        raise DataError(
-            f"{path} is not a readable parquet file ({error}); run the stage that writes it again"
-        ) from error
 
 
 def read_rows(path: Path, cls: type[Row]) -> list[Row]:
-    """Read all rows of a parquet file as dataclasses of type ``cls``; ``DataError`` when columns are missing."""
+    """Read all rows of a clean file as dataclasses of type ``cls``; ``DataError`` when columns are missing."""
     return rows_of_table(read_kind(path, cls), cls)
 
 
 def read_kind(path: Path, cls: type[Row]) -> pa.Table:
-    """Read a parquet file as an arrow table with the columns of ``cls``; ``DataError`` when one is missing."""
+    """Read a clean file as an arrow table with the columns of ``cls``; ``DataError`` when one is missing."""
     table = read_table(path)
-    names = [f.name for f in fields(cls)]
-    missing = [name for name in names if name not in table.column_names]
+    require_columns(path, cls.KIND, clean_schema(cls.KIND).names, table.column_names)
+    return plain_table(path, cls.KIND, table.select(clean_schema(cls.KIND).names))
+
+
+def require_columns(path: Path, kind: str, names: Sequence[str], present: Sequence[str]) -> None:
+    """Raise ``DataError`` where a clean file lacks a column."""
+    missing = [name for name in names if name not in present]
     if missing:
-        raise DataError(f"{path} has no column {', '.join(missing)}: it is not a file of {cls.KIND}")
-    return table.select(names)
+        raise DataError(
+            f"{path} has no column {', '.join(missing)}: it is not a clean file of {kind}; run the stage validate again"
+        )
 
 
 def rows_of_table(table: pa.Table, cls: type[Row]) -> list[Row]:
@@ -161,11 +205,14 @@ def rows_of_table(table: pa.Table, cls: type[Row]) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write dataclass rows of one kind to a parquet file, atomically; ``DataError`` when there are none."""
+    """Write dataclass rows of one kind to a clean file, atomically; ``DataError`` when there are none."""
     listed = list(rows)
     if not listed:
         raise DataError(f"no rows to write to {path}")
-    write_dicts(path, listed[0].KIND, [as_dict(row) for row in listed])
+    kind = listed[0].KIND
+    with TableWriter(path, clean_schema(kind)) as writer:
+        for table in tables_of(kind, [as_dict(row) for row in listed]):
+            writer.write(clean_table(kind, table))
 
 
 def as_dict(row: Preference | Demonstration | Prompt | PretrainText) -> dict[str, Any]:
@@ -180,7 +227,7 @@ PART_ROWS = 1024
 
 
 def read_row_table(path: Path, cls: type[Row]) -> TableRows[Row]:
-    """Read a parquet file as rows that are made when they are asked for: an Arrow row takes little more than its texts.
+    """Read a clean file as rows that are made when they are asked for: an Arrow row takes little more than its texts.
 
     Raises:
         DataError: It is missing, unreadable or of another kind.

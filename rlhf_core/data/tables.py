@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import TracebackType
@@ -151,26 +152,39 @@ class TableWriter:
             self._temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raise ``DataError`` where a parquet file is missing, or what is done with it finds it damaged."""
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; run the stage that writes it")
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"{path} is not a readable parquet file ({error}); run the stage that writes it again"
+        ) from error
+
+
+def parquet_footer(path: Path) -> tuple[pa.Schema, int]:
+    """Return the schema of a parquet file and how many rows it has."""
+    with readable(path), pq.ParquetFile(path) as file:
+        return file.schema_arrow, file.metadata.num_rows
+
+
 def table_chunks(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """Yield the rows of a parquet file in order, some thousand at a time, fewer where they are long.
 
     Raises:
         DataError: It is missing, unreadable or lacks a column.
     """
-    if not path.is_file():
-        raise DataError(f"{path} does not exist; run the stage that writes it")
-    try:
-        with pq.ParquetFile(path, pre_buffer=False) as file:  # which would keep all that was read of it
-            wanted = list(columns) if columns else None
-            for group in range(file.num_row_groups):  # a batch over several of them could exceed 2 GiB of text
-                about = file.metadata.row_group(group)
-                rows = min(CHUNK_ROWS, rows_within(CHUNK_BYTES, about.num_rows, about.total_byte_size))
-                for batch in file.iter_batches(rows, row_groups=[group], columns=wanted):
-                    yield pa.Table.from_batches([batch])
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"{path} is not a readable parquet file ({error}); run the stage that writes it again"
-        ) from error
+    # Buffered, all that was read of the file would be kept.
+    with readable(path), pq.ParquetFile(path, pre_buffer=False) as file:
+        wanted = list(columns) if columns else None
+        for group in range(file.num_row_groups):  # a batch over several of them could exceed 2 GiB of text
+            about = file.metadata.row_group(group)
+            rows = min(CHUNK_ROWS, rows_within(CHUNK_BYTES, about.num_rows, about.total_byte_size))
+            for batch in file.iter_batches(rows, row_groups=[group], columns=wanted):
+                yield pa.Table.from_batches([batch])
 
 
 def mapped_table(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> pa.Table:

@@ -131,11 +131,11 @@ def gate_conditions(config: ValidateConfig, kinds: Collection[str] = tuple(ROW_T
                 why="so many bad rows mean that the source, or how it is read, is wrong",
             ),
         ]
-    for name in file_names():
-        metric = rows_metric(*name.split("/"))
-        if metric.partition(".")[0] in kinds:
-            conditions.append(Condition(metric=metric, at_least=1, why="a stage reads this split"))
-    return conditions
+    return conditions + [
+        Condition(metric=rows_metric(name), at_least=1, why="a stage reads this split")
+        for name in file_names()
+        if rows_metric(name).partition(".")[0] in kinds
+    ]
 
 
 def rule_conditions(validated: Validated) -> list[Condition]:

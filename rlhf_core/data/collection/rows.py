@@ -270,7 +270,7 @@ def _margin(labels: Mapping[str, Any]) -> float | None:
 
     :class:`Refusal` where either says that the rejected reply is the better one.
     """
-    value = labels.get("margin")
+    value = labels.get("margin", labels.get("preference_margin"))  # which clean files of a run have
     if value is None or value == "":
         return _score_gap(labels)
     try:

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_core.data.lengths import PERCENTILES, REPLIES
+from rlhf_core.data.lengths import PERCENTILES
 from rlhf_core.data.readers.columns import unused_lines, warnings_of
 from rlhf_core.data.row_counts import RowCounts
+from rlhf_core.data.schema import REPLIES
 
 INDENT, LABEL_WIDTH = "  ", 9
 
@@ -52,7 +53,7 @@ def example_lines(kind: str, row: Mapping[str, Any], width: int) -> list[str]:
         texts = [("text", row["text"])]
     else:
         texts = [(turn["role"], turn["content"]) for turn in row["prompt"]]
-        texts += [(name, row[name]) for name in REPLIES.get(kind, ())]
+        texts += [(name, row[name]) for name in REPLIES[kind]]
     lines = []
     for label, text in texts:
         line = Text(f"{INDENT * 2}{label:<{LABEL_WIDTH}}  {' '.join(text.split())}")

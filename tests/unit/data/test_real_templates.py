@@ -29,26 +29,7 @@ from rlhf_core.training.examples import collate, fitting_examples
 
 by_template = pytest.mark.parametrize("real", REAL_TEMPLATES, ids=lambda real: real.name)
 SPECIAL = sorted({token for real in REAL_TEMPLATES for token in real.special})
-PIECES = [
-    "the sky",
-    "is",
-    "blue",
-    "天空",
-    "是蓝色的",
-    "，",
-    "。",
-    "?",
-    "!",
-    " ",
-    "  ",
-    "\n",
-    "\n\n",
-    "é",
-    "12",
-    "<",
-    "[",
-    "🙂",
-]
+PIECES = ["the sky", "is", "blue", "天空", "是蓝色的", *"，。?! \n", "  ", "\n\n", "é", "12", "<", "[", "🙂"]
 
 texts = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
 # Begins with a letter, as nearly all replies do, and ends without whitespace, which some templates cut off.
@@ -369,6 +350,27 @@ def test_dialogues_in_which_a_reply_begins_otherwise_are_refused_by_kind() -> No
         with pytest.raises(DataError, match="writes a reply otherwise"):
             batch_encoding.encode_prompts(tokenizer, [unfit])
         assert len(refused_dialogues(tokenizer)) == 1
+
+
+@by_template
+@settings(max_examples=25, deadline=None)
+@given(drawn=st.lists(attacks, max_size=5))
+def test_replies_texts_and_prompts_of_a_batch_are_those_of_one(real: RealTemplate, drawn: list[str]) -> None:
+    tokenizer = real.tokenizer
+    prompts = [dialogue(f"a{text}", text, text) for text in drawn]
+    assert batch_encoding.encode_replies(tokenizer, drawn) == [encode_reply(tokenizer, text) for text in drawn]
+    assert batch_encoding.encode_prompts(tokenizer, prompts) == [encode_prompt(tokenizer, turns) for turns in prompts]
+    alone = [encode_text(tokenizer, text) for text in drawn]
+    assert batch_encoding.encode_texts(tokenizer, drawn) == alone
+    for text, ids in zip(drawn, alone, strict=True):
+        plain = tokenizer.encode(text, split_special_tokens=True)
+        assert ids[: len(plain)] == plain and ids[-1] == tokenizer.eos_token_id
+
+
+def test_a_prompt_that_ends_with_another_turn_is_refused_in_a_batch_too() -> None:
+    turns = [[Message("user", "a")], [Message("user", "a"), Message("assistant", "b")]]
+    with pytest.raises(DataError, match="must end with a user turn"):
+        batch_encoding.encode_prompts(REAL_TEMPLATES[0].tokenizer, turns)
 
 
 def test_another_template_on_the_same_tokenizer_is_seen() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from unit.training.tiny import preferences
 
-from rlhf_core.data import tables
+from rlhf_core.data import schema, tables
 from rlhf_core.data.schema import (
     Demonstration,
     Message,
@@ -17,6 +19,7 @@ from rlhf_core.data.schema import (
     Prompt,
     as_dict,
     content_id,
+    read_row_table,
     read_rows,
     write_rows,
 )
@@ -47,7 +50,7 @@ def test_missing_margin_stays_missing(tmp_path: Path) -> None:
 
 def test_wrong_kind_missing_and_broken_files_are_users_errors(tmp_path: Path) -> None:
     write_rows(tmp_path / "x.parquet", [ROWS[3]])
-    with pytest.raises(DataError, match="no column prompt"):
+    with pytest.raises(DataError, match=r"no column prompt, chosen, .*: it is not a clean file of preferences"):
         read_rows(tmp_path / "x.parquet", Preference)
     with pytest.raises(DataError, match="does not exist"):
         read_rows(tmp_path / "none.parquet", Preference)
@@ -74,3 +77,18 @@ def test_more_text_than_an_array_holds_is_written_in_parts(
     write_rows(tmp_path / "x.parquet", rows)
     assert read_rows(tmp_path / "x.parquet", type(row)) == rows
     assert pq.ParquetFile(tmp_path / "x.parquet").num_row_groups > 1
+
+
+def test_rows_are_those_of_the_file_in_every_way_of_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "PART_ROWS", 7)
+    path, rows = tmp_path / "rows.parquet", preferences(20)
+    write_rows(path, rows)
+    table = read_row_table(path, Preference)
+    assert list(table) == rows and len(table) == 20
+    assert [table[3], table[-1]] == [rows[3], rows[-1]]
+    assert list(table[5:9]) == rows[5:9] and table[5:9][1] == rows[6]
+    chosen = table.of(np.array([18, 0, 3]))
+    assert list(chosen) == [rows[18], rows[0], rows[3]] and chosen[2] == rows[3]
+    assert list(chosen[1:]) == [rows[0], rows[3]] and chosen[1:].rows.tolist() == [0, 3]
+    with pytest.raises(IndexError):
+        table[20]

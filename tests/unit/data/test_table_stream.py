@@ -84,3 +84,18 @@ def test_a_file_is_readable_by_others(tmp_path: Path) -> None:
     write(tmp_path / "x.parquet", [5])
     assert pq.read_table(tmp_path / "x.parquet").num_rows == 60
     assert (tmp_path / "x.parquet").stat().st_mode & 0o777 == 0o644
+
+
+def test_no_row_group_and_no_chunk_holds_more_text_than_arrow_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_stream, "ROW_GROUP_BYTES", 1000)
+    turns = [[{"role": "user", "content": f"{i:03} " + "x" * 296}] for i in range(20)]
+    table = pa.table({"prompt": turns})
+    with TableWriter(tmp_path / "long.parquet", table.schema) as writer:
+        writer.write(table)  # 20 rows of about 310 bytes at once
+    # Slices of three rows, some 930 bytes, are joined until there are 1,000: two of them.
+    assert pq.ParquetFile(tmp_path / "long.parquet").num_row_groups == 4
+    chunks = list(table_chunks(tmp_path / "long.parquet"))
+    assert [chunk.num_rows for chunk in chunks] == [6, 6, 6, 2]
+    assert pa.concat_tables(chunks).to_pylist() == table.to_pylist()

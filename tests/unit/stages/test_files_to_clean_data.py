@@ -14,6 +14,7 @@ import pytest
 from validation_rows import SUITES
 
 from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
+from rlhf_core.data.schema import ROW_TYPES, Preference, read_rows
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
@@ -39,7 +40,8 @@ def pair(number: int, chosen: str, rejected: str) -> dict[str, Any]:
 
 
 def clean(outputs: Paths, kind: str, column: str) -> set[str]:
-    return {row[column] for path in (outputs.clean / kind).glob("*.parquet") for row in pq.read_table(path).to_pylist()}
+    rows = (row for path in (outputs.clean / kind).glob("*.parquet") for row in read_rows(path, ROW_TYPES[kind]))
+    return {getattr(row, column) for row in rows}
 
 
 @pytest.mark.slow
@@ -112,8 +114,8 @@ def test_texts_are_the_same_bytes_from_the_file_to_the_clean_data(name: str, tmp
     else:
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
     _, outputs = validated(tmp_path, name)
-    table = [row for path in (outputs.clean).glob("preferences*/*.parquet") for row in pq.read_table(path).to_pylist()]
-    assert {(row["prompt"][0]["content"], row["chosen"], row["rejected"]) for row in table} == {
+    read = [row for path in (outputs.clean).glob("preferences*/*.parquet") for row in read_rows(path, Preference)]
+    assert {(row.prompt[0].content, row.chosen, row.rejected) for row in read} == {
         (row["prompt"], row["chosen"], row["rejected"]) for row in rows
     }
 

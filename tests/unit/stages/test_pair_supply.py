@@ -10,7 +10,7 @@ from real_templates import REAL_TEMPLATES
 from unit.models.test_stop_tokens import tiny_model
 
 from flows.pipeline.preflight import pairs_refusal
-from rlhf_core.data.schema import Message, Preference, as_dict, write_dicts
+from rlhf_core.data.schema import Message, Preference, write_rows
 from rlhf_core.errors import EXIT_USER_ERROR, DataError
 from rlhf_core.models.starting.base import save_policy
 from rlhf_core.stages.pair_supply import require_pairs
@@ -49,10 +49,10 @@ def workspace(folder: Path, base: Path, params: str, shorter: int) -> Path:
     (folder / "models" / "base").symlink_to(base)
     (folder / "params.yaml").write_text(params)
     (folder / "dvc.yaml").write_text("stages: {}\n")
-    rows = [as_dict(row) for row in pairs(120, shorter)]
+    rows = pairs(120, shorter)
     for user in ("preferences", "preferences_referee", "preferences_judge"):
         for split in ("train", "validation", "test"):
-            write_dicts(folder / "data" / "clean" / user / f"{split}.parquet", Preference.KIND, rows)
+            write_rows(folder / "data" / "clean" / user / f"{split}.parquet", rows)
     return folder
 
 

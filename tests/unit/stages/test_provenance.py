@@ -68,14 +68,15 @@ def test_every_row_of_the_clean_data_leads_to_its_line(tmp_path: Path) -> None:
     origins: dict[tuple[str, str], Mapping[str, Any]] = {}
     for origin in pq.read_table(raw / "provenance.parquet").to_pylist():
         origins.setdefault((origin["kind"], origin["id"]), origin)
-    texts = {"preferences": "chosen", "demonstrations": "reply", "prompts": "group", "pretrain": "text"}
+    texts = {"preferences": "chosen", "demonstrations": "completion", "prompts": "group", "pretrain": "text"}
     read = 0
     for path in outputs.clean.glob("*/*.parquet"):
         kind = path.parent.name.split("_")[0]
         for row in pq.read_table(path).to_pylist():
             origin = origins[kind, row["id"]]
             line = (tmp_path / origin["source"]).read_text().split("\n")[origin["position"] - 1]
-            text = row[texts[kind]].split("\n")[-1].lower()
+            text = row[texts[kind]]
+            text = (text if isinstance(text, str) else text[0]["content"]).split("\n")[-1].lower()
             assert text in line.lower(), (kind, row, origin)
             read += 1
     assert read > 700
