@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,6 +24,7 @@ from rlhf_core.storage.files import read_json
 from rlhf_core.training.run_context import RunContext
 
 SHOWN_REASONS = 8
+WARNED = "warned_"
 LINE_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv")
 # What is said of a file as JSON.
 FILE_VALUES = ("source", "kind", "format", "records", "expanded", "kept", "refused", "cut", *BY_WORD)
@@ -99,16 +101,23 @@ def check_files(sources: FileSources, base: Path, config: ValidateConfig, folder
             RunContext(folder / "work"),
             kinds,
         )
-    rows = _refused(outputs.quarantine, given)
+    quarantined = read_table(outputs.quarantine, ["source", "position", "kind", "reasons"]).to_pylist()
+    refused = sorted((r for r in quarantined if r["kind"] in given), key=lambda r: (r["source"], r["position"]))
+    listed = (RowFinding(**row) for row in read_table(outputs.card / FINDINGS_FILE).to_pylist())
+    unwritable = [row for row in listed if row.rule == UNWRITABLE and row.kind in given]
+    of_kinds = (ReasonCounts.of(row for row in unwritable if row.kind == kind).commonest() for kind in given)
     metrics = read_json(outputs.metrics)
     return CheckedFiles(
-        files=[_counted(kind, file, rows) for kind in given for file in about[kind]["files"]],
-        refused=rows,
-        kinds={kind: {"raw": int(metrics[kind]["raw"]), "clean": int(metrics[kind]["clean"])} for kind in kinds},
+        files=[_counted(kind, file, refused) for kind in given for file in about[kind]["files"]],
+        refused=refused,
+        kinds={kind: {name: int(metrics[kind][name]) for name in ("raw", "clean")} for kind in kinds},
         derived={kind: about[kind]["derived_from"] for kind in kinds if kind not in given},
-        warned={kind: _warned(metrics[kind]) for kind in kinds},
+        warned={
+            kind: {name.removeprefix(WARNED): int(n) for name, n in metrics[kind].items() if name.startswith(WARNED)}
+            for kind in kinds
+        },
         tokens={kind: _tokens(metrics[kind]) for kind in given if config.tokenizer},
-        unwritable=_unwritable(outputs.card / FINDINGS_FILE, given),
+        unwritable=sorted(chain.from_iterable(of_kinds), key=lambda count: -count.rows),
         conditions=read_json(outputs.gate)["conditions"],
     )
 
@@ -118,33 +127,14 @@ def _is_derived(kind: str, given: Sequence[str]) -> bool:
     return any(parent in given or _is_derived(parent, given) for parent in DERIVED_FROM.get(kind, ()))
 
 
-def _warned(metrics: Mapping[str, float]) -> dict[str, int]:
-    """Return by rule how many rows of a kind stay although they break it."""
-    prefix = "warned_"
-    return {name.removeprefix(prefix): int(rows) for name, rows in metrics.items() if name.startswith(prefix)}
-
-
 def _tokens(metrics: Mapping[str, float]) -> dict[str, dict[str, int]]:
     """Return percentiles of tokens by text column, in the order of :data:`PERCENTILES`, from the metrics of a kind."""
-    columns = [name.removesuffix(f"_tokens_{PERCENTILES[0]}") for name in metrics]
+    end = f"_tokens_{PERCENTILES[0]}"
+    columns = [name.removesuffix(end) for name in metrics if name.endswith(end)]
     return {
         column.replace("_and_", " + "): {str(p): int(metrics[f"{column}_tokens_{p}"]) for p in PERCENTILES}
         for column in columns
-        if f"{column}_tokens_{PERCENTILES[0]}" in metrics
     }
-
-
-def _unwritable(findings: Path, given: Sequence[str]) -> list[ReasonCount]:
-    """Return what the data card's findings say of rows of the given kinds that the tokenizer cannot write."""
-    rows = [RowFinding(**row) for row in read_table(findings).to_pylist() if row["rule"] == UNWRITABLE]
-    counts = [count for kind in given for count in ReasonCounts.of(row for row in rows if row.kind == kind).commonest()]
-    return sorted(counts, key=lambda count: -count.rows)
-
-
-def _refused(quarantine: Path, given: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the quarantined rows of the kinds that were given, in the order of files and lines."""
-    rows = read_table(quarantine, ["source", "position", "kind", "reasons"]).to_pylist()
-    return sorted((row for row in rows if row["kind"] in given), key=lambda row: (row["source"], row["position"]))
 
 
 def _counted(kind: str, file: Mapping[str, Any], refused: Sequence[Mapping[str, Any]]) -> RowCounts:
@@ -170,30 +160,24 @@ def as_text(checked: CheckedFiles, width: int = 80) -> str:
     """Return a block of lines per file, the derived kinds, and the data gate's conditions that do not hold."""
     blocks = []
     for file in checked.files:
-        lines = [
-            file.source,
-            f"  read     {file.records} as {file.kind} ({file.format})",
-            *([f"  expanded {file.expanded}: rows on top of one per record"] if file.expanded else []),
-            f"  kept     {file.kept}",
-            f"  refused  {file.refused}",
-        ]
+        lines = [file.source, f"  read     {file.records} as {file.kind} ({file.format})"]
+        if file.expanded:
+            lines.append(f"  expanded {file.expanded}: rows on top of one per record")
+        lines += [f"  kept     {file.kept}", f"  refused  {file.refused}"]
         for count in file.reasons.commonest():
             where = _listed(file.source, count.positions, count.rows)
             lines += wrapped(f"    {count.rows}  ", f"{count.reason} (at {where})", width)
         for reason, dropped in file.dropped.items():
             lines += wrapped("  dropped  ", f"{dropped}: {reason}", width)
-        lines += column_lines(file, width)
-        blocks.append("\n".join(lines))
-    derived = [
-        f"  {kind:<14}  {checked.kinds[kind]['clean']} of {checked.kinds[kind]['raw']} rows, from {parents}"
-        for kind, parents in checked.derived.items()
-    ]
-    if derived:
-        blocks.append("\n".join(["derived", *derived]))
-    warned = [(kind, rule, count) for kind, rules in checked.warned.items() for rule, count in rules.items() if count]
-    if warned:
-        lines = [f"  {kind:<14}  {rule:<28}  {count}" for kind, rule, count in warned]
-        blocks.append("\n".join(["warnings: rows that stay", *lines]))
+        blocks.append([*lines, *column_lines(file, width)])
+    blocks.append(["derived"])
+    for kind, parents in checked.derived.items():
+        numbers = checked.kinds[kind]
+        blocks[-1].append(f"  {kind:<14}  {numbers['clean']} of {numbers['raw']} rows, from {parents}")
+    blocks.append(["warnings: rows that stay"])
+    for kind, rules in checked.warned.items():
+        blocks[-1] += [f"  {kind:<14}  {rule:<28}  {count}" for rule, count in rules.items() if count]
+    blocks = [lines for lines in blocks if len(lines) > 1]
     for kind, columns in checked.tokens.items():
         rows = {name: list(values.values()) for name, values in columns.items()}
         lines = [f"tokens of {kind}", *(percentile_table("", rows, width) if rows else [])]
@@ -202,15 +186,13 @@ def as_text(checked: CheckedFiles, width: int = 80) -> str:
             where = f"first at {_listed(count.first.source, count.positions[:1])} of {count.first.source}"
             lines += wrapped(f"  none for {count.rows}: ", f"{count.reason} ({where})", width)
         if len(unwritable) > SHOWN_REASONS:
-            rest = sum(count.rows for count in unwritable[SHOWN_REASONS:])
-            lines.append(f"  none for {rest} further rows")
-        blocks.append("\n".join(lines))
+            lines.append(f"  none for {sum(count.rows for count in unwritable[SHOWN_REASONS:])} further rows")
+        blocks.append(lines)
     failed = [condition for condition in checked.conditions if not condition["passed"]]
-    counted = f"{len(failed)} of {len(checked.conditions)} conditions do not hold" if failed else "it would open"
-    lines = [f"data gate: {counted}"]
+    held = f"{len(failed)} of {len(checked.conditions)} conditions do not hold" if failed else "it would open"
+    blocks.append([f"data gate: {held}"])
     for condition in failed:
         value = condition["note"] or f"{condition['value']:.4g}"
-        lines += wrapped(
-            "  ", f"{condition['metric']} is {value}, bound {condition['bound']}: {condition['why']}", width
-        )
-    return "\n\n".join([*blocks, "\n".join(lines)])
+        text = f"{condition['metric']} is {value}, bound {condition['bound']}: {condition['why']}"
+        blocks[-1] += wrapped("  ", text, width)
+    return "\n\n".join("\n".join(lines) for lines in blocks)

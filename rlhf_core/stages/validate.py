@@ -20,7 +20,7 @@ from rlhf_core.data.dataset import (
     write_readme,
 )
 from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.data.validation.check_set import apply_set_rules, check_set, named_findings
+from rlhf_core.data.validation.check_set import apply_set_rules, check_set
 from rlhf_core.data.validation.stored_rows import count_tokens, write_quarantine
 from rlhf_core.data.validation.suites import FOLDER, read_suites
 from rlhf_core.data.validation.tables import Validated, read_raw, validate
@@ -61,8 +61,7 @@ def run(
     with TemporaryDirectory(prefix=".columns-", dir=outputs.docs.parent) as columns:
         validated = validate(raw, suites, Path(columns))
         findings = check_set(validated.clean, config, suites, raw.derived, evaluation)
-        named = named_findings(findings.breaches, validated, suites)
-        apply_set_rules(validated, findings.checked, named)
+        apply_set_rules(validated, findings)
     tokens = None
     if tokenizer is not None:
         tokens = count_tokens(validated.clean, tokenizer, str(config.tokenizer))
@@ -83,12 +82,11 @@ def run(
         manifest = inputs.raw / "manifest.json"
         failed = [condition.metric for condition in decision.conditions if not condition.passed]
         with atomic_dir(outputs.docs) as docs:
-            checkpoints = validated.checkpoints
-            assert checkpoints is not None  # the stage always asks the suites
-            checkpoints.write_docs(docs, failed)
+            validated.checkpoints.write_docs(docs, failed)
         about = read_json(manifest) if manifest.is_file() else {}
-        sources = CardSources(about, validated, findings, named, metrics, statistics, failed, tokens)
-        write_card(outputs.card, build_card(sources, config), [*named, *(tokens.findings() if tokens else ())])
+        sources = CardSources(about, validated, findings, metrics, statistics, failed, tokens)
+        listed = [*findings.breaches, *(tokens.findings() if tokens else ())]
+        write_card(outputs.card, build_card(sources, config), listed)
         if not decision.passed:
             # Clean data of an earlier run must not be mistaken for this one's.
             shutil.rmtree(outputs.clean, ignore_errors=True)
@@ -157,23 +155,17 @@ def _failure(decision: GateDecision, metrics: dict[str, Numbers | float]) -> str
     parts = []
     for condition in failed[:4]:
         value = "missing" if condition.value is None else f"{condition.value:.4g}"
-        parts.append(f"{condition.metric} is {value}, must be {condition.bound}{_commonest(condition.metric, metrics)}")
+        parts.append(f"{condition.metric} is {value}, must be {condition.bound}")
+        kind, _, name = condition.metric.partition(".")
+        numbers = metrics.get(kind)
+        if name == "quarantined_share" and isinstance(numbers, dict):
+            counts = {key.removeprefix("failed_"): n for key, n in numbers.items() if key.startswith("failed_") and n}
+            worst = max(counts, key=lambda key: counts[key], default="")
+            parts[-1] += (
+                f" (most often check {worst}: {counts[worst]:.0f} rows)" if worst else " (refused by the reader)"
+            )
     more = f" and {len(failed) - 4} more" if len(failed) > 4 else ""
     return (
         f"the data gate failed: {'; '.join(parts)}{more}. Reasons by row are in data/quarantine.parquet and data/docs, "
         "all conditions in gates/data.json; correct or add data, or change the limits in section validate"
     )
-
-
-def _commonest(metric: str, metrics: dict[str, Numbers | float]) -> str:
-    kind, _, name = metric.partition(".")
-    numbers = metrics.get(kind)
-    if name != "quarantined_share" or not isinstance(numbers, dict):
-        return ""
-    failed = {
-        key.removeprefix("failed_"): count for key, count in numbers.items() if key.startswith("failed_") and count
-    }
-    if not failed:
-        return " (refused by the reader)"
-    worst = max(failed, key=lambda key: failed[key])
-    return f" (most often check {worst}: {failed[worst]:.0f} rows)"

@@ -12,11 +12,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rlhf_core.data.schema import ROLES
+from rlhf_core.data.schema import CONTENT_FIELDS, ROLES
 from rlhf_core.data.tables import mapped_table
 from rlhf_core.data.text import comparable, has_visible_text
 
-REPLIES = {"preferences": ("chosen", "rejected"), "demonstrations": ("reply",), "prompts": (), "pretrain": ("text",)}
 LABELS = ("category", "source", "group")
 CONTRADICTED_BY = "contradicted_by"
 DIGEST_BYTES = 16
@@ -41,7 +40,7 @@ def column_schema(kind: str) -> pa.Schema:
     """
     prompt = PROMPT_COLUMNS if kind != "pretrain" else {}
     margin = {"margin": pa.float64()} if kind == "preferences" else {}
-    texts = dict.fromkeys(REPLIES[kind], TEXT)
+    texts = dict.fromkeys(CONTENT_FIELDS[kind], TEXT)
     return pa.schema({"id": TEXT, **prompt, **texts, **margin, **dict.fromkeys(LABELS, TEXT)})
 
 
@@ -153,8 +152,8 @@ def _digests(kind: str, columns: pa.Table) -> pa.Table:
     For the label, texts that differ in white space or invisible characters alone count as equal. Two of a billion
     contents have the same hash with a probability of about 1e-21.
     """
-    names = REPLIES[kind] if kind == "pretrain" else ("prompt", *REPLIES[kind])
-    contents = list(zip(*(pc.fill_null(columns.column(name), "").to_pylist() for name in names), strict=True))
+    texts = (pc.fill_null(columns.column(name), "").to_pylist() for name in CONTENT_FIELDS[kind])
+    contents = list(zip(*texts, strict=True))
     hashes = {"content": [_digest(map(str.encode, content)) for content in contents]}
     if kind == "preferences":
         parts = [[_digest([comparable(text).encode()]) for text in content] for content in contents]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -21,11 +21,13 @@ from rlhf_core.data.splits import SPLITS, PairUser, assign, pair_user_of
 from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.errors import ConfigError
 
-# The most held-out part first. A row is at fault if it resembles one of an earlier part.
+# The parts of each order, the most held-out one first. A row is at fault if it resembles one of an earlier part.
 SPLIT_ORDER = tuple(reversed(SPLITS))
 USER_ORDER = (PairUser.JUDGE, PairUser.REFEREE, PairUser.REWARD)
-SPLIT_PARTS = tuple(f"split {split}" for split in SPLIT_ORDER)
-USER_PARTS = ("the judge's pairs", "the referee's pairs", "the reward model's pairs")
+PARTS = {
+    "split": tuple(f"split {split}" for split in SPLIT_ORDER),
+    "user": ("the judge's pairs", "the referee's pairs", "the reward model's pairs"),
+}
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,8 @@ class SetRow:
     """A clean row.
 
     Attributes:
-        number: Its position among the clean rows of its kind.
-        split: Position of its split in ``SPLIT_ORDER``.
-        user: Position in ``USER_ORDER`` of the model that the pair belongs to; None for test pairs and other kinds.
+        number: Its position among the raw rows of its kind.
+        parts: By order, the position of its part in ``PARTS``; test pairs and other kinds have none as to users.
         turns: The prompt's turns without system turns, casefolded, with white space collapsed.
         text: The whole content: prompt and replies, or the text.
         origin: File and line of the record that gave the row, and perhaps others (a ranking); empty without a file.
@@ -44,15 +45,16 @@ class SetRow:
     kind: str
     number: int
     id: str
-    split: int
-    user: int | None
+    parts: Mapping[str, int]
     turns: tuple[str, ...]
     text: str
-    origin: Mapping[str, Any] = field(default_factory=dict)
+    origin: Mapping[str, Any]
 
     def finding(self, rule: str, reason: str, other: str = "", similarity: float | None = None) -> RowFinding:
         """The row breaks a rule; ``other`` is what it resembles."""
-        return RowFinding(rule, self.kind, reason, number=self.number, other=other, similarity=similarity)
+        return RowFinding(
+            rule, self.kind, reason, **self.origin, id=self.id, number=self.number, other=other, similarity=similarity
+        )
 
 
 @dataclass(frozen=True)
@@ -65,35 +67,24 @@ class SetRows:
 
     def of(self, kind: str) -> Iterator[SetRow]:
         """Yield the rows of a kind in order."""
-        number = 0
-        clean, raw_numbers = self.clean[kind], self.clean[kind].numbers
+        clean, numbers = self.clean[kind], iter(self.clean[kind].numbers.tolist())
         for part in clean.parts(["id", "group", *CONTENT_FIELDS[kind]]):
-            rows = part.to_pylist()
-            groups = [row["group"] for row in rows]
-            for row, group, split in zip(rows, groups, assign(groups, self.seed, self.split), strict=True):
-                prompt = row.get("prompt") or []
-                turns = [turn["content"] for turn in prompt if turn["role"] != "system"]
+            splits = assign(part.column("group").to_pylist(), self.seed, self.split)
+            for row, split in zip(part.to_pylist(), splits, strict=True):
+                turns = [turn["content"] for turn in row.get("prompt") or () if turn["role"] != "system"]
                 replies = [row[name] for name in CONTENT_FIELDS[kind] if name != "prompt"]
-                yield SetRow(
-                    kind,
-                    number,
-                    row["id"],
-                    SPLIT_ORDER.index(split),
-                    self._user(group) if kind == "preferences" and split != "test" else None,
-                    tuple(" ".join(turn.casefold().split()) for turn in turns),
-                    "\n".join([*turns, *replies]),
-                    clean.origin(raw_numbers[number]),
-                )
-                number += 1
+                parts, number = {"split": SPLIT_ORDER.index(split)}, next(numbers)
+                if kind == "preferences" and split != "test":
+                    parts["user"] = USER_ORDER.index(pair_user_of(row["group"], self.seed, self.split))
+                compared = tuple(" ".join(turn.casefold().split()) for turn in turns)
+                text = "\n".join([*turns, *replies])
+                yield SetRow(kind, number, row["id"], parts, compared, text, clean.origin(number))
 
     def with_prompts(self) -> Iterator[SetRow]:
         """Yield the rows of all kinds that have prompts."""
         for kind in self.clean:
             if "prompt" in CONTENT_FIELDS[kind]:
                 yield from self.of(kind)
-
-    def _user(self, group: str) -> int:
-        return USER_ORDER.index(pair_user_of(group, self.seed, self.split))
 
 
 LANGUAGE = "expected_language"
@@ -161,17 +152,12 @@ class Range:
     last: int
 
 
-@dataclass
 class DialogueIndex:
-    """Dialogues of the parts of one order (splits, or users of pairs), by hashes of their turns.
+    """Which parts of an order have a dialogue, by hashes of its turns."""
 
-    Attributes:
-        whole: By the hash of a whole prompt, the parts that have it.
-        beginnings: By the hash of the turns up to a user's, the parts with a prompt that begins so or is so.
-    """
-
-    whole: dict[int, Range] = field(default_factory=dict)
-    beginnings: dict[int, Range] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.whole: dict[int, Range] = {}  # by the hash of a whole prompt
+        self.beginnings: dict[int, Range] = {}  # by that of the turns up to a user's: prompts that begin so or are so
 
     def add(self, hashes: Sequence[int], part: int, row_id: str) -> None:
         """Add a prompt by the hashes of its beginnings, the whole prompt last."""
@@ -182,11 +168,10 @@ class DialogueIndex:
                 if part < known.first:
                     known.first, known.id = part, row_id
 
-    def relatives(self, hashes: Sequence[int]) -> Iterator[Range]:
-        """Yield the parts with a prompt that is a beginning of this one, or that this one is a beginning of."""
-        if hashes[-1] in self.beginnings:
-            yield self.beginnings[hashes[-1]]
-        yield from (self.whole[key] for key in hashes[:-1] if key in self.whole)
+    def relatives(self, hashes: Sequence[int]) -> list[Range]:
+        """Return the parts with a prompt that is a beginning of this one, or that this one is a beginning of."""
+        longer = [self.beginnings[hashes[-1]]] if hashes[-1] in self.beginnings else []
+        return longer + [self.whole[key] for key in hashes[:-1] if key in self.whole]
 
 
 def beginning_hashes(turns: Iterable[str]) -> list[int]:
@@ -208,40 +193,35 @@ def prefix_leakage(rows: SetRows) -> tuple[list[RowFinding], dict[str, dict[str,
         Rows of training that a more held-out part shares turns with, and counts by kind of the test rows with a prompt
         that begins as one of training or that one of training begins as, and of those that share the first turn.
     """
-    splits, users = DialogueIndex(), DialogueIndex()
+    indexes = {order: DialogueIndex() for order in PARTS}
     for row in rows.with_prompts():
-        hashes = beginning_hashes(row.turns)
-        if hashes:
-            splits.add(hashes, row.split, row.id)
-        if hashes and row.user is not None:
-            users.add(hashes, row.user, row.id)
+        if hashes := beginning_hashes(row.turns):
+            for order, part in row.parts.items():
+                indexes[order].add(hashes, part, row.id)
     breaches: list[RowFinding] = []
     counts: dict[str, dict[str, float]] = {}
+    splits = indexes["split"]
     for row in rows.with_prompts():
         hashes = beginning_hashes(row.turns)
         of_kind = counts.setdefault(row.kind, {"test_prefix_leaks": 0.0, "test_first_turn_leaks": 0.0})
-        if not hashes:
-            continue
-        breaches.extend(_breaches(row, hashes, splits, users))
-        if row.split == 0:
-            of_kind["test_prefix_leaks"] += any(relative.last > 0 for relative in splits.relatives(hashes))
-            of_kind["test_first_turn_leaks"] += splits.beginnings[hashes[0]].last > 0
+        if hashes:
+            breaches.extend(_breaches(row, hashes, indexes))
+            if row.parts["split"] == 0:
+                of_kind["test_prefix_leaks"] += any(relative.last > 0 for relative in splits.relatives(hashes))
+                of_kind["test_first_turn_leaks"] += splits.beginnings[hashes[0]].last > 0
     return breaches, counts
 
 
-def _breaches(row: SetRow, hashes: Sequence[int], splits: DialogueIndex, users: DialogueIndex) -> Iterator[RowFinding]:
+def _breaches(row: SetRow, hashes: Sequence[int], indexes: Mapping[str, DialogueIndex]) -> Iterator[RowFinding]:
     """Yield at most one breach of each rule: the one with the most held-out part."""
-    orders = [(splits, row.split, SPLIT_PARTS)]
-    if row.user is not None:
-        orders.append((users, row.user, USER_PARTS))
     for rule, what in (
         (PREFIX_RULE, "the prompt and one of {part} begin alike, and one of them ends there"),
         (FIRST_TURN_RULE, "the first turn is also that of a prompt of {part}"),
     ):
-        for index, part, names in orders:
-            shared = list(index.relatives(hashes)) if rule == PREFIX_RULE else [index.beginnings[hashes[0]]]
-            held_out = [relative for relative in shared if relative.first < part]
-            if held_out:
-                nearest = min(held_out, key=lambda relative: relative.first)
-                yield row.finding(rule, what.format(part=names[nearest.first]), nearest.id)
+        for order, part in row.parts.items():
+            index = indexes[order]
+            shared = index.relatives(hashes) if rule == PREFIX_RULE else [index.beginnings[hashes[0]]]
+            nearest = min(shared, key=lambda relative: relative.first)  # the row itself is among them
+            if nearest.first < part:
+                yield row.finding(rule, what.format(part=PARTS[order][nearest.first]), nearest.id)
                 break

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from rlhf_core.config.data import NearDuplicatesConfig
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.text import split_words
-from rlhf_core.data.validation.set_rows import SPLIT_ORDER, SPLIT_PARTS, USER_PARTS, SetRows
+from rlhf_core.data.validation.set_rows import PARTS, SPLIT_ORDER, SetRows
 
 # An odd 64-bit multiplier, 2**64 over the golden ratio: a shingle's hash is a polynomial in it of its words' hashes.
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -115,13 +115,13 @@ def near_duplicates(
     compared: dict[str, int] = {}
     for kind in kinds:
         index = SimilarTexts(config)
-        ids: list[str] = []
+        ids: dict[int, str] = {}
         ranking: object = None
         of_ranking: set[int] = set()
         for row in rows.of(kind):
-            if row.number == config.max_rows:
+            if len(ids) == config.max_rows:
                 break
-            ids.append(row.id)
+            ids[row.number] = row.id
             if (row.origin, row.turns) != ranking:
                 ranking, of_ranking = (row.origin, row.turns), set()
             signature = index.signature(row.text)
@@ -146,51 +146,42 @@ class PromptUses:
 
     id: str
     signature: MinHash
-    rows: dict[tuple[str, int], list[tuple[str, int]]] = field(default_factory=dict)
+    rows: dict[tuple[str, int], list[tuple[str, int, str]]] = field(default_factory=dict)
 
 
-def similar_prompts(rows: SetRows, config: NearDuplicatesConfig) -> list[RowFinding]:
+def similar_prompts(rows: SetRows, config: NearDuplicatesConfig) -> Iterator[RowFinding]:
     """Compare every distinct prompt with those of the parts that are held out from its own: splits, users of pairs.
 
     The time is linear in prompts, of which at most ``config.max_rows`` are looked at. Prompts that are equal are no
     matter of this rule: they share a group, and splits are by group.
     """
     signer = SimilarTexts(config)
-    prompts: dict[tuple[str, ...], PromptUses] = {}
+    distinct: dict[tuple[str, ...], PromptUses] = {}
     for row in rows.with_prompts():
-        if row.turns not in prompts:
-            if len(prompts) == config.max_rows:
+        if row.turns not in distinct:
+            if len(distinct) == config.max_rows:
                 continue
-            prompts[row.turns] = PromptUses(row.id, signer.signature("\n".join(row.turns)))
-        uses = [("split", row.split)] if row.user is None else [("split", row.split), ("user", row.user)]
-        for use in uses:
-            prompts[row.turns].rows.setdefault(use, []).append((row.kind, row.number))
-    listed = list(prompts.values())
-    return [
-        *_between_parts("split", SPLIT_PARTS, listed, config),
-        *_between_parts("user", USER_PARTS, listed, config),
-    ]
-
-
-def _between_parts(
-    order: str, parts: tuple[str, ...], prompts: list[PromptUses], config: NearDuplicatesConfig
-) -> Iterator[RowFinding]:
-    """Yield the rows whose prompt resembles one of an earlier part; the parts are in order, the most held-out first."""
-    index = SimilarTexts(config)
-    part_of: dict[int, int] = {}
-    for part in range(len(parts)):
-        new = {n: uses for n, uses in enumerate(prompts) if (order, part) in uses.rows and n not in part_of}
-        for uses in new.values():
-            similar = index.most_similar(uses.signature)
-            if similar is None:
-                continue
-            key, similarity = similar
-            reason, other = f"the prompt is nearly the same as one of {parts[part_of[key]]}", prompts[key].id
-            for kind, row in uses.rows[order, part]:
-                yield RowFinding(SIMILAR_PROMPTS, kind, reason, number=row, other=other, similarity=similarity)
-        for number, uses in new.items():
-            part_of[number] = part
-            index.add(number, uses.signature)
+            distinct[row.turns] = PromptUses(row.id, signer.signature("\n".join(row.turns)))
+        for use in row.parts.items():
+            distinct[row.turns].rows.setdefault(use, []).append((row.kind, row.number, row.id))
+    prompts = list(distinct.values())
+    for order, parts in PARTS.items():
+        index = SimilarTexts(config)
+        part_of: dict[int, int] = {}
+        for part in range(len(parts)):
+            new = {n: uses for n, uses in enumerate(prompts) if (order, part) in uses.rows and n not in part_of}
+            for uses in new.values():
+                if (similar := index.most_similar(uses.signature)) is None:
+                    continue
+                key, similarity = similar
+                reason, other = f"the prompt is nearly the same as one of {parts[part_of[key]]}", prompts[key].id
+                for kind, number, row_id in uses.rows[order, part]:
+                    origin = rows.clean[kind].origin(number)
+                    named = RowFinding(SIMILAR_PROMPTS, kind, reason, **origin, id=row_id, number=number)
+                    yield replace(named, other=other, similarity=similarity)
+            for number, uses in new.items():
+                part_of[number] = part
+                index.add(number, uses.signature)
 
 
 CONTAMINATION = "no_contamination"
@@ -275,7 +266,7 @@ def contamination(
     breaches = []
     for kind in rows.clean:
         for row in rows.of(kind):
-            if row.split == TEST:
+            if row.parts["split"] == TEST:
                 continue
             turns = row.turns or (row.text,)
             key = hash(turns)

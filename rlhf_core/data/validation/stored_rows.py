@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from rlhf_core.data.lengths import PERCENTILES, TokenCounts, evenly_spread, percentiles
 from rlhf_core.data.row_counts import READABLE, RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS, arrow_schema
-from rlhf_core.data.tables import TableWriter, table_chunks
+from rlhf_core.data.tables import TableWriter, parquet_footer, table_chunks
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.progress import progress
 
@@ -65,15 +64,7 @@ class StoredRows:
     @classmethod
     def of_file(cls, kind: str, path: Path) -> StoredRows:
         """All rows of a file; ``DataError`` when it is missing or has other columns than those of ``kind``."""
-        if not path.is_file():
-            raise DataError(f"{path} does not exist; run the stage that writes it")
-        try:
-            with pq.ParquetFile(path) as file:
-                stored_schema, rows = file.schema_arrow, file.metadata.num_rows
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(
-                f"{path} is not a readable parquet file ({error}); run the stage that writes it again"
-            ) from error
+        stored_schema, rows = parquet_footer(path)
         missing = [name for name in arrow_schema(kind).names if name not in stored_schema.names]
         if missing:
             raise DataError(f"{path} lacks the column {', '.join(missing)}; collect the data again")
@@ -124,12 +115,11 @@ class StoredRows:
             raise DataError(f"{self.path} has columns of other types than the schema's: {error}") from error
 
 
-PROVENANCE_SCHEMA = pa.schema(
-    [("kind", pa.string()), ("id", pa.string()), ("source", pa.string()), ("position", pa.int64())]
-)
+TEXT = pa.string()
+PROVENANCE_SCHEMA = pa.schema({"kind": TEXT, "id": TEXT, "source": TEXT, "position": pa.int64()})
 # Ids of derived prompts whose records give no other row: nothing that they come from can fail validation.
 PROMPT_ONLY = "prompt_only.parquet"
-PROMPT_ONLY_SCHEMA = pa.schema([("id", pa.string())])
+PROMPT_ONLY_SCHEMA = pa.schema({"id": TEXT})
 
 
 def provenance_table(kind: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
@@ -161,24 +151,13 @@ def read_prompt_only(path: Path) -> frozenset[str]:
     return frozenset(row_id for table in chunks for row_id in table.column("id").to_pylist())
 
 
-REFUSED_SCHEMA = pa.schema(
-    [
-        ("kind", pa.string()),
-        ("source", pa.string()),
-        ("position", pa.int64()),
-        ("reason", pa.string()),
-        ("row", pa.string()),
-    ]
-)
+REFUSED_SCHEMA = pa.schema({"kind": TEXT, "source": TEXT, "position": pa.int64(), "reason": TEXT, "row": TEXT})
 QUARANTINE_SCHEMA = pa.schema(
-    [
-        ("kind", pa.string()),
-        ("id", pa.string()),
-        ("source", pa.string()),
-        ("position", pa.int64()),
-        ("reasons", pa.list_(pa.string())),
-        ("row", pa.string()),
-    ]
+    {"kind": TEXT, "id": TEXT, "source": TEXT, "position": pa.int64(), "reasons": pa.list_(TEXT), "row": TEXT}
+)
+FINDINGS_SCHEMA = pa.schema(
+    dict.fromkeys(("rule", "severity", "kind", "id", "source"), TEXT)
+    | {"position": pa.int64(), "reason": TEXT, "other": TEXT, "similarity": pa.float64()}
 )
 
 

@@ -1,13 +1,9 @@
 """Suites of Great Expectations: read from the files of a data team, checked, and run on tables.
 
-Suites of expectations: ``expectations/KIND.json`` and ``KIND.ANYTHING.json``, as Great Expectations writes them.
-
-An expectation gives a rule its name (``meta.rule``) and the reason that the quarantine states (``meta.reason``).
-Several may share one. A row that an expectation finds unexpected breaks the rule: ``severity`` is ``critical`` where it
-is refused, ``warning`` or ``info`` where it stays and is counted. Limits of ``params.yaml`` are written as
-``{"$PARAMETER": "max_turns"}``.
-
-Run suites with Great Expectations: which rows break which rules, and the data docs that show it.
+Files are ``expectations/KIND.json`` and ``KIND.ANYTHING.json``, as Great Expectations writes them. An expectation gives
+a rule its name (``meta.rule``) and the reason that the quarantine states (``meta.reason``). Several may share one. A
+row that an expectation finds unexpected breaks the rule: ``severity`` is ``critical`` where it is refused, ``warning``
+or ``info`` where it stays and is counted. Limits of ``params.yaml`` are written as ``{"$PARAMETER": "max_turns"}``.
 
 Nothing is sent anywhere: the context is in memory, analytics are off, and the pages of the data docs load nothing.
 """
@@ -20,7 +16,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +25,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from rlhf_core.config.data import NEEDED_FOR_TRAINING, ROW_RULES, SET_RULES, Severity, ValidateConfig
+from rlhf_core.config.data import SET_RULES, Severity, ValidateConfig
 from rlhf_core.config.problems import nearest
 from rlhf_core.data.safe_text import excerpt, safe_text
-from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.data.validation.columns import REPLIES, column_names
-from rlhf_core.errors import ConfigError
+from rlhf_core.data.schema import CONTENT_FIELDS, ROW_TYPES
+from rlhf_core.data.validation.columns import column_names
+from rlhf_core.errors import ConfigError, first_line
 from rlhf_core.storage.garbage_collection import paused_collector
 
 FOLDER = "expectations"
@@ -42,8 +38,6 @@ SOURCE_PASSED = "source_passed"  # of derived rows; no file has it, since nothin
 NOT_DERIVED = "derived only from rows that were refused"
 NOT_DUPLICATE = "not_duplicate"
 LIMITS = ("max_turns", "max_prompt_chars", "max_reply_chars")
-# What own code finds, with the rows that passed all other rules before it.
-OF_THE_SET = (NOT_DUPLICATE, SOURCE_PASSED, *SET_RULES)
 SEVERITIES: Mapping[str, Severity] = {"critical": "refuse", "warning": "warn", "info": "warn"}
 
 
@@ -57,6 +51,7 @@ class SuiteRule:
         severity: What becomes of such a row.
         is_fault: Whether it is a bad row: not over a length limit, nor derived from one that failed.
         where: The file and the number of the expectation there, for messages.
+        columns: What it is about; none where it is about the table.
         expectation: What Great Expectations runs.
     """
 
@@ -65,17 +60,8 @@ class SuiteRule:
     severity: Severity
     is_fault: bool
     where: str
+    columns: Collection[str]
     expectation: Any
-
-    @property
-    def of_the_set(self) -> bool:
-        """Whether its column is filled by own code, after the rules of single rows."""
-        return bool(self.columns) and self.columns <= {*OF_THE_SET}
-
-    @property
-    def columns(self) -> set[str]:
-        """The columns that it is about; none where it is about the table."""
-        return _columns(self.expectation.configuration.kwargs)
 
 
 @dataclass(frozen=True)
@@ -102,7 +88,7 @@ def read_suites(folder: Path, config: ValidateConfig, derived: Collection[str] =
     with paused_collector():
         from great_expectations.expectations.registry import list_registered_expectation_implementations
 
-        from rlhf_core.data.validation.expectations import OWN
+        from rlhf_core.data.validation.expectations import OWN, ExpectNoFindings
 
     known = [*list_registered_expectation_implementations(), *(own.expectation_type for own in OWN)]
     rules: dict[str, list[SuiteRule]] = {kind: [] for kind in ROW_TYPES}
@@ -113,15 +99,21 @@ def read_suites(folder: Path, config: ValidateConfig, derived: Collection[str] =
                 f"{path}: there are no rows of kind '{kind}'; {nearest(kind, ROW_TYPES)}: name a suite KIND.json or "
                 "KIND.ANYTHING.json"
             )
-        rules[kind] += _read_suite(path, kind, config, known)
+        read = (_rule(entry, kind, where, config, known) for where, entry in _entries(path))
+        rules[kind] += [rule for rule in read if rule.name != "no_secrets" or config.secrets]
+    for kind in derived:
+        where = "the rules of derived rows"
+        expectation = ExpectNoFindings(
+            column=SOURCE_PASSED, description=f"{SOURCE_PASSED}: {NOT_DERIVED}", meta={"where": where}
+        )
+        rules[kind].append(SuiteRule(SOURCE_PASSED, NOT_DERIVED, "refuse", False, where, {SOURCE_PASSED}, expectation))
     for kind, listed in rules.items():
-        if kind in derived:
-            listed.append(_source_passed())
-        _check_needed(folder, kind, listed)
+        _require_needed(folder / f"{kind}.json", kind, listed)
     return Suites(rules, {name: getattr(config, name) for name in LIMITS})
 
 
-def _read_suite(path: Path, kind: str, config: ValidateConfig, known: Collection[str]) -> Iterator[SuiteRule]:
+def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the expectations of a file, each with what names it in messages."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["expectations"]
         if not isinstance(entries, list):
@@ -136,21 +128,19 @@ def _read_suite(path: Path, kind: str, config: ValidateConfig, known: Collection
         where = f"{path}, expectation {number}"
         if not isinstance(entry, dict) or not isinstance(entry.get("type"), str):
             raise ConfigError(f"{where} has no 'type'; give it one, as expect_column_values_to_match_regex")
-        rule = _rule(entry, kind, where, config, known)
-        if rule is not None:
-            yield rule
+        yield where, entry
 
 
-def _rule(
-    entry: Mapping[str, Any], kind: str, where: str, config: ValidateConfig, known: Collection[str]
-) -> SuiteRule | None:
+def _rule(entry: Mapping[str, Any], kind: str, where: str, config: ValidateConfig, known: Collection[str]) -> SuiteRule:
     from great_expectations.expectations.expectation_configuration import ExpectationConfiguration
     from great_expectations.expectations.metadata_types import FailureSeverity
 
     name, kwargs, meta = entry["type"], dict(entry.get("kwargs") or {}), dict(entry.get("meta") or {})
     if name not in known:
         raise ConfigError(f"{where}: there is no expectation '{name}'; {nearest(name, known)}")
-    columns, allowed = _columns(kwargs), [*column_names(kind), *OF_THE_SET]
+    columns = {str(kwargs[key]) for key in ("column", "column_A", "column_B") if key in kwargs}
+    columns |= {str(name) for key in ("column_list", "column_set") for name in kwargs.get(key) or ()}
+    allowed = [*column_names(kind), NOT_DUPLICATE, SOURCE_PASSED, *SET_RULES]
     lacking = sorted(columns - {*allowed})
     if lacking:
         raise ConfigError(f"{where}: {kind} have no column '{lacking[0]}'; {nearest(lacking[0], allowed)}")
@@ -158,8 +148,6 @@ def _rule(
     if level not in SEVERITIES:
         raise ConfigError(f"{where}: there is no severity '{level}'; choose {', '.join(SEVERITIES)}")
     rule = str(meta.get("rule") or "_".join([name, *sorted(columns)]))
-    if rule == "no_secrets" and not config.secrets:
-        return None
     reason = str(meta.get("reason") or entry.get("description") or rule.replace("_", " "))
     for limit in LIMITS:
         reason = reason.replace(f"{{{limit}}}", str(getattr(config, limit)))
@@ -173,8 +161,11 @@ def _rule(
             severity=FailureSeverity.WARNING if severity == "warn" else FailureSeverity.CRITICAL,
         ).to_domain_obj()
     except Exception as error:  # the library has no common class of errors for wrong arguments
-        raise ConfigError(f"{where}: {_first_problem(error)}") from error
-    return SuiteRule(rule, reason, severity, bool(meta.get("fault", True)), where, expectation)
+        problem = first_line(error)
+        if callable(problems := getattr(error, "errors", None)):  # pydantic's
+            problem = f"{'.'.join(map(str, problems()[0]['loc']))}: {problems()[0]['msg']}"
+        raise ConfigError(f"{where}: {problem}") from error
+    return SuiteRule(rule, reason, severity, bool(meta.get("fault", True)), where, columns, expectation)
 
 
 _CONSEQUENCE = {
@@ -184,50 +175,22 @@ _CONSEQUENCE = {
 }
 
 
-def _first_problem(error: Exception) -> str:
-    """Return what is wrong with the arguments of an expectation, on one line."""
-    problems = getattr(error, "errors", None)
-    if callable(problems):
-        first = problems()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _columns(kwargs: Mapping[str, Any]) -> set[str]:
-    named = {str(kwargs[key]) for key in ("column", "column_A", "column_B") if key in kwargs}
-    return named | {str(name) for key in ("column_list", "column_set") for name in kwargs.get(key) or ()}
-
-
-def _source_passed() -> SuiteRule:
-    from rlhf_core.data.validation.expectations import ExpectNoFindings
-
-    where = "the rules of derived rows"
-    expectation = ExpectNoFindings(
-        column=SOURCE_PASSED, description=f"{SOURCE_PASSED}: {NOT_DERIVED}", meta={"where": where}
-    )
-    return SuiteRule(SOURCE_PASSED, NOT_DERIVED, "refuse", False, where, expectation)
-
-
-def _check_needed(folder: Path, kind: str, rules: Collection[SuiteRule]) -> None:
+def _require_needed(path: Path, kind: str, rules: Collection[SuiteRule]) -> None:
     """Refuse suites that let rows through which no stage can train on."""
-    of_kind = {"complete"}
-    if kind != "pretrain":
-        of_kind |= {"prompt_not_empty", "roles"}
-    if kind == "preferences":
-        of_kind.add("margin_finite")
-    for name in (name for name in ROW_RULES if name in NEEDED_FOR_TRAINING & of_kind):
+    of_dialogues = () if kind == "pretrain" else ("prompt_not_empty", "roles")
+    for name in ("complete", *of_dialogues, *(("margin_finite",) if kind == "preferences" else ())):
         severities = [rule.severity for rule in rules if rule.name == name]
         if not severities or "warn" in severities:
             what = "must be critical" if severities else "is missing"
             raise ConfigError(
-                f"{folder / kind}.json: rule {name} {what}: nothing can be trained on rows that break it; take it over "
-                "from the project's suite"
+                f"{path}: rule {name} {what}: nothing can be trained on rows that break it; take it over from the "
+                "project's suite"
             )
 
 
 SITE = "data_docs"
 SHOWN_ROWS = 20
-# What is asked of rows by themselves, then of those that are copies of others or derived from them, then of the set.
+# Pages of the data docs: what is asked of rows by themselves, then which are copies or derived, then of the set.
 ROWS, COPIES, SET = "rows", "copies", "set"
 RESULT_FORMAT = {
     "result_format": "COMPLETE",
@@ -262,7 +225,7 @@ Verdicts = dict[SuiteRule, RuleVerdict]
 
 
 class Checkpoints:
-    """The checkpoints of all kinds in one context: the rules of single rows first, then those of the whole set."""
+    """The checkpoints of all kinds in one context."""
 
     def __init__(self, suites: Suites) -> None:
         os.environ["GX_ANALYTICS_ENABLED"] = "false"  # read when the library is imported
@@ -272,6 +235,7 @@ class Checkpoints:
         from great_expectations.data_context.types.base import ProgressBarsConfig
 
         self.suites, self._gx = suites, gx
+        self._asked: set[SuiteRule] = set()
         self._results: list[tuple[str, Any, Any]] = []
         self._context = gx.get_context(mode="ephemeral")
         self._context.variables.progress_bars = ProgressBarsConfig(globally=False)
@@ -282,35 +246,21 @@ class Checkpoints:
             if rules
         }
 
-    def run(self, kind: str, frame: pd.DataFrame, part: str, where: Callable[[int], str]) -> Verdicts:
-        """Ask the rules of a kind of its rows, those whose columns are there.
+    def run(self, kind: str, frame: pd.DataFrame, page: str, where: Callable[[int], str]) -> Verdicts:
+        """Ask the rules of a kind of its rows: those whose columns are all there, and that were not asked before.
 
         Args:
-            part: ``ROWS`` for the rules of single rows, ``COPIES`` for those that tell which rows repeat others or come
-                from none, ``SET`` for all others about the whole set. Each is a page of the data docs.
+            page: ``ROWS``, ``COPIES`` or ``SET``: the page of the data docs that shows it.
             where: What names a row, by its number.
 
         Raises:
             ConfigError: An expectation could not be evaluated.
         """
-        rules = [r for r in self.suites.rules[kind] if _asked(r, part) and r.columns <= {*frame.columns}]
+        rules = [r for r in self.suites.rules[kind] if r not in self._asked and {*r.columns} <= {*frame.columns}]
         if not rules:
             return {}
-        result = self._validated(kind, part, frame, rules)
-        outcomes = {outcome.expectation_config.meta["where"]: outcome for outcome in result.results}
-        verdicts: Verdicts = {}
-        for rule in rules:
-            outcome = outcomes[rule.where]
-            _check_evaluated(rule, outcome)
-            rows = outcome.result.get("unexpected_index_list") if outcome.result else None
-            if rows is not None:
-                rows = np.array([] if outcome.success else rows, np.int64)
-            verdicts[rule] = RuleVerdict(bool(outcome.success), rows)
-            _show(outcome, rule, kind, frame, where)
-        return verdicts
-
-    def _validated(self, kind: str, part: str, frame: pd.DataFrame, rules: Sequence[SuiteRule]) -> Any:
-        gx, context, name = self._gx, self._context, kind if part == ROWS else f"{kind}_{part}"
+        self._asked.update(rules)
+        gx, context, name = self._gx, self._context, kind if page == ROWS else f"{kind}_{page}"
         expectations = [rule.expectation.copy(deep=True) for rule in rules]  # one belongs to one suite alone
         suite = context.suites.add(gx.ExpectationSuite(name, expectations=expectations))
         definition = context.validation_definitions.add(
@@ -322,9 +272,25 @@ class Checkpoints:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run = checkpoint.run(batch_parameters={"dataframe": frame}, expectation_parameters=dict(self.suites.limits))
+        key: Any
+        result: Any
         ((key, result),) = run.run_results.items()
         self._results.append((kind, key, result))
-        return result
+        outcomes = {outcome.expectation_config.meta["where"]: outcome for outcome in result.results}
+        verdicts: Verdicts = {}
+        for rule in rules:
+            outcome = outcomes[rule.where]
+            info = outcome.exception_info or {}
+            for one in [info] if "raised_exception" in info else info.values():
+                if one.get("raised_exception"):  # what was not asked is no verdict
+                    problem = excerpt(str(one.get("exception_message")))
+                    raise ConfigError(f"{rule.where} could not be evaluated: {problem}")
+            rows = outcome.result.get("unexpected_index_list") if outcome.result else None
+            if rows is not None:
+                rows = np.array([] if outcome.success else rows, np.int64)
+            verdicts[rule] = RuleVerdict(bool(outcome.success), rows)
+            _show(outcome, rule, kind, frame, where)
+        return verdicts
 
     def write_docs(self, docs: Path, failed: Collection[str]) -> None:
         """Write the data docs to a folder, with the verdict of the data gate.
@@ -358,21 +324,6 @@ def offline_page(page: str, verdict: str) -> str:
     return _BODY.sub(lambda body: body[0] + banner, page, count=1)
 
 
-def _asked(rule: SuiteRule, part: str) -> bool:
-    if not rule.of_the_set:
-        return part == ROWS
-    return part == (COPIES if rule.columns <= {NOT_DUPLICATE, SOURCE_PASSED} else SET)
-
-
-def _check_evaluated(rule: SuiteRule, outcome: Any) -> None:
-    """Refuse an expectation that raised: what was not asked is no verdict."""
-    info = outcome.exception_info or {}
-    raised = [info] if "raised_exception" in info else list(info.values())
-    messages = [str(one.get("exception_message")) for one in raised if one.get("raised_exception")]
-    if messages:
-        raise ConfigError(f"{rule.where} could not be evaluated: {excerpt(messages[0])}")
-
-
 def _show(outcome: Any, rule: SuiteRule, kind: str, frame: pd.DataFrame, where: Callable[[int], str]) -> None:
     """Leave in an outcome what the data docs show: the first rows that break the rule, with their text."""
     result = outcome.result
@@ -397,6 +348,6 @@ def _text(rule: SuiteRule, kind: str, frame: pd.DataFrame, row: int) -> str:
     columns = [name for name in frame.columns if name in rule.columns]
     values: list[Any] = [frame[name].iat[row] for name in columns]
     text = " | ".join("(null)" if pd.isna(value) else excerpt(str(value)) for value in values)
-    if "prompt" in frame and not any(name in (*REPLIES[kind], "prompt", "last_turn") for name in columns):
+    if "prompt" in frame and not {*columns} & {*CONTENT_FIELDS[kind], "last_turn"}:
         text += f" ({excerpt(str(frame['prompt'].iat[row]))})"
     return safe_text(text)

@@ -14,7 +14,6 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from rlhf_core.config.data import Severity
 from rlhf_core.data.collection.rows import DERIVED_FROM, derive, whole_records
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import ROW_TYPES
@@ -32,7 +31,6 @@ from rlhf_core.data.validation.suites import (
     NOT_DERIVED,
     NOT_DUPLICATE,
     ROWS,
-    SET,
     SOURCE_PASSED,
     Checkpoints,
     SuiteRule,
@@ -74,17 +72,19 @@ class Validated:
         reasons: By kind and number of a raw row, why it is quarantined.
         raw_rows: Rows that were checked or refused by readers.
         refused_rows: Those that readers refused.
-        left_out: Rows without a fault: over a limit of lengths, or derived from rows that were refused.
+        left_out: Rows without a fault: over a limit of lengths, derived from rows that were refused, or found in the
+            whole set.
         failed_checks: Rows that each rule refused; 0 is there for rules that fail the set.
         warned_checks: Rows that stay although they break a rule that only warns.
         must_hold: By kind, the rules that fail the set where a row, or the table, breaks them.
-        verdicts: By kind, what each expectation about rows by themselves, copies and derivation says.
+        verdicts: By kind, what each expectation says.
         frames: By kind, the columns that its expectations are about.
-        checkpoints: What asked the expectations.
+        checkpoints: What asks the expectations.
         agreement: Of the labels of pairs that occur more than once; see :func:`label_agreement`.
     """
 
     raw: RawData
+    checkpoints: Checkpoints
     clean: dict[str, StoredRows] = field(default_factory=dict)
     reasons: dict[str, dict[int, list[str]]] = field(default_factory=dict)
     raw_rows: dict[str, int] = field(default_factory=dict)
@@ -95,13 +95,7 @@ class Validated:
     must_hold: dict[str, list[str]] = field(default_factory=dict)
     verdicts: dict[str, Verdicts] = field(default_factory=dict)
     frames: dict[str, pd.DataFrame] = field(default_factory=dict)
-    checkpoints: Checkpoints | None = None
     agreement: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def cut_rows(self) -> Mapping[str, int]:
-        """Rows that ``collect.limit`` left out; nothing was checked of them but that readers can read them."""
-        return self.raw.cut
 
     @property
     def quarantined_rows(self) -> dict[str, int]:
@@ -113,15 +107,20 @@ class Validated:
 
         Rows that are ``left_out`` are in the quarantine, but do not count here.
         """
-        refused, cut = self.refused_rows.get(kind, 0), self.cut_rows.get(kind, 0)
+        refused, cut = self.refused_rows.get(kind, 0), self.raw.cut.get(kind, 0)
         checked = self.raw_rows[kind] - refused
         failed = self.quarantined_rows[kind] - refused - self.left_out[kind]
         read = self.raw_rows[kind] + cut
         return (refused + (failed * (checked + cut) / checked if checked else 0)) / read if read else 0.0
 
-    def severity(self, kind: str, rule: str) -> Severity | None:
-        """Return what becomes of rows of a kind that break a rule; None where no expectation asks for it."""
-        return self.checkpoints.suites.severity(kind, rule) if self.checkpoints is not None else None
+    def ask(self, kind: str, page: str) -> Verdicts:
+        """Ask the expectations of a kind whose columns are there now; see :meth:`Checkpoints.run`."""
+        frame, raw = self.frames[kind], self.raw.rows[kind]
+
+        def where(row: int) -> str:
+            return RowFinding("", kind, "", **raw.origin(row), id=str(frame["id"].iat[row])).where
+
+        return self.checkpoints.run(kind, frame, page, where)
 
     def passing(self, kind: str, verdicts: Verdicts) -> npt.NDArray[np.bool_]:
         """Return by row of a kind whether it breaks none of the rules that do more than warn."""
@@ -131,48 +130,56 @@ class Validated:
                 passed[verdict.rows] = False
         return passed
 
-    def take(self, kind: str, verdicts: Verdicts) -> dict[int, list[SuiteRule]]:
-        """Count the rows that break rules, and return those that are refused, each with the rules that refuse it.
+    def take(self, kind: str, verdicts: Verdicts, found: Mapping[str, Mapping[int, str]] | None = None) -> None:
+        """Count the rows that break rules, and quarantine those that a rule refuses, with all their reasons.
 
         A row that is refused does not count under rules that only warn.
+
+        Args:
+            found: What was found by rules about the whole set, by rule and row: the reasons that the quarantine states.
         """
         refused: dict[int, dict[str, SuiteRule]] = {}
         warned: dict[str, set[int]] = {}
-        failed = self.failed_checks.setdefault(kind, Counter())
+        failed, warnings = self.failed_checks[kind], self.warned_checks[kind]
         for rule, verdict in verdicts.items():
             rows = verdict.rows.tolist() if verdict.rows is not None else []
+            table_broken = verdict.rows is None and not verdict.passed
+            if found is not None:
+                (warnings if rule.severity == "warn" else failed).setdefault(rule.name, 0)
             if rule.severity == "warn":
-                of_table = [-1] if verdict.rows is None and not verdict.passed else []
-                warned.setdefault(rule.name, set()).update(rows, of_table)
+                warned.setdefault(rule.name, set()).update(rows, [-1] if table_broken else ())
                 continue
             if rule.severity == "fail" or verdict.rows is None:
                 self.must_hold.setdefault(kind, []).append(rule.name)
-                failed[rule.name] += verdict.rows is None and not verdict.passed
+                failed[rule.name] += table_broken
             for row in rows:
                 refused.setdefault(row, {}).setdefault(rule.name, rule)
-        for rules in refused.values():
+        for row, rules in sorted(refused.items()):
             failed.update(rules.keys())
+            self.reasons[kind][row] = [found[name][row] if found else rule.reason for name, rule in rules.items()]
+            self.left_out[kind] += found is not None or not any(rule.is_fault for rule in rules.values())
         counts = {name: len(rows - refused.keys()) for name, rows in warned.items()}
-        self.warned_checks.setdefault(kind, Counter()).update({name: n for name, n in counts.items() if n})
-        return {row: list(rules.values()) for row, rules in sorted(refused.items())}
+        warnings.update({name: count for name, count in counts.items() if count})
+        clean = self.clean[kind]
+        self.clean[kind] = clean.where(~np.isin(clean.numbers, list(refused)))
+        self.verdicts[kind] = self.verdicts.get(kind, {}) | verdicts
 
     def quarantine(self) -> Iterator[list[RowFinding]]:
         """Yield all quarantined rows in parts: those that readers refused, then those that failed, kind by kind."""
         yield from read_refused(self.raw.refused)
         for kind, reasons in self.reasons.items():
-            raw, numbers = self.raw.rows[kind], sorted(reasons)
-            failed = np.zeros(raw.stored, dtype=bool)
-            failed[numbers] = True
-            waiting = iter(numbers)
-            for table in raw.where(failed).parts() if numbers else ():
-                # The numbers come second: zip would take one of them before it finds that there is no further row.
-                listed = zip(table.to_pylist(), waiting, strict=False)
-                yield [_quarantined(raw, row, number, reasons[number]) for row, number in listed]
+            raw, numbers = self.raw.rows[kind], iter(sorted(reasons))
+            refused = raw.where(np.isin(np.arange(raw.stored), list(reasons)))
+            for table in refused.parts() if reasons else ():
+                yield [_quarantined(raw, row, next(numbers), reasons) for row in table.to_pylist()]
 
 
-def _quarantined(raw: StoredRows, row: Mapping[str, Any], number: int, reasons: Sequence[str]) -> RowFinding:
+def _quarantined(
+    raw: StoredRows, row: Mapping[str, Any], number: int, reasons: Mapping[int, Sequence[str]]
+) -> RowFinding:
+    first, *more = reasons[number]
     text = json.dumps(row, ensure_ascii=False, default=str)
-    return RowFinding("", raw.kind, reasons[0], **raw.origin(number), id=str(row["id"]), row=text, more=reasons[1:])
+    return RowFinding("", raw.kind, first, **raw.origin(number), id=str(row["id"]), row=text, more=more)
 
 
 def read_raw(raw: Path) -> RawData:
@@ -207,32 +214,33 @@ def validate(raw: RawData, suites: Suites, folder: Path) -> Validated:
     Args:
         folder: Holds the texts of the columns while the result is used.
     """
-    result = Validated(raw, refused_rows=count_refused(raw.refused), checkpoints=Checkpoints(suites))
-    filled = {kind: rows for kind, rows in raw.rows.items() if rows.num_rows}
+    result = Validated(raw, Checkpoints(suites), refused_rows=count_refused(raw.refused))
     derivable: dict[str, set[str]] = {kind: set() for kind in raw.derived}
     if "prompts" in derivable:
         derivable["prompts"].update(raw.prompt_only)
-    with progress(sum(rows.num_rows for rows in filled.values()), "checking rows") as bar:
+    with progress(sum(rows.num_rows for rows in raw.rows.values()), "checking rows") as bar:
         for kind, rows in raw.rows.items():
             result.raw_rows[kind] = rows.num_rows + result.refused_rows[kind]
-            verdicts: Verdicts = {}
-            if kind in filled:
-                frame, hashes = read_columns(kind, _advancing(rows, bar), folder / f"{kind}.arrow")
-                if kind == "preferences":
-                    result.agreement = label_agreement(hashes, frame["margin"].array.tolist())
-                result.frames[kind] = frame
-                verdicts = _ask(result, kind, ROWS)
-                copied = copies(hashes.column("content"), result.passing(kind, verdicts))
-                ids = frame["id"].array
-                copied_from = {row: f"a copy of {ids[other]}" for row, other in copied.items()}
-                frame[NOT_DUPLICATE] = found_column(len(frame), copied_from)
-                if kind in raw.derived:
-                    own = np.arange(len(frame)) < raw.of_files.get(kind, 0)
-                    lost = np.flatnonzero(~(own | frame["id"].isin(derivable.pop(kind)).to_numpy()))
-                    frame[SOURCE_PASSED] = found_column(len(frame), dict.fromkeys(lost.tolist(), NOT_DERIVED))
-                verdicts |= _ask(result, kind, COPIES)
-                _derive_ids(rows, result.passing(kind, verdicts), derivable)
-            _take_verdicts(result, kind, verdicts)
+            result.clean[kind], result.reasons[kind] = rows, {}
+            result.failed_checks[kind], result.warned_checks[kind] = Counter(), Counter()
+            if not rows.num_rows:
+                continue
+            frame, hashes = read_columns(kind, _advancing(rows, bar), folder / f"{kind}.arrow")
+            if kind == "preferences":
+                result.agreement = label_agreement(hashes, frame["margin"].array.tolist())
+            result.frames[kind] = frame
+            verdicts = result.ask(kind, ROWS)
+            copied = copies(hashes.column("content"), result.passing(kind, verdicts))
+            ids = frame["id"].array
+            copied_from = {row: f"a copy of {ids[other]}" for row, other in copied.items()}
+            frame[NOT_DUPLICATE] = found_column(len(frame), copied_from)
+            if kind in raw.derived:
+                own = np.arange(len(frame)) < raw.of_files.get(kind, 0)
+                lost = np.flatnonzero(~(own | frame["id"].isin(derivable.pop(kind)).to_numpy()))
+                frame[SOURCE_PASSED] = found_column(len(frame), dict.fromkeys(lost.tolist(), NOT_DERIVED))
+            verdicts |= result.ask(kind, COPIES)
+            _derive_ids(rows, result.passing(kind, verdicts), derivable)
+            result.take(kind, verdicts)
     return result
 
 
@@ -241,16 +249,6 @@ def found_column(rows: int, findings: Mapping[int, str]) -> pd.Series:
     values = np.full(rows, None, dtype=object)
     values[list(findings)] = list(findings.values())
     return pd.Series(values, dtype="str")
-
-
-def _ask(result: Validated, kind: str, part: str) -> Verdicts:
-    checkpoints, frame, raw = result.checkpoints, result.frames[kind], result.raw.rows[kind]
-    assert checkpoints is not None
-
-    def where(row: int) -> str:
-        return RowFinding("", kind, "", **raw.origin(row), id=str(frame["id"].iat[row])).where
-
-    return checkpoints.run(kind, frame, part, where)
 
 
 def _advancing(rows: StoredRows, bar: Progress) -> Iterator[pa.Table]:
@@ -278,31 +276,3 @@ def _with_places(rows: StoredRows) -> Iterator[list[dict[str, Any]]]:
             origin = rows.origin(next(numbers))
             row |= {"path": origin["source"], "position": origin["position"]}
         yield part
-
-
-def _take_verdicts(result: Validated, kind: str, verdicts: Verdicts) -> None:
-    """Quarantine the rows of a kind that break rules which do more than warn, with their reasons."""
-    result.verdicts[kind] = verdicts
-    reasons = result.take(kind, verdicts)
-    result.reasons[kind] = {row: [rule.reason for rule in rules] for row, rules in reasons.items()}
-    result.left_out[kind] = sum(not any(rule.is_fault for rule in rules) for rules in reasons.values())
-    rows = result.raw.rows[kind]
-    result.clean[kind] = rows.where(~np.isin(np.arange(rows.stored), list(reasons)))
-
-
-def take_set_verdicts(result: Validated, kind: str, reasons_of_rules: Mapping[str, Mapping[int, str]]) -> None:
-    """Ask the expectations about the whole set, and quarantine the clean rows of a kind that these refuse.
-
-    Args:
-        reasons_of_rules: By rule and number of a raw row, what was found: the reason that the quarantine states.
-    """
-    verdicts = {rule: verdict for rule, verdict in _ask(result, kind, SET).items() if rule.name in reasons_of_rules}
-    reasons = result.take(kind, verdicts)
-    for rule in verdicts:
-        counts = result.warned_checks if rule.severity == "warn" else result.failed_checks
-        counts[kind].setdefault(rule.name, 0)
-    for row, rules in reasons.items():
-        result.reasons[kind][row] = [reasons_of_rules[rule.name][row] for rule in rules]
-    result.left_out[kind] += len(reasons)
-    clean = result.clean[kind]
-    result.clean[kind] = clean.where(~np.isin(clean.numbers, list(reasons)))

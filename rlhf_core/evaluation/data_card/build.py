@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from rlhf_core.config.data import AUTOMATIC_ROWS, RULES, NearDuplicatesConfig, ValidateConfig
 from rlhf_core.data.dataset import KindStatistics, balance
@@ -22,9 +20,9 @@ from rlhf_core.data.safe_text import excerpt, shortened
 from rlhf_core.data.schema import CONTENT_FIELDS
 from rlhf_core.data.validation.check_set import SetFindings
 from rlhf_core.data.validation.stored_rows import CountedTokens
-from rlhf_core.data.validation.suites import NOT_DERIVED, SOURCE_PASSED
+from rlhf_core.data.validation.suites import NOT_DERIVED, SOURCE_PASSED, Suites
 from rlhf_core.data.validation.tables import Validated
-from rlhf_core.evaluation.data_card.card import CardSection, CardTable, DataCard, Histogram, safe_card
+from rlhf_core.evaluation.data_card.card import CardSection, CardTable, DataCard, Histogram
 
 Lengths = Mapping[str, Mapping[str, npt.ArrayLike]]
 
@@ -66,64 +64,34 @@ def _token_notes(tokens: CountedTokens) -> Iterator[str]:
 
 
 EXAMPLES_OF_A_RULE = 3
+# A finding, how its row begins, what it resembles, and how that begins: empty where it is none of the data.
+Example = tuple[RowFinding, str, str, str]
 
 
-@dataclass(frozen=True)
-class SimilarRows:
-    """A row that breaks a rule, and what it resembles.
-
-    Attributes:
-        text: How the row begins.
-        other: What it resembles: another row by file and line, one of an evaluation file, or what the rule expects.
-        other_text: How the other row begins; empty where it is none of the data.
-    """
-
-    finding: RowFinding
-    text: str
-    other: str
-    other_text: str
-
-
-def similar_rows(findings: Sequence[RowFinding], validated: Validated) -> list[SimilarRows]:
+def examples_of(findings: Sequence[RowFinding], validated: Validated) -> list[Example]:
     """Return the first findings of each rule with the places and texts of both rows."""
     listed: Counter[str] = Counter()
-    examples = []
+    chosen = []
     for finding in findings:
         if listed[finding.rule] < EXAMPLES_OF_A_RULE:
-            examples.append(finding)
+            chosen.append(finding)
         listed[finding.rule] += 1
-    rows = _texts_of({row_id for finding in examples for row_id in (finding.id, finding.other)}, validated)
-    similar = []
-    for finding in examples:
-        _, text = rows.get(finding.id, ("", ""))
-        similar.append(SimilarRows(finding, text, *rows.get(finding.other, (finding.other, ""))))
-    return similar
-
-
-def similar_section(similar: Sequence[SimilarRows]) -> list[CardSection]:
-    """Return the section that quotes the beginnings of similar rows, if there are any."""
-    rows = [(pair.finding.where, pair.text, pair.other, pair.other_text) for pair in similar if pair.other_text]
-    if not rows:
-        return []
-    table = CardTable(("row", "begins", "similar to", "begins"), rows)
-    return [CardSection("Similar rows", ["The beginnings of the examples above."], [table], quotes_rows=True)]
+    rows = _texts_of({row_id for finding in chosen for row_id in (finding.id, finding.other)}, validated)
+    return [(found, rows.get(found.id, ("", ""))[1], *rows.get(found.other, (found.other, ""))) for found in chosen]
 
 
 def _texts_of(ids: Collection[str], validated: Validated) -> dict[str, tuple[str, str]]:
     """Return the place and the beginning of every row with one of these ids; of copies the first."""
     rows: dict[str, tuple[str, str]] = {}
-    wanted = pa.array(sorted(ids), pa.string())
-    for kind, stored in validated.raw.rows.items() if ids else ():
-        parts = [pc.is_in(part.column("id"), value_set=wanted).to_numpy() for part in stored.parts(["id"])]
-        if not any(part.any() for part in parts):
-            continue
-        chosen = stored.where(np.concatenate(parts))
-        contents = (row for part in chosen.parts(["id", *CONTENT_FIELDS[kind]]) for row in part.to_pylist())
-        for number, row in zip(chosen.numbers, contents, strict=True):
-            texts = [turn["content"] for turn in row.get("prompt") or () if turn["role"] != "system"]
-            texts += [row[name] for name in CONTENT_FIELDS[kind] if name != "prompt"]
-            origin = RowFinding("", kind, "", **stored.origin(number), id=row["id"]).where
-            rows.setdefault(row["id"], (origin, excerpt("\n".join(texts))))
+    for kind, frame in validated.frames.items() if ids else ():
+        chosen = validated.raw.rows[kind].where(frame["id"].isin(ids).to_numpy(bool))
+        numbers = iter(chosen.numbers.tolist())
+        for part in chosen.parts(["id", *CONTENT_FIELDS[kind]]) if chosen.num_rows else ():
+            for row in part.to_pylist():
+                texts = [turn["content"] for turn in row.get("prompt") or () if turn["role"] != "system"]
+                texts += [row[name] for name in CONTENT_FIELDS[kind] if name != "prompt"]
+                origin = RowFinding("", kind, "", **chosen.origin(next(numbers)), id=row["id"]).where
+                rows.setdefault(row["id"], (origin, excerpt("\n".join(texts))))
     return rows
 
 
@@ -183,7 +151,6 @@ class CardSources:
     manifest: Mapping[str, Any]
     validated: Validated
     set_findings: SetFindings
-    findings: Sequence[RowFinding]
     metrics: Mapping[str, Any]
     statistics: Mapping[str, KindStatistics]
     failed: Sequence[str]
@@ -192,24 +159,22 @@ class CardSources:
 
 def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
     """Return the card; its text depends on the data and the parameters alone."""
-    verdict = f"The data gate failed: {', '.join(sources.failed)}" if sources.failed else "The data passed its gate"
-    similar = similar_rows(sources.findings, sources.validated)
+    examples = examples_of(sources.set_findings.breaches, sources.validated)
+    quoted = [(found.where, text, other, other_text) for found, text, other, other_text in examples if other_text]
+    similar = CardTable(("row", "begins", "similar to", "begins"), quoted)
     kinds = [kind for kind in sources.validated.clean if isinstance(sources.metrics.get(kind), Mapping)]
-    card = DataCard(
-        not sources.failed,
-        verdict,
-        [
-            source_section(sources.manifest),
-            _rows(sources.metrics, kinds),
-            length_section({kind: of.all_lengths() for kind, of in sources.statistics.items()}, sources.tokens),
-            _balance(sources),
-            rules_section(sources.metrics, kinds, sources.validated),
-            _leakage(sources, similar, config.near_duplicates),
-            *similar_section(similar),
-            refused_section(row for rows in sources.validated.quarantine() for row in rows),
-        ],
-    )
-    return safe_card(card)
+    verdict = f"The data gate failed: {', '.join(sources.failed)}" if sources.failed else "The data passed its gate"
+    sections = [
+        source_section(sources.manifest),
+        _rows(sources.metrics, kinds),
+        length_section({kind: of.all_lengths() for kind, of in sources.statistics.items()}, sources.tokens),
+        _balance(sources),
+        rules_section(sources.metrics, kinds, sources.validated.checkpoints.suites),
+        _leakage(sources, examples, config.near_duplicates),
+        CardSection("Similar rows", ["The beginnings of the examples above."], [similar], quotes_rows=True),
+        refused_section(row for rows in sources.validated.quarantine() for row in rows),
+    ]
+    return DataCard(not sources.failed, verdict, [part for part in sections if quoted or part.title != "Similar rows"])
 
 
 def source_section(manifest: Mapping[str, Any]) -> CardSection:
@@ -282,7 +247,7 @@ def _balance(sources: CardSources) -> CardSection:
     return CardSection("Balance", notes, tables)
 
 
-def rules_section(metrics: Mapping[str, Any], kinds: Sequence[str], validated: Validated) -> CardSection:
+def rules_section(metrics: Mapping[str, Any], kinds: Sequence[str], suites: Suites) -> CardSection:
     """Return how many rows of each kind break each rule, those of the project's suites first."""
     rows = []
     counted_rules = (name for kind in kinds for name in metrics[kind] if name.startswith(("failed_", "warned_")))
@@ -290,7 +255,7 @@ def rules_section(metrics: Mapping[str, Any], kinds: Sequence[str], validated: V
     for rule in (*RULES, *others):
         counts = [_count(metrics[kind], f"failed_{rule}", f"warned_{rule}") for kind in kinds]
         if any(count is not None for count in counts):
-            severities = dict.fromkeys(filter(None, (validated.severity(kind, rule) for kind in kinds)))
+            severities = dict.fromkeys(filter(None, (suites.severity(kind, rule) for kind in kinds)))
             rows.append((rule, ", ".join(severities), *counts))
     notes = [
         "Rows that break each rule. Refused rows are in the quarantine, rows that were warned about are not. "
@@ -299,43 +264,33 @@ def rules_section(metrics: Mapping[str, Any], kinds: Sequence[str], validated: V
     return CardSection("Rules", notes, [CardTable(("rule", "severity", *kinds), rows)] if rows else [])
 
 
-def _leakage(sources: CardSources, similar: Sequence[SimilarRows], config: NearDuplicatesConfig) -> CardSection:
-    notes, tables = [], []
+def _leakage(sources: CardSources, examples: Sequence[Example], config: NearDuplicatesConfig) -> CardSection:
+    found, notes = sources.set_findings, []
     rows = [
         (kind, *(_count(numbers, name) for name in ("test", "test_prefix_leaks", "test_first_turn_leaks")))
         for kind, numbers in sources.metrics.items()
         if isinstance(numbers, Mapping) and "test_prefix_leaks" in numbers
     ]
     header = ("kind", "test rows", "begin like a training prompt, or the reverse", "share their first turn with one")
-    tables.append(CardTable(header, rows))
-    if not any("near_duplicates_compared" in numbers for numbers in sources.set_findings.counts.values()):
+    tables = [CardTable(header, rows)]
+    if not any("near_duplicates_compared" in numbers for numbers in found.counts.values()):
         automatic = f", which is {config.search}: only sets of at most {AUTOMATIC_ROWS} rows of a kind are searched"
         notes.append(
             "Near duplicates were not searched for (validate.near_duplicates.search"
             f"{automatic if config.search == 'auto' else ''})."
         )
-    if sources.set_findings.evaluation:
+    if found.evaluation:
         files = [
             (file.source, file.prompts, file.refused, len(file.met), len(file.met) / max(file.prompts, 1))
-            for file in sources.set_findings.evaluation
+            for file in found.evaluation
         ]
         tables.append(CardTable(("evaluation file", "prompts", "unreadable", "met in training", "share"), files))
     else:
         notes.append("No evaluation files were given (validate.evaluation_files).")
-    examples = [
-        (
-            pair.finding.rule,
-            pair.finding.kind,
-            pair.finding.where,
-            pair.finding.reason,
-            pair.other,
-            pair.finding.similarity,
-        )
-        for pair in similar
-    ]
     if examples:
         notes.append("Examples are below; data/card/findings.parquet has all findings.")
-        tables.append(CardTable(("rule", "kind", "row", "finding", "other", "similarity"), examples))
+        listed = [(of.rule, of.kind, of.where, of.reason, other, of.similarity) for of, _, other, _ in examples]
+        tables.append(CardTable(("rule", "kind", "row", "finding", "other", "similarity"), listed))
     return CardSection("Leakage and near duplicates", notes, tables)
 
 

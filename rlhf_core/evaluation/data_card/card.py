@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +16,7 @@ from markupsafe import Markup, escape
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.safe_text import safe_text, shortened
 from rlhf_core.data.schema import write_table
-from rlhf_core.data.validation.check_set import FINDINGS_SCHEMA
-from rlhf_core.data.validation.stored_rows import findings_table
+from rlhf_core.data.validation.stored_rows import FINDINGS_SCHEMA, findings_table
 from rlhf_core.evaluation.figures import bar_chart, format_number
 from rlhf_core.storage.files import atomic_dir
 
@@ -71,6 +71,7 @@ class DataCard:
     sections: list[CardSection] = field(default_factory=list)
 
 
+LONGEST_CELL = 400
 BARS = "▁▂▃▄▅▆▇█"
 # Characters with a meaning in Markdown or HTML, as they are written to mean themselves.
 ESCAPED = str.maketrans(
@@ -100,7 +101,7 @@ def _section(section: CardSection) -> Iterator[str]:
 def _table(table: CardTable) -> str:
     rule = "".join("---:|" if numeric else "---|" for numeric in table.numeric)
     lines = [_line([_text(cell) for cell in table.header]), f"|{rule}"]
-    lines += [_line([_text(format_number(cell)) for cell in row]) for row in table.rows]
+    lines += [_line([_text(_shown(cell)) for cell in row]) for row in table.rows]
     return "\n".join(lines)
 
 
@@ -117,30 +118,19 @@ def _text(text: str) -> str:
     return " ".join(text.split()).translate(ESCAPED)
 
 
-LONGEST_CELL = 400
+def safe_card(part: Any) -> Any:
+    """Return the card, or a part of it, with every text of it safe to print and pass on."""
+    if isinstance(part, str):
+        return safe_text(part)
+    if isinstance(part, list | tuple):
+        return type(part)(map(safe_card, part))
+    if is_dataclass(part) and not isinstance(part, type):
+        return replace(part, **{name: safe_card(value) for name, value in vars(part).items()})
+    return part
 
 
-def safe_card(card: DataCard) -> DataCard:
-    """Return the card with every text of it safe to print and pass on."""
-    return replace(
-        card, verdict=safe_text(card.verdict), sections=[_safe_section(section) for section in card.sections]
-    )
-
-
-def _safe_section(section: CardSection) -> CardSection:
-    tables = [
-        CardTable(
-            tuple(safe_text(cell) for cell in table.header),
-            [tuple(_safe_cell(cell) if isinstance(cell, str) else cell for cell in row) for row in table.rows],
-        )
-        for table in section.tables
-    ]
-    histograms = [replace(histogram, title=safe_text(histogram.title)) for histogram in section.histograms]
-    return replace(section, notes=[safe_text(note) for note in section.notes], tables=tables, histograms=histograms)
-
-
-def _safe_cell(text: str) -> str:
-    return shortened(safe_text(text), LONGEST_CELL)
+def _shown(cell: str | float | int | None) -> str:
+    return shortened(format_number(cell), LONGEST_CELL)
 
 
 SHORT_TEXT, LONGEST_WORD = 40, 28
@@ -149,7 +139,7 @@ SHORT_TEXT, LONGEST_WORD = 40, 28
 def page(card: DataCard, title: str) -> str:
     """Return the page; every text is escaped."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = format_number
+    environment.filters["number"] = _shown
     environment.filters["bars"] = _bar_chart
     environment.filters["breakable"] = breakable
     environment.tests["long"] = is_long
@@ -164,7 +154,8 @@ def is_long(cell: str | float | int | None) -> bool:
 
 def breakable(text: str) -> Markup:
     """Return a text, escaped, with places to break a line at after the folders of a path and the parts of a name."""
-    return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[/_])", text))
+    parts = re.split(r"(?<=[/_])", shortened(text, LONGEST_CELL))
+    return Markup("<wbr>").join(map(escape, parts))
 
 
 def _bar_chart(histogram: Histogram) -> Markup:
@@ -177,6 +168,7 @@ FINDINGS_FILE = "findings.parquet"
 
 def write_card(folder: Path, card: DataCard, findings: Sequence[RowFinding]) -> None:
     """Write ``card.html``, ``card.md``, ``release.md`` (without texts of the data) and ``findings.parquet``."""
+    card = safe_card(card)
     with atomic_dir(folder) as target:
         (target / "card.html").write_text(page(card, TITLE), encoding="utf-8")
         (target / "card.md").write_text(markdown(card, TITLE, quotes=True), encoding="utf-8")

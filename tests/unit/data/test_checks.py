@@ -59,7 +59,9 @@ def test_ordinary_text_passes() -> None:
         "zero\u200bwidth",
         "👩\u200d💻",
     ]
-    assert failed(*(pair(chosen=text) for text in texts)) == [set()] * len(texts)
+    rows = [pair(chosen=text) for text in texts] + [pair(chosen="any margin", margin=-2.5)]
+    rows.append(pair(prompt=[{"role": "system", "content": ""}, user("an empty system")]))
+    assert failed(*rows) == [set()] * len(rows)
 
 
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [
@@ -93,6 +95,7 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"rejected": " \ufeff\u200d\u2060\n"}, "rejected_not_empty"),
     ({"chosen": "\u3164\u2800"}, "chosen_not_empty"),
     ({"prompt": [user("\u200b")]}, "prompt_not_empty"),
+    ({"prompt": [{"role": "system", "content": ""}, user(" ")]}, "prompt_not_empty"),
 ]
 
 
@@ -136,29 +139,16 @@ def test_duplicates_keep_the_first_and_roles_count() -> None:
 
 
 def test_a_pair_labelled_both_ways_is_refused_on_both_sides() -> None:
-    rows = [pair(), pair(chosen="bad", rejected="good"), pair(prompt=[user("other")], chosen="bad", rejected="good")]
-    assert failed(*rows) == [{"not_contradicted"}, {"not_contradicted"}, set()]
-    assert failed(pair(chosen="x", rejected="x")) == [{"replies_differ"}], "equal replies are no contradiction"
-
-
-def test_a_contradiction_may_differ_in_white_space() -> None:
-    rows = [pair(), pair(prompt=[user("hello ")], chosen=" bad", rejected="good\n"), pair(chosen="better")]
-    assert failed(*rows) == [{"not_contradicted"}, {"not_contradicted"}, set()]
-
-
-def test_a_contradiction_may_differ_in_invisible_characters() -> None:
-    rows = [pair(), pair(prompt=[user("\ufeffhello")], chosen="ba\u00add", rejected="good\u200d")]
-    assert failed(*rows) == [{"not_contradicted"}, {"not_contradicted"}]
-
-
-def test_an_empty_system_turn_is_no_reason_to_refuse() -> None:
-    empty = {"role": "system", "content": ""}
-    assert failed(pair(prompt=[empty, user("hello")])) == [set()]
-    assert failed(pair(prompt=[empty, user(" ")])) == [{"prompt_not_empty"}]
-
-
-def test_margin_may_be_missing_or_any_finite_number() -> None:
-    assert failed(pair(), pair(margin=-2.5, chosen="better")) == [set(), set()]
+    rows = [
+        *[pair(), pair(chosen="bad", rejected="good"), pair(chosen="better")],
+        *[pair(prompt=[user("other")], chosen="bad", rejected="good"), pair(chosen="x", rejected="x")],
+        # It may differ in white space and in invisible characters.
+        *[pair(prompt=[user("w")]), pair(prompt=[user("w ")], chosen=" bad", rejected="good\n")],
+        *[pair(prompt=[user("i")]), pair(prompt=[user("\ufeffi")], chosen="ba\u00add", rejected="good\u200d")],
+    ]
+    both = {"not_contradicted"}
+    equal = {"replies_differ"}  # which are no contradiction
+    assert failed(*rows) == [both, both, set(), set(), equal, both, both, both, both]
 
 
 ROLES = [

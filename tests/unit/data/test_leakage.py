@@ -91,7 +91,7 @@ def test_prompts_that_are_worded_nearly_alike() -> None:
             row("preferences", 3, "train", f"{LONG} tomorrow?", user=PairUser.JUDGE),
         ]
     )
-    found = similar_prompts(rows, CONFIG)
+    found = list(similar_prompts(rows, CONFIG))
     # Both resemble the test prompt. The judge's are held out from the reward model's, so row 0 resembles row 3 too.
     assert [(b.number, b.reason.rpartition(" of ")[2]) for b in found] == [
         (0, "split test"),
@@ -106,11 +106,11 @@ def test_equal_prompts_of_one_group_are_no_matter_of_similarity() -> None:
         preferences=[row("preferences", i, "train", f"{LONG}?") for i in range(3)],
         prompts=[row("prompts", 9, "train", f"{LONG}?")],
     )
-    assert similar_prompts(rows, CONFIG) == []
+    assert not list(similar_prompts(rows, CONFIG))
 
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_no_more_prompts_are_compared_than_max_rows(limit: int) -> None:
     rows = set_of(prompts=[row("prompts", 0, "test", f"{LONG}?"), row("prompts", 1, "train", f"{LONG} now?")])
-    found = similar_prompts(rows, CONFIG.model_copy(update={"max_rows": limit}))
+    found = list(similar_prompts(rows, CONFIG.model_copy(update={"max_rows": limit})))
     assert len(found) == limit - 1

@@ -12,7 +12,7 @@ from validation_rows import make_row, suites_of
 
 from rlhf_core.config.data import NearDuplicatesConfig, ValidateConfig
 from rlhf_core.data.validation import similar_rows as minhash
-from rlhf_core.data.validation.check_set import SetFindings, apply_set_rules, check_set, named_findings
+from rlhf_core.data.validation.check_set import SetFindings, apply_set_rules, check_set
 from rlhf_core.data.validation.similar_rows import CROWDED, SimilarTexts, shingle_hashes
 from rlhf_core.data.validation.tables import RawData, Validated, validate
 
@@ -86,7 +86,7 @@ def found(**settings: object) -> tuple[Validated, SetFindings]:
     with TemporaryDirectory() as folder:
         validated = validate(raw, suites, Path(folder))
         findings = check_set(validated.clean, ValidateConfig.model_validate(settings), suites)
-        apply_set_rules(validated, findings.checked, named_findings(findings.breaches, validated, suites))
+        apply_set_rules(validated, findings)
     return validated, findings
 
 

@@ -23,7 +23,7 @@ from rlhf_core.data.lengths import character_lengths
 from rlhf_core.data.row_counts import READABLE, RowFinding
 from rlhf_core.data.safe_text import EXCERPT
 from rlhf_core.data.schema import arrow_schema, write_table
-from rlhf_core.data.validation.check_set import SetFindings, apply_set_rules, check_set, named_findings
+from rlhf_core.data.validation.check_set import SetFindings, apply_set_rules, check_set
 from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, count_tokens, findings_table
 from rlhf_core.data.validation.suites import NOT_DERIVED, Checkpoints
 from rlhf_core.data.validation.tables import RawData, Validated, validate
@@ -94,19 +94,13 @@ def written(folder: Path) -> tuple[str, str, str]:
     with TemporaryDirectory() as columns:
         validated = validate(raw, suites, Path(columns))
         findings = check_set(validated.clean, config, suites)
-        named = named_findings(findings.breaches, validated, suites)
-        apply_set_rules(validated, findings.checked, named)
+        apply_set_rules(validated, findings)
     statistics = write_clean(folder / "clean", validated.clean, 1, config.split)
     findings.counts["preferences"] |= validated.agreement
     metrics = data_metrics(validated, statistics, findings.counts)
     manifest = {"source": "files", "kinds": KINDS}
-    write_card(
-        folder,
-        build_card(
-            CardSources(manifest, validated, findings, named, metrics, statistics, ["preferences.clean"]), config
-        ),
-        named,
-    )
+    sources = CardSources(manifest, validated, findings, metrics, statistics, ["preferences.clean"])
+    write_card(folder, build_card(sources, config), findings.breaches)
     return tuple((folder / name).read_text() for name in ("card.md", "card.html", "release.md"))  # type: ignore[return-value]
 
 
@@ -138,10 +132,9 @@ def test_what_the_card_says(tmp_path: Path) -> None:
 
 
 def test_rows_whose_source_was_refused_are_listed_with_the_rules() -> None:
-    checkpoints = Checkpoints(suites_of(["demonstrations"], rules={"turns": "warn"}))
-    validated = Validated(RawData({}, Path("none")), checkpoints=checkpoints)
+    suites = suites_of(["demonstrations"], rules={"turns": "warn"})
     metrics = {"demonstrations": {"failed_source_passed": 2.0, "warned_turns": 1.0}}
-    (table,) = rules_section(metrics, ["demonstrations"], validated).tables
+    (table,) = rules_section(metrics, ["demonstrations"], suites).tables
     assert table.rows == [("turns", "warn", 1), ("source_passed", "refuse", 2)]
 
 
@@ -159,9 +152,9 @@ def test_one_of_a_thing_is_counted_as_one(tmp_path: Path, count: int, said: str)
     numbers = {"repeated_pairs": float(count), "contradicted_pairs": float(count), "label_agreement": 0.5}
     files = [{"source": "x", "format": "standard", "dropped": {"a tie": count}}]
     manifest = {"kinds": {"preferences": {"files": files}}}
-    validated = Validated(RawData({}, tmp_path / "none"))
+    validated = Validated(RawData({}, tmp_path / "none"), Checkpoints(suites_of()))
     card = build_card(
-        CardSources(manifest, validated, SetFindings(), [], {"preferences": numbers}, {}, []), ValidateConfig()
+        CardSources(manifest, validated, SetFindings(), {"preferences": numbers}, {}, []), ValidateConfig()
     )
     notes = "\n".join(note for section in card.sections for note in section.notes)
     assert said in notes

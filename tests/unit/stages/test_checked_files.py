@@ -111,23 +111,19 @@ def test_where_every_row_is_refused_there_are_no_lengths(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_lines_are_listed_up_to_a_number(tmp_path: Path) -> None:
-    checked = check(tmp_path, write(tmp_path, [*rows(60), *rows(10)]))
-    text = as_text(checked, width=200)
-    assert "10  the same texts as an earlier row (at lines 61, 62, 63, 64, 65, 66, 67, 68 and 2 more)" in text
-
-
-@pytest.mark.slow
 def test_several_files_of_several_kinds(tmp_path: Path) -> None:
     demonstrations = [{"prompt": row["prompt"], "reply": row["chosen"]} for row in rows(80)]
     tied = rows(81)[80] | {"score_chosen": 1, "score_rejected": 1}
-    checked = check(tmp_path, write(tmp_path, [*rows(80), tied]), write(tmp_path, demonstrations, "demos.jsonl"))
+    listed = [*rows(80), tied, *rows(10)]
+    checked = check(tmp_path, write(tmp_path, listed), write(tmp_path, demonstrations, "demos.jsonl"))
     assert [(file.source, file.kind, file.kept) for file in checked.files] == [
         ("pairs.jsonl", "preferences", 80),
         ("demos.jsonl", "demonstrations", 80),
     ]
     assert checked.files[0].dropped == {"both replies have the same score": 1}
     assert list(checked.derived) == ["prompts", "pretrain"]
+    where = "at lines 82, 83, 84, 85, 86, 87, 88, 89 and 2 more"
+    assert f"10  the same texts as an earlier row ({where})" in as_text(checked, width=200)
 
 
 @pytest.mark.slow
@@ -225,20 +221,6 @@ def test_tokens_are_counted_with_the_tokenizer_that_is_named(tmp_path: Path, mon
     assert list(value["tokens"]["preferences"]["prompt"]) == ["50", "90", "99", "100"], "the headings' order"
     wrong = CliRunner().invoke(app, ["data", "validate", file, "--tokenizer", "scratch"])
     assert "a tokenizer that is made from nothing is trained on the clean data" in str(wrong.exception)
-
-
-@pytest.mark.slow
-def test_paths_of_a_workspace_start_at_the_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    workspace = tmp_path / "run"
-    workspace.mkdir()
-    write(workspace, [{"prompt": "Question 1?"}], "eval.jsonl")
-    (workspace / "params.yaml").write_text("validate: {evaluation_files: [eval.jsonl]}\n")
-    monkeypatch.chdir(tmp_path)
-    file = write(tmp_path, rows(60))
-    done = CliRunner().invoke(app, ["data", "validate", file, "--workspace", "run", "--output", "out"])
-    assert done.exit_code == 0, done.exception
-    assert "eval.jsonl" in (tmp_path / "out/data/card/card.md").read_text()
-    assert "tokens" not in done.stdout
 
 
 @pytest.mark.slow

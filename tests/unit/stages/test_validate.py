@@ -10,12 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from validation_rows import SUITES, Rows, good_rows, make_row, run_validate
+from validation_rows import SUITES, Rows, good_rows, make_row, run_validate, suites_of
 
 from rlhf_core.config.data import ValidateConfig
 from rlhf_core.data.dataset import KindStatistics, data_metrics, split_parts
 from rlhf_core.data.row_counts import READABLE, RowFinding
 from rlhf_core.data.schema import ROW_TYPES, Preference, arrow_schema, read_rows, write_dicts
+from rlhf_core.data.validation.suites import Checkpoints
 from rlhf_core.data.validation.tables import RawData, Validated
 from rlhf_core.errors import EXIT_GATE_FAILED, DataError, GateFailed
 from rlhf_core.gates import decide
@@ -125,8 +126,10 @@ def test_gate_conditions(changes: Rows, settings: dict[str, Any], failed: set[st
         statistics[kind].add(kind, table, split_parts(kind, table, config.seed, config.split))
     validated = Validated(
         RawData({}, Path("none")),
+        Checkpoints(suites_of()),
         raw_rows={kind: len(listed) for kind, listed in rows.items()},
         failed_checks={kind: Counter() for kind in rows},
+        warned_checks={kind: Counter() for kind in rows},
     )
     metrics = data_metrics(validated, statistics)
     decision = decide("data", validate.gate_conditions(config), metrics)
