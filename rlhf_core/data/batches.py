@@ -92,8 +92,7 @@ def token_budget_batches(
     if rest:
         _place_remainder(batches, rest, min_pairs, max_pairs)
     # A second stream (offset key) for the order of batches.
-    shuffled = np.random.Generator(np.random.Philox(key=[seed + (1 << 32), epoch])).permutation(len(batches))
-    return [batches[i] for i in shuffled]
+    return [batches[i] for i in epoch_order(len(batches), seed + (1 << 32), epoch)]
 
 
 def _fill(

@@ -166,44 +166,28 @@ class PromptBatches:
         order = epoch_order(len(prompts), self.seed, epoch)
         batches: list[list[int]] = []
         for start in range(0, len(order), WINDOW):
-            units = [unit for number in order[start : start + WINDOW] for unit in self._units(prompts[number])]
-            batches += self._fill(sorted(units, key=lambda unit: -unit.width))
+            units: list[_Unit] = []
+            for number in order[start : start + WINDOW]:  # the pairs of one prompt are cut where they exceed a batch
+                longest_first = sorted(prompts[number], key=lambda row: -self.widths[row])
+                pairs = [_Unit([row], {*self.sequences[row]}, self.widths[row]) for row in longest_first]
+                units += self._packed(pairs)
+            batches += [unit.rows for unit in self._packed(sorted(units, key=lambda unit: -unit.width))]
         # A second stream (offset key) for the order of batches.
-        shuffled = np.random.Generator(np.random.Philox(key=[self.seed + (1 << 32), epoch])).permutation(len(batches))
-        return [batches[number] for number in shuffled]
+        return [batches[number] for number in epoch_order(len(batches), self.seed + (1 << 32), epoch)]
 
-    def _units(self, rows: Sequence[int]) -> Iterator[_Unit]:
-        """Cut the pairs of one prompt where they exceed a batch."""
-        unit = _Unit([], set(), 0)
-        for row in sorted(rows, key=lambda row: -self.widths[row]):
-            added = _Unit([row], set(self.sequences[row]), self.widths[row])
-            if unit.rows and not self._fits(unit, added):
-                yield unit
-                unit = added
-            else:
-                unit = _joined(unit, added)
-        yield unit
-
-    def _fill(self, units: Sequence[_Unit]) -> Iterator[list[int]]:
-        batch = units[0]
+    def _packed(self, units: Sequence[_Unit]) -> Iterator[_Unit]:
+        """Join neighbours as long as they fit a batch."""
+        packed = units[0]
         for unit in units[1:]:
-            if self._fits(batch, unit):
-                batch = _joined(batch, unit)
+            rows, sequences = packed.rows + unit.rows, packed.sequences | unit.sequences
+            both = _Unit(rows, sequences, max(packed.width, unit.width))
+            within = len(rows) <= self.limits.max_pairs and len(sequences) * both.width <= self.limits.token_budget
+            if within or len(packed.rows) < self.limits.min_pairs:
+                packed = both
             else:
-                yield batch.rows
-                batch = unit
-        yield batch.rows
-
-    def _fits(self, first: _Unit, second: _Unit) -> bool:
-        both = _joined(first, second)
-        if len(first.rows) < self.limits.min_pairs:
-            return True
-        tokens = len(both.sequences) * both.width
-        return len(both.rows) <= self.limits.max_pairs and tokens <= self.limits.token_budget
-
-
-def _joined(first: _Unit, second: _Unit) -> _Unit:
-    return _Unit(first.rows + second.rows, first.sequences | second.sequences, max(first.width, second.width))
+                yield packed
+                packed = unit
+        yield packed
 
 
 # Attention takes the square of a row: with more replies it would cost more than the copies of the prompt it saves.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +20,7 @@ DAY = 86_400
 
 @dataclass(frozen=True)
 class UnneededEntry:
-    """A folder of the cache that may go.
-
-    Attributes:
-        folder: The entry, or what a killed process left of one.
-        reason: Why it is not needed.
-        size: Its bytes.
-    """
+    """A folder of the cache that may go, or what a killed process left of one: why it is not needed, and its bytes."""
 
     folder: Path
     reason: str
@@ -36,10 +29,29 @@ class UnneededEntry:
 
 def unneeded_entries(workspace: Path) -> list[UnneededEntry]:
     """List what may go of the token cache of ``workspace``, by name."""
-    return [
-        UnneededEntry(folder, reason, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
-        for folder, reason in _unneeded(workspace / TOKENS)
-    ]
+    unneeded = []
+    digests: dict[str, str] = {}
+    for folder in sorted(path for path in (workspace / TOKENS).glob("*") if path.is_dir()):
+        reason = _reason_to_go(folder, digests)
+        if reason:
+            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            unneeded.append(UnneededEntry(folder, reason, size))
+    return unneeded
+
+
+def _reason_to_go(folder: Path, digests: dict[str, str]) -> str:
+    if folder.name.startswith("."):
+        return "unfinished"
+    try:
+        record = read_json(folder / RECORD)
+        path, data, read = record["path"], record["made_of"]["data"], (folder / RECORD).stat().st_mtime
+    except (DataError, OSError, KeyError, TypeError):
+        return "damaged"
+    if path not in digests:
+        digests[path] = sha256_file(Path(path)) if Path(path).is_file() else ""
+    if digests[path] != data:
+        return f"{Path(path).name} is other data now" if digests[path] else f"{path} is gone"
+    return f"not read for {UNREAD_DAYS} days" if time.time() - read > UNREAD_DAYS * DAY else ""
 
 
 def remove_entries(entries: list[UnneededEntry]) -> None:
@@ -51,23 +63,3 @@ def remove_entries(entries: list[UnneededEntry]) -> None:
             if lock.try_acquire():
                 shutil.rmtree(entry.folder, ignore_errors=True)
                 path.unlink(missing_ok=True)
-
-
-def _unneeded(cache: Path) -> Iterator[tuple[Path, str]]:
-    digests: dict[str, str] = {}
-    for folder in sorted(path for path in cache.glob("*") if path.is_dir()) if cache.is_dir() else []:
-        if folder.name.startswith("."):
-            yield folder, "unfinished"
-            continue
-        try:
-            record = read_json(folder / RECORD)
-            path, data, read = record["path"], record["made_of"]["data"], (folder / RECORD).stat().st_mtime
-        except (DataError, OSError, KeyError, TypeError):
-            yield folder, "damaged"
-            continue
-        if path not in digests:
-            digests[path] = sha256_file(Path(path)) if Path(path).is_file() else ""
-        if digests[path] != data:
-            yield folder, f"{Path(path).name} is other data now" if digests[path] else f"{path} is gone"
-        elif time.time() - read > UNREAD_DAYS * DAY:
-            yield folder, f"not read for {UNREAD_DAYS} days"

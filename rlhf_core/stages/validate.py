@@ -20,7 +20,7 @@ from rlhf_core.data.dataset import (
     write_readme,
 )
 from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.data.validation.check_set import apply_set_rules, check_set
+from rlhf_core.data.validation.set_rules import apply_set_rules, check_set
 from rlhf_core.data.validation.stored_rows import count_tokens, write_quarantine
 from rlhf_core.data.validation.suites import FOLDER, read_suites
 from rlhf_core.data.validation.tables import Validated, read_raw, validate

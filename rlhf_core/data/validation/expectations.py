@@ -77,33 +77,15 @@ def _visible(column: pd.Series) -> Flags:
     return passed
 
 
-def _finite(column: pd.Series) -> Flags:
-    values = _arrow(column)
-    return ~_numpy(pc.invert(pc.is_finite(values)))
-
-
-def _complete(columns: pd.DataFrame) -> Flags:
-    passed = np.ones(len(columns), dtype=bool)
-    for name in columns:
-        passed &= columns[name].notna().to_numpy()
-    return passed
-
-
 def _replies_differ(columns: pd.DataFrame) -> Flags:
-    first, second = (_texts(_arrow(columns[name])) for name in columns)
-    return np.fromiter((comparable(a) != comparable(b) for a, b in zip(first, second, strict=True)), bool, len(columns))
+    texts = zip(*(_texts(_arrow(columns[name])) for name in columns), strict=True)
+    return np.fromiter((comparable(first) != comparable(second) for first, second in texts), bool, len(columns))
 
 
 def _prompt_not_repeated(columns: pd.DataFrame) -> Flags:
     texts = zip(*(_texts(_arrow(columns[name])) for name in columns), strict=True)
-    return np.fromiter(
-        (
-            len(turn) < REPEATED_CHARS or not all(reply.startswith(turn) for reply in replies)
-            for turn, *replies in texts
-        ),
-        bool,
-        len(columns),
-    )
+    repeated = (len(turn) >= REPEATED_CHARS and all(r.startswith(turn) for r in replies) for turn, *replies in texts)
+    return ~np.fromiter(repeated, bool, len(columns))
 
 
 def _column_metric(name: str, test: Callable[[pd.Series], Flags]) -> str:
@@ -143,7 +125,9 @@ class ExpectColumnValuesToHaveVisibleText(ColumnMapExpectation):
 class ExpectColumnValuesToBeFinite(ColumnMapExpectation):
     """Expect that every number is finite."""
 
-    map_metric: ClassVar[str] = _column_metric("finite", _finite)
+    map_metric: ClassVar[str] = _column_metric(
+        "finite", lambda column: ~_numpy(pc.invert(pc.is_finite(_arrow(column))))
+    )
 
 
 class ExpectColumnValuesToHoldNoMojibake(ColumnMapExpectation):
@@ -173,7 +157,7 @@ class _RowExpectation(MulticolumnMapExpectation):
 class ExpectRowsToBeComplete(_RowExpectation):
     """Expect that none of the columns is null."""
 
-    map_metric: ClassVar[str] = _row_metric("complete", _complete)
+    map_metric: ClassVar[str] = _row_metric("complete", _in_all_columns(lambda column: column.notna().to_numpy()))
 
 
 class ExpectRepliesToDiffer(_RowExpectation):

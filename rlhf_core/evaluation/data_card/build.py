@@ -18,7 +18,7 @@ from rlhf_core.data.lengths import PERCENTILES, SEQUENCE, percentiles
 from rlhf_core.data.row_counts import ReasonCounts, RowFinding
 from rlhf_core.data.safe_text import excerpt, shortened
 from rlhf_core.data.schema import CONTENT_FIELDS
-from rlhf_core.data.validation.check_set import SetFindings
+from rlhf_core.data.validation.set_rules import SetFindings
 from rlhf_core.data.validation.stored_rows import CountedTokens
 from rlhf_core.data.validation.suites import NOT_DERIVED, SOURCE_PASSED, Suites
 from rlhf_core.data.validation.tables import Validated

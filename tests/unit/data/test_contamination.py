@@ -13,8 +13,7 @@ from rlhf_core.config import yaml_text
 from rlhf_core.config.data import NearDuplicatesConfig, ValidateConfig
 from rlhf_core.config.loading import check_params, rebase_sources
 from rlhf_core.data.collection.sources import read_sources
-from rlhf_core.data.validation.check_set import check_set
-from rlhf_core.data.validation.similar_rows import contamination
+from rlhf_core.data.validation.set_rules import check_set, contamination
 from rlhf_core.errors import DataError
 
 TIDES = "Please explain to me in simple terms how the tides of the sea are made by the moon and the sun together."

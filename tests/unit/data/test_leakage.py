@@ -13,7 +13,7 @@ from validation_rows import make_row
 from rlhf_core.config.data import NearDuplicatesConfig
 from rlhf_core.data.splits import PairUser
 from rlhf_core.data.validation.set_rows import beginning_hashes, prefix_leakage
-from rlhf_core.data.validation.similar_rows import similar_prompts
+from rlhf_core.data.validation.set_rules import similar_prompts
 
 CONFIG = NearDuplicatesConfig(search=True)
 

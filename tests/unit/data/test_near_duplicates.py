@@ -11,9 +11,15 @@ from memory_rows import memory_rows, origins_of
 from validation_rows import make_row, suites_of
 
 from rlhf_core.config.data import NearDuplicatesConfig, ValidateConfig
-from rlhf_core.data.validation import similar_rows as minhash
-from rlhf_core.data.validation.check_set import SetFindings, apply_set_rules, check_set
-from rlhf_core.data.validation.similar_rows import CROWDED, SimilarTexts, shingle_hashes
+from rlhf_core.data.validation import set_rules as minhash
+from rlhf_core.data.validation.set_rules import (
+    CROWDED,
+    SetFindings,
+    SimilarTexts,
+    apply_set_rules,
+    check_set,
+    shingle_hashes,
+)
 from rlhf_core.data.validation.tables import RawData, Validated, validate
 
 CONFIG = NearDuplicatesConfig(search=True, permutations=256)

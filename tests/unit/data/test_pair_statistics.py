@@ -14,8 +14,8 @@ from validation_rows import make_row, suites_of
 
 from rlhf_core.config.data import ValidateConfig
 from rlhf_core.data.dataset import balance, length_bias
-from rlhf_core.data.validation.check_set import check_set
 from rlhf_core.data.validation.columns import label_agreement, read_columns
+from rlhf_core.data.validation.set_rules import check_set
 from rlhf_core.errors import ConfigError
 
 

@@ -23,7 +23,7 @@ from rlhf_core.data.lengths import character_lengths
 from rlhf_core.data.row_counts import READABLE, RowFinding
 from rlhf_core.data.safe_text import EXCERPT
 from rlhf_core.data.schema import arrow_schema, write_table
-from rlhf_core.data.validation.check_set import SetFindings, apply_set_rules, check_set
+from rlhf_core.data.validation.set_rules import SetFindings, apply_set_rules, check_set
 from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, count_tokens, findings_table
 from rlhf_core.data.validation.suites import NOT_DERIVED, Checkpoints
 from rlhf_core.data.validation.tables import RawData, Validated, validate
