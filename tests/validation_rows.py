@@ -1,19 +1,19 @@
-"""Rows of all kinds for tests of stage validate, and a run of the stage over them."""
+"""Rows of all kinds for tests of stage validate, and runs of the stages collect and validate."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.data import ValidateConfig
+from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
 from rlhf_core.data.collection.rows import prompt_group
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts, write_table
 from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, findings_table
 from rlhf_core.data.validation.suites import Suites, read_suites
-from rlhf_core.stages import validate
+from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
 
@@ -64,6 +64,18 @@ def run_validate(
     write_table(raw / "refused.parquet", findings_table(refused, REFUSED_SCHEMA))
     kinds = {kind: {"derived_from": "others" if kind in derived else "", "files": []} for kind in rows}
     (raw / "manifest.json").write_text(json.dumps({"source": "files", "kinds": kinds}))
+    return validate_raw(workspace, expectations, **settings)
+
+
+def collect_files(workspace: Path, files: Mapping[str, Any] | FileSources, **settings: Any) -> dict[str, Any]:
+    """Run stage collect over files, and return its metrics."""
+    config = CollectConfig.model_validate({"source": "files", "files": files, **settings})
+    raw = Paths({"raw": workspace / "data/raw"})
+    return dict(collect.run(config, Paths({}), raw, RunContext(workspace / "work")))
+
+
+def validate_raw(workspace: Path, expectations: Path = SUITES, **settings: Any) -> tuple[dict[str, Any], Paths]:
+    """Run stage validate over what stage collect wrote, and return its metrics and outputs."""
     outputs = Paths({key: workspace / path for key, path in validate.STAGE.outputs.items()})
-    config, inputs = ValidateConfig(**settings), Paths({"raw": raw, "expectations": expectations})
-    return dict(validate.run(config, inputs, outputs, RunContext(workspace / "work"))), outputs
+    inputs = Paths({"raw": workspace / "data/raw", "expectations": expectations})
+    return dict(validate.run(ValidateConfig(**settings), inputs, outputs, RunContext(workspace / "work"))), outputs

@@ -9,14 +9,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
-from validation_rows import SUITES
+from validation_rows import collect_files, validate_raw
 
-from rlhf_core.config.data import CollectConfig, ValidateConfig
+from rlhf_core.config.data import CollectConfig
 from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
-from rlhf_core.stages import collect, validate
-from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import read_json
-from rlhf_core.training.run_context import RunContext
 
 KINDS = {"preferences": Preference, "demonstrations": Demonstration, "prompts": Prompt, "pretrain": PretrainText}
 
@@ -31,8 +28,7 @@ def pair(prompt: str, chosen: str, rejected: str = "no") -> dict[str, Any]:
 
 def collected(folder: Path, files: dict[str, Any], **more: Any) -> tuple[dict[str, list[Any]], dict[str, Any]]:
     """The rows of each kind, and what the manifest says of the kinds."""
-    config = CollectConfig.model_validate({"source": "files", "files": files, **more})
-    collect.run(config, Paths({}), Paths({"raw": folder / "data/raw"}), RunContext(folder / "work"))
+    collect_files(folder, files, **more)
     raw = folder / "data/raw"
     rows = {kind: list(read_rows(raw / kind / "data.parquet", cls)) for kind, cls in KINDS.items()}
     return rows, read_json(raw / "manifest.json")["kinds"]
@@ -96,9 +92,7 @@ def test_a_file_s_own_row_does_not_depend_on_a_pair(tmp_path: Path) -> None:
     write(tmp_path, "own.jsonl", [{"prompt": "Own?", "reply": "x"}, {"prompt": "Else?", "reply": "y"}])
     files = {"preferences": ["pairs.jsonl"], "demonstrations": ["own.jsonl"]}
     collected(tmp_path, files, also_derive=["demonstrations"])
-    outputs = Paths({key: tmp_path / path for key, path in validate.STAGE.outputs.items()})
-    inputs, context = Paths({"raw": tmp_path / "data/raw", "expectations": SUITES}), RunContext(tmp_path / "work")
-    metrics = validate.run(ValidateConfig(), inputs, outputs, context)
+    metrics, outputs = validate_raw(tmp_path)
     refused = [(row["kind"], row["position"]) for row in pq.read_table(outputs.quarantine).to_pylist()]
     # Of "Bad?" the pair, its reply, its prompt and its text; of "Own?" the pair alone.
     assert sorted(refused) == [

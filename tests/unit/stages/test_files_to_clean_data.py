@@ -11,13 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from validation_rows import SUITES
+from validation_rows import collect_files, validate_raw
 
-from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
 from rlhf_core.data.schema import ROW_TYPES, Preference, read_rows
-from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.training.run_context import RunContext
 
 DERIVED = "derived only from rows that were refused"
 
@@ -28,11 +25,8 @@ def run(workspace: Path, pairs: list[dict[str, Any]], **settings: Any) -> tuple[
 
 
 def validated(workspace: Path, file: str, **settings: Any) -> tuple[Mapping[str, Any], Paths]:
-    raw, context = Paths({"raw": workspace / "data/raw", "expectations": SUITES}), RunContext(workspace / "work")
-    config = CollectConfig(source="files", files=FileSources(preferences=(file,)))
-    collect.run(config, Paths({}), raw, context)
-    outputs = Paths({key: workspace / path for key, path in validate.STAGE.outputs.items()})
-    return validate.run(ValidateConfig(**settings), raw, outputs, context), outputs
+    collect_files(workspace, {"preferences": (file,)})
+    return validate_raw(workspace, **settings)
 
 
 def pair(number: int, chosen: str, rejected: str) -> dict[str, Any]:

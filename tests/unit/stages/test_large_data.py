@@ -13,13 +13,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from validation_rows import SUITES
+from validation_rows import collect_files, validate_raw
 
-from rlhf_core.config.data import CollectConfig, ValidateConfig
 from rlhf_core.data.schema import plain_table
-from rlhf_core.stages import collect, validate
-from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.training.run_context import RunContext
 
 # What the stages wrote when they held all rows at once: by case and file of rows, a hash of its values.
 RECORDED: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "large_data.json").read_text())
@@ -84,11 +80,8 @@ def run(case: str, workspace: Path) -> dict[str, str]:
     """Run both stages and return a hash of the values in each file."""
     write_sources(workspace)
     raw = workspace / "data/raw"
-    config = CollectConfig.model_validate({"source": "files", **CASES[case]})
-    context = RunContext(workspace / "work")
-    collect.run(config, Paths({}), Paths({"raw": raw}), context)
-    outputs = Paths({key: workspace / path for key, path in validate.STAGE.outputs.items()})
-    validate.run(ValidateConfig(max_quarantined=0.9), Paths({"raw": raw, "expectations": SUITES}), outputs, context)
+    collect_files(workspace, **CASES[case])
+    _, outputs = validate_raw(workspace, max_quarantined=0.9)
     folders = [raw, *(path for name, path in outputs.items() if name != "docs")]
     files = [file for path in folders for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     kept = [file for file in files if file.suffix in (".parquet", ".json")]

@@ -10,11 +10,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from validation_rows import SUITES
+from validation_rows import validate_raw
 
-from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
+from rlhf_core.config.data import CollectConfig, FileSources
 from rlhf_core.data.collection.raw_folder import fair_shares
-from rlhf_core.stages import collect, validate
+from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import read_json
 from rlhf_core.training.run_context import RunContext
@@ -106,11 +106,8 @@ def test_derived_kinds_come_from_the_rows_that_stay(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_gate_sees_the_share_of_the_rows_that_were_read(tmp_path: Path) -> None:
     """100 of 600 rows are refused: a sixth. A limit of 200 keeps that share instead of making it a third."""
-    _, raw = run(tmp_path, 200, a=[*pairs("a", 500), *[{"bad": i} for i in range(100)]])
-    outputs = Paths({key: tmp_path / path for key, path in validate.STAGE.outputs.items()})
-    metrics = validate.run(
-        ValidateConfig(), Paths({"raw": raw, "expectations": SUITES}), outputs, RunContext(tmp_path / "work")
-    )
+    run(tmp_path, 200, a=[*pairs("a", 500), *[{"bad": i} for i in range(100)]])
+    metrics, _ = validate_raw(tmp_path)
     numbers = metrics["preferences"]
     assert (numbers["clean"], numbers["quarantined"], numbers["cut"]) == (200, 100, 300)
     assert numbers["quarantined_share"] == pytest.approx(1 / 6)
@@ -120,8 +117,6 @@ def test_the_gate_sees_the_share_of_the_rows_that_were_read(tmp_path: Path) -> N
 def test_refusals_of_validation_count_for_the_cut_rows_too(tmp_path: Path) -> None:
     """Half of the kept rows fail: so would half of the cut ones, and with 100 refused of 600 that is 7 / 12."""
     rows = [pair | {"chosen": ""} if i % 2 else pair for i, pair in enumerate(pairs("a", 500))]
-    _, raw = run(tmp_path, 200, a=[*rows, *[{"bad": i} for i in range(100)]])
-    outputs = Paths({key: tmp_path / path for key, path in validate.STAGE.outputs.items()})
-    config = ValidateConfig(max_quarantined=0.99)
-    metrics = validate.run(config, Paths({"raw": raw, "expectations": SUITES}), outputs, RunContext(tmp_path / "work"))
+    run(tmp_path, 200, a=[*rows, *[{"bad": i} for i in range(100)]])
+    metrics, _ = validate_raw(tmp_path, max_quarantined=0.99)
     assert metrics["preferences"]["quarantined_share"] == pytest.approx((100 + 250) / 600)

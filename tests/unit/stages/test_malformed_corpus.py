@@ -10,14 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 from unit.data.malformed.case import RowsRead
 from unit.data.malformed.corpus import ODD_FILES
-from validation_rows import SUITES
+from validation_rows import collect_files, validate_raw
 
-from rlhf_core.config.data import CollectConfig, DataSource, FileSources, ValidateConfig
+from rlhf_core.config.data import DataSource, FileSources
 from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.stages import collect, validate
-from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import read_json
-from rlhf_core.training.run_context import RunContext
 
 pytestmark = pytest.mark.slow
 
@@ -33,10 +30,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources: dict[str, list[DataSource]] = {kind: [] for kind in ROW_TYPES}
     for odd in READ:
         sources[odd.kind].append(DataSource(path=odd.file, **odd.options))
-    raw, context = Paths({"raw": folder / "data/raw", "expectations": SUITES}), RunContext(folder / "work")
-    collect.run(CollectConfig(source="files", files=FileSources(**sources)), Paths({}), raw, context)
-    outputs = Paths({key: folder / path for key, path in validate.STAGE.outputs.items()})
-    validate.run(ValidateConfig(min_rows=1, max_quarantined=1), raw, outputs, context)
+    collect_files(folder, FileSources(**sources))
+    validate_raw(folder, min_rows=1, max_quarantined=1)
     return folder
 
 

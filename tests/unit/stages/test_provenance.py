@@ -9,11 +9,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from validation_rows import SUITES
+from validation_rows import validate_raw
 
-from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig, WorldConfig
+from rlhf_core.config.data import CollectConfig, FileSources, WorldConfig
 from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.stages import collect, validate
+from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import read_json
 from rlhf_core.training.run_context import RunContext
@@ -29,10 +29,7 @@ def write(path: Path, rows: list[Any]) -> None:
 
 
 def run(workspace: Path, config: CollectConfig) -> tuple[Path, Paths]:
-    raw, context = collected(workspace, config), RunContext(workspace / "work")
-    outputs = Paths({key: workspace / path for key, path in validate.STAGE.outputs.items()})
-    validate.run(ValidateConfig(), Paths({"raw": raw, "expectations": SUITES}), outputs, context)
-    return raw, outputs
+    return collected(workspace, config), validate_raw(workspace)[1]
 
 
 def collected(workspace: Path, config: CollectConfig) -> Path:

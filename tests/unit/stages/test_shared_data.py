@@ -8,14 +8,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from commands import SHARED_DATA
-from validation_rows import SUITES
+from validation_rows import collect_files, validate_raw
 
-from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
 from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.stages import collect, validate
-from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import read_json
-from rlhf_core.training.run_context import RunContext
 
 HH, EVAL = "hh_rlhf_harmless.sample.jsonl.gz", "alpaca_eval_pairs.conversational.jsonl.gz"
 EN, ZH = "llama_factory_dpo_en.json", "llama_factory_dpo_zh.json"
@@ -46,10 +42,8 @@ pytestmark = [
 def clean_counts(folder: Path, **files: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     """Run both stages over ``files``, by kind; return by kind how many rows were read or derived, and are clean."""
     sources = {kind: [str(SHARED_DATA / name) for name in names] for kind, names in files.items()}
-    raw, context = Paths({"raw": folder / "data/raw", "expectations": SUITES}), RunContext(folder / "work")
-    collect.run(CollectConfig(source="files", files=FileSources(**sources)), Paths({}), raw, context)
-    outputs = Paths({key: folder / path for key, path in validate.STAGE.outputs.items()})
-    metrics = validate.run(ValidateConfig(min_rows=30), raw, outputs, context)
+    collect_files(folder, sources)
+    metrics, outputs = validate_raw(folder, min_rows=30)
     quarantined = Counter(row["kind"] for row in pq.read_table(outputs.quarantine).to_pylist())
     counts = {kind: (int(metrics[kind]["raw"]), int(metrics[kind]["clean"])) for kind in ROW_TYPES}
     assert all(rows == clean + quarantined[kind] for kind, (rows, clean) in counts.items())
