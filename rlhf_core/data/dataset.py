@@ -127,31 +127,17 @@ class KindStatistics:
         self.rows += table.num_rows
         self.files.update({name: part.num_rows for name, part in parts.items()})
         for name, part in {ALL: table, **parts}.items():
-            self.groups.setdefault(name, []).append(group_hashes(part))
+            digests = [blake2b(g.encode(), digest_size=DIGEST_BYTES).digest() for g in part["group"].to_pylist()]
+            self.groups.setdefault(name, []).append(pa.array(digests, pa.binary(DIGEST_BYTES)))
         for name, values in character_lengths(kind, table).items():
             self.lengths.setdefault(name, []).append(values)
         self.categories.update(table.column("category").to_pylist())
         if "margin" in table.column_names:
             self.margin_known += table.num_rows - table.column("margin").null_count
 
-    def distinct_groups(self) -> int:
-        """How many groups the rows are of."""
-        return len(pc.unique(pa.chunked_array(self.groups.get(ALL, []), pa.binary(DIGEST_BYTES))))
-
     def all_lengths(self) -> dict[str, npt.NDArray[np.int32]]:
         """The characters of every row, by text column."""
         return {name: np.concatenate(parts) for name, parts in self.lengths.items()}
-
-    def length_metrics(self) -> Numbers:
-        """Mean characters of each text column, and how often the chosen reply is the longer one."""
-        if not self.rows:
-            return {}
-        lengths = self.all_lengths()
-        numbers = {f"mean_{name}_chars": int(values.sum()) / self.rows for name, values in lengths.items()}
-        if "chosen" in lengths:
-            numbers["chosen_longer_share"] = int((lengths["chosen"] > lengths["rejected"]).sum()) / self.rows
-            numbers["margin_known_share"] = 1.0 - (self.rows - self.margin_known) / self.rows
-        return numbers
 
 
 def length_bias(chosen: npt.ArrayLike, rejected: npt.ArrayLike) -> dict[str, float]:
@@ -180,12 +166,6 @@ def balance(counts: Mapping[str, int]) -> float | None:
     if len(counts) < 2:
         return None
     return float(stats.entropy(list(counts.values()))) / math.log(len(counts))
-
-
-def group_hashes(table: pa.Table) -> pa.Array:
-    """Return a 128-bit hash of the group of each row."""
-    digests = [blake2b(g.encode(), digest_size=DIGEST_BYTES).digest() for g in table.column("group").to_pylist()]
-    return pa.array(digests, pa.binary(DIGEST_BYTES))
 
 
 def group_overlap(groups: Mapping[str, Sequence[pa.Array]]) -> int:
@@ -230,7 +210,7 @@ def data_metrics(
             "clean": float(of_kind.rows),
             "quarantined": float(validated.quarantined_rows[kind]),
             "quarantined_share": validated.quarantined_share(kind),
-            "groups": float(of_kind.distinct_groups()),
+            "groups": float(len(pc.unique(pa.chunked_array(of_kind.groups.get(ALL, []), pa.binary(DIGEST_BYTES))))),
         }
         if validated.left_out[kind]:
             numbers["left_out"] = float(validated.left_out[kind])
@@ -238,7 +218,11 @@ def data_metrics(
             numbers["cut"] = float(validated.raw.cut[kind])
         for name in file_names(kind):
             numbers[rows_metric(name).partition(".")[2]] = float(of_kind.files[name])
-        numbers |= of_kind.length_metrics()
+        lengths = of_kind.all_lengths()
+        numbers |= {f"mean_{name}_chars": int(values.sum()) / of_kind.rows for name, values in lengths.items()}
+        if "chosen" in lengths:
+            numbers["chosen_longer_share"] = int((lengths["chosen"] > lengths["rejected"]).sum()) / of_kind.rows
+            numbers["margin_known_share"] = 1.0 - (of_kind.rows - of_kind.margin_known) / of_kind.rows
         numbers |= {f"failed_{check}": float(n) for check, n in sorted(validated.failed_checks[kind].items())}
         numbers |= {f"warned_{check}": float(n) for check, n in sorted(validated.warned_checks[kind].items())}
         metrics[kind] = numbers | (counts or {}).get(kind, {})

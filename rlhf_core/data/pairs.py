@@ -50,20 +50,6 @@ class TokenisedPair:
         return len(self.chosen) - len(self.rejected)
 
 
-def pair_rows(tokens: TokenTable, rows: npt.NDArray[np.int64]) -> TableRows[TokenisedPair]:
-    """The pairs of these row numbers of a table of preferences."""
-    prompts, chosen, rejected = (tokens.column(name) for name in ("prompt", "chosen", "rejected"))
-    categories = tokens.table.column(CATEGORY)
-
-    def pairs(numbers: npt.NDArray[np.int64]) -> list[TokenisedPair]:
-        return [
-            TokenisedPair(row, prompts[row], chosen[row], rejected[row], categories[row].as_py())
-            for row in numbers.tolist()
-        ]
-
-    return TableRows(rows, pairs)
-
-
 def usable_pairs(tokens: TokenTable, max_tokens: int) -> tuple[TableRows[TokenisedPair], dict[str, int]]:
     """Drop the pairs that training cannot use.
 
@@ -90,7 +76,13 @@ def usable_pairs(tokens: TokenTable, max_tokens: int) -> tuple[TableRows[Tokenis
         "identical": int(identical.sum()),
         "identical_if_cut": identical_if_cut,
     }
-    return pair_rows(tokens, np.flatnonzero(~identical & ~over_long)), dropped
+    categories = tokens.table.column(CATEGORY)
+
+    def pairs(rows: npt.NDArray[np.int64]) -> list[TokenisedPair]:
+        ids = ((row, prompt[row], chosen[row], rejected[row]) for row in rows.tolist())
+        return [TokenisedPair(*of_row, categories[of_row[0]].as_py()) for of_row in ids]
+
+    return TableRows(np.flatnonzero(~identical & ~over_long), pairs), dropped
 
 
 WINDOW = 16  # prompts whose batches are made together, longest first
