@@ -41,7 +41,7 @@ SCORE_COLUMNS = (
     ("chosen_avg_rating", "rejected_avg_rating"),
 )
 # Read in every format, for one kind of rows or another.
-LABELS = frozenset({"system", "source", "category", "margin"}.union(*SCORE_COLUMNS))
+LABELS = frozenset({"system", "source", "category", "margin", "preference_margin"}.union(*SCORE_COLUMNS))
 REPLY_LABELS = frozenset({"label", "kto_tag"})
 REPLY_NAMES = ("reply", "completion", "response", "output")
 # Texts beside a pair that are no part of its prompt.
