@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from itertools import takewhile
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Message
+from rlhf_core.data.template_process import EndlessTemplate, templates
 from rlhf_core.errors import DataError, ModelError, UnwritableText, first_line
-from rlhf_core.runtime.limited_call import TookTooLong, limited_time
 
 # A private-use plane of Unicode: characters that stand for special tokens inside contents.
 PLACEHOLDERS = range(0xF0000, 0xFFFFE)
@@ -119,11 +121,6 @@ REASONED = f"<think>\nLet me see.\n</think>\n\n{ANSWER}"
 SYSTEM_TURN, SEVERAL_TURNS, REASONING_BEFORE = "a system turn", "several turns", "reasoning in an earlier reply"
 EXCERPT = 60
 _LITERAL = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")
-# What code in a template may raise: its own refusals, and Python's errors of what it does with the turns.
-PYTHON_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError)
-TEMPLATE_ERRORS = (TemplateError, *PYTHON_ERRORS)
-# What a template may take and add for one dialogue, a thousand times what it needs: a foreign one may loop for some.
-RENDER_SECONDS, MOST_ADDED = 10.0, 2**20
 # The day that templates write which ask for today's (Llama 3.2): the one that Llama's own fall back to. With the
 # clock's, the same dialogue would be other tokens tomorrow, in a resumed run and beside results of today.
 TODAY = datetime(2024, 7, 26)
@@ -172,9 +169,14 @@ class ReplyFormat:
         """Whether only the template can tell how it writes ``reply``: see :func:`written_reply`."""
         return any(marker in reply for marker in self.markers)
 
-    def require_fit(self, messages: Sequence[Message]) -> None:
+    def require_fit(self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> None:
         """Raise ``UnwritableText`` for a prompt behind which the template writes no reply as it does behind others."""
-        kinds = self.unfit & self.kinds(messages) if self.unfit else ()
+        kinds = self.unfit & self.kinds(messages) if self.unfit else frozenset()
+        if not kinds:  # a turn may switch reasoning on or off, as /no_think does for some
+            turns = [message.content for message in messages if message.role != "assistant"]
+            markers = {marker for marker in self.markers if any(marker in turn for turn in turns)}
+            if markers and not _goes_on(tokenizer, _escaped(tokenizer, messages)[0], self.lead):
+                kinds = frozenset({f"a turn with {max(markers, key=len)!r}"})
         if kinds:
             reason = (
                 f"behind {min(kinds)} the chat template writes a reply otherwise than its generation prompt begins it"
@@ -215,18 +217,8 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_
         )
     turns = [{"role": message.role, "content": message.content} for message in messages]
     try:
-        template = tokenizer.get_chat_template()
-        if CLOCK in template:
-            template = CLOCK_STOPPED + template
-        with limited_time(RENDER_SECONDS):
-            written = str(
-                tokenizer.apply_chat_template(
-                    turns, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
-                )
-            )
-    except TookTooLong as error:
-        raise _endless(messages, f"takes more than {RENDER_SECONDS:g} s") from error
-    except TEMPLATE_ERRORS as error:
+        return render_turns(tokenizer, turns, add_generation_prompt=add_generation_prompt)
+    except TemplateError as error:
         refused = f"the chat template refuses a dialogue of the turns {', '.join(message.role for message in messages)}"
         cause = first_line(error)
         raise UnwritableText(
@@ -234,16 +226,25 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_
             "a template that takes them",
             f"{refused}: {cause}",
         ) from error
-    if len(written) > MOST_ADDED + 2 * sum(len(message.content) for message in messages):
-        raise _endless(messages, f"writes {len(written)} characters")
-    return written
 
 
-def _endless(messages: Sequence[Message], what: str) -> ModelError:
-    return ModelError(
-        f"the chat template {what} for a dialogue of {len(messages)} turns ({messages[-1].content[:EXCERPT]!r}); it is "
-        "damaged, or made to do harm: take another model"
-    )
+def render_turns(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+    """What ``tokenizer.apply_chat_template`` writes of the turns, within limits.
+
+    Raises:
+        TemplateError: The template refuses them.
+        ModelError: It does not end, or writes without end.
+    """
+    template = tokenizer.get_chat_template()
+    if CLOCK in template:
+        template = CLOCK_STOPPED + template
+    try:
+        return templates.write(template, turns, **tokenizer.special_tokens_map, **arguments)
+    except EndlessTemplate as error:
+        raise ModelError(
+            f"the chat template {error} for a dialogue of {len(turns)} turns "
+            f"({str(turns[-1].get('content'))[:EXCERPT]!r}); it is damaged, or made to do harm: take another model"
+        ) from error
 
 
 def written_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool) -> str:
@@ -273,9 +274,13 @@ def encode_rendered(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool = False
 ) -> list[int]:
     """Token ids of :func:`render`. The template writes special tokens itself, so none is added: not a second BOS."""
-    contents, placeholders = escape(tokenizer, [message.content for message in messages])
-    escaped = [Message(message.role, content) for message, content in zip(messages, contents, strict=True)]
+    escaped, placeholders = _escaped(tokenizer, messages)
     return encode_escaped(tokenizer, render(tokenizer, escaped, add_generation_prompt), placeholders)
+
+
+def _escaped(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
+    contents, placeholders = escape(tokenizer, [message.content for message in messages])
+    return [Message(turn.role, content) for turn, content in zip(messages, contents, strict=True)], placeholders
 
 
 def reply_format(tokenizer: PreTrainedTokenizerBase) -> ReplyFormat:
@@ -356,15 +361,16 @@ def _unfit_dialogues(tokenizer: PreTrainedTokenizerBase, lead: str) -> frozenset
     """
     unfit = set()
     for name, messages in probe_dialogues().items():
-        try:
-            prompt = render(tokenizer, messages, add_generation_prompt=True)
-            whole = render(tokenizer, [*messages, Message("assistant", ANSWER)])
-        except DataError:
-            continue
-        before, question = whole.rpartition(ANSWER)[0], messages[-1].content
-        if prompt.rpartition(question)[2] + lead != before.rpartition(question)[2]:
-            unfit.add(name)
+        with suppress(DataError):
+            if not _goes_on(tokenizer, messages, lead):
+                unfit.add(name)
     return frozenset(unfit - {REASONING_BEFORE} if SEVERAL_TURNS in unfit else unfit)
+
+
+def _goes_on(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], lead: str) -> bool:
+    prompt = render(tokenizer, messages, add_generation_prompt=True)
+    before, question = render(tokenizer, [*messages, Message("assistant", ANSWER)]).rpartition(ANSWER)[0], messages[-1]
+    return prompt.rpartition(question.content)[2] + lead == before.rpartition(question.content)[2]
 
 
 def probe_dialogues() -> dict[str, list[Message]]:

@@ -40,8 +40,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
         reason = "a prompt must end with a user turn"
         raise UnwritableText(reason, reason)
     ids = encode_rendered(tokenizer, messages, add_generation_prompt=True)
-    if len(messages) > 1:
-        reply_format(tokenizer).require_fit(messages)
+    reply_format(tokenizer).require_fit(tokenizer, messages)
     return ids
 
 
@@ -181,8 +180,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequenc
     plain = [row for row, messages in enumerate(prompts) if is_plain(messages)]
     texts = [render(tokenizer, prompts[row], add_generation_prompt=True) for row in plain]
     for row in plain:
-        if len(prompts[row]) > 1:
-            reply_format(tokenizer).require_fit(prompts[row])
+        reply_format(tokenizer).require_fit(tokenizer, prompts[row])
     known = dict(zip(plain, _encode(tokenizer, texts), strict=True))
     return [known[row] if row in known else encode_prompt(tokenizer, prompts[row]) for row in range(len(prompts))]
 

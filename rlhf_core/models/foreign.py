@@ -19,7 +19,6 @@ from huggingface_hub.errors import (
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_core import hub
-from rlhf_core.data.chat_template import reply_format
 from rlhf_core.errors import ModelError, first_line
 from rlhf_core.models.io import hub_files, is_local
 from rlhf_core.models.own_files import attention_of, require_own_files
@@ -33,8 +32,8 @@ SAMPLE = "What is that? It is this.\n"
 def require_openable(source: str | Path, revision: str | None = None, auto_class: Any = None) -> None:
     """Try in a child process whether a model can be opened under :data:`LIMITS`, without its weights.
 
-    A folder, a GGUF file or a hub id of somebody else's may hold a chat template or a tokenizer that never ends, and
-    sizes that fill the memory. What is wrong otherwise is left to whoever loads the model.
+    A folder, a GGUF file or a hub id of somebody else's may hold a tokenizer that never ends, and sizes that fill the
+    memory. What is wrong otherwise is left to whoever loads the model; chat templates are always run under limits.
 
     Args:
         auto_class: Which class will load it; by default ``AutoModelForCausalLM``.
@@ -53,7 +52,7 @@ def require_openable(source: str | Path, revision: str | None = None, auto_class
     if path.is_dir():
         require_own_files(path)
     parts: dict[str, Callable[[], None]] = {
-        "its tokenizer and chat template": lambda: _write_dialogues(path),
+        "its tokenizer": lambda: _encode_sample(path),
         "the model of its configuration": lambda: _build_modules(path, auto_class),
     }
     for what, part in parts.items():
@@ -63,16 +62,13 @@ def require_openable(source: str | Path, revision: str | None = None, auto_class
             )
 
 
-def _write_dialogues(path: Path) -> None:
-    """Make the tokenizer, and let its template write dialogues."""
+def _encode_sample(path: Path) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if path.is_file():
         tokenizer = load_gguf_tokenizer(path)
     else:
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     tokenizer.encode(SAMPLE)
-    if tokenizer.chat_template:
-        reply_format(tokenizer)
 
 
 def _build_modules(path: Path, auto_class: Any) -> None:

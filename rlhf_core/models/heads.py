@@ -122,6 +122,11 @@ class ScalarModel(nn.Module):
             name, lm = type(source).__name__, copy.deepcopy(source)
         else:
             name, lm = str(source), load_model(AutoModelForCausalLM, source, dtype)
+        if type(lm.config) not in AutoModelForSequenceClassification._model_mapping:
+            raise ModelError(
+                f"{name}: transformers makes no classifier of a {type(lm).__name__}, and so no reward model and no "
+                "critic: give another model, or reward functions and advantage.estimator rloo or grpo"
+            )
         if layers is not None:
             keep_lower_layers(lm, layers)
         # A model in memory is not on the hub, which would be asked for its name.

@@ -1,19 +1,15 @@
-"""Calls under limits: tried in a child process, where what they do to themselves does no harm, or ended in a thread."""
+"""Calls under limits: tried in a child process, where what they do to themselves does no harm."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import faulthandler
 import os
 import resource
 import signal
-import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlhf_core.runtime.machine import data_size
@@ -103,74 +99,3 @@ def _lower(kind: int, value: int) -> None:
     _, hard = resource.getrlimit(kind)
     wanted = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (wanted, hard))
-
-
-class TookTooLong(Exception):
-    """Ends a call whose time, as :func:`limited_time` gave it, is used up."""
-
-
-WATCH_SECONDS = 0.5
-_own = threading.local()
-
-
-class _LimitedCall:
-    """A call of a thread. ``end`` is the time on the thread's clock when it is to end, once the watch has seen it.
-
-    Whoever acquires ``ended`` decides how it ends: the thread itself, or the watch.
-    """
-
-    def __init__(self, clock: int, seconds: float) -> None:
-        self.clock, self.seconds = clock, seconds
-        self.end: float | None = None
-        self.ended = threading.Lock()
-
-
-_limited: dict[int, _LimitedCall] = {}  # by thread
-_watches: list[threading.Thread] = []
-
-
-@contextmanager
-def limited_time(seconds: float) -> Iterator[None]:
-    """End what this thread does by :class:`TookTooLong` when it has used a processor for ``seconds``, or little more.
-
-    It is cheap, for calls of which there are millions, and ends Python code alone, such as a template that loops. A
-    process that is stopped for a while, or has little of a processor, loses no time. Such calls do not nest.
-    """
-    thread = threading.get_ident()
-    if not hasattr(_own, "clock"):
-        _own.clock = time.pthread_getcpuclockid(thread)
-    call = _limited[thread] = _LimitedCall(_own.clock, seconds)
-    if not _watches:
-        _watches.append(threading.Thread(target=_watch, name="time limits", daemon=True))
-        _watches[0].start()
-    try:
-        yield
-    finally:
-        _limited.pop(thread, None)
-        if not call.ended.acquire(blocking=False) and sys.exc_info()[0] is not TookTooLong:
-            time.sleep(2 * WATCH_SECONDS)  # the watch is about to raise it, and must not do so later
-            raise TookTooLong
-
-
-def _watch() -> None:
-    while True:
-        time.sleep(WATCH_SECONDS)
-        for thread, call in list(_limited.items()):
-            try:
-                now = time.clock_gettime(call.clock)
-            except OSError:  # of a thread that has ended meanwhile
-                continue
-            if call.end is None:
-                call.end = now + call.seconds
-            elif now > call.end and call.ended.acquire(blocking=False):
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TookTooLong))
-
-
-def _forget_watch() -> None:
-    """A fork has one thread, of another clock, and none that watches it."""
-    _limited.clear()
-    _watches.clear()
-    vars(_own).clear()
-
-
-os.register_at_fork(after_in_child=_forget_watch)

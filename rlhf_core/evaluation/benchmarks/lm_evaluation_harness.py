@@ -10,12 +10,14 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from rlhf_core.data.chat_template import render_turns
 from rlhf_core.errors import ConfigError, DataError, RlhfError, named_line
 from rlhf_core.evaluation.figures import format_number
 from rlhf_core.models.foreign import require_openable
@@ -78,6 +80,8 @@ def run_tasks(
     for model_name, folder in folders.items():
         require_openable(folder)
         model, tokenizer = load_policy(folder)
+        # lm-eval runs the template itself otherwise: without limits, and on the day that it is.
+        tokenizer.apply_chat_template = partial(_rendered, tokenizer)
         try:
             results = simple_evaluate(
                 HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, trust_remote_code=False),
@@ -95,6 +99,10 @@ def run_tasks(
         kept = {name: value for name, value in results.items() if name not in OF_THE_MACHINE}
         by_model[model_name] = dict(_json_values(json.loads(json.dumps(kept, default=str))))
     return by_model
+
+
+def _rendered(tokenizer: Any, turns: Sequence[Mapping[str, Any]], *, tokenize: bool, **arguments: Any) -> str:
+    return render_turns(tokenizer, turns, **arguments)
 
 
 def _json_values(value: Any) -> Any:

@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
+from jinja2 import TemplateError
+from real_templates import REAL_TEMPLATES
 from unit.data.test_chat import TEMPLATE, word_tokenizer
 
-from rlhf_core.data import chat_template
+from rlhf_core.data import chat_template, template_process
 from rlhf_core.data.encoding import encode_columns, encode_prompt, encode_reply
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ModelError
-from rlhf_core.runtime import limited_call
-from rlhf_core.runtime.limited_call import TookTooLong, limited_time
+from rlhf_core.runtime.limited_call import GIB
 
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+DOUBLED = (
+    "{% set n = namespace(x='a') %}{% for a in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x | length }}"
+)
+SHARED = "{% set n = namespace(x=['a']) %}{% for a in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+SLOW, LARGE = "takes more than 1 s", r"takes more than 0\.25 GiB of memory"
 KINDS = {
-    "a loop": (LOOP, "takes more than 0.5 s"),
-    "a loop that catches nothing": ("{% macro f() %}" + LOOP + "{% endmacro %}{{ f() | length }}", "takes more than"),
+    "a loop": (LOOP, SLOW),
+    "a loop that catches nothing": ("{% macro f() %}" + LOOP + "{% endmacro %}{{ f() | length }}", SLOW),
     "a text": ("{{ messages[-1]['role'] * 10**7 }}", "writes 40000"),
     "pieces": ("{% for a in range(99999) %}{{ 'abcdefghijklmnopqrstuvwxyz' }}{% endfor %}", "writes 2599"),
+    # In C, between two steps of Python:
+    "a power": ("{% set n = 9 %}{{ n ** (n ** n) }}", SLOW),
+    "a power of a filter": ("{% set n = 10 ** 9 %}{{ 1.5 | round(n, 'floor') }}", SLOW),
+    "a product": ("{{ 'a' * 10**10 }}", LARGE),
+    "a product of lists": ("{{ [1] * 10**10 }}", LARGE),
+    "a width": ("{{ '%1000000000d' % 7 }}", LARGE),
+    "a width of a filter": ("{{ '%1000000000d' | format(7) }}", LARGE),
+    "a width of a method": ("{{ '{:1000000000}'.format(7) }}", LARGE),
+    "a centre": ("{{ 'a' | center(10 ** 10) }}", LARGE),
+    "an indent": ("{{ messages | tojson(indent=10 ** 9) }}", LARGE),
+    "a text doubled": (DOUBLED + "{{ n.x | length }}", LARGE),
+    "a list that is written": (SHARED + "{{ n.x | string | length }}", f"({SLOW}|{LARGE})"),
+    "lists that are compared": (SHARED + "{% set m = n.x %}" + SHARED + "{{ m == n.x }}", SLOW),
+    "a search": ("{{ ('a' * 10**6).replace('', 'b' * 10**6) | length }}", LARGE),
 }
 
 
@@ -30,35 +49,47 @@ def only_on(word: str, then: str) -> str:
     return f"{{% if '{word}' in messages[-1]['content'] %}}{then}{{% endif %}}{TEMPLATE}"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode_prompt(word_tokenizer(), [Message("user", "hello")])  # imports take longer
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(template_process, "SECONDS", 1)
+    monkeypatch.setattr(template_process, "MEMORY", GIB // 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_a_template_that_does_not_end_for_one_dialogue_is_one_line(kind: str, in_thread: bool) -> None:
+def test_a_template_that_does_not_end_for_one_dialogue_is_one_line(kind: str, brief: None) -> None:
     then, message = KINDS[kind]
     tokenizer = word_tokenizer()
     tokenizer.chat_template = only_on("red", then)
     prompts = [[Message("user", "hello")], [Message("user", "red")]]
-
-    def encode() -> None:
-        for call in (
-            lambda: encode_prompt(tokenizer, prompts[1]),
-            lambda: encode_columns(tokenizer, {"prompt": prompts}),
-        ):
-            with pytest.raises(ModelError, match=rf"^the chat template {message}[^\n]*'red'[^\n]*take another model$"):
-                call()
-
     assert encode_prompt(tokenizer, prompts[0])  # what opening a folder sees
-    if in_thread:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(encode).result()
-    else:
-        encode()
+    with pytest.raises(ModelError, match=rf"^the chat template {message}[^\n]*'red'[^\n]*take another model$"):
+        encode_prompt(tokenizer, prompts[1])
     assert encode_prompt(tokenizer, prompts[0]) and encode_reply(tokenizer, "hello there")
+
+
+def test_columns_and_threads_are_written_under_limits(brief: None) -> None:
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = only_on("red", LOOP)
+
+    def encode(word: str) -> bool:
+        try:
+            return bool(encode_columns(tokenizer, {"prompt": [[Message("user", word)]]}))
+        except ModelError:
+            return False
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(encode, ["hello", "red", "hello", "hello"])) == [True, False, True, True]
+
+
+def test_what_lm_eval_asks_is_written_under_limits(brief: None) -> None:
+    tokenizer = word_tokenizer()
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "there"}]
+    for arguments in ({"add_generation_prompt": True}, {"continue_final_message": True}):
+        expected = tokenizer.apply_chat_template(turns, tokenize=False, **arguments)
+        assert chat_template.render_turns(tokenizer, turns, **arguments) == expected
+    tokenizer.chat_template = "{{ raise_exception('no system') }}"
+    with pytest.raises(TemplateError, match="no system"):  # whereupon lm-eval leaves it out
+        chat_template.render_turns(tokenizer, turns)
 
 
 def test_a_long_dialogue_is_written_whole() -> None:
@@ -66,50 +97,25 @@ def test_a_long_dialogue_is_written_whole() -> None:
     assert len(chat_template.render(word_tokenizer(), [Message("user", content)])) > len(content)
 
 
-def burn(seconds: float) -> None:
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
+@pytest.mark.parametrize("real", REAL_TEMPLATES, ids=lambda real: real.name)
+def test_the_process_writes_what_the_library_does(real: chat_template.Any) -> None:
+    messages = [Message("user", "a\ud83d 天空\n\x00"), Message("assistant", "b"), Message("user", "c")]
+    expected = real.tokenizer.apply_chat_template([*map(vars, messages)], tokenize=False, add_generation_prompt=True)
+    assert chat_template.render(real.tokenizer, messages, add_generation_prompt=True) == expected
 
 
-def test_time_in_which_a_thread_waits_does_not_count() -> None:
-    with limited_time(0.3):
-        time.sleep(1.5)
-    with limited_time(0.3):
-        burn(0.1)
-    with pytest.raises(TookTooLong), limited_time(0.1):
-        burn(60)
-
-
-def test_the_end_of_one_thread_is_not_that_of_another() -> None:
-    ended: list[str] = []
-
-    def work(name: str, seconds: float) -> None:
-        try:
-            with limited_time(0.2):
-                burn(seconds)
-            burn(0.5)  # what follows is not limited
-            ended.append(name)
-        except TookTooLong:
-            ended.append(f"{name} too long")
-
-    threads = [threading.Thread(target=work, args=given) for given in (("short", 0.01), ("long", 60.0))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(ended) == ["long too long", "short"] and not limited_call._limited
-
-
-def test_a_fork_has_limits_of_its_own() -> None:
-    with limited_time(5.0):
-        pass  # the watch of this process runs
+def test_a_process_that_ended_is_started_anew_and_a_fork_has_its_own() -> None:
+    tokenizer, messages = word_tokenizer(), [Message("user", "hello")]
+    written = chat_template.render(tokenizer, messages)
+    process = template_process.templates._process
+    assert process is not None
     child = os.fork()
     if child == 0:
-        try:
-            with limited_time(0.1):
-                burn(30)
-            os._exit(1)
-        except TookTooLong:
-            os._exit(7)
+        os._exit(7 if chat_template.render(tokenizer, messages) == written else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert chat_template.render(tokenizer, messages) == written
+    assert template_process.templates._process is process
+    process.kill()
+    process.wait()
+    assert chat_template.render(tokenizer, messages) == written
+    assert len([child for child in psutil.Process().children() if template_process.__name__ in child.cmdline()]) == 1

@@ -373,6 +373,29 @@ def test_a_prompt_that_ends_with_another_turn_is_refused_in_a_batch_too() -> Non
         batch_encoding.encode_prompts(REAL_TEMPLATES[0].tokenizer, turns)
 
 
+# What a turn may hold for a template to begin the next reply otherwise, as /no_think does for Hunyuan and SmolLM 3.
+SWITCHES = {
+    "the prompt alone opens reasoning": ("'/think'", "'<|im_start|>assistant\\n<think>\\n'"),
+    "the prompt alone holds no reasoning": ("'/no_think'", "'<|im_start|>assistant\\n<think>\\n\\n</think>\\n'"),
+    "the prompt alone names a channel": ("'Reasoning: high'", "'<|im_start|>assistant: analysis\\n'"),
+}
+
+
+@pytest.mark.parametrize("kind", SWITCHES)
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_a_turn_that_switches_how_a_reply_begins_is_refused(kind: str, role: str) -> None:
+    marker, begun = SWITCHES[kind]
+    begins = f"({begun} if {marker} in messages[0]['content'] else '<|im_start|>assistant\\n')"
+    tokenizer = of_template(chatml("<|im_start|>assistant\n", "X").replace("'X'", begins))
+    switched = f"The sky? {marker[1:-1]}"
+    prompt = [Message("user", switched)] if role == "user" else [Message("system", switched), Message("user", "Why?")]
+    for encode in (encode_prompt, lambda tokenizer, prompt: batch_encoding.encode_prompts(tokenizer, [prompt])):
+        with pytest.raises(DataError, match=rf"behind a turn with {marker} the chat template writes a reply otherwise"):
+            encode(tokenizer, prompt)
+        assert encode(tokenizer, [Message("user", "The sky?")])
+    assert encode_prompt(of_template(chatml("X", "X").replace("'X'", begins)), prompt)
+
+
 def test_another_template_on_the_same_tokenizer_is_seen() -> None:
     real = RealTemplate(
         "changing", "{% for m in messages %}{{ m['content'] }}{% endfor %}", CHATML, "<|endoftext|>", "<|endoftext|>"

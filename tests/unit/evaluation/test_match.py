@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config.operations import NonInferiorityConfig
+from rlhf_core.data import template_process
 from rlhf_core.data.schema import Prompt, write_rows
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.evaluation.judges.names import final_judges
 from rlhf_core.evaluation.match import run_match
 from rlhf_core.evaluation.promotion import non_inferiority_criteria
-from rlhf_core.models import foreign
-from rlhf_core.runtime.limited_call import CallLimits
 from rlhf_core.storage.files import sha256_tree
 
 from .conftest import made_prompt
@@ -74,7 +73,7 @@ def test_verifiable_prompts_are_measured_and_may_have_a_margin(tmp_path: Path, m
 def test_either_model_is_opened_under_limits(
     side: int, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foreign, "LIMITS", CallLimits(cpu_seconds=1))
+    monkeypatch.setattr(template_process, "SECONDS", 1)
     shutil.copytree(models, tmp_path / "models")
     (tmp_path / "params.yaml").write_text(PARAMS)
     rows: list[Prompt] = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(4)]
@@ -84,5 +83,5 @@ def test_either_model_is_opened_under_limits(
     shutil.copytree(models / "sft", folders[side])
     loop = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
     (folders[side] / "chat_template.jinja").write_text(loop)
-    with pytest.raises(ModelError, match="opening its tokenizer and chat template took more than 1 s"):
+    with pytest.raises(ModelError, match="the chat template takes more than 1 s"):
         run_match(tmp_path, *folders)

@@ -26,6 +26,7 @@ from flows.commands.doctor import FAIL, base_model_check
 from rlhf_core.chat.session import ChatSession
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.reward_sources import ClassifierSource
+from rlhf_core.data import template_process
 from rlhf_core.errors import ModelError
 from rlhf_core.models import foreign
 from rlhf_core.models.heads import ScalarModel
@@ -225,18 +226,18 @@ def refusing_and_deep(folder: Path) -> None:
 
 DOUBLE: dict[str, object] = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 NESTED = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
-ENDLESS: dict[str, Damage] = {
-    "a template that loops": template(NESTED),
-    "a template that loops on an answer": template(
-        "{% if messages|length > 1 %}" + NESTED + "{% endif %}{{ messages }}"
+ENDLESS: dict[str, tuple[Damage, str]] = {
+    "a template that loops": (template(NESTED), "the chat template takes"),
+    "a template that loops on an answer": (
+        template("{% if messages|length > 1 %}" + NESTED + "{% endif %}{{ messages }}"),
+        "the chat template takes",
     ),
-    "a template of ten terabytes": template("{{ 'a' * 10**13 }}"),
-    "a template of ten gigabytes": template("{{ 'a' * 10**10 }}"),
-    "a template with a huge power": template("{{ 9 ** (9 ** 9) }}"),
-    "a normaliser that doubles": normaliser(*[DOUBLE] * 45),
-    "two million layers": edit(CONFIG, num_hidden_layers=2_000_000),
-    "two million layers behind a template that refuses": lambda folder: refusing_and_deep(folder),
-}  # fmt: skip
+    "a template of ten terabytes": (template("{{ 'a' * 10**13 }}"), "the chat template takes"),
+    "a template with a huge power": (template("{{ 9 ** (9 ** 9) }}"), "the chat template takes"),
+    "a normaliser that doubles": (normaliser(*[DOUBLE] * 45), "opening its tokenizer"),
+    "two million layers": (edit(CONFIG, num_hidden_layers=2_000_000), "opening the model"),
+    "two million layers behind a template that refuses": (refusing_and_deep, "opening the model"),
+}
 
 
 @pytest.mark.slow
@@ -244,10 +245,16 @@ ENDLESS: dict[str, Damage] = {
 def test_a_folder_that_cannot_be_opened_within_limits_is_one_line(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foreign, "LIMITS", CallLimits(cpu_seconds=1, memory=GIB))
-    ENDLESS[kind](folder)
-    with pytest.raises(ModelError, match=rf"^{folder}: opening [^\n]*$"):
+    brief(monkeypatch)
+    damage, message = ENDLESS[kind]
+    damage(folder)
+    with pytest.raises(ModelError, match=rf"^{folder}: {message} [^\n]*$"):
         run_base(folder, tmp_path)
+
+
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "LIMITS", CallLimits(cpu_seconds=1, memory=GIB))
+    monkeypatch.setattr(template_process, "SECONDS", 1)
 
 
 def callers(folder: Path, workspace: Path) -> dict[str, Callable[[], object]]:
@@ -266,23 +273,23 @@ def callers(folder: Path, workspace: Path) -> dict[str, Callable[[], object]]:
 def test_everyone_who_opens_a_folder_does_it_under_limits(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foreign, "LIMITS", CallLimits(cpu_seconds=1, memory=GIB))
-    template(NESTED)(folder)
-    with pytest.raises(ModelError, match="opening its tokenizer and chat template took more than 1 s"):
+    brief(monkeypatch)
+    normaliser(*[DOUBLE] * 45)(folder)
+    with pytest.raises(ModelError, match="opening its tokenizer took more than"):
         callers(folder, tmp_path)[name]()
     check = base_model_check(tmp_path, "source", None)
-    assert check.level == FAIL and "took more than 1 s" in check.finding
+    assert check.level == FAIL and "took more than" in check.finding
 
 
 @pytest.mark.slow
 def test_a_gguf_file_is_opened_under_limits(tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign, "LIMITS", CallLimits(cpu_seconds=1, memory=GIB))
+    brief(monkeypatch)
     model, tokenizer = load_policy(good)
     assert isinstance(model, LlamaForCausalLM)
     foreign.require_openable(good)
     tokenizer.chat_template = NESTED
     write_gguf(tmp_path / "tiny.gguf", model, tokenizer)
-    with pytest.raises(ModelError, match="opening its tokenizer and chat template took more than"):
+    with pytest.raises(ModelError, match="the chat template takes more than"):
         run_base(tmp_path / "tiny.gguf", tmp_path)
 
 
