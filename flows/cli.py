@@ -379,6 +379,9 @@ def _report_error(error: BaseException) -> int:
         case OSError(errno=errno.EBADF) if "standard output" in str(error):
             print_error("standard output is closed; let the command write somewhere", sys.stderr)
             return EXIT_USER_ERROR
+        case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS, filename=str(path)):
+            print_error(f"{path}: {error.strerror}; give yourself the right to it, or choose another", sys.stderr)
+            return EXIT_USER_ERROR
         case _ if is_full_disk(error):
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left in its buffer would fail again
             print_error(f"{first_line(error)}; make room and run the command again", sys.stderr)

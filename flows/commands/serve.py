@@ -154,7 +154,7 @@ def serve(workspace: Path | None, choice: PolicyChoice, options: ServeOptions) -
         _become_vllm(options.vllm, served, options, token)
     if served.workspace is not None:
         limit_threads_of(served.workspace)
-    from rlhf_core.serving.app import AppSettings, create_app
+    from rlhf_core.serving.app import create_app
     from rlhf_core.serving.completions import Completions
     from rlhf_core.serving.metrics import ServingMetrics
     from rlhf_core.serving.policy import PolicyWatch
@@ -164,7 +164,7 @@ def serve(workspace: Path | None, choice: PolicyChoice, options: ServeOptions) -
     metrics = ServingMetrics()
     watch = PolicyWatch(served.source, metrics)
     completions = Completions(watch, options.limits, metrics)
-    app = create_app(completions, AppSettings(token, options.watch_seconds))
+    app = create_app(completions, token, options.watch_seconds)
     if token is None:
         typer.echo(f"no token: every user of this machine may ask; set {TOKEN_VARIABLE} to require one")
     typer.echo(f"serving {watch.policy.revision.id} at {address.url}; Ctrl-C stops it")

@@ -20,7 +20,7 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError, first_line
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
-from rlhf_core.serving.protocol.chat import CompletionId, Usage
+from rlhf_core.serving.protocol.chat import CompletionId, token_usage
 from rlhf_core.storage.files import atomic_dir, sha256_tree
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def signature(kind: str, sampling: Mapping[str, Any]) -> ModelSignature:
             ParamSpec("seed", DataType.long, -1),
         ]
     )
-    completion = CompletionId(kind, 0).completion("text", "stop", Usage(1, 1)) | {"reply": "text"}
+    completion = CompletionId(kind, 0).completion("text", "stop", token_usage(1, 1)) | {"reply": "text"}
     return ModelSignature(inputs, infer_signature(None, [completion]).outputs, params)
 
 

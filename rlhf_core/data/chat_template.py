@@ -235,7 +235,10 @@ def render_turns(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str
         TemplateError: The template refuses them.
         ModelError: It does not end, or writes without end.
     """
-    template = tokenizer.get_chat_template()
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError as error:  # several templates, and none that is the default
+        raise TemplateError(str(error)) from error
     if CLOCK in template:
         template = CLOCK_STOPPED + template
     try:

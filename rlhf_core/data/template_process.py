@@ -38,7 +38,9 @@ class TemplateProcess:
     """Writes dialogues, one at a time; its process starts with the first, and ends with this one."""
 
     def __init__(self) -> None:
-        self.forget()
+        self._connection: Connection | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
 
     def write(self, template: str, turns: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
         """The dialogue as ``template`` writes it.
@@ -89,11 +91,9 @@ class TemplateProcess:
 
     def forget(self) -> None:
         """Let the next dialogue start a process anew. In a fork, the one that runs is the parent's."""
-        if getattr(self, "_connection", None) is not None:
+        if self._connection is not None:
             self._connection.close()
-        self._connection: Connection | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        self._connection = self._process = None
 
 
 def main() -> None:
@@ -115,7 +115,8 @@ def main() -> None:
         if held is not None:
             _limit(resource.RLIMIT_DATA, held + limits["memory"])
         try:
-            (written,), _ = render_jinja_template([turns], chat_template=request["template"], **arguments)
+            rendered: Any = render_jinja_template([turns], chat_template=request["template"], **arguments)
+            written = rendered[0][0]
             given = sum(len(str(turn.get("content"))) for turn in turns)
             long = len(written) > MOST_ADDED + 2 * given
             answer = {"endless": f"writes {len(written)} characters"} if long else {"written": written}
@@ -132,7 +133,14 @@ def _limit(kind: int, value: int) -> None:
 
 
 templates = TemplateProcess()
-os.register_at_fork(after_in_child=templates.forget)
+
+
+def _begin_anew() -> None:
+    templates.forget()
+    templates._lock = threading.Lock()  # another thread may have held it
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 if __name__ == "__main__":
     main()

@@ -39,7 +39,7 @@ def require_computed_buffers(model: PreTrainedModel, name: str) -> None:
         loaded, own = twin.get(full), module._buffers[key]
         if loaded is None or own is None or own.shape != loaded.shape:
             continue  # of a module that was added or changed on purpose
-        expected = _computed_anew(model, module, key, loaded.dtype)
+        expected = _computed_anew(_initialiser(model, path), module, key, loaded.dtype)
         if own.dtype != loaded.dtype or not torch.equal(own.cpu(), expected):
             precision = str(dtype).removeprefix("torch.")
             raise ModelError(
@@ -52,6 +52,13 @@ def _computed(module: nn.Module) -> list[str]:
     """Names of a module's buffers of real numbers that are not saved."""
     named = ((key, module._buffers.get(key)) for key in sorted(module._non_persistent_buffers_set))
     return [key for key, buffer in named if buffer is not None and buffer.is_floating_point()]
+
+
+def _initialiser(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """The innermost model that holds the module at ``path``: the library initialises modules by it."""
+    parts = path.split(".")
+    holders = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), 0, -1))
+    return next((holder for holder in holders if isinstance(holder, PreTrainedModel)), model)
 
 
 def _computed_anew(model: PreTrainedModel, module: nn.Module, key: str, dtype: torch.dtype) -> Tensor:

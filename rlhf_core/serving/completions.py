@@ -17,13 +17,8 @@ from rlhf_core.sampling.reply import SampledReply
 from rlhf_core.serving.limits import MAX_TOKEN_CHARACTERS, RETRY_AFTER_SECONDS, ServingLimits
 from rlhf_core.serving.metrics import ServingMetrics
 from rlhf_core.serving.policy import LoadedPolicy, PolicyWatch, ReplySettings
-from rlhf_core.serving.protocol.access import (
-    CLIENT_CLOSED_REQUEST,
-    ApiError,
-    internal_error,
-    timed_out,
-)
-from rlhf_core.serving.protocol.chat import END_OF_STREAM, SEEDS, ChatRequest, CompletionId, Usage, event, shown
+from rlhf_core.serving.protocol.access import CLIENT_CLOSED_REQUEST, ApiError, internal_error
+from rlhf_core.serving.protocol.chat import END_OF_STREAM, SEEDS, ChatRequest, CompletionId, event, shown, token_usage
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +41,9 @@ class AcceptedRequest:
     settings: ReplySettings
     completion: CompletionId
 
-    def usage(self, reply: SampledReply) -> Usage:
+    def usage(self, reply: SampledReply) -> dict[str, int]:
         """The token counts."""
-        return Usage(len(self.prompt_ids), len(reply.token_ids))
+        return token_usage(len(self.prompt_ids), len(reply.token_ids))
 
     def response(self, reply: SampledReply) -> dict[str, Any]:
         """The whole chat completion."""
@@ -64,29 +59,37 @@ def accept_request(request: ChatRequest, policy: LoadedPolicy, limits: ServingLi
     Raises:
         ApiError: The chat template refuses the messages, or prompt and reply do not fit.
     """
-    _refuse_endless(request, policy, limits)
+
+    def refused(message: str, code: str = "context_length_exceeded", param: str = "messages") -> ApiError:
+        return ApiError(400, message, param=param, code=code)
+
+    judged, context, most_prompt = policy.judged, policy.context, limits.max_prompt_tokens
+    bounds = [bound for bound in (most_prompt, context) if bound is not None]
+    characters = sum(len(message.content) for message in request.dialogue)
+    if bounds and characters > min(bounds) * MAX_TOKEN_CHARACTERS:  # their tokens need not be counted
+        raise refused(
+            f"the messages have {characters} characters, far more than {min(bounds)} tokens hold; shorten them"
+        )
     try:
         prompt_ids = policy.encode(request.dialogue)
     except (DataError, ModelError) as error:  # the chat template refuses the dialogue, or does not end on it
-        raise ApiError(400, str(error), param="messages", code="invalid_value") from error
-    judged, count = policy.judged, len(prompt_ids)
-    if limits.max_prompt_tokens is not None and count > limits.max_prompt_tokens:
-        message = f"the messages have {count} tokens; this server takes at most {limits.max_prompt_tokens}"
-        raise ApiError(400, message, param="messages", code="context_length_exceeded")
-    room = None if policy.context is None else policy.context - count
-    wanted = request.requested_tokens
+        raise refused(str(error), "invalid_value") from error
+    count, wanted = len(prompt_ids), request.requested_tokens
+    if most_prompt is not None and count > most_prompt:
+        raise refused(f"the messages have {count} tokens; this server takes at most {most_prompt}")
     if wanted is not None and wanted > limits.max_new_tokens:
         message = f"max_tokens is {wanted}; this server writes at most {limits.max_new_tokens}"
-        raise ApiError(400, message, param="max_tokens", code="invalid_value")
+        raise refused(message, "invalid_value", "max_tokens")
     tokens = min(judged.max_new_tokens, limits.max_new_tokens) if wanted is None else wanted
-    if room is not None and wanted is None:
-        tokens = min(tokens, room)
-    if room is not None and (tokens > room or room < 1):
-        message = (
-            f"the messages have {count} tokens; with max_tokens {max(tokens, 1)} that exceeds the {policy.context} "
-            "of the model's context: shorten one of them"
-        )
-        raise ApiError(400, message, param="messages", code="context_length_exceeded")
+    if context is not None:
+        room = context - count
+        if wanted is None:
+            tokens = min(tokens, room)
+        if tokens > room or room < 1:
+            raise refused(
+                f"the messages have {count} tokens; with max_tokens {max(tokens, 1)} that exceeds the {context} of the "
+                "model's context: shorten one of them"
+            )
     settings = ReplySettings(
         temperature=judged.temperature if request.temperature is None else request.temperature,
         top_p=judged.top_p if request.top_p is None else request.top_p,
@@ -96,15 +99,6 @@ def accept_request(request: ChatRequest, policy: LoadedPolicy, limits: ServingLi
         stop=tuple(request.stop or ()),
     )
     return AcceptedRequest(request, policy, prompt_ids, settings, CompletionId(policy.revision.id, created))
-
-
-def _refuse_endless(request: ChatRequest, policy: LoadedPolicy, limits: ServingLimits) -> None:
-    """Raise ``ApiError`` for messages so long that their tokens need not be counted."""
-    bounds = [bound for bound in (limits.max_prompt_tokens, policy.context) if bound is not None]
-    characters = sum(len(message.content) for message in request.dialogue)
-    if bounds and characters > min(bounds) * MAX_TOKEN_CHARACTERS:
-        message = f"the messages have {characters} characters, far more than {min(bounds)} tokens hold; shorten them"
-        raise ApiError(400, message, param="messages", code="context_length_exceeded")
 
 
 class Completions:
@@ -148,7 +142,7 @@ class Completions:
             message = f"{self.in_flight} replies are being written, which is the most at a time; try again soon"
             headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
             raise ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
-        self._occupy()
+        self._count_in_flight(1)
         loop = asyncio.get_running_loop()
         created = int(self._now())
         accepting = loop.run_in_executor(self._threads, accept_request, request, policy, self.limits, created)
@@ -158,41 +152,36 @@ class Completions:
             accepting.add_done_callback(self._release)
             raise
         except BaseException:
-            self._release()
+            self._count_in_flight(-1)
             raise
-        reply = ReplyInProgress(self, accepted, started)
-        reply.start(self._threads).add_done_callback(self._release)
+        reply = ReplyInProgress(self, accepted, started, self._threads)
+        reply.sampled.add_done_callback(self._release)
         return reply
 
-    def _occupy(self) -> None:
-        self.in_flight += 1
+    def _count_in_flight(self, change: int) -> None:
+        self.in_flight += change
         self.metrics.in_flight.set(self.in_flight)
 
-    def _release(self, ended: asyncio.Future[Any] | None = None) -> None:
-        if ended is not None and not ended.cancelled():
+    def _release(self, ended: asyncio.Future[Any]) -> None:
+        if not ended.cancelled():
             ended.exception()  # otherwise asyncio logs an error that nobody waited for
-        self.in_flight -= 1
-        self.metrics.in_flight.set(self.in_flight)
+        self._count_in_flight(-1)
 
 
 class ReplyInProgress:
-    """A reply that a thread samples, and the event loop's end of it."""
+    """A reply that one of ``threads`` samples, and the event loop's end of it."""
 
-    sampled: asyncio.Future[SampledReply]
-
-    def __init__(self, completions: Completions, accepted: AcceptedRequest, started: float) -> None:
+    def __init__(
+        self, completions: Completions, accepted: AcceptedRequest, started: float, threads: ThreadPoolExecutor
+    ) -> None:
         self.completions, self.accepted, self.started = completions, accepted, started
         self._cancelled = threading.Event()
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[str | None] = asyncio.Queue()  # None: the reply has ended
         self._pieces = accepted.policy.pieces(accepted.settings.stop)
         self._first = True
-
-    def start(self, threads: ThreadPoolExecutor) -> asyncio.Future[SampledReply]:
-        """Let one of ``threads`` sample the reply."""
-        self.sampled = self._loop.run_in_executor(threads, self._sample)
+        self.sampled: asyncio.Future[SampledReply] = self._loop.run_in_executor(threads, self._sample)
         self.sampled.add_done_callback(lambda _: self._queue.put_nowait(None))
-        return self.sampled
 
     def _sample(self) -> SampledReply:
         """Sample the reply and record how it ended. This runs in a thread of its own."""
@@ -256,17 +245,17 @@ class ReplyInProgress:
         """
         completion = self.accepted.completion
         try:
-            yield completion.first_event()
+            yield completion.chunk({"role": "assistant", "content": ""})
             while (piece := await self._queue.get()) is not None:
-                yield completion.text_event(piece)
+                yield completion.chunk({"content": piece})
             try:
                 reply = self._result()
             except ApiError as error:
                 yield event(error.body())
                 return
             if rest := self._pieces.rest(reply.text):
-                yield completion.text_event(rest)
-            yield completion.last_event(reply.finish_reason)
+                yield completion.chunk({"content": rest})
+            yield completion.chunk({}, reply.finish_reason)
             if self.accepted.request.include_usage:
                 yield completion.usage_event(self.accepted.usage(reply))
             yield END_OF_STREAM
@@ -278,7 +267,9 @@ class ReplyInProgress:
         try:
             return self.sampled.result()
         except ReplyTimedOut as error:
-            raise timed_out(self.completions.limits.timeout_seconds) from error
+            seconds = self.completions.limits.timeout_seconds
+            message = f"the reply was not finished within {seconds:g} seconds; ask for fewer tokens, or raise --timeout"
+            raise ApiError(504, message, code="timeout", kind="timeout_error") from error
         except Exception as error:
             logger.exception("sampling a reply failed")
             raise internal_error() from error

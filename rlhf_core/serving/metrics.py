@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class ServingMetrics:
@@ -29,26 +30,20 @@ class ServingMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.requests = Counter("rlhf_serve_requests", "Responses by status", ["status"], registry=self.registry)
-        self.replies = Counter("rlhf_serve_replies", "Replies by how they ended", ["end"], registry=self.registry)
-        self.in_flight = Gauge("rlhf_serve_in_flight", "Replies that are being sampled", registry=self.registry)
-        self.reply_seconds = Histogram(
-            "rlhf_serve_reply_seconds", "Request to last token", buckets=SECONDS, registry=self.registry
-        )
-        self.first_token_seconds = Histogram(
-            "rlhf_serve_first_token_seconds", "Request to first token", buckets=SECONDS, registry=self.registry
-        )
-        self.prompt_tokens = Histogram(
-            "rlhf_serve_prompt_tokens", "Tokens of a prompt", buckets=TOKENS, registry=self.registry
-        )
-        self.completion_tokens = Histogram(
-            "rlhf_serve_completion_tokens", "Tokens of a reply", buckets=TOKENS, registry=self.registry
-        )
-        self.reloads = Counter("rlhf_serve_reloads", "Loads of another revision", ["result"], registry=self.registry)
-        self.reload_failing = Gauge(
-            "rlhf_serve_reload_failing", "Whether the wanted revision is not served", registry=self.registry
-        )
-        self.policy = Gauge("rlhf_serve_policy", "The revision that is served", ["revision"], registry=self.registry)
+
+        def measured(kind: type[Any], name: str, about: str, labels: Sequence[str] = (), **more: Any) -> Any:
+            return kind(f"rlhf_serve_{name}", about, labels, registry=self.registry, **more)
+
+        self.requests = measured(Counter, "requests", "Responses by status", ["status"])
+        self.replies = measured(Counter, "replies", "Replies by how they ended", ["end"])
+        self.in_flight = measured(Gauge, "in_flight", "Replies that are being sampled")
+        self.reply_seconds = measured(Histogram, "reply_seconds", "Request to last token", buckets=SECONDS)
+        self.first_token_seconds = measured(Histogram, "first_token_seconds", "Request to first token", buckets=SECONDS)
+        self.prompt_tokens = measured(Histogram, "prompt_tokens", "Tokens of a prompt", buckets=TOKENS)
+        self.completion_tokens = measured(Histogram, "completion_tokens", "Tokens of a reply", buckets=TOKENS)
+        self.reloads = measured(Counter, "reloads", "Loads of another revision", ["result"])
+        self.reload_failing = measured(Gauge, "reload_failing", "Whether the wanted revision is not served")
+        self.policy = measured(Gauge, "policy", "The revision that is served", ["revision"])
 
     def serve_revision(self, revision: str) -> None:
         """Note that ``revision`` alone is served from now on."""

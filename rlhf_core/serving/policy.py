@@ -220,7 +220,7 @@ class PolicyWatch:
         if latest != self.policy.revision:
             if latest != self._failed or self._clock() >= self._retry_at:
                 self._replace_by(latest)
-        elif self._stamps != _stamps(self._folder):
+        elif self._stamps != file_stamps(self._folder):
             changed = ModelError(f"{self._folder}; replies are those of the files as they were when they were loaded")
             self._report(f"files of {latest.id} have changed since they were loaded", changed)
         else:
@@ -238,11 +238,11 @@ class PolicyWatch:
             ModelError: Somebody has.
         """
         files = self.source.files(revision)
-        stamps = _stamps(files.folder)
+        stamps = file_stamps(files.folder)
         if stamps:
             files = self.source.files(revision)  # verified after the stamps were taken
         policy = self._load(revision, files)
-        if _stamps(files.folder) != stamps:
+        if file_stamps(files.folder) != stamps:
             raise ModelError(f"files in {files.folder} were changed while they were loaded; load them again at rest")
         return policy, files.folder, stamps
 
@@ -276,10 +276,3 @@ class PolicyWatch:
     def _resolve(self) -> None:
         self.problem, self.trouble, self._failed = "", "", None
         self.metrics.reload_failing.set(0)
-
-
-def _stamps(folder: Path) -> FileStamps:
-    try:
-        return file_stamps(folder)
-    except OSError:  # files that vanish while they are listed
-        return ()

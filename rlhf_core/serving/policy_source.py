@@ -47,9 +47,12 @@ FileStamps = tuple[tuple[str, int, int, int, int], ...]
 def file_stamps(folder: Path) -> FileStamps:
     """Name, inode, size, and times of change of all files in ``folder``: what a write to one of them changes.
 
-    Whoever writes cannot set the time of the inode's change back.
+    Whoever writes cannot set the time of the inode's change back. Empty where files vanish meanwhile.
     """
-    found = ((path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file())
+    try:
+        found = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+    except OSError:
+        return ()
     return tuple(
         (path.relative_to(folder).as_posix(), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         for path, stat in found

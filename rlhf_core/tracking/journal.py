@@ -86,6 +86,7 @@ class Journal:
     def append(self, record: JournalRecord) -> None:
         """Write ``record`` behind the others; the file of an artifact is copied."""
         if self.lock is None or not self.is_on_disk:  # removing it must not end a training
+            self.release()  # of a folder that was removed, or in which there was no room for the header
             self.lock = LockFile(self.folder / LOCK).__enter__()
             self.lock.acquire()
             atomic_write_json(self.folder / HEADER, asdict(self.header))

@@ -81,7 +81,7 @@ def run_tasks(
         require_openable(folder)
         model, tokenizer = load_policy(folder)
         # lm-eval runs the template itself otherwise: without limits, and on the day that it is.
-        tokenizer.apply_chat_template = partial(_rendered, tokenizer)
+        tokenizer.apply_chat_template = partial(_rendered, tokenizer)  # type: ignore[method-assign]
         try:
             results = simple_evaluate(
                 HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, trust_remote_code=False),

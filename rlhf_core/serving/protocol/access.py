@@ -45,19 +45,12 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def timed_out(seconds: float) -> ApiError:
-    """The error of a reply that took longer than a request may."""
-    message = f"the reply was not finished within {seconds:g} seconds; ask for fewer tokens, or raise --timeout"
-    return ApiError(504, message, code="timeout", kind="timeout_error")
-
-
 def internal_error() -> ApiError:
     """The error of a request that failed for a reason that only the server's log tells."""
     return ApiError(500, "the server failed on this request; its log says why", code="internal", kind="server_error")
 
 
 TOKEN_VARIABLE = "RLHF_SERVE_TOKEN"
-BEARER = "bearer"
 
 
 def is_loopback(host: str) -> bool:
@@ -101,12 +94,6 @@ def require_loopback_name(host: str | None) -> None:
         raise ApiError(403, message, code="host_not_allowed")
 
 
-def is_authorized(token: str, authorization: str | None) -> bool:
-    """Whether the ``Authorization`` header holds the bearer token."""
-    scheme, _, given = (authorization or "").partition(" ")
-    return scheme.lower() == BEARER and hmac.compare_digest(given.strip().encode(), token.encode())
-
-
 def require_access(token: str | None, authorization: str | None, host: str | None) -> None:
     """Raise ``ApiError`` unless a request may be answered.
 
@@ -119,7 +106,8 @@ def require_access(token: str | None, authorization: str | None, host: str | Non
         host: The ``Host`` header.
     """
     if token is None:
-        require_loopback_name(host)
-    elif not is_authorized(token, authorization):
+        return require_loopback_name(host)
+    scheme, _, given = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
         message = "send the token of this server: Authorization: Bearer TOKEN"
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, ValidationError
@@ -157,7 +156,12 @@ def _json_object(body: bytes) -> dict[str, Any]:
     if _values(body) > MAX_VALUES and _values(_STRING.sub(b"", body)) > MAX_VALUES:
         raise ApiError(400, f"the request has more than {MAX_VALUES} values; shorten it", code="invalid_json")
     try:
-        value = json.loads(body, parse_constant=_refuse_constant, parse_float=_float, parse_int=_int)
+        value = json.loads(
+            body,
+            parse_constant=_refuse_constant,
+            parse_float=lambda digits: float(_number(digits)),
+            parse_int=lambda digits: int(_number(digits)),
+        )
         if _SURROGATE.search(body):
             json.dumps(value, ensure_ascii=False).encode()
         value = _without_nulls(value)
@@ -214,14 +218,6 @@ def shown(value: object) -> str:
     return text if len(text) <= ECHOED_CHARACTERS else f"{text[: ECHOED_CHARACTERS - 1]}…"
 
 
-def _int(digits: str) -> int:
-    return int(_number(digits))
-
-
-def _float(digits: str) -> float:
-    return float(_number(digits))
-
-
 def _number(digits: str) -> str:
     if len(digits) > MAX_NUMBER_CHARACTERS:
         raise ValueError(f"a number has {len(digits)} characters")
@@ -253,21 +249,21 @@ def _check_turns(turns: list[ChatTurn]) -> None:
     """Require an order of roles that the policy was trained on: system first if at all, then user and assistant."""
     if not turns:
         raise ApiError(400, "messages is empty; give at least one turn {role, content}", param="messages")
-    roles = [turn.message().role for turn in turns]
-    first = 1 if roles[0] == "system" else 0
-    for number, role in enumerate(roles[first:], start=first):
-        if role == "system":
-            message = f"messages[{number}] is a {turns[number].role} turn; only the first turn may be one"
-            raise ApiError(400, message, param=f"messages[{number}].role")
-    if roles[first : first + 1] not in ([], ["user"]):
-        message = f"messages[{first}] is an assistant turn; a conversation begins with the user"
-        raise ApiError(400, message, param=f"messages[{first}].role")
-    for number, (before, role) in enumerate(pairwise(roles), start=1):
-        if role == before:
-            message = f"messages[{number}] is another {role} turn; user and assistant take turns, so join the two"
-            raise ApiError(400, message, param=f"messages[{number}].role")
-    if roles[-1] != "user":
-        raise ApiError(400, f"messages must end with a turn of role user, not {roles[-1]}", param="messages")
+    before = ""
+    for number, turn in enumerate(turns):
+        path, role = f"messages[{number}]", turn.message().role
+        problem = ""
+        if role == "system" and number > 0:
+            problem = f"is a {turn.role} turn; only the first turn may be one"
+        elif role == "assistant" and before in ("", "system"):
+            problem = "is an assistant turn; a conversation begins with the user"
+        elif role == before:
+            problem = f"is another {role} turn; user and assistant take turns, so join the two"
+        if problem:
+            raise ApiError(400, f"{path} {problem}", param=f"{path}.role")
+        before = role
+    if before != "user":
+        raise ApiError(400, f"messages must end with a turn of role user, not {before}", param="messages")
     for number, turn in enumerate(turns):
         short = len(turn.content) <= LOOKED_AT_CHARACTERS
         if turn.role == "user" and short and not has_visible_text(turn.content):
@@ -275,22 +271,6 @@ def _check_turns(turns: list[ChatTurn]) -> None:
 
 
 END_OF_STREAM = b"data: [DONE]\n\n"
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Token counts of a request. The end marker of the reply counts."""
-
-    prompt_tokens: int
-    completion_tokens: int
-
-    def as_dict(self) -> dict[str, int]:
-        """The counts and their sum."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-        }
 
 
 @dataclass(frozen=True)
@@ -306,34 +286,27 @@ class CompletionId:
     created: int
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
 
-    def completion(self, text: str, finish_reason: str, usage: Usage) -> dict[str, Any]:
+    def completion(self, text: str, finish_reason: str, usage: Mapping[str, int]) -> dict[str, Any]:
         """The whole response."""
-        message = {"role": "assistant", "content": text}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
-        return {**self._head("chat.completion"), "choices": [choice], "usage": usage.as_dict()}
+        said = {"message": {"role": "assistant", "content": text}}
+        return self._response("chat.completion", said, finish_reason) | {"usage": usage}
 
-    def first_event(self) -> bytes:
-        """The event that opens a stream: the role, no text."""
-        return self._chunk({"role": "assistant", "content": ""}, None)
+    def chunk(self, delta: Mapping[str, str], finish_reason: str | None = None) -> bytes:
+        """An event of a stream: the role at first, then pieces of the reply, and how it ended."""
+        return event(self._response("chat.completion.chunk", {"delta": delta}, finish_reason))
 
-    def text_event(self, piece: str) -> bytes:
-        """The next piece of the reply."""
-        return self._chunk({"content": piece}, None)
-
-    def last_event(self, finish_reason: str) -> bytes:
-        """The event that ends the reply."""
-        return self._chunk({}, finish_reason)
-
-    def usage_event(self, usage: Usage) -> bytes:
+    def usage_event(self, usage: Mapping[str, int]) -> bytes:
         """The token counts, in an event without choices."""
-        return event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage.as_dict()})
+        return event(self._response("chat.completion.chunk", {}, None) | {"choices": [], "usage": usage})
 
-    def _chunk(self, delta: Mapping[str, str], finish_reason: str | None) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return event({**self._head("chat.completion.chunk"), "choices": [choice]})
+    def _response(self, kind: str, said: Mapping[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish_reason}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": [choice]}
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+def token_usage(prompt: int, reply: int) -> dict[str, int]:
+    """Token counts of a request. The end marker of the reply counts."""
+    return {"prompt_tokens": prompt, "completion_tokens": reply, "total_tokens": prompt + reply}
 
 
 def event(content: Mapping[str, Any]) -> bytes:
@@ -344,8 +317,3 @@ def event(content: Mapping[str, Any]) -> bytes:
 def model_entry(name: str, created: int) -> dict[str, Any]:
     """One model of the list."""
     return {"id": name, "object": "model", "created": created, "owned_by": "rlhf-pipeline"}
-
-
-def model_list(names: Sequence[str], created: int) -> dict[str, Any]:
-    """The names by which the policy may be asked, the revision's own first."""
-    return {"object": "list", "data": [model_entry(name, created) for name in names]}

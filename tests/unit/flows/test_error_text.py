@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,21 @@ def test_two_wrong_settings_are_two_lines(
         "parameter 'sft.batch_size': input should be greater than 0 (got 0)",
         "unknown parameter 'sft.stepz'",
     ]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_file_of_another_user_is_a_users_error_that_names_it(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(**options: object) -> None:
+        raise OSError(number, os.strerror(number), "/data/theirs")
+
+    monkeypatch.setattr(cli, "app", refused)
+    monkeypatch.setattr(sys, "argv", ["rlhf"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == EXIT_USER_ERROR
+    assert capsys.readouterr().err.startswith(f"rlhf: /data/theirs: {os.strerror(number)}; give yourself the right")
 
 
 def test_an_error_that_nobody_foresaw_names_its_type_and_the_flag_for_more(

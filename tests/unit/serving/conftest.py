@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.models.starting.base import train_tokenizer
 from rlhf_core.sampling.reply import Check, OnText, SampledReply
-from rlhf_core.serving.app import AppSettings, create_app
+from rlhf_core.serving.app import create_app
 from rlhf_core.serving.completions import Completions
 from rlhf_core.serving.limits import ServingLimits
 from rlhf_core.serving.metrics import ServingMetrics
@@ -92,7 +92,7 @@ class Served:
         self.source, self.metrics, self.now = ChangingSource(), ServingMetrics(), 0.0
         self.watch = PolicyWatch(self.source, self.metrics, load, clock=lambda: self.now)
         self.completions = Completions(self.watch, limits, self.metrics, clock=lambda: self.now, now=lambda: 1e9)
-        self.app: FastAPI = create_app(self.completions, AppSettings(**settings))
+        self.app: FastAPI = create_app(self.completions, **settings)
 
     @property
     def policy(self) -> HeldPolicy:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from unit.tracking.fake_mlflow import AWAY, URI, Clock, Server
 
 from rlhf_core.runtime.preemption import StopNow
+from rlhf_core.tracking import journal
 from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, address, deliver_waiting
 from rlhf_core.tracking.journal import Journal, RunHeader, waiting_records
 from rlhf_core.tracking.stage_run import JournalTracker, stage_tracker
@@ -35,6 +38,24 @@ def begin_stage(
 
 def left(workspace: Path) -> list[Path]:
     return list((workspace / ".rlhf" / "tracking").glob("*"))
+
+
+@pytest.mark.timeout(60)  # it once waited for the lock that it had itself
+def test_a_journal_that_found_no_room_or_was_removed_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    stage = begin_stage(tmp_path)
+    with monkeypatch.context() as patch, suppress(OSError):
+        patch.setattr(journal, "atomic_write_json", full)
+        stage.log_metrics({"loss": 1.0}, 1)
+    assert waiting_records(tmp_path) == 0
+    for _ in range(2):
+        stage.log_metrics({"loss": 1.0}, 1)
+        assert waiting_records(tmp_path) == 1
+        shutil.rmtree(left(tmp_path)[0])
 
 
 def test_mlflows_page_finds_metrics_in_groups(server: Server, courier: Courier, tmp_path: Path) -> None:
