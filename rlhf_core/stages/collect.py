@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.data import CollectConfig
-from rlhf_core.data.collection.raw_folder import CountedSource, RawFolder, SourceWriter
+from rlhf_core.data.collection.raw_folder import CountedSource, RawFolder, write_sources
 from rlhf_core.data.collection.rows import derived_from
 from rlhf_core.data.collection.sources import (
     annotation_sources,
@@ -152,10 +152,8 @@ def _from_files(config: CollectConfig, base: Path, folder: Path) -> Collected:
     ):
         # What is also derived comes before what it is derived from.
         for kind in dict.fromkeys([*(kind for kind in reversed(KINDS) if kind in config.also_derive), *KINDS]):
-            writer = SourceWriter(kind, raw)
-            for file in files[kind]:
-                writer.add(source_chunks(file, kind, config.limit, bar.advance), file.options)
-            sources[kind] = writer.finish()
+            parts = ((source_chunks(f, kind, config.limit, bar.advance), f.options) for f in files[kind])
+            sources[kind] = write_sources(raw, kind, parts)
     cut = {kind: raw.cut[kind] + sum(source.counts.cut for source in sources[kind]) for kind in KINDS}
     return Collected(raw.rows, cut, derived, sources)
 

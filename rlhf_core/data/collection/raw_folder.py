@@ -38,12 +38,10 @@ class RawFolder(ExitStack):
     """
 
     def __init__(self, folder: Path, derived: Mapping[str, str], limit: int | None) -> None:
-        """Begin with empty tables.
+        """Begin with empty tables, of at most ``limit`` rows each.
 
-        Args:
-            derived: By kind, what it is derived from; empty for kinds whose rows are only appended. Of a kind that is
-                both, rows have to be appended before what they may be derived from.
-            limit: Most rows of a kind.
+        ``derived`` says by kind what it is derived from; empty for kinds whose rows are only appended. Of a kind that
+        is both, rows have to be appended before what they may be derived from.
         """
         super().__init__()
         self.folder, self.limit = folder, limit
@@ -142,12 +140,7 @@ class CountedSource:
         ]
 
     def prompts_within_cap(self, part: FileRows, taken: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the prompts that are all a record gives, up to the record that fills the cap, with their ``path``.
-
-        Args:
-            part: A part of the source.
-            taken: What :meth:`take` returned of it.
-        """
+        """Return the prompts that are all a record gives, up to the record that fills the cap: the last one taken."""
         prompts = [row | {"path": part.counts.source} for row in part.prompt_only]
         if self.options.cap is None or self.counts.kept < self.options.cap:
             return prompts
@@ -164,52 +157,46 @@ class CountedSource:
         return {name: value for name, value in about.items() if name not in unset}
 
 
-class SourceWriter:
-    """Writes the rows of the sources of a kind, up to their caps.
+def write_sources(
+    raw: RawFolder, kind: str, sources: Iterable[tuple[Iterable[FileRows], SourceOptions]]
+) -> list[CountedSource]:
+    """Write the rows of the sources of a kind, which come in parts, up to their caps; return the counts of each.
 
     With a limit, rows wait in a file for each source until all are read: the share of each depends on the sizes of all.
     """
-
-    def __init__(self, kind: str, raw: RawFolder) -> None:
-        self.kind, self.raw = kind, raw
-        self.sources: list[CountedSource] = []
-        self._spools: list[tuple[_Spool, _Spool]] = []
-
-    def add(self, parts: Iterable[FileRows], options: SourceOptions) -> None:
-        """Write the rows of one source, which come in parts."""
-        source: CountedSource | None = None
+    written: list[CountedSource] = []
+    spools: list[tuple[_Spool, _Spool]] = []
+    Append = Callable[[Sequence[dict[str, Any]]], None]
+    for number, (parts, options) in enumerate(sources):
         with ExitStack() as stack:
-            append: Callable[[Sequence[dict[str, Any]]], None]
-            append = partial(self.raw.append, self.kind, into=options.derive)
-            append_prompts: Callable[[Sequence[dict[str, Any]]], None]
-            append_prompts = partial(self.raw.append_prompts, into=options.derive)
-            if self.raw.limit is not None:
-                path = self.raw.folder / self.kind / f"source-{len(self._spools)}"
-                spool = _Spool(path.with_suffix(".rows"), self.kind, self.raw.limit, stack)
-                prompts = _Spool(path.with_suffix(".prompts"), "prompts", self.raw.limit, stack)
-                self._spools.append((spool, prompts))
-                append, append_prompts = spool.append, prompts.append
-            for part in parts:
-                if source is None:
-                    source = CountedSource(part.counts.empty(), options)
-                    self.sources.append(source)
-                rows = source.take(part)
+            append: Append = partial(raw.append, kind, into=options.derive)
+            append_prompts: Append = partial(raw.append_prompts, into=options.derive)
+            if raw.limit is not None:
+                path = raw.folder / kind / f"source-{number}"
+                spools.append(
+                    (
+                        _Spool(path.with_suffix(".rows"), kind, raw.limit, stack),
+                        _Spool(path.with_suffix(".prompts"), "prompts", raw.limit, stack),
+                    )
+                )
+                append, append_prompts = (spool.append for spool in spools[-1])
+            for first, part in enumerate(parts):
+                if not first:
+                    written.append(CountedSource(part.counts.empty(), options))
+                rows = written[-1].take(part)
                 append(rows)
-                append_prompts(source.prompts_within_cap(part, rows))
-                self.raw.refused.write(findings_table(part.refused, REFUSED_SCHEMA))
-
-    def finish(self) -> list[CountedSource]:
-        """Write each source's share of the limit, where there is one, and return the counts of all sources."""
-        sizes = [source.counts.kept for source in self.sources]
-        shares = fair_shares(sizes, self.raw.limit, [source.options.weight for source in self.sources])
-        for source, share, (spool, _) in zip(self.sources, shares, self._spools, strict=False):
-            for rows in spool.taken(share):
-                self.raw.append(self.kind, rows, source.options.derive)
-            source.counts.cut_to(share)
-        for source, (_, prompts) in zip(self.sources, self._spools, strict=False):
-            for rows in prompts.taken(prompts.limit):
-                self.raw.append_prompts(rows, source.options.derive)
-        return self.sources
+                append_prompts(written[-1].prompts_within_cap(part, rows))
+                raw.refused.write(findings_table(part.refused, REFUSED_SCHEMA))
+    sizes = [source.counts.kept for source in written]
+    shares = fair_shares(sizes, raw.limit, [source.options.weight for source in written])
+    for source, share, (spool, _) in zip(written, shares, spools, strict=False):
+        for rows in spool.taken(share):
+            raw.append(kind, rows, source.options.derive)
+        source.counts.cut_to(share)
+    for source, (_, prompts) in zip(written, spools, strict=False):
+        for rows in prompts.taken(prompts.limit):
+            raw.append_prompts(rows, source.options.derive)
+    return written
 
 
 class _Spool:

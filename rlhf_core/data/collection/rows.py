@@ -358,8 +358,9 @@ def derive(
     best: dict[tuple[Any, ...], str] = {}
     for number, parent in enumerate(parents):
         if kind == "demonstrations" and "path" in parent:
-            is_best = best.setdefault(_record_prompt(parent), parent["chosen"]) == parent["chosen"]
-            if not is_best:
+            turns = ((turn["role"], turn["content"]) for turn in parent["prompt"] or [])
+            record = (parent["path"], parent["position"], *turns)  # the same for all of its pairs of one prompt
+            if best.setdefault(record, parent["chosen"]) != parent["chosen"]:
                 continue
         if passed is not None and not passed[number]:
             continue
@@ -396,8 +397,3 @@ def whole_records(parts: Iterable[list[dict[str, Any]]]) -> Iterator[list[dict[s
             waiting = waiting[end:]
     if waiting:
         yield waiting
-
-
-def _record_prompt(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what is the same for all pairs of one record that are of one prompt."""
-    return row["path"], row["position"], *((turn["role"], turn["content"]) for turn in row["prompt"] or [])

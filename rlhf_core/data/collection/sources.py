@@ -105,16 +105,11 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
             yield str(local.resolve()) if local else url, SourceFile(spec if is_named else url, None)
     else:
         for path in expand(spec, base, remedy):
-            require_utf8_name(path)
+            try:
+                str(path).encode("utf-8")
+            except UnicodeEncodeError as error:  # which no manifest and no table can hold
+                raise DataError(f"the name of {printable(str(path))} is not UTF-8; rename the file") from error
             yield str(path.resolve()), SourceFile(spelled(path, spec, base), path)
-
-
-def require_utf8_name(path: Path) -> None:
-    """Raise ``DataError`` for a path that no manifest and no table can hold."""
-    try:
-        str(path).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(f"the name of {printable(str(path))} is not UTF-8; rename the file") from error
 
 
 @contextmanager
@@ -144,13 +139,7 @@ def data_source(spec: str, options: ReadOptions) -> DataSource:
 
 
 def sources_by_kind(files: Sequence[str], base: Path, options: ReadOptions, kind: str | None = None) -> FileSources:
-    """Return files as sources of ``kind``, by default each as what it serves as best.
-
-    Args:
-        files: Paths, globs, URLs or hub ids.
-        base: The folder that relative paths start at.
-        options: How the rows are read.
-        kind: One of ``ROW_TYPES``.
+    """Return paths, globs, URLs and hub ids as sources of ``kind``, by default each as what it serves as best.
 
     Raises:
         DataError: A file cannot be read, or is of no known format.
@@ -190,12 +179,7 @@ def read_sources(
 def open_source(file: SourceFile, limit: int | None = None, on_read: OnRead = uncounted) -> Iterator[OpenSource]:
     """Open a file, URL or hub id; its records are read while the block lasts, with a part of them in memory at a time.
 
-    Args:
-        limit: Bounds the rows taken from the hub.
-        on_read: Told how many bytes of a file on this machine are read so far.
-
-    Raises:
-        DataError: It cannot be read.
+    ``limit`` bounds the rows taken from the hub; ``on_read`` is told how many bytes of a file here are read so far.
     """
     if file.path is not None:
         yield OpenSource(stream_records(file.path, on_read), str(file.path), file.path)
@@ -207,11 +191,7 @@ def open_source(file: SourceFile, limit: int | None = None, on_read: OnRead = un
 
 
 def best_kind(file: SourceFile) -> str:
-    """Return the kind of rows that a file serves as best; without a named format its beginning is read.
-
-    Raises:
-        DataError: The file cannot be read, is of no known format, or has replies that would be left unread.
-    """
+    """Return the kind of rows that a file serves as best; ``DataError`` where its replies would be left unread."""
     if file.options.format is not None:
         return format_named(file.options.format).kinds[0]
     with open_source(file, PROBE) as source:

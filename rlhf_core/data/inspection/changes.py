@@ -52,15 +52,7 @@ def file_state(
 ) -> DataState:
     """Read files as a table per kind: ``kind``, or what each file serves as best.
 
-    Args:
-        files: Paths, globs, URLs or hub ids.
-        base: The folder that relative paths start at.
-        options: How the rows are read.
-        scratch: A folder for the rows, which must stay as long as the tables are used.
-        kind: One of ``ROW_TYPES``.
-
-    Raises:
-        DataError: A file cannot be read, or is of no known format.
+    Rows are in the folder ``scratch``, which must stay as long as the tables are used.
     """
     sources, state = sources_by_kind(files, base, options, kind), DataState()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rlhf_core.config.data import ReadOptions, template_columns
@@ -27,17 +28,16 @@ def require_columns(records: Sequence[Record], options: ReadOptions, where: str)
     """Raise ``DataError`` where none of some records has a column that ``options`` name."""
     readable = [record.value for record in records if not record.problem]
     for column in [*options.columns.values(), *(template_columns(options.template) if options.template else ())]:
-        if readable and not any(_has_column(value, column) for value in readable):
+        if readable and not any(_holds(value, column) for value in readable):
             names = sorted({str(name) for value in readable if isinstance(value, dict) for name in value})
             raise DataError(f"{where}: no row has a column {column!r}; the columns are {listed(names)}")
 
 
-def _has_column(value: Any, column: str) -> bool:
-    try:
+def _holds(value: Any, column: str) -> bool:
+    with suppress(Refusal):
         _column(value, column)
-    except Refusal:
-        return False
-    return True
+        return True
+    return False
 
 
 def _column(value: Any, column: str) -> Any:

@@ -242,15 +242,7 @@ def _are_objects(value: Any) -> bool:
 
 
 def json_records(name: str, opened: Callable[[], AbstractContextManager[BinaryIO]]) -> Iterator[Record]:
-    """Yield the rows of a JSON list or of ``{"data": [...]}``, and JSON lines as such.
-
-    Args:
-        name: What messages call the file.
-        opened: Opens it from its beginning: once more where it turns out to be JSON lines.
-
-    Raises:
-        DataError: It is neither.
-    """
+    """Yield the rows of a JSON list or of ``{"data": [...]}``, and JSON lines as such, for which it is opened anew."""
     waiting: list[Record] = []
     are_given = False
     try:

@@ -117,11 +117,8 @@ def _number(value: Any) -> float:
 def flag_against(record: Any, single: bool) -> str:
     """Return the flag of a row, or of its reply's turn, that says that it is not to be learned; empty if none does.
 
-    Args:
-        single: The row has one reply, so that a vote or a rating is of that.
-
-    Raises:
-        Refusal: A flag that a trainer reads has a value that is neither.
+    ``single`` says that the row has one reply, so that a vote or a rating is of that. A flag that a trainer reads and
+    that says neither is a :class:`Refusal`.
     """
     return next((name for name, value in _flags(record) if _is_to_learn(name, value, single) is False), "")
 
@@ -238,14 +235,9 @@ def without_end_marker(text: str) -> tuple[str, str]:
 
 
 def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
-    """Return texts without end markers; what was taken off, and texts that stand for a missing value, are counted.
+    """Return texts without end markers; what was taken off, and texts that stand for a missing value, are ``noticed``.
 
-    Args:
-        noticed: Where they are counted.
-        named: The user named the columns to read, so that placeholders of media are text.
-
-    Raises:
-        Refusal: A placeholder says that media belong to a text, which training would not see.
+    A placeholder of media is a :class:`Refusal`, unless the columns to read are ``named``.
     """
 
     def clean(given: str, end: str) -> str:

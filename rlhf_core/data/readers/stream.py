@@ -183,12 +183,7 @@ class _Decompressed(io.RawIOBase):
 
 
 def _xz_parts(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the content of all streams of an xz file; :mod:`lzma` itself would ignore what follows the first.
-
-    Raises:
-        EOFError: A stream is cut off.
-        lzma.LZMAError: Something is no stream.
-    """
+    """Yield the content of all streams of an xz file; :mod:`lzma` itself would ignore what follows the first."""
     decompressor, waiting = lzma.LZMADecompressor(), b""
     while True:
         if decompressor.eof:

@@ -59,9 +59,6 @@ def _arrow_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, i
     """Yield parts of an Arrow file (feather version 2) or stream, as ``datasets`` writes it.
 
     It is read and not mapped into memory, where a file that shrinks meanwhile would end the process.
-
-    Raises:
-        ArrowInvalid: It is no such file, or a stream that was cut off or has bytes behind its end.
     """
     read = 0
     with pa.OSFile(str(path)) as source:

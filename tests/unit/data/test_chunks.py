@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.data import tables as chunks
-from rlhf_core.data.collection.rows import FileRows
-from rlhf_core.data.collection.sources import read_sources, source_chunks, source_files
+from rlhf_core.data.collection.sources import source_chunks, source_files
 from rlhf_core.data.inspection.describe import EvenSample
 from rlhf_core.data.readers import detection as registry
 from rlhf_core.data.readers import table_records as table_checks
@@ -73,23 +72,18 @@ def write_long_rows(folder: Path, count: int) -> None:
     (folder / "x.jsonl").write_text("\n".join(map(json.dumps, [*other, *pairs])))
 
 
-def parts_of(folder: Path) -> list[FileRows]:
-    (file,) = source_files(["x.jsonl"], folder)
-    return list(source_chunks(file, "preferences"))
-
-
 def test_chunks_of_long_rows_are_the_rows_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The format is that of the first thousand rows, although the first chunk has fewer, all of them of another."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1000)
     write_long_rows(tmp_path, 100)
-    (whole,) = read_sources(["x.jsonl"], "preferences", tmp_path)
-    parts = parts_of(tmp_path)
+    (file,) = source_files(["x.jsonl"], tmp_path)
+    parts = list(source_chunks(file, "preferences"))
     assert len(parts) > 100 and parts[0].rows == [] and {part.counts.format for part in parts} == {"standard"}
-    assert [row for part in parts for row in part.rows] == whole.rows and len(whole.rows) == 100
-    assert [position for part in parts for position in part.positions] == whole.positions
-    assert [row for part in parts for row in part.refused] == whole.refused and len(whole.refused) == 5
-    tables = list(tables_of("preferences", whole.rows))
-    assert len(tables) == 100 and pa.concat_tables(tables).column("id").to_pylist() == [r["id"] for r in whole.rows]
+    assert [position for part in parts for position in part.positions] == list(range(6, 106))
+    assert [row.position for part in parts for row in part.refused] == list(range(1, 6))
+    rows = [row for part in parts for row in part.rows]
+    tables = list(tables_of("preferences", rows))
+    assert len(tables) == 100 and pa.concat_tables(tables).column("id").to_pylist() == [row["id"] for row in rows]
 
 
 def test_the_memory_does_not_grow_with_the_long_rows_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 from unit.data.reading import records_of
 
-from rlhf_core.config.loading import rebase_sources
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.inspection.describe import as_text, describe_sources
 from rlhf_core.errors import DataError
@@ -142,9 +141,3 @@ def test_a_changed_file_at_a_url_changes_the_fingerprint(store: fsspec.AbstractF
     assert fingerprint() == first and "memory://gone/x.jsonl" in first
     store.pipe("/pairs/a.jsonl", CONTENTS["x.jsonl"] + b"\n")
     assert fingerprint() != first
-
-
-def test_a_url_is_no_path_of_the_workspace(tmp_path: Path) -> None:
-    text = "collect:\n  files:\n    preferences: [s3://bucket/a.jsonl, {path: memory://b.jsonl}]\n"
-    moved = rebase_sources(text, tmp_path, tmp_path / "work")
-    assert "- s3://bucket/a.jsonl" in moved and "path: memory://b.jsonl" in moved

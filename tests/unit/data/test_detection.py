@@ -77,9 +77,11 @@ def test_params_can_name_every_format() -> None:
 
 
 def test_a_source_with_a_format_moves_with_its_workspace(tmp_path: Path) -> None:
-    text = "collect:\n  files:\n    preferences: [a.jsonl, {path: b.jsonl, format: standard}, ~/c.jsonl]\n"
+    paths = "a.jsonl, {path: b.jsonl, format: standard}, ~/c.jsonl, s3://bucket/d.jsonl, {path: memory://e.jsonl}"
+    text = f"collect:\n  files:\n    preferences: [{paths}]\n"
     moved = rebase_sources(text, tmp_path, tmp_path / "work")
     assert "../a.jsonl" in moved and "path: ../b.jsonl" in moved and "../~" not in moved
+    assert "- s3://bucket/d.jsonl" in moved and "path: memory://e.jsonl" in moved
 
 
 def test_a_prompt_that_asks_for_a_dialogue_is_no_transcript(tmp_path: Path) -> None:

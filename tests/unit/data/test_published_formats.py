@@ -300,6 +300,12 @@ WRITERS: dict[str, Callable[[str, str, str], Any]] = {
     },
     "shp": lambda q, a, b: {"history": q, "human_ref_A": b, "human_ref_B": a, "labels": 0},
     "orca-dpo": lambda q, a, b: {"question": q, "chosen": a, "rejected": b},
+    "conversational": lambda q, a, b: {"prompt": [{"role": "user", "content": q}], "chosen": a, "rejected": b},
+    "sharegpt-ranking": lambda q, a, b: {
+        "conversations": [{"from": "human", "value": q}],
+        "chosen": {"from": "gpt", "value": a},
+        "rejected": {"from": "gpt", "value": b},
+    },
     "ultrafeedback-ratings": lambda q, a, b: {"instruction": q, "chosen_response": a, "rejected_response": b},
     "ultrafeedback": lambda q, a, b: {
         "instruction": q,
