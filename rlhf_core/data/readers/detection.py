@@ -114,11 +114,12 @@ def unread_replies(first: Sequence[Record], options: ReadOptions, shape: Format)
 
 
 def _unread_replies(record: Mapping[str, Any], own: str) -> str:
-    names = {str(name).strip().casefold(): str(name) for name, value in record.items() if value and name != own}
+    held = {name: value for name, value in record.items() if value and name != own}
+    names = {name.strip().casefold(): name for name, value in held.items() if isinstance(value, str | list | dict)}
     texts = {key: name for key, name in names.items() if isinstance(record[name], str) and record[name].strip()}
     for better, worse in BETTER_WORSE:
         for key, name in names.items():
-            other = re.sub(rf"(?<![a-z]){better}(?![a-z])", worse, key)
+            other = re.sub(rf"(?<![a-z]){better}(?![a-z])", worse, key) if better in key else key
             if other != key and other in names:
                 return (
                     f"its columns {name!r} and {names[other]!r} look like a better and a worse reply: name them "
@@ -133,7 +134,7 @@ def _unread_replies(record: Mapping[str, Any], own: str) -> str:
             f"{', '.join(map(repr, found))} {look} like replies: bring them to a format of docs/data-formats.md "
             "(--column chosen=… --column rejected=… where each has a column of its own)"
         )
-    for verdict in (name for name in map(str, record) if VERDICT.search(name) and not is_missing(record[name])):
+    for verdict in (name for name, value in record.items() if VERDICT.search(name) and not is_missing(value)):
         others = {key: name for key, name in texts.items() if name != verdict}
         two = [
             [name, others[other]]

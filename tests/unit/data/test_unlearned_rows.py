@@ -273,6 +273,7 @@ def test_several_replies_of_a_form_that_is_not_known_are_not_read_as_prompts(
         {"ab": "so", "winners_of": "no"},
         {"a": "so", "b": "no"},
         {"topic": "so", "level": "no", "label": "easy"},
+        {"w": 640, "l": 480, "good": 3, "bad": 1},
     ],
     ids=lambda columns: next(iter(columns)),
 )
