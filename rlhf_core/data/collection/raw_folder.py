@@ -63,9 +63,19 @@ class RawFolder(ExitStack):
     def __enter__(self) -> RawFolder:
         for kind in ROW_TYPES:
             self._table(f"{kind}/data.parquet", arrow_schema(kind))
-        self._table("provenance.parquet", PROVENANCE_SCHEMA)
+            self._table(f"{kind}/provenance.parquet", PROVENANCE_SCHEMA)
         self.refused = self._table("refused.parquet", REFUSED_SCHEMA)
         return self
+
+    def __exit__(self, *details: Any) -> bool | None:
+        is_handled = super().__exit__(*details)
+        if details[1] is None:
+            with TableWriter(self.folder / "provenance.parquet", PROVENANCE_SCHEMA) as provenance:
+                for path in (self.folder / kind / "provenance.parquet" for kind in ROW_TYPES):
+                    for table in table_chunks(path):
+                        provenance.write(table)
+                    path.unlink()
+        return is_handled
 
     def append(self, kind: str, rows: Sequence[dict[str, Any]], into: Collection[str] | None = None) -> None:
         """Append rows with their ``path`` and ``position``, and what derives from them. Records are not torn apart.
@@ -78,7 +88,7 @@ class RawFolder(ExitStack):
         kept = rows if self.limit is None else rows[: max(self.limit - self.rows[kind], 0)]
         for table in tables_of(kind, kept):
             self._tables[f"{kind}/data.parquet"].write(table)
-        self._tables["provenance.parquet"].write(provenance_table(kind, kept))
+        self._tables[f"{kind}/provenance.parquet"].write(provenance_table(kind, kept))
         self.rows[kind] += len(kept)
         self.cut[kind] += len(rows) - len(kept)
         for child in self._children[kind]:
