@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.data import reading
 
 from rlhf_core.api.inputs import rows_of
 from rlhf_core.config.data import CollectConfig, DataSource, FileSources, ReadOptions
@@ -39,7 +40,7 @@ def read(name: str, kind: str = "preferences", **options: Any) -> FileRows:
 
 
 def parse(value: Any, kind: str = "preferences", **options: Any) -> FileRows:
-    return read_records([Record(1, value)], kind, "x.jsonl", "", options=ReadOptions(**options))
+    return reading.read(kind, value, **options)
 
 
 @pytest.mark.parametrize(

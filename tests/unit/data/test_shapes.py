@@ -6,16 +6,10 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-
-from rlhf_core.data.collection.rows import FileRows, read_records
-from rlhf_core.data.readers.content import Record
+from unit.data.reading import read
 
 HH = {"chosen": "\n\nHuman: Hi?\n\nAssistant: yes", "rejected": "\n\nHuman: Hi?\n\nAssistant: no"}
 USER = {"role": "user", "content": "Hi?"}
-
-
-def read(kind: str, *values: Any) -> FileRows:
-    return read_records([Record(position, value) for position, value in enumerate(values, 1)], kind, "x.jsonl", "")
 
 
 @pytest.mark.parametrize(

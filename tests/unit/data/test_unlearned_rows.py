@@ -9,25 +9,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from unit.data.reading import records_of
+from unit.data.reading import read, records_of
 
 from rlhf_core.config.data import ReadOptions, ValidateConfig
-from rlhf_core.data.collection.rows import FileRows, read_records
 from rlhf_core.data.collection.sources import read_sources, sources_by_kind
 from rlhf_core.data.inspection.describe import as_text as inspected
 from rlhf_core.data.inspection.describe import describe_sources
 from rlhf_core.data.readers.columns import warnings_of
-from rlhf_core.data.readers.content import Record
 from rlhf_core.errors import DataError
 from rlhf_core.stages.checked_files import as_text, check_files
 
 TURN = {"role": "assistant", "content": "Rivers flow."}
 SINGLE = {"prompt": "Why?", "response": "Because."}
 PAIR = {"prompt": "Why?", "chosen": "Because.", "rejected": "No."}
-
-
-def read(kind: str, *values: Any) -> FileRows:
-    return read_records([Record(n, value) for n, value in enumerate(values, 1)], kind, "x.jsonl", "")
 
 
 def dialogue(**flags: Any) -> dict[str, Any]:
@@ -128,8 +122,7 @@ def test_a_placeholder_of_media_is_treated_as_the_media_are(token: str) -> None:
             (finding,) = read(kind, row).refused
             assert "<" in finding.reason and "training would not see" in finding.reason
         assert len(read("pretrain", {"text": text}).refused) == 1
-        named = ReadOptions(columns={"prompt": "prompt"})
-        result = read_records([Record(1, {"prompt": text})], "prompts", "x.jsonl", options=named)
+        result = read("prompts", {"prompt": text}, columns={"prompt": "prompt"})
         assert len(result.rows) == 1 and "read as text" in warnings_of(result.counts)[0]
     inside = read("prompts", {"prompt": f"In {token} and the other, why?"})
     assert len(inside.rows) == 1 and inside.counts.noticed.total() == 1
