@@ -8,10 +8,15 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from rlhf_core.fingerprint.stages import NEUTRAL, PACKAGE, package, reached
+from rlhf_core.fingerprint.stages import NEUTRAL, PACKAGE, ROOTS, package, stage_module_name
 from rlhf_core.stages.runtime.runner import load_stage
 
 ROOT = Path(sys.modules[PACKAGE].__file__ or "").parent
+
+
+def reached(stage: str) -> set[str]:
+    """Dotted names of the definitions that a stage reaches."""
+    return {str(definition) for definition in package().reached(stage_module_name(stage), *ROOTS)}
 
 
 def missed(name: str, call: Callable[[], Any]) -> set[str]:

@@ -57,11 +57,6 @@ def fingerprint(stage: str, method: Method = "ppo") -> str:
         return package().digest(stage_module_name(stage, method), *ROOTS)
 
 
-def reached(stage: str) -> frozenset[str]:
-    """Dotted names of the definitions that a stage reaches."""
-    return frozenset(str(definition) for definition in package().reached(stage_module_name(stage), *ROOTS))
-
-
 def write_fingerprints(workspace: Path, stages: Iterable[str], method: Method = "ppo") -> None:
     """Refresh ``.fingerprints/STAGE.txt``; a file whose content would not change is left alone.
 

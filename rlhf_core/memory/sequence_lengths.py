@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from rlhf_core.config.loading import Params
-from rlhf_core.data.encoding import encode_dialogue, encode_prompt, encode_reply, encode_text
-from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
 from rlhf_core.data.splits import PairUser
+from rlhf_core.data.token_folder import TOKENS
+from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.models.starting.base import load_tokenizer
 
-Row = TypeVar("Row")
 # English text in a byte-pair vocabulary has about four characters per token; three is on the safe side.
 CHARACTERS_PER_TOKEN = 3
-# The longest sequences in tokens are among the longest in characters; the rest of the data is not tokenised.
-TOKENISED = 2000
+# How many of the longest sequences are kept.
+LONGEST = 2000
+Lengths = npt.NDArray[np.int32]  # (N, 2): all tokens of each sequence, and those of its reply that has logits
 
 
 @dataclass(frozen=True)
@@ -105,22 +107,21 @@ def lengths_from_limits(params: Params, positions: int | None) -> SequenceLength
 
 
 def lengths_of_workspace(root: Path, params: Params, positions: int | None = None) -> SequenceLengths | None:
-    """The longest rows of the clean data in ``root``, in tokens of its own model.
+    """The longest rows of the clean data in ``root``: of the very tokens that training reads.
 
     Args:
-        root: The workspace.
+        root: The workspace, whose token cache is used and added to.
         params: The settings, whose ``max_tokens`` leave rows out.
         positions: The longest sequence that the model takes: ptx leaves longer texts out.
 
     Returns:
         None where the data or the tokenizer has not been made yet.
     """
-    clean, tokenizer_folder = root / "data" / "clean", root / "models" / "base"
+    clean, tokenizer_folder, mixed = root / "data" / "clean", root / "models" / "base", params.ppo.ptx.data
 
-    def file(kind: str) -> Path:
-        return clean / kind / "train.parquet"
+    def file(folder: str) -> Path:
+        return clean / folder / "train.parquet"
 
-    mixed = params.ppo.ptx.data
     reads_texts = mixed == "pretrain" or (mixed == "both" and file("pretrain").is_file())
     from_pretrain = params.ppo.ptx.weight > 0 and reads_texts
     kinds = ["demonstrations", "preferences", "prompts", *(["pretrain"] if from_pretrain else [])]
@@ -128,38 +129,24 @@ def lengths_of_workspace(root: Path, params: Params, positions: int | None = Non
         return None
     tokenizer = load_tokenizer(tokenizer_folder)
 
-    def dialogue(row: Demonstration) -> tuple[int, int]:
-        prompt, reply = encode_dialogue(tokenizer, row.prompt, row.reply)
-        return len(prompt) + len(reply), len(reply)
+    def lengths(folder: str, kind: str, scored: str, *others: str) -> Lengths:
+        tokens = read_tokens(root / TOKENS, file(folder), kind, tokenizer)
+        replies = [tokens.column(name).lengths for name in (scored, *others)]
+        longest = np.maximum.reduce(replies)
+        whole = longest + tokens.column("prompt").lengths if "prompt" in tokens.id_columns else longest
+        return np.stack([whole, replies[0]], axis=1)
 
-    def pair(row: Preference) -> tuple[int, int]:
-        """The prompt with the longer reply, and the chosen reply."""
-        prompt, chosen = encode_dialogue(tokenizer, row.prompt, row.chosen)
-        return len(prompt) + max(len(chosen), len(encode_reply(tokenizer, row.rejected))), len(chosen)
-
-    demonstrations = _longest(
-        read_rows(file("demonstrations"), Demonstration), lambda row: _prompt_characters(row) + len(row.reply), dialogue
-    )
-    pairs = _longest(
-        [row for user in PairUser if file(user).is_file() for row in read_rows(file(user), Preference)],
-        lambda row: _prompt_characters(row) + max(len(row.chosen), len(row.rejected)),
-        pair,
-    )
-    ptx = demonstrations
+    demonstrations = lengths("demonstrations", "demonstrations", "reply")
+    pairs = [lengths(user, "preferences", "chosen", "rejected") for user in PairUser if file(user).is_file()]
+    ptx = [demonstrations] if not from_pretrain or mixed == "both" else []
     if from_pretrain:
-        texts = read_rows(file("pretrain"), PretrainText)
-        lengths = _longest(texts, lambda row: len(row.text), lambda row: (len(encode_text(tokenizer, row.text)),) * 2)
-        ptx = [*demonstrations, *lengths] if mixed == "both" else lengths
-    prompts = _longest(
-        read_rows(file("prompts"), Prompt),
-        _prompt_characters,
-        lambda row: (len(encode_prompt(tokenizer, row.prompt)), 0),
-    )
+        ptx.append(lengths("pretrain", "pretrain", "text"))
+    prompts = read_tokens(root / TOKENS, file("prompts"), "prompts", tokenizer)
     return SequenceLengths(
-        prompt=max(prompts)[0],
-        demonstrations=_sorted(demonstrations, params.sft.max_tokens),
-        pairs=_sorted(pairs, _longest_pair(params)),
-        ptx=_sorted(ptx, positions),
+        prompt=int(prompts.column("prompt").lengths.max()),
+        demonstrations=_longest(demonstrations, params.sft.max_tokens),
+        pairs=_longest(np.concatenate(pairs), _longest_pair(params)),
+        ptx=_longest(np.concatenate(ptx), positions),
         source="the workspace's own data",
     )
 
@@ -169,17 +156,9 @@ def _longest_pair(params: Params) -> int:
     return max(longest, params.policy.dpo.max_tokens) if params.policy.method == "dpo" else longest
 
 
-def _prompt_characters(row: Prompt | Demonstration | Preference) -> int:
-    return sum(len(message.content) for message in row.prompt)
-
-
-def _longest(
-    rows: Sequence[Row], characters: Callable[[Row], int], tokens: Callable[[Row], tuple[int, int]]
-) -> list[tuple[int, int]]:
-    return [tokens(row) for row in sorted(rows, key=characters, reverse=True)[:TOKENISED]]
-
-
-def _sorted(lengths: Iterable[tuple[int, int]], limit: int | None) -> LongestSequences:
+def _longest(rows: Lengths, limit: int | None) -> LongestSequences:
     """Longest first, those over ``limit`` left out as training leaves them out."""
-    kept = sorted((pair for pair in lengths if limit is None or pair[0] <= limit), reverse=True)
-    return LongestSequences(tuple(kept) or ((limit or 1, limit or 1),))
+    kept = rows if limit is None else rows[rows[:, 0] <= limit]
+    order = np.lexsort((kept[:, 1], kept[:, 0]))[::-1]
+    found = [(whole, reply) for whole, reply in kept[order[:LONGEST]].tolist()]
+    return LongestSequences(tuple(found) or ((limit or 1, limit or 1),))

@@ -8,9 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from traced import reached
 
 from rlhf_core.fingerprint.reach import Package
-from rlhf_core.fingerprint.stages import NEUTRAL, PACKAGE, ROOTS, fingerprint, reached, stage_module_name
+from rlhf_core.fingerprint.stages import NEUTRAL, PACKAGE, ROOTS, fingerprint, stage_module_name
 from rlhf_core.stages.runtime.runner import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -147,42 +147,48 @@ def roles_of(stage: StageEstimate) -> list[str]:
     return [role.name for role in stage.roles]
 
 
-def test_ppo_keeps_the_models_that_its_settings_ask_for() -> None:
-    assert roles_of(ppo()) == ["policy", "critic", "reference", "reward", "referee"]
-    shared = ppo(critic_mode="shared", critic_optimizer=None)
-    assert roles_of(shared) == ["policy", "reference", "reward", "referee"]
-    assert "update critic" not in shared.phases
-    ensemble = {"sources": [{"kind": "ensemble", "paths": ["a", "b"]}, {"kind": "function", "target": "m:f"}]}
-    assert roles_of(ppo(reward=ensemble))[3:] == ["ensemble 1", "ensemble 2", "reward", "referee"]
+FREE = {"advantage": {"estimator": "rloo"}, "replies_per_prompt": 4}
+ENSEMBLE = {"sources": [{"kind": "ensemble", "paths": ["a", "b"]}, {"kind": "function", "target": "m:f"}]}
+FROZEN = ["reference", "reward", "referee"]
+ROLLOUT = ["loading", "generation", "scoring", "rewards", "update policy", "update ptx"]
+# Settings, and the roles and phases of the stage that trains the policy by them.
+POLICY_STAGES: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({}, ["policy", "critic", *FROZEN], [*ROLLOUT, "update critic", "step", "selection", "saving"]),
+    (
+        {"ppo": {"critic_mode": "shared", "critic_optimizer": None}},
+        ["policy", *FROZEN],
+        [*ROLLOUT, "step", "selection", "saving"],
+    ),
+    ({"ppo": FREE}, ["policy", *FROZEN], [*ROLLOUT, "step", "selection", "saving"]),
+    (
+        {"ppo": {"reward": ENSEMBLE}},
+        ["policy", "critic", "reference", "ensemble 1", "ensemble 2", "reward", "referee"],
+        [*ROLLOUT, "update critic", "step", "selection", "saving"],
+    ),
+    ({"policy": {"method": "dpo"}}, ["policy"], ["loading", "log-probabilities", "update", "step", "saving"]),
+    (
+        {"policy": {"method": "rejection_sampling"}},
+        ["policy", "reward"],
+        ["loading", "generation", "rewards", "update", "step", "saving"],
+    ),
+]
 
 
-def test_without_a_critic_none_is_counted() -> None:
-    free = {"advantage": {"estimator": "rloo"}, "replies_per_prompt": 4}
-    stage = ppo(**free)
-    assert roles_of(stage) == ["policy", "reference", "reward", "referee"]
-    assert "update critic" not in stage.phases
-    inputs = subjects.large(80, ppo=free)
+@pytest.mark.parametrize(("settings", "roles", "phases"), POLICY_STAGES)
+def test_the_policy_is_trained_beside_the_models_that_its_settings_ask_for(
+    settings: dict[str, Any], roles: list[str], phases: list[str]
+) -> None:
+    stage = estimate_stage(subjects.large(80, **settings), "ppo")
+    assert roles_of(stage) == roles and list(stage.phases) == phases
+
+
+def test_without_a_critic_none_is_trained_before() -> None:
+    inputs = subjects.large(80, ppo=FREE)
     assert "critic" in planned_stages(subjects.params()) and "critic" not in planned_stages(inputs.params)
+    assert "critic" not in planned_stages(subjects.params(policy={"method": "dpo"}))
     with pytest.raises(ConfigError, match="stage 'critic' is not one that memory is planned for"):
         estimate_memory(inputs, ["critic"])
-    settings = PlanOptions(lora_rank=8).settings(inputs.params, ["ppo"])
-    assert settings == {"ppo.policy_lora.rank": 8}
-
-
-def test_dpo_holds_the_policy_alone() -> None:
-    inputs = subjects.large(80, policy={"method": "dpo", "dpo": {"micro_batch_size": 2}})
-    stage = estimate_stage(inputs, "ppo")
-    assert roles_of(stage) == ["policy"] and "critic" not in planned_stages(inputs.params)
-    assert list(stage.phases) == ["loading", "log-probabilities", "update", "step", "saving"]
-    larger = estimate_stage(subjects.large(80, policy={"method": "dpo", "dpo": {"micro_batch_size": 4}}), "ppo")
-    assert larger.phases["update"].total > stage.phases["update"].total
-
-
-def test_rejection_sampling_samples_and_fine_tunes_without_a_reference() -> None:
-    inputs = subjects.large(80, policy={"method": "rejection_sampling"})
-    stage = estimate_stage(inputs, "ppo")
-    assert roles_of(stage) == ["policy", "reward"] and "critic" not in planned_stages(inputs.params)
-    assert list(stage.phases) == ["loading", "generation", "rewards", "update", "step", "saving"]
+    assert PlanOptions(lora_rank=8).settings(inputs.params, ["ppo"]) == {"ppo.policy_lora.rank": 8}
 
 
 @pytest.mark.slow
