@@ -15,12 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.chat.session import ReplyStream, prompts_to_try
 from rlhf_core.data import text as stats
 from rlhf_core.data.encoding import decode_reply, encode_dialogue
-from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt, write_rows
-from rlhf_core.data.text import is_refusal, language_shares, language_tag
-from rlhf_core.data.token_tables import TokenTable
+from rlhf_core.data.schema import Message, Preference, Prompt, write_rows
+from rlhf_core.data.text import language_shares, language_tag
 from rlhf_core.models.starting.base import train_tokenizer
 from rlhf_core.sampling.reply import sample_reply
-from rlhf_core.training.examples import collate, fitting_examples
 from rlhf_core.training.reward.evaluation import bag_of_words_accuracy
 
 QUESTION = "请问：怎样煮一杯好茶？"
@@ -54,18 +52,6 @@ def test_a_dialogue_is_written_by_the_template_with_nothing_between(tokenizer: P
     prompt, reply = encode_dialogue(tokenizer, turns, REPLY)
     assert tokenizer.decode(prompt) == f"<|system|>你是助手。<|user|>{QUESTION}<|assistant|>"
     assert tokenizer.decode(reply) == f"{REPLY}<|end|>"
-
-
-def test_only_replies_and_the_token_that_closes_them_are_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
-    replies = [REPLY, f"好的。{UNSEEN}"]
-    rows = [Demonstration(str(i), [Message("user", QUESTION)], r, "", "x", str(i)) for i, r in enumerate(replies)]
-    examples, dropped = fitting_examples(TokenTable.of_rows(tokenizer, Demonstration.KIND, rows), max_tokens=500)
-    batch = collate([e.prompt for e in examples], [e.reply for e in examples], pad=0)
-    assert dropped == 0
-    for row, reply in enumerate(replies):
-        trained = batch.input_ids[row][batch.reply_mask[row].bool()]
-        assert tokenizer.decode(trained) == f"{reply}<|end|>"
-    assert tokenizer.decode(batch.targets) == "".join(f"{reply}<|end|>" for reply in replies)
 
 
 def test_a_reply_that_was_cut_off_shows_no_half_character(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -116,21 +102,6 @@ def test_the_bag_of_words_takes_clauses_apart() -> None:
         return Preference(str(i), [Message("user", "茶")], good, bad, None, "c", "s", "g")
 
     assert bag_of_words_accuracy([pair(i) for i in range(20)], {"test": [pair(99)]}) == {"test": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("reply", "refuses"),
-    [
-        ("對不起，我無法提供這方面的協助。", True),
-        ("這個問題我們無法回答。", True),
-        ("作為一個人工智慧助理，不能協助任何違法行為。", True),
-        ("我們不能根據這句話得出結論。", False),
-        ("我们不能简单地照常经营。对环境负责很重要。", False),
-        ("人体不能直接吸收铁。我们无法直接从铁中吸收营养。", False),
-    ],
-)
-def test_what_cannot_be_concluded_is_no_refusal(reply: str, refuses: bool) -> None:
-    assert is_refusal(reply) is refuses
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def without_file_hash(value: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case == "all" else case for case in CASES]
+    "case", [case if case == "limit" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
 def test_data_in_parts_is_what_it_was_in_one_piece(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_core.data.tables.ROW_GROUP_ROWS", 100)
