@@ -162,6 +162,7 @@ def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
     examples = examples_of(sources.set_findings.breaches, sources.validated)
     quoted = [(found.where, text, other, other_text) for found, text, other, other_text in examples if other_text]
     similar = CardTable(("row", "begins", "similar to", "begins"), quoted)
+    quotes = CardSection("Similar rows", ["The beginnings of the examples above."], [similar], quotes_rows=True)
     kinds = [kind for kind in sources.validated.clean if isinstance(sources.metrics.get(kind), Mapping)]
     verdict = f"The data gate failed: {', '.join(sources.failed)}" if sources.failed else "The data passed its gate"
     sections = [
@@ -171,10 +172,10 @@ def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
         _balance(sources),
         rules_section(sources.metrics, kinds, sources.validated.checkpoints.suites),
         _leakage(sources, examples, config.near_duplicates),
-        CardSection("Similar rows", ["The beginnings of the examples above."], [similar], quotes_rows=True),
+        *([quotes] if quoted else ()),
         refused_section(row for rows in sources.validated.quarantine() for row in rows),
     ]
-    return DataCard(not sources.failed, verdict, [part for part in sections if quoted or part.title != "Similar rows"])
+    return DataCard(not sources.failed, verdict, sections)
 
 
 def source_section(manifest: Mapping[str, Any]) -> CardSection:
