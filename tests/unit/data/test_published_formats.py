@@ -17,7 +17,7 @@ from rlhf_core.config.data import CollectConfig, DataSource, FileSources, ReadOp
 from rlhf_core.data.collection.rows import FileRows, read_records
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.readers.content import Record
-from rlhf_core.data.schema import Demonstration, Preference, read_rows
+from rlhf_core.data.schema import Demonstration, Preference, read_table, rows_of_table
 from rlhf_core.errors import DataError
 from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths
@@ -133,7 +133,7 @@ def test_demonstrations_derived_from_a_ranking_are_its_best_replies(tmp_path: Pa
     config = CollectConfig(source="files", files=FileSources(preferences=(str(SAMPLES / "ultrafeedback.jsonl"),)))
     raw = tmp_path / "data/raw"
     collect.run(config, Paths({}), Paths({"raw": raw}), RunContext(tmp_path / "work"))
-    replies = {row.reply for row in read_rows(raw / "demonstrations/data.parquet", Demonstration)}
+    replies = {row.reply for row in rows_of_table(read_table(raw / "demonstrations/data.parquet"), Demonstration)}
     assert len(replies) == 9 and replies < {better for better, _ in ANSWERS.values()}
     (file,) = read_json(raw / "manifest.json")["kinds"]["preferences"]["files"]
     assert (file["records"], file["rows"], file["expanded"]) == (10, 27, 18)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from validation_rows import collect_files, validate_raw
 
 from rlhf_core.config.data import CollectConfig
-from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
+from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_table, rows_of_table
 from rlhf_core.storage.files import read_json
 
 KINDS = {"preferences": Preference, "demonstrations": Demonstration, "prompts": Prompt, "pretrain": PretrainText}
@@ -30,7 +30,7 @@ def collected(folder: Path, files: dict[str, Any], **more: Any) -> tuple[dict[st
     """The rows of each kind, and what the manifest says of the kinds."""
     collect_files(folder, files, **more)
     raw = folder / "data/raw"
-    rows = {kind: list(read_rows(raw / kind / "data.parquet", cls)) for kind, cls in KINDS.items()}
+    rows = {kind: list(rows_of_table(read_table(raw / kind / "data.parquet"), cls)) for kind, cls in KINDS.items()}
     return rows, read_json(raw / "manifest.json")["kinds"]
 
 

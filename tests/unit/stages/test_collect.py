@@ -13,7 +13,7 @@ from traced import missed
 
 from rlhf_core.config.data import CollectConfig, DataSource, FileSources, WorldConfig
 from rlhf_core.data.collection.sources import require_kept
-from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
+from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_table, rows_of_table
 from rlhf_core.errors import DataError
 from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths
@@ -42,10 +42,10 @@ def test_world_gives_every_kind_and_is_repeatable(tmp_path: Path) -> None:
     raw, metrics = run(WORLD, tmp_path / "a")
     assert (metrics["preferences_rows"], metrics["demonstrations_rows"], metrics["pretrain_rows"]) == (40, 30, 20)
     assert metrics["prompts_rows"] > 1000 and metrics["refused_rows"] == 0
-    pairs = read_rows(raw / "preferences/data.parquet", Preference)
+    pairs = rows_of_table(read_table(raw / "preferences/data.parquet"), Preference)
     assert all(p.chosen != p.rejected and p.prompt[-1].role == "user" and p.group and p.category for p in pairs)
     for kind, cls in (("demonstrations", Demonstration), ("prompts", Prompt), ("pretrain", PretrainText)):
-        assert all(len(row.id) == 16 for row in read_rows(raw / kind / "data.parquet", cls))
+        assert all(len(row.id) == 16 for row in rows_of_table(read_table(raw / kind / "data.parquet"), cls))
     assert sha256_tree(run(WORLD, tmp_path / "b")[0]) == sha256_tree(raw)
     assert sha256_tree(run(WORLD.model_copy(update={"seed": 2}), tmp_path / "c")[0]) != sha256_tree(raw)
 
@@ -60,13 +60,16 @@ def test_limit_bounds_every_kind(tmp_path: Path) -> None:
 def test_missing_kinds_are_derived_without_copies(tmp_path: Path) -> None:
     rows = [pair("Q1?", "a", "b"), pair("Q1?", "a", "c"), pair("Q2?", "d", "e")]
     raw, _ = run(from_files(tmp_path, rows), tmp_path)
-    demonstrations = read_rows(raw / "demonstrations/data.parquet", Demonstration)
+    demonstrations = rows_of_table(read_table(raw / "demonstrations/data.parquet"), Demonstration)
     assert [(d.prompt[0].content, d.reply, d.group) for d in demonstrations] == [
         ("Q1?", "a", "q1?"),
         ("Q2?", "d", "q2?"),
     ]
-    assert [p.prompt[0].content for p in read_rows(raw / "prompts/data.parquet", Prompt)] == ["Q1?", "Q2?"]
-    texts = read_rows(raw / "pretrain/data.parquet", PretrainText)
+    assert [p.prompt[0].content for p in rows_of_table(read_table(raw / "prompts/data.parquet"), Prompt)] == [
+        "Q1?",
+        "Q2?",
+    ]
+    texts = rows_of_table(read_table(raw / "pretrain/data.parquet"), PretrainText)
     assert [(t.text, t.group) for t in texts] == [("Q1?\na", "q1?"), ("Q2?\nd", "q2?")]
     manifest = json.loads((raw / "manifest.json").read_text())
     assert {kind: about["derived_from"] for kind, about in manifest["kinds"].items()} == {
@@ -86,16 +89,18 @@ def test_of_the_best_replies_of_a_ranking_the_first_is_imitated(tmp_path: Path) 
     derived, _ = run(from_files(tmp_path / "derived", rankings), tmp_path / "derived")
     read, _ = run(from_files(tmp_path / "read", rankings, demonstrations=("pairs.jsonl",)), tmp_path / "read")
     for raw in (derived, read):
-        rows = read_rows(raw / "demonstrations/data.parquet", Demonstration)
+        rows = rows_of_table(read_table(raw / "demonstrations/data.parquet"), Demonstration)
         assert [row.reply for row in rows] == ["as good", "b"]
-    assert len(read_rows(derived / "preferences/data.parquet", Preference)) == 6
+    assert len(rows_of_table(read_table(derived / "preferences/data.parquet"), Preference)) == 6
 
 
 def test_given_kinds_are_not_derived(tmp_path: Path) -> None:
     (tmp_path / "texts.json").write_text(json.dumps([{"text": "Once upon a time."}]))
     config = from_files(tmp_path, [pair("Q?", "a", "b")], pretrain=("texts.json",))
     raw, _ = run(config, tmp_path)
-    assert [t.text for t in read_rows(raw / "pretrain/data.parquet", PretrainText)] == ["Once upon a time."]
+    assert [t.text for t in rows_of_table(read_table(raw / "pretrain/data.parquet"), PretrainText)] == [
+        "Once upon a time."
+    ]
 
 
 def test_manifest_and_refused_rows(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from rlhf_core.commands.annotate import app
 from rlhf_core.config.data import CollectConfig, FileSources, WorldConfig
-from rlhf_core.data.schema import Preference, read_rows
+from rlhf_core.data.schema import Preference, read_table, rows_of_table
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.human.answers import as_text, cohen_kappas, fleiss_kappa, import_answers, read_form
 from rlhf_core.evaluation.judges.human.pairs import AnnotationExport, Candidate, blinded_export, write_forms
@@ -317,7 +317,9 @@ def test_the_next_collect_takes_the_annotated_pairs(tmp_path: Path, exported: An
     plain = sha256_tree(raw)
     import_answers(tmp_path, [jsonl(tmp_path / "alice.jsonl", for_policy(exported))])
     assert collect(config, tmp_path, raw)["preferences_rows"] == before + 4
-    rows = [row for row in read_rows(raw / "preferences/data.parquet", Preference) if row.category == "sums"]
+    rows = [
+        row for row in rows_of_table(read_table(raw / "preferences/data.parquet"), Preference) if row.category == "sums"
+    ]
     assert {row.chosen.split()[0] for row in rows} == {"policy"} and len({row.id for row in rows}) == 4
     manifest = json.loads((raw / "manifest.json").read_text())["kinds"]["preferences"]
     assert [f["rows"] for f in manifest["files"] if f["source"].startswith("data/annotations/")] == [4]
@@ -336,7 +338,7 @@ def test_annotated_pairs_of_the_world_are_in_the_split_of_their_prompt(tmp_path:
     export.save_key(tmp_path)
     import_answers(tmp_path, [jsonl(tmp_path / "alice.jsonl", for_policy(export))])
     collect(config, tmp_path, tmp_path / "data/raw")
-    collected = read_rows(tmp_path / "data/raw/preferences/data.parquet", Preference)
+    collected = rows_of_table(read_table(tmp_path / "data/raw/preferences/data.parquet"), Preference)
     groups = {row.prompt[0].content: row.group for row in collected if row.source.startswith("annotations/")}
     assert groups == {text: row["group"] for text, row in prompts.items()} | {"question 0?": "question 0?"}
 
