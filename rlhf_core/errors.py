@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from pathlib import Path
 
 from rlhf_core.redaction import redacted
@@ -89,7 +90,10 @@ class Preempted(RlhfError):
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text as a message quotes it: without secrets, not long; its class if it is empty."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "").rstrip(":. ")
+    text = str(error)
+    if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):  # one for each file
+        text = str(error.args[0][0][-1])
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "").rstrip(":. ")
     line = redacted(line)
     return (line if len(line) <= QUOTED_CHARACTERS else f"{line[:QUOTED_CHARACTERS]}…") or type(error).__name__
 

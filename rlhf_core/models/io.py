@@ -86,6 +86,7 @@ def _json_fault(file: Path) -> str:
 def _check_safetensors(file: Path) -> None:
     """Read the header, which finds truncated and foreign files before a slow load does."""
     try:
+        file.open("rb").close()  # the package says of a file that may not be read that there is none
         with safe_open(file, framework="pt") as opened:
             opened.keys()
     except (SafetensorError, OSError) as error:

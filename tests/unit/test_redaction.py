@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 
 import pytest
@@ -103,6 +104,8 @@ def test_a_full_disk_ends_any_command_with_one_line(
     shown = capsys.readouterr().err
     assert ended.value.code == 2 and shown.count("\n") == 1 and "models/policy" in shown and "make room" in shown
     assert not is_full_disk(ConfigError("No space left on device")), "its message says already what to do"
+    of_a_folder = shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'"), ("c", "d", "the same")])
+    assert is_full_disk(of_a_folder) and first_line(of_a_folder) == "[Errno 28] No space left on device: 'b'"
 
 
 @pytest.mark.parametrize("redirection", [">&-", "> /dev/full", ">&- 2>&1"])
