@@ -306,7 +306,7 @@ def report(
 
         folder = find_workspace(workspace)
         written = core.write_report(folder)
-        problem = try_release_page(folder)
+        _, problem = try_release_page(folder)
     if problem:
         typer.echo(problem, err=True)
     page = current_page(folder) or written

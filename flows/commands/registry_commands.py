@@ -126,7 +126,7 @@ def approve(version: VersionLookedAt = None, reason: Reason = None, workspace: W
     Example: rlhf approve --version 7 --reason "read 50 replies"
     """
     with busy("looking up the request"):
-        from flows.registry.approval import approve as decide
+        from flows.registry.promote import approve as decide
         from flows.workspace.folder import find_workspace
 
         folder = find_workspace(workspace)
@@ -147,7 +147,7 @@ def decline(
     Example: rlhf decline --reason "refuses too much"
     """
     with busy("looking up the request"):
-        from flows.registry.approval import decline as decide
+        from flows.registry.promote import decline as decide
         from flows.workspace.folder import find_workspace
 
         folder = find_workspace(workspace)
@@ -161,7 +161,7 @@ def _refresh_release_page(workspace: Path) -> None:
     """Bring the workspace's page up to date after a decision, which stands whether or not that is possible."""
     from flows.registry.release_page import try_release_page
 
-    if problem := try_release_page(workspace):
+    if problem := try_release_page(workspace)[1]:
         typer.echo(problem, err=True)
 
 

@@ -182,7 +182,7 @@ def describe_retention(plan: RetentionPlan, *, deleted: bool) -> str:
     if deleted:
         lines.append(f"deleted {counts}")
     elif plan.deleted:
-        lines.append(f"nothing was deleted; `rlhf gc --delete` deletes {counts}")
+        lines.append(f"nothing was deleted; `rlhf registry gc --delete` deletes {counts}")
     else:
         lines.append("nothing to delete")
     return "\n".join(lines)

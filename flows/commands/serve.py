@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from flows.registry.aliases import CHAMPION, get_version
-from flows.registry.champion_change import promotion_obstacle
 from flows.registry.client import connect
 from flows.registry.evidence import TrainingSource, source_of_version, source_of_workspace
+from flows.registry.promote import promotion_obstacle
 from flows.registry.stored_models import AliasSource, VersionSource, policy_with_alias, verified_folder, version_of_run
 from flows.supervision import signals
 from flows.workspace.folder import display_path, find_workspace, is_workspace, require_model_folder

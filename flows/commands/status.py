@@ -82,9 +82,9 @@ def registry_status(workspace: Path, config: RegistryConfig, stale_stages: int, 
     elif challenger_reason := _recorded_reason(state):
         lines.append(f"  last decision: {challenger_reason}")
     if (request := state.waiting) is not None:
-        since = datetime.fromisoformat(request.asked_at).astimezone()
+        since = datetime.fromisoformat(request.entry["time"]).astimezone()
         line = f"  waits for approval: v{request.challenger}, since {since:%Y-%m-%d %H:%M}"
-        lines.append(f"{line}, requested by {request.asked_by}")
+        lines.append(f"{line}, requested by {request.entry['who']}")
     rewards = versions(client, config.reward_model)
     lines.append(_versions_line(config.reward_model, len(rewards), read_aliases(client, config.reward_model)))
     if state.interrupted:

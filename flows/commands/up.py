@@ -127,7 +127,8 @@ def deep_links(workspace: Path, prefect_url: str) -> list[str]:
 
 def _start_mlflow(services: Services, port: int) -> str:
     """Return the address of the MLflow UI: the server of ``MLFLOW_TRACKING_URI``, else one that is started here."""
-    from flows.registry.client import prepare_tracking, tracking_uri
+    from flows.registry.client import prepare_tracking
+    from rlhf_core.tracking.stage_run import tracking_uri
 
     prepare_tracking(services.workspace)
     uri = tracking_uri(services.workspace)

@@ -46,7 +46,6 @@ from flows.pipeline.preflight import (
     memory_refusal,
     pairs_refusal,
     undecided_because,
-    with_release_page,
 )
 from flows.pipeline.registration import MATCH_LOG, follow_request, promote_task, register_task, waited_for_approval
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
@@ -191,11 +190,9 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[
             state = Failed(name="RegistrationFailed", message=f"registration: {registration.error}")
         elif registration.decision is not None and registration.decision.awaiting_approval:
             state = Completed(message=f"{state.message}; {registration.decision.describe()}")
-        verdict = reach_verdict(workspace, outcomes, registration)
-        if not signals.STOP.is_set():
-            verdict, problem = with_release_page(workspace, verdict, registration)
-            if problem:
-                get_run_logger().warning(problem)
+        verdict, problem = reach_verdict(workspace, outcomes, registration, page=not signals.STOP.is_set())
+        if problem:
+            get_run_logger().warning(problem)
         events.emit(VerdictReached(verdict))
     if not signals.STOP.is_set():
         publish_run(workspace, run_id, outcomes, verdict)

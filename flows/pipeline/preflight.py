@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,12 +18,11 @@ from flows.pipeline.events import (
     StageEnded,
     VerdictReached,
 )
-from flows.pipeline.verdict import NOTHING, RegistrationResult, RunVerdict, reach_verdict
-from flows.registry.client import RELEASE_PAGE, has_record
+from flows.pipeline.verdict import RegistrationResult, RunVerdict, reach_verdict
+from flows.registry.client import has_record
 from flows.registry.decisions import PromotionDecision
 from flows.registry.promote import promote
-from flows.registry.register import registered_before
-from flows.registry.release_page import RunNotes, current_page, try_release_page
+from flows.registry.register import register
 from flows.stage.outcome import StageOutcome
 from flows.supervision.processes import run_module
 from rlhf_core.config.loading import Params, load_params
@@ -91,22 +90,6 @@ def _is_up_to_date(workspace: Path, stage: str) -> bool:
         return False
 
 
-def with_release_page(workspace: Path, verdict: RunVerdict, registration: RegistrationResult) -> tuple[RunVerdict, str]:
-    """Write ``release.html`` and let the verdict name it as the run's report.
-
-    Returns:
-        The verdict, and why the page could not be written; empty if it was, or the run has no report.
-    """
-    notes = RunNotes(
-        nothing_because="" if registration.registered else verdict.registered.removeprefix(NOTHING),
-        registered=registration.registered,
-        promotion=verdict.promotion,
-    )
-    problem = try_release_page(workspace, notes)
-    written = verdict.report is not None and current_page(workspace) is not None
-    return (replace(verdict, report=RELEASE_PAGE) if written and not problem else verdict), problem
-
-
 POLICY_EVIDENCE = "gates/policy.json"
 
 
@@ -156,7 +139,7 @@ def find_unchanged(workspace: Path, *, promotes: bool) -> UnchangedWorld | None:
         return None
     now = time.time()
     outcomes = {name: StageOutcome.cached(name, now, now) for name in graph}
-    verdict, _ = with_release_page(workspace, reach_verdict(workspace, outcomes, registration), registration)
+    verdict, _ = reach_verdict(workspace, outcomes, registration)
     message = f"nothing to do: every stage is up to date, {registration.registered}; {verdict.promotion}"
     return UnchangedWorld(outcomes, verdict, message, registration.decision)
 
@@ -164,9 +147,7 @@ def find_unchanged(workspace: Path, *, promotes: bool) -> UnchangedWorld | None:
 def _standing_registration(workspace: Path, promotes: bool) -> RegistrationResult | None:
     """The registration and the decision that a run would find made before, None if it would make another."""
     config = load_params(workspace).registry
-    registration = registered_before(workspace)
-    if registration is None:
-        return None
+    registration = register(workspace, known_only=True)
     described = registration.describe()
     version = registration.challenger(config.policy)
     if version is None:

@@ -21,11 +21,10 @@ from pydantic import Field, model_validator
 
 from flows.prefect_server.flow_runs import SUSPENDED
 from flows.prefect_server.services import known_server
-from flows.registry.approval import approve, decline
 from flows.registry.client import connect
 from flows.registry.decisions import PromotionDecision, as_report
-from flows.registry.history import history_ledger, latest_request, read_history
-from flows.registry.promote import promote
+from flows.registry.history import Ledger, latest_request, read_history
+from flows.registry.promote import approve, decline, promote
 from flows.registry.register import Registration, register
 from flows.registry.release_page import try_release_page
 from flows.registry.workspace import ACTOR_VARIABLE
@@ -99,7 +98,7 @@ def follow_request(workspace: Path, decision: PromotionDecision) -> PromotionDec
         return decision
     run = context.flow_run
     try:
-        request = latest_request(decision.model, read_history(connect(workspace), decision.model))
+        request = latest_request(read_history(connect(workspace), decision.model))
         may_suspend = run.deployment_id is not None and run.parent_task_run_id is None
         if request is None or (request.is_open and not may_suspend):
             return decision
@@ -111,19 +110,23 @@ def follow_request(workspace: Path, decision: PromotionDecision) -> PromotionDec
                 client.update_flow_run(run.id, tags=sorted({*client.read_flow_run(run.id).tags, tag}))
         if not request.is_open:
             return decision
-        about = f"Version {request.challenger} of {request.model} passed everything: {decision.reason}"
+        about = f"Version {request.challenger} of {decision.model} passed everything: {decision.reason}"
         # Prefect passes over the key of a request that has been answered, and gives the answer.
         answer = suspend_flow_run(
             wait_for_input=Approval.with_initial_data(description=about),
-            key=str(uuid5(NAMESPACE_URL, f"{tag} {request.asked_at}")),
+            key=str(uuid5(NAMESPACE_URL, f"{tag} {request.entry['time']}")),
         )
     except (RlhfError, RuntimeError, HTTPError) as error:  # the request is in the history all the same
         get_run_logger().warning("this run ends instead of waiting for approval: %s", error)
         return decision
     decided = answer.decide(workspace, request.challenger)
-    if problem := try_release_page(workspace):
-        get_run_logger().warning(problem)
+    _refresh_release_page(workspace)
     return decided
+
+
+def _refresh_release_page(workspace: Path) -> None:
+    if problem := try_release_page(workspace)[1]:
+        get_run_logger().warning(problem)
 
 
 def end_suspended_runs(workspace: Path, decision: PromotionDecision) -> int:
@@ -142,7 +145,7 @@ def end_suspended_runs(workspace: Path, decision: PromotionDecision) -> int:
 
 def _approval_tag(workspace: Path, model: str) -> str:
     """The tag of runs that wait for a registered model: it names the history, for model names repeat across servers."""
-    return f"{APPROVAL_TAG}:{history_ledger(connect(workspace), model).run_id}"
+    return f"{APPROVAL_TAG}:{Ledger.open(connect(workspace), model).run_id}"
 
 
 def _end_suspended(client: SyncPrefectClient, tag: str, state: State[Any]) -> int:
@@ -172,8 +175,7 @@ def promotion_flow(workspace: str, approval: bool = False) -> dict[str, Any]:
     folder = Path(workspace).resolve()
     decision = promote(folder, approval=approval)
     get_run_logger().info("version %s against %s: %s", decision.challenger, decision.champion, decision.describe())
-    if problem := try_release_page(folder):
-        get_run_logger().warning(problem)
+    _refresh_release_page(folder)
     if approval or load_section(folder, "registry", RegistryConfig).approval:
         decision = follow_request(folder, decision)
     return as_report(decision)

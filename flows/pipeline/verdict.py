@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flows.registry.client import RELEASE_PAGE, REPORT_PAGE
 from flows.registry.decisions import PromotionDecision
+from flows.registry.release_page import RunNotes, current_page, try_release_page
 from flows.stage.outcome import StageOutcome, failed_conditions
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
 from rlhf_core.evaluation.verdict import JudgeResult, Standing, alarms, judge_results, standing_of
@@ -18,8 +20,6 @@ EVALUATE_STAGE = "evaluate"
 REPORT_STAGE = "report"
 EVALUATION = Path("metrics") / "evaluation.json"
 KL_KEYS = ("kl", "kl_low95", "kl_high95")
-REPORT = "report.html"
-NOTHING = "nothing: "  # what the line on registration begins with where nothing was registered
 
 
 @dataclass(frozen=True)
@@ -100,17 +100,20 @@ class RunVerdict:
 
 
 def reach_verdict(
-    workspace: Path, outcomes: Mapping[str, StageOutcome], registration: RegistrationResult
-) -> RunVerdict:
-    """Read the verdict of a run from its stored evaluation, gates and match.
+    workspace: Path, outcomes: Mapping[str, StageOutcome], registration: RegistrationResult, *, page: bool = True
+) -> tuple[RunVerdict, str]:
+    """Read the verdict of a run from its stored evaluation, gates and match, and what was released from the registry.
 
     The opponent is the champion if the promotion played a match against it, else SFT.
 
     Args:
         outcomes: how each stage ended, by name. Evaluation and report of an earlier run do not count.
         registration: what the last steps of the run did.
+        page: write ``release.html``, which is then the report that the verdict names.
+
+    Returns:
+        The verdict, and why the page could not be written; empty if it was, or the run has no report.
     """
-    decision = registration.decision
     failed = next((o for o in outcomes.values() if o.action in ("failed", "stopped")), None)
     failure = describe_failure(workspace, failed) if failed else ""
     evaluate, reported = outcomes.get(EVALUATE_STAGE), outcomes.get(REPORT_STAGE)
@@ -118,24 +121,32 @@ def reach_verdict(
     evaluation = read_json(workspace / EVALUATION) if evaluated else {}
     judges: tuple[JudgeResult, ...] = ()
     opponent = ""
-    if decision is not None and decision.match:
-        judges, opponent = judge_results(decision.match["comparison"]), f"champion version {decision.champion}"
+    if registration.decision is not None and registration.decision.match:
+        judges = judge_results(registration.decision.match["comparison"])
+        opponent = f"champion version {registration.decision.champion}"
     elif "comparison" in evaluation:
         judges, opponent = judge_results(evaluation["comparison"]), "SFT"
-    next_command, next_hint = _next_step(failed, registration)
-    return RunVerdict(
+    because = registration.error or registration.undecided_because
+    if not registration.registered:
+        because = failure or registration.error or "the run was stopped"
+    notes = RunNotes(registration.registered, because, _hint(failed, registration))
+    release, problem = try_release_page(workspace, notes, write=page)
+    report = REPORT_PAGE if reported is not None and reported.ok and (workspace / REPORT_PAGE).is_file() else None
+    unmet = "; ".join(f"{row.name} {row.measured}, required {row.required}" for row in release.conditions)
+    verdict = RunVerdict(
         standing=standing_of(judges),
         opponent=opponent,
         judges=judges,
         kl=KlEstimate(*(evaluation[key] for key in KL_KEYS)) if set(KL_KEYS) <= set(evaluation) else None,
         not_compared_because="" if judges else failure or "this pipeline has no evaluation",
-        registered=registration.registered or f"{NOTHING}{failure or registration.error or 'the run was stopped'}",
-        promotion=_describe_promotion(registration),
-        report=REPORT if reported is not None and reported.ok and (workspace / REPORT).is_file() else None,
-        next_command=next_command,
-        next_hint=next_hint,
+        registered=registration.registered or f"nothing: {because}",
+        promotion=". ".join(part for part in (release.headline, release.reason or unmet) if part),
+        report=RELEASE_PAGE if report and page and not problem and current_page(workspace) else report,
+        next_command=release.next_command,
+        next_hint=release.next_hint,
         alarms=tuple(alarm.sentence for alarm in alarms(evaluation)),
     )
+    return verdict, problem if report else ""
 
 
 def describe_failure(workspace: Path, failed: StageOutcome) -> str:
@@ -149,42 +160,18 @@ def describe_failure(workspace: Path, failed: StageOutcome) -> str:
     return f"{failed.stage} failed: {first_line}"
 
 
-def _describe_promotion(registration: RegistrationResult) -> str:
-    decision = registration.decision
-    if decision is None:
-        nothing = (
-            "no policy was registered that may be promoted" if registration.registered else "nothing was registered"
-        )
-        return f"not promoted: {registration.undecided_because or registration.error or nothing}"
-    if decision.awaiting_approval:
-        return f"not promoted yet: version {decision.challenger} waits for approval ({decision.reason})"
-    if decision.promoted:
-        return f"version {decision.challenger} is champion: {decision.reason}"
-    if decision.is_champion:
-        return f"version {decision.challenger} was champion already"
-    return f"not promoted: {decision.reason}"
-
-
-def _next_step(failed: StageOutcome | None, registration: RegistrationResult) -> tuple[str, str]:
-    """Return the command to type next, and what it is for."""
-    if failed is not None:
-        if failed.action == "stopped":
-            return "rlhf run", "resumes from here"
-        hints = {
-            EXIT_GATE_FAILED: "after a change of data or params.yaml; what is up to date is not repeated",
-            EXIT_TRAINING_PAUSED: f"after a change of the settings of {failed.stage}; the report shows why it paused",
-            EXIT_USER_ERROR: "once that is corrected; what is up to date is not repeated",
-        }
-        return "rlhf run", hints.get(failed.exit_code, "resumes from the last checkpoint")
-    if registration.error:
-        return "rlhf run", "tries the registration again; the stages are up to date"
-    if registration.decision is not None and registration.decision.awaiting_approval:
-        return "rlhf approve", "makes it champion; `rlhf decline --reason TEXT` refuses it"
-    if registration.undecided_because:
-        return "rlhf promote", "decide on the challenger"
-    if registration.decision is not None and registration.decision.is_champion:
-        return "rlhf chat", "talk to the champion"
-    return "rlhf chat models/policy", "talk to the new policy; `rlhf chat` is the champion"
+def _hint(failed: StageOutcome | None, registration: RegistrationResult) -> str:
+    """What the next `rlhf run` is for, where this one did not reach its end."""
+    if failed is None:
+        return "tries the registration again; the stages are up to date" if registration.error else ""
+    if failed.action == "stopped":
+        return "resumes from here"
+    hints = {
+        EXIT_GATE_FAILED: "after a change of data or params.yaml; what is up to date is not repeated",
+        EXIT_TRAINING_PAUSED: f"after a change of the settings of {failed.stage}; the report shows why it paused",
+        EXIT_USER_ERROR: "once that is corrected; what is up to date is not repeated",
+    }
+    return hints.get(failed.exit_code, "resumes from the last checkpoint")
 
 
 SPECIAL = re.compile(r"([\\`*|\[\]])")

@@ -27,9 +27,16 @@ from rlhf_core.config.loading import PARAMS_FILE, load_params, load_section
 from rlhf_core.config.operations import RegistryConfig, TrackingConfig
 from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError, first_line, is_full_disk
-from rlhf_core.storage.files import read_json
+from rlhf_core.storage.files import flatten, read_json
+from rlhf_core.tracking import stage_run
 from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, deliver_waiting
-from rlhf_core.tracking.stage_run import CLIENT_SETTINGS, default_environment, origin_tags, record_folder
+from rlhf_core.tracking.stage_run import (
+    CLIENT_SETTINGS,
+    default_environment,
+    origin_tags,
+    record_folder,
+    tracking_uri,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -92,11 +99,6 @@ FINAL_FILES = (REPORT_PAGE, RELEASE_PAGE, PARAMS_FILE, "dvc.lock")
 FINAL_FOLDERS = ("metrics", "gates", "plots", "data/card")
 CLEAN_DATA = "data/clean"
 HEADLINE_FILE = Path("metrics") / "summary.json"
-# The UI otherwise guesses from the first runs whether an experiment trains models or traces agents.
-EXPERIMENT_TAGS = {
-    "mlflow.experimentKind": "custom_model_development",
-    "mlflow.note.content": "Runs of the RLHF pipeline: one for each `rlhf run`, and below it one for each stage.",
-}
 FINAL_STATES = {
     "finished": "FINISHED",
     "completed": "FINISHED",
@@ -105,11 +107,6 @@ FINAL_STATES = {
     "killed": "KILLED",
     "cancelled": "KILLED",
 }
-
-
-def tracking_uri(workspace: Path) -> str:
-    """``MLFLOW_TRACKING_URI``, or a SQLite file in the workspace."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{record_folder(workspace) / 'mlflow.db'}"
 
 
 def has_record(workspace: Path) -> bool:
@@ -278,16 +275,6 @@ def log_numbers(client: MlflowClient, run_id: str, values: Mapping[str, Any], mo
         client.log_batch(run_id, metrics=rows[start : start + 500])
 
 
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves of nested mappings under dotted names; lists are leaves."""
-    if not isinstance(tree, Mapping):
-        return {prefix: tree}
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves.update(flatten(value, f"{prefix}.{key}" if prefix else str(key)))
-    return leaves
-
-
 @contextmanager
 def fluent(workspace: Path) -> Iterator[None]:
     """Point MLflow's module-level functions (``mlflow.pyfunc``) at the workspace, and put things back after.
@@ -315,22 +302,8 @@ def fluent(workspace: Path) -> Iterator[None]:
 
 
 def experiment_id(client: MlflowClient, workspace: Path) -> str:
-    """Id of the experiment, made on first use. Beside SQLite artifacts go to the workspace; a server decides itself."""
-    from mlflow.exceptions import MlflowException
-
-    name = load_section(workspace, "tracking", TrackingConfig).experiment
-    experiment = client.get_experiment_by_name(name)
-    if experiment is not None:
-        return str(experiment.experiment_id)
-    local = tracking_uri(workspace).startswith("sqlite:")
-    try:
-        artifacts = (record_folder(workspace) / "mlartifacts").as_uri() if local else None
-        return str(client.create_experiment(name, artifact_location=artifacts, tags=EXPERIMENT_TAGS))
-    except MlflowException:
-        experiment = client.get_experiment_by_name(name)
-        if experiment is None:
-            raise
-        return str(experiment.experiment_id)
+    """Id of the experiment of a workspace, made on first use."""
+    return stage_run.experiment_id(client, workspace, load_section(workspace, "tracking", TrackingConfig).experiment)
 
 
 def _legal(key: str) -> str:

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.dvc_repo.graph import StageNode, all_before, describe_changes, dvc_status, read_graph
+from flows.dvc_repo.graph import StageNode, all_before, describe_changes
 from flows.dvc_repo.lock_file import recorded_hash
-from flows.registry.client import flatten
 from rlhf_core.config.gates import Condition, GatesConfig
 from rlhf_core.config.loading import PARAMS_FILE, load_section
 from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import GateFailed, RlhfError
 from rlhf_core.gates import weaker_conditions
 from rlhf_core.git import git_revision
-from rlhf_core.storage.files import read_json, sha256_file
+from rlhf_core.storage.files import flatten, read_json, sha256_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -35,11 +34,6 @@ class GateEvidence:
     gate: str
     report: Mapping[str, Any]
     failed: str
-
-    @property
-    def files(self) -> Sequence[str]:
-        """The metric files it judged, relative to the workspace."""
-        return tuple(self.report["evidence"])
 
 
 def read_gate_evidence(workspace: Path, gate: str) -> GateEvidence:
@@ -61,44 +55,30 @@ def read_gate_evidence(workspace: Path, gate: str) -> GateEvidence:
         file = workspace / name
         if not file.is_file() or sha256_file(file) != expected:
             raise GateFailed(f"{name} is not the file that the {gate} gate judged; run `rlhf run` to judge it anew")
-    failed = _failure(gate, report)
+    conditions = report.get("conditions") or []
+    if not conditions:
+        failed = f"the {gate} gate has no conditions, so it cannot vouch for a model"
+    else:
+        unmet = [str(condition.get("metric")) for condition in conditions if condition.get("passed") is not True]
+        mode = " (mode: report)" if report.get("mode") == REPORT_MODE else ""
+        failed = f"the {gate} gate did not pass{mode}: {', '.join(unmet) or f'see gates/{gate}.json'}"
+        if report.get("passed") is True and not unmet:
+            failed = ""
     if failed and report.get("mode") != REPORT_MODE:
         raise GateFailed(failed)
     return GateEvidence(gate, report, failed)
 
 
-def _failure(gate: str, report: Mapping[str, Any]) -> str:
-    conditions = report.get("conditions") or []
-    if not conditions:
-        return f"the {gate} gate has no conditions, so it cannot vouch for a model"
-    failed = [str(condition.get("metric")) for condition in conditions if condition.get("passed") is not True]
-    if report.get("passed") is True and not failed:
-        return ""
-    mode = " (mode: report)" if report.get("mode") == REPORT_MODE else ""
-    return f"the {gate} gate did not pass{mode}: {', '.join(failed) or f'see gates/{gate}.json'}"
+def require_recorded(graph: Mapping[str, StageNode], stale: Mapping[str, Any], stage: str) -> None:
+    """``GateFailed`` unless ``stage`` and every stage before it have left their files as dvc.lock records.
 
-
-@dataclass(frozen=True)
-class Freshness:
-    """What DVC says of the workspace: its stages, and those whose files are not what dvc.lock records."""
-
-    graph: Mapping[str, StageNode]
-    stale: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, workspace: Path) -> Freshness:
-        """Ask DVC; ``RlhfError`` if it cannot answer."""
-        return cls(read_graph(workspace), dvc_status(workspace))
-
-    def require(self, stage: str) -> None:
-        """``GateFailed`` unless ``stage`` and every stage before it have left their files as dvc.lock records."""
-        relevant = {stage} | all_before(self.graph, stage)
-        stale = {
-            name: changes for name, changes in self.stale.items() if name in relevant and changes != [ALWAYS_CHANGED]
-        }
-        if not stale:
-            return
-        details = "; ".join(f"{name}: {describe_changes(changes)}" for name, changes in stale.items())
+    Args:
+        stale: What ``dvc status`` says of the workspace.
+    """
+    relevant = {stage} | all_before(graph, stage)
+    changed = {name: said for name, said in stale.items() if name in relevant and said != [ALWAYS_CHANGED]}
+    if changed:
+        details = "; ".join(f"{name}: {describe_changes(said)}" for name, said in changed.items())
         raise GateFailed(
             f"the files are not what dvc.lock records ({details}); run `rlhf run` to bring them up to date"
         )

@@ -38,7 +38,9 @@ class Ledger:
     tagged: bool
 
     @classmethod
-    def open(cls, client: MlflowClient, name: str, kind: str, model: RegisteredModel | None = None) -> Ledger:
+    def open(
+        cls, client: MlflowClient, name: str, model: RegisteredModel | None = None, *, kind: str = "history"
+    ) -> Ledger:
         """Find the ledger of a registered model; ``RlhfError`` if the registry does not answer.
 
         Args:
@@ -63,15 +65,14 @@ class Ledger:
             params = self.client.get_run(self.run_id).data.params
         prefix = self._key("")
         own = {key.removeprefix(prefix): text for key, text in params.items() if key.startswith(prefix)}
-        numbered = {number: text for number, text in own.items() if number.isdecimal()}
-        expected = [str(number) for number in range(1, len(numbered) + 1)]
-        missing = sorted(set(expected) - set(numbered), key=int)
+        count = sum(number.isdecimal() for number in own)
+        missing = [number for number in range(1, count + 1) if str(number) not in own]
         if missing:
             raise RlhfError(
                 f"the {self.kind} of {self.name} lacks entry {missing[0]} (run {self.run_id} of MLflow); "
                 "nothing is decided on an incomplete record: restore MLflow's database from a backup"
             )
-        return [numbered[number] for number in expected]
+        return [own[str(number)] for number in range(1, count + 1)]
 
     def append(self, number: int, text: str) -> None:
         """Write entry ``number``, for good. Writing the same text again changes nothing.
@@ -105,25 +106,20 @@ class Ledger:
         return f"{self.kind}.{name[:200]}.{number}"
 
 
-KIND = "history"
+Entry = Mapping[str, Any]  # see flows.registry.decisions.new_entry
 
 
-def history_ledger(client: MlflowClient, name: str, model: RegisteredModel | None = None) -> Ledger:
-    """The ledger that holds the history of the registered model ``name``, which may have been looked up before."""
-    return Ledger.open(client, name, KIND, model)
-
-
-def read_history(client: MlflowClient, name: str, model: RegisteredModel | None = None) -> list[dict[str, Any]]:
+def read_history(client: MlflowClient, name: str, model: RegisteredModel | None = None) -> list[Entry]:
     """The decisions on the registered model ``name``, oldest first.
 
     Raises:
         RlhfError: The registry does not answer, or an entry is missing or no decision on ``name``.
     """
-    records: list[dict[str, Any]] = []
-    for number, text in enumerate(history_ledger(client, name, model).entries(), start=1):
+    entries: list[Entry] = []
+    for number, text in enumerate(Ledger.open(client, name, model).entries(), start=1):
         try:
-            record = json.loads(text)
-            readable = (record["number"], record["model"]) == (number, name)
+            entry = json.loads(text)
+            readable = (entry["number"], entry["model"]) == (number, name)
         except (ValueError, KeyError, TypeError):
             readable = False
         if not readable:
@@ -131,12 +127,17 @@ def read_history(client: MlflowClient, name: str, model: RegisteredModel | None 
                 f"entry {number} of the history of {name} cannot be read; nothing is decided on it: restore MLflow's "
                 "database from a backup"
             )
-        records.append(record)
-    return records
+        entries.append(entry)
+    return entries
 
 
 REQUEST, APPROVE, DECLINE, WITHDRAW = "request approval", "approve", "decline", "withdraw request"
 RETENTION = "gc"  # deletes versions that no decision is about
+ANSWERS = {
+    APPROVE: "was approved {by}; `rlhf rollback --reason TEXT` takes a champion back",
+    DECLINE: "was declined {by}; `rlhf promote --force --reason TEXT` asks for approval again",
+    WITHDRAW: "was judged again {by} and did not pass: {reason}",
+}
 
 
 @dataclass(frozen=True)
@@ -147,26 +148,22 @@ class ApprovalRequest:
     champion and the challenger that it was judged by.
 
     Attributes:
-        decision: The report of the promotion that is to be approved.
-        asked_by: Who, or which job, had it judged.
+        entry: The request in the history; its ``decision`` is the promotion that is to be approved.
         followed_by: The first decision in the history after it, None while the request is open.
     """
 
-    model: str
-    decision: Mapping[str, Any]
-    asked_by: str
-    asked_at: str
-    followed_by: Mapping[str, Any] | None = None
+    entry: Entry
+    followed_by: Entry | None = None
 
     @property
     def challenger(self) -> str:
         """The version that waits."""
-        return str(self.decision["challenger"])
+        return str(self.entry["decision"]["challenger"])
 
     @property
     def champion(self) -> str | None:
         """The version that it was judged against, None if there was none."""
-        champion = self.decision["champion"]
+        champion = self.entry["decision"]["champion"]
         return None if champion is None else str(champion)
 
     @property
@@ -174,23 +171,15 @@ class ApprovalRequest:
         """Whether it can still be decided."""
         return self.followed_by is None
 
-    def is_about(self, challenger: str, champion: str | None) -> bool:
-        """Whether it is open, and asks to put ``challenger`` in the place of ``champion``."""
-        return self.is_open and (self.challenger, self.champion) == (challenger, champion)
-
     def closed_because(self) -> str:
         """Why it can no longer be decided, in one line."""
-        entry = self.followed_by or {}
-        version = f"version {self.challenger} of {self.model}"
-        by = f"by {entry.get('who') or 'unknown'} at {utc_minute(str(entry.get('time', '')))}"
-        moves = {move["alias"]: move["version"] for move in entry.get("moves", ()) if move["model"] == self.model}
-        match entry.get("action"):
-            case str(action) if action == APPROVE:
-                return f"{version} was approved {by}; `rlhf rollback --reason TEXT` takes a champion back"
-            case str(action) if action == DECLINE:
-                return f"{version} was declined {by}; `rlhf promote --force --reason TEXT` asks for approval again"
-            case str(action) if action == WITHDRAW:
-                return f"{version} was judged again {by} and did not pass: {entry.get('reason')}"
+        assert self.followed_by is not None
+        entry, model = self.followed_by, self.entry["model"]
+        version, since = f"version {self.challenger} of {model}", utc_minute(entry["time"])
+        by = f"by {entry['who'] or 'unknown'} at {since}"
+        if answer := ANSWERS.get(entry["action"]):
+            return f"{version} {answer.format(by=by, reason=entry['reason'])}"
+        moves = {move["alias"]: move["version"] for move in entry["moves"] if move["model"] == model}
         if CHAMPION in moves:
             judged = f"judged against version {self.champion}" if self.champion else "judged without a champion"
             return (
@@ -198,56 +187,16 @@ class ApprovalRequest:
                 "the challenger against it"
             )
         newer = moves.get(CHALLENGER) or "none"
-        since = utc_minute(str(entry.get("time", "")))
         return f"the challenger is version {newer} since {since}, no longer {version}; `rlhf promote` judges it"
 
 
-def latest_request(model: str, records: Sequence[Mapping[str, Any]]) -> ApprovalRequest | None:
-    """The newest request for approval in the history ``records`` of ``model``, None if there was never one."""
-    for index in reversed(range(len(records))):
-        record = records[index]
-        if record["action"] == REQUEST:
-            following = [later for later in records[index + 1 :] if later["action"] != RETENTION]
-            decided = following[0] if following else None
-            return ApprovalRequest(model, record["decision"], record["who"], record["time"], decided)
+def latest_request(entries: Sequence[Entry]) -> ApprovalRequest | None:
+    """The newest request for approval in a history, None if there was never one."""
+    for index in reversed(range(len(entries))):
+        if entries[index]["action"] == REQUEST:
+            later = (entry for entry in entries[index + 1 :] if entry["action"] != RETENTION)
+            return ApprovalRequest(entries[index], next(later, None))
     return None
-
-
-def request_to_decide(
-    model: str, records: Sequence[Mapping[str, Any]], aliases: Mapping[str, str], version: str | None
-) -> ApprovalRequest:
-    """The open request for approval of ``model``.
-
-    Args:
-        records: The history of ``model``.
-        aliases: Its version numbers by alias.
-        version: The version that the person has looked at, None for the one that waits.
-
-    Raises:
-        RlhfError: No version waits, another one does, or the registry has changed since it was judged.
-    """
-    request = latest_request(model, records)
-    if request is None:
-        raise RlhfError(
-            f"no version of {model} waits for approval: with registry.approval, `rlhf promote` requests it for a "
-            "challenger that passes"
-        )
-    if version not in (None, request.challenger):
-        waiting = f"version {request.challenger} does" if request.is_open else "none does"
-        raise RlhfError(f"version {version} of {model} does not wait for approval; {waiting}")
-    if not request.is_open:
-        raise RlhfError(request.closed_because())
-    if aliases.get(CHALLENGER) != request.challenger:  # moved by something else than rlhf
-        raise RlhfError(
-            f"the challenger of {model} is {version_words(aliases.get(CHALLENGER))}, but version {request.challenger} "
-            "was judged; `rlhf promote` judges the challenger"
-        )
-    if aliases.get(CHAMPION) != request.champion:
-        raise RlhfError(
-            f"the champion of {model} is {version_words(aliases.get(CHAMPION))}, but version {request.challenger} was "
-            f"judged against {version_words(request.champion)}; `rlhf promote` judges it again"
-        )
-    return request
 
 
 def version_words(number: str | None) -> str:

@@ -186,7 +186,7 @@ def attempt_number(client: MlflowClient, workspace: Path, model: str, digest: st
     prompts = workspace / TEST_PROMPTS
     if not prompts.is_file():
         raise RlhfError(f"there are no test prompts ({TEST_PROMPTS}), so nothing can be compared")
-    ledger = Ledger.open(client, model, f"attempts.{sha256_file(prompts)[:16]}")
+    ledger = Ledger.open(client, model, kind=f"attempts.{sha256_file(prompts)[:16]}")
     for _ in range(TRIES):
         known = list(ledger.entries())
         if digest in known:

@@ -1,40 +1,46 @@
-"""Promotion and rollback: promote only if every judge's lower 95 % bound clears the threshold."""
+"""Who becomes champion: promotion by match, approval by a person, rollback, and what stands against a version.
+
+A challenger is promoted only if every judge's lower 95 % bound clears the threshold.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from flows.registry.aliases import CHALLENGER, CHAMPION, get_version, registry_errors
-from flows.registry.approval import request_transaction, withdraw_transaction
-from flows.registry.champion_change import (
-    ROLLED_BACK_TAG,
-    champion_transaction,
-    champion_versions,
-    cleared_refusals,
-    promotion_obstacle,
-)
+from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, registry_errors
 from flows.registry.decisions import (
-    AliasTransaction,
     PromotionDecision,
     RollbackDecision,
-    VersionTag,
     as_report,
+    champion_versions,
+    move,
+    new_entry,
     publish_decision,
     read_decisions,
+    utc_now,
+    version_tag,
 )
-from flows.registry.evidence import gate_conditions
-from flows.registry.history import latest_request
+from flows.registry.evidence import gate_conditions, weaker_gates
+from flows.registry.history import APPROVE, DECLINE, REQUEST, WITHDRAW, ApprovalRequest, latest_request, version_words
 from flows.registry.match import PlayMatch, decided_by, make_attempt, play_match
+from flows.registry.register import CONDITIONS_TAG, GATES_PASSED, GATES_TAG, REWARD_VERSION_TAG, UNGATED_TAG
 from flows.registry.session import RegistrySession, not_the_owner, ownership, registry_session
-from flows.registry.stored_models import verified_folder
-from flows.registry.workspace import OWNER_TAG, printed_line
+from flows.registry.stored_models import COMPLETE_TAG, verified_folder
+from flows.registry.workspace import OWNER_TAG, actor, printed_line
+from rlhf_core.config.gates import Condition
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.promotion import non_inferiority_criteria, win_rate_criteria
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
+
+
+ROLLED_BACK_TAG, DECLINED_TAG = "rolled_back", "declined"
+REASON_LIMIT = 1000
 
 
 def promote(
@@ -52,7 +58,7 @@ def promote(
     workspace that owns the registered model promotes (:mod:`flows.registry.session`). Where there was never a
     champion the challenger then takes the place at once; else every criterion of
     :mod:`rlhf_core.evaluation.promotion` must hold. With ``registry.approval`` a challenger that passes is not
-    promoted, forced or not: it waits for :func:`flows.registry.approval.approve`.
+    promoted, forced or not: it waits for :func:`approve`.
 
     Args:
         version: The version to promote; default: the one that ``@challenger`` points to.
@@ -66,54 +72,50 @@ def promote(
         RlhfError: The registry does not answer, there is no challenger, or its files have changed. Nothing has moved.
     """
     workspace = workspace.resolve()
-    if force_reason is not None and not printed_line(force_reason):
-        raise RlhfError("a forced promotion needs a reason; say why, it is recorded")
+    if force_reason is not None:
+        _required_reason(force_reason, "a forced promotion needs a reason; say why, it is recorded")
     with registry_session(workspace) as session:
-        config = session.config
-        challenger = _challenger(session, version)
+        config, owner = session.config, {OWNER_TAG: ownership(workspace)}
+        challenger = session.version_with(CHALLENGER) if version is None else session.version(version)
+        if challenger is None:
+            raise RlhfError(f"{config.policy} has no @{CHALLENGER}; `rlhf run` registers one once its gates pass")
         champion = session.version_with(CHAMPION)
         decision = replace(_decide(session, challenger, champion, force_reason, play), dry_run=dry_run)
-        transaction: AliasTransaction | None = None
+        entry: Mapping[str, Any] | None = None
         if approval or config.approval:
-            decision, transaction = _approval_step(session, decision)
+            request = latest_request(session.entries)
+            judged = (decision.challenger, decision.champion)
+            is_open = request is not None and request.is_open and (request.challenger, request.champion) == judged
+            if decision.promoted:
+                decision = replace(decision, promoted=False, awaiting_approval=True, unchanged=is_open)
+                # A version that was named is the challenger from its request on.
+                is_challenger = session.aliases.get(CHALLENGER) == decision.challenger
+                moves = [] if is_challenger else [move(decision.model, CHALLENGER, decision.challenger)]
+                entry = new_entry(
+                    config.policy, REQUEST, decision.reason, moves=moves, decision=decision, model_tags=owner
+                )
+            elif is_open and decision.match is not None:
+                decision = replace(decision, unchanged=False)
+                entry = new_entry(decision.model, WITHDRAW, decision.reason, decision=decision)
         elif decision.promoted and not dry_run:
             champions = [*champion_versions(session.model), decision.challenger]
-            cleared = cleared_refusals(challenger)
-            owner = {OWNER_TAG: ownership(workspace)}
-            transaction = champion_transaction(session.client, config, champions, cleared, decision, model_tags=owner)
+            cleared = _cleared_refusals(challenger)
+            entry = _champion_entry(session, champions, decision, decision.action, cleared, owner)
         if dry_run or decision.unchanged:
             return decision
-        if transaction is not None:
-            return replace(decision, report=session.commit(transaction))
+        if entry is not None:
+            return replace(decision, report=session.commit(entry))
         with registry_errors("record the decision; nothing has moved"):
-            report = publish_decision(
-                session.client, workspace, config.policy, decision.challenger, as_report(decision)
-            )
+            report = publish_decision(session.client, workspace, decision.challenger, as_report(decision))
         return replace(decision, report=report)
 
 
-def _approval_step(
-    session: RegistrySession, decision: PromotionDecision
-) -> tuple[PromotionDecision, AliasTransaction | None]:
-    """Request approval of a promotion instead of carrying it out, or end a request whose version no longer passes."""
-    request = latest_request(decision.model, session.records)
-    is_open = request is not None and request.is_about(decision.challenger, decision.champion)
-    if decision.promoted:
-        decision = decision.to_approve(unchanged=is_open)
-        return decision, request_transaction(session.aliases, decision, {OWNER_TAG: ownership(session.workspace)})
-    if is_open and decision.match is not None:
-        decision = replace(decision, unchanged=False)
-        return decision, withdraw_transaction(decision)
-    return decision, None
-
-
-def _challenger(session: RegistrySession, number: str | None) -> ModelVersion:
-    if number is not None:
-        return get_version(session.client, session.config.policy, number)
-    challenger = session.version_with(CHALLENGER)
-    if challenger is None:
-        raise RlhfError(f"{session.config.policy} has no @{CHALLENGER}; `rlhf run` registers one once its gates pass")
-    return challenger
+def _required_reason(reason: str, otherwise: str) -> str:
+    """The reason on one line; ``RlhfError`` with the text ``otherwise`` if it is empty."""
+    line = printed_line(reason)
+    if not line:
+        raise RlhfError(otherwise)
+    return line
 
 
 def _decide(
@@ -140,11 +142,17 @@ def _decide(
     if obstacle and force_reason is None:
         return decision.refused(f"{obstacle}; promote it with --force --reason TEXT", unchanged=True)
     if champion is None:
-        removed = _removed_champion(session)
-        if removed and force_reason is None:
-            return decision.refused(removed, unchanged=True)
+        removed = ""
+        if champions := champion_versions(session.model):  # without the alias it would be spared a match
+            removed = (
+                f"version {champions[-1]} was champion, and @{CHAMPION} was removed by something else than rlhf, so "
+                f"there is nothing to compare with; `rlhf promote --version {champions[-1]} --force --reason TEXT` "
+                "restores it"
+            )
+            if force_reason is None:
+                return decision.refused(removed, unchanged=True)
         reason = "; ".join(part for part in (obstacle, removed) if part) or "there was no champion"
-        passed = not (obstacle or removed)
+        passed = True  # else it is forced
     else:
         try:
             champion_files = verified_folder(workspace, champion, client)
@@ -152,12 +160,14 @@ def _decide(
                 *(client, workspace, config, challenger, champion),
                 lambda prompt_set: play(workspace, champion_files, folder, prompt_set),
             )
-            question, match = attempt.question, attempt.match
+            match = attempt.match
             criteria = (
                 *win_rate_criteria(match, config.promote_win_rate_low95, config.error_budget, attempt.number),
                 *non_inferiority_criteria(match, config.non_inferiority),
             )
-            decision = replace(decision, question=question, match=match, attempt=attempt.number, criteria=criteria)
+            decision = replace(
+                decision, question=attempt.question, match=match, attempt=attempt.number, criteria=criteria
+            )
             passed, reason = decided_by(match, config.promote_win_rate_low95, criteria)
         except RlhfError as error:
             if force_reason is None:
@@ -168,24 +178,99 @@ def _decide(
         return decision.accepted(f"forced: {printed_line(force_reason)} (otherwise: {reason})")
     if passed:
         return decision.accepted(reason)
-    refused = decision.refused(reason)
-    return replace(refused, unchanged=_was_refused_before(workspace, refused))
+    said = {"question": decision.question, "bar": decision.bar, "reason": reason}
+    before = any(all(known.get(key) == value for key, value in said.items()) for known in read_decisions(workspace))
+    return decision.refused(reason, unchanged=before)
 
 
-def _removed_champion(session: RegistrySession) -> str:
-    """Why a place without champion is not free: whoever removed the alias would spare a challenger its match."""
-    champions = champion_versions(session.model)
-    if not champions:
-        return ""
-    return (
-        f"version {champions[-1]} was champion, and @{CHAMPION} was removed by something else than rlhf, so there is "
-        f"nothing to compare with; `rlhf promote --version {champions[-1]} --force --reason TEXT` restores it"
-    )
+def approve(workspace: Path, reason: str = "", version: str | None = None) -> PromotionDecision:
+    """Make the version that waits for approval the champion, and record who approved it.
+
+    Nothing is judged anew: the request in the history says that the version passed, and it stands only while champion
+    and challenger are those that it was judged by.
+
+    Args:
+        reason: Recorded with the decision.
+        version: The version that was looked at; another one in its place is refused.
+
+    Raises:
+        RlhfError: No version waits, it is another one, the registry has changed since, or its files have. Nothing has
+            moved.
+    """
+    workspace = workspace.resolve()
+    with registry_session(workspace) as session:
+        planned = _requested(session, version)
+        challenger = session.version(planned.challenger)
+        verified_folder(workspace, challenger, session.client)
+        obstacle = promotion_obstacle(challenger)
+        if obstacle and planned.forced is None:
+            raise RlhfError(f"{obstacle}; it cannot be approved")
+        why = printed_line(reason)[:REASON_LIMIT]
+        approval = f"approved by {actor()}" + (f": {why}" if why else "")
+        decision = replace(planned, approval=approval).accepted(f"{approval} ({planned.reason})")
+        champions = [*champion_versions(session.model), planned.challenger]
+        entry = _champion_entry(session, champions, decision, APPROVE, _cleared_refusals(challenger))
+        return replace(decision, report=session.commit(entry))
 
 
-def _was_refused_before(workspace: Path, decision: PromotionDecision) -> bool:
-    known = ("question", "bar", "reason")
-    return any(all(d.get(key) == getattr(decision, key) for key in known) for d in read_decisions(workspace))
+def decline(workspace: Path, reason: str, version: str | None = None) -> PromotionDecision:
+    """Refuse the version that waits for approval, and record who did and why; nothing moves.
+
+    The version is marked as declined: only a forced promotion asks for its approval again.
+
+    Args:
+        reason: Recorded with the decision.
+        version: The version that was looked at; another one in its place is refused.
+
+    Raises:
+        RlhfError: The reason is empty, no version waits, it is another one, or the registry has changed since.
+    """
+    why = _required_reason(reason, "declining needs a reason; add --reason TEXT, it is recorded")[:REASON_LIMIT]
+    with registry_session(workspace) as session:
+        planned, approval = _requested(session, version), f"declined by {actor()}: {why}"
+        decision = replace(planned, approval=approval).refused(approval)
+        declined = version_tag(planned.model, planned.challenger, DECLINED_TAG, approval)
+        entry = new_entry(planned.model, DECLINE, approval, version_tags=[declined], decision=decision)
+        return replace(decision, report=session.commit(entry))
+
+
+def _requested(session: RegistrySession, version: str | None) -> PromotionDecision:
+    """The promotion that waits for approval, as far as the history holds it; the match is in the request's report.
+
+    Args:
+        version: The version that the person has looked at, None for the one that waits.
+
+    Raises:
+        RlhfError: No version waits, another one does, or the registry has changed since it was judged.
+    """
+    model, aliases, request = session.config.policy, session.aliases, latest_request(session.entries)
+    if request is None:
+        raise RlhfError(
+            f"no version of {model} waits for approval: with registry.approval, `rlhf promote` requests it for a "
+            "challenger that passes"
+        )
+    if version not in (None, request.challenger):
+        waiting = f"version {request.challenger} does" if request.is_open else "none does"
+        raise RlhfError(f"version {version} of {model} does not wait for approval; {waiting}")
+    if not request.is_open:
+        raise RlhfError(request.closed_because())
+    if aliases.get(CHALLENGER) != request.challenger:  # moved by something else than rlhf
+        raise RlhfError(
+            f"the challenger of {model} is {version_words(aliases.get(CHALLENGER))}, but version {request.challenger} "
+            "was judged; `rlhf promote` judges the challenger"
+        )
+    if aliases.get(CHAMPION) != request.champion:
+        raise RlhfError(
+            f"the champion of {model} is {version_words(aliases.get(CHAMPION))}, but version {request.challenger} was "
+            f"judged against {version_words(request.champion)}; `rlhf promote` judges it again"
+        )
+    return _as_decision(request)
+
+
+def _as_decision(request: ApprovalRequest) -> PromotionDecision:
+    kept = {field.name for field in fields(PromotionDecision)} - {"report", "match", "question", "criteria"}
+    values: dict[str, Any] = {name: value for name, value in request.entry["decision"].items() if name in kept}
+    return replace(PromotionDecision(**values), awaiting_approval=False, who=actor(), time=utc_now())
 
 
 def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDecision:
@@ -202,22 +287,81 @@ def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDec
         RlhfError: The reason is empty, there is nothing to go back to, or the files of the target have changed.
     """
     workspace = workspace.resolve()
-    reason = printed_line(reason)
-    if not reason:
-        raise RlhfError("a rollback needs a reason; say why, it is recorded")
+    reason = _required_reason(reason, "a rollback needs a reason; say why, it is recorded")
     with registry_session(workspace) as session:
-        config, champion = session.config, session.version_with(CHAMPION)
-        history = champion_versions(session.model)
-        if champion is None or len(history) < 2:
-            raise RlhfError(f"{config.policy} has no earlier champion to go back to; `rlhf status` shows what there is")
-        if to is not None and to not in history[:-1]:
-            earlier = ", ".join(history[:-1])
-            raise RlhfError(f"version {to} of {config.policy} is no earlier champion; go back to one of: {earlier}")
-        target = get_version(session.client, config.policy, to or history[-2])
+        policy, champion = session.config.policy, session.version_with(CHAMPION)
+        champions = champion_versions(session.model)
+        if champion is None or len(champions) < 2:
+            raise RlhfError(f"{policy} has no earlier champion to go back to; `rlhf status` shows what there is")
+        if to is not None and to not in champions[:-1]:
+            earlier = ", ".join(champions[:-1])
+            raise RlhfError(f"version {to} of {policy} is no earlier champion; go back to one of: {earlier}")
+        target = session.version(to or champions[-2])
         verified_folder(workspace, target, session.client)
-        replaced = str(champion.version)
-        decision = RollbackDecision(config.policy, str(target.version), replaced, reason)
-        tags = [VersionTag(config.policy, replaced, ROLLED_BACK_TAG, reason[:1000])]
-        remaining = history[: history.index(str(target.version)) + 1]
-        transaction = champion_transaction(session.client, config, remaining, tags, decision)
-        return replace(decision, report=session.commit(transaction))
+        decision = RollbackDecision(policy, str(target.version), str(champion.version), reason)
+        remaining = champions[: champions.index(decision.champion) + 1]
+        tags = [version_tag(policy, decision.replaced, ROLLED_BACK_TAG, reason[:REASON_LIMIT])]
+        entry = _champion_entry(session, remaining, decision, decision.action, tags)
+        return replace(decision, report=session.commit(entry))
+
+
+def _cleared_refusals(version: ModelVersion) -> list[dict[str, Any]]:
+    """A version that becomes champion is no longer marked as rolled back or declined."""
+    tags = (ROLLED_BACK_TAG, DECLINED_TAG)
+    return [version_tag(version.name, str(version.version), tag, None) for tag in tags if tag in version.tags]
+
+
+def _champion_entry(
+    session: RegistrySession,
+    champions: Sequence[str],
+    decision: PromotionDecision | RollbackDecision,
+    action: str,
+    version_tags: Sequence[Mapping[str, Any]],
+    model_tags: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Aliases of the policy and of its reward model, after the last of ``champions`` became champion."""
+    policy, reward_model, champion = session.config.policy, session.config.reward_model, champions[-1]
+    champions = [*(number for number in champions[:-1] if number != champion), champion]
+    previous = champions[-2] if len(champions) > 1 else None
+    moves = [move(policy, PREVIOUS, previous), move(policy, CHAMPION, champion)]
+    reward = session.version(champion).tags.get(REWARD_VERSION_TAG)
+    if reward is not None:
+        earlier = None if previous is None else session.version(previous).tags.get(REWARD_VERSION_TAG)
+        moves += [move(reward_model, PREVIOUS, None if earlier == reward else earlier)]
+        moves += [move(reward_model, CHAMPION, reward)]
+    return new_entry(
+        policy,
+        action,
+        decision.reason,
+        moves=moves,
+        version_tags=version_tags,
+        champions=champions,
+        decision=decision,
+        model_tags=model_tags,
+    )
+
+
+def promotion_obstacle(version: ModelVersion, required: Mapping[str, Sequence[Condition]] | None = None) -> str:
+    """Why a version must not be promoted without force, by what is recorded of it; empty if nothing stands against.
+
+    Args:
+        required: The conditions by gate that it must have passed, None for whatever its gates required.
+    """
+    number, tags = f"version {version.version}", version.tags
+    if tags.get(COMPLETE_TAG) != "true":
+        return f"{number} is incomplete: its registration was interrupted"
+    if tags.get(GATES_TAG) != GATES_PASSED:
+        return f"{number} is ungated ({tags.get(UNGATED_TAG) or 'no record that its gates passed'})"
+    if ROLLED_BACK_TAG in tags:
+        return f"{number} was rolled back ({tags[ROLLED_BACK_TAG]})"
+    if DECLINED_TAG in tags:
+        return f"{number} was {tags[DECLINED_TAG]}"
+    if required is None:
+        return ""
+    if CONDITIONS_TAG not in tags:
+        return f"{number} has no record of its gates' conditions; `rlhf run` registers it again"
+    try:
+        weaker = weaker_gates(json.loads(tags[CONDITIONS_TAG]), required)
+    except (ValueError, TypeError, AttributeError):
+        return f"the conditions of {number} cannot be read; `rlhf run` registers it again"
+    return f"{number} has passed weaker gates: {'; '.join(weaker)}" if weaker else ""

@@ -6,16 +6,16 @@ DVC knows ``report.html``, which stays as its stage wrote it; this copy is writt
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.registry.aliases import CHAMPION, aliases_of, get_version, registered_model, registry_errors, versions
-from flows.registry.champion_change import DECLINED_TAG, promotion_obstacle
 from flows.registry.client import RELEASE_PAGE, REPORT_PAGE, connect, has_record
 from flows.registry.decisions import read_decisions, unfinished, utc_now
 from flows.registry.evidence import GATES, REPORT_MODE, gate_conditions
-from flows.registry.history import DECLINE, ApprovalRequest, latest_request, read_history, utc_minute
+from flows.registry.history import DECLINE, ApprovalRequest, Entry, latest_request, read_history, utc_minute
+from flows.registry.promote import DECLINED_TAG, promotion_obstacle
 from flows.registry.session import not_the_owner
 from flows.registry.workspace import RegisteredHere, read_registered
 from flows.stage.outcome import SIGNS, condition_rows
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 POLICY_FOLDER = "models/policy"
 GOOD, BAD, OPEN = "good", "bad", "open"
 CHANGE = ("rlhf run", "after a change of data or params.yaml; what is up to date is not repeated")
+CHAT = ("rlhf chat", "talk to the champion")
 EXPLAIN = ("rlhf promote --dry-run --explain", "every criterion with its value and margin")
-OWNER = ("rlhf terms", "who owns the registered policy, and what a promotion requires")
-Record = Mapping[str, Any]
+OWNER = ("rlhf registry terms", "who owns the registered policy, and what a promotion requires")
 
 
 @dataclass(frozen=True)
@@ -44,39 +44,25 @@ class RunNotes:
     """What the run that wrote the report said of its last steps; a registry does not know all of it.
 
     Attributes:
-        nothing_because: Why nothing was registered; empty if something was.
-        registered: What was registered and what was refused, in one line.
-        promotion: Whether the policy was promoted and why, in one line.
+        registered: What was registered and what was refused, in one line; empty if nothing was tried.
+        because: Why nothing was registered, or why nobody decided on what was.
+        hint: What the next ``rlhf run`` is for, where the run did not reach its end.
     """
 
-    nothing_because: str = ""
     registered: str = ""
-    promotion: str = ""
-
-
-@dataclass(frozen=True)
-class _Standing:
-    """How a registered version stands; ``decided`` is who did what and when."""
-
-    state: str
-    headline: str
-    reason: str
-    decided: str
-    next_step: tuple[str, str]
-    conditions: tuple[UnmetCondition, ...] = ()
+    because: str = ""
+    hint: str = ""
 
 
 @dataclass(frozen=True)
 class ReleaseState:
     """What was registered, judged, decided and promoted of a policy, by one reading of its registry.
 
-    The page of the release and ``rlhf status`` show it.
-
     Attributes:
         policy: Name of the registered policy.
         model: None where the registry does not know it.
         versions: Newest first.
-        records: Its history, oldest entry first.
+        entries: Its history, oldest first.
         decisions: The reports of promotions and rollbacks that the workspace holds, oldest first.
     """
 
@@ -84,8 +70,8 @@ class ReleaseState:
     policy: str
     model: RegisteredModel | None
     versions: Sequence[ModelVersion]
-    records: Sequence[Record]
-    decisions: Sequence[Record]
+    entries: Sequence[Entry]
+    decisions: Sequence[Mapping[str, Any]]
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -100,13 +86,13 @@ class ReleaseState:
     @property
     def waiting(self) -> ApprovalRequest | None:
         """The request for approval that can still be decided."""
-        request = latest_request(self.policy, self.records)
+        request = latest_request(self.entries)
         return request if request is not None and request.is_open else None
 
     @property
     def interrupted(self) -> str:
         """The action that was begun and not completed, empty if none was."""
-        left = unfinished(self.model, self.records)
+        left = unfinished(self.model, self.entries)
         return str(left[-1]["action"]) if left else ""
 
     def version(self, number: str | None) -> ModelVersion | None:
@@ -121,33 +107,20 @@ def read_release_state(client: MlflowClient, workspace: Path, policy: str) -> Re
         RlhfError: The registry does not answer, or the history cannot be read.
     """
     model = registered_model(client, policy)
-    known = model is not None
     return ReleaseState(
         workspace,
         policy,
         model,
-        versions(client, policy) if known else (),
-        read_history(client, policy, model) if known else (),
+        versions(client, policy) if model is not None else (),
+        read_history(client, policy, model) if model is not None else (),
         [decision for decision in read_decisions(workspace) if decision.get("model") == policy],
     )
 
 
-@dataclass(frozen=True)
-class _Registered:
-    """The version that holds the policy of the workspace, and what is known of it."""
-
-    here: RegisteredHere
-    version: ModelVersion
-    state: ReleaseState
-
-    @property
-    def label(self) -> str:
-        """Such as ``rlhf-policy version 3``."""
-        return f"{self.here.model} version {self.here.version}"
-
-
 def read_release_decision(workspace: Path, notes: RunNotes) -> ReleaseDecision:
     """Say what became of the policy of ``workspace``; nothing is changed.
+
+    The page of the release shows it, and the verdict of a run on the terminal, on Prefect and in MLflow.
 
     Args:
         notes: What the run that wrote the report said.
@@ -155,39 +128,44 @@ def read_release_decision(workspace: Path, notes: RunNotes) -> ReleaseDecision:
     Raises:
         RlhfError: The registry does not answer, or the history cannot be read.
     """
-    here = version_of_policy(workspace, notes)
+    here = _version_of_policy(workspace, notes)
     if here is None:
-        return _not_registered(workspace, refused_by(workspace), notes)
+        return _not_registered(workspace, notes)
     client = connect(workspace)
     state = read_release_state(client, workspace, here.model)
     version = state.version(here.version) or get_version(client, here.model, here.version)
-    registered = _Registered(here, version, state)
-    standing = _standing(workspace, registered, notes)
     gates = f"; no gate vouches for it: {here.ungated}" if here.ungated else "; it passed its gates"
-    is_champion = registered.state.champion == here.version
-    command, hint = standing.next_step
-    return ReleaseDecision(
-        state=standing.state,
-        headline=standing.headline,
-        registered=f"Registered as {registered.label}{gates}.",
-        reason=standing.reason,
-        conditions=standing.conditions,
-        decided=standing.decided,
-        champion="" if is_champion else _champion_sentence(here.model, registered.state.champion),
-        next_command=command,
-        next_hint=hint,
-        as_of=utc_minute(utc_now()),
+    return replace(
+        _standing(state, here, version, notes),
+        registered=f"Registered as {_label(here)}{gates}.",
+        champion="" if state.champion == here.version else _champion_sentence(here.model, state.champion),
     )
 
 
-def version_of_policy(workspace: Path, notes: RunNotes) -> RegisteredHere | None:
+def _say(
+    state: str,
+    headline: str,
+    reason: str = "",
+    decided: str = "",
+    next_step: tuple[str, str] = CHANGE,
+    conditions: tuple[UnmetCondition, ...] = (),
+) -> ReleaseDecision:
+    """A decision of now; as which version the policy is registered, and the champion, are added."""
+    as_of = utc_minute(utc_now())
+    return ReleaseDecision(state, headline, "", reason, conditions, decided, "", *next_step, as_of)
+
+
+def _label(here: RegisteredHere) -> str:
+    return f"{here.model} version {here.version}"
+
+
+def _version_of_policy(workspace: Path, notes: RunNotes) -> RegisteredHere | None:
     """The version that was made of the policy that the report is about; None if there is none."""
-    if notes.nothing_because or refused_by(workspace):
-        return None
-    return read_registered(workspace, POLICY_FOLDER)
+    nothing = notes.because and not notes.registered
+    return None if nothing or _refused_by(workspace) else read_registered(workspace, POLICY_FOLDER)
 
 
-def refused_by(workspace: Path) -> str:
+def _refused_by(workspace: Path) -> str:
     """The first gate that is enforced and did not pass; empty if there is none."""
     for gate in GATES:
         path = workspace / "gates" / f"{gate}.json"
@@ -197,139 +175,104 @@ def refused_by(workspace: Path) -> str:
     return ""
 
 
-def unmet_conditions(workspace: Path, gates: Sequence[str] = GATES) -> tuple[UnmetCondition, ...]:
+def _unmet_conditions(workspace: Path, gates: Sequence[str] = GATES) -> tuple[UnmetCondition, ...]:
     """The conditions that do not hold in ``gates/NAME.json``, gate by gate."""
     paths = [workspace / "gates" / f"{gate}.json" for gate in gates]
-    return tuple(
-        UnmetCondition(row.metric, row.value, row.bound, row.why)
-        for path in paths
-        if path.is_file()
-        for row in condition_rows(read_json(path))
-        if not row.passed
-    )
+    rows = (row for path in paths if path.is_file() for row in condition_rows(read_json(path)))
+    return tuple(UnmetCondition(row.metric, row.value, row.bound, row.why) for row in rows if not row.passed)
 
 
-def _not_registered(workspace: Path, gate: str, notes: RunNotes) -> ReleaseDecision:
-    because = notes.nothing_because
-    # A run that ended elsewhere leaves the file of a gate that an earlier run failed by.
-    by_gate = bool(gate) and (not because or because.startswith(f"gate-{gate} "))
-    headline = f"Not registered: the {gate} gate refuses it" if by_gate else "Not registered"
-    untried = not (by_gate or because or notes.registered)
-    command, hint = ("rlhf run", "registers it, once its gates pass") if untried else CHANGE
-    if by_gate:
-        hint = f"{hint}; `rlhf gate {gate} --explain` has every condition"
-    return ReleaseDecision(
-        state=OPEN if untried else BAD,
-        headline=headline,
-        registered="No version holds this policy.",
-        reason="" if by_gate else because or notes.registered or "No run has registered it yet.",
-        conditions=unmet_conditions(workspace, (gate,)) if by_gate else (),
-        decided="Decided by the gate's conditions in params.yaml" if by_gate else "",
-        champion=_present_champion(workspace),
-        next_command=command,
-        next_hint=hint,
-        as_of=utc_minute(utc_now()),
-    )
+def _not_registered(workspace: Path, notes: RunNotes) -> ReleaseDecision:
+    gate, because = _refused_by(workspace), "" if notes.registered else notes.because
+    if gate and (not because or because.startswith(f"gate-{gate} ")):
+        # A run that ended elsewhere leaves the file of a gate that an earlier run failed by.
+        hint = f"{notes.hint or CHANGE[1]}; `rlhf gate {gate} --explain` has every condition"
+        decided, unmet = "Decided by the gate's conditions in params.yaml", _unmet_conditions(workspace, (gate,))
+        headline = f"Not registered: the {gate} gate refuses it"
+        decision = _say(BAD, headline, "", decided, ("rlhf run", hint), unmet)
+    elif because or notes.registered:
+        decision = _say(BAD, "Not registered", because or notes.registered, "", ("rlhf run", notes.hint or CHANGE[1]))
+    else:
+        first = ("rlhf run", "registers it, once its gates pass")
+        decision = _say(OPEN, "Not registered", "No run has registered it yet.", "", first)
+    champion = ""
+    if has_record(workspace):
+        name = load_section(workspace, "registry", RegistryConfig).policy
+        try:
+            number = aliases_of(registered_model(connect(workspace), name)).get(CHAMPION)
+            champion = _champion_sentence(name, number)
+        except RlhfError:  # which may be why nothing is registered
+            champion = ""
+    return replace(decision, registered="No version holds this policy.", champion=champion)
 
 
-def _standing(workspace: Path, registered: _Registered, notes: RunNotes) -> _Standing:
+def _standing(state: ReleaseState, here: RegisteredHere, version: ModelVersion, notes: RunNotes) -> ReleaseDecision:
     """What was decided on the version, the newest decision first."""
-    moves = [record for record in registered.state.records if _new_champion(record, registered.here.model) is not None]
-    made = [i for i, move in enumerate(moves) if _new_champion(move, registered.here.model) == registered.here.version]
-    if registered.state.champion == registered.here.version:
-        return _champion(registered, moves[made[-1]] if made else None)
-    request = registered.state.waiting
-    if request is not None and request.challenger == registered.here.version:
-        return _Standing(
-            OPEN,
-            f"Not released yet: {registered.label} waits for approval",
-            f"It passed what a promotion requires: {request.decision['reason']}",
-            f"Requested by {request.asked_by}, {utc_minute(request.asked_at)}",
-            (f"rlhf approve --version {request.challenger}", "or `rlhf decline --reason TEXT`"),
-        )
-    if DECLINED_TAG in registered.version.tags:  # a version that becomes champion loses it
-        return _declined(registered)
+    label, number = _label(here), here.version
+    moves = [(entry, champion) for entry in state.entries if (champion := _new_champion(entry, here.model)) is not None]
+    made = [index for index, (_, champion) in enumerate(moves) if champion == number]
+    if state.champion == number:
+        entry = moves[made[-1]][0] if made else None
+        reason = "" if entry is None else str(entry["reason"])
+        forced = reason.startswith("forced:") or bool(here.ungated)
+        again = entry is not None and entry["action"] == "rollback"
+        headline = f"Released{' by force' if forced else ''}: {label} is the champion{' again' if again else ''}"
+        verb = "Champion again" if again else "Promoted"
+        reason = f"{verb}: {reason}" if reason else f"@{CHAMPION} was moved by something else than rlhf."
+        chat = (CHAT[0], f"{CHAT[1]}; `rlhf rollback --reason TEXT` takes it back")
+        return _say(OPEN if forced else GOOD, headline, reason, _decided_by(entry), chat)
+    request = state.waiting
+    if request is not None and request.challenger == number:
+        decided = f"Requested by {request.entry['who']}, {utc_minute(request.entry['time'])}"
+        approve = (f"rlhf approve --version {number}", "or `rlhf decline --reason TEXT`")
+        reason = f"It passed what a promotion requires: {request.entry['reason']}"
+        return _say(OPEN, f"Not released yet: {label} waits for approval", reason, decided, approve)
+    if DECLINED_TAG in version.tags:  # a version that becomes champion loses it
+        declined = [e for e in state.entries if e["action"] == DECLINE and str(e["decided_on"]) == number]
+        decided = _decided_by(declined[-1] if declined else None)
+        return _say(BAD, f"Not released: {label} was declined", str(version.tags[DECLINED_TAG]), decided)
     if made and made[-1] + 1 < len(moves):
-        return _former_champion(registered, moves[made[-1] + 1])
-    return _not_promoted(workspace, registered, notes)
+        entry, since = moves[made[-1] + 1]
+        if entry["action"] == "rollback":
+            headline = f"Taken back: {label} was rolled back to version {since}"
+            return _say(BAD, headline, f"Rolled back: {entry['reason']}", _decided_by(entry))
+        headline = f"No longer released: version {since} has replaced {label}"
+        return _say(OPEN, headline, f"Replaced: {entry['reason']}", _decided_by(entry), CHAT)
+    return _not_promoted(state, here, version, notes)
 
 
-def _champion(registered: _Registered, record: Record | None) -> _Standing:
-    reason = "" if record is None else str(record["reason"])
-    forced = reason.startswith("forced:") or bool(registered.here.ungated)
-    again = record is not None and record["action"] == "rollback"
-    verb = "Champion again" if again else "Promoted"
-    return _Standing(
-        OPEN if forced else GOOD,
-        f"Released{' by force' if forced else ''}: {registered.label} is the champion{' again' if again else ''}",
-        f"{verb}: {reason}" if reason else f"@{CHAMPION} was moved by something else than rlhf.",
-        _decided_by(record),
-        ("rlhf chat", "talk to the champion; `rlhf rollback --reason TEXT` takes it back"),
-    )
-
-
-def _former_champion(registered: _Registered, record: Record) -> _Standing:
-    since = _new_champion(record, registered.here.model)
-    if record["action"] == "rollback":
-        headline = f"Taken back: {registered.label} was rolled back to version {since}"
-        return _Standing(BAD, headline, f"Rolled back: {record['reason']}", _decided_by(record), CHANGE)
-    headline = f"No longer released: version {since} has replaced {registered.label}"
-    talk = ("rlhf chat", "talk to the champion")
-    return _Standing(OPEN, headline, f"Replaced: {record['reason']}", _decided_by(record), talk)
-
-
-def _declined(registered: _Registered) -> _Standing:
-    number = registered.here.version
-    records = [r for r in registered.state.records if r["action"] == DECLINE and str(r["decided_on"]) == number]
-    reason = str(registered.version.tags[DECLINED_TAG])
-    decided = _decided_by(records[-1] if records else None)
-    return _Standing(BAD, f"Not released: {registered.label} was declined", reason, decided, CHANGE)
-
-
-def _not_promoted(workspace: Path, registered: _Registered, notes: RunNotes) -> _Standing:
+def _not_promoted(state: ReleaseState, here: RegisteredHere, version: ModelVersion, notes: RunNotes) -> ReleaseDecision:
     """An obstacle by what is recorded of the version, else the last match, else that nobody has decided."""
-    headline = f"Not released: {registered.label} was not promoted"
-    not_allowed = not_the_owner(registered.here.model, registered.state.model, workspace)
-    if obstacle := promotion_obstacle(registered.version, gate_conditions(workspace)):
-        unmet = unmet_conditions(workspace) if registered.here.ungated else ()
+    workspace, label = state.workspace, _label(here)
+    headline = f"Not released: {label} was not promoted"
+    not_allowed = not_the_owner(here.model, state.model, workspace)
+    if obstacle := promotion_obstacle(version, gate_conditions(workspace)):
         explain = ("rlhf gate policy --explain", "every condition; `rlhf promote --force --reason TEXT` overrides")
-        if not_allowed:
-            explain = OWNER
         # Why no gate vouches for a version is said where it is named.
-        said = bool(registered.here.ungated) and registered.here.ungated in obstacle
+        said = bool(here.ungated) and here.ungated in obstacle
         reason = "" if said else f"{obstacle[0].upper()}{obstacle[1:]}."
-        return _Standing(OPEN, headline, reason, "", explain, unmet)
-    for decision in reversed(registered.state.decisions):
-        if decision.get("challenger") == registered.here.version:
-            return _refused(registered, headline, decision)
-    if "decision.reason" in registered.version.tags:  # decided in another workspace
-        return _Standing(OPEN, headline, registered.version.tags["decision.reason"], "", EXPLAIN)
+        unmet = _unmet_conditions(workspace) if here.ungated else ()
+        return _say(OPEN, headline, reason, "", OWNER if not_allowed else explain, unmet)
+    decisions = [decision for decision in state.decisions if decision.get("challenger") == here.version]
+    if decisions:  # criteria that do not hold, or a request that no longer stands
+        decision, request = decisions[-1], latest_request(state.entries)
+        if decision.get("awaiting_approval") and request is not None:
+            decided, again = _decided_by(request.followed_by), ("rlhf promote", "judges it again")
+            return _say(OPEN, headline, f"{request.closed_because()}.", decided, again)
+        against = f" in place of version {decision['champion']}" if decision.get("champion") else ""
+        unmet = tuple(
+            UnmetCondition(criterion["name"], criterion["measured"], _with_signs(criterion["required"]))
+            for criterion in decision.get("criteria") or ()
+            if not criterion["passed"]
+        )
+        reason = "" if unmet else f"Not promoted: {decision['reason']}"
+        return _say(OPEN, f"{headline}{against}", reason, _decided_by(decision), EXPLAIN, unmet)
+    if "decision.reason" in version.tags:  # decided in another workspace
+        return _say(OPEN, headline, version.tags["decision.reason"], "", EXPLAIN)
     if not_allowed:
-        return _Standing(OPEN, headline, not_allowed, "", OWNER)
-    headline = f"Not released: nobody has decided on {registered.label}"
-    return _Standing(OPEN, headline, notes.promotion, "", ("rlhf promote", "decide on it"))
-
-
-def _refused(registered: _Registered, headline: str, decision: Record) -> _Standing:
-    """By the last decision of this workspace: criteria that do not hold, or a request that no longer stands."""
-    request = latest_request(registered.here.model, registered.state.records)
-    if decision.get("awaiting_approval") and request is not None:
-        again = ("rlhf promote", "judges it again")
-        return _Standing(OPEN, headline, f"{request.closed_because()}.", _decided_by(request.followed_by), again)
-    unmet = tuple(
-        UnmetCondition(criterion["name"], criterion["measured"], _with_signs(criterion["required"]))
-        for criterion in decision.get("criteria") or ()
-        if not criterion["passed"]
-    )
-    against = f" in place of version {decision['champion']}" if decision.get("champion") else ""
-    return _Standing(
-        OPEN,
-        f"{headline}{against}",
-        "" if unmet else f"Not promoted: {decision['reason']}",
-        _decided_by(decision),
-        EXPLAIN,
-        unmet,
-    )
+        return _say(OPEN, headline, not_allowed, "", OWNER)
+    decide = ("rlhf run", notes.hint) if notes.hint else ("rlhf promote", "decide on it")
+    return _say(OPEN, f"Not released: nobody has decided on {label}", notes.because, "", decide)
 
 
 def _with_signs(bound: str) -> str:
@@ -338,44 +281,30 @@ def _with_signs(bound: str) -> str:
     return f"{SIGNS[sign]} {rest}" if sign in SIGNS else bound
 
 
-def _new_champion(record: Record, model: str) -> str | None:
-    """The version that a record of the history made champion of ``model``, None if it made none."""
-    moved = [m["version"] for m in record["moves"] if m["model"] == model and m["alias"] == CHAMPION]
+def _new_champion(entry: Entry, model: str) -> str | None:
+    """The version that an entry of the history made champion of ``model``, None if it made none."""
+    moved = [m["version"] for m in entry["moves"] if m["model"] == model and m["alias"] == CHAMPION]
     return None if not moved or moved[-1] is None else str(moved[-1])
-
-
-def _present_champion(workspace: Path) -> str:
-    """The sentence on the champion; empty where the registry does not answer, which may be why nothing is in it."""
-    if not has_record(workspace):
-        return ""
-    name = load_section(workspace, "registry", RegistryConfig).policy
-    try:
-        return _champion_sentence(name, aliases_of(registered_model(connect(workspace), name)).get(CHAMPION))
-    except RlhfError:
-        return ""
 
 
 def _champion_sentence(model: str, number: str | None) -> str:
     return f"The champion of {model} is version {number}." if number else f"{model} has no champion."
 
 
-def _decided_by(record: Record | None) -> str:
-    if record is None:
-        return ""
-    return f"Decided by {record.get('who') or 'unknown'}, {utc_minute(str(record['time']))}"
+def _decided_by(entry: Mapping[str, Any] | None) -> str:
+    return "" if entry is None else f"Decided by {entry.get('who') or 'unknown'}, {utc_minute(str(entry['time']))}"
 
 
 RECORD = "release.json"
 
 
-def write_release_page(workspace: Path, notes: RunNotes | None = None) -> Path | None:
+def write_release_page(workspace: Path, notes: RunNotes | None = None) -> ReleaseDecision:
     """Write ``release.html`` by what is true now, and attach it to the run that registered the version.
+
+    There is no page where there is no report, or one without a place for it.
 
     Args:
         notes: What the run that wrote the report said; None for what it said when the page was written last.
-
-    Returns:
-        The page; None where there is no report, or one without a place for it.
 
     Raises:
         RlhfError: The registry does not answer. A page of the same report stays.
@@ -386,19 +315,23 @@ def write_release_page(workspace: Path, notes: RunNotes | None = None) -> Path |
     if current_page(workspace) is None:
         page.unlink(missing_ok=True)
     text = report.read_text(encoding="utf-8", errors="replace") if report.is_file() else ""
-    if BEGIN not in text:
-        return None
-    digest = sha256_file(report)
+    digest = sha256_file(report) if text else ""
     notes = notes or _kept_notes(workspace, digest)
     decision = read_release_decision(workspace, notes)
-    rendered = with_release(text, decision)
+    rendered = with_release(text, decision) if BEGIN in text else None
     if rendered is None:
-        return None
+        return decision
     atomic_write_text(page, rendered)
     record = {"report_sha256": digest, "notes": asdict(notes), "decision": asdict(decision)}
     atomic_write_json(private_path(workspace, RECORD), record)
-    _attach(workspace, page, notes)
-    return page
+    here = _version_of_policy(workspace, notes)
+    if here is not None:  # the page lies beside the evidence of the version that it is about
+        client = connect(workspace)
+        run_id = get_version(client, here.model, here.version).run_id
+        if run_id:
+            with registry_errors(f"attach {page.name} to {_label(here)}"):
+                client.log_artifact(run_id, str(page))
+    return decision
 
 
 def current_page(workspace: Path) -> Path | None:
@@ -406,38 +339,37 @@ def current_page(workspace: Path) -> Path | None:
     page, report = workspace / RELEASE_PAGE, workspace / REPORT_PAGE
     if not page.is_file() or not report.is_file():
         return None
+    return page if _record(workspace).get("report_sha256") == sha256_file(report) else None
+
+
+def _record(workspace: Path) -> Mapping[str, Any]:
+    """What was kept when the page was written last; empty if it never was."""
     try:
-        made_of = read_json(workspace / PRIVATE / RECORD).get("report_sha256")
+        record: Mapping[str, Any] = read_json(workspace / PRIVATE / RECORD)
     except DataError:
-        return None
-    return page if made_of == sha256_file(report) else None
+        return {}
+    return record
 
 
 def _kept_notes(workspace: Path, report_sha256: str) -> RunNotes:
     """The notes of the page's last writing if that was of the same report, else none."""
+    record = _record(workspace)
+    return RunNotes(**record["notes"]) if report_sha256 and record.get("report_sha256") == report_sha256 else RunNotes()
+
+
+def try_release_page(
+    workspace: Path, notes: RunNotes | None = None, *, write: bool = True
+) -> tuple[ReleaseDecision, str]:
+    """Write the page; return what it says, and why it could not be brought up to date (empty if it could).
+
+    Args:
+        write: False leaves the page as it is.
+    """
     try:
-        record = read_json(workspace / PRIVATE / RECORD)
-        return RunNotes(**record["notes"]) if record["report_sha256"] == report_sha256 else RunNotes()
-    except (DataError, KeyError, TypeError):
-        return RunNotes()
-
-
-def _attach(workspace: Path, page: Path, notes: RunNotes) -> None:
-    """Put the page beside the evidence of the version that it is about, if there is one."""
-    here = version_of_policy(workspace, notes)
-    if here is None:
-        return
-    client = connect(workspace)
-    run_id = get_version(client, here.model, here.version).run_id
-    if run_id:
-        with registry_errors(f"attach {page.name} to {here.model} version {here.version}"):
-            client.log_artifact(run_id, str(page))
-
-
-def try_release_page(workspace: Path, notes: RunNotes | None = None) -> str:
-    """Write the page; return why it could not be brought up to date, empty if it was or there is no report."""
-    try:
-        write_release_page(workspace, notes)
+        return write_release_page(workspace, notes) if write else read_release_decision(
+            workspace, notes or RunNotes()
+        ), ""
     except (RlhfError, OSError) as error:
-        return f"{RELEASE_PAGE} was not brought up to date: {error}"
-    return ""
+        hint = ("rlhf status", "says what was released, once the registry answers")
+        unknown = _say(OPEN, "Not known to be released: the registry does not say", str(error), "", hint)
+        return unknown, f"{RELEASE_PAGE} was not brought up to date: {error}"

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.registry.aliases import read_aliases, registry_errors, versions
-from flows.registry.champion_change import champion_versions
-from flows.registry.client import fluent, tracking_uri
-from flows.registry.decisions import AliasTransaction
+from flows.registry.client import fluent
+from flows.registry.decisions import champion_versions, new_entry
 from flows.registry.history import RETENTION, latest_request
 from flows.registry.match import MATCH_TAG, MATCHES
 from flows.registry.register import REWARD_VERSION_TAG
@@ -19,6 +18,7 @@ from flows.registry.session import RegistrySession, other_owner, registry_sessio
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
+from rlhf_core.tracking.stage_run import tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -81,7 +81,7 @@ def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
                 if model.deleted
             )
             reason = f"beyond the newest {config.retention.versions} and not needed: {numbers}"[:1000]
-            session.commit(AliasTransaction(config.policy, (), action=RETENTION, reason=reason))
+            session.commit(new_entry(config.policy, RETENTION, reason))
             for version in plan.deleted:
                 _delete_version(session.client, workspace, version)
         for path in plan.matches if delete else ():
@@ -90,29 +90,31 @@ def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
 
 
 def _plan(session: RegistrySession, newest: int) -> RetentionPlan:
-    client, workspace, config = session.client, session.workspace, session.config
+    client, config = session.client, session.config
     needed = dict.fromkeys(champion_versions(session.model), "has been champion: rollback needs it")
-    request = latest_request(config.policy, session.records)
+    request = latest_request(session.entries)
     if request is not None and request.is_open:
         needed |= {request.challenger: "waits for approval"}
-    policy = _plan_model(client, config.policy, newest, needed)
+    policies = versions(client, config.policy)
+    policy = _plan_model(client, config.policy, policies, newest, needed)
+    kept = [version for version in policies if str(version.version) in policy.kept]
     trained_by = {
         version.tags[REWARD_VERSION_TAG]: f"policy version {version.version} was trained with it"
-        for version in versions(client, config.policy)
-        if REWARD_VERSION_TAG in version.tags and str(version.version) in policy.kept
+        for version in kept
+        if REWARD_VERSION_TAG in version.tags
     }
-    reward = _plan_model(client, config.reward_model, newest, trained_by)
-    kept = [version for version in versions(client, config.policy) if str(version.version) in policy.kept]
-    matches = _matches(workspace, policy.deleted) - _matches(workspace, kept)
+    rewards = versions(client, config.reward_model)
+    reward = _plan_model(client, config.reward_model, rewards, newest, trained_by)
+    matches = _matches(session.workspace, policy.deleted) - _matches(session.workspace, kept)
     return RetentionPlan((policy, reward), sorted(matches))
 
 
-def _plan_model(client: MlflowClient, name: str, newest: int, needed: Mapping[str, str]) -> ModelRetention:
-    listed = versions(client, name)
+def _plan_model(
+    client: MlflowClient, name: str, listed: Sequence[ModelVersion], newest: int, needed: Mapping[str, str]
+) -> ModelRetention:
     why = {str(version.version): f"one of the newest {newest}" for version in listed[:newest]}
     why |= needed
-    for alias, number in read_aliases(client, name).items():
-        why[number] = f"@{alias}"
+    why |= {number: f"@{alias}" for alias, number in read_aliases(client, name).items()}
     kept = {str(version.version): why[str(version.version)] for version in listed if str(version.version) in why}
     return ModelRetention(name, kept, [version for version in listed if str(version.version) not in kept])
 
@@ -129,7 +131,7 @@ def _delete_version(client: MlflowClient, workspace: Path, version: ModelVersion
     name, number = version.name, str(version.version)
     if number in read_aliases(client, name).values():
         return
-    with registry_errors(f"delete {name} version {number}; `rlhf gc --delete` goes on with it"):
+    with registry_errors(f"delete {name} version {number}; `rlhf registry gc --delete` goes on with it"):
         source = version.source or ""
         same_files = client.search_model_versions(f"source_path = '{source}'")
         if source.startswith(LOGGED_MODEL) and len(same_files) <= 1:

@@ -9,29 +9,27 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flows.registry.aliases import aliases_of, get_version, registered_model
-from flows.registry.client import connect, prepare_tracking, tracking_uri
-from flows.registry.decisions import AliasTransaction, commit, finish_interrupted
-from flows.registry.evidence import GATES
+from flows.registry.client import connect, prepare_tracking
+from flows.registry.decisions import commit, finish_interrupted
+from flows.registry.evidence import gate_conditions
+from flows.registry.history import Entry
 from flows.registry.workspace import OWNER_TAG, workspace_id
 from flows.workspace.lock import locked
-from rlhf_core.config.gates import GatesConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.gates import describe_bound
+from rlhf_core.tracking.stage_run import default_environment, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion, RegisteredModel
-
-
-SQLITE = "sqlite"
 
 
 @contextmanager
@@ -45,7 +43,7 @@ def registry_lock(workspace: Path, model: str) -> Iterator[None]:
     from sqlalchemy.engine import make_url
 
     uri = tracking_uri(workspace)
-    if uri.startswith(SQLITE):
+    if uri.startswith("sqlite"):
         folder, subject = Path(make_url(uri).database or "").resolve().parent, model
     else:
         folder, subject = Path(tempfile.gettempdir()) / f"rlhf-{os.getuid()}", f"{uri} {model}"
@@ -54,7 +52,7 @@ def registry_lock(workspace: Path, model: str) -> Iterator[None]:
         yield
 
 
-RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+RETRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5"}  # after 4, 8, 16 and 32 seconds; MLflow retries for four minutes
 
 
 @dataclass(frozen=True)
@@ -63,41 +61,32 @@ class RegistrySession:
 
     Attributes:
         model: The registered policy, None if the registry does not know it.
-        records: Its history, oldest entry first.
+        entries: Its history, oldest entry first.
     """
 
     workspace: Path
     config: RegistryConfig
     client: MlflowClient
     model: RegisteredModel | None
-    records: Sequence[Mapping[str, Any]]
+    entries: Sequence[Entry]
 
     @property
     def aliases(self) -> dict[str, str]:
         """Version numbers by alias."""
         return aliases_of(self.model)
 
+    def version(self, number: str) -> ModelVersion:
+        """Version ``number``; ``RlhfError`` if there is none or the registry does not answer."""
+        return get_version(self.client, self.config.policy, number)
+
     def version_with(self, alias: str) -> ModelVersion | None:
         """The version that has ``alias``, None if none has it."""
         number = self.aliases.get(alias)
-        return None if number is None else get_version(self.client, self.config.policy, number)
+        return None if number is None else self.version(number)
 
-    def commit(self, transaction: AliasTransaction) -> Path | None:
-        """Record the transaction and carry it out (:func:`flows.registry.decisions.commit`)."""
-        return commit(self.client, self.workspace, transaction, self.records, self.model)
-
-
-@contextmanager
-def _retries_for_a_minute() -> Iterator[None]:
-    """Where the user does not say otherwise: MLflow's client would retry for four minutes before it gives up."""
-    if RETRIES in os.environ:
-        yield
-        return
-    os.environ[RETRIES] = "5"  # after 4, 8, 16 and 32 seconds
-    try:
-        yield
-    finally:
-        os.environ.pop(RETRIES, None)
+    def commit(self, entry: Entry) -> Path | None:
+        """Record the entry and carry it out (:func:`flows.registry.decisions.commit`)."""
+        return commit(self.client, self.workspace, entry, self.entries, self.model)
 
 
 @contextmanager
@@ -110,9 +99,8 @@ def registry_session(workspace: Path) -> Iterator[RegistrySession]:
     workspace = workspace.resolve()
     config = load_section(workspace, "registry", RegistryConfig)
     client = prepare_tracking(workspace)
-    with registry_lock(workspace, config.policy), _retries_for_a_minute():
-        model, records = finish_interrupted(client, workspace, config)
-        yield RegistrySession(workspace, config, client, model, records)
+    with registry_lock(workspace, config.policy), default_environment(RETRIES):
+        yield RegistrySession(workspace, config, client, *finish_interrupted(client, workspace, config))
 
 
 def ownership(workspace: Path) -> str:
@@ -152,8 +140,7 @@ def describe_terms(workspace: Path) -> str:
         f"error budget {config.error_budget:g} over all attempts on the same prompts",
     ]
     lines += ["a person approves each promotion (`rlhf approve`)"] if config.approval else []
-    gates = load_section(workspace, "gates", GatesConfig)
-    for name in GATES:
-        bounds = [f"{condition.metric} {describe_bound(condition)}" for condition in getattr(gates, name)]
+    for name, conditions in gate_conditions(workspace).items():
+        bounds = [f"{condition.metric} {describe_bound(condition)}" for condition in conditions]
         lines += [f"gates.{name}: {', '.join(bounds)}"] if bounds else []
     return "\n".join(lines)

@@ -8,10 +8,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.aliases import CHALLENGER, CHAMPION, get_version, read_aliases, registry_errors, versions
-from flows.registry.client import connect, fluent, knock, tracking_uri
-from flows.registry.decisions import finish_interrupted, pending
+from flows.registry.aliases import (
+    CHALLENGER,
+    CHAMPION,
+    aliases_of,
+    get_version,
+    read_aliases,
+    registered_model,
+    registry_errors,
+    versions,
+)
+from flows.registry.client import connect, fluent, knock
+from flows.registry.decisions import finish_interrupted, unfinished
 from flows.registry.evidence import PARENT_TAG
+from flows.registry.history import read_history
 from flows.registry.session import registry_lock
 from flows.registry.signing import verify_signature
 from rlhf_core.config.evaluation import EvaluateConfig
@@ -22,6 +32,7 @@ from rlhf_core.errors import ModelError, RlhfError, first_line
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.serving.protocol.chat import CompletionId, token_usage
 from rlhf_core.storage.files import atomic_dir, sha256_tree
+from rlhf_core.tracking.stage_run import tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -249,10 +260,11 @@ def policy_with_alias(workspace: Path, alias: str = CHAMPION) -> ModelVersion:
     workspace = workspace.resolve()
     config = load_section(workspace, "registry", RegistryConfig)
     client = connect(workspace)
-    if pending(client, config) is not None:  # else a match of another workspace need not be waited for
-        with registry_lock(workspace, config.policy):
-            finish_interrupted(client, workspace, config)
-    aliases = read_aliases(client, config.policy)
+    model = registered_model(client, config.policy)
+    if model is not None and unfinished(model, read_history(client, config.policy, model)):
+        with registry_lock(workspace, config.policy):  # else a match of another workspace need not be waited for
+            model, _ = finish_interrupted(client, workspace, config)
+    aliases = aliases_of(model)
     if alias in aliases:
         return get_version(client, config.policy, aliases[alias])
     if alias in (CHAMPION, CHALLENGER):

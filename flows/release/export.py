@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from flows.registry.aliases import CHAMPION, get_version
-from flows.registry.champion_change import promotion_obstacle
 from flows.registry.client import connect
+from flows.registry.promote import promotion_obstacle
 from flows.registry.signing import SIGNATURE_NAME, Signer
 from flows.registry.stored_models import policy_with_alias, verified_folder
 from flows.release.model_card import DATA_CARD_FILE, ReleaseEvidence, card_data, card_text, release_evidence

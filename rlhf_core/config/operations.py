@@ -119,7 +119,7 @@ class NonInferiorityConfig(Strict):
 
 
 class RetentionConfig(Strict):
-    """What ``rlhf gc`` keeps.
+    """What ``rlhf registry gc`` keeps.
 
     Attributes:
         versions: How many of the newest versions of each registered model are kept beside those that are needed:
@@ -159,7 +159,7 @@ class RegistryConfig(Strict):
     """Registered models and their promotion.
 
     Both bounds and the margins of ``non_inferiority`` are those of the first promotion, until the owner sets others
-    (``rlhf terms``).
+    (``rlhf registry terms``).
 
     Attributes:
         policy: Name of the registered policy.

@@ -171,6 +171,13 @@ PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
 METRICS_TAG = "rlhf.metrics_sha256"  # by which the run that made a workspace's result is found
 
 
+# The UI otherwise guesses from the first runs whether an experiment trains models or traces agents.
+EXPERIMENT_TAGS = {
+    "mlflow.experimentKind": "custom_model_development",
+    "mlflow.note.content": "Runs of the RLHF pipeline: one for each `rlhf run`, and below it one for each stage.",
+}
+
+
 def record_folder(workspace: Path) -> Path:
     """Return the workspace in whose MLflow ``workspace`` is recorded: itself, or the one that it is a trial of.
 
@@ -204,10 +211,12 @@ def experiment_id(client: Any, workspace: Path, name: str) -> str:
     local = tracking_uri(workspace).startswith("sqlite:")
     try:
         location = (record_folder(workspace) / "mlartifacts").as_uri() if local else None
-        kind = {"mlflow.experimentKind": "custom_model_development"}
-        return str(client.create_experiment(name, artifact_location=location, tags=kind))
-    except MlflowException:
-        return str(client.get_experiment_by_name(name).experiment_id)
+        return str(client.create_experiment(name, artifact_location=location, tags=EXPERIMENT_TAGS))
+    except MlflowException:  # another process may have made it meanwhile
+        experiment = client.get_experiment_by_name(name)
+        if experiment is None:
+            raise
+        return str(experiment.experiment_id)
 
 
 def origin_tags(workspace: Path, command: str) -> dict[str, str]:

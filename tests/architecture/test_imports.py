@@ -35,7 +35,7 @@ FLOWS_LAYERS = (
     {"supervision"},
 )
 # What flows uses of the core: these packages and modules, and single functions where a module asks for more.
-FLOWS_MAY_USE = {"config", "gates", "errors", "redaction", "storage", "git", "__version__"}
+FLOWS_MAY_USE = {"config", "gates", "errors", "redaction", "storage", "git", "tracking", "__version__"}
 FLOWS_MAY_ALSO_USE = {
     # It mounts the core's commands on its own command line.
     "flows.cli": {
@@ -65,7 +65,6 @@ FLOWS_MAY_ALSO_USE = {
     "flows.registry.stored_models": {"serving.policy_source", "serving.protocol.chat"},
     # What a registered model is answered by, wherever it is loaded.
     "flows.registry.model_pyfunc": {"serving", "evaluation.judges.model.ModelJudge", "evaluation.reply.Reply"},
-    "flows.registry.register": {"tracking.stage_run.METRICS_TAG", "tracking.stage_run.origin_tags"},
     "flows.release.export": {"models.adapters.ADAPTER_CONFIG", "models.adapters.ADAPTER_FOLDER"},
     "flows.pipeline.data_watch": {
         "data.collection.sources.collected_paths",
@@ -77,15 +76,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.summary": {"evaluation.verdict.Standing"},
     "flows.registry.decisions": {"evaluation.promotion.Criterion"},
     "flows.registry.release_page": {"evaluation.report.headline", "evaluation.report.render.with_release"},
-    "flows.registry.client": {
-        "tracking.delivery.deliver_waiting",
-        "tracking.stage_run.origin_tags",
-        "tracking.stage_run.record_folder",
-        "tracking.delivery",
-        "tracking.stage_run",
-    },
     "flows.dvc_repo.inputs": {"data.collection.sources.collected_paths"},
-    "flows.commands.status": {"tracking.stage_run", "tracking.journal.waiting_records"},
     "flows.registry.match": {
         "evaluation.judges.names.JUDGE",
         "evaluation.promotion.Criterion",

@@ -79,7 +79,7 @@ def test_the_run_ends_with_its_verdict_and_one_command(smoke: SmokeRun) -> None:
     (verdict,) = [line for line in lines if line.startswith("verdict  ")]
     assert verdict.removeprefix("verdict     ") in ("better than SFT", "not shown better than SFT", "worse than SFT")
     assert any(line.startswith("judges      gold: win rate ") for line in lines)
-    assert any(line.startswith("promotion   version 1 is champion") for line in lines)
+    assert any(line.startswith("promotion   Released: ") and "version 1 is the champion" in line for line in lines)
     assert lines[-1].startswith("next        rlhf chat --workspace ")
     assert "\x1b" not in smoke.completed.stdout
 
@@ -92,7 +92,7 @@ def test_a_second_run_has_nothing_to_do(smoke: SmokeRun) -> None:
     assert "Completed: nothing to do: every stage is up to date, " in again.stdout
     assert "Prefect UI" not in again.stdout, "no server is started"
     assert mlflow_runs(smoke.workspace) == runs
-    assert any(line.startswith("promotion   version 1 was champion already") for line in again.stdout.splitlines())
+    assert any(line.startswith("promotion   Released: ") for line in again.stdout.splitlines())
 
 
 def mlflow_runs(workspace: Path) -> int:

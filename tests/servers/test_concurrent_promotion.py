@@ -14,7 +14,7 @@ from killed_call import killed_before
 from servers.small_registry import SmallRegistry
 from unit.flows.registry.conftest import ScriptedMatch
 
-from flows.registry.history import history_ledger
+from flows.registry.history import Ledger
 from flows.registry.promote import promote, rollback
 from flows.registry.stored_models import champion_folder
 from flows.supervision.processes import child_environment
@@ -27,7 +27,7 @@ import sys
 from pathlib import Path
 from scripted_match import match_result
 from flows.registry.stored_models import champion_folder
-from flows.registry.history import history_ledger
+from flows.registry.history import Ledger
 from flows.registry.promote import promote
 from rlhf_core.errors import RlhfError
 print("ready", flush=True)
@@ -122,4 +122,4 @@ def test_what_was_killed_at_any_step_is_completed_or_has_not_begun(registry: Sma
 
 def registry_entries(registry: SmallRegistry) -> list[str]:
     """The entries of the history."""
-    return list(history_ledger(registry.client, registry.name).entries())
+    return list(Ledger.open(registry.client, registry.name).entries())

@@ -24,9 +24,8 @@ from unit.flows.registry.conftest import ScriptedMatch
 
 from flows.commands.registry_output import model_history
 from flows.registry import decisions
-from flows.registry.approval import approve, decline
-from flows.registry.history import history_ledger
-from flows.registry.promote import promote, rollback
+from flows.registry.history import Ledger
+from flows.registry.promote import approve, decline, promote, rollback
 from flows.registry.stored_models import champion_folder
 from flows.supervision.processes import child_environment
 from rlhf_core.errors import RlhfError
@@ -35,7 +34,7 @@ pytestmark = [pytest.mark.servers, pytest.mark.timeout(1200)]
 APPROVE = """
 import sys
 from pathlib import Path
-from flows.registry.approval import approve
+from flows.registry.promote import approve
 from rlhf_core.errors import RlhfError
 print("ready", flush=True)
 sys.stdin.readline()
@@ -76,7 +75,7 @@ def refused(action: Callable[[], object]) -> str:
 
 def decided(registry: SmallRegistry) -> int:
     """How many entries the history has."""
-    return len(history_ledger(registry.client, registry.name).entries())
+    return len(Ledger.open(registry.client, registry.name).entries())
 
 
 def test_versions_and_aliases_that_do_not_exist(registry: SmallRegistry, contest: Path) -> None:
@@ -183,7 +182,7 @@ def test_two_people_on_two_machines_approve_at_once(registry: SmallRegistry, con
     assert said[0] == "approved 2" and said[1].startswith("refused "), said
     assert "was approved by" in said[1] or "was changed from elsewhere meanwhile" in said[1]
     assert registry.champion() == "2"
-    texts = history_ledger(registry.client, registry.name).entries()
+    texts = Ledger.open(registry.client, registry.name).entries()
     assert [json.loads(text)["action"] for text in texts] == ["promote", "request approval", "approve"]
 
 

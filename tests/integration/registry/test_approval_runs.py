@@ -207,12 +207,12 @@ def test_a_scheduled_pipeline_suspends_once_and_then_has_nothing_to_do(
     assert deployment.state(second) == "Completed" and deployment.state(first) == "Suspended"
     message = client.read_flow_run(second).state.message
     assert message.startswith("nothing to do: every stage is up to date, rlhf-reward-model version 1 (as before)")
-    assert "not promoted yet: version 2 waits for approval" in message
+    assert "Not released yet: rlhf-policy version 2 waits for approval" in message
     assert records(release) == before, "no run in MLflow, nothing new in the history"
     command("decline", "--reason", "rude", "--workspace", str(release))
     assert deployment.state(first) == "Declined" and aliases(release)["champion"] == "1"
     third = client.read_flow_run(deployment.start())
-    assert third.state_name == "Completed" and "version 2 was declined by" in third.state.message
+    assert third.state_name == "Completed" and "version 2 was declined. declined by" in third.state.message
     assert records(release)[0] == before[0]
 
 

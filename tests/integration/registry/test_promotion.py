@@ -10,11 +10,10 @@ import pytest
 from integration.registry.conftest import make_policy, policy_name, reward_name, write_gate
 from scripted_match import match_result
 
-from flows.registry.approval import approve, decline
 from flows.registry.client import connect
-from flows.registry.decisions import champion_history
+from flows.registry.decisions import champion_versions
 from flows.registry.match import wins
-from flows.registry.promote import promote, rollback
+from flows.registry.promote import approve, decline, promote, rollback
 from flows.registry.register import register
 from flows.registry.stored_models import verified_folder
 from flows.registry.workspace import read_registered
@@ -74,7 +73,7 @@ def test_a_sure_winner_moves_the_aliases_and_is_written_down(contest: Path) -> N
     assert version.tags["decision.promoted"] == "true"
     # Copies of the workspace register versions of the same run.
     assert f"promotions/{report.name}" in [a.path for a in client.list_artifacts(version.run_id, "promotions")]
-    assert champion_history(client.get_registered_model(policy_name(contest))) == ("1", "2")
+    assert champion_versions(client.get_registered_model(policy_name(contest))) == ["1", "2"]
 
 
 def test_an_unsure_challenger_stays_one_and_is_asked_only_once(contest: Path) -> None:

@@ -28,7 +28,7 @@ from flows.registry.client import (
     tracking_uri,
 )
 from flows.registry.promote import promote
-from flows.registry.register import register, registered_before
+from flows.registry.register import NotRegistered, register
 from flows.registry.stored_models import champion_folder
 from flows.supervision.processes import child_environment
 from rlhf_core.errors import ModelError, RlhfError
@@ -102,14 +102,15 @@ def test_a_champion_whose_files_were_changed_is_registered_again_and_replaced(wo
         ModelError, match="`rlhf run` registers the model again, and if it is the champion `rlhf promot"
     ):
         champion_folder(workspace)
-    assert registered_before(workspace) is None, "there is something to do"
+    with pytest.raises(NotRegistered):
+        register(workspace, known_only=True)
     again = register(workspace).registered
     assert again[name].version == "2" and not again[name].reused and again[reward_name(workspace)].reused
     with pytest.raises(ModelError, match="version 1 are not the ones that were registered"):
         promote(workspace)  # there is nothing to compare it with
     assert promote(workspace, force_reason="the files of version 1 were changed").promoted
     assert sha256_tree(champion_folder(workspace)) == sha256_tree(workspace / "models" / "policy")
-    assert registered_before(workspace) is not None
+    assert register(workspace, known_only=True).registered[name].reused
 
 
 @pytest.mark.slow

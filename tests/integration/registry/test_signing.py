@@ -12,7 +12,7 @@ from integration.registry.conftest import copy_workspace, make_policy, policy_na
 from flows.registry.aliases import get_version
 from flows.registry.client import connect
 from flows.registry.promote import promote
-from flows.registry.register import register, registered_before
+from flows.registry.register import NotRegistered, register
 from flows.registry.signing import (
     CERTIFICATES_VARIABLE,
     KEY_VARIABLE,
@@ -99,9 +99,10 @@ def test_a_version_without_a_signature_is_not_promoted_and_is_signed_when_it_is_
     want(signing, "public_key: key.pub")
     with pytest.raises(ModelError, match="version 1 has no signature"):
         promote(signing)
-    assert registered_before(signing) is None, "there is something to do: to sign"
+    with pytest.raises(NotRegistered):
+        register(signing, known_only=True)  # it has to be signed
     assert register(signing).registered[policy_name(signing)].reused
-    assert promote(signing).promoted and registered_before(signing) is not None
+    assert promote(signing).promoted and register(signing, known_only=True).registered
     monkeypatch.delenv(KEY_VARIABLE)
     with pytest.raises(ConfigError, match=f"{KEY_VARIABLE} names no private key"):
         register(signing)

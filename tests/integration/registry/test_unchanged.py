@@ -13,7 +13,7 @@ from flows.pipeline.events import read_last_run
 from flows.pipeline.preflight import find_unchanged
 from flows.registry.aliases import get_version
 from flows.registry.client import connect, experiment_id
-from flows.registry.history import history_ledger
+from flows.registry.history import Ledger
 from flows.registry.promote import promote, rollback
 from flows.registry.register import register
 from flows.registry.retention import apply_retention
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 def records(workspace: Path) -> tuple[int, int]:
     """How many runs MLflow has, and how many entries the history."""
     client = connect(workspace)
-    entries = history_ledger(client, policy_name(workspace)).entries()
+    entries = Ledger.open(client, policy_name(workspace)).entries()
     return len(client.search_runs([experiment_id(client, workspace)])), len(entries)
 
 
@@ -45,7 +45,7 @@ def test_nothing_to_do_until_something_changes(
     unchanged = find_unchanged(contest, promotes=True)
     assert unchanged is not None and records(contest) == before
     assert unchanged.message.startswith("nothing to do: every stage is up to date, rlhf-reward-model version 1 (as")
-    assert unchanged.verdict.promotion.startswith("not promoted: not above 0.5 with 95 % confidence by judge")
+    assert unchanged.verdict.promotion.startswith("Not released: rlhf-policy version 2 was not promoted in place")
     assert {outcome.action for outcome in unchanged.outcomes.values()} == {"cached"}
     params = (contest / "params.yaml").read_text()
     (contest / "params.yaml").write_text(params + "registry: {promote_win_rate_low95: 0.55}\n")
@@ -60,7 +60,7 @@ def test_nothing_to_do_until_something_changes(
     register(contest)
     promote(contest, play=ScriptedMatch(judge=0.9))
     unchanged = find_unchanged(contest, promotes=True)
-    assert unchanged is not None and unchanged.verdict.promotion == "version 3 was champion already"
+    assert unchanged is not None and "version 3 is the champion" in unchanged.verdict.promotion
     before = records(contest)
     monkeypatch.setattr(signals, "install", lambda: None)
     for variable in (OWNER_VARIABLE, LOCK_HELD_VARIABLE):  # the command sets them

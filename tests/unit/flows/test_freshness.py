@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flows.dvc_repo.graph import StageNode
-from flows.registry.evidence import Freshness
+from flows.registry.evidence import require_recorded
 from rlhf_core.errors import GateFailed
 
 EDGES = {"collect": (), "validate": ("collect",), "ppo": ("validate",), "gate-policy": ("ppo",), "report": ("ppo",)}
@@ -16,9 +16,9 @@ GRAPH = {name: StageNode(name, after, "true", ()) for name, after in EDGES.items
 def test_a_stale_stage_anywhere_before_the_gate_is_named(stale: str) -> None:
     changes = [{"changed outs": {"data": "modified"}}]
     with pytest.raises(GateFailed, match=stale):
-        Freshness(GRAPH, {stale: changes}).require("gate-policy")
+        require_recorded(GRAPH, {stale: changes}, "gate-policy")
 
 
 def test_what_does_not_lead_to_the_gate_and_what_always_runs_does_not_matter() -> None:
-    Freshness(GRAPH, {"report": [{"changed deps": {"x": "modified"}}]}).require("gate-policy")
-    Freshness(GRAPH, {"collect": ["always changed"]}).require("gate-policy")
+    require_recorded(GRAPH, {"report": [{"changed deps": {"x": "modified"}}]}, "gate-policy")
+    require_recorded(GRAPH, {"collect": ["always changed"]}, "gate-policy")

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from killed_call import killed_before
 
-from flows.registry.approval import approve, decline
-from flows.registry.decisions import AliasMove, AliasTransaction, commit, finish_interrupted
+from flows.registry.decisions import commit, finish_interrupted, move, new_entry
 from flows.registry.history import read_history
-from flows.registry.promote import promote, rollback
+from flows.registry.promote import approve, decline, promote, rollback
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError
 
@@ -154,9 +153,8 @@ def test_what_was_not_judged_is_not_approved(registry: Registry, waiting: Path, 
 def test_a_version_that_was_registered_since_takes_the_place_of_the_request(registry: Registry, waiting: Path) -> None:
     """As registration does it, with an entry in the history."""
     number = registry.add_version()
-    move = AliasMove(MODEL, "challenger", number)
-    transaction = AliasTransaction(MODEL, (move,), action="register", reason="registered")
-    commit(registry.client, waiting, transaction, read_history(registry.client, MODEL))
+    entry = new_entry(MODEL, "register", "registered", moves=[move(MODEL, "challenger", number)])
+    commit(registry.client, waiting, entry, read_history(registry.client, MODEL))
     for decide in (approve, decline):
         with pytest.raises(RlhfError, match=r"^the challenger is version 3 since .* UTC, no longer version 2 of rlhf-"):
             decide(waiting, "late")

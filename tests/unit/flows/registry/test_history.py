@@ -11,10 +11,9 @@ import pytest
 from mlflow import MlflowClient
 
 from flows.commands.registry_output import model_history
-from flows.registry.approval import approve
-from flows.registry.decisions import DONE_TAG, AliasTransaction, commit, finish_interrupted, registry_events
-from flows.registry.history import LEDGER_TAG, EntryTaken, Ledger, history_ledger, read_history
-from flows.registry.promote import promote, rollback
+from flows.registry.decisions import DONE_TAG, commit, finish_interrupted, new_entry, registry_events
+from flows.registry.history import LEDGER_TAG, EntryTaken, Ledger, read_history
+from flows.registry.promote import approve, promote, rollback
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 
@@ -23,22 +22,22 @@ from .conftest import MODEL, Registry, ScriptedMatch
 
 def test_an_entry_is_written_once(registry: Registry) -> None:
     registry.add_version()
-    ledger = Ledger.open(registry.client, MODEL, "history")
+    ledger = Ledger.open(registry.client, MODEL)
     assert list(ledger.entries()) == []
     ledger.append(1, "one")
     ledger.append(1, "one")
     with pytest.raises(EntryTaken, match=r"changed from elsewhere meanwhile \(entry 1 of its history\)"):
         ledger.append(1, "another")
     ledger.append(2, "two")
-    assert list(Ledger.open(registry.client, MODEL, "history").entries()) == ["one", "two"]
-    assert list(Ledger.open(registry.client, MODEL, "attempts").entries()) == []
+    assert list(Ledger.open(registry.client, MODEL).entries()) == ["one", "two"]
+    assert list(Ledger.open(registry.client, MODEL, kind="attempts").entries()) == []
 
 
 def test_what_cannot_be_recorded_is_an_error(registry: Registry) -> None:
     with pytest.raises(RlhfError, match="no version yet"):
-        Ledger.open(registry.client, "unknown", "history").append(1, "one")
+        Ledger.open(registry.client, "unknown").append(1, "one")
     registry.add_version()
-    ledger = Ledger.open(registry.client, MODEL, "history")
+    ledger = Ledger.open(registry.client, MODEL)
     with pytest.raises(RlhfError, match="too long"):
         ledger.append(1, "x" * 5001)
     ledger.append(2, "two")
@@ -48,7 +47,7 @@ def test_what_cannot_be_recorded_is_an_error(registry: Registry) -> None:
 
 def test_a_ledger_whose_run_is_deleted_takes_no_entry(registry: Registry) -> None:
     registry.add_version()
-    ledger = Ledger.open(registry.client, MODEL, "history")
+    ledger = Ledger.open(registry.client, MODEL)
     ledger.append(1, "one")
     assert ledger.run_id is not None
     registry.client.delete_run(ledger.run_id)
@@ -86,7 +85,7 @@ def test_a_reason_or_a_name_looks_like_no_other_entry(
     promote(contest, play=ScriptedMatch())
     monkeypatch.setenv("RLHF_ACTOR", "ann\n9  2026-01-01 00:00:00 UTC  ceo  approve: @champion → 7")
     rollback(contest, "rude\n8  2026-01-01 00:00:00 UTC  ceo\x1b[2J  approve: @champion → 7\u202e")
-    foreign = AliasTransaction(MODEL, (), action="note", reason="one\ntwo", who="a\r\x1b[1Fb")
+    foreign = new_entry(MODEL, "note", "one\ntwo") | {"who": "a\r\x1b[1Fb"}
     commit(registry.client, contest, foreign, read_history(registry.client, MODEL))
     lines = model_history(contest).as_text().splitlines()
     assert not [line for line in lines if line.startswith(("8", "9")) or not line.isprintable()]
@@ -98,7 +97,7 @@ def test_a_reason_or_a_name_looks_like_no_other_entry(
 @pytest.mark.parametrize("text", ["", "no JSON", "[]", "{}", '{"number": 7, "model": "rlhf-policy"}', "another"])
 def test_nothing_is_decided_on_an_entry_that_cannot_be_read(registry: Registry, contest: Path, text: str) -> None:
     promote(contest, play=ScriptedMatch())
-    first = json.loads(history_ledger(registry.client, MODEL).entries()[0])
+    first = json.loads(Ledger.open(registry.client, MODEL).entries()[0])
     text = json.dumps(first | {"model": "another"}) if text == "another" else text
     with sqlite3.connect(registry.folder / "shared" / "mlflow.db") as database:
         database.execute("UPDATE params SET value = ? WHERE key LIKE 'history.%.1'", (text,))
@@ -131,7 +130,7 @@ def test_of_two_decisions_on_the_same_state_one_is_refused(registry: Registry, c
     """What two machines would do, which no lock of one machine holds apart."""
     entries = read_history(registry.client, MODEL)
     promote(contest, play=ScriptedMatch())
-    late = AliasTransaction(MODEL, (), action="terms", reason="decided before")
+    late = new_entry(MODEL, "terms", "decided before")
     with pytest.raises(EntryTaken):
         commit(registry.client, contest, late, entries)
     assert registry.aliases()["champion"] == "2"
@@ -144,16 +143,20 @@ def test_an_entry_makes_an_event_for_each_alias_that_it_changes(registry: Regist
     promote(contest, play=ScriptedMatch())
     rollback(contest, "rude")
     records = read_history(registry.client, MODEL)
+
+    def events_of(number: int) -> list[dict[str, Any]]:
+        return registry_events(records[number], records[:number])
+
     events = [
-        [(event.name, event.version, event.before) for event in registry_events(record, records[:number])]
-        for number, record in enumerate(records)
+        [(event["event"], event["payload"]["version"], event["payload"]["before"]) for event in events_of(number)]
+        for number in range(3)
     ]
     assert events == [
         [("rlhf.champion.changed", "1", None)],
         [("rlhf.previous.changed", "1", None), ("rlhf.champion.changed", "2", "1")],
         [("rlhf.previous.changed", None, "1"), ("rlhf.champion.changed", "1", "2")],
     ]
-    request = registry_events(records[2], records[:2])[1].as_request(records[2])
+    request = events_of(2)[1]
     assert request["resource"] == {
         "prefect.resource.id": "rlhf.registered-model.rlhf-policy",
         "prefect.resource.name": "rlhf-policy",
@@ -162,7 +165,7 @@ def test_an_entry_makes_an_event_for_each_alias_that_it_changes(registry: Regist
         "rlhf.action": "rollback",
     }
     assert request["payload"]["reason"] == "rude" and request["payload"]["before"] == "2"
-    again = registry_events(records[2], records[:2])[1].as_request(records[2])
+    again = events_of(2)[1]
     assert request["id"] == again["id"], "an entry that is carried out twice is one event"
 
 

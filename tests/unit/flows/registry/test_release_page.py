@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from flows.registry.approval import approve, decline
-from flows.registry.promote import promote, rollback
+from flows.registry.promote import approve, decline, promote, rollback
 from flows.registry.release_page import (
     RunNotes,
     current_page,
@@ -55,7 +54,7 @@ def decided(workspace: Path, **notes: str) -> ReleaseDecision:
 
 def on_page(workspace: Path) -> str:
     """The text of the page's first lines, which takes the place that the report keeps."""
-    assert write_release_page(workspace) == workspace / "release.html"
+    write_release_page(workspace)
     page = (workspace / "release.html").read_text()
     assert page.startswith("<main><p>better</p>") and page.endswith("<p>curves</p></main>")
     assert "may be registered" not in page and (workspace / "report.html").read_text() == REPORT
@@ -65,7 +64,7 @@ def on_page(workspace: Path) -> str:
 def test_an_enforced_gate_refuses_registration(registry: Registry, contest: Path) -> None:
     hold(contest, "2")  # what was registered of an earlier policy says nothing of the refused one
     write_gate(contest, passed=False)
-    decision = decided(contest, nothing_because="gate-policy failed: kl is 7.25, bound <= 6")
+    decision = decided(contest, because="gate-policy failed: kl is 7.25, bound <= 6")
     assert (decision.state, decision.headline) == ("bad", "Not registered: the policy gate refuses it")
     assert decision.conditions == (UnmetCondition("kl", "7.25", "≤ 6", "too far"),) and not decision.reason
     assert decision.champion == f"The champion of {MODEL} is version 1."
@@ -75,7 +74,7 @@ def test_an_enforced_gate_refuses_registration(registry: Registry, contest: Path
 
 def test_a_run_that_failed_elsewhere_registers_nothing(registry: Registry, contest: Path) -> None:
     hold(contest, "2")
-    decision = decided(contest, nothing_because="ppo failed: out of memory")
+    decision = decided(contest, because="ppo failed: out of memory")
     assert (decision.headline, decision.reason) == ("Not registered", "ppo failed: out of memory")
     assert not decision.conditions and not decision.decided
 
@@ -112,9 +111,9 @@ def test_a_challenger_that_was_not_shown_better(registry: Registry, contest: Pat
 
 
 def test_a_challenger_that_nobody_has_decided_on(registry: Registry, contest: Path) -> None:
-    decision = decided(hold(contest, "2"), registered="v2", promotion="not promoted: registry.auto_promote is off")
+    decision = decided(hold(contest, "2"), registered="v2", because="registry.auto_promote is off")
     assert decision.headline == f"Not released: nobody has decided on {MODEL} version 2"
-    assert (decision.reason, decision.next_command) == ("not promoted: registry.auto_promote is off", "rlhf promote")
+    assert (decision.reason, decision.next_command) == ("registry.auto_promote is off", "rlhf promote")
 
 
 def test_promoted_then_taken_back(registry: Registry, contest: Path) -> None:
@@ -181,7 +180,7 @@ def test_a_request_that_no_longer_stands(registry: Registry, contest: Path) -> N
 
 def test_the_page_keeps_what_the_run_said_until_another_report(registry: Registry, contest: Path) -> None:
     hold(contest, "2")
-    write_release_page(contest, RunNotes(nothing_because="ppo failed: <b>out</b> of memory"))
+    write_release_page(contest, RunNotes(because="ppo failed: <b>out</b> of memory"))
     assert "ppo failed: &lt;b&gt;out&lt;/b&gt; of memory" in on_page(contest), "and texts are escaped"
     record: dict[str, Any] = json.loads((contest / ".rlhf/release.json").read_text())
     assert record["report_sha256"] == sha256_file(contest / "report.html")
@@ -199,10 +198,12 @@ def test_the_page_is_attached_to_the_run_of_its_version(registry: Registry, cont
 
 
 def test_a_report_without_a_place_for_it_has_no_page(registry: Registry, contest: Path) -> None:
-    assert write_release_page(contest) is None
+    write_release_page(contest)
+    assert not (contest / "release.html").exists()
     write_release_page(hold(contest, "2"))
     (contest / "report.html").write_text("of another version")
-    assert write_release_page(contest) is None and not (contest / "release.html").exists()
+    write_release_page(contest)
+    assert not (contest / "release.html").exists()
 
 
 def test_a_registry_that_is_away_leaves_the_page_and_is_named(
@@ -211,10 +212,10 @@ def test_a_registry_that_is_away_leaves_the_page_and_is_named(
     write_release_page(hold(contest, "2"))
     before = (contest / "release.html").read_text()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    problem = try_release_page(contest)
+    _, problem = try_release_page(contest)
     assert problem.startswith("release.html was not brought up to date: MLflow at http://127.0.0.1:9 does not answer")
     assert (contest / "release.html").read_text() == before
-    assert not try_release_page(contest, RunNotes(nothing_because="MLflow does not answer")), "and then it says that"
+    assert not try_release_page(contest, RunNotes(because="MLflow does not answer"))[1], "and then it says that"
     assert "MLflow does not answer" in (contest / "release.html").read_text()
 
 
@@ -239,5 +240,5 @@ def test_a_version_of_weaker_gates_that_this_workspace_cannot_force(registry: Re
     second = registry.workspace("second", "seed: 1\n")
     decision = decided(hold(second, number, because))
     assert because in decision.registered and not decision.reason, "the reason is given once"
-    assert decision.next_command == "rlhf terms", "only the owner forces a promotion"
+    assert decision.next_command == "rlhf registry terms", "only the owner forces a promotion"
     assert "--force" in decided(hold(contest, number, because)).next_hint

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from flows.commands.registry_output import describe_retention
-from flows.registry.approval import approve
 from flows.registry.history import read_history
 from flows.registry.match import MATCHES
-from flows.registry.promote import promote, rollback
+from flows.registry.promote import approve, promote, rollback
 from flows.registry.retention import apply_retention
 from rlhf_core.errors import RlhfError
 
@@ -66,7 +65,7 @@ def test_a_call_without_delete_says_what_would_go_and_why_the_others_stay(
         "  version 3  kept: policy version 3 was trained with it",
         "  version 2  kept: @champion",
         "  version 1  kept: @previous",
-        "nothing was deleted; `rlhf gc --delete` deletes 2 versions and 1 match",
+        "nothing was deleted; `rlhf registry gc --delete` deletes 2 versions and 1 match",
     ]
     assert numbers(registry, MODEL) == ["1", "2", "3", "4", "5"] and matches(long_registry) == 4
 
