@@ -12,7 +12,16 @@ from typing import Annotated
 import typer
 
 from flows.commands import data_diff, registry_commands
-from flows.commands.options import Commands, CommandWithProfiles, Reason, Workspace, busy, profile_names
+from flows.commands.options import (
+    NEAREST,
+    AnyFolder,
+    Commands,
+    CommandWithProfiles,
+    Reason,
+    Workspace,
+    busy,
+    profile_names,
+)
 from rlhf_core import __version__
 from rlhf_core import cli as core
 from rlhf_core.commands.data import JsonOption
@@ -74,7 +83,7 @@ def options(
 def run(
     profile: Profile = None,
     sets: Sets = None,
-    workspace: Workspace = None,
+    workspace: Workspace = NEAREST,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for a run that is under way instead of failing.")] = False,
     promote: Annotated[bool, typer.Option(help="Let the new policy play against the champion at the end.")] = True,
     port: Annotated[int | None, typer.Option(help="Port of the embedded Prefect server; default: a free one.")] = None,
@@ -91,19 +100,17 @@ def run(
     from flows.commands.init import trial_workspace
     from flows.commands.run import run as run_pipeline
     from flows.prefect_server.services import check_port_option
-    from flows.workspace.folder import find_workspace
 
     check_port_option(port)
-    folder = find_workspace(workspace)
     if profile or sets:
-        folder = trial_workspace(folder, profile, sets or [])
-        typer.echo(f"workspace {folder}")
-    raise typer.Exit(run_pipeline(folder, promote, wait, port))
+        workspace = trial_workspace(workspace, profile, sets or [])
+        typer.echo(f"workspace {workspace}")
+    raise typer.Exit(run_pipeline(workspace, promote, wait, port))
 
 
 @app.command()
 def up(
-    workspace: Workspace = None,
+    workspace: Workspace = NEAREST,
     port: Annotated[int | None, typer.Option(help="Port of the Prefect server; default: a free one.")] = None,
     mlflow_port: Annotated[int | None, typer.Option(help="Port of the MLflow UI; default: a free one.")] = None,
 ) -> None:
@@ -111,11 +118,9 @@ def up(
 
     Example: rlhf up --port 4200 --mlflow-port 5000
     """
-    from flows.commands.up import UpOptions
     from flows.commands.up import up as stay_up
-    from flows.workspace.folder import find_workspace
 
-    raise typer.Exit(stay_up(find_workspace(workspace), UpOptions(port, mlflow_port)))
+    raise typer.Exit(stay_up(workspace, port, mlflow_port))
 
 
 @app.command(cls=CommandWithProfiles, no_args_is_help=True)
@@ -172,7 +177,7 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter that was trained, for PEFT.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Release an ungated version; needs --reason.")] = False,
     reason: Reason = None,
-    workspace: Workspace = None,
+    workspace: Workspace = NEAREST,
 ) -> None:
     """Write a registered policy as a Hugging Face folder, with a card of its gates, judges, lineage and limits.
 
@@ -187,17 +192,16 @@ def export(
     with busy("writing the model and its card"):
         from flows.release.export import ExportRequest
         from flows.release.export import export as write
-        from flows.workspace.folder import find_workspace
 
         request = ExportRequest(version, push, public, license_id, reason if force else None, adapter)
-        done = write(find_workspace(workspace), target, request)
+        done = write(workspace, target, request)
     typer.echo(done.describe())
 
 
 @app.command()
 def chat(
     model: Annotated[Path | None, typer.Argument(help="Model folder (models/sft); default: the champion.")] = None,
-    workspace: Workspace = None,
+    workspace: AnyFolder = None,
     temperature: Annotated[float, typer.Option(help="Sampling temperature: above 1 more varied, below 1 less.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 0.9,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum length of a reply.")] = 64,
@@ -230,14 +234,13 @@ def chat(
 
 
 @app.command()
-def status(workspace: Workspace = None, as_json: JsonOption = False) -> None:
+def status(workspace: Workspace = NEAREST, as_json: JsonOption = False) -> None:
     """Show stages, gates, the last run and its verdict, champion and challenger, and the next command."""
     import shutil
 
     from flows.commands.status import status as describe
-    from flows.workspace.folder import find_workspace
 
-    state = describe(find_workspace(workspace))
+    state = describe(workspace)
     if as_json:
         from flows.commands.text import without_secrets
 
@@ -250,7 +253,7 @@ def status(workspace: Workspace = None, as_json: JsonOption = False) -> None:
 @app.command()
 def logs(
     stage: Annotated[str, typer.Argument(help="A stage, or server, flow, worker-POOL.")],
-    workspace: Workspace = None,
+    workspace: Workspace = NEAREST,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many of the last lines.")] = 40,
 ) -> None:
     """Print the end of what a stage, or a service of the last run, wrote.
@@ -258,13 +261,12 @@ def logs(
     Example: rlhf logs ppo -n 100
     """
     from flows.commands.text import last_lines
-    from flows.workspace.folder import find_workspace
 
-    typer.echo(last_lines(find_workspace(workspace), stage, lines))
+    typer.echo(last_lines(workspace, stage, lines))
 
 
 @app.command()
-def doctor(workspace: Workspace = None, as_json: JsonOption = False) -> None:
+def doctor(workspace: AnyFolder = None, as_json: JsonOption = False) -> None:
     """Check the installation and the workspace, and say what is missing or misconfigured."""
     from dataclasses import asdict
 
@@ -291,7 +293,7 @@ over_core = typer.Typer()  # added after the core's commands, of which its own t
 
 @over_core.command()
 def report(
-    workspace: Workspace = None,
+    workspace: Workspace = NEAREST,
     open_page: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
     """Write the report of whatever the pipeline has produced so far, with what was released, and print its path.
@@ -302,14 +304,12 @@ def report(
     """
     with busy("writing the report"):
         from flows.registry.release_page import current_page, try_release_page
-        from flows.workspace.folder import find_workspace
 
-        folder = find_workspace(workspace)
-        written = core.write_report(folder)
-        _, problem = try_release_page(folder)
+        written = core.write_report(workspace)
+        _, problem = try_release_page(workspace)
     if problem:
         typer.echo(problem, err=True)
-    page = current_page(folder) or written
+    page = current_page(workspace) or written
     typer.echo(page)
     if open_page:
         typer.launch(page.resolve().as_uri())

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.ablation.run import AblationRequest, ablate, listing, parse_names, parse_seeds
-from flows.commands.options import CommandWithProfiles, Workspace, profile_names
+from flows.commands.options import AnyFolder, CommandWithProfiles, profile_names
 from flows.workspace.folder import find_workspace
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -24,7 +24,7 @@ def study(
         list[str] | None,
         typer.Option("--set", "-s", help="section.key=value, overrides params.yaml; may be repeated."),
     ] = None,
-    workspace: Workspace = None,
+    workspace: AnyFolder = None,
     file: Annotated[
         Path | None, typer.Option(help="Variants and claims; default: the workspace's ablation.yaml, else the study's.")
     ] = None,

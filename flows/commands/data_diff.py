@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.commands.options import Workspace
+from flows.commands.options import AnyFolder
 from rlhf_core.commands.data import (
     ColumnOption,
     DimensionOption,
@@ -50,7 +50,7 @@ def diff(
     dimension: DimensionOption = None,
     pairs: PairsOption = "all",
     system_prompts: SystemPromptsOption = False,
-    workspace: Workspace = None,
+    workspace: AnyFolder = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare two data files, or two revisions of a workspace's data: rows added, removed and changed, by kind.
@@ -66,12 +66,14 @@ def diff(
     """
     options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
     states = ((before, "before"), (after, "after"))
+    from rlhf_core.data.inspection.changes import as_text, compare_kinds, file_state
+
     # Rows lie in files there while they are compared, so that they need not fit the memory.
     with tempfile.TemporaryDirectory(prefix="rlhf-diff-") as scratch:
         if _names_files(before) and _names_files(after):
             if files:
                 raise RlhfError(f"two files are compared, so {files[0]} is one too many")
-            compared = [_file_state([spec], Path.cwd(), options, kind, Path(scratch, state)) for spec, state in states]
+            compared = [file_state([spec], Path.cwd(), options, Path(scratch, state), kind) for spec, state in states]
         else:
             _require_no_file(before, after)
             from flows.workspace.folder import find_workspace
@@ -81,8 +83,6 @@ def diff(
                 _revision_state(folder, revision, files or [], options, kind, Path(scratch, state))
                 for revision, state in states
             ]
-        from rlhf_core.data.inspection.changes import as_text, compare_kinds
-
         old, new = compared
         changes = compare_kinds(old, new, show)
         if as_json:
@@ -110,17 +110,12 @@ def _require_no_file(before: str, after: str) -> None:
             raise RlhfError(f"{spec} is a file, but no file matches {other!r}; give two files, or two revisions of git")
 
 
-def _file_state(files: Sequence[str], base: Path, options: ReadOptions, kind: str | None, scratch: Path) -> DataState:
-    from rlhf_core.data.inspection.changes import file_state
-
-    return file_state(files, base, options, scratch, kind)
-
-
 def _revision_state(
     workspace: Path, revision: str, files: Sequence[str], options: ReadOptions, kind: str | None, scratch: Path
 ) -> DataState:
     """Return the rows of ``files``, or of the collected data, at a revision; they are kept in ``scratch``."""
     from flows.dvc_repo.revision import check_out, commit_of, repository_of
+    from rlhf_core.data.inspection.changes import collected_state, file_state
 
     with tempfile.TemporaryDirectory(prefix="rlhf-revision-") as checkout:
         folder = workspace
@@ -131,7 +126,5 @@ def _revision_state(
             folder.mkdir(parents=True, exist_ok=True)
             check_out(workspace, revision, files or [COLLECTED], folder)
         if files:
-            return _file_state(files, folder, options, kind, scratch)
-        from rlhf_core.data.inspection.changes import collected_state
-
+            return file_state(files, folder, options, scratch, kind)
         return collected_state(folder / COLLECTED, scratch, kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TextIO
@@ -88,61 +88,44 @@ STYLES = {"ran": "green", "cached": "green", "failed": "red", "stopped": "red", 
 LABELS = {"ran": "", "cached": "up to date", "skipped": "not started"}
 
 
-class MarkColumn(ProgressColumn):
-    """Whether a stage is done, has failed, runs or waits, in one character."""
+class StageColumn(ProgressColumn):
+    """A column of the table of stages, by what it shows of one."""
 
-    def __init__(self, ascii_only: bool) -> None:
-        super().__init__(Column(width=1))
-        self.done, self.failed, self.waiting = "+x." if ascii_only else "✓✗·"
-        self.spinner = Spinner("line" if ascii_only else "dots", style="cyan")
+    def __init__(self, show: Callable[[StageState], RenderableType], column: Column) -> None:
+        super().__init__(column)
+        self.show = show
 
     def render(self, task: Task) -> RenderableType:
-        """Return the mark."""
-        stage: StageState = task.fields["stage"]
-        if stage.outcome is not None and stage.outcome.action != "skipped":
-            return Text(self.done if stage.outcome.ok else self.failed, style=STYLES[stage.outcome.action])
-        return Text(self.waiting, style="dim") if stage.progress is None else self.spinner.render(time.time())
+        """Return the cell of the stage."""
+        return self.show(task.fields["stage"])
 
 
-class NameColumn(ProgressColumn):
-    """The name of the stage."""
-
-    def render(self, task: Task) -> Text:
-        """Return the name, bold while the stage runs."""
-        stage: StageState = task.fields["stage"]
-        running = stage.outcome is None and stage.progress is not None
-        return Text(stage.name, style="bold" if running else "" if stage.outcome else "dim")
+def _name(stage: StageState) -> Text:
+    running = stage.outcome is None and stage.progress is not None
+    return Text(stage.name, style="bold" if running else "" if stage.outcome else "dim")
 
 
-class TimeColumn(ProgressColumn):
+def _time(stage: StageState) -> Text:
     """How long the stage took, or has been running."""
-
-    def render(self, task: Task) -> Text:
-        """Return the time; none of a stage that has not begun."""
-        stage: StageState = task.fields["stage"]
-        if stage.outcome is not None:
-            seconds = stage.outcome.ended - stage.outcome.started
-            return Text("" if stage.outcome.action == "skipped" else format_seconds(seconds), style="dim")
-        return Text(format_seconds(time.time() - stage.started) if stage.progress is not None else "", style="dim")
+    if stage.outcome is not None:
+        seconds = stage.outcome.ended - stage.outcome.started
+        return Text("" if stage.outcome.action == "skipped" else format_seconds(seconds), style="dim")
+    return Text(format_seconds(time.time() - stage.started) if stage.progress is not None else "", style="dim")
 
 
-class DetailColumn(ProgressColumn):
+def _detail(stage: StageState) -> RenderableType:
     """A bar with count, time left, rate and metrics of a running stage; the result of one that has ended."""
-
-    def render(self, task: Task) -> RenderableType:
-        """Return what is to be said of the stage in one line."""
-        stage: StageState = task.fields["stage"]
-        if stage.outcome is not None:
-            action = stage.outcome.action
-            result = ": ".join(part for part in (LABELS.get(action, action), stage.result) if part)
-            return Text(result, style="" if action == "ran" else "dim" if stage.outcome.ok else STYLES[action])
-        latest = stage.progress.latest if stage.progress is not None else None
-        if stage.progress is None or latest is None:
-            return Text(stage.note or ("waiting" if stage.progress is None else "starting"), style="dim")
-        bar = ProgressBar(total=latest.total, completed=latest.done, width=LONGEST_BAR)
-        row = Table.grid(Column(max_width=LONGEST_BAR), Column(no_wrap=True, overflow="ellipsis"), padding=(0, 2, 0, 0))
-        row.add_row(bar, "  ".join([*counted(stage.progress), *format_metrics(latest.metrics)]))
-        return row
+    if stage.outcome is not None:
+        action = stage.outcome.action
+        result = ": ".join(part for part in (LABELS.get(action, action), stage.result) if part)
+        return Text(result, style="" if action == "ran" else "dim" if stage.outcome.ok else STYLES[action])
+    latest = stage.progress.latest if stage.progress is not None else None
+    if stage.progress is None or latest is None:
+        return Text(stage.note or ("waiting" if stage.progress is None else "starting"), style="dim")
+    bar = ProgressBar(total=latest.total, completed=latest.done, width=LONGEST_BAR)
+    row = Table.grid(Column(max_width=LONGEST_BAR), Column(no_wrap=True, overflow="ellipsis"), padding=(0, 2, 0, 0))
+    row.add_row(bar, "  ".join([*counted(stage.progress), *format_metrics(latest.metrics)]))
+    return row
 
 
 def counted(progress: StageProgress) -> list[str]:
@@ -161,15 +144,22 @@ class StageTable(Progress):
         self.state, self.watch, self.final = state, watch, False
         ascii_only = console.options.ascii_only or not console.encoding.lower().startswith("utf")
         self.spinner = Spinner("line" if ascii_only else "dots", style="cyan")
+        self.done, self.failed, self.waiting = "+x." if ascii_only else "✓✗·"
         super().__init__(
-            MarkColumn(ascii_only),
-            NameColumn(Column(no_wrap=True, overflow="ellipsis")),
-            TimeColumn(Column(width=5, justify="right")),
-            DetailColumn(Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+            StageColumn(self._mark, Column(width=1)),
+            StageColumn(_name, Column(no_wrap=True, overflow="ellipsis")),
+            StageColumn(_time, Column(width=5, justify="right")),
+            StageColumn(_detail, Column(no_wrap=True, overflow="ellipsis", ratio=1)),
             console=console,
             refresh_per_second=REFRESHES_PER_SECOND,
             expand=True,
         )
+
+    def _mark(self, stage: StageState) -> RenderableType:
+        """Whether a stage is done, has failed, runs or waits, in one character."""
+        if stage.outcome is not None and stage.outcome.action != "skipped":
+            return Text(self.done if stage.outcome.ok else self.failed, style=STYLES[stage.outcome.action])
+        return Text(self.waiting, style="dim") if stage.progress is None else self.spinner.render(time.time())
 
     def sync(self) -> None:
         """Let every stage of the state have its task, with how far it is."""

@@ -23,6 +23,7 @@ from rlhf_core.runtime.machine import AVX512_KERNELS, is_amd_with_full_avx512, n
 from rlhf_core.storage.file_patterns import expand, is_url
 
 OK, WARN, FAIL = "ok", "warn", "fail"
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,24 @@ REQUIREMENTS = (
 
 def machine_checks() -> Iterator[DoctorCheck]:
     """Check what does not depend on a workspace."""
-    yield _python()
+    import psutil
+
+    text = f"Python {sys.version.split()[0]}"
+    if SUPPORTED[0] <= sys.version_info[:2] <= SUPPORTED[1]:
+        yield DoctorCheck(OK, "python", text)
+    else:
+        yield DoctorCheck(FAIL, "python", text, "use Python 3.11, 3.12 or 3.13")
     for requirement, consequence in REQUIREMENTS:
         yield check_package(requirement, consequence)
-    yield _git()
+    if shutil.which("git"):
+        yield DoctorCheck(OK, "git", "found")
+    else:
+        yield DoctorCheck(WARN, "git", "not found: registered models will lack their git revision", "install git")
     yield from _processors()
     yield from _products()
-    yield _memory()
-
-
-def _python() -> DoctorCheck:
-    version = sys.version_info[:2]
-    text = f"Python {sys.version.split()[0]}"
-    if SUPPORTED[0] <= version <= SUPPORTED[1]:
-        return DoctorCheck(OK, "python", text)
-    return DoctorCheck(FAIL, "python", text, "use Python 3.11, 3.12 or 3.13")
+    free = psutil.virtual_memory().available / GIB
+    remedy = "" if free >= 4 else "the demo needs up to 4 GiB for all its processes; close other programs"
+    yield DoctorCheck(WARN if remedy else OK, "memory", f"{free:.1f} GiB available", remedy)
 
 
 def check_package(requirement: str, consequence: str = "") -> DoctorCheck:
@@ -82,12 +86,6 @@ def check_package(requirement: str, consequence: str = "") -> DoctorCheck:
         return DoctorCheck(OK, package.name, version)
     reason = f" ({consequence})" if consequence else ""
     return DoctorCheck(FAIL, package.name, f"{version} is outside {package.specifier}{reason}", REINSTALL)
-
-
-def _git() -> DoctorCheck:
-    if shutil.which("git"):
-        return DoctorCheck(OK, "git", "found")
-    return DoctorCheck(WARN, "git", "not found: registered models will lack their git revision", "install git")
 
 
 def _processors() -> Iterator[DoctorCheck]:
@@ -118,32 +116,17 @@ def _products() -> Iterator[DoctorCheck]:
         yield DoctorCheck(WARN, "products", finding, remedy)
 
 
-def _memory() -> DoctorCheck:
-    import psutil
-
-    free = psutil.virtual_memory().available / 2**30
-    text = f"{free:.1f} GiB available"
-    if free >= 4:
-        return DoctorCheck(OK, "memory", text)
-    return DoctorCheck(WARN, "memory", text, "the demo needs up to 4 GiB for all its processes; close other programs")
-
-
 def service_checks() -> Iterator[DoctorCheck]:
     """Check ports, Prefect, MLflow and the model hub."""
-    yield _ports()
+    try:
+        yield DoctorCheck(OK, "ports", f"free ones on {LOOPBACK}, for example {free_port()}")
+    except OSError as error:
+        remedy = "allow this user to listen on the loopback address"
+        yield DoctorCheck(FAIL, "ports", f"cannot listen on {LOOPBACK} ({error.strerror})", remedy)
     yield _prefect()
     yield _mlflow()
     if os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "TRUE"):
         yield DoctorCheck(OK, "hub", "offline (HF_HUB_OFFLINE): hub ids load from the local cache only")
-
-
-def _ports() -> DoctorCheck:
-    try:
-        port = free_port()
-    except OSError as error:
-        remedy = "allow this user to listen on the loopback address"
-        return DoctorCheck(FAIL, "ports", f"cannot listen on {LOOPBACK} ({error.strerror})", remedy)
-    return DoctorCheck(OK, "ports", f"free ones on {LOOPBACK}, for example {port}")
 
 
 def _prefect() -> DoctorCheck:
@@ -177,7 +160,6 @@ def _mlflow() -> DoctorCheck:
     return DoctorCheck(OK, "mlflow", f"{uri} answers")
 
 
-GIB = 2**30
 HUB = "hub:"
 
 
@@ -204,8 +186,16 @@ def workspace_checks(workspace: Path | None, starting_model: bool = True) -> Ite
         return
     yield DoctorCheck(OK, "workspace", str(workspace))
     yield _writable(workspace)
-    yield _disk(workspace)
-    yield from _dvc(workspace)
+    free, remedy = shutil.disk_usage(workspace).free / GIB, "`dvc gc --workspace` drops old results from the cache"
+    level = FAIL if free < 0.5 else WARN if free < 2 else OK
+    yield DoctorCheck(level, "disk", f"{free:.1f} GiB free", "" if level == OK else remedy)
+    if not (workspace / "dvc.yaml").is_file():
+        yield DoctorCheck(FAIL, "dvc.yaml", "missing", "restore it, or make a workspace with `rlhf init DIR`")
+    root = next((folder for folder in (workspace, *workspace.parents) if (folder / ".dvc").is_dir()), None)
+    if root is None:
+        yield DoctorCheck(FAIL, "dvc", "the workspace is in no DVC repository", "`dvc init` there, or `rlhf init DIR`")
+    else:
+        yield DoctorCheck(OK, "dvc", f"repository at {root}")
     holder = lock_holder(workspace)
     yield DoctorCheck(OK, "lock", f"held by {holder}" if holder else "free")
     try:
@@ -229,26 +219,6 @@ def _writable(workspace: Path) -> DoctorCheck:
     except OSError as error:
         remedy = "make the folder writable, or use another workspace"
         return DoctorCheck(FAIL, "writable", f"cannot write to {workspace} ({error.strerror})", remedy)
-
-
-def _disk(workspace: Path) -> DoctorCheck:
-    free = shutil.disk_usage(workspace).free / GIB
-    text = f"{free:.1f} GiB free"
-    if free < 0.5:
-        return DoctorCheck(FAIL, "disk", text, "free some space: `dvc gc --workspace` drops old results from the cache")
-    if free < 2:
-        return DoctorCheck(WARN, "disk", text, "`dvc gc --workspace` drops old results from the cache")
-    return DoctorCheck(OK, "disk", text)
-
-
-def _dvc(workspace: Path) -> Iterator[DoctorCheck]:
-    if not (workspace / "dvc.yaml").is_file():
-        yield DoctorCheck(FAIL, "dvc.yaml", "missing", "restore it, or make a workspace with `rlhf init DIR`")
-    root = next((folder for folder in (workspace, *workspace.parents) if (folder / ".dvc").is_dir()), None)
-    if root is None:
-        yield DoctorCheck(FAIL, "dvc", "the workspace is in no DVC repository", "`dvc init` there, or `rlhf init DIR`")
-    else:
-        yield DoctorCheck(OK, "dvc", f"repository at {root}")
 
 
 def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:

@@ -15,9 +15,11 @@ from flows.workspace.folder import find_workspace
 from rlhf_core.config.recipe import profile_headers, profiles_of, recipe_folder
 from rlhf_core.errors import RlhfError
 
-Workspace = Annotated[
-    Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml; default: the current one.")
-]
+OPTION = ("--workspace", "-w")
+OPTION_HELP = "Folder with params.yaml; default: the current one."
+AnyFolder = Annotated[Path | None, typer.Option(*OPTION, help=OPTION_HELP)]
+Workspace = Annotated[Path, typer.Option(*OPTION, help=OPTION_HELP, callback=find_workspace)]
+NEAREST: Any = None  # the default of a ``Workspace``: the nearest one at or above the current folder
 Reason = Annotated[str | None, typer.Option("--reason", help="The reason; recorded with the decision.")]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.commands.options import Reason, Workspace, busy
+from flows.commands.options import NEAREST, AnyFolder, Reason, Workspace, busy
 from rlhf_core.commands.data import JsonOption
 from rlhf_core.commands.output import print_json, terminal_width
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
@@ -47,9 +47,9 @@ def compare(
             print_error(f"left out: {error}", sys.stderr)
     if not read:
         raise RlhfError("none of these folders has an evaluated policy")
-    if output is not None:
-        write_results(output, read)
     document = results_document(read)
+    if output is not None:
+        write_results(output, document)
     if as_json:
         print_json(document)
         return
@@ -58,8 +58,7 @@ def compare(
     from flows.commands.compare import results_table
 
     console = Console(highlight=False, width=terminal_width())
-    results = [result for workspace in read for result in workspace.results]
-    console.print(results_table(results, console.width, document["settings"]))
+    console.print(results_table(document["runs"], console.width, document["settings"]))
     for warning in document["warnings"]:
         error_console(sys.stderr).print(f"warning: {warning}", style="yellow", soft_wrap=True)
     if output is not None:
@@ -68,7 +67,7 @@ def compare(
 
 @app.command()
 def promote(
-    workspace: Workspace = None,
+    workspace: Workspace = NEAREST,
     version: Annotated[
         str | None, typer.Option("--version", help="The version to promote; default: the challenger.")
     ] = None,
@@ -95,13 +94,11 @@ def promote(
         raise RlhfError("a forced promotion needs a reason; add --reason TEXT, it is recorded")
     with busy("comparing challenger and champion"):
         from flows.registry.promote import promote as decide
-        from flows.workspace.folder import find_workspace
 
-        folder = find_workspace(workspace)
-        decision = decide(folder, version=version, force_reason=reason if force else None, dry_run=dry_run)
+        decision = decide(workspace, version=version, force_reason=reason if force else None, dry_run=dry_run)
     typer.echo(decision.describe())
     if not dry_run:
-        _refresh_release_page(folder)
+        _refresh_release_page(workspace)
     if explain:
         from rich.console import Console
 
@@ -117,7 +114,7 @@ VersionLookedAt = Annotated[
 
 
 @app.command()
-def approve(version: VersionLookedAt = None, reason: Reason = None, workspace: Workspace = None) -> None:
+def approve(version: VersionLookedAt = None, reason: Reason = None, workspace: Workspace = NEAREST) -> None:
     """Make the version that passed its match and waits for approval the champion.
 
     RLHF_ACTOR names who decides, such as the person behind a CI job; default: the user and the host. The decision
@@ -127,20 +124,16 @@ def approve(version: VersionLookedAt = None, reason: Reason = None, workspace: W
     """
     with busy("looking up the request"):
         from flows.registry.promote import approve as decide
-        from flows.workspace.folder import find_workspace
 
-        folder = find_workspace(workspace)
-        decision = decide(folder, reason or "", version)
-    typer.echo(f"version {decision.challenger} is champion: {decision.reason}")
-    _refresh_release_page(folder)
-    _end_suspended_runs(folder, decision)
+        decision = decide(workspace, reason or "", version)
+    _announce(workspace, decision)
 
 
 @app.command()
 def decline(
     reason: Annotated[str, typer.Option("--reason", help="The reason; recorded with the decision.")],
     version: VersionLookedAt = None,
-    workspace: Workspace = None,
+    workspace: Workspace = NEAREST,
 ) -> None:
     """Refuse the version that waits for approval. The champion stays, and only force asks for approval again.
 
@@ -148,25 +141,19 @@ def decline(
     """
     with busy("looking up the request"):
         from flows.registry.promote import decline as decide
-        from flows.workspace.folder import find_workspace
 
-        folder = find_workspace(workspace)
-        decision = decide(folder, reason, version)
-    typer.echo(f"version {decision.challenger} is not promoted: {decision.reason}")
-    _refresh_release_page(folder)
-    _end_suspended_runs(folder, decision)
+        decision = decide(workspace, reason, version)
+    _announce(workspace, decision)
 
 
-def _refresh_release_page(workspace: Path) -> None:
-    """Bring the workspace's page up to date after a decision, which stands whether or not that is possible."""
-    from flows.registry.release_page import try_release_page
+def _announce(workspace: Path, decision: PromotionDecision) -> None:
+    """Print what a person decided, and complete the Prefect runs that waited for it.
 
-    if problem := try_release_page(workspace)[1]:
-        typer.echo(problem, err=True)
-
-
-def _end_suspended_runs(workspace: Path, decision: PromotionDecision) -> None:
-    """Complete the Prefect runs that waited for the decision; a server that does not answer changes nothing else."""
+    A server that does not answer changes nothing else.
+    """
+    what = "is champion" if decision.promoted else "is not promoted"
+    typer.echo(f"version {decision.challenger} {what}: {decision.reason}")
+    _refresh_release_page(workspace)
     from flows.pipeline.registration import end_suspended_runs
 
     try:
@@ -178,13 +165,21 @@ def _end_suspended_runs(workspace: Path, decision: PromotionDecision) -> None:
             typer.echo(f"completed {ended} suspended Prefect run{'s' if ended > 1 else ''}")
 
 
+def _refresh_release_page(workspace: Path) -> None:
+    """Bring the workspace's page up to date after a decision, which stands whether or not that is possible."""
+    from flows.registry.release_page import try_release_page
+
+    if problem := try_release_page(workspace)[1]:
+        typer.echo(problem, err=True)
+
+
 @app.command()
 def rollback(
     reason: Annotated[str, typer.Option("--reason", help="The reason; recorded with the decision.")],
     to: Annotated[
         str | None, typer.Option("--to", help="Version of an earlier champion; default: the previous one.")
     ] = None,
-    workspace: Workspace = None,
+    workspace: Workspace = NEAREST,
 ) -> None:
     """Restore the previous champion. A second rollback goes back one champion further.
 
@@ -194,16 +189,14 @@ def rollback(
     """
     with busy("restoring the champion"):
         from flows.registry.promote import rollback as restore
-        from flows.workspace.folder import find_workspace
 
-        folder = find_workspace(workspace)
-        decision = restore(folder, reason, to)
+        decision = restore(workspace, reason, to)
     typer.echo(f"champion is version {decision.champion} again (was {decision.replaced})")
-    _refresh_release_page(folder)
+    _refresh_release_page(workspace)
 
 
 @app.command()
-def terms(workspace: Workspace = None) -> None:
+def terms(workspace: Workspace = NEAREST) -> None:
     """Show who owns the registered policy, and what a promotion by this workspace requires.
 
     The first promotion makes its workspace the owner: only there versions become champion, by its own settings.
@@ -212,15 +205,14 @@ def terms(workspace: Workspace = None) -> None:
     """
     with busy("reading the registered policy"):
         from flows.registry.session import describe_terms
-        from flows.workspace.folder import find_workspace
 
-        described = describe_terms(find_workspace(workspace))
+        described = describe_terms(workspace)
     typer.echo(described)
 
 
 @app.command()
 def gc(
-    workspace: Workspace = None,
+    workspace: Workspace = NEAREST,
     delete: Annotated[bool, typer.Option("--delete", help="Delete what is listed instead of only listing it.")] = False,
 ) -> None:
     """List the registered versions and matches that registry.retention does not keep, and why the others stay.
@@ -236,17 +228,15 @@ def gc(
     with busy("looking through versions, matches and token ids"):
         from flows.commands.registry_output import clean_token_cache, describe_retention
         from flows.registry.retention import apply_retention
-        from flows.workspace.folder import find_workspace
 
-        folder = find_workspace(workspace)
-        kept = describe_retention(apply_retention(folder, delete=delete), deleted=delete)
-        lines = [kept, *clean_token_cache(folder, delete=delete)]
+        kept = describe_retention(apply_retention(workspace, delete=delete), deleted=delete)
+        lines = [kept, *clean_token_cache(workspace, delete=delete)]
     typer.echo("\n".join(lines))
 
 
 @app.command()
 def history(
-    workspace: Workspace = None,
+    workspace: Workspace = NEAREST,
     model: Annotated[
         str | None, typer.Option("--model", help="Name of a registered model; default: the workspace's policy.")
     ] = None,
@@ -263,9 +253,8 @@ def history(
 
         from flows.commands.registry_output import model_history
         from flows.commands.text import without_secrets
-        from flows.workspace.folder import find_workspace
 
-        decisions = model_history(find_workspace(workspace), model)
+        decisions = model_history(workspace, model)
     if as_json:
         print_json(without_secrets(asdict(decisions)))
     else:
@@ -275,7 +264,7 @@ def history(
 @app.command()
 def gate(
     name: Annotated[str, typer.Argument(help="data, sft, reward or policy.")] = "policy",
-    workspace: Workspace = None,
+    workspace: Workspace = NEAREST,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show every condition with its reason, and what it was read from.")
     ] = False,
@@ -293,19 +282,17 @@ def gate(
     from dataclasses import asdict
 
     from flows.commands.registry_output import explain_gate, gate_report, gate_verdict, has_passed
-    from flows.workspace.folder import find_workspace
 
-    folder = find_workspace(workspace)
     if power:
         from rlhf_core.evaluation.power import describe_power, power_of
 
-        rows = power_of(folder)
+        rows = power_of(workspace)
         if as_json:
             print_json([asdict(row) for row in rows])
         else:
             typer.echo(describe_power(rows))
         raise typer.Exit(EXIT_OK if all(row.suffices for row in rows) else EXIT_GATE_FAILED)
-    report = gate_report(folder, name)
+    report = gate_report(workspace, name)
     if as_json:
         print_json({"gate": name, **report, "passed": has_passed(report)})
     else:
@@ -313,7 +300,7 @@ def gate(
     if explain and not as_json:
         from rich.console import Console
 
-        Console().print(explain_gate(folder, report), soft_wrap=not sys.stdout.isatty())
+        Console().print(explain_gate(workspace, report), soft_wrap=not sys.stdout.isatty())
     raise typer.Exit(EXIT_OK if has_passed(report) else EXIT_GATE_FAILED)
 
 
@@ -323,7 +310,7 @@ def serve(
     alias: Annotated[str | None, typer.Option(help="Follow this alias instead, such as challenger.")] = None,
     version: Annotated[str | None, typer.Option("--version", help="This version of the registered policy.")] = None,
     run: Annotated[str | None, typer.Option("--run", help="The version that this MLflow run registered.")] = None,
-    workspace: Workspace = None,
+    workspace: AnyFolder = None,
     host: Annotated[str, typer.Option(help="Address; any but loopback needs RLHF_SERVE_TOKEN.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     max_prompt_tokens: Annotated[

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from flows.commands.display import Display, open_display
 from flows.commands.doctor import require_ready
-from flows.commands.summary import exit_code, print_verdict, summary
+from flows.commands.summary import EXIT_CODES, print_verdict, summary
 from flows.commands.text import print_failed_gates
 from flows.dvc_repo.inputs import refresh_inputs
 from flows.dvc_repo.recipe import check_tracked_params
@@ -233,7 +233,7 @@ class PipelineRun:
             code = 1
             print(f"rlhf: {self.problem}; `rlhf run` resumes from the last checkpoint", file=sys.stderr, flush=True)
         else:
-            code = exit_code(end.state)
+            code = EXIT_CODES.get(end.state, 1)
             result = f"{end.state}: {end.message}"
             print(result if code == 0 else f"rlhf: {result}", file=sys.stdout if code == 0 else sys.stderr, flush=True)
             if code == EXIT_GATE_FAILED:

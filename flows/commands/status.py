@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -22,7 +22,7 @@ from flows.dvc_repo.inputs import refresh_inputs
 from flows.pipeline.events import LastRun, read_last_run
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
 from flows.registry.client import PIPELINE_TAG, REPORT_PAGE, WORKSPACE_ID_TAG, connect, has_record
-from flows.registry.release_page import ReleaseState, current_page, read_release_state
+from flows.registry.release_page import POLICY_FOLDER, ReleaseState, current_page, read_release_state
 from flows.registry.stored_models import CONTENT_TAG
 from flows.registry.workspace import known_workspace_id
 from flows.workspace.lock import LockHolder, lock_holder
@@ -33,12 +33,6 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import read_json, sha256_tree
 from rlhf_core.tracking.journal import waiting_records
 from rlhf_core.tracking.stage_run import CLIENT_SETTINGS, default_environment
-
-if TYPE_CHECKING:
-    from mlflow.entities.model_registry import ModelVersion
-
-
-POLICY_FOLDER = Path("models") / "policy"
 
 
 @dataclass(frozen=True)
@@ -74,13 +68,21 @@ def registry_status(workspace: Path, config: RegistryConfig, stale_stages: int, 
     client = connect(workspace)
     state = read_release_state(client, workspace, config.policy)
     lines = [_versions_line(config.policy, len(state.versions), state.aliases)]
-    champion = state.version(state.champion)
-    if champion is not None:
-        lines.append(f"  {_describe_champion(workspace, champion, state.versions, stale_stages, now)}")
+    if state.version(state.champion) is not None:
+        lines.append(f"  {_describe_champion(state, stale_stages, now)}")
+    decided: datetime | None = None
+    challenger = state.version(state.aliases.get(CHALLENGER))
     if state.decisions:
-        lines.append(f"  last decision: {_describe_decision(state.decisions[-1])}")
-    elif challenger_reason := _recorded_reason(state):
-        lines.append(f"  last decision: {challenger_reason}")
+        last = state.decisions[-1]
+        decided = datetime.fromisoformat(last["time"]).astimezone().replace(tzinfo=None)
+        if last["action"] == "rollback":
+            what = f"v{last['replaced']} rolled back to v{last['champion']}"
+        else:
+            verb = "waits for approval" if last.get("awaiting_approval") else "not promoted"
+            what = f"v{last['challenger']} {'promoted' if last['promoted'] else verb}"
+        lines.append(f"  last decision: {decided:%Y-%m-%d %H:%M}, {what}: {last['reason']}")
+    elif challenger is not None and (reason := challenger.tags.get("decision.reason")):  # of another workspace
+        lines.append(f"  last decision: v{challenger.version}, {reason}")
     if (request := state.waiting) is not None:
         since = datetime.fromisoformat(request.entry["time"]).astimezone()
         line = f"  waits for approval: v{request.challenger}, since {since:%Y-%m-%d %H:%M}"
@@ -89,7 +91,6 @@ def registry_status(workspace: Path, config: RegistryConfig, stale_stages: int, 
     lines.append(_versions_line(config.reward_model, len(rewards), read_aliases(client, config.reward_model)))
     if state.interrupted:
         lines.append(f"a {state.interrupted} was interrupted; the next promote, rollback, run or chat completes it")
-    decided = _time_of(state.decisions[-1]) if state.decisions else None
     awaiting = "" if request is None else request.challenger
     return RegistryStatus(lines, state.champion, state.interrupted, decided, awaiting)
 
@@ -101,43 +102,21 @@ def _versions_line(name: str, count: int, numbers: Mapping[str, str]) -> str:
     return f"{name}: {count} version{'s' if count > 1 else ''}; {aliases or 'no alias'}"
 
 
-def _describe_champion(
-    workspace: Path, champion: ModelVersion, policies: Sequence[ModelVersion], stale_stages: int, now: datetime
-) -> str:
+def _describe_champion(state: ReleaseState, stale_stages: int, now: datetime) -> str:
     """Say how old the champion is, and whether it is the policy that this workspace has now."""
+    champion = state.version(state.champion)
+    assert champion is not None
     age = format_age(now.timestamp() - champion.creation_timestamp / 1000)
     head = f"champion v{champion.version}, registered {age}"
-    folder = workspace / POLICY_FOLDER
+    folder = state.workspace / POLICY_FOLDER
     if not folder.is_dir():
         return f"{head}; this workspace has no {POLICY_FOLDER}"
     content = sha256_tree(folder)
     if champion.tags.get(CONTENT_TAG) == content:
         stale = f", {stale_stages} of whose stages are stale" if stale_stages else ""
         return f"{head}: it is the policy of this workspace{stale}"
-    same = next((str(v.version) for v in policies if v.tags.get(CONTENT_TAG) == content), None)
-    here = f"is v{same}" if same else "is not registered"
-    return f"{head}: it is not the policy of this workspace, which {here}"
-
-
-def _describe_decision(decision: Mapping[str, Any]) -> str:
-    moment = f"{_time_of(decision):%Y-%m-%d %H:%M}"
-    if decision["action"] == "rollback":
-        return f"{moment}, v{decision['replaced']} rolled back to v{decision['champion']}: {decision['reason']}"
-    verb = "promoted" if decision["promoted"] else "not promoted"
-    verb = "waits for approval" if decision.get("awaiting_approval") else verb
-    return f"{moment}, v{decision['challenger']} {verb}: {decision['reason']}"
-
-
-def _time_of(decision: Mapping[str, Any]) -> datetime:
-    """When a decision was made, in local time."""
-    return datetime.fromisoformat(decision["time"]).astimezone().replace(tzinfo=None)
-
-
-def _recorded_reason(state: ReleaseState) -> str:
-    """The reason that the challenger is tagged with, for a decision that was made in another workspace."""
-    version = state.version(state.aliases.get(CHALLENGER))
-    reason = "" if version is None else version.tags.get("decision.reason", "")
-    return f"v{version.version}, {reason}" if version is not None and reason else ""
+    same = next((f"is v{v.version}" for v in state.versions if v.tags.get(CONTENT_TAG) == content), "is not registered")
+    return f"{head}: it is not the policy of this workspace, which {same}"
 
 
 DETAIL = 70
@@ -170,20 +149,11 @@ class StagesStatus:
 
 
 @dataclass(frozen=True)
-class GateStatus:
-    """Whether a gate passed when it was last judged, and the conditions that failed."""
-
-    gate: str
-    passed: bool
-    mode: str
-    failed: Sequence[str]
-
-
-@dataclass(frozen=True)
 class WorkspaceStatus:
     """All that `rlhf status` says.
 
     Attributes:
+        gates: Of each gate that was judged: name, whether it passed, its mode, and the conditions that failed.
         resumable: The stages with saved partial state.
         last: The last run as its events tell it, None while one is under way.
         recorded: The lines on the newest run in MLflow, or why it does not answer.
@@ -193,7 +163,7 @@ class WorkspaceStatus:
     workspace: Path
     holder: LockHolder | None
     stages: StagesStatus
-    gates: Sequence[GateStatus]
+    gates: Sequence[Mapping[str, Any]]
     resumable: Sequence[str]
     last: LastRun | None
     recorded: Sequence[str]
@@ -228,7 +198,7 @@ class WorkspaceStatus:
             "note": self.stages.note,
             "stale": self.stages.stale,
             "not_run": self.stages.not_run,
-            "gates": [asdict(gate) for gate in self.gates],
+            "gates": [*self.gates],
             "resumable": [*self.resumable],
             "last_run": None if self.last is None else asdict(self.last),
             "registry": asdict(self.registry),
@@ -361,20 +331,21 @@ def _state(name: str, stale: Mapping[str, Any], recorded: Mapping[str, Any]) -> 
     return f"stale: {details if len(details) <= DETAIL else details[:DETAIL] + ' …'}"
 
 
-def gate_statuses(workspace: Path) -> list[GateStatus]:
+def gate_statuses(workspace: Path) -> list[dict[str, Any]]:
     """Read how each gate has decided that was judged."""
     gates = []
     for path in sorted((workspace / "gates").glob("*.json")):
         report = read_json(path)
         failed = [c["metric"] for c in report.get("conditions", []) if not c.get("passed")]
-        gates.append(GateStatus(path.stem, bool(report.get("passed")), report.get("mode", "enforce"), failed))
+        mode = report.get("mode", "enforce")
+        gates.append({"gate": path.stem, "passed": bool(report.get("passed")), "mode": mode, "failed": failed})
     return gates
 
 
-def gate_line(gate: GateStatus) -> str:
+def gate_line(gate: Mapping[str, Any]) -> str:
     """Describe a gate: passed, or the conditions that failed."""
-    verdict = "passed" if gate.passed else f"FAILED ({', '.join(gate.failed)})"
-    return f"{gate.gate.ljust(8)}{verdict}, mode {gate.mode}"
+    verdict = "passed" if gate["passed"] else f"FAILED ({', '.join(gate['failed'])})"
+    return f"{gate['gate']:<8}{verdict}, mode {gate['mode']}"
 
 
 def partial_work(workspace: Path) -> list[str]:
@@ -417,13 +388,9 @@ def recorded_run(workspace: Path, experiment: str, in_use: bool, last: LastRun |
         return []
     if last is not None and abs(info.start_time / 1000 - last.started.timestamp()) < SAME_RUN_SECONDS:
         return [f"MLflow run  {info.run_id}"]
-    return [_describe_run(info, in_use)]
-
-
-def _describe_run(info: Any, in_use: bool) -> str:
-    started = datetime.fromtimestamp(info.start_time / 1000)
     state = info.status.lower()
     if state == "running" and not in_use:
-        state = "interrupted (its process is gone; the next run resumes)"
+        state = ENDINGS[""]
     duration = f" after {(info.end_time - info.start_time) / 1000:.0f} s" if info.end_time else ""
-    return f"{started:%Y-%m-%d %H:%M:%S}  {state}{duration}  (MLflow run {info.run_id})"
+    started = datetime.fromtimestamp(info.start_time / 1000)
+    return [f"{started:%Y-%m-%d %H:%M:%S}  {state}{duration}  (MLflow run {info.run_id})"]

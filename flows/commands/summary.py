@@ -9,7 +9,6 @@ from pathlib import Path
 
 from flows.pipeline.events import PipelineEvent, StageEnded
 from flows.pipeline.verdict import RunVerdict
-from flows.stage.outcome import StageOutcome
 from flows.workspace.folder import display_path
 from rlhf_core.config.loading import PARAMS_FILE, load_params, profile_names
 from rlhf_core.evaluation.verdict import Standing
@@ -19,6 +18,7 @@ TOY = (
     "smoke is a toy: it tries every step on models too small to learn much. Better than SFT says what the judges saw; "
     "promoted, that no champion won. The first version is promoted because there is no champion yet"
 )
+# The exit status of ``rlhf run`` by the final state of the flow; 1 for any other.
 EXIT_CODES = {
     "Completed": 0,
     "GateFailed": 3,
@@ -27,11 +27,6 @@ EXIT_CODES = {
     "Preempted": 75,
     "Cancelled": 130,
 }
-
-
-def exit_code(state: str) -> int:
-    """Return the exit status of ``rlhf run`` for the final state of the flow; 1 for an unknown name."""
-    return EXIT_CODES.get(state, 1)
 
 
 def busy_seconds(spans: Sequence[tuple[float, float]]) -> float:
@@ -43,21 +38,14 @@ def busy_seconds(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def work_spans(outcomes: Sequence[StageOutcome]) -> list[tuple[float, float]]:
-    """Return when each stage's own command worked."""
-    return [(o.ended - o.work_seconds, o.ended) for o in outcomes if o.work_seconds > 0]
-
-
 def summary(workspace: Path, events: Sequence[PipelineEvent], total: float) -> list[str]:
     """Return the lines to print at the end of a run that lasted ``total`` seconds."""
     outcomes = [event.outcome for event in events if isinstance(event, StageEnded)]
     actions = [outcome.action for outcome in outcomes]
     counts = [f"{actions.count(a)} {a}" for a in ("ran", "cached", "failed", "stopped") if a in actions]
-    busy = busy_seconds(work_spans(outcomes))
+    busy = busy_seconds([(o.ended - o.work_seconds, o.ended) for o in outcomes if o.work_seconds > 0])
     times = f"{total:.1f} s in all, of which {busy:.1f} s in stages"
-    lines = [f"stages: {', '.join(counts) or 'none'}; {times}"]
-    lines.append(f"logs:   {workspace / '.rlhf' / 'logs'}")
-    return lines
+    return [f"stages: {', '.join(counts) or 'none'}; {times}", f"logs:   {workspace / '.rlhf' / 'logs'}"]
 
 
 def verdict_rows(verdict: RunVerdict, workspace: Path) -> list[tuple[str, str]]:

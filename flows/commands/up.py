@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,32 +34,28 @@ WORKER_RESTARTS = 10
 POLL_SECONDS = 0.3
 
 
-@dataclass
-class UpOptions:
-    """The ports of Prefect server and MLflow UI; None for any free one."""
-
-    port: int | None = None
-    mlflow_port: int | None = None
-
-
-def up(workspace: Path, options: UpOptions) -> int:
+def up(workspace: Path, port: int | None = None, mlflow_port: int | None = None) -> int:
     """Start all services, print their addresses, and keep them running until a signal; return the exit status.
+
+    Args:
+        port: Of the Prefect server; None for any free one.
+        mlflow_port: Of the MLflow UI; likewise.
 
     Raises:
         RlhfError: a service cannot be started, or kept dying.
     """
     signals.install()
-    check_port_option(options.port)
+    check_port_option(port)
     params = load_params(workspace)
     check_tracked_params(workspace)
-    mlflow_port = claim_port(options.mlflow_port, "the MLflow UI", "--mlflow-port")
+    mlflow_port = claim_port(mlflow_port, "the MLflow UI", "--mlflow-port")
     with open_display(workspace, "preparing the workspace") as display:
         ensure_dvc(workspace)
         with locked(workspace):  # a run that is under way has services of its own
             pass
         with locked(workspace, "services.lock") as lock:
             os.environ[OWNER_VARIABLE] = ownership_tag(workspace)
-            return _serve(open_services(workspace, options.port, display.line, lock), params, mlflow_port, display)
+            return _serve(open_services(workspace, port, display.line, lock), params, mlflow_port, display)
 
 
 def _serve(services: Services, params: Params, mlflow_port: int, display: Display) -> int:
@@ -115,13 +110,14 @@ def _start_services(services: Services, params: Params, mlflow_port: int, displa
 
 def deep_links(workspace: Path, prefect_url: str) -> list[str]:
     """Return the addresses of the pages that a person opens: runs on both servers, schedules, registered models."""
-    from flows.registry.client import connect, experiment_id, mlflow_links
+    from flows.registry.client import MODEL_TRAINING, connect, experiment_id, mlflow_address
 
     lines = [f"Prefect: runs {prefect_url}/runs", f"         schedules {prefect_url}/deployments"]
-    links = mlflow_links(workspace)
-    if links is not None:
-        lines.append(f"MLflow:  runs {links.experiment(experiment_id(connect(workspace), workspace))}")
-        lines.append(f"         models {links.models}")
+    address = mlflow_address(workspace)
+    if address is not None:
+        experiment = experiment_id(connect(workspace), workspace)
+        lines.append(f"MLflow:  runs {address}/#/experiments/{experiment}/runs{MODEL_TRAINING}")
+        lines.append(f"         models {address}/#/models{MODEL_TRAINING}")
     return lines
 
 

@@ -18,7 +18,7 @@ from prefect.artifacts import (
 )
 
 from flows.pipeline.verdict import RunVerdict, verdict_markdown
-from flows.registry.client import REPORT_PAGE, describe_run, log_final_artifacts, mlflow_links, report_page
+from flows.registry.client import REPORT_PAGE, describe_run, log_final_artifacts, mlflow_address, report_page
 from flows.stage.outcome import StageOutcome, condition_rows, last_progress
 from flows.stage.run import stage_log
 from flows.supervision.processes import LogReader
@@ -98,8 +98,8 @@ def publish_run(
     """
     report = verdict.report if verdict is not None and verdict.report else REPORT_PAGE
     page = report_page(workspace, run_id, report) if run_id else ""
-    links = mlflow_links(workspace)
-    report_link = f"{links.address}/{page}" if links and page else None
+    address = mlflow_address(workspace)
+    report_link = f"{address}/{page}" if address and page else None
     publish_stage_table(workspace, list(outcomes.values()))
     publish_gate_tables(workspace)
     publish_report(workspace, workspace / report, report_link)

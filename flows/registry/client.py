@@ -6,11 +6,11 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,50 +47,24 @@ MLFLOW_SERVICE = "mlflow"
 MODEL_TRAINING = "?workflowType=machine_learning"
 
 
-@dataclass(frozen=True)
-class MlflowLinks:
-    """Pages of the MLflow UI at ``address``."""
-
-    address: str
-
-    def experiment(self, experiment_id: str) -> str:
-        """Return the address of the runs of an experiment."""
-        return f"{self.address}/#/experiments/{experiment_id}/runs{MODEL_TRAINING}"
-
-    def run(self, experiment_id: str, run_id: str, artifact: str | None = None) -> str:
-        """Return the address of a run, or of one of its artifacts."""
-        return f"{self.address}/{run_page(experiment_id, run_id, artifact)}"
-
-    @property
-    def models(self) -> str:
-        """The address of the list of registered models."""
-        return f"{self.address}/#/models{MODEL_TRAINING}"
-
-    def model(self, name: str, version: str | None = None) -> str:
-        """Return the address of a registered model, or of one of its versions."""
-        page = f"{self.address}/#/models/{quote(name, safe='')}"
-        return (f"{page}/versions/{version}" if version else page) + MODEL_TRAINING
-
-
 def run_page(experiment_id: str, run_id: str, artifact: str | None = None) -> str:
     """Return the page of a run, or of one of its artifacts, relative to any other page of the MLflow UI."""
     page = f"#/experiments/{experiment_id}/runs/{run_id}"
     return (f"{page}/artifacts/{quote(artifact)}" if artifact else page) + MODEL_TRAINING
 
 
-def mlflow_links(workspace: Path) -> MlflowLinks | None:
-    """Return the pages of the server of ``MLFLOW_TRACKING_URI``, or of a running ``rlhf up``; None if neither serves.
+def mlflow_address(workspace: Path) -> str | None:
+    """The server of ``MLFLOW_TRACKING_URI``, or of a running ``rlhf up``; None if neither serves pages.
 
     A user name and password in the variable are left out.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI", "").strip()
-    if uri:
-        parts = urlsplit(uri)
-        if parts.scheme not in ("http", "https"):
-            return None
-        return MlflowLinks(urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/"))
-    address = running_addresses(workspace).get(MLFLOW_SERVICE)
-    return MlflowLinks(address) if address else None
+    if not uri:
+        return running_addresses(workspace).get(MLFLOW_SERVICE)
+    parts = urlsplit(uri)
+    if parts.scheme not in ("http", "https"):
+        return None
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/")
 
 
 PIPELINE_TAG, WORKSPACE_ID_TAG = "rlhf.pipeline", "rlhf.workspace_id"
@@ -99,14 +73,7 @@ FINAL_FILES = (REPORT_PAGE, RELEASE_PAGE, PARAMS_FILE, "dvc.lock")
 FINAL_FOLDERS = ("metrics", "gates", "plots", "data/card")
 CLEAN_DATA = "data/clean"
 HEADLINE_FILE = Path("metrics") / "summary.json"
-FINAL_STATES = {
-    "finished": "FINISHED",
-    "completed": "FINISHED",
-    "failed": "FAILED",
-    "crashed": "FAILED",
-    "killed": "KILLED",
-    "cancelled": "KILLED",
-}
+FINAL_STATES = {"completed": "FINISHED", "cancelled": "KILLED"}
 
 
 def has_record(workspace: Path) -> bool:
@@ -207,12 +174,9 @@ def start_pipeline_run(workspace: Path, name: str) -> str:
     return run_id
 
 
-def end_pipeline_run(run_id: str, status: str, workspace: Path | None = None) -> None:
-    """Close a run. ``status`` is a state of MLflow or Prefect in any case; workspace defaults to the current folder."""
-    state = FINAL_STATES.get(status.lower())
-    if state is None:
-        raise RlhfError(f"unknown run status '{status}'; one of {', '.join(FINAL_STATES)}")
-    connect(workspace or Path.cwd()).set_terminated(run_id, state)
+def end_pipeline_run(run_id: str, status: str, workspace: Path) -> None:
+    """Close a run. ``status`` is the type of a final state of Prefect in any case; all others are failures."""
+    connect(workspace).set_terminated(run_id, FINAL_STATES.get(status.lower(), "FAILED"))
 
 
 def log_final_artifacts(workspace: Path, run_id: str) -> list[str]:
@@ -308,7 +272,7 @@ def experiment_id(client: MlflowClient, workspace: Path) -> str:
 
 def _legal(key: str) -> str:
     """MLflow allows letters, digits, ``_-./: `` in names."""
-    return "".join(c if c.isalnum() or c in "_-./: " else "_" for c in key)[:250]
+    return re.sub(r"[^\w\-./: ]", "_", key)[:250]
 
 
 NOTE_TAG = "mlflow.note.content"
@@ -330,21 +294,17 @@ def describe_run(workspace: Path, run_id: str, verdict: str, description: str) -
         client.log_batch(run_id, tags=[RunTag(VERDICT_TAG, verdict), RunTag(NOTE_TAG, description)])
         experiments = [experiment_id(client, workspace)]
         children = client.search_runs(experiments, f"tags.`mlflow.parentRunId` = '{run_id}'")
-        about = model_descriptions(load_section(workspace, "registry", RegistryConfig))
+        config = load_section(workspace, "registry", RegistryConfig)
+        about = {
+            config.policy: "The policy. Its version @champion is the one that `rlhf chat` talks to.",
+            config.reward_model: "The reward model that the policy was optimised against; it judges no policy.",
+        }
         for child in children:
             for version in client.search_model_versions(f"run_id = '{child.info.run_id}'"):
                 text = f"Registered by the run {run.info.run_name}.\n\n{description}"
                 client.update_model_version(version.name, version.version, text)
                 latest = f"Latest: version {version.version}, from a run whose verdict on the policy is: {verdict}."
                 client.update_registered_model(version.name, f"{about.get(version.name, '')}\n\n{latest}".strip())
-
-
-def model_descriptions(config: RegistryConfig) -> Mapping[str, str]:
-    """Return what each registered model is, by its name."""
-    return {
-        config.policy: "The policy. Its version @champion is the one that `rlhf chat` talks to.",
-        config.reward_model: "The reward model that the policy was optimised against; it is no judge of the policy.",
-    }
 
 
 logger = logging.getLogger(__name__)
@@ -368,7 +328,12 @@ def delivered_records(workspace: Path, tracked: bool) -> Iterator[Mapping[str, s
         default_environment(CLIENT_SETTINGS),  # a server that is away holds nothing up for minutes
         Courier(client, lambda: own, workspace, tracking_uri(workspace)) as courier,
     ):
-        thread = threading.Thread(target=_deliver_until, args=(courier, ended), name="record-delivery", daemon=True)
+
+        def deliver_until_the_end() -> None:
+            while not ended.wait(PAUSE_SECONDS):
+                _try(courier.deliver_new)
+
+        thread = threading.Thread(target=deliver_until_the_end, name="record-delivery", daemon=True)
         thread.start()
         try:
             yield {DEFERRED_VARIABLE: "1"}
@@ -381,11 +346,6 @@ def delivered_records(workspace: Path, tracked: bool) -> Iterator[Mapping[str, s
 def without_delivery(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables for a stage whose journal this process does not see, and which therefore delivers by itself."""
     return {name: value for name, value in environment.items() if name != DEFERRED_VARIABLE}
-
-
-def _deliver_until(courier: Courier, ended: threading.Event) -> None:
-    while not ended.wait(PAUSE_SECONDS):
-        _try(courier.deliver_new)
 
 
 def _try(deliver: Callable[[], None]) -> None:

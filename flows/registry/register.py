@@ -66,21 +66,11 @@ class RegistrableModel:
         return f"models/{self.kind}"
 
 
-@dataclass(frozen=True)
-class RegisteredVersion:
-    """``reused``: the same content had a version already. ``ungated`` says why no gate vouches for it, else empty."""
-
-    version: str
-    content_sha256: str
-    reused: bool = False
-    ungated: str = ""
-
-
 @dataclass
 class Registration:
     """What was registered and what was refused, by the name of the registered model."""
 
-    registered: dict[str, RegisteredVersion] = field(default_factory=dict)
+    registered: dict[str, RegisteredHere] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
     def challenger(self, name: str) -> str | None:
@@ -143,7 +133,7 @@ def register(workspace: Path, run_id: str | None = None, *, known_only: bool = F
                 result.refused[model.name] = str(error)
                 continue
             result.registered[model.name] = version
-            registered[model.folder] = RegisteredHere(model.name, version.version, version.ungated)
+            registered[model.folder] = version
             reward_version = {REWARD_VERSION_TAG: version.version}
     write_registered(workspace, registered)
     return result
@@ -173,7 +163,7 @@ def _register_one(
     run_id: str | None,
     signer: Signer | None,
     known_only: bool,
-) -> RegisteredVersion:
+) -> RegisteredHere:
     client, workspace, name = session.client, session.workspace, model.name
     folder = workspace / model.folder
     content, listed = sha256_tree(folder), versions(client, name)
@@ -207,7 +197,7 @@ def _register_one(
         entry = new_entry(name, "register", reason, moves=[move(name, CHALLENGER, number)])
         registered = registered or registered_model(client, name)
         commit(client, workspace, entry, read_history(client, name, registered), registered)
-    return RegisteredVersion(number, content, reused=known is not None, ungated=ungated)
+    return RegisteredHere(name, number, ungated, reused=known is not None)
 
 
 def _create_version(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version as installed
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ def log_model(workspace: Path, kind: str, folder: str, content: str, trained_by:
     """
     import mlflow
 
-    sampling = judged_sampling(workspace)
+    sampling = load_section(workspace, "evaluate", EvaluateConfig).sampling.model_dump(mode="json")
     model = None if trained_by is None else mlflow.initialize_logged_model(kind, source_run_id=trained_by)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # advice on type hints
@@ -75,15 +76,11 @@ def log_model(workspace: Path, kind: str, folder: str, content: str, trained_by:
             signature=signature(kind, sampling),
             input_example={"messages": EXAMPLE if kind == "policy" else SCORED_EXAMPLE},
             model_config={"kind": kind, "content_sha256": content, "sampling": sampling},
-            pip_requirements=_requirements(),
+            # A local label of a version, such as ``+cpu``, is not on package indexes.
+            pip_requirements=[f"{name}=={installed(name).partition('+')[0]}" for name in REQUIREMENTS],
             model_id=None if model is None else model.model_id,
         )
     return info
-
-
-def judged_sampling(workspace: Path) -> dict[str, Any]:
-    """The sampling settings under which the evaluation judged the policy (section ``evaluate.sampling``)."""
-    return load_section(workspace, "evaluate", EvaluateConfig).sampling.model_dump(mode="json")
 
 
 def stored_sampling(folder: Path) -> dict[str, Any]:
@@ -92,13 +89,6 @@ def stored_sampling(folder: Path) -> dict[str, Any]:
 
     settings: dict[str, Any] = Model.load(str(folder.parents[1])).flavors["python_function"]["config"]["sampling"]
     return settings
-
-
-def _requirements() -> list[str]:
-    """The versions in use. A local label such as ``+cpu`` is not on package indexes, so it goes."""
-    from importlib.metadata import version
-
-    return [f"{name}=={version(name).partition('+')[0]}" for name in REQUIREMENTS]
 
 
 def signature(kind: str, sampling: Mapping[str, Any]) -> ModelSignature:
@@ -135,57 +125,56 @@ def verified_folder(workspace: Path, version: ModelVersion, client: MlflowClient
         ModelError: The artifacts are gone, the version names no hash, the content is another, or the signature is not
             that of the content.
     """
-    client = client or connect(workspace)
-    folder = _folder_by_hash(workspace, version, client)
+    client, expected = client or connect(workspace), version.tags.get(CONTENT_TAG)
+    name, number = version.name, str(version.version)
+    label = f"{name} version {number}"
+    if not expected:
+        raise ModelError(f"{label} was not registered by this pipeline (it has no {CONTENT_TAG} tag)")
+    folder, downloaded = _locate(client, workspace, name, number)
+    content = sha256_tree(folder)
+    if downloaded is not None and content != expected:  # the kept copy may be of another registry, or damaged
+        shutil.rmtree(downloaded, ignore_errors=True)
+        folder, _ = _locate(client, workspace, name, number)
+        content = sha256_tree(folder)
+    if content != expected:
+        raise ModelError(f"the files of {label} are not the ones that were registered and judged ({folder}); {REMEDY}")
     config = load_section(workspace, "registry", RegistryConfig).signature
-    label = f"{version.name} version {version.version}"
     verify_signature(client, workspace, config, label, version.run_id, folder)
     return folder
 
 
-def _folder_by_hash(workspace: Path, version: ModelVersion, client: MlflowClient) -> Path:
-    expected = version.tags.get(CONTENT_TAG)
-    name, number = version.name, str(version.version)
-    if not expected:
-        raise ModelError(f"{name} version {number} was not registered by this pipeline (it has no {CONTENT_TAG} tag)")
-    folder, downloaded = _locate(client, workspace, name, number)
-    if sha256_tree(folder) == expected:
-        return folder
-    if downloaded is not None:  # the kept copy may be of another registry, or damaged
-        shutil.rmtree(downloaded, ignore_errors=True)
-        folder, _ = _locate(client, workspace, name, number)
-        if sha256_tree(folder) == expected:
-            return folder
-    raise ModelError(
-        f"the files of {name} version {number} are not the ones that were registered and judged ({folder}); {REMEDY}"
-    )
-
-
 def _locate(client: MlflowClient, workspace: Path, name: str, number: str) -> tuple[Path, Path | None]:
     """The folder of a version, in place for local artifacts, else downloaded once (then the download's root too)."""
+    from mlflow.artifacts import download_artifacts
     from mlflow.exceptions import MlflowException
-    from mlflow.utils.file_utils import local_file_uri_to_path
 
+    downloaded = None
     try:
-        uri = str(client.get_model_version_download_uri(name, number))
-        downloaded = None if uri.startswith(("file:", "/")) else _download(workspace, name, number)
-        root = downloaded or Path(local_file_uri_to_path(uri))
+        root = _local_root(client, name, number)
+        if root is None:
+            root = downloaded = workspace / ".rlhf" / "models" / name / number
+            if not root.is_dir():
+                with atomic_dir(root) as temporary, fluent(workspace):
+                    download_artifacts(f"models:/{name}/{number}", dst_path=str(temporary))
     except (MlflowException, OSError) as error:
         raise ModelError(f"cannot get {name} version {number} ({first_line(error)})") from error
-    configs = sorted((root / "artifacts").glob("*/config.json"))
-    if not configs:
+    folder = _model_folder(root)
+    if folder is None:
         raise ModelError(f"{name} version {number} has no model folder in {root}; {REMEDY}")
-    return configs[0].parent, downloaded
+    return folder, downloaded
 
 
-def _download(workspace: Path, name: str, number: str) -> Path:
-    from mlflow.artifacts import download_artifacts
+def _local_root(client: MlflowClient, name: str, number: str) -> Path | None:
+    """Where the artifacts of a version lie on this machine; None for those of a server."""
+    from mlflow.utils.file_utils import local_file_uri_to_path
 
-    target = workspace / ".rlhf" / "models" / name / number
-    if not target.is_dir():
-        with atomic_dir(target) as temporary, fluent(workspace):
-            download_artifacts(f"models:/{name}/{number}", dst_path=str(temporary))
-    return target
+    uri = str(client.get_model_version_download_uri(name, number))
+    return Path(local_file_uri_to_path(uri)) if uri.startswith(("file:", "/")) else None
+
+
+def _model_folder(root: Path) -> Path | None:
+    configs = sorted((root / "artifacts").glob("*/config.json"))
+    return configs[0].parent if configs else None
 
 
 def known_version(
@@ -216,17 +205,17 @@ def _has_files(client: MlflowClient, workspace: Path, version: ModelVersion, fol
     their names and sizes, without a download.
     """
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-    from mlflow.utils.file_utils import local_file_uri_to_path
 
-    uri = str(client.get_model_version_download_uri(version.name, str(version.version)))
-    if uri.startswith(("file:", "/")):
-        configs = sorted((Path(local_file_uri_to_path(uri)) / "artifacts").glob("*/config.json"))
-        return bool(configs) and sha256_tree(configs[0].parent) == version.tags[CONTENT_TAG]
+    name, number = version.name, str(version.version)
+    root = _local_root(client, name, number)
+    if root is not None:
+        stored_folder = _model_folder(root)
+        return stored_folder is not None and sha256_tree(stored_folder) == version.tags[CONTENT_TAG]
     expected = {
         file.relative_to(folder).as_posix(): file.stat().st_size for file in folder.rglob("*") if file.is_file()
     }
     with fluent(workspace):
-        store = get_artifact_repository(uri)
+        store = get_artifact_repository(str(client.get_model_version_download_uri(name, number)))
         stored = [_sizes(store, entry.path, entry.path) for entry in store.list_artifacts("artifacts") if entry.is_dir]
     return stored == [expected]
 
@@ -235,10 +224,8 @@ def _sizes(store: ArtifactRepository, folder: str, root: str) -> dict[str, int |
     """Bytes of each file below ``folder`` of the store, by its path from ``root``."""
     sizes: dict[str, int | None] = {}
     for entry in store.list_artifacts(folder):
-        if entry.is_dir:
-            sizes |= _sizes(store, entry.path, root)
-        else:
-            sizes[PurePosixPath(entry.path).relative_to(root).as_posix()] = entry.file_size
+        own = {PurePosixPath(entry.path).relative_to(root).as_posix(): entry.file_size}
+        sizes |= _sizes(store, entry.path, root) if entry.is_dir else own
     return sizes
 
 

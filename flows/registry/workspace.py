@@ -78,27 +78,29 @@ FILE = "registered.json"
 
 @dataclass(frozen=True)
 class RegisteredHere:
-    """The version that holds a model folder of the workspace; ``ungated`` says why no gate vouches for it."""
+    """The version that holds a model folder of the workspace.
+
+    ``ungated`` says why no gate vouches for it. ``reused``: the same content had a version already.
+    """
 
     model: str
     version: str
     ungated: str = ""
+    reused: bool = False
 
 
 def write_registered(workspace: Path, versions: Mapping[str, RegisteredHere]) -> None:
     """Record the version of each model folder, with the hash that dvc.lock has for the folder."""
-    atomic_write_json(
-        private_path(workspace, FILE),
-        {
-            folder: {
-                "model": entry.model,
-                "version": entry.version,
-                "ungated": entry.ungated,
-                "dvc": recorded_hash(workspace, folder),
-            }
-            for folder, entry in versions.items()
-        },
-    )
+    kept = {
+        folder: {
+            "model": of.model,
+            "version": of.version,
+            "ungated": of.ungated,
+            "dvc": recorded_hash(workspace, folder),
+        }
+        for folder, of in versions.items()
+    }
+    atomic_write_json(private_path(workspace, FILE), kept)
 
 
 def read_registered(workspace: Path, folder: str) -> RegisteredHere | None:

@@ -17,7 +17,7 @@ import pytest
 from browser import Browser, find_chromium
 from commands import SmokeRun, command_environment
 
-from flows.registry.client import MlflowLinks
+from flows.registry.client import MODEL_TRAINING, run_page
 from flows.stage.outcome import condition_rows
 from rlhf_core.storage.files import read_json
 
@@ -152,21 +152,27 @@ def test_the_prefect_run_has_its_name_tags_and_verdict(served: ServedWorkspace, 
     assert not [markup for markup in ("**", "|", "`", "&gt;") if markup in text]
 
 
+def run_link(served: ServedWorkspace, *run: str) -> str:
+    return f"{served.mlflow}/{run_page(*run)}"
+
+
 def test_the_mlflow_run_and_what_it_registered_say_the_verdict(served: ServedWorkspace, browser: Browser) -> None:
-    links = MlflowLinks(served.mlflow)
     experiment, run, name = served.mlflow_run()
     assert RUN_NAME.fullmatch(name)
-    browser.open(links.run(experiment, run), name, headline(served), "95 % interval", "Registered: ")
+    browser.open(run_link(served, experiment, run), name, headline(served), "95 % interval", "Registered: ")
     latest = f"verdict on the policy is: {served.verdict}"
-    browser.open(links.model("rlhf-policy-smoke"), "The policy that PPO trained", latest)
+    browser.open(f"{served.mlflow}/#/models/rlhf-policy-smoke{MODEL_TRAINING}", "The policy that PPO trained", latest)
     for model in ("rlhf-policy-smoke", "rlhf-reward-model-smoke"):
-        browser.open(links.model(model, "1"), f"Registered by the run {name}", headline(served))
+        browser.open(
+            f"{served.mlflow}/#/models/{model}/versions/1{MODEL_TRAINING}",
+            f"Registered by the run {name}",
+            headline(served),
+        )
 
 
 def test_the_description_of_the_run_links_to_its_report(served: ServedWorkspace, browser: Browser) -> None:
-    links = MlflowLinks(served.mlflow)
     experiment, run, _ = served.mlflow_run()
-    browser.open(links.run(experiment, run), headline(served), "report.html")
+    browser.open(run_link(served, experiment, run), headline(served), "report.html")
     anchors = "[...document.querySelectorAll('a')].filter(a => a.innerText == 'report.html').map(a => a.href)"
-    assert browser.evaluate(anchors) == [links.run(experiment, run, "report.html")]
-    browser.open(links.run(experiment, run, "report.html"), "report.html", "params.yaml", "dvc.lock")
+    assert browser.evaluate(anchors) == [run_link(served, experiment, run, "report.html")]
+    browser.open(run_link(served, experiment, run, "report.html"), "report.html", "params.yaml", "dvc.lock")

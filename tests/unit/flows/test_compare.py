@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from flows.cli import app
-from flows.commands.compare import GateStanding, comparability_warnings, read_workspace, results_table
+from flows.commands.compare import comparability_warnings, read_workspace, results_table
 from flows.registry.workspace import RegisteredHere, write_registered
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import sha256_file
@@ -94,12 +94,12 @@ def test_a_run_is_read_with_its_cost_gate_and_version(tmp_path: Path) -> None:
     folder = workspace(tmp_path / "a")
     write_registered(folder, {"models/policy": RegisteredHere("rlhf-policy", "3")})
     (result,) = read_workspace(folder).results
-    assert result.method == "PPO" and result.win_rate.low95 == pytest.approx(0.6)
-    assert result.perplexity_tax == {"preferred": pytest.approx(0.25)}
-    assert result.cost.seconds == {"policy": 8.5, "reward": 9.0, "critic": 4.0}  # the referee chose nothing
-    assert result.cost.total_seconds == 21.5 and result.cost.sampled_tokens == 700
-    assert result.gate == GateStanding("failed", ("kl",))
-    assert result.registered == RegisteredHere("rlhf-policy", "3")
+    assert result["method"] == "PPO" and result["win_rate"]["low95"] == pytest.approx(0.6)
+    assert result["perplexity_tax"] == {"preferred": pytest.approx(0.25)}
+    assert result["cost"]["seconds"] == {"policy": 8.5, "reward": 9.0, "critic": 4.0}  # the referee chose nothing
+    assert result["cost"]["total_seconds"] == 21.5 and result["cost"]["sampled_tokens"] == 700
+    assert result["gate"] == {"decision": "failed", "failed": ("kl",)}
+    assert result["registered"] == {"model": "rlhf-policy", "version": "3", "ungated": ""}
 
 
 def test_a_version_of_an_earlier_policy_and_a_gate_of_an_earlier_evaluation_do_not_count(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_version_of_an_earlier_policy_and_a_gate_of_an_earlier_evaluation_do_n
     )
     (folder / "metrics" / "evaluation.json").write_text(json.dumps(EVALUATION | {"kl": 1.6}))
     read = read_workspace(folder)
-    assert read.results[0].registered is None and read.results[0].gate == GateStanding("outdated")
+    assert read.results[0]["registered"] is None and read.results[0]["gate"]["decision"] == "outdated"
     assert any("trained anew" in warning for warning in comparability_warnings([read]))
 
 
@@ -125,21 +125,23 @@ def test_a_version_of_an_earlier_policy_and_a_gate_of_an_earlier_evaluation_do_n
 )
 def test_the_method_is_what_the_policy_was_trained_with(tmp_path: Path, params: dict[str, Any], method: str) -> None:
     (result,) = read_workspace(workspace(tmp_path / "a", params=params)).results
-    assert result.method == method
+    assert result["method"] == method
 
 
 def test_dpo_costs_its_own_steps_alone(tmp_path: Path) -> None:
     histories = HISTORIES | {"ppo": [{"step": 5, "seconds": 3.0, "tokens": 700}], "ppo_abandoned": []}
     params = {"ppo": {}, "policy": {"method": "dpo"}}
     (result,) = read_workspace(workspace(tmp_path / "a", params=params, histories=histories)).results
-    assert result.cost.seconds == {"policy": 3.0}
-    assert (result.cost.sampled_tokens, result.cost.trained_tokens) == (None, 700)
+    assert result["cost"]["seconds"] == {"policy": 3.0}
+    assert (result["cost"]["sampled_tokens"], result["cost"]["trained_tokens"]) == (None, 700)
 
 
 def test_best_of_n_is_a_column_of_its_own(tmp_path: Path) -> None:
     _, best = read_workspace(workspace(tmp_path / "a", evaluation=EVALUATION | {"best_of_n": BEST})).results
-    assert best.method == "best of 16" and best.kl_is_bound and best.gate is None
-    assert best.cost.seconds == {"reward": 9.0} and best.cost.total_seconds == 9.0  # no policy, but what chooses
+    assert best["method"] == "best of 16" and best["kl_is_bound"] and best["gate"] is None
+    assert (
+        best["cost"]["seconds"] == {"reward": 9.0} and best["cost"]["total_seconds"] == 9.0
+    )  # no policy, but what chooses
 
 
 def test_other_prompts_judges_and_sft_models_are_warned_of(tmp_path: Path) -> None:

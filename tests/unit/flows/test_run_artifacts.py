@@ -13,7 +13,7 @@ import pytest
 from flows.pipeline import artifacts
 from flows.pipeline.artifacts import publish_gate_tables, publish_report, publish_stage_table
 from flows.pipeline.verdict import KlEstimate, RunVerdict, markdown_text, verdict_markdown
-from flows.registry.client import MODEL_TRAINING, MlflowLinks, mlflow_links, run_page
+from flows.registry.client import mlflow_address, run_page
 from flows.stage.outcome import StageOutcome
 from flows.workspace.cleanup import record_services
 from rlhf_core.evaluation.verdict import JudgeResult, Standing
@@ -103,21 +103,16 @@ def test_the_mlflow_pages_are_those_of_the_server_that_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, address: str | None
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    links = mlflow_links(tmp_path)
-    assert (links.address if links else None) == address
+    assert mlflow_address(tmp_path) == address
 
 
 def test_the_mlflow_pages_are_those_of_a_running_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     record_services(tmp_path, "http://127.0.0.1:4200/api", {"mlflow": "http://127.0.0.1:5000"})
-    links = mlflow_links(tmp_path)
-    assert links == MlflowLinks("http://127.0.0.1:5000")
-    assert links.run("1", "ab") == "http://127.0.0.1:5000/#/experiments/1/runs/ab?workflowType=machine_learning"
-    assert (
-        run_page("1", "ab", "plots/kl 1.png") == f"#/experiments/1/runs/ab/artifacts/plots/kl%201.png{MODEL_TRAINING}"
-    )
-    assert links.model("rlhf-policy", "3") == f"http://127.0.0.1:5000/#/models/rlhf-policy/versions/3{MODEL_TRAINING}"
+    assert mlflow_address(tmp_path) == "http://127.0.0.1:5000"
+    of_plot = "#/experiments/1/runs/ab/artifacts/plots/kl%201.png?workflowType=machine_learning"
+    assert run_page("1", "ab", "plots/kl 1.png") == of_plot
     record = json.loads((tmp_path / ".rlhf" / "services.json").read_text())
     assert record["pid"] == os.getpid()
     (tmp_path / ".rlhf" / "services.json").write_text(json.dumps({**record, "start_token": "another process"}))
-    assert mlflow_links(tmp_path) is None
+    assert mlflow_address(tmp_path) is None

@@ -9,7 +9,7 @@ import pytest
 from commands import ROOT
 
 from flows.commands.run import run
-from flows.commands.up import UpOptions, up
+from flows.commands.up import up
 from flows.dvc_repo.recipe import check_tracked_params, tracked_params
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import Params, check_params, merge
@@ -66,5 +66,5 @@ def test_nothing_is_started_before_the_check(tmp_path: Path, command: str) -> No
         if command == "run":
             run(folder)
         else:
-            up(folder, UpOptions())
+            up(folder)
     assert not (folder / ".dvc").exists() and not (folder / ".rlhf" / "logs").exists()

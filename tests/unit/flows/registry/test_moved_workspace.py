@@ -32,7 +32,7 @@ def original(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "my work-2").mkdir()
     # A neighbour whose name begins alike is another folder.
     client.create_experiment("neighbour", f"{workspace.as_uri()}-2/mlartifacts")
-    end_pipeline_run(run, "finished", workspace)
+    end_pipeline_run(run, "completed", workspace)
     return workspace
 
 
