@@ -281,7 +281,8 @@ def gate(
     """
     from dataclasses import asdict
 
-    from flows.commands.registry_output import explain_gate, gate_report, gate_verdict, has_passed
+    from flows.commands.registry_output import explain_gate, gate_report
+    from flows.commands.text import gate_verdict, has_passed
 
     if power:
         from rlhf_core.evaluation.power import describe_power, power_of

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.commands.text import gate_table
-from flows.registry.aliases import CHAMPION, read_aliases, registered_model
+from flows.registry.aliases import CHAMPION, aliases_of, registered_model
 from flows.registry.client import connect
 from flows.registry.decisions import PromotionDecision, report_name
 from flows.registry.evidence import GATES
@@ -68,22 +68,6 @@ def gate_report(workspace: Path, name: str) -> Mapping[str, Any]:
     return report
 
 
-def has_passed(report: Mapping[str, Any]) -> bool:
-    """Return whether a gate has conditions and all of them hold."""
-    rows = condition_rows(report)
-    return report.get("passed") is True and bool(rows) and all(row.passed for row in rows)
-
-
-def gate_verdict(name: str, report: Mapping[str, Any]) -> str:
-    """Say in one line whether a gate passed."""
-    rows = condition_rows(report)
-    failed = sum(not row.passed for row in rows)
-    if has_passed(report):
-        return f"the {name} gate passed: {len(rows)} of {len(rows)} conditions hold"
-    mode = ", but the mode is report: the pipeline went on" if report.get("mode") == "report" else ""
-    return f"the {name} gate failed: {failed} of {len(rows)} conditions do not hold{mode}"
-
-
 def explain_gate(workspace: Path, report: Mapping[str, Any]) -> Group:
     """Return every condition of a gate with value, bound and reason, which decided, and what they were read from."""
     unmet = [row.metric for row in condition_rows(report) if not row.passed]
@@ -106,8 +90,22 @@ class ModelHistory:
     recorded_champion: str | None
 
     def as_text(self) -> str:
-        """List who changed what when and why, and say where the champion is not the one of the history."""
-        lines = [line for record in self.decisions for line in _describe(record, self.model)]
+        """List who changed what when, why and by which report, and where the champion is not the one of the history."""
+        lines = []
+        for entry in self.decisions:
+            moves = [
+                f"{'' if of['model'] == self.model else of['model'] + ' '}@{of['alias']} → {of['version'] or 'none'}"
+                for of in entry["moves"]
+            ]
+            about = ", ".join(moves) or (f"version {entry['decided_on']}" if entry["decided_on"] else "versions")
+            when, who = str(entry["time"])[:19].replace("T", " "), printed_line(str(entry["who"] or "unknown"))
+            lines += [f"{entry['number']}  {when} UTC  {who}  {entry['action']}: {about}"]
+            lines += [f"   why: {printed_line(str(entry['reason']))}"]
+            if entry["decision"]:
+                lines.append(
+                    f"   evidence: {report_name(entry['decision'], entry['id'])}, attached to the run that "
+                    f"registered version {entry['decided_on']}"
+                )
         if self.recorded_champion != self.champion:
             lines.append(
                 f"the champion is {version_words(self.champion)}, but the history ends with "
@@ -124,41 +122,12 @@ def model_history(workspace: Path, model: str | None = None) -> ModelHistory:
     """
     name = model or load_section(workspace, "registry", RegistryConfig).policy
     client = connect(workspace)
-    records = read_history(client, name, registered_model(client, name))
-    if not records:
+    registered = registered_model(client, name)
+    entries = read_history(client, name, registered)
+    if not entries:
         raise RlhfError(f"{name} has no history yet; it begins with the first version that becomes challenger")
-    return ModelHistory(name, records, read_aliases(client, name).get(CHAMPION), last_champion(records, name))
-
-
-def last_champion(records: Sequence[Mapping[str, Any]], model: str) -> str | None:
-    """The version that the history says is champion, None if it says nothing of one."""
-    moved = [
-        move["version"]
-        for record in records
-        for move in record["moves"]
-        if move["model"] == model and move["alias"] == CHAMPION
-    ]
-    return moved[-1] if moved else None
-
-
-def _describe(record: Mapping[str, Any], model: str) -> list[str]:
-    """One line on what happened, one on why, and one on the evidence where there is a report."""
-    moves = [
-        f"{'' if move['model'] == model else move['model'] + ' '}@{move['alias']} → {move['version'] or 'none'}"
-        for move in record["moves"]
-    ]
-    when = str(record["time"])[:19].replace("T", " ")
-    about = ", ".join(moves) or (f"version {record['decided_on']}" if record["decided_on"] else "versions")
-    lines = [
-        f"{record['number']}  {when} UTC  {printed_line(str(record['who'] or 'unknown'))}  {record['action']}: {about}",
-        f"   why: {printed_line(str(record['reason']))}",
-    ]
-    if record["decision"]:
-        lines.append(
-            f"   evidence: {report_name(record['decision'], record['id'])}, attached to the run that "
-            f"registered version {record['decided_on']}"
-        )
-    return lines
+    moves = [move for entry in entries for move in entry["moves"] if (move["model"], move["alias"]) == (name, CHAMPION)]
+    return ModelHistory(name, entries, aliases_of(registered).get(CHAMPION), moves[-1]["version"] if moves else None)
 
 
 MIB = 1 << 20

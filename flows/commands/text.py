@@ -46,11 +46,7 @@ def print_gate_failure(error: GateFailed, stream: TextIO) -> None:
     if decision is None:
         print_error(str(error), stream)
         return
-    name = decision.get("gate", error.evidence.stem if error.evidence else "")
-    failed = sum(not row.passed for row in condition_rows(decision))
-    total = len(condition_rows(decision))
-    counted = f"{failed} of {total} conditions do not hold" if total else "it has no conditions"
-    print_error(f"the {name} gate failed: {counted}", stream)
+    print_error(gate_verdict(decision.get("gate", error.evidence.stem if error.evidence else ""), decision), stream)
     console = error_console(stream)
     console.print(gate_table(decision))
     console.print(f"evidence: {error.evidence}", soft_wrap=not console.is_terminal)
@@ -75,6 +71,23 @@ def _read_decision(evidence: Path | None) -> Mapping[str, Any] | None:
     except DataError:
         return None
     return decision
+
+
+def has_passed(decision: Mapping[str, Any]) -> bool:
+    """Return whether a gate has conditions and all of them hold."""
+    rows = condition_rows(decision)
+    return decision.get("passed") is True and bool(rows) and all(row.passed for row in rows)
+
+
+def gate_verdict(name: str, decision: Mapping[str, Any]) -> str:
+    """Say in one line whether a gate passed."""
+    rows = condition_rows(decision)
+    if has_passed(decision):
+        return f"the {name} gate passed: {len(rows)} of {len(rows)} conditions hold"
+    failed = sum(not row.passed for row in rows)
+    counted = f"{failed} of {len(rows)} conditions do not hold" if rows else "it has no conditions"
+    mode = ", but the mode is report: the pipeline went on" if decision.get("mode") == "report" else ""
+    return f"the {name} gate failed: {counted}{mode}"
 
 
 def gate_table(decision: Mapping[str, Any], *, every_reason: bool = False) -> Group:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,6 +186,23 @@ def markdown_text(text: str) -> str:
     return escaped
 
 
+JUDGE_COLUMNS = ("judge", "win rate", "95 % interval", "at equal length", "prompts", "questions")
+
+
+def judge_cells(judge: JudgeResult) -> tuple[object, ...]:
+    """The row of a judge in a table of :data:`JUDGE_COLUMNS`."""
+    interval = f"{judge.low95:.3f} to {judge.high95:.3f}"
+    at_equal_length = "" if judge.lc_win_rate is None else f"{judge.lc_win_rate:.3f}"
+    name = markdown_text(judge.judge)
+    return name, f"{judge.win_rate:.3f}", interval, at_equal_length, judge.prompts, judge.clusters
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown, whose cells are Markdown."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
+
+
 def verdict_markdown(verdict: RunVerdict, report_link: str | None = None) -> str:
     """Describe the verdict with its key numbers.
 
@@ -194,15 +211,7 @@ def verdict_markdown(verdict: RunVerdict, report_link: str | None = None) -> str
     """
     lines = [f"**{markdown_text(verdict.headline[:1].upper() + verdict.headline[1:])}**", ""]
     if verdict.judges:
-        columns = ("judge", "win rate", "95 % interval", "prompts", "questions", "at equal length")
-        lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-        for j in verdict.judges:
-            controlled = "" if j.lc_win_rate is None else f"{j.lc_win_rate:.3f}"
-            lines.append(
-                f"| {markdown_text(j.judge)} | {j.win_rate:.3f} | {j.low95:.3f} to {j.high95:.3f} | {j.prompts} "
-                f"| {j.clusters} | {controlled} |"
-            )
-        lines.append("")
+        lines += [markdown_table(JUDGE_COLUMNS, map(judge_cells, verdict.judges)), ""]
     if verdict.kl is not None:
         kl = verdict.kl
         lines += [f"KL from SFT: {kl.mean:.2f} nats per reply (95 %: {kl.low95:.2f} to {kl.high95:.2f})", ""]

@@ -188,6 +188,8 @@ def export(workspace: Path, target: Path, request: ExportRequest) -> Export:
         GateFailed: The version's gates did not all pass, it was rolled back, or its registration was interrupted.
         ModelError: Its files are not the registered ones.
     """
+    from huggingface_hub import ModelCard, ModelCardData
+
     workspace = workspace.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RlhfError(f"{target} is not an empty folder; name a new one")
@@ -216,9 +218,16 @@ def export(workspace: Path, target: Path, request: ExportRequest) -> Export:
             reads_in_4 = True
         else:
             shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(ADAPTER_FOLDER))
-            _write_generation_config(folder, evidence.sampling)
+            file = folder / GENERATION
+            settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            settings.pop("_from_model_config", None)  # with it, transformers would read the model's configuration
+            sampled = {**settings, "do_sample": True, **evidence.sampling}
+            file.write_text(json.dumps(sampled, indent=2) + "\n", encoding="utf-8")
             reads_in_4 = write_earlier_names(folder)
-        _write_card(folder, evidence, title, request, reads_in_4)
+        data = card_data(evidence, request.license_id) | ({"library_name": "peft"} if request.adapter else {})
+        forced = request.force_reason if obstacle else None
+        text = card_text(evidence, title, forced, reads_in_4, request.adapter)
+        ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{text}").save(folder / "README.md")
         if evidence.data_card:
             (folder / DATA_CARD_FILE).write_text(evidence.data_card, encoding="utf-8")
         if signer is not None:
@@ -239,26 +248,3 @@ def _copy_adapter(source: Path, folder: Path, evidence: ReleaseEvidence) -> None
     for file in source.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and file.name not in MODEL_FILES:
             shutil.copy(file, folder)
-
-
-def _write_generation_config(folder: Path, sampling: Mapping[str, Any]) -> None:
-    """Add the sampling that the policy was judged with to what the folder says of its tokens."""
-    file = folder / GENERATION
-    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    settings.pop("_from_model_config", None)  # with it, transformers would read the model's configuration instead
-    file.write_text(json.dumps({**settings, "do_sample": True, **sampling}, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_card(
-    folder: Path,
-    evidence: ReleaseEvidence,
-    title: str,
-    request: ExportRequest,
-    reads_in_4: bool,
-) -> None:
-    from huggingface_hub import ModelCard, ModelCardData
-
-    data = card_data(evidence, request.license_id) | ({"library_name": "peft"} if request.adapter else {})
-    forced = request.force_reason if evidence.obstacle else None
-    text = card_text(evidence, title, forced, reads_in_4, request.adapter)
-    ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{text}").save(folder / "README.md")

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.pipeline.verdict import markdown_text
+from flows.pipeline.verdict import JUDGE_COLUMNS, judge_cells, markdown_table, markdown_text
 from flows.registry.aliases import registry_errors
 from flows.registry.client import connect, fluent
-from flows.registry.evidence import TrainingSource, read_data_card, source_of_version
+from flows.registry.evidence import GATES, TrainingSource, read_data_card, source_of_version
 from flows.registry.stored_models import stored_sampling
 from flows.stage.outcome import condition_rows
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import SELECTED_BY, TRAINED_ON
-from rlhf_core.evaluation.verdict import JudgeResult, judge_results
+from rlhf_core.evaluation.verdict import judge_results
 from rlhf_core.gates import lookup
 from rlhf_core.storage.files import read_json
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 LINEAGE = "lineage."
+KINDS = ("gates", "metrics")
 
 
 @dataclass(frozen=True)
@@ -68,40 +69,30 @@ def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obsta
     Raises:
         RlhfError: The run or its files are gone, or MLflow does not answer.
     """
-    name = f"{version.name} version {version.version}"
+    name, client = f"{version.name} version {version.version}", connect(workspace)
     if not version.run_id:
         raise RlhfError(f"{name} was registered by no run, so nothing says how it was judged")
-    from mlflow.artifacts import download_artifacts
-
     with (
         tempfile.TemporaryDirectory() as temporary,
         registry_errors(f"read the evidence of {name}"),
         fluent(workspace),
     ):
-        local = Path(download_artifacts(run_id=version.run_id, artifact_path="gates", dst_path=temporary))
-        gates = {path.stem: read_json(path) for path in local.glob("*.json")}
-        metrics = Path(download_artifacts(run_id=version.run_id, artifact_path="metrics", dst_path=temporary))
-        evaluation = read_json(metrics / "evaluation.json")
-        training = metrics / "ppo.json"
-        method = str(read_json(training).get("method", "ppo")) if training.is_file() else "ppo"
-        sft = metrics / "sft.json"
-        fine_tuned = not sft.is_file() or "train_loss" in read_json(sft)
-        data_card = read_data_card(connect(workspace), version.run_id, Path(temporary))
-        sampling = stored_sampling(folder)
-    order = [gate for gate in ("data", "sft", "reward", "policy") if gate in gates]
-    return ReleaseEvidence(
-        name=name,
-        run_id=version.run_id,
-        gates={gate: gates[gate] for gate in [*order, *sorted(set(gates) - set(order))]},
-        evaluation=evaluation,
-        sampling=sampling,
-        source=source_of_version(connect(workspace), version),
-        lineage={key.removeprefix(LINEAGE): value for key, value in version.tags.items() if key.startswith(LINEAGE)},
-        obstacle=obstacle,
-        data_card=data_card,
-        method=method,
-        fine_tuned=fine_tuned,
-    )
+        gates, metrics = (Path(client.download_artifacts(version.run_id, kind, temporary)) for kind in KINDS)
+        reports = {path.stem: read_json(path) for path in sorted(gates.glob("*.json"))}
+        training, sft = metrics / "ppo.json", metrics / "sft.json"
+        return ReleaseEvidence(
+            name=name,
+            run_id=version.run_id,
+            gates={gate: reports[gate] for gate in dict.fromkeys((*GATES, *reports)) if gate in reports},
+            evaluation=read_json(metrics / "evaluation.json"),
+            sampling=stored_sampling(folder),
+            source=source_of_version(client, version),
+            lineage={k.removeprefix(LINEAGE): value for k, value in version.tags.items() if k.startswith(LINEAGE)},
+            obstacle=obstacle,
+            data_card=read_data_card(client, version.run_id, Path(temporary)),
+            method=str(read_json(training).get("method", "ppo")) if training.is_file() else "ppo",
+            fine_tuned=not sft.is_file() or "train_loss" in read_json(sft),
+        )
 
 
 HUB_ID_PARTS = 2
@@ -220,7 +211,7 @@ def card_text(
     lineage = {"registered as": evidence.name, "MLflow run": evidence.run_id, **evidence.lineage}
     blocks += [
         "## Lineage",
-        _table(("", ""), ((key.replace("_", " "), f"`{value}`") for key, value in lineage.items())),
+        markdown_table(("", ""), ((key.replace("_", " "), f"`{value}`") for key, value in lineage.items())),
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -242,20 +233,13 @@ def _judges(evidence: ReleaseEvidence) -> str:
     judges = judge_results(evidence.evaluation.get("comparison") or {})
     if not judges:
         return "No comparison with the SFT model was recorded."
-    rows = [
-        (j.judge, f"{j.win_rate:.3f}", f"{j.low95:.3f} to {j.high95:.3f}", _at_equal_length(j), j.prompts, j.clusters)
-        for j in judges
-    ]
+    rows = [judge_cells(judge) for judge in judges]
     excluded = NO_JUDGE[evidence.method]
     if evidence.method == "ppo":
         excluded += f", nor is the one that selected its checkpoint (`{SELECTED_BY}`)"
-    return f"Policy against the SFT model that it started from, ties as half a win. {excluded}.\n\n" + _table(
-        ("judge", "win rate", "95 % interval", "at equal length", "prompts", "questions"), rows
+    return f"Policy against the SFT model that it started from, ties as half a win. {excluded}.\n\n" + markdown_table(
+        JUDGE_COLUMNS, rows
     )
-
-
-def _at_equal_length(judge: JudgeResult) -> str:
-    return "" if judge.lc_win_rate is None else f"{judge.lc_win_rate:.3f}"
 
 
 def _both_models(evaluation: Mapping[str, Any]) -> str:
@@ -264,7 +248,7 @@ def _both_models(evaluation: Mapping[str, Any]) -> str:
         values = [lookup(evaluation, f"{section}.{metric}")[0] for section in sections]
         if None not in values:
             rows.append((label, *(f"{value:.3g}" for value in values)))
-    return _table(("", "SFT", "policy"), rows) if rows else ""
+    return markdown_table(("", "SFT", "policy"), rows) if rows else ""
 
 
 def _kl(evaluation: Mapping[str, Any]) -> str:
@@ -281,7 +265,7 @@ def _gate(name: str, report: Mapping[str, Any]) -> str:
         (f"`{row.metric}`", row.value, markdown_text(row.bound), "yes" if row.passed else "**no**")
         for row in condition_rows(report)
     ]
-    return f"**{name}** {verdict}\n\n" + _table(("metric", "value", "bound", "passed"), rows)
+    return f"**{name}** {verdict}\n\n" + markdown_table(("metric", "value", "bound", "passed"), rows)
 
 
 def _use(sampling: Mapping[str, Any]) -> str:
@@ -295,9 +279,3 @@ def _use(sampling: Mapping[str, Any]) -> str:
         'print(chat([{"role": "user", "content": "…"}])[0]["generated_text"][-1]["content"])\n'
         "```"
     )
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
-    return "\n".join(lines)

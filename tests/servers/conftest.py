@@ -17,21 +17,17 @@ from integration.registry.conftest import (
     Backend,
     champion_and_challenger,
     champion_and_challenger_on_server,
-    commit_fixture,
     contest,
     finished,
     workspace,
-    write_gate_fixture,
 )
 
 __all__ = [
     "champion_and_challenger",
     "champion_and_challenger_on_server",
-    "commit_fixture",
     "contest",
     "finished",
     "workspace",
-    "write_gate_fixture",
 ]
 SCRIPT = Path(__file__).with_name("up.sh")
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
@@ -286,13 +286,3 @@ def make_policy(workspace: Path, seed: int) -> None:
     tokenizer = load_tokenizer(workspace / "models" / "reward")
     save_model(workspace / "models" / "policy", tokenizer, LlamaForCausalLM, seed)
     commit(workspace)
-
-
-@pytest.fixture(name="write_gate")
-def write_gate_fixture() -> Callable[..., None]:
-    return write_gate
-
-
-@pytest.fixture(name="commit")
-def commit_fixture() -> Callable[[Path], None]:
-    return commit

@@ -10,10 +10,11 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from integration.registry.conftest import policy_name, reward_name, wait_for_url
+from integration.registry.conftest import commit, policy_name, reward_name, wait_for_url, write_gate
 
 from flows.prefect_server.services import free_port
 from flows.registry.aliases import versions
@@ -25,7 +26,6 @@ from flows.registry.client import (
     fluent,
     log_final_artifacts,
     start_pipeline_run,
-    tracking_uri,
 )
 from flows.registry.promote import promote
 from flows.registry.register import NotRegistered, register
@@ -33,7 +33,7 @@ from flows.registry.stored_models import champion_folder
 from flows.supervision.processes import child_environment
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.storage.files import sha256_file, sha256_tree
-from rlhf_core.tracking.stage_run import METRICS_TAG
+from rlhf_core.tracking.stage_run import METRICS_TAG, tracking_uri
 
 CHAT = {"messages": [{"role": "user", "content": "what colour is the sky?"}]}
 REFUSED_REQUESTS = [
@@ -76,15 +76,8 @@ def test_both_models_are_registered_with_lineage_and_gate_report(workspace: Path
         ("data/clean", version.tags["lineage.data"])
     ]
     assert client.get_run(run_id).info.status == "RUNNING"  # registering does not close the pipeline's run
-
-
-@pytest.mark.slow
-def test_the_same_content_is_registered_once(workspace: Path) -> None:
-    first = register(workspace).registered[policy_name(workspace)]
-    again = register(workspace).registered[policy_name(workspace)]
-    assert (first.reused, again.reused) == (False, True)
-    assert again.version == "1"
-    assert len(versions(connect(workspace), policy_name(workspace))) == 1
+    assert register(workspace).registered[policy_name(workspace)].reused
+    assert len(versions(client, policy_name(workspace))) == 1
 
 
 @pytest.mark.slow
@@ -114,9 +107,7 @@ def test_a_champion_whose_files_were_changed_is_registered_again_and_replaced(wo
 
 
 @pytest.mark.slow
-def test_a_model_is_registered_as_ungated_where_a_gate_upstream_only_reported(
-    workspace: Path, write_gate, commit
-) -> None:
+def test_a_model_is_registered_as_ungated_where_a_gate_upstream_only_reported(workspace: Path) -> None:
     write_gate(workspace, "policy", ["metrics/evaluation.json", "metrics/ppo.json"], passed=False, mode="report")
     commit(workspace)
     result = register(workspace)
@@ -135,49 +126,41 @@ def test_a_model_is_registered_as_ungated_where_a_gate_upstream_only_reported(
     assert tags["gates"] == "passed" and "ungated" not in tags
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("gate", "evidence"), [("data", "data"), ("reward", "reward"), ("policy", "evaluation")])
-def test_every_gate_upstream_of_a_policy_must_have_passed(
-    workspace: Path, write_gate, commit, gate: str, evidence: str
-) -> None:
-    write_gate(workspace, gate, [f"metrics/{evidence}.json"], passed=False)
-    commit(workspace)
-    refused = register(workspace).refused
-    assert refused[policy_name(workspace)] == f"the {gate} gate did not pass: kl"
-    assert (reward_name(workspace) in refused) == (gate != "policy")
+def fail_gate(gate: str, evidence: str) -> Callable[[Path], None]:
+    return lambda workspace: write_gate(workspace, gate, [f"metrics/{evidence}.json"], passed=False)
 
 
-@pytest.mark.slow
-def test_a_gate_without_conditions_vouches_for_nothing(workspace: Path, commit) -> None:
+def without_conditions(workspace: Path) -> None:
     path = workspace / "gates" / "policy.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"conditions": []}))
-    commit(workspace)
-    assert "the policy gate has no conditions" in register(workspace).refused[policy_name(workspace)]
+
+
+def append(name: str) -> Callable[[Path], object]:
+    return lambda workspace: (workspace / name).write_text((workspace / name).read_text() + "\n")
 
 
 @pytest.mark.slow
-def test_tampering_with_evidence_or_model_is_refused(workspace: Path) -> None:
-    with (workspace / "metrics" / "evaluation.json").open("a") as stream:
-        stream.write("\n")
-    with (workspace / "models" / "reward" / "config.json").open("a") as stream:
-        stream.write("\n")
+@pytest.mark.parametrize(
+    ("change", "committed", "policy", "reward"),
+    [
+        (fail_gate("data", "data"), True, "the data gate did not pass: kl", "the data gate did not pass: kl"),
+        (fail_gate("reward", "reward"), True, "the reward gate did not pass: kl", "the reward gate did not pass: kl"),
+        (fail_gate("policy", "evaluation"), True, "the policy gate did not pass: kl", ""),
+        (without_conditions, True, "the policy gate has no conditions", ""),
+        (lambda workspace: (workspace / "gates/policy.json").unlink(), False, "has not judged this workspace", ""),
+        (append("metrics/evaluation.json"), False, "is not the file that the policy gate judged", ""),
+        (append("models/reward/config.json"), False, "models/reward modified", "models/reward modified"),
+    ],
+)
+def test_what_the_gates_did_not_vouch_for_is_refused(
+    workspace: Path, change: Callable[[Path], object], committed: bool, policy: str, reward: str
+) -> None:
+    change(workspace)
+    if committed:
+        commit(workspace)
     refused = register(workspace).refused
-    changed = "metrics/evaluation.json is not the file that the policy gate judged"
-    assert changed in refused[policy_name(workspace)]
-    assert "models/reward modified" in refused[reward_name(workspace)]
-
-
-@pytest.mark.slow
-def test_a_policy_is_refused_when_the_reward_model_behind_it_has_changed(workspace: Path) -> None:
-    with (workspace / "models" / "reward" / "config.json").open("a") as stream:
-        stream.write("\n")
-    assert "models/reward modified" in register(workspace).refused[policy_name(workspace)]
-
-
-@pytest.mark.slow
-def test_a_missing_gate_is_refused(workspace: Path) -> None:
-    (workspace / "gates" / "policy.json").unlink()
-    assert "has not judged this workspace" in register(workspace).refused[policy_name(workspace)]
+    assert policy in refused[policy_name(workspace)]
+    assert reward in refused.get(reward_name(workspace), "") and bool(reward) == (reward_name(workspace) in refused)
 
 
 @pytest.mark.slow
@@ -315,14 +298,6 @@ def test_run_versions_and_models_are_described_by_the_verdict(workspace: Path) -
     own = f"tags.`mlflow.parentRunId` = '{run_id}'"
     names = {run.info.run_name for run in client.search_runs([experiment_id(client, workspace)], own)}
     assert len(names) == 2 and all(f" · {workspace.name} · 2" in name for name in names)
-
-
-def test_the_core_writes_to_the_same_record(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhf_core import tracking
-
-    assert tracking.tracking_uri(workspace) == tracking_uri(workspace)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///elsewhere.db")
-    assert tracking.tracking_uri(workspace) == tracking_uri(workspace) == "sqlite:///elsewhere.db"
 
 
 def test_a_server_that_does_not_answer_is_one_clear_line(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,9 @@ from flows.commands.registry_output import (
     explain_gate,
     explain_promotion,
     gate_report,
-    gate_verdict,
-    has_passed,
     model_history,
 )
+from flows.commands.text import gate_verdict, has_passed
 from flows.registry.match import attempt_number
 from flows.registry.promote import promote, rollback
 from rlhf_core.errors import RlhfError

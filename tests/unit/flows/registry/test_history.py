@@ -70,15 +70,6 @@ def test_every_change_of_an_alias_is_in_the_history(registry: Registry, contest:
     assert all("@" in record["who"] and record["time"].startswith("20") for record in records)
 
 
-def test_who_decides_comes_from_the_environment(
-    registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RLHF_ACTOR", "ann (release job 17)")
-    promote(contest, play=ScriptedMatch())
-    (_, record) = read_history(registry.client, MODEL)
-    assert record["who"] == "ann (release job 17)"
-
-
 def test_a_reason_or_a_name_looks_like_no_other_entry(
     registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,14 +72,11 @@ def test_an_enforced_gate_refuses_registration(registry: Registry, contest: Path
     assert "<b>kl</b>: 7.25, required ≤ 6" in on_page(contest)
 
 
-def test_a_run_that_failed_elsewhere_registers_nothing(registry: Registry, contest: Path) -> None:
+def test_what_no_run_has_registered(registry: Registry, contest: Path) -> None:
     hold(contest, "2")
     decision = decided(contest, because="ppo failed: out of memory")
     assert (decision.headline, decision.reason) == ("Not registered", "ppo failed: out of memory")
     assert not decision.conditions and not decision.decided
-
-
-def test_what_no_run_has_registered_yet(registry: Registry, contest: Path) -> None:
     decision = decided(hold(contest, None))
     assert (decision.state, decision.reason) == ("open", "No run has registered it yet.")
     assert decision.next_hint == "registers it, once its gates pass"
@@ -132,12 +129,6 @@ def test_promoted_then_taken_back(registry: Registry, contest: Path) -> None:
     assert first.headline == f"Released: {MODEL} version 1 is the champion again"
 
 
-def test_replaced_by_a_later_version(registry: Registry, contest: Path) -> None:
-    hold(contest, "1")
-    assert promote(contest, play=ScriptedMatch()).promoted
-    assert decided(contest).headline == f"No longer released: version 2 has replaced {MODEL} version 1"
-
-
 def test_forced_promotions_say_so(registry: Registry, contest: Path) -> None:
     hold(contest, "2")
     assert promote(contest, force_reason="the champion leaks", play=ScriptedMatch(0.4)).promoted
@@ -164,18 +155,6 @@ def test_waiting_approved_and_declined(registry: Registry, contest: Path) -> Non
     assert promote(contest, play=ScriptedMatch()).awaiting_approval
     approve(contest, "read 50 replies")
     assert "approved by ann (release 17): read 50 replies" in decided(contest).reason
-
-
-@pytest.mark.slow
-def test_a_request_that_no_longer_stands(registry: Registry, contest: Path) -> None:
-    hold(contest, "2")
-    (contest / "params.yaml").write_text(APPROVAL)
-    assert promote(contest, play=ScriptedMatch()).awaiting_approval
-    registry.add_version()
-    assert promote(contest, play=ScriptedMatch()).awaiting_approval, "version 3 waits now"
-    approve(contest)
-    decision = decided(contest)
-    assert decision.headline == f"Not released: {MODEL} version 2 was not promoted"
 
 
 def test_the_page_keeps_what_the_run_said_until_another_report(registry: Registry, contest: Path) -> None:
