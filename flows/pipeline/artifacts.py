@@ -18,7 +18,15 @@ from prefect.artifacts import (
 )
 
 from flows.pipeline.verdict import RunVerdict, verdict_markdown
-from flows.registry.client import REPORT_PAGE, describe_run, log_final_artifacts, mlflow_address, report_page
+from flows.registry.client import (
+    REPORT_PAGE,
+    connect,
+    describe_run,
+    experiment_id,
+    log_final_artifacts,
+    mlflow_address,
+    run_page,
+)
 from flows.stage.outcome import StageOutcome, condition_rows, last_progress
 from flows.stage.run import stage_log
 from flows.supervision.processes import LogReader
@@ -97,7 +105,7 @@ def publish_run(
     The report is the one that the verdict names, which says what was released.
     """
     report = verdict.report if verdict is not None and verdict.report else REPORT_PAGE
-    page = report_page(workspace, run_id, report) if run_id else ""
+    page = run_page(experiment_id(connect(workspace), workspace), run_id, report) if run_id else ""
     address = mlflow_address(workspace)
     report_link = f"{address}/{page}" if address and page else None
     publish_stage_table(workspace, list(outcomes.values()))

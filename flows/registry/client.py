@@ -76,6 +76,15 @@ HEADLINE_FILE = Path("metrics") / "summary.json"
 FINAL_STATES = {"completed": "FINISHED", "cancelled": "KILLED"}
 
 
+# MLflow reads them when it is imported.
+MLFLOW_SETTINGS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+
+
 def has_record(workspace: Path) -> bool:
     """False for a workspace that has never recorded anything, so that asking does not create a database."""
     return bool(os.environ.get("MLFLOW_TRACKING_URI")) or (record_folder(workspace) / "mlflow.db").is_file()
@@ -86,7 +95,8 @@ def connect(workspace: Path) -> MlflowClient:
 
     The record of a workspace that was moved or copied names its present folder from then on.
     """
-    load_mlflow()
+    for name, value in MLFLOW_SETTINGS.items():
+        os.environ.setdefault(name, value)
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -105,15 +115,6 @@ def connect(workspace: Path) -> MlflowClient:
             f"MLflow at {uri} does not answer ({first_line(error)}); start it, or unset MLFLOW_TRACKING_URI"
         ) from error
     return client
-
-
-def load_mlflow() -> None:
-    """Import MLflow, which takes a second, with the settings that it reads then."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    import mlflow  # noqa: F401
 
 
 @cache
@@ -210,11 +211,6 @@ def log_data_input(client: MlflowClient, run_id: str, workspace: Path) -> None:
     source = json.dumps({"uri": (workspace.resolve() / CLEAN_DATA).as_uri(), "dvc": digest})
     dataset = Dataset(CLEAN_DATA, digest[:36], "local", source, profile=json.dumps({"stage": "validate"}))
     client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
-
-
-def report_page(workspace: Path, run_id: str, name: str = REPORT_PAGE) -> str:
-    """Return the page of the run's copy of the report ``name``, relative to the address of the MLflow UI."""
-    return run_page(experiment_id(connect(workspace), workspace), run_id, name)
 
 
 def log_params(client: MlflowClient, run_id: str, workspace: Path) -> None:

@@ -117,12 +117,6 @@ def weaker_gates(passed: Mapping[str, Any], required: Mapping[str, Sequence[Cond
 DATA_CARD = Path("data/card/release.md")  # without texts of the data; by the folder's name in MLflow
 
 
-def log_data_card(client: MlflowClient, run_id: str, workspace: Path) -> None:
-    """Log the workspace's data card, if there is one."""
-    if (workspace / DATA_CARD).is_file():
-        client.log_artifact(run_id, str(workspace / DATA_CARD), DATA_CARD.parent.name)
-
-
 def read_data_card(client: MlflowClient, run_id: str, temporary: Path) -> str:
     """Return the data card that a run has; an empty text if it has none. ``temporary`` receives the file."""
     if all(artifact.path != DATA_CARD.parent.name for artifact in client.list_artifacts(run_id)):

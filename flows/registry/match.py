@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,28 +55,6 @@ def match_question(workspace: Path, challenger: ModelVersion, champion: ModelVer
 def question_digest(question: Mapping[str, Any]) -> str:
     """A short hash by which a question is known."""
     return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def match_result(
-    client: MlflowClient,
-    workspace: Path,
-    challenger: ModelVersion,
-    question: Mapping[str, Any],
-    play: Callable[[], Mapping[str, Any]],
-) -> dict[str, Any]:
-    """The result of the match about ``question``, played at most once.
-
-    It is kept in ``.rlhf/matches`` and its hash in a tag of the challenger: a file whose hash is not the recorded one
-    was not written by a match, and is replaced by playing.
-    """
-    digest = question_digest(question)
-    kept, tag = workspace / MATCHES / f"{digest}.json", f"{MATCH_TAG}.{digest}"
-    if not kept.is_file() or challenger.tags.get(tag) != sha256_file(kept):
-        atomic_write_json(kept, dict(play()))
-        with registry_errors("record the match"):
-            client.set_model_version_tag(challenger.name, str(challenger.version), tag, sha256_file(kept))
-    result: dict[str, Any] = read_json(kept)
-    return result
 
 
 def play_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int) -> dict[str, Any]:
@@ -137,19 +114,6 @@ TEST_PROMPTS = Path("data") / "clean" / "prompts" / "test.parquet"
 TRIES = 20  # other machines may take a number at the same time
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """Attributes:
-    number: Of the match among those on the same test prompts, from 1.
-    question: What the match is about.
-    match: What it measured.
-    """
-
-    number: int
-    question: Mapping[str, Any]
-    match: Mapping[str, Any]
-
-
 def make_attempt(
     client: MlflowClient,
     workspace: Path,
@@ -157,22 +121,32 @@ def make_attempt(
     challenger: ModelVersion,
     champion: ModelVersion,
     play: Callable[[int], Mapping[str, Any]],
-) -> Attempt:
+) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Number the match, and play it unless it was played before.
 
-    With ``registry.prompt_sets`` attempt k is played on set ``(k - 1) mod prompt_sets`` of the test prompts.
+    With ``registry.prompt_sets`` attempt k is played on set ``(k - 1) mod prompt_sets`` of the test prompts. The result
+    is kept in ``.rlhf/matches`` and its hash in a tag of the challenger: a file whose hash is not the recorded one was
+    not written by a match, and is replaced by playing.
 
     Args:
         play: Plays the match on the set of prompts with this index.
+
+    Returns:
+        The number of the match among those on the same test prompts, from 1, what it was about, and what it measured.
     """
     sets = config.prompt_sets
-    question = {**match_question(workspace, challenger, champion), **({"prompt_sets": sets} if sets > 1 else {})}
+    question = match_question(workspace, challenger, champion) | ({"prompt_sets": sets} if sets > 1 else {})
     number = attempt_number(client, workspace, config.policy, question_digest(question))
     index = (number - 1) % sets
     if sets > 1:
         question["prompt_set"] = index + 1
-    match = match_result(client, workspace, challenger, question, lambda: play(index))
-    return Attempt(number, question, match)
+    digest = question_digest(question)
+    kept, tag = workspace / MATCHES / f"{digest}.json", f"{MATCH_TAG}.{digest}"
+    if not kept.is_file() or challenger.tags.get(tag) != sha256_file(kept):
+        atomic_write_json(kept, dict(play(index)))
+        with registry_errors("record the match"):
+            client.set_model_version_tag(challenger.name, str(challenger.version), tag, sha256_file(kept))
+    return number, question, read_json(kept)
 
 
 def attempt_number(client: MlflowClient, workspace: Path, model: str, digest: str) -> int:

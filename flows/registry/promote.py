@@ -156,18 +156,15 @@ def _decide(
     else:
         try:
             champion_files = verified_folder(workspace, champion, client)
-            attempt = make_attempt(
+            number, question, match = make_attempt(
                 *(client, workspace, config, challenger, champion),
                 lambda prompt_set: play(workspace, champion_files, folder, prompt_set),
             )
-            match = attempt.match
             criteria = (
-                *win_rate_criteria(match, config.promote_win_rate_low95, config.error_budget, attempt.number),
+                *win_rate_criteria(match, config.promote_win_rate_low95, config.error_budget, number),
                 *non_inferiority_criteria(match, config.non_inferiority),
             )
-            decision = replace(
-                decision, question=attempt.question, match=match, attempt=attempt.number, criteria=criteria
-            )
+            decision = replace(decision, question=question, match=match, attempt=number, criteria=criteria)
             passed, reason = decided_by(match, config.promote_win_rate_low95, criteria)
         except RlhfError as error:
             if force_reason is None:

@@ -14,12 +14,12 @@ from flows.registry.aliases import CHALLENGER, aliases_of, registered_model, reg
 from flows.registry.client import experiment_id, fluent, log_data_input, log_numbers
 from flows.registry.decisions import TAG_LIMIT, commit, move, new_entry
 from flows.registry.evidence import (
+    DATA_CARD,
     GATES,
     PARENT_TAG,
     GateEvidence,
     gate_conditions,
     lineage_tags,
-    log_data_card,
     read_gate_evidence,
     require_recorded,
     short_conditions,
@@ -232,7 +232,8 @@ def _create_version(
             client.log_artifact(own_run, str(workspace / "gates" / f"{gate.gate}.json"), "gates")
         for path in files:
             client.log_artifact(own_run, str(path), "metrics")
-        log_data_card(client, own_run, workspace)
+        if (workspace / DATA_CARD).is_file():
+            client.log_artifact(own_run, str(workspace / DATA_CARD), DATA_CARD.parent.name)
         log_data_input(client, own_run, workspace)
         log_numbers(client, own_run, flatten({path.stem: read_json(path) for path in files}), logged.model_id)
         version = client.create_model_version(

@@ -73,7 +73,7 @@ def test_a_message_is_no_markup(published: dict[str, Any]) -> None:
 def test_the_verdict_names_judges_intervals_kl_and_the_next_command() -> None:
     text = verdict_markdown(VERDICT, "http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html")
     assert text.startswith("**Better than SFT**\n")
-    assert "| judge | 0.612 | 0.551 to 0.669 | 320 | 103 | 0.588 |" in text
+    assert "| judge | 0.612 | 0.551 to 0.669 | 0.588 | 320 | 103 |" in text
     assert "KL from SFT: 1.90 nats per reply (95 %: 1.70 to 2.10)" in text
     assert "- Report: [report.html](http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html)" in text
     assert "- Next: `rlhf chat` (talk to the champion)" in text
