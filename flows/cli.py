@@ -214,23 +214,21 @@ def chat(
     $ rlhf chat models/sft
     $ echo "what color is the lamp?" | rlhf chat models/policy
     """
-    from flows.workspace.folder import find_workspace, require_model_folder
+    from flows.workspace.folder import require_model_folder
 
     if model is not None:
         require_model_folder(model)  # before seconds of imports
     with busy("looking up the model"):
-        from flows.commands.serve import champion_model, folder_model
+        from flows.commands.serve import PolicyChoice, served_source
         from rlhf_core.chat.terminal import talk
         from rlhf_core.stages.runtime.threads import limit_threads_of
 
-        if model is None:
-            chosen = champion_model(find_workspace(workspace))
-        else:
-            chosen = folder_model(model, find_workspace(workspace) if workspace else None)
+        chosen = served_source(workspace, PolicyChoice(model))
+        folder = chosen.source.files(chosen.source.latest()).folder
         if chosen.workspace is not None:
             limit_threads_of(chosen.workspace)
     sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
-    talk(chosen.folder, sampling, seed, chosen.about, chosen.workspace)
+    talk(folder, sampling, seed, chosen.about, chosen.workspace)
 
 
 @app.command()

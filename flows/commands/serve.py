@@ -16,7 +16,7 @@ from flows.registry.aliases import CHAMPION, get_version
 from flows.registry.client import connect
 from flows.registry.evidence import TrainingSource, source_of_version, source_of_workspace
 from flows.registry.promote import promotion_obstacle
-from flows.registry.stored_models import AliasSource, VersionSource, policy_with_alias, verified_folder, version_of_run
+from flows.registry.stored_models import AliasSource, VersionSource, policy_with_alias, version_of_run
 from flows.supervision import signals
 from flows.workspace.folder import display_path, find_workspace, is_workspace, require_model_folder
 from rlhf_core.config.evaluation import EvaluateConfig
@@ -37,31 +37,6 @@ if TYPE_CHECKING:
 TOY = "This is a toy: its world has lamps, boats and frogs. It knows nothing of people."
 
 
-@dataclass(frozen=True)
-class ChatModel:
-    """A model to talk to.
-
-    Attributes:
-        workspace: The workspace that it comes from, None for a folder outside of any.
-        about: Lines that say which model it is and what it was trained on.
-    """
-
-    folder: Path
-    workspace: Path | None
-    about: tuple[str, ...]
-
-
-def champion_model(workspace: Path) -> ChatModel:
-    """Return the champion of ``workspace``, its files verified.
-
-    Raises:
-        RlhfError: There is no champion, or its files are not the registered ones.
-    """
-    workspace = workspace.resolve()
-    version = policy_with_alias(workspace)
-    return ChatModel(verified_folder(workspace, version), workspace, about_version(workspace, version, CHAMPION))
-
-
 def about_version(workspace: Path, version: ModelVersion, alias: str | None = None) -> tuple[str, ...]:
     """Return lines that say which version of the policy it is and what it was trained on."""
     registered = datetime.fromtimestamp(version.creation_timestamp / 1000)
@@ -70,16 +45,19 @@ def about_version(workspace: Path, version: ModelVersion, alias: str | None = No
     return (name, *_training(source_of_version(connect(workspace), version)))
 
 
-def folder_model(folder: Path, workspace: Path | None) -> ChatModel:
-    """Return the model of ``folder``, which need not exist; its workspace is the one it lies in, else ``workspace``."""
-    own = next((parent for parent in folder.resolve().parents if is_workspace(parent)), None)
-    config = folder / "config.json"
+def about_folder(folder: Path) -> tuple[str, ...]:
+    """Return lines that say which model lies in ``folder`` and what its workspace trained on, if it lies in one."""
+    config, own = folder / "config.json", _workspace_of(folder)
     written = f", written {datetime.fromtimestamp(config.stat().st_mtime):%Y-%m-%d %H:%M}" if config.is_file() else ""
-    training: tuple[str, ...] = ()
+    lines: tuple[str, ...] = (f"the model in {display_path(folder)}{written}",)
     if own is not None:
-        is_policy = folder.resolve() == own / "models" / "policy"
-        training = _training(source_of_workspace(own), "trained on" if is_policy else "from a pipeline on")
-    return ChatModel(folder, own or workspace, (f"the model in {display_path(folder)}{written}", *training))
+        verb = "trained on" if folder.resolve() == own / "models" / "policy" else "from a pipeline on"
+        lines += _training(source_of_workspace(own), verb)
+    return lines
+
+
+def _workspace_of(folder: Path) -> Path | None:
+    return next((parent for parent in folder.resolve().parents if is_workspace(parent)), None)
 
 
 def _training(source: TrainingSource | None, verb: str = "trained on") -> tuple[str, ...]:
@@ -129,9 +107,11 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class ServedSource:
-    """The policy's source, and lines that say what it is. ``moves`` if another revision may be served later.
+    """The source of a policy to serve or to talk to, and lines that say what it is and what it was trained on.
 
-    ``workspace`` is that which the policy comes from, None for a folder outside of any.
+    ``moves`` if another revision may be served later.
+
+    ``workspace`` is the one that the policy comes from, None for a folder outside of any.
     """
 
     source: PolicySource
@@ -182,11 +162,10 @@ def served_source(workspace: Path | None, choice: PolicyChoice) -> ServedSource:
     """
     if choice.folder is not None:
         require_model_folder(choice.folder)
-        parents = choice.folder.resolve().parents
-        own = workspace or next((parent for parent in parents if is_workspace(parent)), None)
+        own = find_workspace(workspace) if workspace else _workspace_of(choice.folder)
         judged = load_section(own, "evaluate", EvaluateConfig).sampling if own else None
         sampling = judged or sampling_of_folder(choice.folder, SamplingConfig())
-        return ServedSource(FolderSource(choice.folder, sampling), folder_model(choice.folder, None).about, own)
+        return ServedSource(FolderSource(choice.folder, sampling), about_folder(choice.folder), own)
     folder = find_workspace(workspace)
     if choice.version is None and choice.run is None:
         alias = choice.alias or CHAMPION

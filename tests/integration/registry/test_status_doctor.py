@@ -13,7 +13,7 @@ import pytest
 from integration.registry.conftest import policy_name
 
 from flows.commands.doctor import FAIL, OK, check_package, doctor, doctor_text, failures
-from flows.commands.serve import champion_model
+from flows.commands.serve import PolicyChoice, served_source
 from flows.commands.status import status
 from flows.pipeline.events import (
     EventWriter,
@@ -84,9 +84,10 @@ def test_the_champion_introduces_itself_in_chat(workspace: Path) -> None:
     run_id = start_pipeline_run(workspace, "demo · now")
     register(workspace, run_id)
     promote(workspace)
-    model = champion_model(workspace)
+    model = served_source(workspace, PolicyChoice())
     assert re.fullmatch(rf"{policy_name(workspace)} version 1 \(@champion\), registered [\d: -]+", model.about[0])
-    assert model.workspace == workspace and (model.folder / "config.json").is_file()
+    folder = model.source.files(model.source.latest()).folder
+    assert model.workspace == workspace and (folder / "config.json").is_file()
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flows.commands.serve import TOY, folder_model
+from flows.commands.serve import TOY, PolicyChoice, about_folder, served_source
 from flows.registry.evidence import TrainingSource, source_of_version, source_of_workspace
 
 LOCK = """
@@ -41,7 +41,7 @@ def model_in(folder: Path) -> Path:
 def test_the_policy_of_the_demo_is_said_to_be_a_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     workspace = workspace_with(tmp_path, "world", "scratch")
-    model = folder_model(model_in(workspace / "models" / "policy"), None)
+    model = served_source(None, PolicyChoice(model_in(workspace / "models" / "policy")))
     assert model.workspace == workspace
     assert model.about == (
         "the model in models/policy, written 2026-03-04 05:06",
@@ -53,13 +53,13 @@ def test_the_policy_of_the_demo_is_said_to_be_a_toy(tmp_path: Path, monkeypatch:
 
 def test_own_data_and_a_pretrained_base_are_named_and_are_no_toy(tmp_path: Path) -> None:
     workspace = workspace_with(tmp_path, "files", "HuggingFaceTB/SmolLM2-135M")
-    about = folder_model(model_in(workspace / "models" / "policy"), None).about
+    about = about_folder(model_in(workspace / "models" / "policy"))
     assert about[1:] == ("trained on 5,998 preference pairs from a.jsonl, b.jsonl; base: HuggingFaceTB/SmolLM2-135M",)
 
 
 def test_another_model_of_a_workspace_is_not_said_to_be_trained_on_pairs(tmp_path: Path) -> None:
     workspace = workspace_with(tmp_path, "world", "scratch")
-    about = folder_model(model_in(workspace / "models" / "sft"), None).about
+    about = about_folder(model_in(workspace / "models" / "sft"))
     assert about[1].startswith("from a pipeline on 5,998 preference pairs")
 
 
@@ -67,8 +67,7 @@ def test_a_folder_outside_of_workspaces_is_described_by_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    model = folder_model(Path("nothing/here"), None)
-    assert (model.workspace, model.about) == (None, ("the model in nothing/here",))
+    assert about_folder(Path("nothing/here")) == ("the model in nothing/here",)
 
 
 def test_before_the_first_run_nothing_is_known(tmp_path: Path) -> None:

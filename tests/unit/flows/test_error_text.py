@@ -15,7 +15,7 @@ import pytest
 from flows import cli
 from flows.commands.text import print_error, print_failed_gates, print_gate_failure
 from flows.stage.outcome import ConditionRow, condition_rows
-from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_USER_ERROR, GateFailed
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, GateFailed
 
 WHY = "below this the proxy misleads PPO more than it guides it"
 CONDITIONS = [
@@ -153,18 +153,30 @@ def test_a_file_of_another_user_is_a_users_error_that_names_it(
     assert capsys.readouterr().err.startswith(f"rlhf: /data/theirs: {os.strerror(number)}; give yourself the right")
 
 
-def test_an_error_that_nobody_foresaw_names_its_type_and_the_flag_for_more(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "status", "printed"),
+    [
+        (ZeroDivisionError("a\nb"), 1, "rlhf: ZeroDivisionError: a\nb (add --debug for the traceback)\n"),
+        (GateFailed("the policy gate failed"), EXIT_GATE_FAILED, "rlhf: the policy gate failed\n"),
+        (KeyboardInterrupt(), EXIT_INTERRUPTED, "rlhf: stopped\n"),
+    ],
+)
+def test_an_error_is_a_message_and_an_exit_status(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    status: int,
+    printed: str,
 ) -> None:
-    def crash(**options: object) -> None:
-        raise ZeroDivisionError("a\nb")
+    def fail(**options: object) -> None:
+        raise error
 
-    monkeypatch.setattr(cli, "app", crash)
+    monkeypatch.setattr(cli, "app", fail)
     monkeypatch.setattr(sys, "argv", ["rlhf"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == "rlhf: ZeroDivisionError: a\nb (add --debug for the traceback)\n"
+    assert ended.value.code == status
+    assert capsys.readouterr().err == printed
 
 
 def test_after_a_run_the_tables_of_the_gates_that_failed_are_printed(tmp_path: Path) -> None:
@@ -176,14 +188,3 @@ def test_after_a_run_the_tables_of_the_gates_that_failed_are_printed(tmp_path: P
     print_failed_gates(tmp_path, stream)
     assert stream.getvalue().startswith("gate policy\n") and stream.getvalue().count("FAIL") == 3
     assert "gate reward" not in stream.getvalue()
-
-
-def test_the_exit_status_of_a_failed_gate_is_its_own(monkeypatch: pytest.MonkeyPatch, failure: GateFailed) -> None:
-    def refuse(**options: object) -> None:
-        raise failure
-
-    monkeypatch.setattr(cli, "app", refuse)
-    monkeypatch.setattr(sys, "argv", ["rlhf"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == EXIT_GATE_FAILED

@@ -135,10 +135,8 @@ def test_the_next_command(
     assert hint in next_step(stages, resumable, last, registry)[1]
 
 
-@pytest.mark.parametrize("width", [80, 40])
-def test_every_line_with_a_break_in_it_fits_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
+def test_every_line_with_a_break_in_it_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    width = 40
     changes = {"ppo": [{"changed deps": {f"models/part{number}": "modified" for number in range(9)}}]}
     monkeypatch.setattr("flows.commands.status.dvc_status", lambda *_: changes)
     monkeypatch.chdir(tmp_path)
