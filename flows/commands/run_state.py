@@ -55,7 +55,10 @@ class StageProgress:
         self.latest, self.latest_at = lines[-1], self.reader.log.stat().st_mtime
         self.first = self.latest
         for line in reversed(lines):
-            if not _same_loop(line, self.first):
+            later = self.first
+            # Of one loop of one process: a retry or the next loop starts anew.
+            same = (line.description, line.total) == (later.description, later.total) and line.done <= later.done
+            if not same or (line.seconds or 0.0) > (later.seconds or 0.0):
                 break
             self.first = line
 
@@ -82,16 +85,6 @@ class StageProgress:
         return max(0.0, (self.latest.total - self.latest.done) / rate - since)
 
 
-def _same_loop(earlier: LoggedProgress, later: LoggedProgress) -> bool:
-    """Whether two progress lines are of one loop of one process: a retry or the next loop starts anew."""
-    return (
-        earlier.description == later.description
-        and earlier.total == later.total
-        and earlier.done <= later.done
-        and (earlier.seconds or 0.0) <= (later.seconds or 0.0)
-    )
-
-
 Describe = Callable[[Mapping[str, Any]], str]
 
 
@@ -113,11 +106,6 @@ def _gate(gate: Mapping[str, Any]) -> str:
     return f"{verdict} {passed}/{len(conditions)}"
 
 
-def _win_rates(evaluation: Mapping[str, Any]) -> str:
-    rates = ", ".join(f"{judge.judge} {judge.win_rate:.2f}" for judge in judge_results(evaluation["comparison"]))
-    return f"win rate by {rates}"
-
-
 def _selected(ppo: Mapping[str, Any]) -> str:
     if ppo.get("method") == "dpo":
         return f"DPO, held-out loss {ppo['validation_loss']:.3f}, accuracy {ppo['validation_accuracy']:.2f}"
@@ -132,31 +120,32 @@ def _too_long(training: Mapping[str, Any]) -> str:
     return f", {dropped} rows too long" if dropped else ""
 
 
-def _perplexity(sft: Mapping[str, Any]) -> str:
-    return f"perplexity {sft['perplexity']:.3g}{_too_long(sft)}"
-
-
 def _accuracy(reward: Mapping[str, Any]) -> str:
     balanced = reward.get("test_accuracy_length_balanced")
     beside = f", length-balanced {balanced:.3f}" if balanced is not None else ""
     return f"accuracy {reward['accuracy']:.3f}{beside}{_too_long(reward)}"
 
 
-def _critic(critic: Mapping[str, Any]) -> str:
-    return str(critic["reason"]) if "reason" in critic else f"explained variance {critic['explained_variance']:.2f}"
-
-
 RESULTS: dict[str, tuple[str, Describe]] = {
     "validate": ("gates/data.json", _gate),
-    "sft": ("metrics/sft.json", _perplexity),
+    "sft": ("metrics/sft.json", lambda sft: f"perplexity {sft['perplexity']:.3g}{_too_long(sft)}"),
     "gate-sft": ("gates/sft.json", _gate),
     "reward": ("metrics/reward.json", _accuracy),
     "referee": ("metrics/referee.json", _accuracy),
     "judge": ("metrics/judge.json", _accuracy),
     "gate-reward": ("gates/reward.json", _gate),
-    "critic": ("metrics/critic.json", _critic),
+    "critic": (
+        "metrics/critic.json",
+        lambda critic: critic.get("reason") or f"explained variance {critic['explained_variance']:.2f}",
+    ),
     "ppo": ("metrics/ppo.json", _selected),
-    "evaluate": ("metrics/evaluation.json", _win_rates),
+    "evaluate": (
+        "metrics/evaluation.json",
+        lambda evaluation: (
+            "win rate by "
+            + ", ".join(f"{of.judge} {of.win_rate:.2f}" for of in judge_results(evaluation["comparison"]))
+        ),
+    ),
     "gate-policy": ("gates/policy.json", _gate),
 }
 

@@ -25,7 +25,7 @@ from flows.registry.decisions import (
     version_tag,
 )
 from flows.registry.evidence import gate_conditions, weaker_gates
-from flows.registry.history import APPROVE, DECLINE, REQUEST, WITHDRAW, ApprovalRequest, latest_request, version_words
+from flows.registry.history import APPROVE, DECLINE, REQUEST, WITHDRAW, latest_request, version_words
 from flows.registry.match import PlayMatch, decided_by, make_attempt, play_match
 from flows.registry.register import CONDITIONS_TAG, GATES_PASSED, GATES_TAG, REWARD_VERSION_TAG, UNGATED_TAG
 from flows.registry.session import RegistrySession, not_the_owner, ownership, registry_session
@@ -261,13 +261,9 @@ def _requested(session: RegistrySession, version: str | None) -> PromotionDecisi
             f"the champion of {model} is {version_words(aliases.get(CHAMPION))}, but version {request.challenger} was "
             f"judged against {version_words(request.champion)}; `rlhf promote` judges it again"
         )
-    return _as_decision(request)
-
-
-def _as_decision(request: ApprovalRequest) -> PromotionDecision:
     kept = {field.name for field in fields(PromotionDecision)} - {"report", "match", "question", "criteria"}
-    values: dict[str, Any] = {name: value for name, value in request.entry["decision"].items() if name in kept}
-    return replace(PromotionDecision(**values), awaiting_approval=False, who=actor(), time=utc_now())
+    planned: dict[str, Any] = {name: value for name, value in request.entry["decision"].items() if name in kept}
+    return replace(PromotionDecision(**planned), awaiting_approval=False, who=actor(), time=utc_now())
 
 
 def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDecision:

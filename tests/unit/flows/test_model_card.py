@@ -37,11 +37,11 @@ POLICY_GATE = {
 }
 
 
-def evidence(base: str = "owner/base", collect: str = "files", obstacle: str = "") -> ReleaseEvidence:
-    source = TrainingSource(collect, base, "pairs.jsonl", 5998)
+def evidence(base: str = "owner/base") -> ReleaseEvidence:
+    source = TrainingSource("files", base, "pairs.jsonl", 5998)
     lineage = {"data": "f00.dir"}
     name = "rlhf-policy version 3"
-    return ReleaseEvidence(name, "abc", {"policy": POLICY_GATE}, EVALUATION, SAMPLING, source, lineage, obstacle)
+    return ReleaseEvidence(name, "abc", {"policy": POLICY_GATE}, EVALUATION, SAMPLING, source, lineage, "")
 
 
 def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
@@ -63,19 +63,27 @@ def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
     assert "by force" not in text and "synthetic" not in text
 
 
-def test_a_forced_release_says_what_stood_against_it_and_why() -> None:
-    text = card_text(evidence(obstacle="version 3 is ungated (kl >= 6)"), "m", "needed for a *study*")
-    assert "**Released by force.** Against it stood: version 3 is ungated (kl ≥ 6)." in text
-    assert "Reason given: needed for a \\*study\\*" in text
-
-
-def test_the_data_card_is_linked_where_there_is_one() -> None:
-    assert "DATA_CARD.md" not in card_text(evidence(), "m", None)
-    assert "The [data card](DATA_CARD.md) has" in card_text(replace(evidence(), data_card="# Data card"), "m", None)
-
-
-def test_a_toy_is_called_one() -> None:
-    assert "synthetic world of lamps" in card_text(evidence(collect="world", base="scratch"), "m", None)
+@pytest.mark.parametrize(
+    ("changes", "forced", "said", "unsaid"),
+    [
+        (
+            {"obstacle": "version 3 is ungated (kl >= 6)"},
+            "needed for a *study*",
+            "**Released by force.** Against it stood: version 3 is ungated (kl ≥ 6). "
+            "Reason given: needed for a \\*study\\*",
+            "DATA_CARD.md",
+        ),
+        ({"data_card": "# Data card"}, None, "The [data card](DATA_CARD.md) has", "by force"),
+        ({"source": TrainingSource("world", "scratch", "", 5)}, None, "synthetic world of lamps", "pairs.jsonl"),
+        ({"evaluation": {}}, None, "No comparison with the SFT model was recorded.", "| judge |"),
+        ({}, None, "Fine-tuned with supervision, then trained by PPO", "Trained without"),
+        ({"fine_tuned": False}, None, "Trained without fine-tuning before it, by PPO against", "with supervision"),
+        ({"method": "dpo"}, None, "by DPO", "PPO"),
+    ],
+)
+def test_what_a_card_says_of_a_version(changes: dict[str, Any], forced: str | None, said: str, unsaid: str) -> None:
+    text = card_text(replace(evidence(), **changes), "m", forced)
+    assert said in text and unsaid not in text
 
 
 @pytest.mark.parametrize(
@@ -89,26 +97,8 @@ def test_a_base_on_a_hub_is_named_in_the_metadata(base: str, named: bool) -> Non
     assert "license" not in card_data(evidence(base), None)
 
 
-def test_what_was_not_compared_is_said() -> None:
-    bare = ReleaseEvidence("p version 1", "abc", {}, {}, SAMPLING, None, {}, "")
-    assert "No comparison with the SFT model was recorded." in card_text(bare, "m", None)
-
-
-def test_the_language_of_the_prompts_is_named_where_their_script_tells_it() -> None:
+def test_language_and_method_are_in_the_metadata_where_they_are_known() -> None:
     assert "language" not in card_data(evidence(), None)
-    judged = replace(evidence(), evaluation=EVALUATION | {"languages": {"ja": 0.05, "zh": 0.9}})
-    assert card_data(judged, None)["language"] == ["zh"]
-
-
-def test_a_policy_whose_sft_took_no_step_is_not_said_to_be_fine_tuned() -> None:
-    assert "Fine-tuned with supervision, then trained by PPO" in card_text(evidence(), "m", None)
-    text = card_text(replace(evidence(), fine_tuned=False), "m", None)
-    assert "Trained without fine-tuning before it, by PPO against a reward model" in text
-    assert "with supervision" not in text
-
-
-def test_a_policy_of_dpo_is_not_said_to_be_trained_by_ppo() -> None:
-    by_dpo = replace(evidence(), method="dpo")
-    text = card_text(by_dpo, "m", None)
-    assert "by DPO" in text and "PPO" not in text and "(`referee`)" not in text
-    assert card_data(by_dpo, None)["tags"] == ["rlhf", "dpo"]
+    judged = replace(evidence(), evaluation=EVALUATION | {"languages": {"ja": 0.05, "zh": 0.9}}, method="dpo")
+    data = card_data(judged, None)
+    assert (data["language"], data["tags"]) == (["zh"], ["rlhf", "dpo"])
