@@ -140,12 +140,10 @@ def describe_retention(plan: RetentionPlan, *, deleted: bool) -> str:
         deleted: Whether the plan has been carried out.
     """
     lines = []
-    for model in plan.models:
-        lines.append(model.name)
-        rows = [(int(number), f"kept: {reason}") for number, reason in model.kept.items()]
-        rows += [(int(version.version), "deleted" if deleted else "would be deleted") for version in model.deleted]
-        lines += [f"  version {number}  {what}" for number, what in sorted(rows, reverse=True)]
-        lines += [] if rows else ["  no version"]
+    for name, rows in plan.models.items():
+        lines += [name, *([] if rows else ["  no version"])]
+        gone = "deleted" if deleted else "would be deleted"
+        lines += [f"  version {version.version}  {f'kept: {why}' if why else gone}" for version, why in rows]
     versions, matches = len(plan.deleted), len(plan.matches)
     counts = f"{versions} version{'' if versions == 1 else 's'} and {matches} match{'' if matches == 1 else 'es'}"
     if deleted:

@@ -29,30 +29,21 @@ LOGGED_MODEL = "models:/"
 
 
 @dataclass(frozen=True)
-class ModelRetention:
-    """The versions of one registered model, newest first.
+class RetentionPlan:
+    """What is kept and what is deleted.
 
     Attributes:
-        kept: Why each version is kept, by its number.
-        deleted: The others.
+        models: For each registered model its versions, newest first, with the reason why one stays; empty if it goes.
+        matches: The files of matches that only deleted versions played.
     """
 
-    name: str
-    kept: Mapping[str, str]
-    deleted: Sequence[ModelVersion]
-
-
-@dataclass(frozen=True)
-class RetentionPlan:
-    """What is kept and what is deleted; ``matches`` are the files of matches that only deleted versions played."""
-
-    models: Sequence[ModelRetention]
+    models: Mapping[str, Sequence[tuple[ModelVersion, str]]]
     matches: Sequence[Path]
 
     @property
     def deleted(self) -> Sequence[ModelVersion]:
         """The versions to delete, of all models."""
-        return [version for model in self.models for version in model.deleted]
+        return [version for rows in self.models.values() for version, why in rows if not why]
 
 
 def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
@@ -75,11 +66,10 @@ def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
             raise RlhfError(f"{config.policy} is owned by {owner}; its versions are deleted there")
         plan = _plan(session, config.retention.versions)
         if delete and plan.deleted:
-            numbers = "; ".join(
-                f"{model.name} {', '.join(str(version.version) for version in model.deleted)}"
-                for model in plan.models
-                if model.deleted
-            )
+            gone = {
+                name: [str(version.version) for version, why in rows if not why] for name, rows in plan.models.items()
+            }
+            numbers = "; ".join(f"{name} {', '.join(of)}" for name, of in gone.items() if of)
             reason = f"beyond the newest {config.retention.versions} and not needed: {numbers}"[:1000]
             session.commit(new_entry(config.policy, RETENTION, reason))
             for version in plan.deleted:
@@ -95,28 +85,26 @@ def _plan(session: RegistrySession, newest: int) -> RetentionPlan:
     request = latest_request(session.entries)
     if request is not None and request.is_open:
         needed |= {request.challenger: "waits for approval"}
-    policies = versions(client, config.policy)
-    policy = _plan_model(client, config.policy, policies, newest, needed)
-    kept = [version for version in policies if str(version.version) in policy.kept]
+    policies = _with_reasons(client, config.policy, newest, needed)
+    kept = [version for version, why in policies if why]
     trained_by = {
         version.tags[REWARD_VERSION_TAG]: f"policy version {version.version} was trained with it"
         for version in kept
         if REWARD_VERSION_TAG in version.tags
     }
-    rewards = versions(client, config.reward_model)
-    reward = _plan_model(client, config.reward_model, rewards, newest, trained_by)
-    matches = _matches(session.workspace, policy.deleted) - _matches(session.workspace, kept)
-    return RetentionPlan((policy, reward), sorted(matches))
+    rewards = _with_reasons(client, config.reward_model, newest, trained_by)
+    matches = _matches(session.workspace, [version for version, why in policies if not why])
+    plan = {config.policy: policies, config.reward_model: rewards}
+    return RetentionPlan(plan, sorted(matches - _matches(session.workspace, kept)))
 
 
-def _plan_model(
-    client: MlflowClient, name: str, listed: Sequence[ModelVersion], newest: int, needed: Mapping[str, str]
-) -> ModelRetention:
+def _with_reasons(
+    client: MlflowClient, name: str, newest: int, needed: Mapping[str, str]
+) -> list[tuple[ModelVersion, str]]:
+    listed = versions(client, name)
     why = {str(version.version): f"one of the newest {newest}" for version in listed[:newest]}
-    why |= needed
-    why |= {number: f"@{alias}" for alias, number in read_aliases(client, name).items()}
-    kept = {str(version.version): why[str(version.version)] for version in listed if str(version.version) in why}
-    return ModelRetention(name, kept, [version for version in listed if str(version.version) not in kept])
+    why |= {**needed, **{number: f"@{alias}" for alias, number in read_aliases(client, name).items()}}
+    return [(version, why.get(str(version.version), "")) for version in listed]
 
 
 def _matches(workspace: Path, played: Sequence[ModelVersion]) -> set[Path]:

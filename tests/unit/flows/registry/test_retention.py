@@ -91,7 +91,8 @@ def test_a_version_that_waits_for_approval_is_kept_and_can_still_be_approved(
     registry.add_version()
     registry.client.set_registered_model_alias(MODEL, "challenger", "5")
     plan = apply_retention(long_registry, delete=True)
-    assert plan.models[0].kept["5"] == "@challenger" and [v.version for v in plan.models[0].deleted] == [4, 3]
+    assert plan.models[MODEL][1][1] == "@challenger"
+    assert [int(version.version) for version in plan.deleted if version.name == MODEL] == [4, 3]
     approve(long_registry)
     assert registry.aliases()["champion"] == "5"
 
