@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 from contextlib import suppress
@@ -140,10 +141,11 @@ def init(
     $ rlhf init my-run --data pairs.jsonl --model models/my-model
     $ rlhf init my-trial --profile smoke --set seed=2
     """
-    from flows.commands.init import initialise, next_step, shorthand
+    from flows.commands.init import initialise, next_step
     from flows.dvc_repo.inputs import refresh_inputs
 
-    settings = [*shorthand(data or [], model), *(sets or [])]
+    settings = ["collect.source=files", f"collect.files.preferences={json.dumps(data)}"] if data else []
+    settings += [*([f"base.source={model}"] if model else []), *(sets or [])]
     profile = profile or ("own-data" if data else None)
     workspace = initialise(folder, profile, settings, cache=cache)
     with suppress(RlhfError):  # a source that is missing or out of reach is for the next step, or the run, to name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,12 +41,6 @@ def initialise(folder: Path, profile: str | None, sets: Sequence[str], cache: Pa
     write_recipe(folder, merged_params(recipe_folder(), profile, sets, folder), recipe_folder())
     ensure_dvc(folder.resolve(), cache)
     return folder.resolve()
-
-
-def shorthand(data: Sequence[str], model: str | None) -> list[str]:
-    """Return the settings that ``--data`` and ``--model`` stand for."""
-    files = ["collect.source=files", f"collect.files.preferences={json.dumps([*data])}"] if data else []
-    return [*files, *([f"base.source={model}"] if model else [])]
 
 
 def next_step(workspace: Path) -> str:

@@ -17,14 +17,12 @@ WEAK_GATES = "seed: 1\ngates:\n  policy:\n  - {metric: kl, at_most: 100.0, why: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("force", [None, "mine"])
 @pytest.mark.parametrize(
-    ("params", "prompts"),
+    ("params", "prompts", "force"),
     [
-        (PARAMS, "prompts"),
-        (PARAMS + "registry: {promote_win_rate_low95: 0}\n", "prompts"),
-        (PARAMS + "evaluate: {prompts: 1}\n", "easy ones"),
-        (WEAK_GATES, "prompts"),
+        (PARAMS, "prompts", "mine"),
+        (PARAMS + "registry: {promote_win_rate_low95: 0}\n", "easy ones", None),
+        (WEAK_GATES, "prompts", None),
     ],
 )
 def test_another_workspace_does_not_decide(
