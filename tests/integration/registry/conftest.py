@@ -80,15 +80,7 @@ def save_model(folder: Path, tokenizer: PreTrainedTokenizerBase, kind: type, see
 
 
 def write_gate(workspace: Path, gate: str, evidence: list[str], passed: bool = True, mode: str = "enforce") -> None:
-    condition = {
-        "metric": "kl",
-        "value": 1.0,
-        "bound": "<= 6",
-        "limit": 6.0,
-        "passed": passed,
-        "why": "test",
-        "note": "",
-    }
+    condition = {"metric": "kl", "value": 1.0, "bound": "<= 6", "limit": 6.0, "passed": passed, "why": "test"}
     hashes = {name: sha256_file(workspace / name) for name in evidence}
     report = {"gate": gate, "passed": passed, "mode": mode, "conditions": [condition], "evidence": hashes}
     (workspace / "gates").mkdir(exist_ok=True)
@@ -155,12 +147,7 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a real MLflow server on loopback that serves artifacts too."""
     folder, port = tmp_path_factory.mktemp("mlflow"), free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += [
-        "--backend-store-uri",
-        f"sqlite:///{folder}/mlflow.db",
-        "--artifacts-destination",
-        f"{folder}/artifacts",
-    ]
+    command += [f"--backend-store-uri=sqlite:///{folder}/mlflow.db", f"--artifacts-destination={folder}/artifacts"]
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(
             [*command, "--serve-artifacts"],

@@ -13,12 +13,7 @@ from flows.registry.aliases import get_version
 from flows.registry.client import connect
 from flows.registry.promote import promote
 from flows.registry.register import NotRegistered, register
-from flows.registry.signing import (
-    CERTIFICATES_VARIABLE,
-    KEY_VARIABLE,
-    PASSWORD_VARIABLE,
-    SIGNER_TAG,
-)
+from flows.registry.signing import CERTIFICATES_VARIABLE, KEY_VARIABLE, PASSWORD_VARIABLE, SIGNER_TAG
 from flows.registry.stored_models import champion_folder
 from flows.release.export import ExportRequest, export
 from rlhf_core.errors import ConfigError, ModelError
