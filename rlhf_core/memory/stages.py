@@ -91,8 +91,10 @@ def critic_stage(inputs: StageInputs) -> StageUse:
         head = replace(inputs.variant("scalar"), trained="value_head")
         critic = ModelRole("critic", head, trained_footprint(model_size(head), inputs.layout))
     rollout_memory = _rollout_tensors(inputs, config.batch_size)
+    batch, accumulated = _minibatch(inputs, config.batch_size, config.minibatches)
+    update = passes.value_loss(critic.variant, batch, inputs.sampling, accumulated)
     phases = _rollout_phases(inputs, config.batch_size, policy, critic, None, [critic], scorers) | {
-        "update critic": _critic_update(inputs, config.batch_size, config.minibatches, critic) + rollout_memory,
+        "update critic": critic.peak_of_update(update) + rollout_memory,
         "step": optimizer_step(critic) + rollout_memory,
     }
     return [policy, critic, *scorers], phases, whole(policy, critic, *scorers[-1:]) + held(scorers[:-1])
@@ -117,7 +119,18 @@ def ppo_stage(inputs: StageInputs) -> StageUse:
     reference = references[0] if references else None
     rollout_memory = _rollout_tensors(inputs, config.batch_size)
     phases = _rollout_phases(inputs, config.batch_size, policy, critic, reference, trained, scorers)
-    phases["update policy"] = _policy_update(inputs, policy) + rollout_memory
+    batch, accumulated = _minibatch(inputs, config.batch_size, config.minibatches)
+    exact_kl = config.kl.placement == "loss" and config.kl.estimator == "full" and config.kl.coefficient > 0
+    update = passes.reply_statistics(
+        policy.variant,
+        batch,
+        inputs.sampling,
+        entropies=config.entropy.kind != "off",
+        reference="frozen" if exact_kl else "none",
+        accumulated=accumulated,
+        logits_bytes=inputs.layout.logits_bytes,
+    )
+    phases["update policy"] = policy.peak_of_update(update) + rollout_memory
     if config.ptx.weight > 0:
         rows = inputs.layout.share(config.ptx.batch_size)
         size = config.ptx.micro_batch_size or config.micro_batch_size or config.ptx.batch_size
@@ -125,8 +138,9 @@ def ppo_stage(inputs: StageInputs) -> StageUse:
         update = passes.reply_loss(policy.variant, texts, True, inputs.layout.logits_bytes)
         phases["update ptx"] = policy.peak_of_update(update) + rollout_memory
     if critic is not None:
-        update_of_critic = _critic_update(inputs, config.batch_size, config.minibatches, critic)
-        phases["update critic"] = update_of_critic + MemoryUse(gradients=policy.footprint.gradients) + rollout_memory
+        waiting = MemoryUse(gradients=policy.footprint.gradients)
+        update = passes.value_loss(critic.variant, batch, inputs.sampling, accumulated)
+        phases["update critic"] = critic.peak_of_update(update) + waiting + rollout_memory
     phases["step"] = optimizer_step(*trained) + rollout_memory
     phases["selection"] = _selection(inputs, policy, frozen) + at_work(policy, *frozen) + rollout_memory
     # Models are loaded whole: the reference, each scorer before it is placed, SFT's replies for the selection; then the
@@ -315,28 +329,11 @@ def _pass_batch(inputs: StageInputs, rows: int) -> BatchShape:
     return BatchShape(most, min(longest, max(limits.tokens // most, shortest)))
 
 
-def _policy_update(inputs: StageInputs, policy: ModelRole) -> MemoryUse:
-    config = inputs.params.ppo
-    rows = inputs.layout.share(-(-config.batch_size // config.minibatches))
-    batch = _pass_batch(inputs, rows)
-    exact_kl = config.kl.placement == "loss" and config.kl.estimator == "full" and config.kl.coefficient > 0
-    moments = passes.reply_statistics(
-        policy.variant,
-        batch,
-        inputs.sampling,
-        entropies=config.entropy.kind != "off",
-        reference="frozen" if exact_kl else "none",
-        accumulated=rows > batch.rows,
-        logits_bytes=inputs.layout.logits_bytes,
-    )
-    return policy.peak_of_update(moments)
-
-
-def _critic_update(inputs: StageInputs, replies: int, minibatches: int, critic: ModelRole) -> MemoryUse:
+def _minibatch(inputs: StageInputs, replies: int, minibatches: int) -> tuple[BatchShape, bool]:
+    """The heaviest pass of a step on a part of ``replies``, and whether others come before it."""
     rows = inputs.layout.share(-(-replies // minibatches))
     batch = _pass_batch(inputs, rows)
-    moments = passes.value_loss(critic.variant, batch, inputs.sampling, accumulated=rows > batch.rows)
-    return critic.peak_of_update(moments)
+    return batch, rows > batch.rows
 
 
 def _selection(inputs: StageInputs, policy: ModelRole, frozen: Sequence[ModelRole]) -> MemoryUse:
