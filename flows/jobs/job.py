@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.prefect_server.pools import GPU_POOL
-from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageSpec
 from flows.workspace.folder import workspace_slug
 from rlhf_core.config.operations import Placement
@@ -51,29 +50,6 @@ class Job:
     attempt: str
     max_preemptions: int = 100
     handoff: Handoff | None = None
-
-    @property
-    def stage(self) -> str:
-        """The name of the stage."""
-        return self.spec.name
-
-    @property
-    def workspace(self) -> Path:
-        """The workspace of the pipeline that submits the job."""
-        return self.spec.workspace
-
-
-@dataclass(frozen=True)
-class RemoteJobReport:
-    """How a job ended on a host that does not see the workspace; travels as an artifact of the flow run.
-
-    ``files`` are the contents of small text outputs by path, for a gate that did not pass.
-    """
-
-    outcome: StageOutcome
-    host: str
-    folder: str
-    files: Mapping[str, str]
 
 
 def job_name(workspace: Path, pool: str, shared: bool = True) -> str:

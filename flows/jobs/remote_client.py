@@ -23,14 +23,13 @@ from prefect.client.schemas.sorting import ArtifactSort
 from flows.dvc_repo.graph import StageNode
 from flows.dvc_repo.lock_file import LOCK_FILE
 from flows.dvc_repo.root import cache_of
-from flows.jobs.job import Handoff, Job, RemoteJobReport
+from flows.jobs.job import Handoff, Job
 from flows.jobs.transfer import (
     TransferFailed,
     describe_remote,
     dvc_transfer,
     restore_result,
     transfer_outcome,
-    transfer_with_retries,
 )
 from flows.stage.outcome import StageOutcome
 from flows.supervision.signals import StopRequested
@@ -69,6 +68,7 @@ def prepare_remote_job(job: Job, node: StageNode) -> Job:
         TransferFailed: the stage cannot travel, or the remote is out of reach.
         StopRequested: the stop flag was raised.
     """
+    workspace, stage = job.spec.workspace, job.spec.name
     if not node.shareable:
         raise TransferFailed(
             "DVC's run cache does not take this stage (frozen, always changed, or with outputs that are persisted or "
@@ -80,15 +80,15 @@ def prepare_remote_job(job: Job, node: StageNode) -> Job:
         raise TransferFailed(
             f"{node.name} reads {outside}, which is outside the workspace: `dvc add` a copy in it", final=True
         )
-    remote = describe_remote(job.workspace, job.placement.remote)
+    remote = describe_remote(workspace, job.placement.remote)
     if node.cached_inputs:
-        dvc_transfer(job.workspace, "push", "--remote", remote["name"], *node.cached_inputs)
-    carried = [*RECIPE_FILES, *node.carried_inputs, *_untracked_inputs(job.workspace, job.stage)]
+        dvc_transfer(workspace, ("push", "--remote", remote["name"], *node.cached_inputs))
+    carried = [*RECIPE_FILES, *node.carried_inputs, *_untracked_inputs(workspace, stage)]
     handoff = Handoff(
-        key=f"{job.stage}-{hashlib.sha256(f'{socket.gethostname()} {job.workspace}'.encode()).hexdigest()[:16]}",
+        key=f"{stage}-{hashlib.sha256(f'{socket.gethostname()} {workspace}'.encode()).hexdigest()[:16]}",
         remote=remote,
         inputs=node.cached_inputs,
-        files=read_carried_files(job.workspace, carried),
+        files=read_carried_files(workspace, carried),
         revision=git_revision(Path(__file__).parent),
         deliver_seconds=job.placement.deliver_seconds or DELIVER_SECONDS,
     )
@@ -146,43 +146,42 @@ def receive_result(job: Job, client: SyncPrefectClient, flow_run: UUID) -> Stage
     if not artifacts:
         return None
     data: Any = artifacts[0].data
-    report = RemoteJobReport(**{**data, "outcome": StageOutcome(**data["outcome"])})
-    if report.outcome.ok:
-        return _fetch_result(job, report)
-    if report.outcome.action == "stopped":
+    outcome, files = StageOutcome(**data["outcome"]), data["files"]
+    if outcome.ok:
+        return _fetch_result(job, outcome, files[LOCK_FILE])
+    if outcome.action == "stopped":
         return None
-    for path, text in report.files.items():
+    for path, text in files.items():
         if path in job.spec.outputs:
-            atomic_write_text(job.workspace / path, text)
-    return report.outcome
+            atomic_write_text(job.spec.workspace / path, text)
+    return outcome
 
 
-def _fetch_result(job: Job, report: RemoteJobReport) -> StageOutcome:
+def _fetch_result(job: Job, reported: StageOutcome, lock: str) -> StageOutcome:
     """Fetch the result into the cache, from where DVC's own ``repro`` takes it; nothing is ever computed here.
 
     DVC fetches what a dvc.lock names. That of the job names its result, in a folder that uses the same cache.
     """
-    reported = report.outcome
     assert job.handoff is not None
     remote = job.handoff.remote["name"]
-    folder = private_path(job.workspace, "remote", job.stage, LOCK_FILE).parent
+    folder = private_path(job.spec.workspace, "remote", job.spec.name, LOCK_FILE).parent
     try:
-        rebuild_workspace(folder, job.handoff, cache_of(job.workspace))
-        atomic_write_text(folder / LOCK_FILE, report.files[LOCK_FILE])
-        secrets = job.workspace / ".dvc" / "config.local"
+        rebuild_workspace(folder, job.handoff, cache_of(job.spec.workspace))
+        atomic_write_text(folder / LOCK_FILE, lock)
+        secrets = job.spec.workspace / ".dvc" / "config.local"
         if secrets.is_file():
             shutil.copy2(secrets, folder / ".dvc" / "config.local")
-        fetch = ("fetch", "--run-cache", "--remote", remote, job.stage)
-        transfer_with_retries(folder, fetch, job.handoff.deliver_seconds, get_run_logger().warning)
+        fetch = ("fetch", "--run-cache", "--remote", remote, job.spec.name)
+        dvc_transfer(folder, fetch, job.handoff.deliver_seconds, get_run_logger().warning)
     except (TransferFailed, StopRequested) as error:
         context = f"the result is in the DVC remote {remote}, but could not be fetched"
-        return transfer_outcome(job.stage, error, context, reported.started)
+        return transfer_outcome(job.spec.name, error, context, reported.started)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     outcome = restore_result(job.spec)
     if outcome is None:
         message = f"the DVC remote {remote} has no result for the inputs as they are in this workspace now"
-        return StageOutcome.failed(job.stage, message, started=reported.started, work_seconds=reported.work_seconds)
+        return StageOutcome.failed(job.spec.name, message, started=reported.started, work_seconds=reported.work_seconds)
     if not outcome.ok:
         return outcome
     started = min(reported.started, outcome.started)  # the other host's clock may be ahead

@@ -22,9 +22,9 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate
 
 from flows.dvc_repo.lock_file import LOCK_FILE
-from flows.jobs.job import Handoff, RemoteJobReport
+from flows.jobs.job import Handoff
 from flows.jobs.remote_client import REPORT_ARTIFACT, rebuild_workspace
-from flows.jobs.transfer import LogShipper, TransferFailed, transfer_outcome, transfer_with_retries
+from flows.jobs.transfer import LogShipper, TransferFailed, dvc_transfer, transfer_outcome
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageSpec, run_stage, stage_log
 from flows.supervision.processes import run_module
@@ -83,7 +83,7 @@ def _fetch_run_push(handoff: Handoff, spec: StageSpec, started: float) -> StageO
     try:
         if handoff.inputs:
             pull = ("pull", "--force", "--remote", remote, *handoff.inputs)
-            transfer_with_retries(spec.workspace, pull, handoff.deliver_seconds, log)
+            dvc_transfer(spec.workspace, pull, handoff.deliver_seconds, log)
         outcome = run_stage(spec)
         if outcome.ok:
             context = (
@@ -91,7 +91,7 @@ def _fetch_run_push(handoff: Handoff, spec: StageSpec, started: float) -> StageO
                 f"{host} in {spec.workspace}, and the next attempt on that host only pushes it"
             )
             push = ("push", "--run-cache", "--remote", remote, spec.name)
-            transfer_with_retries(spec.workspace, push, handoff.deliver_seconds, log)
+            dvc_transfer(spec.workspace, push, handoff.deliver_seconds, log)
     except (TransferFailed, StopRequested) as error:
         return transfer_outcome(spec.name, error, context, started)
     return outcome
@@ -114,11 +114,13 @@ def code_difference(workspace: Path, handoff: Handoff) -> str:
     )
 
 
-def publish_report(outcome: StageOutcome, workspace: Path, files: Mapping[str, str]) -> None:
-    """Send the outcome to the server, for up to ten minutes; without it the pipeline sees the flow run's state only."""
-    report = RemoteJobReport(outcome, socket.gethostname(), str(workspace), dict(files))
-    flow_run = UUID(str(runtime.flow_run.id))
-    artifact = ArtifactCreate(type=REPORT_ARTIFACT, data=asdict(report), flow_run_id=flow_run)
+def publish_report(outcome: StageOutcome, workspace: Path, files: dict[str, str]) -> None:
+    """Send the outcome to the server, for up to ten minutes; without it the pipeline sees the flow run's state only.
+
+    ``files`` are the contents of small text outputs by path, for a gate that did not pass.
+    """
+    report = {"outcome": asdict(outcome), "host": socket.gethostname(), "folder": str(workspace), "files": files}
+    artifact = ArtifactCreate(type=REPORT_ARTIFACT, data=report, flow_run_id=UUID(str(runtime.flow_run.id)))
     logger = get_run_logger()
 
     def send() -> None:

@@ -42,7 +42,7 @@ def run_on_remote_pool(
         remote_job = prepare_remote_job(job, node)
     except (TransferFailed, StopRequested) as error:
         context = f"the stage cannot be submitted to the work pool {job.placement.pool}"
-        return transfer_outcome(job.stage, error, context, started)
+        return transfer_outcome(job.spec.name, error, context, started)
     return run_on_pool(remote_job, on_poll, on_preempted)
 
 
@@ -60,21 +60,21 @@ def run_on_pool(
     """
     started = time.time()
     preemptions = false_starts = 0
-    follower = LogFollower(stage_log(job.workspace, job.stage)) if job.handoff is not None else None
+    follower = LogFollower(stage_log(job.spec.workspace, job.spec.name)) if job.handoff is not None else None
     with get_client(sync_client=True) as client:
         while True:
-            clear_outcome(job.workspace, job.stage)
+            clear_outcome(job.spec.workspace, job.spec.name)
             repeats = preemptions + false_starts
             attempt = f"{job.attempt}:{repeats}" if repeats else job.attempt
             run = submit(replace(job, attempt=attempt))
             state = _await_end(client, run.id, on_poll, job, follower)
             if state is None:
-                return StageOutcome.stopped(job.stage, started=started)
+                return StageOutcome.stopped(job.spec.name, started=started)
             if _was_preempted(job, state):
                 preemptions += 1
                 if preemptions > job.max_preemptions:
                     message = f"preempted more than {job.max_preemptions} times (flow.max_preemptions); run it again"
-                    return StageOutcome.failed(job.stage, f"{message} to resume", EXIT_PREEMPTED, started=started)
+                    return StageOutcome.failed(job.spec.name, f"{message} to resume", EXIT_PREEMPTED, started=started)
                 on_preempted("preempted, waiting for a worker")
                 continue
             never_began = (state.is_crashed() or state.is_failed()) and client.read_flow_run(run.id).run_count == 0
@@ -92,8 +92,8 @@ def run_on_pool(
 def submit(job: Job) -> FlowRun:
     """Create the flow run of this attempt at a job; the run that exists if the attempt was submitted before."""
     parameters: dict[str, Any] = {
-        "workspace": str(job.workspace),
-        "stage": job.stage,
+        "workspace": str(job.spec.workspace),
+        "stage": job.spec.name,
         "outputs": list(job.spec.outputs),
         "environment": dict(job.spec.environment),
         "grace": job.spec.grace,
@@ -101,13 +101,13 @@ def submit(job: Job) -> FlowRun:
     if job.handoff is not None:
         parameters["handoff"] = asdict(job.handoff)
     run = run_deployment(
-        job_deployment(job.workspace, job.placement.pool, job.placement.shared),
+        job_deployment(job.spec.workspace, job.placement.pool, job.placement.shared),
         parameters=parameters,
         timeout=0,
         as_subflow=True,
         idempotency_key=job.attempt,
-        flow_run_name=job_label(str(job.workspace), job.stage),
-        tags=[job.workspace.name, job.stage],
+        flow_run_name=job_label(str(job.spec.workspace), job.spec.name),
+        tags=[job.spec.workspace.name, job.spec.name],
         work_queue_name=job.placement.queue,
         job_variables=job.placement.job_variables(),
     )
@@ -131,7 +131,7 @@ def _await_end(
         if _stage_reported_preemption(job, state):
             polls_left -= 1
             if polls_left <= 0:
-                client.set_flow_run_state(run, preempted_state(f"{job.stage}: its worker is gone"), force=True)
+                client.set_flow_run_state(run, preempted_state(f"{job.spec.name}: its worker is gone"), force=True)
         if not signals.STOP.wait(POLL_SECONDS):
             if follower is not None:
                 follower.fetch(client, run)
@@ -142,7 +142,7 @@ def _await_end(
 
 def _stage_reported_preemption(job: Job, state: State[Any] | None) -> bool:
     """Whether the stage has reported its preemption since its job began to run."""
-    report = load_report(job.workspace, job.stage)
+    report = load_report(job.spec.workspace, job.spec.name)
     if report is None or state is None or not state.is_running():
         return False
     return report.exit_code == EXIT_PREEMPTED and report.ended >= state.timestamp.timestamp()
@@ -152,7 +152,7 @@ def _was_preempted(job: Job, state: State[Any]) -> bool:
     """Whether a job ended because of a preemption, by its own state or, if it died before that, its stage's report."""
     if state.is_completed() or state.is_cancelled():
         return False
-    report = load_report(job.workspace, job.stage)
+    report = load_report(job.spec.workspace, job.spec.name)
     return state.name == PREEMPTED or (report is not None and report.exit_code == EXIT_PREEMPTED)
 
 
@@ -172,10 +172,10 @@ def _outcome_in_workspace(job: Job, state: State[Any], started: float) -> StageO
     pool = job.placement.pool
     if state.is_cancelled():
         message = f"its job on {pool} was cancelled"
-        return StageOutcome.failed(job.stage, message, EXIT_INTERRUPTED, started=started)
-    saved = load_outcome(job.workspace, job.stage)
+        return StageOutcome.failed(job.spec.name, message, EXIT_INTERRUPTED, started=started)
+    saved = load_outcome(job.spec.workspace, job.spec.name)
     if saved is not None and saved.action != "stopped" and saved.ok == state.is_completed():
         return saved
     reason = f": {state.message.split('. ')[0]}" if state.message else ""
     message, ended = f"its job on {pool} ended as {state.name}{reason}", time.time()
-    return StageOutcome.failed(job.stage, message, started=started, ended=ended, work_seconds=ended - started)
+    return StageOutcome.failed(job.spec.name, message, started=started, ended=ended, work_seconds=ended - started)

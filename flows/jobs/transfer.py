@@ -26,7 +26,7 @@ from flows.stage.run import StageSpec, run_stage
 from flows.supervision.processes import child_environment, dvc_errors, run_module, run_supervised
 from flows.supervision.signals import STOP, StopRequested, retry
 from flows.workspace.folder import private_path
-from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
+from rlhf_core.errors import EXIT_USER_ERROR
 
 # Options of a remote that another host needs and that are no secret; the others are set on each host.
 PUBLIC_OPTIONS = ("url", "endpointurl", "region", "port", "user", "use_ssl", "account_name", "projectname")
@@ -41,8 +41,12 @@ class TransferFailed(Exception):
         self.final = final
 
 
-def dvc_transfer(workspace: Path, *arguments: str) -> None:
-    """Run ``dvc ARGUMENTS``, which move data; the output goes to ``.rlhf/logs/transfer.log``.
+def dvc_transfer(
+    workspace: Path, arguments: tuple[str, ...], seconds: float = 0, report: Callable[[str], None] = print
+) -> None:
+    """Run ``dvc ARGUMENTS``, which move data, again for ``seconds`` while the remote is out of reach.
+
+    The output goes to ``.rlhf/logs/transfer.log``; ``report`` is given each failure that is followed by an attempt.
 
     Raises:
         TransferFailed: with DVC's first error, which names the file and the remote's own message.
@@ -50,27 +54,16 @@ def dvc_transfer(workspace: Path, *arguments: str) -> None:
     """
     log = private_path(workspace, "logs", "transfer.log")
     command = [sys.executable, "-m", "dvc", "--wait-for-lock", *arguments]
-    result = run_supervised(command, name=arguments[0], cwd=workspace, env=child_environment(workspace), log=log)
-    if STOP.is_set():
-        raise StopRequested
-    if result.exit_code:
-        errors = dvc_errors(result.output)
-        raise TransferFailed(errors[0] if errors else f"dvc exited with status {result.exit_code}; see {log}")
 
+    def attempt() -> None:
+        result = run_supervised(command, name=arguments[0], cwd=workspace, env=child_environment(workspace), log=log)
+        if STOP.is_set():
+            raise StopRequested
+        if result.exit_code:
+            errors = dvc_errors(result.output)
+            raise TransferFailed(errors[0] if errors else f"dvc exited with status {result.exit_code}; see {log}")
 
-def transfer_with_retries(
-    workspace: Path, arguments: tuple[str, ...], seconds: float, report: Callable[[str], None]
-) -> None:
-    """Run :func:`dvc_transfer`, again for ``seconds`` while the remote is out of reach.
-
-    ``report`` is given each failure.
-    """
-    retry(
-        lambda: dvc_transfer(workspace, *arguments),
-        seconds,
-        is_transient=lambda error: isinstance(error, TransferFailed) and not error.final,
-        report=report,
-    )
+    retry(attempt, seconds, is_transient=lambda error: isinstance(error, TransferFailed), report=report)
 
 
 def restore_result(spec: StageSpec) -> StageOutcome | None:
@@ -115,14 +108,12 @@ def describe_remote(workspace: Path, name: str | None) -> dict[str, str]:
     return {"name": name, **{key: options[key] for key in PUBLIC_OPTIONS if key in options}}
 
 
-def transfer_outcome(
-    stage: str, error: TransferFailed | StopRequested | RlhfError, context: str, started: float
-) -> StageOutcome:
+def transfer_outcome(stage: str, error: TransferFailed | StopRequested, context: str, started: float) -> StageOutcome:
     """Return the outcome of a stage whose inputs or result could not be transferred."""
     if isinstance(error, StopRequested):
         return StageOutcome.stopped(stage, started=started)
-    final = isinstance(error, RlhfError) or error.final
-    return StageOutcome.failed(stage, f"{context}: {error}", EXIT_USER_ERROR if final else 1, started=started)
+    exit_code = EXIT_USER_ERROR if error.final else 1
+    return StageOutcome.failed(stage, f"{context}: {error}", exit_code, started=started)
 
 
 LOGGER = "rlhf.stage"

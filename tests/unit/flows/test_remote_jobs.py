@@ -14,11 +14,11 @@ from prefect.client.orchestration import SyncPrefectClient
 from unit.flows.fake_clock import FakeClock
 
 from flows.jobs import transfer
-from flows.jobs import transfer as log_shipping
 from flows.jobs.job import Handoff
 from flows.jobs.remote_client import CARRIED_BYTES, _untracked_inputs, read_carried_files
 from flows.jobs.remote_host import code_difference, rebuild_workspace
 from flows.jobs.transfer import LogFollower, LogShipper, TransferFailed, describe_remote
+from flows.supervision.processes import SupervisedResult
 from rlhf_core.config.loading import load_params
 from rlhf_core.fingerprint import fingerprint
 from rlhf_core.fingerprint.tracked_files import write_tracked_files
@@ -112,23 +112,22 @@ def test_small_text_travels_with_the_job_and_the_rest_is_refused(tmp_path: Path)
         read_carried_files(tmp_path, ["scripts", "large"])
 
 
-@pytest.mark.parametrize(("final", "attempts"), [(False, 4), (True, 1)])
-def test_a_transfer_is_tried_again_unless_that_would_be_useless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, final: bool, attempts: int
+def test_a_transfer_is_tried_again_while_the_remote_is_out_of_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
 
-    def unreachable(workspace: Path, *arguments: str) -> None:
-        calls.append(arguments[0])
-        raise TransferFailed("no route to host", final=final)
+    def unreachable(command: list[str], **_: Any) -> SupervisedResult:
+        calls.append(command[-2])
+        return SupervisedResult(1, "ERROR: no route to host\n")
 
-    monkeypatch.setattr(transfer, "dvc_transfer", unreachable)
+    monkeypatch.setattr(transfer, "run_supervised", unreachable)
     clock = FakeClock(monkeypatch)
     reported: list[str] = []
     with pytest.raises(TransferFailed):
-        transfer.transfer_with_retries(tmp_path, ("push", "ppo"), 20, reported.append)
-    assert calls == ["push"] * attempts and clock.pauses == [2, 4, 8][: attempts - 1]
-    assert reported[:1] == ["no route to host; trying again in 2 s"][: attempts - 1]
+        transfer.dvc_transfer(tmp_path, ("push", "ppo"), 20, reported.append)
+    assert calls == ["push"] * 4 and clock.pauses == [2, 4, 8]
+    assert reported[0] == "no route to host; trying again in 2 s"
 
 
 @dataclass
@@ -169,9 +168,9 @@ def test_each_line_of_the_log_arrives_once_although_the_server_refuses_some_call
     def get_client(sync_client: bool) -> Iterator[LogServer]:
         yield server
 
-    monkeypatch.setattr(log_shipping, "get_client", get_client)
-    monkeypatch.setattr(log_shipping, "INTERVAL_SECONDS", 0.01)
-    monkeypatch.setattr(log_shipping, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(transfer, "get_client", get_client)
+    monkeypatch.setattr(transfer, "INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 64)
     there, here = tmp_path / "there.log", tmp_path / "here.log"
     there.write_text("of an earlier attempt\n")
     follower, client = LogFollower(here), cast(SyncPrefectClient, server)
