@@ -85,8 +85,9 @@ def crash_pool_runs(pool: str, message: str, workspace: Path | None = None) -> i
         runs_here = process.isdecimal() and start_token(int(process)) is not None
         return run.parameters.get("workspace") == str(workspace) and not runs_here
 
-    crashed: State[Any] = Crashed(message=message)
-    return end_runs(ACTIVE, lambda run: crashed if workspace is None or is_dead_job(run) else None, pool)
+    return end_runs(
+        ACTIVE, lambda run: Crashed(message=message) if workspace is None or is_dead_job(run) else None, pool
+    )
 
 
 def cancel_orphans(flow: Any, flow_run: FlowRun, state: Any) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import httpx
 from prefect.client.schemas.objects import StateType
-from prefect.states import Cancelled, Crashed, State
+from prefect.states import Cancelled, Crashed
 
 from flows.prefect_server import flow_runs
 from flows.prefect_server.pools import is_served, needs_worker
@@ -131,8 +130,11 @@ def end_active_runs(services: Services, cancelled: bool, message: str, report: C
     """
     if not services.embedded or any(service.name == SERVER for service in services.dead()):
         return
-    state: State[Any] = Cancelled(message=message) if cancelled else Crashed(message=message)
+    state = Cancelled if cancelled else Crashed
     try:
-        flow_runs.end_runs([*flow_runs.ACTIVE, StateType.SCHEDULED], lambda run: None if run.auto_scheduled else state)
+        flow_runs.end_runs(
+            [*flow_runs.ACTIVE, StateType.SCHEDULED],
+            lambda run: None if run.auto_scheduled else state(message=message),
+        )
     except Exception as error:  # the next start ends them; the end of this command is not delayed
         report(f"the flow runs could not be ended on the Prefect server ({type(error).__name__})")

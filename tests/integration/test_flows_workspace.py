@@ -19,9 +19,7 @@ from flows.dvc_repo.root import cache_of, ensure_dvc
 from flows.stage.outcome import LoggedProgress, StageOutcome, last_progress
 from flows.stage.run import StageSpec, run_stage
 from flows.workspace.cleanup import cleanup
-from flows.workspace.folder import find_workspace
 from flows.workspace.lock import locked
-from rlhf_core.errors import RlhfError
 
 PIPELINE = """
 stages:
@@ -43,11 +41,6 @@ def test_a_second_holder_is_refused_in_one_line_with_pid_and_time(tmp_path: Path
     assert answer.returncode == 2
     assert answer.stderr.count("\n") == 1
     assert f"pid {os.getpid()}" in answer.stderr and "since 2" in answer.stderr
-
-
-def test_outside_a_workspace_the_message_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(RlhfError, match="rlhf init"):
-        find_workspace(tmp_path)
 
 
 @pytest.mark.slow
