@@ -138,19 +138,18 @@ def serve(workspace: Path | None, choice: PolicyChoice, options: ServeOptions) -
     from rlhf_core.serving.completions import Completions
     from rlhf_core.serving.metrics import ServingMetrics
     from rlhf_core.serving.policy import PolicyWatch
-    from rlhf_core.serving.server import bind, run_server
+    from rlhf_core.serving.server import base_url, bind, run_server
 
-    address = bind(options.host, options.port)  # before the model is loaded, which takes longer
+    bound = bind(options.host, options.port)  # before the model is loaded, which takes longer
     metrics = ServingMetrics()
     watch = PolicyWatch(served.source, metrics)
     completions = Completions(watch, options.limits, metrics)
     app = create_app(completions, token, options.watch_seconds)
     if token is None:
         typer.echo(f"no token: every user of this machine may ask; set {TOKEN_VARIABLE} to require one")
-    typer.echo(f"serving {watch.policy.revision.id} at {address.url}; Ctrl-C stops it")
-    address.listen()
+    typer.echo(f"serving {watch.policy.revision.id} at {base_url(options.host, bound)}; Ctrl-C stops it")
     signals.install(signal.SIGINT, signal.SIGTERM)
-    run_server(app, address, options.limits.timeout_seconds)
+    run_server(app, bound, options.limits.timeout_seconds)
     return EXIT_INTERRUPTED if signals.last() == signal.SIGINT else EXIT_OK
 
 

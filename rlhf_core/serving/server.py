@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 
 import uvicorn
 from fastapi import FastAPI
@@ -29,27 +28,8 @@ HEAD_SECONDS = 10.0
 MINUTE = 60.0
 
 
-@dataclass(frozen=True)
-class BoundAddress:
-    """An address that this process has taken. Connections are refused until it listens."""
-
-    socket: socket.socket
-    host: str
-    port: int
-
-    @property
-    def url(self) -> str:
-        """The base address of the API, as clients are given it."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/v1"
-
-    def listen(self) -> None:
-        """Accept connections; they wait until the server runs."""
-        self.socket.listen(BACKLOG)
-
-
-def bind(host: str, port: int) -> BoundAddress:
-    """Take ``port``, or any free one for 0.
+def bind(host: str, port: int) -> socket.socket:
+    """Take ``port``, or any free one for 0. Connections are refused until :func:`run_server` listens.
 
     Raises:
         ConfigError: The address or port cannot be used.
@@ -62,10 +42,16 @@ def bind(host: str, port: int) -> BoundAddress:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot listen on {host} port {port} ({reason}); choose another with --port") from error
-    return BoundAddress(bound, host, int(bound.getsockname()[1]))
+    return bound
 
 
-def run_server(app: FastAPI, address: BoundAddress, timeout_seconds: float) -> None:
+def base_url(host: str, bound: socket.socket) -> str:
+    """The base address of the API, as clients are given it."""
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{bound.getsockname()[1]}/v1"
+
+
+def run_server(app: FastAPI, bound: socket.socket, timeout_seconds: float) -> None:
     """Serve until SIGTERM, SIGHUP or SIGINT; then accept nothing more and wait for the replies in flight.
 
     A second SIGINT ends at once. SIGTERM and SIGINT reach the handlers of the process afterwards.
@@ -73,6 +59,7 @@ def run_server(app: FastAPI, address: BoundAddress, timeout_seconds: float) -> N
     Args:
         timeout_seconds: The most that one request takes.
     """
+    bound.listen(BACKLOG)  # connections wait until the server runs
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(RedactingFormatter(LOG_FORMAT))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
@@ -91,7 +78,7 @@ def run_server(app: FastAPI, address: BoundAddress, timeout_seconds: float) -> N
     )
     for name in ("asyncio", "uvicorn.error"):
         logging.getLogger(name).addFilter(OncePerMinute())
-    uvicorn.Server(config).run(sockets=[address.socket])
+    uvicorn.Server(config).run(sockets=[bound])
 
 
 def connection_limit() -> int:
