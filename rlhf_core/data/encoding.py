@@ -144,6 +144,7 @@ def left_pad(sequences: Sequence[Sequence[int]], pad_id: int, width: int = 0) ->
 
 def right_pad(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that begin together, for training. Returns ids and attention mask, both LongTensor (B, L)."""
+    # The mirror image of padding on the left.
     ids, mask = left_pad([sequence[::-1] for sequence in sequences], pad_id)
     return ids.flip(1), mask.flip(1)
 
