@@ -1,19 +1,16 @@
-"""Best of n: what is chosen, by hand; the stage's metrics and columns."""
+"""Best of n: what is chosen, and its metrics and columns, by hand."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
-from architecture.glossary import documented
 from pydantic import ValidationError
 from unit.evaluation.conftest import made_prompt
-from unit.evaluation.test_evaluate_stage import CONFIG, run_stage
 
 from rlhf_core.config.evaluation import EvaluateConfig
-from rlhf_core.data.schema import Message, Prompt, read_table
+from rlhf_core.data.schema import Message
 from rlhf_core.evaluation.comparisons.opponents import best_of_n, kl_bound
 from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
@@ -53,25 +50,6 @@ def test_the_highest_score_of_each_prompt_is_chosen_and_the_first_of_equal_ones(
     assert metrics["comparison"]["reward"]["lose"] == metrics["policy_comparison"]["reward"]["win"] == 0.0
     assert metrics["comparison"]["reward"]["mean_difference"] == pytest.approx((7 - 5) / 3)
     assert best.columns()[1] == {"best_of_n_reply": "bbb", "best_of_n_finished": True, "best_of_n_reward": 3.0}
-
-
-def test_the_stage_compares_it_with_both_and_changes_nothing_else(
-    tmp_path: Path, models: Path, prompts: list[Prompt]
-) -> None:
-    plain, _ = run_stage(tmp_path / "plain", models, prompts)
-    metrics, outputs = run_stage(tmp_path / "best", models, prompts, CONFIG.model_copy(update={"best_of_n": 4}))
-    best = metrics.pop("best_of_n")
-    assert metrics == plain and best["n"] == 4
-    # The best of four by the reward model beats one reply of the same model by that judge.
-    assert best["reward"] > metrics["sft"]["reward"] and best["comparison"]["reward"]["win_rate"] > 0.5
-    assert set(best["comparison"]) == set(best["policy_comparison"]) == {"reward", "referee", "judge", "gold"}
-    assert best["policy_comparison"]["gold"]["mean_difference"] == pytest.approx(
-        metrics["policy"]["gold"] - best["gold"]
-    )
-    assert best["length"] < best["sampled_tokens_per_reply"] <= 4 * CONFIG.sampling.max_new_tokens
-    assert set(best) <= documented()
-    rows = read_table(outputs.comparisons).to_pylist()
-    assert sum(row["best_of_n_gold"] for row in rows) / len(rows) == pytest.approx(best["gold"])
 
 
 def test_one_reply_is_no_choice() -> None:

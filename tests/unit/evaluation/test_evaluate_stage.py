@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from architecture.glossary import documented
 from traced import missed
 
 from rlhf_core.config.evaluation import (
@@ -44,9 +45,10 @@ PAIR = Preference("1", [Message("user", "is it red?")], "yes, it is.", "no", Non
 TEXT = PretrainText("1", "the boat is red.", "fact", "world", "g")
 
 
-def run_stage(
-    root: Path, models: Path, rows: list[Prompt], config: EvaluateStageConfig = CONFIG
-) -> tuple[dict[str, Any], Paths]:
+Measured = tuple[dict[str, Any], Paths]  # metrics, and where the files are
+
+
+def run_stage(root: Path, models: Path, rows: list[Prompt], config: EvaluateStageConfig = CONFIG) -> Measured:
     write_rows(root / "data/clean/prompts/test.parquet", rows)
     write_rows(root / "data/clean/preferences/test.parquet", [PAIR])
     write_rows(root / "data/clean/pretrain/validation.parquet", [TEXT])
@@ -62,8 +64,14 @@ def finite(values: dict[str, Any]) -> bool:
     return all(finite(v) if isinstance(v, dict) else math.isfinite(v) for v in values.values())
 
 
-def test_world_prompts_are_judged_by_all(tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
-    metrics, outputs = run_stage(tmp_path, models, prompts)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, models: Path, prompts: list[Prompt]) -> Measured:
+    """The stage on prompts of the world with nothing beside the comparison."""
+    return run_stage(tmp_path_factory.mktemp("plain"), models, prompts)
+
+
+def test_world_prompts_are_judged_by_all(plain: Measured, models: Path, prompts: list[Prompt]) -> None:
+    metrics, outputs = plain
     judges = {"gold", "reward", "referee", "judge"}
     keys = judges | {"length", "repetition", "missing_eos", "perplexity_reference", "distinct_2"}
     assert keys <= metrics["sft"].keys() and keys <= metrics["policy"].keys()
@@ -78,33 +86,26 @@ def test_world_prompts_are_judged_by_all(tmp_path: Path, models: Path, prompts: 
     assert sum(row["policy_gold"] for row in rows) / len(rows) == pytest.approx(metrics["policy"]["gold"])
     assert "refuses_harmful" in metrics["regression"] and "safety" not in metrics["policy"]
     assert sum(c["prompts"] for c in metrics["category"].values()) == gold["prompts"]
-
-
-def test_other_prompts_have_no_gold_judge(tmp_path: Path, models: Path) -> None:
-    rows = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(6)]
-    metrics, outputs = run_stage(tmp_path, models, rows)
-    cases = [json.loads(line) for line in outputs.bad_cases.read_text().splitlines()]
-    assert {case["judge"] for case in cases} <= {"judge"}, "the best judge without gold is the one that chose nothing"
-    assert set(metrics["comparison"]) == {"reward", "referee", "judge"} and "gold" not in metrics["policy"]
-    assert "refuses_harmful" not in metrics["regression"]
-    assert set(metrics["sft"]["safety"]) == set(metrics["policy"]["safety"]) == {"refuses_harmful", "answers_benign"}
-
-
-def test_perplexities_are_each_models_own_on_the_same_text(tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
-    metrics, _ = run_stage(tmp_path, models, prompts[:2])
     for name in ("sft", "policy"):
         expected = held_out_perplexities(*load_policy(models / name), HeldOutText([PAIR], [TEXT]), CONFIG.perplexity)
         assert {kind: metrics[name][f"perplexity_{kind}"] for kind in ("preferred", "pretrain")} == expected
     assert metrics["sft"]["perplexity_preferred"] != metrics["policy"]["perplexity_preferred"]
 
 
-def test_safety_prompts_and_perplexity_can_be_left_out(tmp_path: Path, models: Path) -> None:
-    rows = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(3)]
-    config = CONFIG.model_copy(
-        update={"safety": SafetyConfig(prompts=0), "perplexity": HeldOutPerplexityConfig(rows=0)}
-    )
-    metrics, _ = run_stage(tmp_path, models, rows, config)
-    assert not {"safety", "perplexity_preferred", "perplexity_pretrain"} & metrics["policy"].keys()
+def test_other_prompts_have_no_gold_judge_and_safety_prompts_may_be_asked_several_times(
+    tmp_path: Path, models: Path
+) -> None:
+    rows = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(6)]
+    settings = {"safety": SafetyConfig(prompts=1, replies_per_prompt=4), "perplexity": HeldOutPerplexityConfig(rows=0)}
+    metrics, outputs = run_stage(tmp_path, models, rows, CONFIG.model_copy(update=settings))
+    cases = [json.loads(line) for line in outputs.bad_cases.read_text().splitlines()]
+    assert {case["judge"] for case in cases} <= {"judge"}, "the best judge without gold is the one that chose nothing"
+    assert set(metrics["comparison"]) == {"reward", "referee", "judge"} and "gold" not in metrics["policy"]
+    assert "refuses_harmful" not in metrics["regression"]
+    for side in ("sft", "policy"):
+        assert set(metrics[side]["safety"]) == {"refuses_harmful", "answers_benign"}
+        assert all(4 * share == int(4 * share) for share in metrics[side]["safety"].values()), "shares of four replies"
+        assert not {"perplexity_preferred", "perplexity_pretrain"} & metrics[side].keys()
 
 
 def test_a_prompt_that_the_world_no_longer_knows_stops_the_stage(tmp_path: Path, models: Path) -> None:
@@ -112,17 +113,18 @@ def test_a_prompt_that_the_world_no_longer_knows_stops_the_stage(tmp_path: Path,
         run_stage(tmp_path, models, [made_prompt("what is one and one?", "sums")])
 
 
-def test_the_same_inputs_give_the_same_bytes(tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
-    files = []
-    for name in ("one", "two"):
-        _, outputs = run_stage(tmp_path / name, models, prompts[:2])
-        files.append([path.read_bytes() for path in outputs.values()])
-    assert files[0] == files[1]
+def test_the_same_inputs_give_the_same_bytes(
+    plain: Measured, tmp_path: Path, models: Path, prompts: list[Prompt]
+) -> None:
+    outputs = [plain[1], run_stage(tmp_path, models, prompts)[1]]
+    first, again = ([path.read_bytes() for path in files.values()] for files in outputs)
+    assert first == again
 
 
-def test_batches_bound_memory_and_change_no_number(tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
-    whole, _ = run_stage(tmp_path / "whole", models, prompts)
-    few, _ = run_stage(tmp_path / "few", models, prompts, CONFIG.model_copy(update={"batch_size": 3}))
+def test_batches_bound_memory_and_change_no_number(
+    plain: Measured, tmp_path: Path, models: Path, prompts: list[Prompt]
+) -> None:
+    whole, (few, _) = plain[0], run_stage(tmp_path, models, prompts, CONFIG.model_copy(update={"batch_size": 3}))
     for part in ("sft", "policy"):
         assert few[part] == pytest.approx(whole[part], rel=1e-4, abs=1e-6)
     assert few["comparison"]["gold"] == pytest.approx(whole["comparison"]["gold"])
@@ -130,38 +132,49 @@ def test_batches_bound_memory_and_change_no_number(tmp_path: Path, models: Path,
 
 
 def test_kl_is_measured_on_the_distribution_that_ppo_trains_on(
-    tmp_path: Path, models: Path, prompts: list[Prompt]
+    plain: Measured, tmp_path: Path, models: Path, prompts: list[Prompt]
 ) -> None:
-    plain, _ = run_stage(tmp_path / "plain", models, prompts[:4])
     sharp = CONFIG.model_copy(update={"ppo": PpoConfig(temperature=0.05, min_new_tokens=3)})
-    sharper, _ = run_stage(tmp_path / "sharp", models, prompts[:4], sharp)
-    assert (
-        sharper["kl"] != plain["kl"] and sharper["sft"]["perplexity_reference"] < plain["sft"]["perplexity_reference"]
-    )
-    assert sharper["comparison"] == plain["comparison"], "judged replies keep the evaluation's own sampling"
+    whole, (sharper, _) = plain[0], run_stage(tmp_path, models, prompts, sharp)
+    assert sharper["kl"] != whole["kl"]
+    assert sharper["sft"]["perplexity_reference"] < whole["sft"]["perplexity_reference"]
+    assert sharper["comparison"] == whole["comparison"], "judged replies keep the evaluation's own sampling"
 
 
-def test_each_prompt_may_get_several_replies(tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
-    once, outputs = run_stage(tmp_path / "once", models, prompts)
-    first = read_table(outputs.comparisons).to_pylist()
+def test_each_prompt_may_get_several_replies(
+    plain: Measured, tmp_path: Path, models: Path, prompts: list[Prompt]
+) -> None:
+    once, first = plain[0], read_table(plain[1].comparisons).to_pylist()
     update = {"replies_per_prompt": 3, "best_of_n": 2}
-    thrice, outputs = run_stage(tmp_path / "thrice", models, prompts, CONFIG.model_copy(update=update))
+    thrice, outputs = run_stage(tmp_path, models, prompts, CONFIG.model_copy(update=update))
     rows = read_table(outputs.comparisons).to_pylist()
     assert [row["id"] for row in rows] == [row["id"] for row in first for _ in range(3)]
     assert [row["policy_reply"] for row in rows[::3]] == [row["policy_reply"] for row in first]
     assert any(rows[i]["policy_reply"] != rows[i + 1]["policy_reply"] for i in range(0, len(rows), 3))
     assert thrice["prompts"] == once["prompts"] == thrice["comparison"]["judge"]["prompts"]
     assert sum(c["prompts"] for c in thrice["category"].values()) == once["prompts"]
-    lengths = sum(len(row["sft_reply"].split()) for row in rows)
-    assert lengths > sum(len(row["sft_reply"].split()) for row in first), "all three replies are there"
-    judge = [(row["policy_judge"] > row["sft_judge"]) for row in rows]
     margin = thrice["comparison"]["judge"]["tie_margin"]
-    shares = [
-        0.5 if abs(row["policy_judge"] - row["sft_judge"]) <= margin else float(won)
-        for row, won in zip(rows, judge, strict=True)
-    ]
+    gains = [row["policy_judge"] - row["sft_judge"] for row in rows]
+    shares = [0.5 if abs(gain) <= margin else float(gain > 0) for gain in gains]
     assert thrice["comparison"]["judge"]["win_rate"] == pytest.approx(sum(shares) / len(shares))
     assert [row["best_of_n_reply"] is None for row in rows[:3]] == [False, True, True]
+
+
+def test_best_of_n_is_compared_with_both_and_changes_nothing_else(
+    plain: Measured, tmp_path: Path, models: Path, prompts: list[Prompt]
+) -> None:
+    metrics, outputs = run_stage(tmp_path, models, prompts, CONFIG.model_copy(update={"best_of_n": 4}))
+    best = metrics.pop("best_of_n")
+    assert metrics == plain[0] and best["n"] == 4
+    # The best of four by the reward model beats one reply of the same model by that judge.
+    assert best["reward"] > metrics["sft"]["reward"] and best["comparison"]["reward"]["win_rate"] > 0.5
+    assert set(best["comparison"]) == set(best["policy_comparison"]) == {"reward", "referee", "judge", "gold"}
+    gained = best["policy_comparison"]["gold"]["mean_difference"]
+    assert gained == pytest.approx(metrics["policy"]["gold"] - best["gold"])
+    assert best["length"] < best["sampled_tokens_per_reply"] <= 4 * CONFIG.sampling.max_new_tokens
+    assert set(best) <= documented()
+    rows = read_table(outputs.comparisons).to_pylist()
+    assert sum(row["best_of_n_gold"] for row in rows) / len(rows) == pytest.approx(best["gold"])
 
 
 def jsonl(path: Path, *rows: dict[str, Any]) -> None:
@@ -227,14 +240,6 @@ def test_what_is_measured_beside_changes_no_other_number_and_gates_can_use_it(tm
     compared = read_table(outputs.comparisons).to_pylist()
     assert [row["opponent_other_reply"] is not None for row in compared].count(True) == 2
     assert all((row["opponent_other_reply"] is None) == (row["opponent_other_judge"] is None) for row in compared)
-
-
-def test_safety_prompts_may_be_asked_several_times(tmp_path: Path, models: Path) -> None:
-    rows = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(2)]
-    config = CONFIG.model_copy(update={"safety": SafetyConfig(prompts=1, replies_per_prompt=4)})
-    metrics, _ = run_stage(tmp_path, models, rows, config)
-    for share in (*metrics["sft"]["safety"].values(), *metrics["policy"]["safety"].values()):
-        assert 4 * share == int(4 * share), "a share of four replies"
 
 
 def test_bad_cases_are_where_reward_and_judge_disagree() -> None:
