@@ -7,27 +7,22 @@ from typing import Any
 from rlhf_core.config.evaluation import ReportConfig
 from rlhf_core.evaluation.report.headline import headline_metrics, write_curves
 from rlhf_core.evaluation.report.render import render
-from rlhf_core.evaluation.report.sources import load_sources, report_lineage
+from rlhf_core.evaluation.report.sources import GATES, HISTORIES, STAGES, load_sources, report_lineage
 from rlhf_core.evaluation.report.view import build_context
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text
 from rlhf_core.training.run_context import RunContext
 
-_METRICS = {
-    f"{name}_metrics": f"metrics/{name}.json"
-    for name in ("data", "sft", "reward", "referee", "judge", "critic", "ppo", "evaluation")
-}
-_GATES = {f"{name}_gate": f"gates/{name}.json" for name in ("data", "sft", "reward", "policy")}
-_HISTORIES = {
-    f"{name}_history": f"history/{name}.jsonl" for name in ("sft", "reward", "referee", "judge", "critic", "ppo")
-}
-_SAMPLES = {
+_INPUTS = {
+    **{f"{name}_metrics": f"metrics/{name}.json" for name in STAGES},
+    **{f"{name}_gate": f"gates/{name}.json" for name in GATES},
+    **{f"{name}_history": f"history/{name}.jsonl" for name in HISTORIES},
     "comparisons": "samples/comparisons.parquet",
     "bad_cases": "samples/bad_cases.jsonl",
     "reward_mistakes": "samples/reward_mistakes.jsonl",
     "reward_plots": "plots/reward",
+    "data_card": "data/card",
 }
-_INPUTS = _METRICS | _GATES | _HISTORIES | _SAMPLES | {"data_card": "data/card"}
 
 
 def run(config: ReportConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
