@@ -93,14 +93,9 @@ def evaluation_replies(
                     own.append(sampler.sample(batch, sampling).replies())
                 together = batch_size * distributed.world_size()
                 on_batch(min(together, len(prompts) - done * together))
-            draws.append(_in_order(order, gather_passes(own)))
+            by_prompt = dict(zip(order, gather_passes(own), strict=True))
+            draws.append([by_prompt[prompt] for prompt in range(len(order))])
     return generated_replies(tokenizer, [reply for of_prompt in zip(*draws, strict=True) for reply in of_prompt])
-
-
-def _in_order(order: Sequence[int], values: Sequence[list[int]]) -> list[list[int]]:
-    """Undo a permutation: ``values[i]`` belongs to the prompt ``order[i]``."""
-    by_prompt = dict(zip(order, values, strict=True))
-    return [by_prompt[prompt] for prompt in range(len(order))]
 
 
 def on_policy_replies(

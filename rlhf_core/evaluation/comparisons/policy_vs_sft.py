@@ -80,14 +80,13 @@ class Evaluation:
 
     def score(self, judge: Judge) -> None:
         """Let ``judge`` score both models' replies, and compare them."""
-        asked, margin = [row.prompt for row in self.prompts], 0.0
+        asked = [row.prompt for row in self.prompts]
         for model in (self.sft, self.policy):
             model.scores[judge.name] = judge.score(asked, model.sets.judged)
-        margin = tie_margin_of(judge, self.config.tie_margin, self.sft.scores[judge.name])
         self.comparison[judge.name] = compare(
             self._by_prompt(self.policy.scores[judge.name]),
             self._by_prompt(self.sft.scores[judge.name]),
-            margin,
+            tie_margin_of(judge, self.config.tie_margin, self.sft.scores[judge.name]),
             self.config.bootstrap,
             self.config.seed,
             self._by_prompt(length_differences(self.policy.sets.judged, self.sft.sets.judged)),

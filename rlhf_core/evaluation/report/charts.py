@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
+from ruamel.yaml import YAML
 
 from rlhf_core.evaluation.figures import COLOURS, HEIGHT, SERIES, draw_svg
 
@@ -122,118 +124,17 @@ def _legend(names: Sequence[tuple[str, str]]) -> Markup:
 STEP_NAMES = ("iteration", "step", "rollout")
 
 
-@dataclass(frozen=True)
-class ChartSpec:
-    """What a chart shows.
-
-    Attributes:
-        history: The stage whose history it is drawn from.
-        title: Its heading.
-        curves: By label the name of a line in the history, or the names of a band's lower and upper edge.
-        note: What to look for.
-    """
-
-    history: str
-    title: str
-    curves: Mapping[str, str | tuple[str, str]]
-    note: str = ""
-
-
-LOSS = {"training": "loss", "validation": "validation_loss"}
-ACCURACY = {"training": "accuracy", "validation": "validation_accuracy"}
-CHARTS = (
-    ChartSpec("sft", "Loss", LOSS),
-    ChartSpec("sft", "Perplexity", {"held-out demonstrations": "validation_perplexity"}),
-    ChartSpec("sft", "Learning rate", {"learning rate": "lr"}),
-    ChartSpec(
-        "reward",
-        "Loss",
-        {"ranking": "ranking_loss", "ranking, validation": "validation_loss", "imitation": "imitation_loss"},
-    ),
-    ChartSpec("reward", "Accuracy", ACCURACY, "Accuracy alone is not enough: see margins and calibration below."),
-    ChartSpec("reward", "Margin", {"training": "margin", "validation": "validation_margin"}),
-    ChartSpec("referee", "Accuracy", ACCURACY),
-    ChartSpec("judge", "Accuracy", ACCURACY),
-    ChartSpec("critic", "Value loss", {"value loss": "value_loss"}),
-    ChartSpec(
-        "critic", "Explained variance", {"explained variance": "explained_variance"}, "PPO starts once it is high."
-    ),
-    ChartSpec(
-        "ppo",
-        "Reward (raw score)",
-        {
-            "mean": "reward_mean",
-            "median": "reward_p50",
-            "5–95 %": ("reward_p05", "reward_p95"),
-            "25–75 %": ("reward_p25", "reward_p75"),
-        },
-        "The whole distribution: a tail that opens below the median is an early sign of collapse.",
-    ),
-    ChartSpec(
-        "ppo",
-        "KL to the reference",
-        {"KL, nats per sequence": "kl"},
-        "The first signal that separates a healthy run from a collapsed one.",
-    ),
-    ChartSpec(
-        "ppo",
-        "Win rate against SFT by the referee",
-        {"win rate": "win_rate", "95 %": ("win_rate_low95", "win_rate_high95")},
-        "On fixed validation prompts; it selects the checkpoint.",
-    ),
-    ChartSpec("ppo", "Loss", LOSS),
-    ChartSpec(
-        "ppo",
-        "Accuracy of the implicit reward",
-        ACCURACY,
-        "Share of pairs whose chosen reply became likelier than the rejected one, beside SFT.",
-    ),
-    ChartSpec(
-        "ppo",
-        "Implicit reward of held-out replies",
-        {"chosen": "validation_implicit_reward_chosen", "rejected": "validation_implicit_reward_rejected"},
-        "Both far below zero: the policy moves away from the replies of the pairs altogether.",
-    ),
-    ChartSpec("ppo", "Reply length", {"mean tokens": "length", "95th percentile": "length_p95"}),
-    ChartSpec("ppo", "Repetition and missing end", {"repeated trigrams": "repetition", "missing end": "missing_eos"}),
-    ChartSpec(
-        "ppo",
-        "Perplexity of the replies",
-        {"under the reference": "perplexity_reference", "under the policy": "perplexity"},
-    ),
-    ChartSpec(
-        "ppo",
-        "Variety",
-        {
-            "distinct bigrams": "distinct_2",
-            "distinct first sentences": "distinct_first_sentences",
-            "refusals": "refusals",
-        },
-    ),
-    ChartSpec("ppo", "Explained variance", {"explained variance": "explained_variance"}),
-    ChartSpec("ppo", "Value loss", {"value loss": "value_loss"}),
-    ChartSpec(
-        "ppo",
-        "Rewards of the replies to one prompt",
-        {"standard deviation": "group_reward_std", "prompts with equal rewards": "equal_reward_groups"},
-        "An update without a critic learns from their difference alone.",
-    ),
-    ChartSpec("ppo", "Entropy", {"nats per token": "entropy"}, "Alone it does not tell health from collapse."),
-    ChartSpec("ppo", "Gradient norms", {"policy": "policy_grad_norm", "critic": "critic_grad_norm"}),
-    ChartSpec("ppo", "Clipped share", {"policy": "clip_fraction", "value": "value_clip_fraction"}),
-    ChartSpec(
-        "ppo",
-        "Reward's correlation",
-        {"with length": "reward_length_correlation", "with the referee": "reward_referee_correlation"},
-    ),
-    ChartSpec("ppo", "KL coefficient", {"β": "kl_coefficient", "β per SD of treated reward": "kl_pull"}),
-)
+@cache
+def chart_specs() -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    """Return what is drawn from which history, from ``charts.yaml``."""
+    specs: dict[str, list[dict[str, Any]]] = YAML(typ="safe").load(Path(__file__).with_suffix(".yaml"))
+    return specs
 
 
 def draw_charts(
     histories: Mapping[str, Sequence[Mapping[str, Any]]], findings: Sequence[float] = ()
 ) -> dict[str, list[dict[str, Any]]]:
-    """Draw charts by history, in the order of :data:`CHARTS`; a chart without any of its lines is left out.
+    """Draw charts by history, in the order of :func:`chart_specs`; a chart without any of its lines is left out.
 
     Args:
         histories: Rows of ``history/NAME.jsonl`` by stage.
@@ -243,22 +144,21 @@ def draw_charts(
         ``title``, ``svg`` and ``note`` of each.
     """
     charts: dict[str, list[dict[str, Any]]] = {}
-    for spec in CHARTS:
-        rows = histories.get(spec.history, [])
-        lines, bands = {}, {}
-        for label, names in spec.curves.items():
-            if isinstance(names, str):
-                lines[label] = points(rows, names)
-            else:
-                bands[label] = points(rows, names[0]), points(rows, names[1])
-        lines = {label: line for label, line in lines.items() if line}
-        if not lines:
-            continue
-        bands = {label: (low, high) for label, (low, high) in bands.items() if low and high}
+    for history, specs in chart_specs().items():
+        rows = histories.get(history, [])
         x_label = next((name for name in STEP_NAMES if any(name in row for row in rows)), "row")
-        marks = findings if spec.history == "ppo" else ()
-        svg = line_chart(lines, bands, x_label, f"{spec.history}: {spec.title}", marks)
-        charts.setdefault(spec.history, []).append({"title": spec.title, "svg": svg, "note": spec.note})
+        marks = findings if history == "ppo" else ()
+        for spec in specs:
+            curves = {
+                label: [points(rows, name) for name in ([names] if isinstance(names, str) else names)]
+                for label, names in spec["curves"].items()
+            }
+            lines = {label: edges[0] for label, edges in curves.items() if len(edges) == 1 and edges[0]}
+            bands = {label: (edges[0], edges[1]) for label, edges in curves.items() if len(edges) == 2 and all(edges)}
+            if lines:
+                svg = line_chart(lines, bands, x_label, f"{history}: {spec['title']}", marks)
+                chart = {"title": spec["title"], "svg": svg, "note": spec.get("note", "")}
+                charts.setdefault(history, []).append(chart)
     return charts
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
 from rlhf_core.data.schema import Prompt
 from rlhf_core.evaluation.comparisons.comparison import compare_groups, compare_outcomes
 from rlhf_core.evaluation.comparisons.opponents import group_of
-from rlhf_core.evaluation.report.view import group_chart, opponent_charts
 
 from .conftest import made_prompt
 
@@ -65,15 +61,3 @@ def test_several_replies_to_a_prompt_are_one_prompt() -> None:
     gold = table["helpful"]["gold"]
     assert gold["prompts"] == 2 and gold["win"] == 0.5 and gold["tie"] == 0.5
     assert gold["win_rate"] == pytest.approx((2 / 3 + 1 / 2) / 2)
-
-
-def test_the_charts_have_a_row_for_each_group_and_judge(tmp_path: Path) -> None:
-    comparison: dict[str, Any] = compare_outcomes([1.0, 0.0, 0.5], 50, 1)
-    chart = str(group_chart({"helpful": {"judge": comparison, "gold": comparison}, "harmless": {"gold": comparison}}))
-    assert chart.index("helpful, gold") < chart.index("helpful, judge") < chart.index("harmless, gold")
-    assert group_chart({}) is None
-    side = {"comparison": {"gold": comparison}, "group": {"harmless": {"gold": comparison}}}
-    opponent = {"prompts": 3, "missing": 1, "unused": 0, "sft": side, "policy": side}
-    (shown,) = opponent_charts({"Other <b>": opponent})
-    assert shown["missing"] == 1 and "policy, harmless, gold" in shown["chart"] and "<b>" not in shown["chart"]
-    assert "Other &lt;b&gt; wins" in shown["chart"] and "our side wins" in shown["chart"]

@@ -146,6 +146,8 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert page.count("&lt;script&gt;") >= 4
     assert "0.654" in page and "0.543 to 0.765" in page and "; 0.65 at equal length" in page
     assert "held-out pairs; 0.60 on length-balanced ones" in page
+    assert "win rate by judge" in page and "win rate by referee" not in page, "the judge has a tile"
+    assert "The judge had no part in" in page and '<th scope="row">referee</th>' in page
     assert "gets most wrong" not in page and "multiple-choice" not in page and "Helpful and harmless apart" not in page
 
 
@@ -164,13 +166,6 @@ def test_best_of_n_stands_beside_the_policy_where_it_was_measured(tmp_path: Path
     page = render(tmp_path)
     assert "Best of 16" in page and "1.835" in page and "320" in page
     assert "By judge the policy's win\n  rate against it is 0.432" in page and "By reward the policy's" not in page
-
-
-def test_the_judge_has_a_tile_and_the_referee_beside_it_has_none(tmp_path: Path) -> None:
-    fill(tmp_path)
-    page = render(tmp_path)
-    assert "win rate by judge" in page and "win rate by referee" not in page
-    assert "The judge had no part in" in page and '<th scope="row">referee</th>' in page
 
 
 def test_rollbacks_are_told_with_what_was_changed(tmp_path: Path) -> None:
@@ -192,12 +187,9 @@ def test_behind_a_shut_gate_nothing_of_an_earlier_run_is_shown(tmp_path: Path) -
     assert "Stopped at the reward gate: accuracy" in page
     assert "not run: the reward gate failed" in page
     assert "win rate by gold" not in page and "kl_over_budget" not in page and "bold" not in page
-
-
-def test_in_report_mode_the_run_goes_on(tmp_path: Path) -> None:
     fill(tmp_path, gate_mode="report", reward_bound=0.9)
     page = render(tmp_path)
-    assert "recorded, not enforced" in page and "win rate by gold" in page
+    assert "recorded, not enforced" in page and "win rate by gold" in page, "in report mode the run goes on"
 
 
 def test_damaged_files_are_reported_as_missing(tmp_path: Path) -> None:
