@@ -123,7 +123,7 @@ def train_critic(
     with evaluating(policy, score), run_context(context, "train_critic", *identity) as run:
         frozen_policy = load_policy(policy)[0].requires_grad_(False) if isinstance(policy, Path) else policy
         critic, frozen = initial_critic(policy, start, config, rollout), FrozenModels(run.launch)
-        reward_fn = reward_fn_of(score, rollout, encoded, tokenizer, frozen_policy, frozen, run)
+        reward_fn = reward_fn_of(score, rollout, encoded, tokenizer, frozen, run)
         steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
         engine = build_engine(critic, config.optimizer, steps, "critic", run)
         sampling = Sampling.for_rollouts(tokenizer, rollout)

@@ -267,7 +267,6 @@ def reward_fn_of(
     rollout: RolloutConfig,
     prompts: TrainingPrompts,
     tokenizer: PreTrainedTokenizerBase,
-    policy: PreTrainedModel,
     frozen: FrozenModels,
     context: RunContext,
 ) -> RewardFn:

@@ -287,7 +287,7 @@ def assemble(inputs: PpoInputs, context: RunContext) -> Trainer:
         policy = _own_copy(inputs.model if config.policy_init == "sft" else inputs.base)
     if selector is not None:
         evaluator.reference = reference
-    reward_fn = reward_fn_of(inputs.reward, config, inputs.prompts, tokenizer, policy, frozen, context)
+    reward_fn = reward_fn_of(inputs.reward, config, inputs.prompts, tokenizer, frozen, context)
     critic, moments = _critic(inputs, frozen, own)
     pair = build_actor_critic(config, policy, critic, Sampling.for_rollouts(tokenizer, config), context)
     health_limits = {"kl": config.selection.max_kl, "max_new_tokens": float(config.max_new_tokens)}

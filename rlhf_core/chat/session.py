@@ -27,30 +27,22 @@ class ChatSession:
     """A conversation of several turns. The same seed and the same turns give the same replies."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: SamplingConfig,
-        seed: int = 0,
-        system: str | None = None,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: SamplingConfig, seed: int = 0
     ) -> None:
         self.model, self.tokenizer, self.sampling, self.seed = model, tokenizer, sampling, seed
-        self.system = [Message("system", system)] if system else []
         self.turns: list[Message] = []
         self.forgotten = 0
         self._asked = 0
 
     @classmethod
-    def open(
-        cls, folder: Path, sampling: SamplingConfig | None = None, seed: int = 0, system: str | None = None
-    ) -> ChatSession:
+    def open(cls, folder: Path, sampling: SamplingConfig | None = None, seed: int = 0) -> ChatSession:
         """Load a Hugging Face folder; ``ModelError`` when it is missing or incomplete."""
         require_openable(folder)
         model, tokenizer = load_policy(folder)
-        return cls(model, tokenizer, sampling or SamplingConfig(), seed, system)
+        return cls(model, tokenizer, sampling or SamplingConfig(), seed)
 
     def reset(self) -> None:
-        """Forget the conversation; the system turn stays."""
+        """Forget the conversation."""
         self.turns, self.forgotten = [], 0
 
     def say(self, text: str, on_text: OnText | None = None) -> str:
@@ -80,7 +72,7 @@ class ChatSession:
         context = getattr(self.model.config, "max_position_embeddings", None)
         dropped = 0
         while True:
-            ids = encode_prompt(self.tokenizer, [*self.system, *turns[dropped:]])
+            ids = encode_prompt(self.tokenizer, turns[dropped:])
             if context is None or len(ids) + self.sampling.max_new_tokens <= context:
                 self.forgotten += dropped
                 return ids, turns[dropped:]

@@ -15,6 +15,7 @@ from rlhf_core.evaluation.replies import OnPolicyReplies
 from rlhf_core.evaluation.reply import measure_text
 from rlhf_core.evaluation.statistics import clusters_of
 
+TIE_MARGIN = 0.05  # differences up to this share of the spread of SFT's scores are ties
 SampleReplies = Callable[[PreTrainedModel], OnPolicyReplies]
 
 
@@ -28,8 +29,6 @@ class SelectionEvaluator:
         sample: Samples a model's replies to ``prompts`` from the training distribution, with the same random numbers
             for every model: the metrics are then a function of the weights alone, and a resumed run repeats them.
         reward: The reward model that the policy is optimised against, for ``referee_gap`` only.
-        tie_margin: Differences up to this share of the spread of SFT's scores are ties.
-        seed: Seed of the bootstrap.
     """
 
     def __init__(
@@ -39,13 +38,10 @@ class SelectionEvaluator:
         referee: Judge,
         sample: SampleReplies,
         reward: Judge | None = None,
-        tie_margin: float = 0.05,
-        seed: int = 0,
     ) -> None:
         self.reference, self.sample = reference, sample
         self.prompts, self.clusters = [row.prompt for row in prompts], clusters_of(prompts)
         self.referee, self.reward = referee, reward
-        self.tie_margin, self.seed = tie_margin, seed
         replies = sample(reference).replies
         self.sft_text = measure_text(replies)
         self.sft_referee = referee.score(self.prompts, replies)
@@ -64,8 +60,8 @@ class SelectionEvaluator:
         sampled = self.sample(policy)
         text = measure_text(sampled.replies)
         scores = self.referee.score(self.prompts, sampled.replies)
-        margin = tie_margin_of(self.referee, self.tie_margin, self.sft_referee)
-        versus = compare(scores, self.sft_referee, margin, 500, self.seed, clusters=self.clusters)
+        margin = tie_margin_of(self.referee, TIE_MARGIN, self.sft_referee)
+        versus = compare(scores, self.sft_referee, margin, 500, clusters=self.clusters)
         metrics = {
             **{name: versus[name] for name in ("win_rate", "win_rate_low95", "win_rate_high95")},
             "kl": measure_drift(sampled, self.reference).kl,

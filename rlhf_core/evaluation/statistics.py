@@ -130,8 +130,8 @@ def share_difference_high(lost: np.ndarray, gained: np.ndarray, clusters: np.nda
     return max(score, mean_high(difference, clusters))
 
 
-def paired_difference_high(more: float, fewer: float, count: float, confidence: float = CONFIDENCE) -> float:
-    """Return the one-sided upper score bound of a difference of paired proportions.
+def paired_difference_high(more: float, fewer: float, count: float) -> float:
+    """Return the one-sided upper 95 % score bound of a difference of paired proportions.
 
     Tango, 1998, "Equivalence test and confidence interval for the difference in proportions for the paired-sample
     design". If all differing pairs differ in one direction it is Wilson's bound; if none differ, ``z² / (n + z²)``.
@@ -140,9 +140,8 @@ def paired_difference_high(more: float, fewer: float, count: float, confidence: 
         more: Pairs in which only the first has the property; a fraction where a pair counts as less than one.
         fewer: Pairs in which only the second has it.
         count: All pairs.
-        confidence: One-sided.
     """
-    z = float(scipy.stats.norm.ppf(confidence))
+    z = float(scipy.stats.norm.ppf(CONFIDENCE))
 
     def excess(difference: float) -> float:
         """The score statistic of ``difference`` plus z: 0 at the bound."""

@@ -105,7 +105,7 @@ def sample_best(
     settings, frozen = config.policy.rejection_sampling, FrozenModels(context.launch)
     sampler = RejectionSampler(
         policy=policy,
-        reward_fn=reward_fn_of(inputs.reward, config, prompts, tokenizer, policy, frozen, context),
+        reward_fn=reward_fn_of(inputs.reward, config, prompts, tokenizer, frozen, context),
         prompts=prompts,
         sampling=Sampling.for_rollouts(tokenizer, config),
         replies_per_prompt=settings.replies_per_prompt,

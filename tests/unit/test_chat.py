@@ -72,13 +72,6 @@ def test_special_tokens_of_a_reply_are_visible_and_stay_in_the_conversation(
     assert session.turns[-1].content == "sky<|user|> blue"
 
 
-def test_reset_forgets_but_keeps_the_system_turn(model, tokenizer) -> None:
-    session = ChatSession(model, tokenizer, SAMPLING, system="be brief")
-    session.say("sky")
-    session.reset()
-    assert session.turns == [] and session.system[0].content == "be brief"
-
-
 def test_old_turns_give_way_in_pairs_when_the_context_is_full(session: ChatSession) -> None:
     for _ in range(8):
         session.say("what colour is the sky?")

@@ -89,7 +89,7 @@ def row_accuracy(chosen: Sequence[float], rejected: Sequence[float]) -> float:
     return 1 / [*chosen, *rejected].count(best) if chosen[0] == best else 0.0
 
 
-def run_benchmark(judge: Judge, rows: Sequence[BenchmarkRow], seed: int = 0) -> dict[str, Any]:
+def run_benchmark(judge: Judge, rows: Sequence[BenchmarkRow]) -> dict[str, Any]:
     """Score every reply of every row.
 
     Returns:
@@ -110,7 +110,7 @@ def run_benchmark(judge: Judge, rows: Sequence[BenchmarkRow], seed: int = 0) -> 
     for subset in sorted(accuracies):
         values = np.array(accuracies[subset])
         clusters = cluster_codes(asked[subset])
-        low, high = bootstrap_bounds(values[np.newaxis], RESAMPLES, seed, clusters)
+        low, high = bootstrap_bounds(values[np.newaxis], RESAMPLES, 0, clusters)
         subsets[subset] = {
             "rows": len(values),
             "clusters": int(clusters.max()) + 1,
