@@ -9,14 +9,12 @@ import typer
 
 from rlhf_core.commands import annotate as annotate_commands
 from rlhf_core.commands import data as data_commands
+from rlhf_core.commands.annotate import WorkspaceOption
 from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR, ConfigError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.add_typer(data_commands.app, name="data")
 app.add_typer(annotate_commands.app, name="annotate")
-WorkspaceOption = Annotated[
-    Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml; default: the current one.")
-]
 
 
 @app.command()

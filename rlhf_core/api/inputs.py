@@ -109,6 +109,10 @@ def records_of(given: Any, name: str) -> list[Any]:
     if isinstance(given, Mapping):
         held = ", ".join(map(str, list(given)[:4]))
         raise DataError(f"{name} is one {kind} (with {held}); give a list of records, such as the rows of one split")
+    fields = getattr(getattr(given, "dtype", None), "names", None)  # of a structured array of NumPy
+    names_columns = hasattr(given, "columns") or hasattr(given, "keys") or fields is not None
+    if type(given).__module__.partition(".")[0] == "datasets":
+        names_columns = False  # it yields rows all the same
     listed: list[Any]
     if hasattr(given, "to_pylist"):  # PyArrow's tables, batches and columns
         listed = given.to_pylist()
@@ -116,9 +120,9 @@ def records_of(given: Any, name: str) -> list[Any]:
         listed = given.to_dicts()
     elif hasattr(given, "to_dict") and hasattr(given, "iterrows"):  # pandas' and those that follow it
         listed = [plain_values(row) for row in given.to_dict("records")]
-    elif hasattr(given, "tolist") and _field_names(given) is None:  # a column of pandas, an array of NumPy
+    elif hasattr(given, "tolist") and fields is None:  # a column of pandas, an array of NumPy
         listed = plain_values(given)
-    elif not isinstance(given, Iterable) or (_names_columns(given) and not isinstance(given, Sequence)):
+    elif not isinstance(given, Iterable) or (names_columns and not isinstance(given, Sequence)):
         raise DataError(f"{name} is a {kind}, which is no list of records; give its rows as a list of dicts")
     else:
         listed = list(given)
@@ -128,19 +132,6 @@ def records_of(given: Any, name: str) -> list[Any]:
                 f"{name}, record {number} is a {type(record).__name__}; give each as a dict, or as a string"
             )
     return listed
-
-
-def _names_columns(given: Any) -> bool:
-    """Whether ``given`` is a table or like a dict; a data set of the package datasets is, too, but yields rows."""
-    if type(given).__module__.partition(".")[0] == "datasets":
-        return False
-    return hasattr(given, "columns") or hasattr(given, "keys") or _field_names(given) is not None
-
-
-def _field_names(given: Any) -> tuple[str, ...] | None:
-    """The names of the fields of a structured array of NumPy; None for anything else."""
-    names: tuple[str, ...] | None = getattr(getattr(given, "dtype", None), "names", None)
-    return names
 
 
 def plain_values(value: Any) -> Any:

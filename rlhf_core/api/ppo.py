@@ -66,7 +66,6 @@ from rlhf_core.training.history import nonfinite_as_none
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
 
-POSITIONS = "max_position_embeddings"
 DEFAULT_POLICY_LR, DEFAULT_CRITIC_LR = 1e-6, 5e-6
 # The data sets that ``ppo.ptx.data`` names.
 PTX_KINDS = {
@@ -291,7 +290,7 @@ def assemble(inputs: PpoInputs, context: RunContext) -> Trainer:
     critic, moments = _critic(inputs, frozen, own)
     pair = build_actor_critic(config, policy, critic, Sampling.for_rollouts(tokenizer, config), context)
     health_limits = {"kl": config.selection.max_kl, "max_new_tokens": float(config.max_new_tokens)}
-    ptx = ptx_data(config, inputs.texts, pad_id(tokenizer), getattr(policy.config, POSITIONS, None))
+    ptx = ptx_data(config, inputs.texts, pad_id(tokenizer), getattr(policy.config, "max_position_embeddings", None))
     return Trainer(
         learner=Learner(config, pair, reference, ptx),
         reward_fn=reward_fn,

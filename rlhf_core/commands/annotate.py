@@ -56,17 +56,14 @@ def export(
 
     skip_last_collection()
     root = workspace_root(workspace)
-    from rlhf_core.evaluation.judges.human.pairs import blinded_export, evaluated_candidates, write_forms
+    from rlhf_core.evaluation.judges.human import pairs
 
-    if prompts is None:
-        candidates, bad = evaluated_candidates(root)
-    else:
-        from rlhf_core.evaluation.judges.human.pairs import sampled_candidates
-
-        candidates, bad = sampled_candidates(root, prompts, replies)
-    exported = blinded_export(candidates, bad[:bad_cases], control, seed)
+    candidates, bad = (
+        pairs.evaluated_candidates(root) if prompts is None else pairs.sampled_candidates(root, prompts, replies)
+    )
+    exported = pairs.blinded_export(candidates, bad[:bad_cases], control, seed)
     exported.save_key(root)
-    write_forms(exported.pairs, folder)
+    pairs.write_forms(exported.pairs, folder)
     counts = [sum(pair.bad_case for pair in exported.pairs), sum(pair.control for pair in exported.pairs)]
     typer.echo(f"{len(exported.pairs)} pairs in {folder}: {counts[0]} bad cases, {counts[1]} of the control")
     typer.echo(f"the answers come back with: rlhf annotate import FILE... (export {exported.name})")
