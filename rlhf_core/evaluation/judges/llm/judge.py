@@ -185,13 +185,16 @@ class LlmJudge:
         bodies: dict[str, dict[str, Any]] = {}
         pairs: list[tuple[str, ...] | None] = []  # the keys of both questions about a pair
         for prompt, own, other in zip(prompts, candidate, baseline, strict=True):
+            if own.text == other.text:
+                pairs.append(None)
+                continue
             both = [
                 request_body(self.config, question_text(self.template, prompt, *replies))
                 for replies in ((own.text, other.text), (other.text, own.text))
             ]
             keys = tuple(content_key(self.config.base_url, body) for body in both)
-            pairs.append(None if own.text == other.text else keys)
-            bodies |= {} if own.text == other.text else dict(zip(keys, both, strict=True))
+            pairs.append(keys)
+            bodies |= zip(keys, both, strict=True)
         asked = [pair for pair in pairs if pair is not None]
         usage = UsageMeter(self.config.budget)
         completions = self._completions(bodies, asked, usage)
