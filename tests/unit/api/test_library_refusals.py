@@ -23,9 +23,9 @@ def sft(*rows: Any, **more: Any) -> Call:
     return lambda model, tokenizer, critic: rlhf.train_sft(model, tokenizer, [*rows], **more)
 
 
-def pretraining(prompts: Any = QUESTIONS, reward: Any = by_length, **settings: Any) -> Call:
+def pretraining(prompts: Any = QUESTIONS, score: Any = by_length, **settings: Any) -> Call:
     rollout = rlhf.PpoConfig(**PPO | settings).rollout
-    return lambda model, tokenizer, critic: rlhf.train_critic(model, tokenizer, prompts, reward, rollout=rollout)
+    return lambda model, tokenizer, critic: rlhf.train_critic(model, tokenizer, prompts, score, rollout=rollout)
 
 
 def ppo(settings: dict[str, Any], reward: Any = by_length, critic: bool = True, **more: Any) -> Call:
@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
         DataError,
         "record 1: the prompt must end with a turn of the user",
     ),
-    "no function": (pretraining(reward=3), ConfigError, "reward is a int"),
+    "no function": (pretraining(score=3), ConfigError, "reward is a int"),
     "a reward that is given twice": (pretraining(**SOURCES), ConfigError, "given twice"),
     "a critic to pre-train that nothing reads": (pretraining(**CRITIC_FREE), ConfigError, "call train_ppo without"),
     "no critic": (ppo({}, critic=False), ConfigError, "advantage.estimator gae needs a critic"),
