@@ -104,9 +104,7 @@ def row_chunks(
         records: The records of one file.
         kind: One of ``ROW_TYPES``; None for what the file serves as best.
         source: The file's path, which becomes part of the rows.
-        sha256: The file's hash.
         where: What messages call the file.
-        options: How the records are read, where that is not recognised.
 
     Raises:
         DataError: No known format fits, or several do, or the format carries nothing of this kind, or a column or

@@ -95,10 +95,8 @@ def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) 
     Reading ``output`` gives the same rows: content, labels and ids. That is tried with every row before it is written;
     one that would be read differently is refused. Both files appear when all is written, or not at all.
 
-    Args:
-        base: The folder that relative paths of sources start at.
-        output: A path that ends with .jsonl or .parquet. An existing file is replaced, one of refused rows beside it
-            replaced or removed.
+    ``output`` ends with .jsonl or .parquet. An existing file is replaced, one of refused rows beside it replaced or
+    removed.
 
     Raises:
         DataError: A source cannot be read or holds no such rows, or no row can be used.

@@ -171,11 +171,7 @@ def describe_sources(
             name is described once.
         base: The folder of relative paths, by default the current one.
         tokens: Lengths are measured in tokens too, if set.
-        options: How the rows are read, where that is not recognised.
         show: How many rows of each file are kept as examples.
-
-    Raises:
-        DataError: A file cannot be read at all.
     """
     base, options = base or Path.cwd(), options or ReadOptions()
     described: dict[Path | str, FileDescription] = {}

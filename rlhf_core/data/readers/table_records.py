@@ -82,12 +82,7 @@ def _arrow_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, i
 
 
 def parquet_tables(name: str, file: pq.ParquetFile, size: int) -> Iterator[pa.Table]:
-    """Yield the rows of a parquet file of ``size`` bytes, some hundred at a time; ``DataError`` calls it ``name``.
-
-    Raises:
-        DataError: Two columns have one name, or the values are far larger than the file.
-        ArrowInvalid: Counts of rows do not agree, or an offset leads out of a column.
-    """
+    """Yield the rows of a parquet file of ``size`` bytes, some hundred at a time; ``ArrowInvalid`` for other counts."""
     require_distinct(name, file.schema_arrow.names)
     _require_row_counts(file)
     rows = 0
