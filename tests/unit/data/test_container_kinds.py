@@ -70,25 +70,6 @@ def test_rows_are_read_back_as_they_were_written(name: str, suffix: str) -> None
     assert [(record.value, record.problem) for record in records] == [(row, "") for row in ROWS]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("x.jsonl.gz", "gzip"),
-        ("x.jsonl.zst", "zstd"),
-        ("x.jsonl.xz", "xz"),
-        ("x.arrow", "arrow"),
-        ("x.csv.zst", "zstd"),
-    ],
-)
-def test_a_part_of_a_file_or_another_file_is_refused(name: str, message: str) -> None:
-    whole = CONTENTS["x.arrow"] if name == "x.arrow" else COMPRESS[Path(name).suffix](CONTENTS["x.jsonl"])
-    for content in (whole[:-9], whole[: len(whole) // 2], b"plain text, no file of this kind"):
-        with pytest.raises(DataError, match=rf"{name} is not a .*{message} file"):
-            records_of(name, content)
-    with pytest.raises(DataError, match=f"{name} is empty"):
-        records_of(name, b"")
-
-
 @pytest.fixture
 def store() -> Iterator[fsspec.AbstractFileSystem]:
     filesystem = fsspec.filesystem("memory")

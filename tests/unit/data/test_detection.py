@@ -34,11 +34,6 @@ def test_one_bad_first_row_does_not_decide(bad: Any, tmp_path: Path) -> None:
     assert (result.refused[0].position, json.loads(result.refused[0].row)) == (1, bad)
 
 
-def test_a_mixed_file_is_refused_with_the_counts(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"x\.jsonl: .*several formats \(7 standard, 3 prompt\).*format:"):
-        read(tmp_path, [PROMPT] * 3 + [PAIR] * 7)
-
-
 def test_the_first_thousand_rows_decide(tmp_path: Path) -> None:
     result = read(tmp_path, [PAIR] * 1000 + [PROMPT] * 1500)
     assert (result.counts.format, len(result.rows), len(result.refused)) == ("standard", 1000, 1500)

@@ -266,9 +266,3 @@ def test_an_ordinary_text_is_one_turn(text: str) -> None:
 def test_a_reply_may_be_a_dialogue_that_was_asked_for(reply: str) -> None:
     (row,) = read({"prompt": "Write a dialogue.", "chosen": reply, "rejected": "no"}).rows
     assert row["chosen"] == reply
-
-
-@pytest.mark.parametrize("text", [RENDERINGS[name] for name in ("gemma", "deepseek-v3", "glm-4", "granite", "olmo")])
-def test_a_flat_reply_that_is_rendered_is_refused(text: str) -> None:
-    (refused,) = read({"prompt": "hi", "chosen": text, "rejected": "no"}).refused
-    assert f"chosen {RENDERED}" in refused.reason

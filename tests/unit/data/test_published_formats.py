@@ -226,11 +226,6 @@ def test_what_does_not_serve_is_refused_by_name(name: str, kind: str, message: s
         read(name, kind)
 
 
-def test_labelled_single_replies_are_refused_as_preferences_by_name() -> None:
-    with pytest.raises(DataError, match=r"format prompt-reply.*labelled by itself is no pair"):
-        parse({"prompt": "Q?", "completion": "a", "label": True})
-
-
 PKU = {"prompt": "Q?", "response_0": "a", "response_1": "b", "better_response_id": 0, "safer_response_id": 0}
 USER = {"role": "user", "content": "Q?"}
 DIALOGUE = {
