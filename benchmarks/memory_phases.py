@@ -166,7 +166,9 @@ def run_sft(subject: Subject, meter: Meter, context: RunContext) -> None:
     model = new_policy(subject)
     engine = warmed(model, config.optimizer, "sft", context)
     rows = [Example(subject.ids(i, subject.prompt), subject.ragged(i, subject.reply)) for i in range(64)]
-    task = SftTask(engine, model, rows[: config.batch_size], rows, config, PAD, context.launch.logits_bytes)
+    task = SftTask(
+        engine, model, rows[: config.batch_size], rows, config, config.seed, PAD, context.launch.logits_bytes
+    )
     _measure(task, engine, meter)
 
 

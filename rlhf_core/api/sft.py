@@ -22,9 +22,9 @@ from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.models.starting.base import fitting_length, save_policy
-from rlhf_core.training.engine.factory import build_engine, finish
+from rlhf_core.training import loop
+from rlhf_core.training.engine import Engine
 from rlhf_core.training.examples import fitting_examples
-from rlhf_core.training.loop import Loop, LoopSettings
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import SftTask
 
@@ -127,11 +127,12 @@ def fine_tune(
         logger.warning(
             "sft: %d of %d demonstrations are longer than %d tokens and were left out", dropped, len(train), longest
         )
-    engine = build_engine(model, config.optimizer, config.steps, "sft", context)
-    task = SftTask(engine, model, examples, checks, config, pad_id(tokenizer), context.launch.logits_bytes)
-    settings = LoopSettings("sft", config.seed, config.steps, config.eval_every, config.checkpoint)
-    result = Loop(engine, task, settings, context).run()
-    model = finish(engine, model)
+    pad, limit = pad_id(tokenizer), context.launch.logits_bytes
+
+    def task(engine: Engine) -> SftTask:
+        return SftTask(engine, model, examples, checks, config, config.seed, pad, limit)
+
+    model, result = loop.train(model, task, config, "sft", config.seed, context)
     evaluations = result.evaluations()
     losses = [record["loss"] for record in result.history if "loss" in record]
     metrics = {
@@ -143,6 +144,6 @@ def fine_tune(
         "validation_rows": float(len(checks)),
         "dropped_over_long": float(dropped),
         "tokens_per_second": result.tokens_per_second,
-        "skipped_steps": float(engine.skipped_steps),
+        "skipped_steps": float(result.skipped_steps),
     }
     return SftRun(model, tokenizer, metrics, result.history)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.api.inputs import reward_fn_of
-from rlhf_core.config.base import SftConfig
-from rlhf_core.config.policy import Method, PolicyStageConfig, RejectionSamplingConfig
+from rlhf_core.config.policy import Method, PolicyStageConfig
 from rlhf_core.data.batches import epoch_order
 from rlhf_core.data.encoding import decode_reply, pad_id
 from rlhf_core.errors import DataError
@@ -23,10 +21,11 @@ from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.policy import POLICY_OUTPUTS, read_training_prompts
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
-from rlhf_core.training.engine.factory import build_engine, finish
+from rlhf_core.training import loop
+from rlhf_core.training.engine import Engine
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.examples import Example
-from rlhf_core.training.loop import Loop, LoopResult, LoopSettings
+from rlhf_core.training.loop import LoopResult
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import SftTask
@@ -45,15 +44,15 @@ def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunCo
     prompts.require_room(config.max_new_tokens, getattr(policy.config, "max_position_embeddings", None))
     best = sample_best(config, inputs, policy, tokenizer, prompts, context)
     examples = [Example(prompts.ids[row], reply) for row, reply in zip(best.prompts, best.replies, strict=True)]
-    trained = fine_tune_on(examples, policy, pad_id(tokenizer), config, context)
-    save_policy(outputs.model, trained.model, tokenizer, adapter=trained.adapter)
+    policy, result, adapter = fine_tune_on(examples, policy, pad_id(tokenizer), config, context)
+    save_policy(outputs.model, policy, tokenizer, adapter=adapter)
     sampling_cost = {"sampled_tokens": best.sampled_tokens, "seconds_sampling": best.seconds}
-    first, *rest = trained.result.history
+    first, *rest = result.history
     atomic_write_lines(outputs.history, [first | sampling_cost, *rest])
     atomic_write_lines(outputs.abandoned, [])  # PPO's: nothing is rolled back here
     atomic_write_lines(outputs.samples, sample_rows(best, prompts, tokenizer))
     context.tracker.log_artifact(outputs.samples, "samples")
-    first_loss, last = trained.result.evaluations()[0], trained.result.evaluations()[-1]
+    first_loss, last = result.evaluations()[0], result.evaluations()[-1]
     metrics = {
         "method": config.policy.method,
         "replies_per_prompt": settings.replies_per_prompt,
@@ -62,13 +61,13 @@ def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunCo
         "reward_kept": sum(best.rewards) / len(best.rewards),
         **sampling_cost,
         "steps": settings.steps,
-        "train_rows": trained.rows,
+        "train_rows": len(examples) - len(examples[::HELD_OUT_SHARE]),
         "validation_loss_before": first_loss["validation_loss"],
         "validation_loss": last["validation_loss"],
-        "train_tokens": trained.result.tokens,
-        "train_seconds": trained.result.seconds,
-        "tokens_per_second": trained.result.tokens_per_second,
-        "skipped_steps": trained.skipped_steps,
+        "train_tokens": result.tokens,
+        "train_seconds": result.seconds,
+        "tokens_per_second": result.tokens_per_second,
+        "skipped_steps": result.skipped_steps,
     }
     atomic_write_json(outputs.metrics, metrics)
     return metrics
@@ -119,55 +118,30 @@ def sample_best(
     return sampler.best_replies(order[: settings.prompts])
 
 
-@dataclass(frozen=True)
-class FineTunedPolicy:
-    """The policy after training on ``rows`` of the best replies; an ``adapter`` is merged into it."""
-
-    model: PreTrainedModel
-    result: LoopResult
-    rows: int
-    skipped_steps: int
-    adapter: PeftAdapter | None = None
-
-
 def fine_tune_on(
     examples: Sequence[Example], policy: PreTrainedModel, pad: int, config: PolicyStageConfig, context: RunContext
-) -> FineTunedPolicy:
-    """Train ``policy`` in place by cross-entropy on the replies; every sixteenth is held out.
+) -> tuple[PreTrainedModel, LoopResult, PeftAdapter | None]:
+    """Train ``policy`` in place by cross-entropy on the replies; every sixteenth is held out. Adapters are merged.
 
     Raises:
         DataError: There are too few examples to hold one out.
     """
-    settings = config.policy.rejection_sampling
     train = [example for number, example in enumerate(examples) if number % HELD_OUT_SHARE]
-    held_out = examples[::HELD_OUT_SHARE]
     if not train:
         raise DataError("only one prompt has a finished reply, which is too little to train on; add prompts")
     if config.policy_lora is not None:
         add_adapters(policy, config.policy_lora, derive_seed(config.seed, NAME, "lora"))
-    engine = build_engine(policy, settings.optimizer, settings.steps, NAME, context)
-    task = SftTask(engine, policy, train, held_out, as_sft(settings, config.seed), pad, context.launch.logits_bytes)
-    loop = LoopSettings(NAME, config.seed, settings.steps, settings.eval_every, settings.checkpoint)
-    result = Loop(engine, task, loop, context).run()
-    policy = finish(engine, policy)
-    adapter = None
-    if config.policy_lora is not None:
-        adapter = peft_adapter(policy)
-        merge_adapters(policy)
-    return FineTunedPolicy(policy, result, len(train), engine.skipped_steps, adapter)
+    settings, limit = config.policy.rejection_sampling, context.launch.logits_bytes
 
+    def task(engine: Engine) -> SftTask:
+        return SftTask(engine, policy, train, examples[::HELD_OUT_SHARE], settings, config.seed, pad, limit)
 
-def as_sft(settings: RejectionSamplingConfig, seed: int) -> SftConfig:
-    """The settings of the fine-tuning as those of supervised fine-tuning."""
-    return SftConfig(
-        seed=seed,
-        steps=settings.steps,
-        batch_size=settings.batch_size,
-        micro_batch_size=settings.micro_batch_size,
-        eval_every=settings.eval_every,
-        optimizer=settings.optimizer,
-        checkpoint=settings.checkpoint,
-    )
+    policy, result = loop.train(policy, task, settings, NAME, config.seed, context)
+    if config.policy_lora is None:
+        return policy, result, None
+    adapter = peft_adapter(policy)
+    merge_adapters(policy)
+    return policy, result, adapter
 
 
 def sample_rows(

@@ -20,58 +20,39 @@ from rlhf_core.data.pairs import TokenisedPair, pair_sequences
 from rlhf_core.models.adapters import PeftAdapter, add_adapters, merge_adapters, peft_adapter
 from rlhf_core.models.forward import LOGITS_BYTES, selected_logits
 from rlhf_core.runtime import distributed
+from rlhf_core.training import loop
 from rlhf_core.training.device_scalars import Scalar, accumulate_gradients, device_scalar, read_scalars
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.examples import LengthBucketedBatches, ReplyBatch, collate, values_of_sequences
-from rlhf_core.training.loop import Loop, LoopSettings, StepReport
+from rlhf_core.training.loop import StepReport
 from rlhf_core.training.losses import chunked_token_logprobs
 from rlhf_core.training.reward.run import Split
 from rlhf_core.training.reward.trainer import real_tokens
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 
-
-@dataclass(frozen=True)
-class PairLogprobs:
-    """Log-probabilities of the chosen and the rejected reply of each pair, in nats (B,)."""
-
-    chosen: Tensor
-    rejected: Tensor
+NAME = "dpo"
+SCORING_ROWS = 64
+CURVE_PAIRS = 512
 
 
-@dataclass(frozen=True)
-class ImplicitRewards:
-    """What DPO's policy rewards: ``beta * log(pi(y | x) / pi_ref(y | x))`` of both replies (B,)."""
+def implicit_rewards(policy: Tensor, reference: Tensor, beta: float) -> Tensor:
+    """What DPO's policy rewards: ``beta * log(pi(y | x) / pi_ref(y | x))``: (2, B) twice -> (2, B).
 
-    chosen: Tensor
-    rejected: Tensor
-
-    @property
-    def margins(self) -> Tensor:
-        """Reward of the chosen minus that of the rejected reply (B,)."""
-        return self.chosen - self.rejected
+    They are the rewards for which ``policy`` is optimal under a KL penalty of ``beta``, up to a constant per prompt.
+    """
+    return beta * (policy - reference)
 
 
-def implicit_rewards(policy: PairLogprobs, reference: PairLogprobs, beta: float) -> ImplicitRewards:
-    """The rewards for which ``policy`` is optimal under a KL penalty of ``beta``, up to a constant per prompt."""
-    return ImplicitRewards(
-        beta * (policy.chosen - reference.chosen),
-        beta * (policy.rejected - reference.rejected),
-    )
-
-
-def dpo_loss(margins: Tensor, label_smoothing: float, total: int) -> Tensor:
-    """``-(1 - e) logsigmoid(margin) - e logsigmoid(-margin)`` summed over pairs, divided by ``total``: (B,) -> ().
+def dpo_loss(rewards: Tensor, label_smoothing: float, total: int) -> Tensor:
+    """``-(1 - e) logsigmoid(r_w - r_l) - e logsigmoid(r_l - r_w)`` summed, divided by ``total`` pairs: (2, B) -> ().
 
     With ``e`` 0 it is equation 7; above, cDPO (Mitchell 2023): ``e`` of the labels are taken to be wrong, so that the
     loss is smallest at a margin of ``log((1 - e) / e)`` instead of at infinity.
     """
+    margins = rewards[0] - rewards[1]
     right, wrong = functional.logsigmoid(margins), functional.logsigmoid(-margins)
     return -((1.0 - label_smoothing) * right + label_smoothing * wrong).sum() / total
-
-
-SCORING_ROWS = 64
 
 
 def reply_logprobs(model: PreTrainedModel, batch: ReplyBatch, logits_bytes: int = LOGITS_BYTES) -> Tensor:
@@ -87,13 +68,12 @@ def reply_logprobs(model: PreTrainedModel, batch: ReplyBatch, logits_bytes: int 
 
 def batch_logprobs(
     model: PreTrainedModel, pairs: Sequence[TokenisedPair], pad: int, logits_bytes: int = LOGITS_BYTES
-) -> PairLogprobs:
-    """Both replies of each pair in one pass of 2B rows: (B,) each, with gradient."""
+) -> Tensor:
+    """Log-probabilities of both replies of each pair, in one pass of 2B rows: (2, B) in nats, with gradient."""
     prompts = [pair.prompt for pair in pairs]
     replies = [*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)]
     batch = collate([*prompts, *prompts], replies, pad).to(model.device)
-    chosen, rejected = reply_logprobs(model, batch, logits_bytes).chunk(2)
-    return PairLogprobs(chosen, rejected)
+    return reply_logprobs(model, batch, logits_bytes).view(2, -1)
 
 
 def all_logprobs(
@@ -102,8 +82,8 @@ def all_logprobs(
     pad: int,
     size: int = SCORING_ROWS,
     logits_bytes: int = LOGITS_BYTES,
-) -> PairLogprobs:
-    """Log-probabilities of all ``pairs`` in float64 (B,), in batches of ``size`` sequences of similar length.
+) -> Tensor:
+    """Log-probabilities of all ``pairs`` in float64 (2, B), in batches of ``size`` sequences of similar length.
 
     A sequence that several pairs share is computed once. Of several ranks each computes its share.
     """
@@ -114,7 +94,7 @@ def all_logprobs(
         sequences.distinct, lambda batch: reply_logprobs(model, batch, logits_bytes), size, pad, model.device
     )
     model.train(was_training)
-    return PairLogprobs(values[sequences.chosen], values[sequences.rejected])
+    return values[torch.tensor([sequences.chosen, sequences.rejected])]
 
 
 def reference_logprobs(
@@ -125,34 +105,22 @@ def reference_logprobs(
     file: Path,
     size: int = SCORING_ROWS,
     logits_bytes: int = LOGITS_BYTES,
-) -> PairLogprobs:
-    """Log-probabilities under the reference, which never changes: computed once, and read from ``file`` on a resume.
+) -> Tensor:
+    """Log-probabilities of ``pairs`` under the reference (2, B), which never changes.
 
-    Args:
-        model: The reference: the policy before its first step.
-        pairs: All pairs.
-        used: Numbers of those that training will read; the others are NaN.
-        pad: Id of the padding token.
-        file: Where the values are kept; it belongs to the partial state of one run.
-        size: Sequences of one pass.
-        logits_bytes: Bytes of float32 logits that may exist at a time.
+    They are computed once, of the numbers ``used`` alone (the others are NaN), and read from ``file`` on a resume.
     """
     if file.is_file():
-        stored = load_file(file)
-        return PairLogprobs(stored["chosen"], stored["rejected"])
+        return load_file(file)["logprobs"]
     rows = sorted(used)
-    computed = all_logprobs(model, [pairs[row] for row in rows], pad, size, logits_bytes)
-    logprobs = PairLogprobs(*(torch.full((len(pairs),), torch.nan, dtype=torch.float64) for _ in range(2)))
-    logprobs.chosen[rows], logprobs.rejected[rows] = computed.chosen, computed.rejected
+    logprobs = torch.full((2, len(pairs)), torch.nan, dtype=torch.float64)
+    logprobs[:, rows] = all_logprobs(model, [pairs[row] for row in rows], pad, size, logits_bytes)
     if distributed.is_rank_zero():
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(".part")
-        save_file({"chosen": logprobs.chosen, "rejected": logprobs.rejected}, part)
+        save_file({"logprobs": logprobs}, part)
         part.replace(file)
     return logprobs
-
-
-CURVE_PAIRS = 512
 
 
 class DpoTask:
@@ -164,10 +132,7 @@ class DpoTask:
         train: Pairs to train on.
         validation: Held-out pairs, of which the first 512 are evaluated.
         references: Log-probabilities of ``train`` and of these under the reference.
-        config: Settings.
         seed: Seed of the order of pairs.
-        pad: Id of the padding token.
-        logits_bytes: Bytes of float32 logits that may exist at a time.
     """
 
     def __init__(
@@ -176,7 +141,7 @@ class DpoTask:
         model: PreTrainedModel,
         train: Sequence[TokenisedPair],
         validation: Sequence[TokenisedPair],
-        references: tuple[PairLogprobs, PairLogprobs],
+        references: tuple[Tensor, Tensor],
         config: DpoConfig,
         seed: int,
         pad: int,
@@ -195,9 +160,7 @@ class DpoTask:
         def compute(part: list[int]) -> tuple[Tensor, dict[str, Scalar]]:
             pairs = [self.train[row] for row in part]
             policy = batch_logprobs(self.model, pairs, self.pad, self.logits_bytes)
-            rewards = self._rewards(pairs, policy, self.train_reference, part)
-            loss = dpo_loss(rewards.margins, self.config.label_smoothing, len(rows))
-            return loss, {"loss": device_scalar(loss), **reward_means(rewards, len(rows))}
+            return self._loss(self.rewards(pairs, policy, self.train_reference[:, part]), len(rows))
 
         metrics = accumulate_gradients(self.engine, passes(rows, self.micro), compute)
         return StepReport(metrics, sum(real_tokens(self.train[row]) for row in rows))
@@ -206,55 +169,38 @@ class DpoTask:
         """``loss``, ``accuracy``, ``margin`` and the implicit rewards on held-out pairs (at most 512)."""
         rows = scoring_rows(self.config)
         policy = all_logprobs(self.model, self.validation, self.pad, rows, self.logits_bytes)
-        count = len(self.validation)
-        rewards = self._rewards(self.validation, policy, self.validation_reference, range(count))
-        loss = device_scalar(dpo_loss(rewards.margins, self.config.label_smoothing, count))
-        return read_scalars([{"loss": loss} | reward_means(rewards, count)])[0]
+        rewards = self.rewards(self.validation, policy, self.validation_reference)
+        return read_scalars([self._loss(rewards, len(self.validation))[1]])[0]
 
-    def _rewards(
-        self, pairs: Sequence[TokenisedPair], policy: PairLogprobs, reference: PairLogprobs, rows: Sequence[int]
-    ) -> ImplicitRewards:
-        """Implicit rewards of ``pairs``, which have the numbers ``rows`` in ``reference``."""
-        numbers = torch.tensor(rows)
-        frozen = PairLogprobs(
-            reference.chosen[numbers].to(policy.chosen), reference.rejected[numbers].to(policy.rejected)
-        )
+    def rewards(self, pairs: Sequence[TokenisedPair], policy: Tensor, reference: Tensor) -> Tensor:
+        """Implicit rewards (2, B) of ``pairs`` from their log-probabilities (2, B), or from the means per token."""
+        reference = reference.to(policy)
         if self.config.length_normalized:
-            lengths = PairLogprobs(
-                policy.chosen.new_tensor([len(pair.chosen) for pair in pairs]),
-                policy.rejected.new_tensor([len(pair.rejected) for pair in pairs]),
-            )
-            policy, frozen = per_token(policy, lengths), per_token(frozen, lengths)
-        return implicit_rewards(policy, frozen, self.config.beta)
+            lengths = [[len(pair.chosen) for pair in pairs], [len(pair.rejected) for pair in pairs]]
+            policy, reference = policy / policy.new_tensor(lengths), reference / policy.new_tensor(lengths)
+        return implicit_rewards(policy, reference, self.config.beta)
+
+    def _loss(self, rewards: Tensor, total: int) -> tuple[Tensor, dict[str, Scalar]]:
+        """The loss, and what the history reports: sums over pairs, divided by ``total``."""
+        loss = dpo_loss(rewards, self.config.label_smoothing, total)
+        chosen, rejected = rewards.detach()
+        return loss, {
+            "loss": device_scalar(loss),
+            "accuracy": device_scalar((chosen - rejected > 0).sum()) / total,
+            "margin": device_scalar((chosen - rejected).sum()) / total,
+            "implicit_reward_chosen": device_scalar(chosen.sum()) / total,
+            "implicit_reward_rejected": device_scalar(rejected.sum()) / total,
+        }
 
 
 def dpo_batches(train: Sequence[TokenisedPair], config: DpoConfig, seed: int) -> LengthBucketedBatches:
     """The batches of pairs of similar length, a function of the seed."""
-    return LengthBucketedBatches([pair.length for pair in train], config.batch_size, derive_seed(seed, "dpo", "order"))
+    return LengthBucketedBatches([pair.length for pair in train], config.batch_size, derive_seed(seed, NAME, "order"))
 
 
 def scoring_rows(config: DpoConfig) -> int:
     """Sequences of one pass without gradient: no more than a training pass has, where that is bounded."""
     return 2 * config.micro_batch_size if config.micro_batch_size is not None else SCORING_ROWS
-
-
-def per_token(logprobs: PairLogprobs, lengths: PairLogprobs) -> PairLogprobs:
-    """Means over the tokens of each reply instead of sums."""
-    return PairLogprobs(logprobs.chosen / lengths.chosen, logprobs.rejected / lengths.rejected)
-
-
-def reward_means(rewards: ImplicitRewards, total: int) -> dict[str, Scalar]:
-    """What the history reports: sums over pairs, divided by ``total``."""
-    margins = rewards.margins.detach()
-    return {
-        "accuracy": device_scalar((margins > 0).sum()) / total,
-        "margin": device_scalar(margins.sum()) / total,
-        "implicit_reward_chosen": device_scalar(rewards.chosen.sum()) / total,
-        "implicit_reward_rejected": device_scalar(rewards.rejected.sum()) / total,
-    }
-
-
-NAME = "dpo"
 
 
 @dataclass(frozen=True)
@@ -296,17 +242,16 @@ def train_dpo(
     order = dpo_batches(train.pairs, config, seed)
     used = {row for step in range(config.steps) for row in order.at(step)}
     held_out = validation.pairs[:CURVE_PAIRS]
+    train_file, held_out_file = (context.work / f"reference_{name}.safetensors" for name in ("train", "validation"))
     references = (
-        reference_logprobs(model, train.pairs, used, pad, context.work / "reference_train.safetensors", rows, limit),
-        reference_logprobs(
-            model, held_out, range(len(held_out)), pad, context.work / "reference_validation.safetensors", rows, limit
-        ),
+        reference_logprobs(model, train.pairs, used, pad, train_file, rows, limit),
+        reference_logprobs(model, held_out, range(len(held_out)), pad, held_out_file, rows, limit),
     )
-    engine = build_engine(model, config.optimizer, config.steps, NAME, context)
-    task = DpoTask(engine, model, train.pairs, held_out, references, config, seed, pad, limit)
-    settings = LoopSettings(NAME, seed, config.steps, config.eval_every, config.checkpoint)
-    result = Loop(engine, task, settings, context).run()
-    model = finish(engine, model)
+
+    def task(engine: Engine) -> DpoTask:
+        return DpoTask(engine, model, train.pairs, held_out, references, config, seed, pad, limit)
+
+    model, result = loop.train(model, task, config, NAME, seed, context)
     adapter = None
     if lora is not None:
         adapter = peft_adapter(model)
@@ -323,6 +268,6 @@ def train_dpo(
         "train_tokens": result.tokens,
         "train_seconds": result.seconds,
         "tokens_per_second": result.tokens_per_second,
-        "skipped_steps": engine.skipped_steps,
+        "skipped_steps": result.skipped_steps,
     }
     return DpoRun(model, metrics, result.history, adapter)

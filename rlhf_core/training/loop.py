@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlhf_core.config.model import CheckpointConfig
+from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.runtime.progress import Progress, progress
 from rlhf_core.training.checkpoints.manager import CheckpointManager, RunCheckpoints
 from rlhf_core.training.engine import Engine
+from rlhf_core.training.engine.factory import Model, build_engine, finish
 from rlhf_core.training.history import CLOCK_FIELDS, Block, History
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
@@ -50,21 +51,38 @@ class Task(Protocol):
         """Metrics of the current model on held-out data."""
 
 
-@dataclass(frozen=True)
-class LoopSettings:
-    """Length and rhythm of a run.
+class LoopConfig(Protocol):
+    """Length and rhythm of a run, and its optimiser."""
 
-    Attributes:
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def eval_every(self) -> int:
+        """Steps between evaluations; there is one before the first and one after the last step too."""
+
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
+
+    @property
+    def checkpoint(self) -> CheckpointConfig: ...
+
+
+def train(
+    model: Model, task: Callable[[Engine], Task], config: LoopConfig, name: str, seed: int, context: RunContext
+) -> tuple[Model, LoopResult]:
+    """Train ``model`` in place and return it whole, without an engine. Of several ranks only rank 0 returns.
+
+    Args:
+        task: Makes the objective of an engine of ``model``.
         name: Sets the run's random streams apart and titles its progress.
-        steps: Optimiser steps.
-        eval_every: Steps between evaluations; there is one before the first and one after the last step too.
-    """
 
-    name: str
-    seed: int
-    steps: int
-    eval_every: int
-    checkpoint: CheckpointConfig
+    Raises:
+        TrainingPaused, CheckpointError, Preempted: See :meth:`Loop.run`.
+    """
+    engine = build_engine(model, config.optimizer, config.steps, name, context)
+    result = Loop(engine, task(engine), config, name, seed, context).run()
+    return finish(engine, model), result
 
 
 @dataclass(frozen=True)
@@ -74,6 +92,7 @@ class LoopResult:
     history: list[dict[str, Any]]
     tokens: int
     seconds: float
+    skipped_steps: int
 
     @property
     def tokens_per_second(self) -> float:
@@ -98,11 +117,14 @@ class LoopResult:
 class Loop:
     """One run. Checkpoints and history of an interrupted run in ``context.work`` are resumed."""
 
-    def __init__(self, engine: Engine, task: Task, settings: LoopSettings, context: RunContext) -> None:
-        self.engine, self.task, self.settings, self.context = engine, task, settings, context
+    def __init__(
+        self, engine: Engine, task: Task, config: LoopConfig, name: str, seed: int, context: RunContext
+    ) -> None:
+        self.engine, self.task, self.config, self.context = engine, task, config, context
+        self.name, self.seed = name, seed
         self.history = History(context.work / "history.jsonl")
         manager = CheckpointManager(context.work / "checkpoints", context.store)
-        keep = settings.checkpoint.keep
+        keep = config.checkpoint.keep
         self.checkpoints = RunCheckpoints(manager, {"engine": engine}, {"history": self.history}, keep)
         self.block = Block()
         self.done = self.tokens = 0
@@ -123,20 +145,20 @@ class Loop:
         preemption = self.context.preemption
         with (
             self.checkpoints.manager as manager,
-            progress(self.settings.steps, self.settings.name) as bar,
+            progress(self.config.steps, self.name) as bar,
             preemption.deferred(),
         ):
             bar.advance(self.done)
-            while not (preempted := preemption.requested()) and self.done < self.settings.steps:
+            while not (preempted := preemption.requested()) and self.done < self.config.steps:
                 self._step(bar)
                 manager.check()
             if preempted:
                 if self.done > self.saved:
                     self._save()
                 manager.finish()
-                steps = f"{self.settings.name} made step {self.done} of {self.settings.steps}"
+                steps = f"{self.name} made step {self.done} of {self.config.steps}"
                 preemption.raise_preempted(steps, saved=self.done > 0)
-        return LoopResult(self.history.rows(), self.tokens, self.seconds)
+        return LoopResult(self.history.rows(), self.tokens, self.seconds, self.engine.skipped_steps)
 
     def _step(self, bar: Progress) -> None:
         started = time.perf_counter()
@@ -159,9 +181,9 @@ class Loop:
 
     def _after_step(self, rate: float) -> None:
         """Record, evaluate and save where the step number says so."""
-        last = self.done == self.settings.steps
-        evaluating = last or self.done % self.settings.eval_every == 0
-        saving = last or self.done % self.settings.checkpoint.every == 0
+        last = self.done == self.config.steps
+        evaluating = last or self.done % self.config.eval_every == 0
+        saving = last or self.done % self.config.checkpoint.every == 0
         if evaluating or saving or self.done % RECORD_EVERY == 0:
             # A record closes its block, so that only the checkpoint of a preempted run falls inside one.
             metrics = {"lr": rate, "skipped_steps": self.engine.skipped_steps}
@@ -194,7 +216,7 @@ class Loop:
         """Continue from the newest sound checkpoint, or start from step 0."""
         restored = self.checkpoints.load()
         if restored is None:
-            seed_everything(derive_seed(self.settings.seed, self.settings.name, "process"))
+            seed_everything(derive_seed(self.seed, self.name, "process"))
             return
         self.done, meta = restored
         self.saved, self.tokens, self.seconds = self.done, int(meta["tokens"]), float(meta["seconds"])

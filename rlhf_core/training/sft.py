@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.base import SftConfig
 from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.policy import RejectionSamplingConfig
 from rlhf_core.data.batches import passes, whole_passes
 from rlhf_core.data.encoding import decode_reply, encode_prompt, left_pad, pad_id, stop_token_ids
 from rlhf_core.data.schema import Demonstration
@@ -35,7 +36,8 @@ class SftTask:
         model: PreTrainedModel,
         train: Sequence[Example],
         validation: Sequence[Example],
-        config: SftConfig,
+        config: SftConfig | RejectionSamplingConfig,
+        seed: int,
         pad: int,
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
@@ -43,7 +45,7 @@ class SftTask:
         self.logits_bytes = logits_bytes
         self.micro = config.micro_batch_size or config.batch_size
         self.held_out_rows = config.micro_batch_size or EVALUATION_ROWS
-        order = derive_seed(config.seed, "sft", "order")
+        order = derive_seed(seed, "sft", "order")
         lengths = [example.length for example in train]
         self.batches = LengthBucketedBatches(lengths, config.batch_size, order)
 

@@ -32,6 +32,12 @@ from rlhf_core.errors import CheckpointError
 from rlhf_core.runtime import distributed
 from rlhf_core.storage.files import sha256_file
 
+logger = logging.getLogger(__name__)
+
+META, MANIFEST = "meta.json", "manifest.json"
+BUILDING = ".building-"
+NAME = re.compile(r"step-(\d{6,})")
+FILE_NAME = re.compile(r"[\w.-]+\.(?:safetensors|json)")
 # torch.distributed.checkpoint._hf_utils.CUSTOM_METADATA_KEY. More than one key would be written in random order.
 HEADER = "DCP_SHARDING_INFO"
 
@@ -95,10 +101,21 @@ def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> None:
 
 @dataclass(frozen=True)
 class _StoredPiece:
-    file: Path
+    """Elements ``start`` to ``stop`` of a tensor of ``shape``, which ``path`` holds under ``key``."""
+
+    path: Path
+    file: Any
+    key: str
+    shape: tuple[int, ...]
     start: int
     stop: int
-    is_whole: bool
+
+    def elements(self, start: int, stop: int) -> Tensor:
+        if self.stop - self.start < math.prod(self.shape):
+            part: Tensor = self.file.get_slice(self.key)[start - self.start : stop - self.start]
+            return part
+        whole: Tensor = self.file.get_tensor(self.key)
+        return whole.view(-1)[start:stop]
 
 
 class SavedTensors:
@@ -109,40 +126,32 @@ class SavedTensors:
 
     def __init__(self, files: Sequence[Path]) -> None:
         """Read the headers; ``SafetensorError`` or ``ValueError`` if one is damaged."""
-        self._files: dict[Path, Any] = {path: safe_open(path, framework="pt") for path in files}
-        self._prefix = ""
-        self._shapes: dict[str, tuple[int, ...]] = {}
         self._pieces: dict[str, list[_StoredPiece]] = {}
-        for path, file in self._files.items():
+        for path in files:
+            file: Any = safe_open(path, framework="pt")
             header = json.loads((file.metadata() or {}).get(HEADER, "{}"))
-            names: list[str] = file.keys()
-            for name in names:
+            for name in file.keys():  # noqa: SIM118 - no mapping
                 stored = tuple(file.get_slice(name).get_shape())
                 shape = tuple(header[name]["shape"]) if name in header else stored
                 start = 0 if shape == stored else int(header[name]["saved_offsets"][0])
-                piece = _StoredPiece(path, start, start + math.prod(stored), shape == stored)
-                self._shapes[name] = shape
+                piece = _StoredPiece(path, file, name, shape, start, start + math.prod(stored))
                 self._pieces.setdefault(name, []).append(piece)
 
     def under(self, prefix: str) -> SavedTensors:
         """Those whose names begin with ``prefix``, which is taken off."""
-        view = object.__new__(SavedTensors)
-        view._files, view._shapes, view._pieces = self._files, self._shapes, self._pieces
-        view._prefix = self._prefix + prefix
+        view = SavedTensors([])
+        chosen = (name for name in self._pieces if name.startswith(prefix))
+        view._pieces = {name.removeprefix(prefix): self._pieces[name] for name in chosen}
         return view
 
     @property
     def names(self) -> set[str]:
         """Names of the tensors."""
-        return {name.removeprefix(self._prefix) for name in self._pieces if name.startswith(self._prefix)}
-
-    def all_under(self, prefix: str) -> dict[str, Tensor]:
-        """The whole tensors whose names begin with ``prefix``, under their full names."""
-        return {name: self.whole(name) for name in sorted(self.names) if name.startswith(prefix)}
+        return set(self._pieces)
 
     def whole(self, name: str) -> Tensor:
         """The whole tensor on the CPU; ``KeyError`` if there is none of that name."""
-        shape = self._shapes[self._prefix + name]
+        shape = self._pieces[name][0].shape
         return self.read(name, 0, math.prod(shape)).view(shape)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -151,35 +160,19 @@ class SavedTensors:
         Raises:
             CheckpointError: Some of them are in no file.
         """
-        key = self._prefix + name
         parts, position = [], start
-        for piece in sorted(self._pieces[key], key=lambda piece: piece.start):
+        for piece in sorted(self._pieces[name], key=lambda piece: piece.start):
             if piece.start <= position < piece.stop:
                 end = min(stop, piece.stop)
-                parts.append(self._elements(key, piece, position - piece.start, end - piece.start))
+                parts.append(piece.elements(position, end))
                 position = end
         if position < stop:
-            folder = next(iter(self._files)).parent
+            piece = self._pieces[name][0]
             raise CheckpointError(
-                f"checkpoint {folder} is incomplete: elements {position} to {stop} of {key} are missing"
+                f"checkpoint {piece.path.parent} is incomplete: elements {position} to {stop} of {piece.key} are "
+                "missing"
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _elements(self, key: str, piece: _StoredPiece, start: int, stop: int) -> Tensor:
-        file = self._files[piece.file]
-        if piece.is_whole:
-            elements: Tensor = file.get_tensor(key).view(-1)[start:stop]
-        else:
-            elements = file.get_slice(key)[start:stop]
-        return elements
-
-
-logger = logging.getLogger(__name__)
-
-META, MANIFEST = "meta.json", "manifest.json"
-BUILDING = ".building-"
-NAME = re.compile(r"step-(\d{6,})")
-FILE_NAME = re.compile(r"[\w.-]+\.(?:safetensors|json)")
 
 
 @dataclass(frozen=True)
@@ -230,12 +223,9 @@ def saved_metas(directory: Path) -> dict[int, dict[str, Any]]:
 def sound_step(directory: Path) -> int:
     """The step of the newest checkpoint with valid hashes; -1 when there is none."""
     for step in reversed(saved_steps(directory)):
-        try:
-            path = folder_of(directory, step)
-            manifest = _manifest(path)
-        except CheckpointError:
-            continue
-        if not any(_problem(path, name, digest) for name, digest in manifest.items()):
+        path = folder_of(directory, step)
+        manifest, problem = _manifest(path)
+        if not problem and not any(_problem(path, name, digest) for name, digest in manifest.items()):
             return step
     return -1
 
@@ -266,7 +256,9 @@ def load_latest(directory: Path) -> Checkpoint | None:
             problems.append(str(error))
             if distributed.is_rank_zero():
                 logger.warning("%s; falling back to the checkpoint before it", error)
-                _move_aside(path)
+                aside = path.with_name(f"broken-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.replace(path, aside)
     if problems:
         raise CheckpointError(
             f"no checkpoint in {directory} is usable ({'; '.join(problems)}); delete the folder to start over"
@@ -276,55 +268,38 @@ def load_latest(directory: Path) -> Checkpoint | None:
 
 def verified(path: Path) -> Checkpoint:
     """Read the checkpoint in folder ``path`` if all ranks find it sound; else ``CheckpointError`` on every rank."""
-    manifest: dict[str, str] = {}
-    content: Any = None
-    problem = None
-    if distributed.is_rank_zero():
-        try:
-            manifest = _manifest(path)
-        except CheckpointError as error:
-            problem = str(error)
-    manifest, problem = distributed.broadcast_from_rank0([manifest, problem])
-    if problem is None:
-        mine = distributed.shard_for_rank(sorted(manifest.items()))
-        problems = distributed.gather_items([_problem(path, name, digest) for name, digest in mine])
-        problem = next((each for each in problems if each is not None), None)
-    if problem is not None:
-        raise CheckpointError(problem)
+    manifest, problem = distributed.broadcast_from_rank0(_manifest(path) if distributed.is_rank_zero() else ({}, ""))
+    mine = distributed.shard_for_rank(sorted(manifest.items()))
+    problems = [problem, *distributed.gather_items([_problem(path, name, digest) for name, digest in mine])]
+    if any(problems):
+        raise CheckpointError(next(filter(None, problems)))
     try:
         content = json.loads((path / META).read_text(encoding="utf-8"))
         tensors = SavedTensors([path / name for name in sorted(manifest) if name.endswith(".safetensors")])
         return Checkpoint(int(content["step"]), tensors, content["meta"], path)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise _broken(path, error) from error
+        raise CheckpointError(_broken(path, error)) from error
 
 
-def _manifest(path: Path) -> dict[str, str]:
-    """The hashes of a checkpoint's files by name; ``CheckpointError`` unless it is complete."""
+def _manifest(path: Path) -> tuple[dict[str, str], str]:
+    """The hashes of a checkpoint's files by name, and why it is not complete, if it is not."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        names: Sequence[str] = [*manifest, META]
-        if not all(FILE_NAME.fullmatch(name) and isinstance(manifest[name], str) for name in names):
+        manifest = dict(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
+        if not all(FILE_NAME.fullmatch(name) and isinstance(manifest[name], str) for name in (*manifest, META)):
             raise ValueError(f"{MANIFEST} does not name the files of a checkpoint")
-        return dict(manifest)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _broken(path, error) from error
+        return {}, _broken(path, error)
+    return manifest, ""
 
 
-def _problem(path: Path, name: str, digest: str) -> str | None:
-    """Why a file of checkpoint ``path`` cannot be used; None if it has the hash that it was saved with."""
+def _problem(path: Path, name: str, digest: str) -> str:
+    """Why a file of checkpoint ``path`` cannot be used; empty if it has the hash that it was saved with."""
     try:
         sound = sha256_file(path / name) == digest
     except OSError as error:
-        return str(_broken(path, error))
-    return None if sound else f"checkpoint {path} is broken: {name} does not have the sha256 it was saved with"
+        return _broken(path, error)
+    return "" if sound else f"checkpoint {path} is broken: {name} does not have the sha256 it was saved with"
 
 
-def _broken(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"checkpoint {path} is broken: {type(error).__name__}: {error}")
-
-
-def _move_aside(path: Path) -> None:
-    aside = path.with_name(f"broken-{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.replace(path, aside)
+def _broken(path: Path, error: Exception) -> str:
+    return f"checkpoint {path} is broken: {type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from rlhf_core.errors import CheckpointError, RlhfError
+from rlhf_core.errors import CheckpointError
 from rlhf_core.training.checkpoints.checkpoint import verified
 
 
@@ -26,29 +26,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--weights", action="store_true", help="leave out the optimiser's moments and random states")
     given = parser.parse_args(arguments)
+    part = given.file.with_name(f".{given.file.name}.part")
     try:
-        consolidate(given.step, given.file, given.weights)
-    except RlhfError as error:
+        tensors = verified(given.step).tensors
+        names = sorted(name for name in tensors.names if not given.weights or "weights." in name)
+        save_file({name: tensors.whole(name).contiguous() for name in names}, part)
+        os.replace(part, given.file)
+    except CheckpointError as error:
         print(f"rlhf: {error}", file=sys.stderr)
         return error.exit_code
-    return 0
-
-
-def consolidate(step: Path, target: Path, weights_alone: bool = False) -> None:
-    """Write the whole tensors of checkpoint ``step`` to ``target``, whose folder must exist.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or the file cannot be written.
-    """
-    tensors = verified(step).tensors
-    names = sorted(name for name in tensors.names if not weights_alone or "weights." in name)
-    part = target.with_name(f".{target.name}.part")
-    try:
-        save_file({name: tensors.whole(name).contiguous() for name in names}, part)
-        os.replace(part, target)
     except (OSError, SafetensorError) as error:
         part.unlink(missing_ok=True)
-        raise CheckpointError(f"{target} cannot be written: {error}; choose another file or make room") from error
+        print(f"rlhf: {given.file} cannot be written: {error}; choose another file or make room", file=sys.stderr)
+        return CheckpointError.exit_code
+    return 0
 
 
 if __name__ == "__main__":

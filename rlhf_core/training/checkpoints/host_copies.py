@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,16 +31,6 @@ class HostCopy:
     pieces: dict[str, Piece]
     uncopied: list[dict[str, Piece]]
 
-    @property
-    def copied_bytes(self) -> int:
-        """Size of the copies."""
-        return sum(map(_size, self.pieces.values()))
-
-    @property
-    def uncopied_bytes(self) -> int:
-        """Size of the pieces that were not copied."""
-        return sum(_size(piece) for group in self.uncopied for piece in group.values())
-
 
 class HostCopies:
     """Makes the copies. GPU tensors go to pinned buffers, which are kept and filled again for every checkpoint.
@@ -60,7 +49,9 @@ class HostCopies:
         copies: dict[str, Piece] = {}
         uncopied: dict[str, Piece] = {}
         for name, piece in pieces.items():
-            needed = self._new_bytes(name, piece.values)
+            needed = bytes_of(piece)
+            if needed and piece.values.is_cuda:  # PyTorch rounds pinned memory up to powers of two
+                needed = 0 if self._fits_buffer(name, piece.values) else 1 << (needed - 1).bit_length()
             values = self._copied(name, piece.values) if needed <= max(room, 0) else None
             if values is None:
                 uncopied[name] = piece
@@ -69,7 +60,7 @@ class HostCopies:
                 copies[name] = replace(piece, values=values)
         if self._buffers:
             torch.cuda.current_stream().synchronize()
-        self._last_copied = sum(_size(piece) for name, piece in copies.items() if name not in self._buffers)
+        self._last_copied = sum(bytes_of(piece) for name, piece in copies.items() if name not in self._buffers)
         return HostCopy(copies, _in_groups(uncopied))
 
     def _room(self) -> int:
@@ -114,7 +105,7 @@ def _in_groups(pieces: Mapping[str, Piece]) -> list[dict[str, Piece]]:
     groups: list[dict[str, Piece]] = []
     copied = 0
     for name, piece in pieces.items():
-        size = 0 if piece.values.is_contiguous() and not piece.values.is_cuda else _size(piece)
+        size = 0 if piece.values.is_contiguous() and not piece.values.is_cuda else bytes_of(piece)
         if not groups or (copied and size and copied + size > STREAM_BYTES):
             groups.append({})
             copied = 0
@@ -123,42 +114,33 @@ def _in_groups(pieces: Mapping[str, Piece]) -> list[dict[str, Piece]]:
     return groups
 
 
-def _size(piece: Piece) -> int:
+def bytes_of(piece: Piece) -> int:
     return piece.values.numel() * piece.values.element_size()
 
 
 class BackgroundWriter:
     """Runs jobs one after another, in the order in which they were submitted, beside the calling thread.
 
-    The thread lives as long as there are jobs. It does not keep the process alive: whoever needs a job done waits for
-    its future.
+    Its threads do not keep the process alive: whoever needs a job done waits for its future.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._jobs: deque[tuple[Callable[[], None], Future[None]]] = deque()
-        self._running = False
+        self._last: Future[None] | None = None
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
         """Run ``job`` after those before it; its error becomes that of the future."""
-        future: Future[None] = Future()
-        with self._lock:
-            self._jobs.append((job, future))
-            if not self._running:
-                self._running = True
-                threading.Thread(target=self._run, name="checkpoint-writer", daemon=True).start()
-        return future
+        before, future = self._last, Future[None]()
+        self._last = future
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._jobs:
-                    self._running = False
-                    return
-                job, future = self._jobs.popleft()
+        def run() -> None:
+            if before is not None:
+                wait([before])
             try:
                 job()
             except BaseException as error:
                 future.set_exception(error)
             else:
                 future.set_result(None)
+
+        threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
+        return future

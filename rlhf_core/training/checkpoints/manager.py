@@ -27,7 +27,7 @@ from rlhf_core.runtime.machine import forget_peak
 from rlhf_core.storage.files import fsync_path, sha256_file
 from rlhf_core.training.checkpoints import checkpoint
 from rlhf_core.training.checkpoints.checkpoint import BUILDING, MANIFEST, META, Checkpoint, Piece, write_pieces
-from rlhf_core.training.checkpoints.host_copies import BackgroundWriter, HostCopies, HostCopy
+from rlhf_core.training.checkpoints.host_copies import BackgroundWriter, HostCopies, bytes_of
 from rlhf_core.training.checkpoints.store import CheckpointStore
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.history import History
@@ -86,9 +86,7 @@ class CheckpointManager:
         """
         self.directory = Path(distributed.broadcast_from_rank0(str(directory.absolute())))
         self.store = store
-        if distributed.is_rank_zero():
-            self._prepare()
-        self._require_shared()
+        self._prepare()
         self.writer = BackgroundWriter()
         self._copies = HostCopies()
         self._group: Any = None
@@ -97,24 +95,22 @@ class CheckpointManager:
         self._has_warned = False
 
     def _prepare(self) -> None:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"the folder of checkpoints {self.directory} cannot be made: {error.strerror}; make its parent writable"
-            ) from error
-        for left in self.directory.glob(f"{BUILDING}*"):
-            shutil.rmtree(left, ignore_errors=True)
-
-    def _require_shared(self) -> None:
-        if distributed.world_size() == 1:
-            return
+        if distributed.is_rank_zero():
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(
+                    f"the folder of checkpoints {self.directory} cannot be made: {error.strerror}; make its parent "
+                    "writable"
+                ) from error
+            for left in self.directory.glob(f"{BUILDING}*"):
+                shutil.rmtree(left, ignore_errors=True)
         distributed.any_rank(False)  # rank 0 has made the folder
-        missing = [rank for rank, seen in enumerate(distributed.every_rank(self.directory.is_dir())) if not seen]
-        if missing:
+        seen = distributed.every_rank(self.directory.is_dir())
+        if not all(seen):
             raise CheckpointError(
-                f"rank {missing[0]} does not see the folder of checkpoints {self.directory}, where every rank writes "
-                "its part: put the workspace into a folder that all machines share under the same path"
+                f"rank {seen.index(False)} does not see the folder of checkpoints {self.directory}, where every rank "
+                "writes its part: put the workspace into a folder that all machines share under the same path"
             )
 
     def save(
@@ -163,7 +159,7 @@ class CheckpointManager:
             self._attached,
         )
         if copy.uncopied:
-            self._write_uncopied(pending, copy)
+            self._write_uncopied(pending, copy.uncopied)
         pending.result = self.writer.submit(lambda: self._write(pending))
         # Only now: whoever is interrupted waits for what is pending.
         self._pending, self._attached = pending, None
@@ -189,10 +185,9 @@ class CheckpointManager:
         """``meta`` of every checkpoint by step, as if the one that is being written were complete; rank 0's."""
         metas: dict[int, dict[str, Any]] = {}
         if distributed.is_rank_zero():
-            pending = self._pending
-            written = pending is None or pending.result.done()
+            pending = self._pending if self._pending is not None and not self._pending.result.done() else None
             metas = checkpoint.saved_metas(self.directory)
-            if pending is not None and not written:
+            if pending is not None:
                 gone = {*pending.later, *pending.outdated}
                 metas = {step: meta for step, meta in metas.items() if step not in gone}
                 metas[pending.step] = json.loads(pending.meta)["meta"]
@@ -246,23 +241,20 @@ class CheckpointManager:
             if job.exception() is not None:
                 logger.warning("%s", job.exception())
 
-    def _write_uncopied(self, pending: PendingCheckpoint, copy: HostCopy) -> None:
+    def _write_uncopied(self, pending: PendingCheckpoint, groups: list[dict[str, Piece]]) -> None:
         """Write the pieces that were not copied; an error is left to the thread, which tells the other ranks."""
         if not self._has_warned:
             self._has_warned = True
+            copied = sum(map(bytes_of, pending.pieces.values()))
+            rest = sum(bytes_of(piece) for group in groups for piece in group.values())
             logger.warning(
                 "rank %d: host memory has room for a copy of %.0f of the %.0f MiB of this checkpoint: training waits "
-                "until the rest is written",
-                distributed.rank(),
-                copy.copied_bytes / 2**20,
-                (copy.copied_bytes + copy.uncopied_bytes) / 2**20,
-            )
+                "until the rest is written", distributed.rank(), copied / 2**20, (copied + rest) / 2**20,
+            )  # fmt: skip
         try:
-            for group in copy.uncopied:
-                self._write_file(
-                    pending,
-                    {name: replace(piece, values=piece.values.cpu().contiguous()) for name, piece in group.items()},
-                )
+            for group in groups:
+                on_host = {name: replace(each, values=each.values.cpu().contiguous()) for name, each in group.items()}
+                self._write_file(pending, on_host)
         except Exception as error:
             pending.error = error
 
@@ -279,7 +271,6 @@ class CheckpointManager:
 
     def _write(self, pending: PendingCheckpoint) -> None:
         """Write this rank's copies and, on rank 0, complete the checkpoint; in the background thread."""
-        building = self._building(pending.step)
         digests, failure, cause = {}, "", pending.error
         try:
             if pending.error is not None:
@@ -298,24 +289,22 @@ class CheckpointManager:
         failures = [failed for _, failed in written if failed]
         try:
             if not failures and distributed.is_rank_zero():
-                self._complete(
-                    pending, building, {name: digest for hashes, _ in written for name, digest in hashes.items()}
-                )
+                self._complete(pending, {name: digest for hashes, _ in written for name, digest in hashes.items()})
         except OSError as error:
             failures, cause = [_reason(error)], error
         if failures:
             if distributed.is_rank_zero():
-                shutil.rmtree(building, ignore_errors=True)
+                shutil.rmtree(self._building(pending.step), ignore_errors=True)
             raise CheckpointError(_unwritten(self.directory, pending.step, failures[0])) from cause
         if self.store is not None:
             self.store.publish(self.directory.parent, pending.step, pending.keep)
 
-    def _complete(self, pending: PendingCheckpoint, building: Path, digests: dict[str, str]) -> None:
+    def _complete(self, pending: PendingCheckpoint, digests: dict[str, str]) -> None:
+        building = self._building(pending.step)
         for path in pending.lines:
             fsync_path(path)
         _write_text(building / META, pending.meta)
-        manifest = digests | {META: sha256_file(building / META)}
-        _write_text(building / MANIFEST, json.dumps(manifest))
+        _write_text(building / MANIFEST, json.dumps(digests | {META: sha256_file(building / META)}))
         fsync_path(building)
         for step in pending.later:
             checkpoint.drop(self.directory, step)
@@ -407,7 +396,6 @@ class RunCheckpoints:
             Its step and ``meta``; None for a fresh start, which clears what a run left that ended before its first
             checkpoint.
         """
-        self.manager.finish()
         newest = self.manager.load_latest()
         for name, lines in self.lines.items():
             lines.truncate(int(newest.meta["lines"][name]) if newest else 0)
@@ -415,5 +403,7 @@ class RunCheckpoints:
             return None
         for name, engine in self.engines.items():
             engine.load_state(newest.tensors.under(f"{name}/"), newest.meta["engines"][name])
-        set_rng_state(newest.tensors.all_under("rng."), newest.meta["rng"])
+        tensors = newest.tensors
+        generators = {name: tensors.whole(name) for name in sorted(tensors.names) if name.startswith("rng.")}
+        set_rng_state(generators, newest.meta["rng"])
         return newest.step, newest.meta["run"]

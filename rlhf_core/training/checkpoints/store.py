@@ -17,12 +17,19 @@ import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import CheckpointError, RlhfError
+from rlhf_core.errors import CheckpointError, RlhfError, named_line
 from rlhf_core.storage.files import atomic_dir, sha256_file
 
+logger = logging.getLogger(__name__)
+
+MANIFEST = re.compile(r"step-(\d{6,})\.json")
+FILES = "files"
+WEIGHTS = ".safetensors"  # written once and never changed
+# Names of files that a save is still writing or that are damaged: not part of the state.
+UNFINISHED = (".", "broken-")
 # File systems whose folders must be created. Object stores have none, and would create a bucket.
 WITH_FOLDERS = frozenset({"file", "local", "memory", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs", "dir"})
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
@@ -60,10 +67,6 @@ class StoreLocation:
     def _path(self, name: str) -> str:
         return posixpath.join(self.root, name)
 
-    @property
-    def _protocols(self) -> set[str]:
-        return {self.fs.protocol} if isinstance(self.fs.protocol, str) else set(self.fs.protocol)
-
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Sizes by name of the files directly in ``folder``."""
         self.fs.invalidate_cache()
@@ -90,24 +93,19 @@ class StoreLocation:
     def _replacing(self, name: str) -> Any:
         """Yield the path to write ``name`` to. An object appears when it is complete; a file is renamed then."""
         path = self._path(name)
-        if not self._protocols & WITH_FOLDERS:
+        protocols = {self.fs.protocol} if isinstance(self.fs.protocol, str) else set(self.fs.protocol)
+        if not protocols & WITH_FOLDERS:
             yield path
             return
         self.fs.makedirs(posixpath.dirname(path), exist_ok=True)
         part = f"{posixpath.dirname(path)}/.part-{os.getpid()}-{posixpath.basename(name)}"
         try:
             yield part
-            self._rename(part, path)
+            (os.replace if protocols & {"file", "local"} else self.fs.mv)(part, path)
         except BaseException:
             with contextlib.suppress(Exception):
                 self.fs.rm_file(part)
             raise
-
-    def _rename(self, part: str, path: str) -> None:
-        if self._protocols & {"file", "local"}:
-            os.replace(part, path)
-        else:
-            self.fs.mv(part, path)
 
     def get(self, name: str, target: Path) -> None:
         """Download a file; ``FileNotFoundError`` if there is none."""
@@ -127,15 +125,6 @@ class StoreLocation:
         """Delete the folder and everything in it."""
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm(self.root, recursive=True)
-
-
-logger = logging.getLogger(__name__)
-
-MANIFEST = re.compile(r"step-(\d{6,})\.json")
-FILES = "files"
-WEIGHTS = ".safetensors"  # written once and never changed
-# Names of files that a save is still writing or that are damaged: not part of the state.
-UNFINISHED = (".", "broken-")
 
 
 @dataclass
@@ -159,7 +148,7 @@ class CheckpointStore:
             logger.warning(
                 "the checkpoint of step %d did not reach %s (%s; failed uploads so far: %d); training goes on, and the "
                 "next checkpoint is uploaded with all that is missing",
-                step, self.location, reason(error), self.failures,
+                step, self.location, named_line(error), self.failures,
             )  # fmt: skip
 
     def _upload(self, work: Path, step: int) -> None:
@@ -196,8 +185,10 @@ class CheckpointStore:
         steps = self._steps()
         older = [number for number in steps if number < step]
         dropped = {number for number in steps if number > step} | set(older[: max(len(older) - keep + 1, 0)])
-        contents = {number: self._named(number) for number in steps} if dropped else {}
-        kept = set().union(*(contents[number] for number in steps if number not in dropped and dropped))
+        if not dropped:
+            return
+        contents = {number: self._named(number) for number in steps}
+        kept = set().union(*(contents[number] for number in steps if number not in dropped))
         for number in sorted(dropped):
             self.location.remove(f"step-{number:06d}.json")
             for digest in contents[number] - kept:
@@ -228,7 +219,11 @@ class CheckpointStore:
                 logger.warning("%s; the one before it is tried", error)
                 continue
             except Exception as error:
-                raise _unreachable(self.location, error) from error
+                # Exit code 1, as after a crash: another attempt may reach the store.
+                raise RlhfError(
+                    f"the state in {self.location} could not be fetched ({named_line(error)}); run the stage again",
+                    exit_code=1,
+                ) from error
             logger.warning("the state after step %d was fetched from %s", step, self.location)
             return step
         return None
@@ -248,7 +243,7 @@ class CheckpointStore:
         try:
             self.location.remove_all()
         except Exception as error:
-            logger.warning("the partial state of a finished stage is left in %s (%s)", self.location, reason(error))
+            logger.warning("the partial state of a finished stage is left in %s (%s)", self.location, named_line(error))
 
     def _steps(self) -> list[int]:
         return sorted(int(match[1]) for name in self.location.sizes() if (match := MANIFEST.fullmatch(name)))
@@ -258,23 +253,12 @@ class CheckpointStore:
         name = f"step-{step:06d}.json"
         try:
             table = json.loads(self.location.read(name))["files"]
-            if not all(_is_inside(file) and re.fullmatch("[0-9a-f]{64}", e["sha256"]) for file, e in table.items()):
+            inside = all(posixpath.normpath(file) == file and file[:1] not in "./" for file in table)
+            if not inside or not all(re.fullmatch("[0-9a-f]{64}", entry["sha256"]) for entry in table.values()):
                 raise ValueError("it names files that are not of a checkpoint")
             return dict(table)
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{name} in {self.location} is broken ({reason(error)})") from error
-
-
-def _unreachable(location: StoreLocation, error: Exception) -> RlhfError:
-    # Exit code 1, as after a crash: another attempt may reach the store.
-    return RlhfError(
-        f"the state in {location} could not be fetched ({reason(error)}); run the stage again", exit_code=1
-    )
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts and bool(path.parts)
+            raise CheckpointError(f"{name} in {self.location} is broken ({named_line(error)})") from error
 
 
 def state_files(work: Path) -> list[Path]:
@@ -284,12 +268,6 @@ def state_files(work: Path) -> list[Path]:
         for path in sorted(work.rglob("*"))
         if path.is_file() and not any(part.startswith(UNFINISHED) for part in path.relative_to(work).parts)
     ]
-
-
-def reason(error: Exception) -> str:
-    """The class of an error and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def open_store(url: str, workspace: Path, *parts: str) -> CheckpointStore:
@@ -309,7 +287,7 @@ def open_store(url: str, workspace: Path, *parts: str) -> CheckpointStore:
         location.remove(probe)
     except Exception as error:
         raise CheckpointError(
-            f"checkpoints.store {url} cannot be used ({reason(error)}); check the address and the credentials in the "
-            "environment, or set it to null"
+            f"checkpoints.store {url} cannot be used ({named_line(error)}); check the address and the credentials in "
+            "the environment, or set it to null"
         ) from error
     return CheckpointStore(location)

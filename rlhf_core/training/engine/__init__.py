@@ -5,7 +5,6 @@ from rlhf_core.training.engine.base import (
     EngineState,
     StepResult,
     clip_scale,
-    joint_norm,
     joint_step,
 )
 from rlhf_core.training.engine.local import LocalEngine
@@ -16,6 +15,5 @@ __all__ = [
     "LocalEngine",
     "StepResult",
     "clip_scale",
-    "joint_norm",
     "joint_step",
 ]

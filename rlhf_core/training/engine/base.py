@@ -8,31 +8,28 @@ number of ranks change the result.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn, optim
 
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.errors import TrainingPaused
+from rlhf_core.errors import CheckpointError, TrainingPaused
 from rlhf_core.training.checkpoints.checkpoint import Piece, SavedTensors
-
-
-def warmup_length(total_steps: int, config: OptimizerConfig, warmup_steps: int | None = None) -> int:
-    """Steps of linear warm-up: ``warmup_steps`` where given, else the configured share of all steps, rounded up."""
-    return warmup_steps if warmup_steps is not None else math.ceil(config.warmup * total_steps)
 
 
 def lr_at(step: int, total_steps: int, config: OptimizerConfig, warmup_steps: int | None = None) -> float:
     """Learning rate of optimiser step ``step``, counted from 0, of ``total_steps``.
 
-    Warm-up rises linearly and reaches the peak in its last step. Then ``cosine`` falls to ``final_ratio`` of the peak
-    (algorithms.md §1), ``inverse_sqrt`` is ``lr * sqrt(warmup / step)`` and ``constant`` stays.
+    Warm-up (``warmup_steps``, else the configured share of all steps, rounded up) rises linearly and reaches the peak
+    in its last step. Then ``cosine`` falls to ``final_ratio`` of the peak (algorithms.md §1), ``inverse_sqrt`` is
+    ``lr * sqrt(warmup / step)`` and ``constant`` stays.
     """
-    warmup = warmup_length(total_steps, config, warmup_steps)
+    warmup = warmup_steps if warmup_steps is not None else math.ceil(config.warmup * total_steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
     if config.schedule == "inverse_sqrt":
@@ -94,7 +91,10 @@ class EngineState:
     meta: dict[str, Any]
 
 
-class Engine(Protocol):
+COUNTERS = ("steps", "skipped_steps", "passed_over_steps", "nonfinite_in_a_row")
+
+
+class Engine(ABC):
     """Trains one model.
 
     Attributes:
@@ -106,38 +106,57 @@ class Engine(Protocol):
         forward_context: Entered for every forward pass (gradient checkpointing).
     """
 
-    model: nn.Module
-    name: str
-    steps: int
-    skipped_steps: int
-    max_grad_norm: float | None
-    lr_factor: float
-    forward_context: Callable[[], AbstractContextManager[None]]
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, total_steps: int, name: str, warmup_steps: int | None
+    ) -> None:
+        """Begin the schedule; ``warmup_steps`` takes the place of the share of steps that ``config`` sets."""
+        self.model, self.name = model, name
+        self.config, self.total_steps, self.warmup_steps = config, total_steps, warmup_steps
+        self.max_grad_norm = config.max_grad_norm
+        self.lr_factor = 1.0
+        self.steps = self.skipped_steps = self.passed_over_steps = self.nonfinite_in_a_row = 0
+        self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def forward(self, compute: Callable[[], Result]) -> Result:
         """Run ``compute``, a forward pass of the model, and return its result. Every rank makes the same number."""
+        with self.forward_context():
+            return compute()
 
+    @abstractmethod
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss`` (a scalar). If the loss is not finite, this step is skipped."""
 
+    @abstractmethod
     def grad_norm(self) -> float:
-        """Global gradient norm over all parameters and ranks; NaN if the step will be skipped."""
+        """Global L2 norm of the gradients over all parameters and ranks; NaN if the step will be skipped."""
 
+    @abstractmethod
     def apply(self, grad_norm: float, scale: float) -> StepResult:
-        """Step with gradients times ``scale``, or skip it when ``grad_norm`` is not finite; gradients are cleared."""
+        """Step with gradients times ``scale``, or skip it when ``grad_norm`` is not finite; gradients are cleared.
+
+        Raises:
+            TrainingPaused: Three steps in a row were skipped.
+        """
 
     def step(self) -> StepResult:
-        """Clip by the global norm and step."""
+        """Clip by the global norm and step; ``TrainingPaused`` as for :meth:`apply`."""
+        norm = self.grad_norm()
+        return self.apply(norm, clip_scale(norm, self.max_grad_norm))
 
     def pass_over_step(self) -> None:
         """Advance the schedule past a planned step that is not made."""
+        self.steps += 1
+        self.passed_over_steps += 1
 
     def gathered_parameters(self) -> AbstractContextManager[None]:
         """Gather full parameters on every rank for no-grad forwards."""
+        return nullcontext()
 
+    @abstractmethod
     def state(self) -> EngineState:
         """This rank's part of weights and optimiser state, and the counters."""
 
+    @abstractmethod
     def load_state(self, tensors: SavedTensors, meta: dict[str, Any]) -> None:
         """Restore what all ranks of some engine gave as :meth:`state`; gradients are cleared.
 
@@ -145,82 +164,70 @@ class Engine(Protocol):
             CheckpointError: It is of another model.
         """
 
+    @abstractmethod
     def trained_weights(self) -> dict[str, Tensor]:
-        """Trained parameters by name, gathered from all ranks, on the CPU of rank 0; empty on the others."""
+        """Trained parameters by name (tied ones once) in the model's precision, gathered on the CPU of rank 0."""
 
+    @abstractmethod
     def release(self) -> nn.Module:
         """Return the trained model as a plain module of one process; the engine cannot be used afterwards."""
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return by name the parameters that training changes; frozen ones are those of the model that it began with."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-class StepCount:
-    """Step counters and learning-rate schedule, common to all engines."""
-
-    name: str
-    model: nn.Module
-
-    def __init__(self, config: OptimizerConfig, total_steps: int, warmup_steps: int | None) -> None:
-        self.config, self.total_steps, self.warmup_steps = config, total_steps, warmup_steps
-        self.max_grad_norm = config.max_grad_norm
-        self.lr_factor = 1.0
-        self.steps = self.skipped_steps = self.passed_over_steps = self.nonfinite_in_a_row = 0
-        self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext
-
-    def rate(self) -> float:
-        """Learning rate of the step that comes next."""
-        return self.lr_factor * lr_at(self.steps, self.total_steps, self.config, self.warmup_steps)
-
-    def count(self, finite: bool) -> None:
-        """Count one step. A skipped one counts in the schedule too: the rate is a function of the step's number."""
-        self.steps += 1
-        self.skipped_steps += not finite
-        self.nonfinite_in_a_row = 0 if finite else self.nonfinite_in_a_row + 1
-
-    def pass_over_step(self) -> None:
-        """Advance the schedule past a planned step that is not made."""
-        self.steps += 1
-        self.passed_over_steps += 1
 
     @property
     def optimizer_steps(self) -> int:
         """Steps that changed the weights."""
         return self.steps - self.skipped_steps - self.passed_over_steps
 
-    def pause_after_repeated_skips(self, reason: str, rate: float, nonfinite: Sequence[str]) -> None:
-        """Raise ``TrainingPaused`` after three skipped steps in a row.
+    def rate(self) -> float:
+        """Learning rate of the step that comes next."""
+        return self.lr_factor * lr_at(self.steps, self.total_steps, self.config, self.warmup_steps)
+
+    def counted(self, grad_norm: float, rate: float, reason: str = "") -> StepResult:
+        """Count one step. A skipped one counts in the schedule too: the rate is a function of the step's number.
 
         Args:
-            reason: Why the last one was skipped.
             rate: Its learning rate.
-            nonfinite: Names of parameters that are not finite.
+            reason: Why it was skipped, if not for ``grad_norm``.
+
+        Raises:
+            TrainingPaused: Three steps in a row were skipped.
         """
-        if self.nonfinite_in_a_row < MAX_NONFINITE_IN_A_ROW:
-            return
-        weights = f"weights already non-finite, first in {nonfinite[0]}" if nonfinite else "weights are still finite"
-        raise TrainingPaused(
-            f"{self.name}: {MAX_NONFINITE_IN_A_ROW} steps in a row were not finite (last: {reason}, at step "
-            f"{self.steps}, learning rate {rate:.3g}; {weights}). Likely cause: exploding gradients or a bad row. "
-            "Lower optimizer.lr, tighten optimizer.max_grad_norm, and look at the last rows of the history"
-        )
+        finite = math.isfinite(grad_norm)
+        self.steps += 1
+        self.skipped_steps += not finite
+        self.nonfinite_in_a_row = 0 if finite else self.nonfinite_in_a_row + 1
+        if self.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
+            nonfinite = (name for name, p in self.model.named_parameters() if not bool(p.isfinite().all()))
+            first = next(nonfinite, None)
+            weights = "weights are still finite" if first is None else f"weights already non-finite, first in {first}"
+            raise TrainingPaused(
+                f"{self.name}: {MAX_NONFINITE_IN_A_ROW} steps in a row were not finite (last: "
+                f"{reason or f'gradient norm {grad_norm}'}, at step {self.steps}, learning rate {rate:.3g}; {weights})."
+                " Likely cause: exploding gradients or a bad row. Lower optimizer.lr, tighten optimizer.max_grad_norm, "
+                "and look at the last rows of the history"
+            )
+        return StepResult(grad_norm, not finite, rate)
 
     def counters(self) -> dict[str, int]:
         """The counters as JSON."""
-        return {
-            "steps": self.steps,
-            "skipped_steps": self.skipped_steps,
-            "passed_over_steps": self.passed_over_steps,
-            "in_a_row": self.nonfinite_in_a_row,
-        }
+        return {name: getattr(self, name) for name in COUNTERS}
 
     def load_counters(self, meta: dict[str, Any]) -> None:
-        self.steps = int(meta["steps"])
-        self.skipped_steps = int(meta["skipped_steps"])
-        self.passed_over_steps = int(meta["passed_over_steps"])
-        self.nonfinite_in_a_row = int(meta["in_a_row"])
+        for name in COUNTERS:
+            setattr(self, name, int(meta[name]))
+
+    def parameters_of(self, tensors: SavedTensors) -> dict[str, nn.Parameter]:
+        """The trained parameters by name; ``CheckpointError`` unless the saved state is of a model with these."""
+        parameters = trained_parameters(self.model)
+        weights = {key.removeprefix("weights.") for key in tensors.names if key.startswith("weights.")}
+        if weights != parameters.keys():
+            wrong = sorted(weights.symmetric_difference(parameters))[0]
+            raise CheckpointError(f"the saved state of {self.name} is of another model (it differs in {wrong})")
+        return parameters
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return by name the parameters that training changes; frozen ones are those of the model that it began with."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def clip_scale(norm: float, max_norm: float | None) -> float:
@@ -230,15 +237,11 @@ def clip_scale(norm: float, max_norm: float | None) -> float:
     return min(1.0, max_norm / (norm + 1e-6))
 
 
-def joint_norm(norms: Sequence[float]) -> float:
-    """L2 norm of the concatenated gradients of several engines; not finite if any of them is not."""
-    return math.sqrt(sum(norm * norm for norm in norms))
-
-
 def joint_step(engines: Sequence[Engine], max_norm: float | None) -> list[StepResult]:
     """One step of several engines under a common norm (MOSS-RLHF wraps policy and critic in one optimiser).
 
     All of them are skipped when one is not finite. ``StepResult.grad_norm`` is the joint norm.
     """
-    norm = joint_norm([engine.grad_norm() for engine in engines])
+    norms = [engine.grad_norm() for engine in engines]
+    norm = math.sqrt(sum(norm * norm for norm in norms))  # not finite if any of them is not
     return [engine.apply(norm, clip_scale(norm, max_norm)) for engine in engines]

@@ -14,7 +14,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,15 @@ from rlhf_core.models.forward import probe_ids
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.checkpoint import Piece, SavedTensors, pieces_of_rank
 from rlhf_core.training.engine.base import (
+    Engine,
     EngineState,
     OptimizerBuilder,
     Result,
-    StepCount,
     StepResult,
     build_adamw,
     clip_scale,
     trained_parameters,
 )
-from rlhf_core.training.engine.local import require_same_model
 from rlhf_core.training.engine.zero_config import zero_config
 
 STALE_SECONDS = 1800.0  # no single build takes that long
@@ -104,11 +103,6 @@ class Shards:
     def __init__(self, engine: Any, stage: int, package: Any) -> None:
         self.engine, self.stage, self.package = engine, stage, package
 
-    def weight(self, parameter: nn.Parameter) -> Tensor:
-        """A copy of the whole parameter in its computing precision."""
-        with self._gather([parameter]):
-            return parameter.detach().clone()
-
     def pieces(self, parameter: nn.Parameter, steps: int) -> dict[str, Piece]:
         """This rank's piece of a parameter's float32 weight and, after ``steps`` > 0 updates, of its moments.
 
@@ -138,7 +132,7 @@ class Shards:
     def write(self, parameter: nn.Parameter, name: str, tensors: SavedTensors) -> None:
         """Write the saved weight ``weights.NAME`` and the moments ``optimizer.NAME.SLOT`` of a parameter."""
         key = f"weights.{name}"
-        with torch.no_grad(), self._gather([parameter], modified=True):
+        with torch.no_grad(), self.gather([parameter], modified=True):
             if self.stage < 3 or distributed.is_rank_zero():  # the weight of rank 0 is spread over the others
                 parameter.copy_(tensors.whole(key))
         keys = {slot: f"optimizer.{name}.{slot}" for slot in (*MOMENTS, "step")}
@@ -164,7 +158,7 @@ class Shards:
             yield
             return
         offload = self.engine.optimizer.parameter_offload
-        with self._gather(list(model.parameters())):
+        with self.gather(list(model.parameters())):
             offload._remove_module_hooks()
             offload.forward_hooks, offload.backward_hooks = [], []
             try:
@@ -173,58 +167,45 @@ class Shards:
                 offload.setup_zero_stage3_hooks()
 
     @contextmanager
-    def _gather(self, parameters: list[nn.Parameter], modified: bool = False) -> Iterator[None]:
+    def gather(self, parameters: list[nn.Parameter], modified: bool = False) -> Iterator[None]:
         if self.stage < 3:
             yield
             return
         with self.package.zero.GatheredParameters(parameters, modifier_rank=0 if modified else None):
             yield
 
-    def _range(self, parameter: nn.Parameter) -> tuple[tuple[int, ...], int, int]:
+    def _range(self, parameter: Any) -> tuple[tuple[int, ...], int, int]:
         """Shape of the whole parameter, and the first element and the number of those that this rank updates."""
-        mapped: Any = parameter
         if self.stage < 3:
-            mapping = mapped._hp_mapping
-            if mapping is None:
+            if parameter._hp_mapping is None:
                 return tuple(parameter.shape), 0, 0
-            address = mapping.lp_fragment_address
+            address = parameter._hp_mapping.lp_fragment_address
             return tuple(parameter.shape), address.start, address.numel
-        size = self._padded_size(parameter)
-        start = min(size * distributed.rank(), mapped.ds_numel)
-        # The last parts are padded.
-        return tuple(mapped.ds_shape), start, min(size, mapped.ds_numel - start)
+        size = parameter.ds_tensor.numel()  # the same on every rank: the last parts are padded
+        start = min(size * distributed.rank(), parameter.ds_numel)
+        return tuple(parameter.ds_shape), start, min(size, parameter.ds_numel - start)
 
-    def _padded_size(self, parameter: nn.Parameter) -> int:
-        """Elements of a rank's part of a sharded parameter: the same on every rank."""
-        mapped: Any = parameter
-        return int(mapped.ds_tensor.numel())
-
-    def _master(self, parameter: nn.Parameter, slot: str | None) -> Tensor:
+    def _master(self, parameter: Any, slot: str | None) -> Tensor:
         """This rank's part of the float32 weight, or of the moment ``slot``, flat."""
-        mapped: Any = parameter
-        if self.stage < 3:
-            fragment: Tensor = mapped._hp_mapping.get_hp_fragment(slot)
-            return fragment
-        optimizer = self.engine.optimizer
         part: Tensor
+        if self.stage < 3:
+            part = parameter._hp_mapping.get_hp_fragment(slot)
+            return part
+        optimizer = self.engine.optimizer
         part, _ = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=True, optim_state_key=slot)
         # What was read from an NVMe disk lies in a buffer that the next parameter takes.
         return part.clone() if optimizer.swap_optimizer else part
 
-    def _write_master(
-        self, parameter: nn.Parameter, tensors: SavedTensors, key: str | None, slot: str | None = None
-    ) -> None:
+    def _write_master(self, parameter: Any, tensors: SavedTensors, key: str | None, slot: str | None = None) -> None:
         """Set this rank's part of the float32 weight, or of the moment ``slot``, to the saved ``key``; None is zero."""
         _, start, count = self._range(parameter)
         if not count and self.stage < 3:
             return
         values = torch.zeros(count) if key is None or not count else tensors.read(key, start, start + count)
         if self.stage < 3:
-            mapped: Any = parameter
-            mapped._hp_mapping.get_hp_fragment(slot).data.copy_(values)
+            parameter._hp_mapping.get_hp_fragment(slot).data.copy_(values)
             return
-        size = self._padded_size(parameter)
-        values = torch.nn.functional.pad(values.to(torch.float32), (0, size - count))
+        values = torch.nn.functional.pad(values.to(torch.float32), (0, parameter.ds_tensor.numel() - count))
         self.engine.optimizer.set_local_hp_param(values, parameter, slot)
 
     def _flat(self) -> list[Tensor]:
@@ -306,7 +287,7 @@ class Root(nn.Module):
         return compute()
 
 
-class DeepSpeedEngine(StepCount):
+class DeepSpeedEngine(Engine):
     """A model whose optimiser state, gradients or weights are sharded over the ranks."""
 
     def __init__(
@@ -321,9 +302,8 @@ class DeepSpeedEngine(StepCount):
         build: OptimizerBuilder = build_adamw,
     ) -> None:
         """Wrap ``model``. A relative file named by ``launch.deepspeed`` lies in ``folder``."""
-        super().__init__(config, total_steps, warmup_steps)
+        super().__init__(model, config, total_steps, name, warmup_steps)
         package = load_deepspeed()
-        self.model, self.name = model, name
         dtype = next(model.parameters()).dtype
         settings = zero_config(launch, dtype, config.max_grad_norm, folder)
         zero = settings["zero_optimization"]
@@ -342,13 +322,10 @@ class DeepSpeedEngine(StepCount):
             self.ds.optimizer.register_step_pre_hook(self._clip)
 
     def forward(self, compute: Callable[[], Result]) -> Result:
-        """Run ``compute``, with sharded weights gathered where it needs them, and return its result."""
-        with self.forward_context():
-            result: Result = self.ds(compute)
+        result: Result = super().forward(lambda: self.ds(compute))
         return result
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss`` (a scalar). If the loss is not finite, this step is skipped."""
         # Every rank makes every pass, so a non-finite loss is passed on as NaN, which DeepSpeed's own check finds. The
         # device decides, so that nothing waits for it before the step.
         finite = loss.detach().isfinite()
@@ -368,23 +345,13 @@ class DeepSpeedEngine(StepCount):
         raise ConfigError(f"{self.name}: engine deepspeed cannot scale gradients before its step")
 
     def step(self) -> StepResult:
-        """Clip by the global norm and step; a step whose gradient is not finite is skipped.
-
-        Raises:
-            TrainingPaused: Three steps in a row were skipped.
-        """
         rate = self.rate()
         for group in self.ds.optimizer.param_groups:
             group["lr"] = rate
         self.ds.step()
         self.pending = False
         norm = self.norm if self.stage == 0 else float(self.ds.get_global_grad_norm())
-        finite = math.isfinite(norm) and norm >= 0
-        self.count(finite)
-        if not finite:
-            norm = math.nan
-            self.pause_after_repeated_skips(f"gradient norm {norm}", rate, [])
-        return StepResult(norm, not finite, rate)
+        return self.counted(norm if math.isfinite(norm) and norm >= 0 else math.nan, rate)
 
     def _clip(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -394,14 +361,10 @@ class DeepSpeedEngine(StepCount):
         elif (scale := clip_scale(self.norm, self.max_grad_norm)) != 1.0:
             torch._foreach_mul_(gradients, scale)
 
-    @contextmanager
-    def gathered_parameters(self) -> Iterator[None]:
-        """Gather full parameters on every rank for no-grad forwards, with DeepSpeed's hooks removed."""
-        with self.shards.gathered(self.model):
-            yield
+    def gathered_parameters(self) -> AbstractContextManager[None]:
+        return self.shards.gathered(self.model)  # with DeepSpeed's hooks removed
 
     def state(self) -> EngineState:
-        """This rank's shards of the float32 trained weights and of their moments, under names common to all engines."""
         pieces: dict[str, Piece] = {}
         for name, parameter in trained_parameters(self.model).items():
             parts = self.shards.pieces(parameter, self.optimizer_steps)
@@ -409,13 +372,7 @@ class DeepSpeedEngine(StepCount):
         return EngineState(pieces, self.counters())
 
     def load_state(self, tensors: SavedTensors, meta: dict[str, Any]) -> None:
-        """Restore :meth:`state` of any engine and number of ranks; gradients are cleared.
-
-        Raises:
-            CheckpointError: It is of another model.
-        """
-        parameters = trained_parameters(self.model)
-        require_same_model(tensors.names, set(parameters), self.name)
+        parameters = self.parameters_of(tensors)
         self.load_counters(meta)
         if self.pending:
             # Only a step clears the gradients that DeepSpeed has stored. All that it changes is overwritten below.
@@ -425,14 +382,14 @@ class DeepSpeedEngine(StepCount):
             self.shards.write(parameter, name, tensors)
 
     def trained_weights(self) -> dict[str, Tensor]:
-        """Trained parameters by name in their computing precision, on the CPU of rank 0."""
         return self._gathered(trained_parameters(self.model))
 
     def _gathered(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Gather whole parameters one at a time; empty but on rank 0."""
         weights = {}
         for name, parameter in parameters.items():
-            value = self.shards.weight(parameter)
+            with self.shards.gather([parameter]):
+                value = parameter.detach().clone()
             if distributed.is_rank_zero():
                 weights[name] = value.cpu()
         return weights

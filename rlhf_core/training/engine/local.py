@@ -1,9 +1,6 @@
 """The local engine: plain torch. On several ranks each holds the whole model, and gradients are summed once a step.
 
-A low-precision model computes in its own precision and is trained through float32 copies of its weights.
-
-Float32 master weights: what the optimiser updates in place of low-precision weights, which are rounded from them.
-
+A low-precision model computes in its own precision and is trained through float32 copies of its weights:
 bfloat16 has 8 significant bits, so that a step of less than 1/512 of a weight rounds to nothing: AdamW at a rate of
 5e-7 leaves nearly all weights of a bfloat16 model where they are, however many steps it makes. Steps are therefore made
 in float32 and add up there; moments are float32, and so are the sums of gradients over micro-batches. Source:
@@ -13,27 +10,22 @@ Micikevicius et al. 2018, "Mixed Precision Training", section 3.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.errors import CheckpointError
 from rlhf_core.models.precision import LOW_PRECISION
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.checkpoint import SavedTensors, pieces_of_rank
 from rlhf_core.training.engine.base import (
     OPTIMIZER_SLOTS,
+    Engine,
     EngineState,
     OptimizerBuilder,
-    Result,
-    StepCount,
     StepResult,
     build_adamw,
-    clip_scale,
     trained_parameters,
 )
 
@@ -80,7 +72,7 @@ class MasterWeights:
         self.copies = {}
 
 
-class LocalEngine(StepCount):
+class LocalEngine(Engine):
     """The whole model, its gradients and its optimiser on every rank."""
 
     def __init__(
@@ -92,34 +84,20 @@ class LocalEngine(StepCount):
         warmup_steps: int | None = None,
         build: OptimizerBuilder = build_adamw,
     ) -> None:
-        """Build the optimiser.
-
-        Args:
-            name: Names the model in messages.
-            warmup_steps: Takes the place of the share of steps that ``config`` sets.
-            build: Makes the optimiser.
-        """
-        super().__init__(config, total_steps, warmup_steps)
-        self.model, self.name = model.to(distributed.device()), name
+        """Move the model to the device, and build its optimiser by ``build``."""
+        super().__init__(model.to(distributed.device()), config, total_steps, name, warmup_steps)
         self.optimizer = build(model, config)
         self.masters = MasterWeights(model, self.optimizer)
         self.parameters = [self.masters.of(p) for p in model.parameters() if p.requires_grad]
         self.losses: list[Tensor] = []  # of the passes since the last step
-        self.skip_reason: str | None = None
+        self.skip_reason = ""
         self.nonfinite: Tensor | None = None  # count over ranks of losses that are not finite; None before reduction
 
-    def forward(self, compute: Callable[[], Result]) -> Result:
-        """Run ``compute`` and return its result."""
-        with self.forward_context():
-            return compute()
-
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss`` (a scalar). If the loss is not finite, this step is skipped."""
         loss.backward()
         self.losses.append(loss.detach())
 
     def grad_norm(self) -> float:
-        """Global gradient norm (L2 over all parameters); NaN when a loss of this step was not finite on any rank."""
         gradients = self._gradients()
         losses = torch.stack([loss.double() for loss in self.losses] or [torch.zeros((), dtype=torch.float64)])
         if self.nonfinite is None:
@@ -128,56 +106,30 @@ class LocalEngine(StepCount):
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(self.nonfinite)
         # The host waits for the device here, once a step.
         nonfinite, value, *own = torch.stack([self.nonfinite.double(), norm.double(), *losses]).tolist()
-        self.skip_reason = next((f"loss {loss}" for loss in own if not math.isfinite(loss)), None)
+        self.skip_reason = next((f"loss {loss}" for loss in own if not math.isfinite(loss)), "")
         return math.nan if nonfinite else float(value)
 
     def apply(self, grad_norm: float, scale: float) -> StepResult:
-        """Step with gradients times ``scale``, or skip it when ``grad_norm`` is not finite; gradients are cleared.
-
-        Raises:
-            TrainingPaused: Three steps in a row were skipped.
-        """
-        rate, finite = self.rate(), math.isfinite(grad_norm)
-        if finite:
-            self._optimise(rate, scale)
-        self.count(finite)
-        reason = self.skip_reason or f"gradient norm {grad_norm}"
+        rate, reason = self.rate(), self.skip_reason
+        if math.isfinite(grad_norm):
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            gradients = self._gradients()
+            if scale != 1.0 and gradients:
+                torch._foreach_mul_(gradients, scale)
+            self.optimizer.step()
+            self.masters.round_to_model()
         self._clear()
-        if not finite:
-            nonfinite = [name for name, p in self.model.named_parameters() if not bool(p.isfinite().all())]
-            self.pause_after_repeated_skips(reason, rate, nonfinite)
-        return StepResult(grad_norm, not finite, rate)
+        return self.counted(grad_norm, rate, reason)
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        self.losses, self.skip_reason, self.nonfinite = [], None, None
+        self.losses, self.skip_reason, self.nonfinite = [], "", None
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
 
-    def _optimise(self, rate: float, scale: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        gradients = self._gradients()
-        if scale != 1.0 and gradients:
-            torch._foreach_mul_(gradients, scale)
-        self.optimizer.step()
-        self.masters.round_to_model()
-
-    def step(self) -> StepResult:
-        """Clip by the global norm and step."""
-        norm = self.grad_norm()
-        return self.apply(norm, clip_scale(norm, self.max_grad_norm))
-
-    def gathered_parameters(self) -> AbstractContextManager[None]:
-        """Nothing to gather: every rank holds all weights."""
-        return nullcontext()
-
     def state(self) -> EngineState:
-        """This rank's part of the trained weights (``weights.NAME``) and of their moments (``optimizer.NAME.SLOT``).
-
-        Weights that are trained in float32 are saved so. ``meta`` has the counters.
-        """
         tensors = {}
         for name, parameter in trained_parameters(self.model).items():
             updated = self.masters.of(parameter)
@@ -188,14 +140,8 @@ class LocalEngine(StepCount):
         return EngineState(pieces_of_rank(tensors), self.counters())
 
     def load_state(self, tensors: SavedTensors, meta: dict[str, Any]) -> None:
-        """Restore :meth:`state` of any engine and number of ranks; gradients are cleared.
-
-        Raises:
-            CheckpointError: It is of another model.
-        """
         self._clear()
-        parameters, saved = trained_parameters(self.model), tensors.names
-        require_same_model(saved, set(parameters), self.name)
+        parameters, saved = self.parameters_of(tensors), tensors.names
         for name, parameter in parameters.items():
             updated = self.masters.of(parameter)
             with torch.no_grad():
@@ -212,7 +158,6 @@ class LocalEngine(StepCount):
         self.load_counters(meta)
 
     def trained_weights(self) -> dict[str, Tensor]:
-        """Trained parameters by name (tied ones once) in the model's precision, as copies on the CPU of rank 0."""
         if not distributed.is_rank_zero():
             return {}
         return {name: p.detach().cpu().clone() for name, p in trained_parameters(self.model).items()}
@@ -225,11 +170,3 @@ class LocalEngine(StepCount):
         self.masters.detach()
         self.parameters = []
         return self.model
-
-
-def require_same_model(saved: set[str], parameters: set[str], name: str) -> None:
-    """Raise ``CheckpointError`` unless the saved tensors, given by their keys, are of a model with ``parameters``."""
-    weights = {key.removeprefix("weights.") for key in saved if key.startswith("weights.")}
-    if weights != parameters:
-        wrong = sorted(weights.symmetric_difference(parameters))[0]
-        raise CheckpointError(f"the saved state of {name} is of another model (it differs in {wrong})")

@@ -1,14 +1,10 @@
 """What is fitted before a reward model is trained: its head on frozen features, and what lengths alone say.
 
-Linear probe: the head of a reward model fitted to frozen features, before anything below it is trained.
+Linear probe: a head that starts at random pulls the features under it out of shape while it learns; from a fitted one,
+fine-tuning changes them little where they serve already (Kumar et al., 2022, "Fine-Tuning can Distort Pretrained
+Features and Underperform Out-of-Distribution": LP-FT). With few pairs the probe alone is most of a reward model.
 
-A head that starts at random pulls the features under it out of shape while it learns; from a fitted one, fine-tuning
-changes them little where they serve already (Kumar et al., 2022, "Fine-Tuning can Distort Pretrained Features and
-Underperform Out-of-Distribution": LP-FT). With few pairs the probe alone is most of a reward model.
-
-Length expert: what reply lengths alone say of a preference, fitted before the reward model and dropped after it.
-
-During training the log-odds of the expert are added to the reward model's margin (a product of experts: Clark et al.,
+Length expert: during training its log-odds are added to the reward model's margin (a product of experts: Clark et al.,
 2019, "Don't Take the Easy Way Out", for known biases of any kind). Gradients then teach what lengths do not explain.
 Unlike length-balanced sampling it uses every pair. Chen et al., 2024 ("ODIN") train such a length head jointly with the
 reward and drop it likewise.
@@ -95,29 +91,27 @@ class LengthExpert:
 
     Attributes:
         scale: Difference in tokens at which ``tanh`` begins to flatten.
-        weights: Of the logarithm of the ratio of lengths, and of ``tanh(difference / scale)``.
+        weights: Of the logarithm of the ratio of lengths, and of ``tanh(difference / scale)`` (2,).
     """
 
     scale: float
-    weights: tuple[float, float]
+    weights: Floats
 
-    def log_odds(self, first: Lengths, second: Lengths) -> npt.NDArray[np.float64]:
+    @classmethod
+    def fitted(cls, chosen: Lengths, rejected: Lengths) -> LengthExpert:
+        """Fit it by logistic regression to the lengths of the chosen and rejected replies of training pairs."""
+        from sklearn.linear_model import LogisticRegression
+
+        scale = max(1.0, float(np.median(np.abs(chosen - rejected))))
+        features = _features(chosen, rejected, scale)
+        both_orders = np.concatenate([features, -features])
+        preferred = np.repeat([1, 0], len(features))
+        return cls(scale, LogisticRegression(fit_intercept=False).fit(both_orders, preferred).coef_[0])
+
+    def log_odds(self, first: Lengths, second: Lengths) -> Floats:
         """(B,), (B,) -> (B,); swapping the replies changes the sign."""
-        values: npt.NDArray[np.float64] = _features(first, second, self.scale) @ np.array(self.weights)
+        values: Floats = _features(first, second, self.scale) @ self.weights
         return values
-
-
-def fitted_length_expert(chosen: Lengths, rejected: Lengths) -> LengthExpert:
-    """Fit the expert by logistic regression to the lengths of the chosen and rejected replies of the training pairs."""
-    from sklearn.linear_model import LogisticRegression
-
-    scale = max(1.0, float(np.median(np.abs(chosen - rejected))))
-    features = _features(chosen, rejected, scale)
-    both_orders = np.concatenate([features, -features])
-    preferred = np.repeat([1, 0], len(features))
-    regression = LogisticRegression(fit_intercept=False).fit(both_orders, preferred)
-    log_ratio, difference = regression.coef_[0].tolist()
-    return LengthExpert(scale, (log_ratio, difference))
 
 
 @dataclass(frozen=True)
@@ -131,25 +125,23 @@ class LengthExperts:
     of_category: Mapping[str, LengthExpert]
     others: LengthExpert
 
-    def log_odds(self, first: Lengths, second: Lengths, categories: Sequence[str]) -> npt.NDArray[np.float64]:
+    @classmethod
+    def fitted(
+        cls, chosen: Lengths, rejected: Lengths, categories: Sequence[str], apart: Mapping[str, float]
+    ) -> LengthExperts:
+        """Fit the experts to training pairs: of each category in ``apart``, and of all others together."""
+        names = np.array(categories)
+        others = ~np.isin(names, list(apart))
+        of_category = {name: LengthExpert.fitted(chosen[names == name], rejected[names == name]) for name in apart}
+        return cls(of_category, LengthExpert.fitted(chosen[others], rejected[others]))
+
+    def log_odds(self, first: Lengths, second: Lengths, categories: Sequence[str]) -> Floats:
         """(B,), (B,), (B,) -> (B,): what each pair's expert says."""
-        odds = self.others.log_odds(first, second)
+        odds, names = self.others.log_odds(first, second), np.array(categories)
         for name, expert in self.of_category.items():
-            rows = np.array([category == name for category in categories])
-            odds[rows] = expert.log_odds(first[rows], second[rows])
+            odds[names == name] = expert.log_odds(first[names == name], second[names == name])
         return odds
 
 
-def fitted_length_experts(
-    chosen: Lengths, rejected: Lengths, categories: Sequence[str], apart: Mapping[str, float]
-) -> LengthExperts:
-    """Fit the experts to training pairs: of each category in ``apart``, and of all others together."""
-    names = np.array(categories)
-    rows = {name: names == name for name in apart}
-    others = ~np.any(list(rows.values()), axis=0) if rows else np.ones(len(names), dtype=bool)
-    fitted = {name: fitted_length_expert(chosen[k], rejected[k]) for name, k in rows.items()}
-    return LengthExperts(fitted, fitted_length_expert(chosen[others], rejected[others]))
-
-
-def _features(first: Lengths, second: Lengths, scale: float) -> npt.NDArray[np.float64]:
+def _features(first: Lengths, second: Lengths, scale: float) -> Floats:
     return np.stack([np.log(first / second), np.tanh((first - second) / scale)], axis=1)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,8 +25,9 @@ from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.prefix_sharing import require_prefix_sharing
 from rlhf_core.models.shared_base import Adapters, adapters_of
 from rlhf_core.storage.files import atomic_write_json
-from rlhf_core.training.engine.factory import build_engine, finish
-from rlhf_core.training.loop import Loop, LoopResult, LoopSettings
+from rlhf_core.training import loop
+from rlhf_core.training.engine import Engine
+from rlhf_core.training.loop import LoopResult
 from rlhf_core.training.reward.evaluation import (
     FEWEST_BALANCED_PAIRS,
     accuracy,
@@ -33,7 +35,7 @@ from rlhf_core.training.reward.evaluation import (
     evaluate_scores,
     fitted_temperature,
 )
-from rlhf_core.training.reward.first_fits import LengthExperts, fit_linear_probe, fitted_length_experts
+from rlhf_core.training.reward.first_fits import LengthExperts, fit_linear_probe
 from rlhf_core.training.reward.trainer import PairScores, RewardTask, rows_of_epoch, score_pairs
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
@@ -65,7 +67,6 @@ class TrainedScalar:
     model: ScalarModel
     tokenizer: PreTrainedTokenizerBase
     result: LoopResult
-    skipped_steps: int
     adapters: Adapters | None = None
     length_experts: LengthExperts | None = None
 
@@ -84,19 +85,16 @@ def read_split(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int, 
     Of several ranks all must call it. Neither rows nor token ids are held as Python's own objects.
     """
     rows = read_row_table(path, Preference)
-    table = read_tokens(tokens, path, Preference.KIND, tokenizer)
-    pairs, dropped = _usable_pairs(table, max_tokens, str(path))
-    return Split(rows.of(pairs.rows), pairs, table, dropped)
+    return _usable(read_tokens(tokens, path, Preference.KIND, tokenizer), rows.of, max_tokens, str(path))
 
 
 def split_of(rows: Sequence[Preference], tokenizer: PreTrainedTokenizerBase, max_tokens: int, name: str) -> Split:
     """Tokenise pairs; ``DataError`` when none is usable."""
     table = TokenTable.of_rows(tokenizer, Preference.KIND, rows)
-    pairs, dropped = _usable_pairs(table, max_tokens, name)
-    return Split([rows[row] for row in pairs.rows.tolist()], pairs, table, dropped)
+    return _usable(table, lambda kept: [rows[row] for row in kept.tolist()], max_tokens, name)
 
 
-def _usable_pairs(table: TokenTable, max_tokens: int, name: str) -> tuple[TableRows[TokenisedPair], dict[str, int]]:
+def _usable(table: TokenTable, rows_of: Callable[[Any], Sequence[Preference]], max_tokens: int, name: str) -> Split:
     pairs, dropped = usable_pairs(table, max_tokens)
     if not pairs:
         raise DataError(
@@ -108,7 +106,7 @@ def _usable_pairs(table: TokenTable, max_tokens: int, name: str) -> tuple[TableR
             "%s: %d of %d pairs are longer than %d tokens and were left out",
             name, dropped["over_long"], len(table), max_tokens,
         )  # fmt: skip
-    return pairs, dropped
+    return Split(rows_of(pairs.rows), pairs, table, dropped)
 
 
 def train_scalar(
@@ -141,7 +139,7 @@ def train_scalar(
     experts = None
     if config.length_balance == "product_of_experts":
         lengths, categories = reply_lengths(train.pairs), [pair.category for pair in train.pairs]
-        experts = fitted_length_experts(*lengths, categories, config.category_shares)
+        experts = LengthExperts.fitted(*lengths, categories, config.category_shares)
         margins -= experts.log_odds(*lengths, categories)
     if config.linear_probe is not None:
         probed = [train.pairs[row] for row in first_rows]
@@ -150,27 +148,18 @@ def train_scalar(
         require_prefix_sharing(model.model, config.max_tokens, f"{name}.batch.prefix_sharing")
     if config.lora is not None:
         model.add_adapters(config.lora, derive_seed(config.seed, name, "lora"))
-    engine = build_engine(model, config.optimizer, config.steps, name, context)
-    task = RewardTask(
-        engine,
-        model,
-        train.pairs,
-        validation.pairs,
-        config,
-        pad_id(tokenizer),
-        name,
-        margins.tolist() if margins.any() else None,
-        context.launch.logits_bytes,
-    )
-    settings = LoopSettings(name, config.seed, config.steps, config.eval_every, config.checkpoint)
-    result = Loop(engine, task, settings, context).run()
-    model = finish(engine, model)
+    pad, limit, offsets = pad_id(tokenizer), context.launch.logits_bytes, margins.tolist() if margins.any() else None
+
+    def task(engine: Engine) -> RewardTask:
+        return RewardTask(engine, model, train.pairs, validation.pairs, config, pad, name, offsets, limit)
+
+    model, result = loop.train(model, task, config, name, config.seed, context)
     adapters = None
     if config.lora is not None:
         if isinstance(init, Path):
             adapters = adapters_of(model, config.lora, init)
         merge_adapters(model)
-    return TrainedScalar(model, tokenizer, result, engine.skipped_steps, adapters, experts)
+    return TrainedScalar(model, tokenizer, result, adapters, experts)
 
 
 def require_balanced_pairs(train: Split, fewest: int, name: str) -> None:
@@ -217,21 +206,28 @@ class RewardModelRun:
 
     def metrics(self) -> dict[str, object]:
         """Size and speed of training, and the quality on each held-out split; names of ``test`` begin with that."""
-        metrics: dict[str, object] = dict(training_metrics(self.trained, self.train))
+        result, train = self.trained.result, self.train
+        padding = result.mean("padding_share")
+        metrics: dict[str, object] = {
+            "train_pairs": float(len(train.pairs)),
+            "train_length_balanced_pairs": float(pairs_of_balanced_epoch(train)),
+            "dropped_over_long": float(train.dropped["over_long"]),
+            "dropped_identical": float(train.dropped["identical"]),
+            "over_long_identical_if_cut": float(train.dropped["identical_if_cut"]),
+            "tokens_per_second": result.tokens_per_second,
+            "skipped_steps": float(result.skipped_steps),
+        }
+        if padding is not None:
+            metrics["padding_share"] = padding
         temperature = fitted_temperature(self.scores["validation"].margins) if "validation" in self.scores else None
         if temperature is not None:
             metrics["temperature"] = temperature
         for name, split in self.held_out.items():
-            scores, prefix = self.scores[name], metric_prefix(name)
-            balance_seed = derive_seed(self.seed, "length_balanced", name)
-            quality = evaluate_scores(
-                scores.chosen,
-                scores.rejected,
-                *reply_lengths(split.pairs),
-                balance_seed,
-                # It was fitted on the validation pairs.
-                None if name == "validation" else temperature,
-            )
+            scores, prefix, lengths = self.scores[name], metric_prefix(name), reply_lengths(split.pairs)
+            seed = derive_seed(self.seed, "length_balanced", name)
+            # The temperature was fitted on the validation pairs.
+            fitted = None if name == "validation" else temperature
+            quality = evaluate_scores(scores.chosen, scores.rejected, *lengths, seed, fitted)
             if "accuracy_length_balanced" not in quality:
                 logger.warning(
                     "%s pairs: %d can be balanced by length and %d are needed; %saccuracy_length_balanced is left out",
@@ -240,7 +236,7 @@ class RewardModelRun:
             metrics |= {f"{prefix}{key}": value for key, value in quality.items()}
             categories = [row.category for row in split.rows]
             if self.trained.length_experts is not None:
-                log_odds = self.trained.length_experts.log_odds(*reply_lengths(split.pairs), categories)
+                log_odds = self.trained.length_experts.log_odds(*lengths, categories)
                 metrics[f"{prefix}accuracy_with_length_expert"] = accuracy(scores.margins + log_odds)
             metrics[f"{prefix}category"] = accuracy_by_category(scores.margins, categories)
         return metrics
@@ -254,20 +250,6 @@ def metric_prefix(split: str) -> str:
 def reply_lengths(pairs: Sequence[TokenisedPair]) -> tuple[np.ndarray, np.ndarray]:
     """Lengths in tokens of the chosen and of the rejected replies, end-of-sequence included."""
     return np.array([len(pair.chosen) for pair in pairs]), np.array([len(pair.rejected) for pair in pairs])
-
-
-def training_metrics(trained: TrainedScalar, train: Split) -> dict[str, float]:
-    """Size and speed of a training run, its padding, and how many pairs it could not use."""
-    padding = trained.result.mean("padding_share")
-    return {
-        "train_pairs": float(len(train.pairs)),
-        "train_length_balanced_pairs": float(pairs_of_balanced_epoch(train)),
-        "dropped_over_long": float(train.dropped["over_long"]),
-        "dropped_identical": float(train.dropped["identical"]),
-        "over_long_identical_if_cut": float(train.dropped["identical_if_cut"]),
-        "tokens_per_second": trained.result.tokens_per_second,
-        "skipped_steps": float(trained.skipped_steps),
-    } | ({"padding_share": padding} if padding is not None else {})
 
 
 def write_scores(path: Path, scores: PairScores, split: Split) -> None:

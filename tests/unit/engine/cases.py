@@ -146,7 +146,7 @@ def _steps(engine: Engine, task: Any, steps: int) -> dict[str, float]:
 def _sft(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> tuple[list[Engine], dict[str, float]]:
     config = SftConfig(batch_size=7, micro_batch_size=2, optimizer=optimizer(lr))
     engine = make(tiny.policy, config.optimizer, "policy")
-    task = SftTask(engine, tiny.policy, examples(30), examples(9), config, PAD, FEW_LOGITS)
+    task = SftTask(engine, tiny.policy, examples(30), examples(9), config, config.seed, PAD, FEW_LOGITS)
     return [engine], _steps(engine, task, steps)
 
 

@@ -24,8 +24,6 @@ from rlhf_core.storage.files import sha256_file
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.dpo import (
     DpoTask,
-    ImplicitRewards,
-    PairLogprobs,
     all_logprobs,
     batch_logprobs,
     dpo_loss,
@@ -37,23 +35,18 @@ from rlhf_core.training.history import CLOCK_FIELDS, read_history
 from rlhf_core.training.reward.run import Split, split_of
 from rlhf_core.training.run_context import RunContext
 
-POLICY = PairLogprobs(torch.tensor([-10.0, -22.5, -7.25]), torch.tensor([-14.0, -20.0, -9.5]))
-REFERENCE = PairLogprobs(torch.tensor([-12.0, -21.0, -7.0]), torch.tensor([-13.0, -21.5, -8.0]))
+POLICY = torch.tensor([[-10.0, -22.5, -7.25], [-14.0, -20.0, -9.5]])
+REFERENCE = torch.tensor([[-12.0, -21.0, -7.0], [-13.0, -21.5, -8.0]])
 SETTINGS: dict[str, Any] = {
     "steps": 8, "batch_size": 8, "eval_every": 4, "samples": 2, "optimizer": {"lr": 1e-2}, "checkpoint": {"every": 3},
 }  # fmt: skip
 
 
-def rewards(beta: float = 0.1) -> ImplicitRewards:
-    return implicit_rewards(POLICY, REFERENCE, beta)
-
-
 def test_the_loss_of_one_pair_is_equation_7() -> None:
     # Log-ratios 2 and -1: with beta 0.1 the margin is 0.3, and -log sigmoid(0.3) = log(1 + exp(-0.3)).
-    margin = rewards().margins[:1]
-    assert float(margin) == pytest.approx(0.3)
-    assert float(dpo_loss(margin, 0.0, 1)) == pytest.approx(math.log1p(math.exp(-0.3)))
-    assert float(dpo_loss(torch.zeros(4), 0.0, 4)) == pytest.approx(math.log(2))
+    rewards = implicit_rewards(POLICY, REFERENCE, 0.1)[:, :1]
+    assert float(dpo_loss(rewards, 0.0, 1)) == pytest.approx(math.log1p(math.exp(-0.3)))
+    assert float(dpo_loss(torch.zeros(2, 4), 0.0, 4)) == pytest.approx(math.log(2))
 
 
 @pytest.mark.parametrize(
@@ -68,27 +61,26 @@ def test_the_loss_is_that_of_trl(
     beta: float, label_smoothing: float, losses: list[float], chosen: list[float], rejected: list[float]
 ) -> None:
     """Constants: DPOTrainer.dpo_loss of TRL 0.24.0, loss_type "sigmoid", on the same log-probabilities in float64."""
-    implicit = rewards(beta)
-    each = [float(dpo_loss(margin, label_smoothing, 1)) for margin in implicit.margins.unsqueeze(1)]
+    implicit = implicit_rewards(POLICY, REFERENCE, beta)
+    each = [float(dpo_loss(implicit[:, row : row + 1], label_smoothing, 1)) for row in range(3)]
     assert each == pytest.approx(losses, abs=1e-6)
-    assert float(dpo_loss(implicit.margins, label_smoothing, 3)) == pytest.approx(sum(losses) / 3, abs=1e-6)
-    assert implicit.chosen.tolist() == pytest.approx(chosen, abs=1e-6)
-    assert implicit.rejected.tolist() == pytest.approx(rejected, abs=1e-6)
+    assert float(dpo_loss(implicit, label_smoothing, 3)) == pytest.approx(sum(losses) / 3, abs=1e-6)
+    assert implicit.flatten().tolist() == pytest.approx([*chosen, *rejected], abs=1e-6)
 
 
 def test_the_gradient_pushes_most_where_the_implicit_reward_is_wrong() -> None:
     # Rafailov et al., section 4: beta * sigmoid(r_l - r_w) weighs the gradient of the log-probabilities.
-    chosen = POLICY.chosen.clone().requires_grad_(True)
-    margins = implicit_rewards(PairLogprobs(chosen, POLICY.rejected), REFERENCE, 0.5).margins
-    dpo_loss(margins, 0.0, 3).backward()
-    expected = -0.5 * torch.sigmoid(-margins.detach()) / 3
-    assert chosen.grad is not None and torch.allclose(chosen.grad, expected)
+    policy = POLICY.clone().requires_grad_(True)
+    rewards = implicit_rewards(policy, REFERENCE, 0.5)
+    dpo_loss(rewards, 0.0, 3).backward()
+    expected = -0.5 * torch.sigmoid(rewards[1] - rewards[0]) / 3
+    assert policy.grad is not None and torch.allclose(policy.grad, torch.stack([expected, -expected]))
 
 
 def test_label_smoothing_has_its_minimum_at_the_log_odds() -> None:
-    margin = torch.tensor([math.log(0.9 / 0.1)], requires_grad=True)
-    dpo_loss(margin, 0.1, 1).backward()
-    assert margin.grad is not None and float(margin.grad) == pytest.approx(0.0, abs=1e-7)
+    rewards = torch.tensor([[math.log(0.9 / 0.1)], [0.0]], requires_grad=True)
+    dpo_loss(rewards, 0.1, 1).backward()
+    assert rewards.grad is not None and rewards.grad.flatten().tolist() == pytest.approx([0.0, 0.0], abs=1e-7)
 
 
 class Fixture:
@@ -119,13 +111,11 @@ def test_logprobs_are_sums_over_reply_tokens_whatever_the_padding(loaded: Fixtur
     expected = [[by_hand(loaded.model, p.prompt, reply) for p in pairs for reply in (p.chosen, p.rejected)]]
     for size in (2, 64):
         values = all_logprobs(loaded.model, pairs, loaded.pad, size)
-        both = torch.stack((values.chosen, values.rejected), dim=1).flatten()
-        assert both.tolist() == pytest.approx(expected[0], abs=1e-4)
+        assert values.t().flatten().tolist() == pytest.approx(expected[0], abs=1e-4)
     with torch.no_grad():
         batch = batch_logprobs(loaded.model, pairs, loaded.pad)
         chunked = batch_logprobs(loaded.model, pairs, loaded.pad, logits_bytes=4 * 300 * 10)
-    assert torch.allclose(batch.chosen.double(), values.chosen, atol=1e-4)
-    assert torch.allclose(batch.rejected, chunked.rejected, atol=1e-5)
+    assert torch.allclose(batch.double(), values, atol=1e-4) and torch.allclose(batch, chunked, atol=1e-5)
 
 
 def test_the_reference_is_computed_once_and_for_the_pairs_that_are_used(
@@ -133,10 +123,10 @@ def test_the_reference_is_computed_once_and_for_the_pairs_that_are_used(
 ) -> None:
     file = tmp_path / "reference.safetensors"
     first = reference_logprobs(loaded.model, loaded.train.pairs, {1, 4}, loaded.pad, file)
-    assert (~first.chosen.isnan()).nonzero().flatten().tolist() == [1, 4]
+    assert (~first[0].isnan()).nonzero().flatten().tolist() == [1, 4]
     monkeypatch.setattr("rlhf_core.training.dpo.all_logprobs", pytest.fail)
     again = reference_logprobs(loaded.model, loaded.train.pairs, {1, 4}, loaded.pad, file)
-    assert torch.equal(again.chosen.nan_to_num(), first.chosen.nan_to_num())
+    assert torch.equal(again.nan_to_num(), first.nan_to_num())
 
 
 def task(loaded: Fixture, model: PreTrainedModel, tmp_path: Path, **settings: Any) -> DpoTask:
@@ -170,13 +160,10 @@ def test_length_normalised_rewards_are_means_over_tokens(loaded: Fixture, worksp
         for parameter in model.parameters():
             parameter.mul_(1.1)
     plain, normalised = (task(loaded, model, tmp_path, length_normalized=on) for on in (False, True))
-    rows = range(5)
-    pairs = [loaded.train.pairs[row] for row in rows]
+    pairs = [loaded.train.pairs[row] for row in range(5)]
     lengths = torch.tensor([float(len(pair.chosen)) for pair in pairs])
     policy = batch_logprobs(model, pairs, plain.pad)
-    sums, means = (
-        one._rewards(pairs, policy, one.train_reference, rows).chosen.detach() for one in (plain, normalised)
-    )
+    sums, means = (one.rewards(pairs, policy, one.train_reference[:, :5])[0].detach() for one in (plain, normalised))
     assert float(sums.abs().max()) > 1e-3 and torch.allclose(means, sums / lengths, atol=1e-6)
 
 

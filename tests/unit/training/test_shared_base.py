@@ -55,7 +55,7 @@ def make_scalar(sft: Path, folder: Path, seed: int, quantize: str | None, layers
     expected = scores(model)
     adapters = adapters_of(model, lora(quantize), sft)
     merge_adapters(model)
-    TrainedScalar(model, load_tokenizer(sft), LoopResult([], 0, 0.0), 0, adapters).save(folder)
+    TrainedScalar(model, load_tokenizer(sft), LoopResult([], 0, 0.0, 0), adapters).save(folder)
     return expected
 
 
