@@ -20,7 +20,7 @@ from rlhf_core.ppo.rollout import logprob_differences, require_agreement
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.sampler import PromptBatch, Sampler, concatenate, sample_replies
-from rlhf_core.sampling.token_scoring import DistributionScorer, Tokens, response_logits
+from rlhf_core.sampling.token_scoring import Tokens, response_logits, token_statistics
 
 EOS, OTHER_STOP, PAD, FORBIDDEN, VOCABULARY = 3, 5, 0, (0, 7), 23
 SAMPLING = Sampling(EOS, PAD, 9, 0.8, 2, FORBIDDEN, VOCABULARY - 2, (OTHER_STOP,))
@@ -54,7 +54,7 @@ def agreement(rollout: Rollout, trainer: PreTrainedModel, precision: Precision =
     """Compare the sampler's log-probabilities with those of one pass of ``trainer``."""
     tokens = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
     with torch.no_grad():
-        scored: Tensor = DistributionScorer(SAMPLING).score(response_logits(trainer, tokens), tokens).logprobs
+        scored: Tensor = token_statistics(response_logits(trainer, tokens), tokens, SAMPLING)["logprobs"]
     return logprob_differences(rollout.logprobs, scored, rollout.response_mask, precision)
 
 

@@ -31,7 +31,7 @@ from rlhf_core.models.starting.base import fitting_length
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
-from rlhf_core.sampling.token_scoring import DistributionScorer, Tokens, response_logits
+from rlhf_core.sampling.token_scoring import Tokens, response_logits, token_statistics
 from rlhf_core.training.examples import Example, by_length
 
 # They bound memory: rows of one pass, and positions whose logits exist at once.
@@ -207,6 +207,6 @@ def _score_tokens(rollout: Rollout, model: PreTrainedModel, sampling: Sampling) 
     # In one pass: the rollout fitted into memory while it was sampled.
     rows = rollout.attention_mask.sum(dim=1).argsort(stable=True)
     part = batch.part(rows)
-    logprobs = DistributionScorer(sampling).score(response_logits(model, part), part).logprobs.double()
+    logprobs = token_statistics(response_logits(model, part), part, sampling)["logprobs"].double()
     scored[rows, : part.width] = logprobs.masked_fill(~part.response_mask, 0.0)
     return scored

@@ -28,7 +28,7 @@ from rlhf_core.sampling.distribution import (
     log_distribution,
 )
 from rlhf_core.sampling.generation import BlockCache
-from rlhf_core.sampling.token_scoring import DistributionScorer, Tokens, response_logits, response_values
+from rlhf_core.sampling.token_scoring import Tokens, response_logits, response_values, token_statistics
 from rlhf_core.training.losses import chunked_cross_entropy, pairwise_loss
 
 
@@ -118,7 +118,7 @@ def reply_statistics(
     started_as = [ModelVariant(model.architecture, "causal_lm", model.precision)] if reference == "frozen" else []
 
     def run(memory: TensorMemory, policy: PreTrainedModel, *others: Any) -> Tensor:
-        tokens, scorer = _rollout_tokens(batch, sampling), DistributionScorer(sampling, logits_bytes)
+        tokens = _rollout_tokens(batch, sampling)
         logits = response_logits(policy, tokens)
         other = logits if reference == "own" else None
         with torch.no_grad():
@@ -126,8 +126,10 @@ def reply_statistics(
                 response_values(others[-1], tokens)
             if reference == "frozen":
                 other = response_logits(others[0], tokens)
-        statistics = scorer.score(logits, tokens, entropies=entropies, reference=other, exact_kl=exact_kl)
-        needed = [statistics.logprobs, *(one for one in (statistics.full_kl, statistics.entropy) if one is not None)]
+        statistics = token_statistics(
+            logits, tokens, sampling, logits_bytes, entropies=entropies, reference=other, exact_kl=exact_kl
+        )
+        needed = [values for name, values in statistics.items() if name != "ref_logprobs"]
         return torch.stack([one.sum() for one in needed]).sum()
 
     return run_pass(run, [model, *started_as, *([critic.in_inference] if critic is not None else [])], accumulated)

@@ -278,6 +278,16 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
 
 
+def merged_weight(layer: Any) -> Tensor:
+    """The weight (out, in) of a layer with its active adapters merged, rounded once to its own precision."""
+    base: Tensor = layer.get_base_layer().weight
+    weight = base
+    for adapter in () if layer.disable_adapters else layer.active_adapters:
+        delta = layer.get_delta_weight(adapter)
+        weight = weight.to(torch.promote_types(weight.dtype, delta.dtype)) + delta
+    return weight.to(base.dtype)
+
+
 def keep_lower_layers(model: PreTrainedModel, layers: int) -> None:
     """Remove the decoder layers above the lowest ``layers``, in place; the last norm stays.
 

@@ -24,13 +24,12 @@ from rlhf_core.ppo.losses import ValueObjective, step_totals
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.micro_batches import MicroBatchLimits
 from rlhf_core.sampling.token_scoring import (
-    DistributionScorer,
     Tokens,
     TokenScorer,
-    TokenStatistics,
     logits_and_values,
     response_logits,
     response_values,
+    token_statistics,
 )
 from rlhf_core.training.device_scalars import Share
 from rlhf_core.training.engine import Engine
@@ -79,11 +78,6 @@ class ActorCriticPair:
         """Sequences and positions of one pass."""
         return MicroBatchLimits(self.micro_batch_size, self.micro_batch_tokens)
 
-    @property
-    def scorer(self) -> DistributionScorer:
-        """Computes log-probabilities, entropies and KL under the training distribution."""
-        return DistributionScorer(self.sampling, self.logits_bytes)
-
     def predict(self, batch: Tokens) -> tuple[LazyLogits, Tensor]:
         """Logits (B, T + 1, V) and values (B, T; NaN without a critic), outside of any training step."""
         if isinstance(self.critic, ActorCritic):
@@ -93,23 +87,21 @@ class ActorCriticPair:
             return logits, torch.full(batch.response_mask.shape, math.nan, device=batch.tokens.device)
         return logits, response_values(self.critic, batch)
 
+    def statistics(
+        self, logits: LazyLogits, batch: Tokens, entropies: bool, reference: PreTrainedModel | None
+    ) -> dict[str, Tensor]:
+        """See :func:`token_statistics`; ``reference`` is a frozen model to which to compute the exact KL."""
+        with torch.no_grad():
+            other = response_logits(reference, batch) if reference is not None else None
+        return token_statistics(logits, batch, self.sampling, self.logits_bytes, entropies=entropies, reference=other)
+
     def score_tokens(
         self, batch: Tokens, *, entropies: bool = False, reference: PreTrainedModel | None = None
-    ) -> TokenStatistics:
-        """What the current policy says of response tokens, in a pass that its engine knows of.
-
-        Args:
-            batch: The replies.
-            entropies: Whether to compute entropies.
-            reference: A model to which to compute the exact KL.
-        """
-
-        def forward() -> dict[str, Tensor]:  # engines look for tensors in what a pass returns
-            logits = response_logits(self.policy, batch)
-            other = frozen_logits(reference, batch)
-            return self.scorer.score(logits, batch, entropies=entropies, reference=other).tensors()
-
-        return TokenStatistics(**self.engines["policy"].forward(forward))
+    ) -> dict[str, Tensor]:
+        """:meth:`statistics` by the current policy, in a pass that its engine knows of."""
+        return self.engines["policy"].forward(
+            lambda: self.statistics(response_logits(self.policy, batch), batch, entropies, reference)
+        )
 
     def accumulate_value_gradients(self, minibatch: Experience, objective: ValueObjective) -> list[Share]:
         """Backward passes of the loss of a critic that is a model of its own."""
@@ -132,12 +124,6 @@ class ActorCriticPair:
         if isinstance(self.critic, ActorCritic):
             return finish(self.engines["policy"], self.critic).policy
         return finish(self.engines["policy"], self.policy)
-
-
-@torch.no_grad()
-def frozen_logits(reference: PreTrainedModel | None, batch: Tokens) -> LazyLogits | None:
-    """Logits of the reference at response positions, where there is one."""
-    return response_logits(reference, batch) if reference is not None else None
 
 
 @contextmanager

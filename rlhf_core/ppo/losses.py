@@ -23,7 +23,6 @@ from rlhf_core.models.forward import LOGITS_BYTES, selected_logits
 from rlhf_core.models.precision import Precision
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.kl import kl_estimate
-from rlhf_core.sampling.token_scoring import TokenStatistics
 from rlhf_core.training.device_scalars import Scalar, device_scalar
 from rlhf_core.training.engine import Engine, StepResult, joint_step
 from rlhf_core.training.losses import StepTotals, chunked_cross_entropy
@@ -199,7 +198,9 @@ class PolicyObjective:
         """The model to which the loss needs the exact KL over the vocabulary, if it does."""
         return self.reference if self.kl_in_loss and self.config.kl.estimator == "full" else None
 
-    def loss(self, outputs: TokenStatistics, batch: Experience, totals: StepTotals) -> tuple[Tensor, dict[str, Scalar]]:
+    def loss(
+        self, outputs: Mapping[str, Tensor], batch: Experience, totals: StepTotals
+    ) -> tuple[Tensor, dict[str, Scalar]]:
         """The share of one micro-batch in loss and metrics, from what the current policy says of its tokens (b, t).
 
         The advantages of ``batch`` are normalised and clipped already.
@@ -209,7 +210,7 @@ class PolicyObjective:
         def share(values: Tensor) -> Scalar:
             return device_scalar(masked_sum(values, mask)) / totals.tokens
 
-        ratio = ratios(outputs.logprobs, batch.old_logprobs, mask)
+        ratio = ratios(outputs["logprobs"], batch.old_logprobs, mask)
         if switches.kind == "penalty":
             terms = penalty_surrogate(ratio, advantages, switches.penalty)
         else:
@@ -232,17 +233,16 @@ class PolicyObjective:
         }
         if switches.kind == "clip" and switches.clip is not None:
             metrics["clip_fraction"] = share(clip_fraction_mask(ratio, advantages, switches.clip).float())
-        if outputs.entropy is not None:
-            loss = loss + self.entropy_weight * masked_sum(outputs.entropy, mask) / totals.tokens
+        if "entropy" in outputs:
+            loss = loss + self.entropy_weight * masked_sum(outputs["entropy"], mask) / totals.tokens
         return loss, metrics | correction
 
-    def _kl(self, outputs: TokenStatistics, batch: Experience) -> Tensor:
+    def _kl(self, outputs: Mapping[str, Tensor], batch: Experience) -> Tensor:
         """KL of the current policy to the reference (b, t); masked positions may hold anything."""
         estimator = self.config.kl.estimator
         if estimator == "full":
-            assert outputs.full_kl is not None
-            return outputs.full_kl
-        masked = torch.where(batch.response_mask, outputs.logprobs, batch.ref_logprobs)
+            return outputs["full_kl"]
+        masked = torch.where(batch.response_mask, outputs["logprobs"], batch.ref_logprobs)
         return kl_estimate(masked, batch.ref_logprobs, estimator)
 
 

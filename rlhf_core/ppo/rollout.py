@@ -30,7 +30,7 @@ from rlhf_core.runtime import distributed
 from rlhf_core.sampling.agreement import LIMITS
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.sampler import PromptBatch
-from rlhf_core.sampling.token_scoring import Tokens, pad_columns, response_logits
+from rlhf_core.sampling.token_scoring import Tokens, pad_columns, response_logits, token_statistics
 from rlhf_core.training.side_by_side import run_side_by_side
 
 COMPARABLE_TOKENS = 32  # halves of fewer tokens than these differ by chance
@@ -148,10 +148,14 @@ def _predict_part(
     if reference is not pair.policy:
         with lower_layers.replayed():
             ref = response_logits(reference, part)
-    tokens = pair.scorer.score(policy, part, entropies=True, reference=ref, exact_kl=exact_kl)
-    assert tokens.ref_logprobs is not None and tokens.entropy is not None
-    kl = () if tokens.full_kl is None else (tokens.full_kl,)
-    return tokens.logprobs, tokens.ref_logprobs, tokens.entropy, values, *kl
+    tokens = token_statistics(
+        policy, part, pair.sampling, pair.logits_bytes, entropies=True, reference=ref, exact_kl=exact_kl
+    )
+    return (
+        *(tokens[name] for name in ("logprobs", "ref_logprobs", "entropy")),
+        values,
+        *([tokens["full_kl"]] if exact_kl else []),
+    )
 
 
 def sampler_agreement(experience: Experience, precision: Precision) -> dict[str, float]:

@@ -19,7 +19,7 @@ from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.models.heads import ActorCritic
 from rlhf_core.models.precision import matmul_precision
-from rlhf_core.ppo.actor_critic import ActorCriticPair, frozen_logits
+from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import normalize_and_clip_advantages
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.losses import (
@@ -34,7 +34,7 @@ from rlhf_core.ppo.losses import (
     ratios,
     step_totals,
 )
-from rlhf_core.sampling.token_scoring import Tokens, TokenStatistics, logits_and_values
+from rlhf_core.sampling.token_scoring import Tokens, logits_and_values
 from rlhf_core.training.device_scalars import Share, device_scalar, mean_of_steps, totals_of_steps
 from rlhf_core.training.engine.base import MAX_NONFINITE_IN_A_ROW
 from rlhf_core.training.rng import derive_seed
@@ -181,13 +181,13 @@ def accumulate_joint_gradients(
     """Backward passes of the sum of both losses on one backbone; the shares of the policy come first."""
     model, engine, totals = pair.critic, pair.engines["policy"], step_totals(minibatch.response_mask)
     assert isinstance(model, ActorCritic)
+    entropies, reference = objective.entropy_weight != 0, objective.exact_kl_reference
     policy_shares, value_shares = list[Share](), list[Share]()
     for batch, weight in minibatch.micro_batches(pair.limits):
 
-        def forward(tokens: Tokens = batch.batch) -> tuple[TokenStatistics, Tensor]:
+        def forward(tokens: Tokens = batch.batch) -> tuple[dict[str, Tensor], Tensor]:
             logits, values = logits_and_values(model, tokens)
-            reference, entropies = frozen_logits(objective.exact_kl_reference, tokens), objective.entropy_weight != 0
-            return pair.scorer.score(logits, tokens, entropies=entropies, reference=reference), values
+            return pair.statistics(logits, tokens, entropies, reference), values
 
         tokens, values = engine.forward(forward)
         policy_loss, policy_metrics = objective.loss(tokens, batch, totals)
@@ -208,9 +208,8 @@ def measure_minibatch(pair: ActorCriticPair, minibatch: Experience) -> dict[str,
     shares: list[Share] = []
     for batch, weight in minibatch.micro_batches(pair.limits):
         statistics = pair.score_tokens(batch.batch, entropies=True)
-        assert statistics.entropy is not None
-        ratio = ratios(statistics.logprobs, batch.old_logprobs, batch.response_mask)
-        terms = {"old_policy_kl": old_policy_kl(ratio), "entropy": statistics.entropy}
+        ratio = ratios(statistics["logprobs"], batch.old_logprobs, batch.response_mask)
+        terms = {"old_policy_kl": old_policy_kl(ratio), "entropy": statistics["entropy"]}
         sums = {name: device_scalar(masked_sum(term, batch.response_mask)) for name, term in terms.items()}
         shares.append((sums, weight))
     tokens = step_totals(minibatch.response_mask).tokens

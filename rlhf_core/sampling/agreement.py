@@ -1,7 +1,5 @@
 """Whether replies are scored as they were sampled: how far both may differ, and a trial on a few tokens.
 
-Whether replies can be sampled from a model and scored as they were sampled: tried once, on a few tokens.
-
 Architectures differ in what they keep between tokens (keys and values, a window of them, states of recurrent layers),
 in how they count positions, and in whether padding changes a result. A few tokens tell, before anything is trained.
 """
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import ModelError, first_line
 from rlhf_core.models.forward import arguments_of, probe_ids
 from rlhf_core.models.precision import Precision, matmul_precision
 from rlhf_core.sampling.distribution import Sampling, log_distribution, philox_uniforms
@@ -68,8 +66,7 @@ def require_replies_as_scored(model: PreTrainedModel, source: str) -> None:
     try:
         difference = _largest_difference(model.eval())
     except Exception as error:  # whatever an architecture does with arguments that others take
-        first_line = str(error).strip().partition("\n")[0]
-        raise ModelError(f"{refused} ({type(error).__name__}: {first_line}); {other}") from error
+        raise ModelError(f"{refused} ({type(error).__name__}: {first_line(error)}); {other}") from error
     finally:
         model.train(training)
     if not difference <= LIMITS[matmul_precision(model)].token:

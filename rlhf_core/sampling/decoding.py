@@ -1,24 +1,17 @@
-"""Faster layers while replies are sampled on CPUs: packed weights, and attention of grouped heads.
-
-Attention of one new token in bfloat16 or float16 on a CPU, where several query heads share keys and values.
-
-PyTorch's kernel treats each query head by itself there, and takes up to eight times as long as with the queries that
-share a head passed as so many positions, which is the same sum. In float32, and where a mask is passed, it is as fast
-either way or transformers does so itself (Ainslie et al., 2023, "GQA: Training Generalized Multi-Query Transformer
-Models from Multi-Head Checkpoints").
-
-Linear layers for decoding on a CPU, whose weights lie in the order in which oneDNN multiplies few rows fastest.
-
-With the few rows of a decoding step they take about half the time of plain products, which read their weights in an
-order made for many rows. Layers of the same input, as queries, keys and values have, are one product.
-
-Layers for decoding: adapters merged, heads held in float32, on a CPU packed weights and grouped attention, on a GPU
-norms of one launch each.
+"""Faster layers while replies are sampled: adapters merged, heads in float32, and what is fast on each device.
 
 They replace a model's own layers while it samples. Its own are left untouched and are put back afterwards, so a model
 that has sampled is bit for bit what it was. What is computed differs by rounding where adapters are merged, weights are
 packed as oneDNN orders them, attention is grouped, or norms are fused; ``ppo.sampler_agreement`` measures that in every
 rollout. Elsewhere it is the same to the bit.
+
+On a CPU weights are packed in the order in which oneDNN multiplies few rows fastest: products of the few rows of a
+decoding step take about half the time. Layers of the same input, as queries, keys and values have, are one product.
+Attention of one new token in bfloat16 or float16, where several query heads share keys and values, passes the queries
+that share a head as so many positions, which is the same sum: PyTorch's kernel treats each head by itself and takes up
+to eight times as long. In float32, and where a mask is passed, it is as fast either way or transformers does so itself
+(Ainslie et al., 2023, "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints"). On a GPU
+norms are one launch each.
 """
 
 from __future__ import annotations
@@ -35,7 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlhf_core.models.adapters import adapted_layers
+from rlhf_core.models.adapters import adapted_layers, merged_weight
 from rlhf_core.models.openblas_linear import is_plain_linear
 from rlhf_core.models.precision import LOW_PRECISION, Float32Linear
 
@@ -162,7 +155,9 @@ def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[N
             replacements |= _packed(layers, rows)
         for name, layer in layers.items():
             if name not in replacements and layer.is_changed:
-                replacements[name] = _plain(layer)
+                plain = type(layer.own)(layer.own.in_features, layer.own.out_features, bias=False, device="meta")
+                plain.weight, plain.bias = nn.Parameter(layer.weight(), requires_grad=False), layer.own.bias
+                replacements[name] = plain
         replacements |= _fused_norms(model)
     originals = {name: model.get_submodule(name) for name in replacements}
     try:
@@ -185,34 +180,22 @@ def packing_pays(model: PreTrainedModel, rows: int, steps: int) -> bool:
 
 @dataclass(frozen=True)
 class _DecodedLayer:
-    """A linear layer of the model, and which weight decoding uses in place of its own.
+    """A linear layer, its precision in decoding (float32 for a head that computes so), and the layer of its adapters.
 
-    Adapters are merged into it, with one rounding to the layer's precision; a head that computes in float32 has it in
-    float32.
+    These are merged into the weight.
     """
 
     own: nn.Linear
-    in_float32: bool = False
+    precision: torch.dtype
     adapted: Any = None
-    adapters: tuple[str, ...] = ()
 
     @property
     def is_changed(self) -> bool:
-        """Whether the weight is another than the layer's own."""
-        return bool(self.adapters) or (self.in_float32 and self.own.weight.dtype != torch.float32)
-
-    @property
-    def precision(self) -> torch.dtype:
-        """That of the weight."""
-        return torch.float32 if self.in_float32 else self.own.weight.dtype
+        return self.adapted is not None or self.precision != self.own.weight.dtype
 
     def weight(self) -> Tensor:
         """(out, in), computed anew where it is changed: all of them at once would take the model's memory again."""
-        weight: Tensor = self.own.weight
-        for adapter in self.adapters:
-            delta = self.adapted.get_delta_weight(adapter)
-            weight = weight.to(torch.promote_types(weight.dtype, delta.dtype)) + delta
-        return weight.to(self.precision)
+        return (self.own.weight if self.adapted is None else merged_weight(self.adapted)).to(self.precision)
 
 
 def _decoded_layers(model: PreTrainedModel) -> Iterator[tuple[str, _DecodedLayer]]:
@@ -221,13 +204,13 @@ def _decoded_layers(model: PreTrainedModel) -> Iterator[tuple[str, _DecodedLayer
     inside = tuple(f"{name}." for name in adapted)
     for name, layer in adapted.items():
         if is_plain_linear(base := layer.get_base_layer()):
-            adapters = () if layer.disable_adapters else tuple(layer.active_adapters)
-            yield name, _DecodedLayer(base, adapted=layer, adapters=adapters)
+            is_active = not layer.disable_adapters and layer.active_adapters
+            yield name, _DecodedLayer(base, base.weight.dtype, layer if is_active else None)
     for name, layer in model.named_modules():
         if type(layer) is Float32Linear:
-            yield name, _DecodedLayer(layer, in_float32=True)
+            yield name, _DecodedLayer(layer, torch.float32)
         elif is_plain_linear(layer) and not name.startswith(inside):
-            yield name, _DecodedLayer(layer)
+            yield name, _DecodedLayer(layer, layer.weight.dtype)
 
 
 def _packed(layers: Mapping[str, _DecodedLayer], rows: int) -> dict[str, nn.Linear]:
@@ -288,10 +271,3 @@ def _fused_norms(model: PreTrainedModel) -> dict[str, nn.Module]:
         if not same[type(norm)]:
             del fused[name]
     return fused
-
-
-def _plain(layer: _DecodedLayer) -> nn.Linear:
-    """A layer of the same kind with the weight for decoding."""
-    plain = type(layer.own)(layer.own.in_features, layer.own.out_features, bias=False, device="meta")
-    plain.weight, plain.bias = nn.Parameter(layer.weight(), requires_grad=False), layer.own.bias
-    return plain

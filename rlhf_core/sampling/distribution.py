@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,17 +23,6 @@ from rlhf_core.data.encoding import pad_id, special_token_ids, stop_token_ids
 
 # Finite, because -inf minus -inf would turn an exact KL into NaN; exp of it is exactly zero all the same.
 FORBIDDEN = -1e9
-
-
-class TokenDistribution(Protocol):
-    """A distribution that replies are sampled from, token by token."""
-
-    @property
-    def base(self) -> Sampling:
-        """The training distribution in it, and the token ids that a reply needs."""
-
-    def next_token(self, logits: Tensor, generated: Tensor) -> Tensor:
-        """Log-probabilities (B, V) of the token after the reply tokens ``generated`` (B, t), from its logits (B, V)."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +55,7 @@ class Sampling:
         return self
 
     def next_token(self, logits: Tensor, generated: Tensor) -> Tensor:
-        """Log-probabilities (B, V) of the next token; see :meth:`TokenDistribution.next_token`."""
+        """Log-probabilities (B, V) of the token after the reply tokens ``generated`` (B, t), from its logits (B, V)."""
         return log_distribution(logits.unsqueeze(1), self, generated.shape[1]).squeeze(1)
 
     @classmethod
@@ -117,6 +105,9 @@ class EvaluationSampling:
     def next_token(self, logits: Tensor, generated: Tensor) -> Tensor:
         """Filtered log-probabilities (B, V) of the next token; see :func:`evaluation_distribution`."""
         return evaluation_distribution(logits, generated, self)
+
+
+TokenDistribution = Sampling | EvaluationSampling
 
 
 def log_distribution(logits: Tensor, sampling: Sampling, first: int = 0) -> Tensor:

@@ -50,49 +50,37 @@ def sample_reply(
         stop: Strings that end the reply where they first occur.
         check: Called at each token. An error that it raises ends the sampling.
     """
-    partial = _PartialReply(tokenizer, on_text, stop, check)
-    on_tokens = partial.add if on_text is not None or stop or check is not None else None
+    written: list[int] = []
+    so_far = ""
+
+    def on_tokens(tokens: Tensor) -> None:
+        nonlocal so_far
+        written.extend(tokens.tolist())
+        if check is not None:
+            check()
+        if on_text is None and not stop:
+            return
+        so_far, _ = decode_reply(tokenizer, written)
+        end = _first_occurrence(so_far, stop)
+        so_far = so_far[:end]
+        if on_text is not None:
+            on_text(so_far)
+        if end is not None:
+            raise _StopStringReached
+
+    followed = on_text is not None or stop or check is not None
     try:
-        rollout = generate(model, [prompt_ids], uniforms, sampling, on_tokens)
+        rollout = generate(model, [prompt_ids], uniforms, sampling, on_tokens if followed else None)
     except _StopStringReached:
-        return SampledReply(partial.text, tuple(partial.token_ids), "stop")
+        return SampledReply(so_far, tuple(written), "stop")
     token_ids = rollout.replies()[0]
     text, finished = decode_reply(tokenizer, token_ids)
     end = _first_occurrence(text, stop)  # the end marker may complete the decoding of a stop string
-    if end is not None:
-        return SampledReply(text[:end], tuple(token_ids), "stop")
-    return SampledReply(text, tuple(token_ids), "stop" if finished else "length")
+    return SampledReply(text[:end], tuple(token_ids), "stop" if finished or end is not None else "length")
 
 
 class _StopStringReached(Exception):
     """Ends the sampling of a reply that contains a stop string."""
-
-
-class _PartialReply:
-    """The tokens of a reply so far and their text."""
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, on_text: OnText | None, stop: Sequence[str], check: Check | None
-    ) -> None:
-        self.tokenizer, self.on_text, self.stop, self.check = tokenizer, on_text, stop, check
-        self.token_ids: list[int] = []
-        self.text = ""
-
-    def add(self, tokens: Tensor) -> None:
-        """Take the next token of the reply, the only row of ``tokens`` (1,)."""
-        self.token_ids += tokens.tolist()
-        if self.check is not None:
-            self.check()
-        if self.on_text is None and not self.stop:
-            return
-        self.text, _ = decode_reply(self.tokenizer, self.token_ids)
-        end = _first_occurrence(self.text, self.stop)
-        if end is not None:
-            self.text = self.text[:end]
-        if self.on_text is not None:
-            self.on_text(self.text)
-        if end is not None:
-            raise _StopStringReached
 
 
 def _first_occurrence(text: str, strings: Sequence[str]) -> int | None:

@@ -7,15 +7,17 @@ Shapes: B sequences, P prompt width (left-padded), T response width (right-padde
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
-from typing import Protocol
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf_core.config.ppo import SamplerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.decoding import decoding_layers
@@ -45,12 +47,15 @@ class PromptBatch:
         return len(self.ids)
 
 
-class Sampler(Protocol):
-    """Samples replies with a copy of the policy's weights: ``sync``, then ``sample`` inside of ``awake``."""
+class Sampler(ABC):
+    """Samples replies with a copy of the policy's weights: ``sync``, then ``sample`` inside of ``awake``.
 
-    @property
-    def version(self) -> int | None:
-        """That of the weights from the last :meth:`sync`; None before the first."""
+    ``version`` is that of the weights from the last :meth:`sync`; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self._awake = False
 
     def sync(self, policy: PreTrainedModel, version: int) -> None:
         """Take over the weights of ``policy``, whole on every rank, and call them ``version``. All ranks call it.
@@ -58,8 +63,13 @@ class Sampler(Protocol):
         Raises:
             RlhfError: It is called inside of :meth:`awake`, where weights must not change.
         """
+        if self._awake:
+            raise RlhfError("the weights of a sampler that is awake must not change: call sync before awake")
+        self._take_over(policy, version)
+        self.version = version
 
-    def awake(self, version: int, rows: int, steps: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def awake(self, version: int, rows: int, steps: int) -> Iterator[None]:
         """Be ready to sample inside the block; outside of it a sampler may give its memory back.
 
         Args:
@@ -70,34 +80,41 @@ class Sampler(Protocol):
         Raises:
             RlhfError: The sampler has other weights, or none.
         """
+        if self.version is None:
+            raise RlhfError(f"the sampler has no weights yet, version {version} was asked for: call sync first")
+        if self.version != version:
+            raise RlhfError(f"the sampler has the weights of version {self.version}, not of {version}: call sync first")
+        with self._ready(rows, steps):
+            self._awake = True
+            try:
+                yield
+            finally:
+                self._awake = False
 
     def sample(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout:
         """Sample one reply per prompt (of which there may be none), for the calling rank alone.
 
         Raises:
-            RlhfError: It is called outside of :meth:`awake`.
+            RlhfError: It is called outside of :meth:`awake`, or the sampler knows no such distribution.
         """
+        if not self._awake:
+            raise RlhfError("a sampler samples only while it is awake: call sample inside of awake")
+        return self._draw(prompts, sampling)
+
+    @abstractmethod
+    def _take_over(self, policy: PreTrainedModel, version: int) -> None: ...
+
+    @abstractmethod
+    def _ready(self, rows: int, steps: int) -> AbstractContextManager[None]: ...
+
+    @abstractmethod
+    def _draw(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout: ...
 
 
-def require_version(held: int | None, version: int) -> None:
-    """Refuse to sample with other weights than those of ``version``.
-
-    Raises:
-        RlhfError: The sampler holds the weights of another version, or none.
-    """
-    if held is None:
-        raise RlhfError(f"the sampler has no weights yet, version {version} was asked for: call sync first")
-    if held != version:
-        raise RlhfError(f"the sampler has the weights of version {held}, not of {version}: call sync first")
-
-
-class LocalSampler:
+class LocalSampler(Sampler):
     """Samples with the model of the last :meth:`sync`; no weight is copied but those of decoding layers."""
 
-    def __init__(self) -> None:
-        self.version: int | None = None
-        self._policy: PreTrainedModel | None = None
-        self._awake = False
+    _policy: PreTrainedModel
 
     @classmethod
     def of(cls, policy: PreTrainedModel) -> LocalSampler:
@@ -106,31 +123,30 @@ class LocalSampler:
         sampler.sync(policy, 0)
         return sampler
 
-    def sync(self, policy: PreTrainedModel, version: int) -> None:
-        """Sample with ``policy`` from now on; see :meth:`Sampler.sync`."""
-        if self._awake:
-            raise RlhfError("the weights of a sampler that is awake must not change: call sync before awake")
-        self._policy, self.version = policy, version
+    def _take_over(self, policy: PreTrainedModel, version: int) -> None:
+        self._policy = policy
 
-    @contextmanager
-    def awake(self, version: int, rows: int, steps: int) -> Iterator[None]:
-        """Put decoding layers into the model for the block; see :meth:`Sampler.awake`."""
-        require_version(self.version, version)
-        assert self._policy is not None
-        with decoding_layers(self._policy, rows, steps):
-            self._awake = True
-            try:
-                yield
-            finally:
-                self._awake = False
+    def _ready(self, rows: int, steps: int) -> AbstractContextManager[None]:
+        return decoding_layers(self._policy, rows, steps)
 
-    def sample(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout:
-        """Sample all ``prompts`` together; see :meth:`Sampler.sample`."""
-        if not self._awake:
-            raise RlhfError("a sampler samples only while it is awake: call sample inside of awake")
-        assert self._policy is not None
+    def _draw(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout:
         uniforms = philox_uniforms(prompts.seed, prompts.streams, sampling.base.max_new_tokens)
         return generate(self._policy, prompts.ids, uniforms, sampling, width=prompts.width)
+
+
+@contextmanager
+def opened_sampler(config: SamplerConfig, work: Path) -> Iterator[Sampler]:
+    """Yield the sampler that ``config`` names, and end what it started after the block.
+
+    ``work`` is the folder of the run's partial state.
+    """
+    if config.kind == "local":
+        yield LocalSampler()
+        return
+    from rlhf_core.sampling.vllm import VllmSampler
+
+    with closing(VllmSampler(config, work / "sampler")) as sampler:
+        yield sampler
 
 
 def sample_replies(
@@ -158,35 +174,26 @@ def sample_replies(
         for start in starts:
             rows = slice(start, start + together)
             parts.append(sampler.sample(PromptBatch(ids[rows], streams[rows], prompts.seed, width), sampling))
-    rollout = gather_rollout(concatenate(parts, sampling.pad_id), len(prompts), sampling.pad_id)
+    columns = vars(concatenate(parts, sampling.pad_id))
+    fills = {"tokens": sampling.pad_id}
+    gathered = {name: distributed.gather_rows(own, len(prompts), fills.get(name, 0)) for name, own in columns.items()}
     # Inference tensors cannot take part in autograd later, so plain copies go on.
-    return Rollout(**{field.name: getattr(rollout, field.name).clone() for field in fields(Rollout)})
+    return Rollout(**{name: column.clone() for name, column in gathered.items()})
 
 
 def concatenate(parts: Sequence[Rollout], pad_id: int) -> Rollout:
     """Join rollouts of several batches, whose prompts are equally wide: responses are padded to the widest."""
-    if len(parts) == 1:
-        return parts[0]
     widest = max(part.response_mask.shape[1] for part in parts)
 
-    def widened(part: Rollout, values: Tensor, fill: float) -> Tensor:
-        return torch.nn.functional.pad(values, (0, widest - part.response_mask.shape[1]), value=fill)
+    def joined(name: str) -> Tensor:
+        columns = [getattr(part, name) for part in parts]
+        if columns[0].dim() > 1:
+            missing = [widest - part.response_mask.shape[1] for part in parts]
+            fill = pad_id if name == "tokens" else 0
+            columns = [
+                torch.nn.functional.pad(column, (0, count), value=fill)
+                for column, count in zip(columns, missing, strict=True)
+            ]
+        return torch.cat(columns)
 
-    return Rollout(
-        tokens=torch.cat([widened(part, part.tokens, pad_id) for part in parts]),
-        attention_mask=torch.cat([widened(part, part.attention_mask, 0) for part in parts]),
-        response_mask=torch.cat([widened(part, part.response_mask, 0) for part in parts]),
-        logprobs=torch.cat([widened(part, part.logprobs, 0) for part in parts]),
-        finished=torch.cat([part.finished for part in parts]),
-    )
-
-
-def gather_rollout(own: Rollout, total: int, pad_id: int) -> Rollout:
-    """Join the rollouts of all ranks, whose prompts are equally wide, to one of ``total`` rows."""
-    return Rollout(
-        tokens=distributed.gather_rows(own.tokens, total, pad_id),
-        attention_mask=distributed.gather_rows(own.attention_mask, total),
-        response_mask=distributed.gather_rows(own.response_mask, total),
-        logprobs=distributed.gather_rows(own.logprobs, total),
-        finished=distributed.gather_rows(own.finished, total),
-    )
+    return parts[0] if len(parts) == 1 else Rollout(**{name: joined(name) for name in vars(parts[0])})

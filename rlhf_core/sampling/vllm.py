@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from transformers import PreTrainedModel
 from rlhf_core.config.ppo import VllmSamplerConfig
 from rlhf_core.data.encoding import left_pad
 from rlhf_core.errors import RlhfError
-from rlhf_core.models.adapters import adapted_layers
+from rlhf_core.models.adapters import adapted_layers, merged_weight
 from rlhf_core.models.forward import probe_ids
 from rlhf_core.models.io import quiet
 from rlhf_core.models.precision import matmul_precision
@@ -36,7 +35,7 @@ from rlhf_core.runtime.http_retry import RetriesExhausted, bearer_token, describ
 from rlhf_core.sampling.agreement import LIMITS
 from rlhf_core.sampling.distribution import Sampling, TokenDistribution
 from rlhf_core.sampling.generation import Rollout, trimmed_rollout
-from rlhf_core.sampling.sampler import PromptBatch, require_version
+from rlhf_core.sampling.sampler import PromptBatch, Sampler
 from rlhf_core.storage.files import atomic_dir
 
 MODEL = "policy"  # the name that requests give
@@ -104,11 +103,6 @@ class VllmServer:
                 "that has vLLM"
             ) from error
 
-    @property
-    def address(self) -> list[str]:
-        """Socket and token."""
-        return [str(self.socket), self.token]
-
     def end_report(self) -> str:
         """How the server ended, with the last line of its log; empty while it runs."""
         status = self.process.poll()
@@ -140,12 +134,7 @@ RETRIES = 2
 FORBIDDING_BIAS = -100.0
 
 
-@dataclass(frozen=True)
-class SampledTokens:
-    """Token ids of a reply, its end marker included, and the log-probabilities that they were drawn with."""
-
-    token_ids: list[int]
-    logprobs: list[float]
+SampledTokens = tuple[list[int], list[float]]  # a reply, end marker included, and the log-probabilities of its draws
 
 
 class VllmClient:
@@ -178,14 +167,7 @@ class VllmClient:
         )
 
     def complete(self, prompt: Sequence[int], seed: int, sampling: Sampling, vocabulary: int) -> SampledTokens:
-        """Sample one reply from the training distribution.
-
-        Args:
-            prompt: Token ids.
-            seed: Decides the draws.
-            sampling: The distribution.
-            vocabulary: Logits of the model.
-        """
+        """Sample one reply to the ids ``prompt``, for a model of ``vocabulary`` logits; ``seed`` decides the draws."""
         forbidden = {*sampling.forbidden_ids, *range(sampling.vocabulary_size or vocabulary, vocabulary)}
         choice = self._complete(
             prompt,
@@ -198,7 +180,7 @@ class VllmClient:
             stop_token_ids=list(sampling.stop_ids),
             logit_bias={str(token): FORBIDDING_BIAS for token in sorted(forbidden)},
         )
-        return SampledTokens(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+        return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
         """The log-probability of every token of ``prompt`` but the first, at temperature 1 and without masks."""
@@ -267,30 +249,23 @@ def request_seed(seed: int, stream: int) -> int:
     return int(np.random.Philox(key=[seed, stream]).random_raw()) >> 1
 
 
-def save_merged(policy: PreTrainedModel, folder: Path) -> None:
-    """Write config and weights of ``policy`` to ``folder``, which is replaced at once; the policy is left as it is."""
-    with atomic_dir(folder) as building, quiet():
-        policy.save_pretrained(building, state_dict=merged_weights(policy))
-
-
 @torch.no_grad()
-def merged_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
-    """All weights by the names that they have without adapters; adapters are merged in the weight's precision."""
+def save_merged(policy: PreTrainedModel, folder: Path) -> None:
+    """Write config and weights of ``policy`` to ``folder``, which is replaced at once; the policy is left as it is.
+
+    Weights have the names that they have without adapters, which are merged in the weight's precision.
+    """
     weights: dict[str, Tensor] = policy.state_dict()
     for name, layer in adapted_layers(policy):
-        base = layer.get_base_layer()
-        weight: Tensor = base.weight
-        for adapter in () if layer.disable_adapters else layer.active_adapters:
-            delta = layer.get_delta_weight(adapter)
-            weight = weight.to(torch.promote_types(weight.dtype, delta.dtype)) + delta
         weights = {key: tensor for key, tensor in weights.items() if not key.startswith(f"{name}.")}
-        weights[f"{name}.weight"] = weight.to(base.weight.dtype)
-        if base.bias is not None:
-            weights[f"{name}.bias"] = base.bias
-    return weights
+        weights[f"{name}.weight"] = merged_weight(layer)
+        if (bias := layer.get_base_layer().bias) is not None:
+            weights[f"{name}.bias"] = bias
+    with atomic_dir(folder) as building, quiet():
+        policy.save_pretrained(building, state_dict=weights)
 
 
-class VllmSampler:
+class VllmSampler(Sampler):
     """Samples in a vLLM server that is started at the first :meth:`sync`, or that runs already.
 
     Rank 0 starts the server and loads weights; every rank sends the requests for its own prompts. A reply's draws are
@@ -302,69 +277,56 @@ class VllmSampler:
     """
 
     def __init__(self, config: VllmSamplerConfig, work: Path) -> None:
+        super().__init__()
         self.config = config
-        self.version: int | None = None
         self._log = work / "vllm.log"
         self._weights = Path(config.weights_folder or work) / "vllm-weights"
         self._name = secrets.token_hex(8)  # tells apart the weights of this run and of others on the same server
         self._server: VllmServer | None = None
         self._client: VllmClient | None = None
-        self._vocabulary, self._awake = 0, False
+        self._vocabulary = 0
 
-    def sync(self, policy: PreTrainedModel, version: int) -> None:
-        """Have the server load the weights of ``policy``, adapters merged; see :meth:`Sampler.sync`.
+    def _take_over(self, policy: PreTrainedModel, version: int) -> None:
+        """Have the server load the weights of ``policy``, adapters merged.
 
         Raises:
-            RlhfError: The sampler is awake, the server cannot be started or reached, or it does not compute what the
-                policy computes.
+            RlhfError: The server cannot be started or reached, or does not compute what the policy computes.
         """
-        if self._awake:
-            raise RlhfError("the weights of a sampler that is awake must not change: call sync before awake")
         problem = ""
         if distributed.is_rank_zero():
             try:
                 self._load(policy, version)
             except RlhfError as error:
                 problem = str(error)
-        address = self._server.address if self._server is not None else None
+        address = [str(self._server.socket), self._server.token] if self._server is not None else None
         problem, self._name, address = distributed.broadcast_from_rank0([problem, self._name, address])
         if problem:
             raise RlhfError(problem)
         if self._client is None:
             self._client = self._connect(address)
-        self._vocabulary, self.version = int(policy.config.get_text_config().vocab_size), version
+        self._vocabulary = int(policy.config.get_text_config().vocab_size)
 
     @contextmanager
-    def awake(self, version: int, rows: int, steps: int) -> Iterator[None]:
-        """Check that the server has the weights of ``version``, awake if it sleeps; see :meth:`Sampler.awake`."""
-        require_version(self.version, version)
+    def _ready(self, rows: int, steps: int) -> Iterator[None]:
+        """Check that the server has the weights of the last sync, awake if it sleeps."""
         assert self._client is not None
         if self.config.sleep and distributed.is_rank_zero():
             self._client.wake_up()
         distributed.any_rank(False)  # all ranks wait for it
-        if (label := self._client.weights_label()) != self._label(version):
+        expected = f"{self._name}-{self.version}"
+        if (label := self._client.weights_label()) != expected:
             raise RlhfError(
-                f"vLLM's server has the weights {label}, not {self._label(version)} as after the last sync: it was "
+                f"vLLM's server has the weights {label}, not {expected} as after the last sync: it was "
                 "started again, or another run loads weights into it; give each run a server of its own"
             )
-        self._awake = True
-        try:
-            yield
-        finally:
-            self._awake = False
+        yield
         if self.config.sleep:
             distributed.any_rank(False)  # the others may sample still
             if distributed.is_rank_zero():
                 self._client.sleep()
 
-    def sample(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout:
-        """Send a request per prompt, all at once; see :meth:`Sampler.sample`.
-
-        Raises:
-            RlhfError: The sampler is not awake, the server fails, or ``sampling`` has the filters of evaluation.
-        """
-        if not self._awake:
-            raise RlhfError("a sampler samples only while it is awake: call sample inside of awake")
+    def _draw(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout:
+        """Send a request per prompt, all at once."""
         if not isinstance(sampling, Sampling):
             # vLLM's repetition penalty counts the prompt's tokens too, which ours does not.
             raise RlhfError("vLLM samples from the training distribution only: sample for evaluation locally")
@@ -384,9 +346,6 @@ class VllmSampler:
         if distributed.is_rank_zero():
             shutil.rmtree(self._weights, ignore_errors=True)
 
-    def _label(self, version: int) -> str:
-        return f"{self._name}-{version}"
-
     def _load(self, policy: PreTrainedModel, version: int) -> None:
         """Hand the weights over and compare what the server computes with them, on rank 0."""
         save_merged(policy, self._weights)
@@ -397,14 +356,15 @@ class VllmSampler:
                 self._server = VllmServer(
                     self.config.python, self.config.arguments, self._weights, precision, self._log, self.config.sleep
                 )
-            self._client = self._connect(self._server.address if self._server is not None else None)
+            address = [str(self._server.socket), self._server.token] if self._server is not None else None
+            self._client = self._connect(address)
             self._client.wait_until_ready(self.config.start_seconds)
         elif self.config.sleep:
             self._client.wake_up()
         self._client.label_weights(f"{self._name}-unverified")
         self._client.load_weights(self._weights)
         self._require_same(policy)
-        self._client.label_weights(self._label(version))
+        self._client.label_weights(f"{self._name}-{version}")
 
     @torch.no_grad()
     def _require_same(self, policy: PreTrainedModel) -> None:
@@ -441,10 +401,9 @@ def rollout_of(prompts: PromptBatch, replies: list[SampledTokens], sampling: Sam
     ids, mask = left_pad(prompts.ids, sampling.pad_id, prompts.width)
     response = ids.new_full((len(replies), sampling.max_new_tokens), sampling.pad_id)
     logprobs = torch.zeros(response.shape)
-    for row, reply in enumerate(replies):
-        response[row, : len(reply.token_ids)] = torch.tensor(reply.token_ids)
-        logprobs[row, : len(reply.logprobs)] = torch.tensor(reply.logprobs)
-    lengths = torch.tensor([len(reply.token_ids) for reply in replies], dtype=torch.long)
-    finished = torch.tensor([reply.token_ids[-1] in sampling.stop_ids for reply in replies], dtype=torch.bool)
+    for row, (tokens, scores) in enumerate(replies):
+        response[row, : len(tokens)], logprobs[row, : len(scores)] = torch.tensor(tokens), torch.tensor(scores)
+    lengths = torch.tensor([len(tokens) for tokens, _ in replies], dtype=torch.long)
+    finished = torch.tensor([tokens[-1] in sampling.stop_ids for tokens, _ in replies], dtype=torch.bool)
     columns = (ids, mask, response, logprobs, lengths, finished)
     return trimmed_rollout(*(column.to(device) for column in columns))

@@ -30,12 +30,12 @@ from rlhf_core.sampling.distribution import (
 from rlhf_core.sampling.generation import Rollout, generate
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
 from rlhf_core.sampling.token_scoring import (
-    DistributionScorer,
     Tokens,
     entropy,
     full_kl,
     gather_logprobs,
     response_logits,
+    token_statistics,
 )
 
 
@@ -134,9 +134,9 @@ def test_padding_side_changes_no_logprob(tiny: Tiny) -> None:
         ids = torch.tensor([tiny.prompts[row] + reply])
         alone = Tokens(ids, torch.ones_like(ids), torch.ones(1, len(reply), dtype=torch.bool))
         with torch.inference_mode():
-            tokens = DistributionScorer(tiny.sampling).score(response_logits(tiny.policy, alone), alone)
+            tokens = token_statistics(response_logits(tiny.policy, alone), alone, tiny.sampling)
             score = tiny.reward.reply_scores(alone.tokens, alone.attention_mask)
-        assert torch.allclose(tokens.logprobs[0], scored.policy_logprobs[row, : len(reply)], atol=1e-5)
+        assert torch.allclose(tokens["logprobs"][0], scored.policy_logprobs[row, : len(reply)], atol=1e-5)
         batched = tiny.reward_fn(Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask))
         assert torch.allclose(score, batched[row : row + 1], atol=1e-5)
 

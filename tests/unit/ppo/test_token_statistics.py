@@ -21,7 +21,7 @@ from rlhf_core.models.precision import float32_linear
 from rlhf_core.ppo.losses import ptx_loss_sum
 from rlhf_core.ppo.update import measure_minibatch
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.token_scoring import DistributionScorer, Tokens, TokenStatistics, response_logits
+from rlhf_core.sampling.token_scoring import Tokens, response_logits, token_statistics
 from rlhf_core.training.losses import chunked_cross_entropy
 
 HIDDEN, VOCABULARY = 5, 11
@@ -39,9 +39,9 @@ def replies(generator: torch.Generator, lengths: list[int]) -> Tokens:
     return Tokens(ids, torch.nn.functional.pad(mask.long(), (2, 0), value=1), mask)
 
 
-def weighted(statistics: TokenStatistics, mask: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+def weighted(statistics: dict[str, Tensor], mask: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Each statistic at real tokens, and a sum in which every token of each counts differently."""
-    kept = {name: torch.where(mask, values, 0.0) for name, values in statistics.tensors().items()}
+    kept = {name: torch.where(mask, values, 0.0) for name, values in statistics.items()}
     weights = torch.linspace(0.5, 1.5, mask.numel(), dtype=torch.float64).view(mask.shape)
     total = torch.stack([(number * weights * values).sum() for number, values in enumerate(kept.values(), 1)]).sum()
     return kept, total
@@ -69,7 +69,7 @@ def test_chunks_have_the_values_and_gradients_of_the_whole(
     reference = LazyLogits(other, lambda part: part @ frozen.T, VOCABULARY) if with_reference else None
     results = []
     for limit in (WHOLE, 4 * VOCABULARY * positions):
-        scored = DistributionScorer(sampling, limit).score(logits, batch, entropies=entropies, reference=reference)
+        scored = token_statistics(logits, batch, sampling, limit, entropies=entropies, reference=reference)
         values, total = weighted(scored, batch.response_mask)
         results.append((values, torch.autograd.grad(total, (states, weight))))
     (whole, whole_gradients), (chunked, gradients) = results
@@ -85,13 +85,14 @@ def test_gradients_of_chunks_are_those_of_finite_differences() -> None:
     states, weight = leaf(generator, 2, 4, HIDDEN), leaf(generator, VOCABULARY, HIDDEN)
     frozen = leaf(generator, VOCABULARY, HIDDEN).detach()
     reference = LazyLogits(leaf(generator, 2, 4, HIDDEN).detach(), lambda part: part @ frozen.T, VOCABULARY)
-    scorer = DistributionScorer(Sampling(1, 0, 3, 1.3), 4 * VOCABULARY * 2)
+    sampling, limit = Sampling(1, 0, 3, 1.3), 4 * VOCABULARY * 2
 
     def total(states: Tensor, weight: Tensor) -> Tensor:
         logits = LazyLogits(states, lambda part: part @ weight.T, VOCABULARY)
-        return weighted(scorer.score(logits, batch, entropies=True, reference=reference), batch.response_mask)[1]
+        return weighted(
+            token_statistics(logits, batch, sampling, limit, entropies=True, reference=reference), batch.response_mask
+        )[1]
 
-    assert scorer.limit < 4 * VOCABULARY * 8
     torch.autograd.gradcheck(total, (states, weight))
 
 
@@ -143,29 +144,28 @@ def test_an_update_in_chunks_is_the_update_of_the_whole(changes: dict[str, Any])
 def test_the_reference_of_adapters_is_the_model_without_them(tiny: Tiny) -> None:
     pytest.importorskip("peft")
     batch = collect(tiny, make_config()).batch
-    scorers = [DistributionScorer(tiny.sampling, limit) for limit in (WHOLE, 4 * 23 * 4)]
+    limits = (WHOLE, 4 * 23 * 4)
     with torch.no_grad():
-        before = [scorer.score(response_logits(tiny.policy, batch), batch).logprobs for scorer in scorers]
+        logits = response_logits(tiny.policy, batch)
+        before = [token_statistics(logits, batch, tiny.sampling, limit)["logprobs"] for limit in limits]
     add_adapters(tiny.policy, LoraConfig(rank=2), seed=1)
     for name, parameter in tiny.policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
     without: Any = WithoutAdapters(tiny.policy)
-    for scorer, expected in zip(scorers, before, strict=True):
+    for limit, expected in zip(limits, before, strict=True):
         adapted, reference = response_logits(tiny.policy, batch), response_logits(without, batch)
-        scored = scorer.score(adapted, batch, reference=reference)
-        assert scored.ref_logprobs is not None and scored.full_kl is not None
+        scored = token_statistics(adapted, batch, tiny.sampling, limit, reference=reference)
         mask = batch.response_mask
-        torch.testing.assert_close(scored.ref_logprobs[mask], expected[mask])
-        assert bool((scored.full_kl[mask] > 1e-3).any())
+        torch.testing.assert_close(scored["ref_logprobs"][mask], expected[mask])
+        assert bool((scored["full_kl"][mask] > 1e-3).any())
 
 
 def test_the_own_reference_is_at_no_distance(tiny: Tiny) -> None:
     batch = collect(tiny, make_config()).batch
     logits = response_logits(tiny.policy, batch)
-    scored = DistributionScorer(tiny.sampling, 4 * 23 * 4).score(logits, batch, entropies=True, reference=logits)
-    assert scored.ref_logprobs is not None and scored.full_kl is not None
-    assert torch.equal(scored.ref_logprobs, scored.logprobs) and not scored.full_kl.any()
+    scored = token_statistics(logits, batch, tiny.sampling, 4 * 23 * 4, entropies=True, reference=logits)
+    assert torch.equal(scored["ref_logprobs"], scored["logprobs"]) and not scored["full_kl"].any()
 
 
 def test_a_head_that_does_more_than_unembed_is_scored_from_its_own_logits() -> None:
@@ -177,7 +177,7 @@ def test_a_head_that_does_more_than_unembed_is_scored_from_its_own_logits() -> N
     batch = collect(make_tiny(), make_config()).batch
     logits = response_logits(model, batch)
     assert float(logits.whole().detach().abs().max()) <= 0.5 and logits.states is logits.whole()
-    whole, chunked = (DistributionScorer(Sampling(3, 0, 7), n).score(logits, batch).logprobs for n in (WHOLE, 400))
+    whole, chunked = (token_statistics(logits, batch, Sampling(3, 0, 7), n)["logprobs"] for n in (WHOLE, 400))
     torch.testing.assert_close(chunked[batch.response_mask], whole[batch.response_mask])
 
 

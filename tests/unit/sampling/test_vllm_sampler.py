@@ -18,7 +18,7 @@ from rlhf_core.config.ppo import PpoConfig, VllmSamplerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.adapters import add_adapters
 from rlhf_core.sampling.sampler import PromptBatch
-from rlhf_core.sampling.vllm import SampledTokens, VllmClient, VllmSampler, request_seed, rollout_of, save_merged
+from rlhf_core.sampling.vllm import VllmClient, VllmSampler, request_seed, rollout_of, save_merged
 
 CORRECTED = {"importance_sampling_correction": {"mode": "always"}}
 
@@ -32,7 +32,7 @@ def test_requests_say_all_of_the_training_distribution() -> None:
         return httpx.Response(200, json={"choices": [choice]})
 
     client = VllmClient(httpx.Client(transport=httpx.MockTransport(answer), base_url="http://vllm"))
-    assert client.complete([4, 6], 77, SAMPLING, VOCABULARY) == SampledTokens([9, EOS], [-1.5, -0.25])
+    assert client.complete([4, 6], 77, SAMPLING, VOCABULARY) == ([9, EOS], [-1.5, -0.25])
     (body,) = bodies
     assert (body["prompt"], body["seed"], body["temperature"]) == ([4, 6], 77, SAMPLING.temperature)
     assert (body["max_tokens"], body["min_tokens"], body["logprobs"]) == (9, 2, 0)
@@ -49,13 +49,13 @@ def test_a_stream_has_one_seed_whatever_rank_asks() -> None:
 
 
 def test_replies_become_a_rollout_as_wide_as_the_longest() -> None:
-    replies = [SampledTokens([9, 8, EOS], [-1.0, -2.0, -3.0]), SampledTokens([OTHER_STOP], [-0.5])]
+    replies = [([9, 8, EOS], [-1.0, -2.0, -3.0]), ([OTHER_STOP], [-0.5])]
     rollout = rollout_of(PromptBatch([[4], [5, 6]], [0, 1], 1), replies, SAMPLING)
     assert rollout.tokens.tolist() == [[PAD, 4, 9, 8, EOS], [5, 6, OTHER_STOP, PAD, PAD]]
     assert rollout.attention_mask.tolist() == [[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
     assert rollout.logprobs.tolist() == [[-1.0, -2.0, -3.0], [-0.5, 0.0, 0.0]]
     assert rollout.finished.tolist() == [True, True] and rollout.lengths.tolist() == [3, 1]
-    cut = rollout_of(PromptBatch([[4]], [0], 1), [SampledTokens([9] * 9, [-1.0] * 9)], SAMPLING)
+    cut = rollout_of(PromptBatch([[4]], [0], 1), [([9] * 9, [-1.0] * 9)], SAMPLING)
     assert cut.finished.tolist() == [False]
 
 
