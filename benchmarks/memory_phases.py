@@ -247,7 +247,7 @@ def _update(learner: Learner, pair: ActorCriticPair, minibatch: Experience, mete
     config = learner.config
     objective = PolicyObjective(config, learner.reference, config.kl.coefficient, 1.0)
     with meter.phase("update policy"):
-        accumulate_policy_gradients(pair, minibatch, objective)
+        accumulate_policy_gradients(pair, minibatch, objective, learner.value_objective)
     if learner.ptx is not None:
         with meter.phase("update ptx"):
             accumulate_ptx_gradient(learner, 0)

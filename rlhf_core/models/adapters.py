@@ -1,21 +1,15 @@
 """Adapters: LoRA, on 4-bit weights too, and layers below those that are trained.
 
-4-bit weights under adapters, QLoRA's NF4 (Dettmers et al. 2023): packing and unpacking frozen linear layers.
+4-bit weights are QLoRA's NF4 (Dettmers et al. 2023). bitsandbytes packs and unpacks. Its own layer is not used: on a
+CPU it repacks its weights in place at the first pass without gradient, and on a GPU it multiplies single tokens by
+other kernels than sequences, while PPO's sampler and trainer have to agree.
 
-bitsandbytes packs and unpacks. Its own layer is not used: on a CPU it repacks its weights in place at the first pass
-without gradient, and on a GPU it multiplies single tokens by other kernels than sequences, while PPO's sampler and
-trainer have to agree.
+A scalar model may have the lower layers of a language model alone. What tells a good reply from a bad one is often most
+linear in the middle: upper layers turn to predicting the next token (Skean et al., 2025, "Layer by Layer: Uncovering
+Hidden Representations in Language Models"). Without them a reward model is cheaper to train and to ask.
 
-A scalar model on the lower layers of a language model.
-
-What tells a good reply from a bad one is often most linear in the middle of a language model: its upper layers turn to
-predicting the next token (Skean et al., 2025, "Layer by Layer: Uncovering Hidden Representations in Language Models").
-Without them a reward model is cheaper to train and to ask.
-
-The frozen lower layers of a policy that trains adapters above them, computed once for policy and reference.
-
-The reference is the policy with its adapters off. Below the lowest adapted layer both compute the same numbers from the
-same tokens, so the second pass takes what the first left there: the same bits, without its work.
+The reference of a policy with adapters is the policy with its adapters off. Below the lowest adapted layer both compute
+the same numbers from the same tokens, so the second pass takes what the first left there: the same bits, no work.
 """
 
 from __future__ import annotations
@@ -124,19 +118,14 @@ def pack_linear_layers(model: PreTrainedModel) -> None:
     backbone = model.base_model
     for name, layer in list(backbone.named_modules()):
         if is_plain_linear(layer):
-            _replace(backbone, name, NF4Linear(layer))
+            backbone.set_submodule(name, NF4Linear(layer))
 
 
 def unpack_linear_layers(model: nn.Module) -> None:
     """Turn packed layers into plain ones that compute the same, in place."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, NF4Linear):
-            _replace(model, name, layer.unpacked())
-
-
-def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, layer)
+            model.set_submodule(name, layer.unpacked())
 
 
 Result = TypeVar("Result")
@@ -226,8 +215,7 @@ def merge_adapters(model: nn.Module) -> None:
     unpack_linear_layers(model)
     for name, layer in list(adapted_layers(model)):
         layer.merge()
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layer.get_base_layer())
+        model.set_submodule(name, layer.get_base_layer())
     for module in model.modules():
         if "peft_config" in vars(module):
             del module.peft_config

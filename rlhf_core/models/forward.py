@@ -1,6 +1,4 @@
-"""Forward passes: positions from masks, and logits at chosen positions only.
-
-Next-token logits that are computed from hidden states a part at a time, when they are needed.
+"""Forward passes: positions from masks, and logits at chosen positions only, a part at a time.
 
 With a vocabulary of 152,000 the float32 logits of 4,096 positions take 2.5 GB, and their softmax and its gradient as
 much again. What losses and metrics need of them is a few numbers per position, so it is computed in chunks of positions

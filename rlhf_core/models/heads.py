@@ -1,12 +1,7 @@
-"""Heads on a language model: one number per token for critics and reward models.
+"""Scalar models (reward model, referee, critic): a backbone with a head of one output per position.
 
-What a head reads of a reply besides its last state: the mean over the reply, or over the part written so far.
-
-Shapes: B sequences, L positions, H hidden. The masks are 1 at the reply's positions (B, L).
-
-Scalar models (reward model, referee, critic): a backbone with a head of one output per position.
-
-On disk they are plain Hugging Face sequence-classification folders.
+On disk they are plain Hugging Face sequence-classification folders. Shapes: B sequences, L positions, H hidden, V
+vocabulary. Reply masks are 1 at the reply's positions (B, L).
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ from rlhf_core.models.forward import (
     unembedded,
 )
 from rlhf_core.models.io import load_model, reading, require_same, save_folder
-from rlhf_core.models.openblas_linear import default_products, fastest_linear
+from rlhf_core.models.openblas_linear import fastest_linear
 from rlhf_core.models.own_files import attention_of
 from rlhf_core.models.precision import LOW_PRECISION, float32_linear
 
@@ -83,8 +78,6 @@ class ReplyScorer(Protocol):
 class ScalarModel(nn.Module):
     """A Hugging Face sequence-classification model with one label, whose head computes in float32.
 
-    Shapes: B sequences, L positions, H hidden, V vocabulary.
-
     Attributes:
         model: The sequence-classification model.
         unembedding: Output embedding (V, H) of the language model it was made from, for the imitation loss. None with
@@ -104,7 +97,6 @@ class ScalarModel(nn.Module):
         cls,
         source: str | Path | PreTrainedModel,
         seed: int,
-        dtype: torch.dtype | None = None,
         layers: int | None = None,
         pooling: Pooling = "last",
     ) -> ScalarModel:
@@ -113,7 +105,6 @@ class ScalarModel(nn.Module):
         Args:
             source: Its folder or hub id, or the model itself, of which a copy is made.
             seed: Determines the head.
-            dtype: Precision to load weights in; None keeps that of the files.
             layers: Decoder layers to keep, from the embedding up; None for all.
             pooling: What the head reads of a reply, see :meth:`pool`. Other than "last" it is kept in config.json.
         """
@@ -121,7 +112,7 @@ class ScalarModel(nn.Module):
         if isinstance(source, PreTrainedModel):
             name, lm = type(source).__name__, copy.deepcopy(source)
         else:
-            name, lm = str(source), load_model(AutoModelForCausalLM, source, dtype)
+            name, lm = str(source), load_model(AutoModelForCausalLM, source, None)
         if type(lm.config) not in AutoModelForSequenceClassification._model_mapping:
             raise ModelError(
                 f"{name}: transformers makes no classifier of a {type(lm).__name__}, and so no reward model and no "
@@ -205,7 +196,7 @@ class ScalarModel(nn.Module):
             ModelError: The mean is to be taken, and ``reply_mask`` does not say of which positions.
         """
         if self.pooling == "last":
-            return last_hidden(hidden, attention_mask)
+            return hidden[torch.arange(hidden.shape[0], device=hidden.device), last_token_indices(attention_mask)]
         if reply_mask is None:
             raise ModelError("this scalar model reads the mean over a reply, so it needs to know where replies begin")
         return mean_over_reply(hidden, reply_mask)
@@ -245,36 +236,17 @@ class ScalarModel(nn.Module):
         ids = probe_ids(len(tokenizer)).to(self.model.device)
 
         def verify(folder: Path) -> None:
-            kind = AutoModelForSequenceClassification
-            require_same(path, folder, self.model, kind, lambda each: _probe(ScalarModel(each), ids))
+            kind, mask = AutoModelForSequenceClassification, torch.ones_like(ids)
+            require_same(path, folder, self.model, kind, lambda each: ScalarModel(each).token_scores(ids, mask))
 
         save_folder(path, self.model, tokenizer, json_files, verify=verify, tensor_files=tensor_files)
-
-
-def last_hidden(hidden: Tensor, attention_mask: Tensor) -> Tensor:
-    """The hidden state of each row's last real token: (B, L, H), (B, L) -> (B, H)."""
-    rows = torch.arange(hidden.shape[0], device=hidden.device)
-    return hidden[rows, last_token_indices(attention_mask)]
-
-
-@torch.no_grad()
-def _probe(model: ScalarModel, ids: Tensor) -> Tensor:
-    """Scores of the probe tokens, without drop-out."""
-    training = model.training
-    with default_products():
-        scores = model.eval().token_scores(ids, torch.ones_like(ids)).cpu()
-    model.train(training)
-    return scores
 
 
 POLICY = "policy."  # what the policy's parameters are called inside
 
 
 class ActorCritic(nn.Module):
-    """``policy`` stays the plain model that samples and is saved; ``score`` (H -> 1) reads its last hidden states.
-
-    Shapes: B sequences, L positions, H hidden, V vocabulary.
-    """
+    """``policy`` stays the plain model that samples and is saved; ``score`` (H -> 1) reads its last hidden states."""
 
     def __init__(self, policy: PreTrainedModel, score: nn.Linear) -> None:
         super().__init__()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -21,11 +20,11 @@ from transformers.utils import logging as transformers_logging
 from rlhf_core.errors import ModelError, RlhfError, first_line
 from rlhf_core.hub import require_hub
 from rlhf_core.models.forward import has_plain_head
-from rlhf_core.models.openblas_linear import use_openblas
+from rlhf_core.models.openblas_linear import default_products, use_openblas
 from rlhf_core.models.own_files import ADAPTER_CONFIG, SMALL_FILES, attention_of, require_own_files
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.runtime import distributed
-from rlhf_core.storage.files import atomic_dir, atomic_write_json
+from rlhf_core.storage.files import atomic_dir, atomic_write_json, fsync_path
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +55,13 @@ def check_folder(path: Path) -> None:
         others = sorted(file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")))
         kept = f" (only {', '.join(others)}: pickled weights are never read; convert them)" if others else ""
         raise ModelError(f"{path} has no .safetensors weights{kept}; {REPAIR}")
-    for file in weights:
-        _check_safetensors(file)
+    for file in weights:  # the header shows truncated and foreign files before a slow load does
+        try:
+            file.open("rb").close()  # the package says of a file that may not be read that there is none
+            with safe_open(file, framework="pt") as opened:
+                opened.keys()
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} is not a readable safetensors file ({error}); {REPAIR}") from error
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(f"{path} has no tokenizer ({TOKENIZER_FILES[0]}); {REPAIR}")
     # transformers passes over a damaged one, and with it over the tokens that end a reply.
@@ -81,16 +85,6 @@ def _json_fault(file: Path) -> str:
     except (ValueError, RecursionError) as error:
         return f"its {file.name} is not valid JSON ({error})"
     return "" if isinstance(content, dict) else f"its {file.name} holds no JSON object"
-
-
-def _check_safetensors(file: Path) -> None:
-    """Read the header, which finds truncated and foreign files before a slow load does."""
-    try:
-        file.open("rb").close()  # the package says of a file that may not be read that there is none
-        with safe_open(file, framework="pt") as opened:
-            opened.keys()
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is not a readable safetensors file ({error}); {REPAIR}") from error
 
 
 def is_local(source: str | Path) -> bool:
@@ -268,17 +262,8 @@ def save_folder(
             file.chmod((folder / "config.json").stat().st_mode & 0o777)
         if verify is not None:
             verify(folder)
-        _flush(folder)
-
-
-def _flush(folder: Path) -> None:
-    """Flush all files before the rename, so that a folder that exists after a power cut is complete."""
-    for file in (*folder.rglob("*"), folder):
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        for file in (*folder.rglob("*"), folder):  # a folder that exists after a power cut is complete
+            fsync_path(file)
 
 
 def require_same(
@@ -292,7 +277,7 @@ def require_same(
     Args:
         path: What messages call the folder.
         auto_class: By which the folder will be loaded.
-        probe: Outputs of a model for fixed tokens.
+        probe: Outputs of a model in evaluation mode for fixed tokens.
 
     Raises:
         ModelError: Something differs.
@@ -300,8 +285,11 @@ def require_same(
     differing = _first_difference(folder, model, auto_class)
     if differing is None:
         twin = _rebuilt(folder, model, auto_class)
-        expected = probe(model)
-        computed = probe(twin) if twin is not None else expected.new_empty(0)
+        training = model.training
+        with torch.no_grad(), default_products():
+            expected = probe(model.eval()).cpu()
+            computed = probe(twin).cpu() if twin is not None else expected.new_empty(0)
+        model.train(training)
         if computed.shape == expected.shape and torch.allclose(computed, expected, atol=1e-5, rtol=1e-4):
             return
     what = f"the weight {differing} is another one" if differing is not None else "it does not compute the same"

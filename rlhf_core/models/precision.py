@@ -1,6 +1,6 @@
 """In which precision a model multiplies: that of its weights, or TF32 for float32 weights on a GPU that may use it.
 
-Heads of low-precision models, computed in float32: the unembedding of a language model, the head of a scalar model.
+The heads of low-precision models (unembedding, head of a scalar model) are computed in float32:
 
 bfloat16 has 8 significant bits, so that a logit of 20 is rounded to a multiple of 1/8, and sampler and trainer, whose
 kernels differ in the last digit, disagree about log-probabilities by as much. Hidden states and weights stay as they

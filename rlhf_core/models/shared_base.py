@@ -75,23 +75,19 @@ def stacked(first: Adapters, second: Adapters) -> Adapters:
     tensors = {name: tensor for name, tensor in second.tensors.items() if "lora_" not in name}
     for name in names:
         other = name.replace(LORA_A, LORA_B)
-        parts = [_scaled(one, name, other) for one in (first, second)]
-        shapes = next((a.shape, b.shape) for a, b in (part for part in parts if part is not None))
-        filled = [
-            part or (torch.zeros(one.lora.rank, shapes[0][1]), torch.zeros(shapes[1][0], one.lora.rank))
-            for one, part in zip((first, second), parts, strict=True)
+        of = first if name in first.tensors else second
+        inputs, outputs = of.tensors[name].shape[1], of.tensors[other].shape[0]
+        parts = [
+            (one.tensors[name], one.tensors[other] * (one.lora.alpha / one.lora.rank))
+            if name in one.tensors
+            else (torch.zeros(one.lora.rank, inputs), torch.zeros(outputs, one.lora.rank))
+            for one in (first, second)
         ]
-        tensors[name] = torch.cat([a for a, _ in filled], dim=0)
-        tensors[other] = torch.cat([b for _, b in filled], dim=1)
+        tensors[name] = torch.cat([a for a, _ in parts], dim=0)
+        tensors[other] = torch.cat([b for _, b in parts], dim=1)
     targets = sorted({name.partition(f".{LORA_A}")[0].rpartition(".")[2] for name in names})
     lora = first.lora.stacked_with(second.lora).model_copy(update={"targets": tuple(targets)})
     return Adapters(tensors, lora, first.base)
-
-
-def _scaled(adapters: Adapters, a: str, b: str) -> tuple[Tensor, Tensor] | None:
-    if a not in adapters.tensors:
-        return None
-    return adapters.tensors[a], adapters.tensors[b] * (adapters.lora.alpha / adapters.lora.rank)
 
 
 def adapters_of(model: ScalarModel, lora: LoraConfig, base: Path) -> Adapters:
@@ -139,20 +135,16 @@ class SharedBase:
         model.score = nn.Linear(width, 1, bias=False, device=weights.device, dtype=weights.dtype)
         scalar = ScalarModel(model)
         scalar.add_adapters(adapters.lora, seed=0)
-        _fill(model, adapters.tensors, folder)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if trained.keys() != adapters.tensors.keys():
+            wrong = sorted(trained.keys() ^ adapters.tensors.keys())[0]
+            raise ModelError(f"{folder / TENSORS} does not fit the model beside it ({wrong}); run its stage again")
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(adapters.tensors[name])
         return scalar.eval()
 
 
 def _twin(module: nn.Module) -> nn.Module:
     """Copy the module tree but share its parameters."""
     return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
-
-
-@torch.no_grad()
-def _fill(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if trained.keys() != tensors.keys():
-        wrong = sorted(trained.keys() ^ tensors.keys())[0]
-        raise ModelError(f"{folder / TENSORS} does not fit the model beside it ({wrong}); run its stage again")
-    for name, parameter in trained.items():
-        parameter.copy_(tensors[name])

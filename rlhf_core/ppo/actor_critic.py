@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.models.forward import LOGITS_BYTES, LazyLogits
 from rlhf_core.models.heads import ActorCritic, ScalarModel, policy_weights
-from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.experience import Experience, MicroExperience
 from rlhf_core.ppo.losses import ValueObjective, step_totals
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.micro_batches import MicroBatchLimits
@@ -31,7 +30,7 @@ from rlhf_core.sampling.token_scoring import (
     response_values,
     token_statistics,
 )
-from rlhf_core.training.device_scalars import Share
+from rlhf_core.training.device_scalars import Scalar, Share, gradient_shares
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.run_context import RunContext
@@ -95,24 +94,21 @@ class ActorCriticPair:
             other = response_logits(reference, batch) if reference is not None else None
         return token_statistics(logits, batch, self.sampling, self.logits_bytes, entropies=entropies, reference=other)
 
-    def score_tokens(
-        self, batch: Tokens, *, entropies: bool = False, reference: PreTrainedModel | None = None
-    ) -> dict[str, Tensor]:
-        """:meth:`statistics` by the current policy, in a pass that its engine knows of."""
+    def score_tokens(self, batch: Tokens) -> dict[str, Tensor]:
+        """Log-probabilities and entropies by the current policy, in a pass that its engine knows of."""
         return self.engines["policy"].forward(
-            lambda: self.statistics(response_logits(self.policy, batch), batch, entropies, reference)
+            lambda: self.statistics(response_logits(self.policy, batch), batch, True, None)
         )
 
     def accumulate_value_gradients(self, minibatch: Experience, objective: ValueObjective) -> list[Share]:
         """Backward passes of the loss of a critic that is a model of its own."""
-        assert self.critic is not None and not isinstance(self.critic, ActorCritic)
-        engine, totals, shares = self.engines["critic"], step_totals(minibatch.response_mask), list[Share]()
-        for batch, weight in minibatch.micro_batches(self.limits):
-            values = engine.forward(partial(response_values, self.critic, batch.batch))
-            loss, metrics = objective.loss(values, batch, totals)
-            engine.backward(weight * loss)
-            shares.append((metrics, weight))
-        return shares
+        critic, totals = self.critic, step_totals(minibatch.response_mask)
+        assert critic is not None and not isinstance(critic, ActorCritic)
+
+        def compute(batch: MicroExperience) -> tuple[Tensor, dict[str, Scalar]]:
+            return objective.loss(response_values(critic, batch.batch), batch, totals)
+
+        return gradient_shares(self.engines["critic"], minibatch.micro_batches(self.limits), compute)
 
     def policy_weights(self) -> dict[str, Tensor]:
         """The policy's trained weights by its own names, gathered on the CPU of the first rank."""

@@ -17,6 +17,7 @@ from rlhf_core.errors import TrainingPaused
 from rlhf_core.ppo.checkpoints import Rollback, RollbackCheckpoints, RollbackJournal
 from rlhf_core.ppo.experience import IterationRecord
 from rlhf_core.runtime import distributed
+from rlhf_core.training.history import nonfinite_as_none
 
 logger = logging.getLogger(__name__)
 
@@ -103,18 +104,19 @@ class HealthMonitor:
         rules = [rule for rule in self.rules if rule.action == "rollback"]
         if not rules:
             return None
+        known = (rule for rule in rules if any(check.metric in self.seen for check in rule.checks))
         newest = max((seen[-1] for seen in self.seen.values()), default=0)
-        return min([newest + 1, *(self._since(rule) for rule in rules if self._known(rule))])
+        return min(
+            [
+                newest + 1,
+                *(self._since(rule) for rule in rules if any(check.metric in self.seen for check in rule.checks)),
+            ]
+        )
 
     def state(self) -> dict[str, Any]:
         """Everything that later judgements depend on, as JSON (non-finite values as None)."""
-        return {
-            "start": {name: _to_json(values) for name, values in self.start.items()},
-            "recent": {name: _to_json(values) for name, values in self.recent.items()},
-            "seen": {name: list(iterations) for name, iterations in self.seen.items()},
-            "best": dict(self.best),
-            "active": sorted(self.active),
-        }
+        seen = {name: getattr(self, name) for name in ("start", "recent", "seen", "best")}
+        return {**nonfinite_as_none(seen), "active": sorted(self.active)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state` of another monitor with the same rules."""
@@ -134,10 +136,6 @@ class HealthMonitor:
             if len(self.start.setdefault(name, [])) < START_OBSERVATIONS:
                 self.start[name].append(value)
             self.best[name] = max(self.best.get(name, value), value)
-
-    def _known(self, rule: Rule) -> bool:
-        """Whether any of the rule's metrics has been seen."""
-        return any(check.metric in self.seen for check in rule.checks)
 
     def _since(self, rule: Rule) -> int:
         """The iteration of the oldest observation in the windows of ``rule``, one metric of which has been seen."""
@@ -204,22 +202,9 @@ def _explain(check: Check, reference: float) -> str:
 
 
 def _finding(rule: Rule, iteration: int, since: int, evidence: Sequence[str]) -> Finding:
-    return Finding(
-        rule=rule.name,
-        iteration=iteration,
-        since=since,
-        severity=rule.severity,
-        action=rule.action,
-        symptom=rule.symptom,
-        cause=rule.cause,
-        evidence=tuple(evidence),
-        remedy=rule.remedy,
-        adjust=rule.adjust if rule.action == "rollback" else (),
-    )
-
-
-def _to_json(values: Sequence[float]) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values]
+    adjust = rule.adjust if rule.action == "rollback" else ()
+    of_rule = (rule.severity, rule.action, rule.symptom, rule.cause)
+    return Finding(rule.name, iteration, since, *of_rule, tuple(evidence), rule.remedy, adjust)
 
 
 def _from_json(values: Sequence[float | None]) -> list[float]:

@@ -21,7 +21,7 @@ from rlhf_core.models.heads import ActorCritic
 from rlhf_core.models.precision import matmul_precision
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import normalize_and_clip_advantages
-from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.experience import Experience, MicroExperience
 from rlhf_core.ppo.losses import (
     PolicyObjective,
     ValueObjective,
@@ -34,8 +34,15 @@ from rlhf_core.ppo.losses import (
     ratios,
     step_totals,
 )
-from rlhf_core.sampling.token_scoring import Tokens, logits_and_values
-from rlhf_core.training.device_scalars import Share, device_scalar, mean_of_steps, totals_of_steps
+from rlhf_core.sampling.token_scoring import logits_and_values, response_logits
+from rlhf_core.training.device_scalars import (
+    Scalar,
+    Share,
+    device_scalar,
+    gradient_shares,
+    mean_of_steps,
+    totals_of_steps,
+)
 from rlhf_core.training.engine.base import MAX_NONFINITE_IN_A_ROW
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.side_by_side import run_side_by_side
@@ -153,49 +160,35 @@ def gradient_tasks(
     minibatch = replace(minibatch, advantages=advantages)
     cap = correction_cap(config.importance_sampling_correction, matmul_precision(pair.policy))
     objective = PolicyObjective(config, learner.reference, kl_coef, sign, cap)
-    if isinstance(pair.critic, ActorCritic):
-        return [partial(accumulate_joint_gradients, pair, minibatch, objective, learner.value_objective)]
-    tasks: list[Callable[[], list[Share]]] = [partial(accumulate_policy_gradients, pair, minibatch, objective)]
-    if pair.critic is not None:
+    tasks: list[Callable[[], list[Share]]] = [
+        partial(accumulate_policy_gradients, pair, minibatch, objective, learner.value_objective)
+    ]
+    if pair.critic is not None and not isinstance(pair.critic, ActorCritic):
         tasks.append(partial(pair.accumulate_value_gradients, minibatch, learner.value_objective))
     return tasks
 
 
 def accumulate_policy_gradients(
-    pair: ActorCriticPair, minibatch: Experience, objective: PolicyObjective
-) -> list[Share]:
-    """Backward passes of the policy's loss over a minibatch, in micro-batches that never change the gradient."""
-    engine, totals, shares = pair.engines["policy"], step_totals(minibatch.response_mask), list[Share]()
-    entropies, reference = objective.entropy_weight != 0, objective.exact_kl_reference
-    for batch, weight in minibatch.micro_batches(pair.limits):
-        tokens = pair.score_tokens(batch.batch, entropies=entropies, reference=reference)
-        loss, metrics = objective.loss(tokens, batch, totals)
-        engine.backward(weight * loss)
-        shares.append((metrics, weight))
-    return shares
-
-
-def accumulate_joint_gradients(
     pair: ActorCriticPair, minibatch: Experience, objective: PolicyObjective, value_objective: ValueObjective
 ) -> list[Share]:
-    """Backward passes of the sum of both losses on one backbone; the shares of the policy come first."""
-    model, engine, totals = pair.critic, pair.engines["policy"], step_totals(minibatch.response_mask)
-    assert isinstance(model, ActorCritic)
-    entropies, reference = objective.entropy_weight != 0, objective.exact_kl_reference
-    policy_shares, value_shares = list[Share](), list[Share]()
-    for batch, weight in minibatch.micro_batches(pair.limits):
+    """Backward passes of the policy's loss over a minibatch, in micro-batches that never change the gradient.
 
-        def forward(tokens: Tokens = batch.batch) -> tuple[dict[str, Tensor], Tensor]:
-            logits, values = logits_and_values(model, tokens)
-            return pair.statistics(logits, tokens, entropies, reference), values
+    With a shared backbone they are those of the sum of both losses.
+    """
+    totals, reference = step_totals(minibatch.response_mask), objective.exact_kl_reference
+    entropies, both = objective.entropy_weight != 0, pair.critic if isinstance(pair.critic, ActorCritic) else None
 
-        tokens, values = engine.forward(forward)
-        policy_loss, policy_metrics = objective.loss(tokens, batch, totals)
+    def compute(batch: MicroExperience) -> tuple[Tensor, dict[str, Scalar]]:
+        tokens = batch.batch
+        if both is None:
+            logits = response_logits(pair.policy, tokens)
+            return objective.loss(pair.statistics(logits, tokens, entropies, reference), batch, totals)
+        logits, values = logits_and_values(both, tokens)
+        loss, metrics = objective.loss(pair.statistics(logits, tokens, entropies, reference), batch, totals)
         value_loss, value_metrics = value_objective.loss(values, batch, totals)
-        engine.backward(weight * (policy_loss + value_loss))
-        policy_shares.append((policy_metrics, weight))
-        value_shares.append((value_metrics, weight))
-    return policy_shares + value_shares
+        return loss + value_loss, metrics | value_metrics
+
+    return gradient_shares(pair.engines["policy"], minibatch.micro_batches(pair.limits), compute)
 
 
 @torch.no_grad()
@@ -207,7 +200,7 @@ def measure_minibatch(pair: ActorCriticPair, minibatch: Experience) -> dict[str,
     """
     shares: list[Share] = []
     for batch, weight in minibatch.micro_batches(pair.limits):
-        statistics = pair.score_tokens(batch.batch, entropies=True)
+        statistics = pair.score_tokens(batch.batch)
         ratio = ratios(statistics["logprobs"], batch.old_logprobs, batch.response_mask)
         terms = {"old_policy_kl": old_policy_kl(ratio), "entropy": statistics["entropy"]}
         sums = {name: device_scalar(masked_sum(term, batch.response_mask)) for name, term in terms.items()}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import partial, reduce
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,24 +53,36 @@ def totals_of_steps(steps: Sequence[Sequence[Share]]) -> list[dict[str, float]]:
     return totals
 
 
-def accumulate_gradients(
+Part = TypeVar("Part")
+
+
+def gradient_shares(
     engine: Engine,
-    parts: Iterable[tuple[list[int], float]],
-    compute: Callable[[list[int]], tuple[Tensor, Mapping[str, Scalar]]],
-) -> dict[str, float]:
-    """Put the gradients of one step's passes into ``engine``; returns the totals of their metrics over all ranks.
+    parts: Iterable[tuple[Part, float]],
+    compute: Callable[[Part], tuple[Tensor, Mapping[str, Scalar]]],
+) -> list[Share]:
+    """Put the gradients of one step's passes into ``engine``; returns what ``compute`` says of each.
 
     Args:
         engine: Trains the model that ``compute`` runs.
-        parts: Rows of each pass with the weight of its terms, see :func:`~rlhf_core.data.batches.passes`.
-        compute: The loss and the metrics of some rows, each divided by the totals of the whole step.
+        parts: Of each pass what it is made of, with the weight of its terms.
+        compute: The loss and the metrics of a part, each divided by the totals of the whole step.
     """
     shares: list[Share] = []
-    for rows, weight in parts:
-        loss, metrics = engine.forward(partial(compute, rows))
+    for part, weight in parts:
+        loss, metrics = engine.forward(partial(compute, part))
         engine.backward(weight * loss)
         shares.append((metrics, weight))
-    return totals_of_steps([shares])[0]
+    return shares
+
+
+def accumulate_gradients(
+    engine: Engine,
+    parts: Iterable[tuple[Part, float]],
+    compute: Callable[[Part], tuple[Tensor, Mapping[str, Scalar]]],
+) -> dict[str, float]:
+    """:func:`gradient_shares` added up over passes and ranks."""
+    return totals_of_steps([gradient_shares(engine, parts, compute)])[0]
 
 
 def mean_of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -79,14 +91,10 @@ def mean_of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for step in steps:
         for name, value in step.items():
             values.setdefault(name, []).append(value)
-    metrics: dict[str, float] = {}
-    for name, series in values.items():
-        metrics[name] = sum(series) / len(series)
-        if name.endswith("_max"):
-            metrics[name] = series[0]
-            for value in series[1:]:
-                metrics[name] = larger(metrics[name], value)
-    return metrics
+    return {
+        name: reduce(larger, series) if name.endswith("_max") else sum(series) / len(series)
+        for name, series in values.items()
+    }
 
 
 def larger(first: float, second: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,6 @@ from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.adapters import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, PeftAdapter
 from rlhf_core.models.forward import embedding_weight, probe_ids
 from rlhf_core.models.io import load_model, reading, require_room_for, require_same, save_folder
-from rlhf_core.models.openblas_linear import default_products
 from rlhf_core.models.precision import float32_unembedding, use_float32_unembedding, weights_precision
 
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
@@ -258,28 +258,20 @@ def save_policy(
     Raises:
         ModelError: The saved copy differs; nothing is published.
     """
-    ids = probe_ids(len(tokenizer))
+    ids = probe_ids(len(tokenizer)).to(model.device)
     complete_generation_config(model, tokenizer)
 
+    def probe(each: PreTrainedModel) -> Tensor:
+        with float32_unembedding(each):
+            logits: Tensor = each(input_ids=ids, use_cache=False).logits
+        return logits
+
     def verify(folder: Path) -> None:
-        require_same(path, folder, model, AutoModelForCausalLM, lambda each: _probe(each, ids))
+        require_same(path, folder, model, AutoModelForCausalLM, probe)
 
-    settings, tensors = (
-        ({}, {})
-        if adapter is None
-        else (
-            {f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}": adapter.settings},
-            {f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}": adapter.tensors},
-        )
-    )
+    settings: dict[str, Any] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    if adapter is not None:
+        settings = {f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}": adapter.settings}
+        tensors = {f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}": adapter.tensors}
     save_folder(path, model, tokenizer, json_files=settings, verify=verify, tensor_files=tensors)
-
-
-@torch.no_grad()
-def _probe(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits of the probe tokens, without drop-out."""
-    training = model.training
-    with float32_unembedding(model), default_products():
-        logits: Tensor = model.eval()(input_ids=ids.to(model.device), use_cache=False).logits.cpu()
-    model.train(training)
-    return logits

@@ -1,8 +1,7 @@
 """GGUF files (llama.cpp's format) as starting models: dequantised into a plain transformers model.
 
-The header of a GGUF file, read without its weights: keys, tensors, and whether the file is as long as they say.
-
-Source: the specification of the format, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The header is read without the weights: keys, tensors, and whether the file is as long as they say.
+Source: the specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import copy
 import io
 import json
 import math
-import mmap
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from tokenizers import Tokenizer
@@ -55,27 +54,16 @@ FETCH_AGAIN = "fetch the file again"
 
 
 @dataclass(frozen=True)
-class GgufTensor:
-    """A tensor that the header names: its shape, fastest dimension first, and its place after the header in bytes."""
-
-    shape: tuple[int, ...]
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True)
 class GgufHeader:
     """What the header of a GGUF file says.
 
     Attributes:
         values: The keys with their values where those are strings or integers, the lengths of arrays, None for others.
-        tensors: By name.
-        data_start: Position at which the first tensor may begin.
+        shapes: Of the tensors by name, fastest dimension first.
     """
 
     values: Mapping[str, str | int | None]
-    tensors: Mapping[str, GgufTensor]
-    data_start: int
+    shapes: Mapping[str, tuple[int, ...]]
 
     @property
     def architecture(self) -> str:
@@ -89,101 +77,87 @@ def read_gguf_header(file: Path) -> GgufHeader:
     Raises:
         ModelError: It is not a GGUF file, of another version or byte order, or cut off.
     """
-    if file.stat().st_size < len(MAGIC) or _first_bytes(file) != MAGIC:
-        raise ModelError(f"{file} is not a GGUF file (its first bytes are not {MAGIC.decode()}); {FETCH_AGAIN}")
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        length = len(content)
+    length = file.stat().st_size
+    with file.open("rb") as opened:
+        if opened.read(len(MAGIC)) != MAGIC:
+            raise ModelError(f"{file} is not a GGUF file (its first bytes are not {MAGIC.decode()}); {FETCH_AGAIN}")
         try:
-            header = _HeaderReader(content, file).header()
-        except (struct.error, IndexError) as error:
+            values, tensors, start = _Header(opened, length, file).read()
+        except (struct.error, EOFError) as error:
             raise ModelError(
                 f"{file} is cut off: it ends within its header, after {length} bytes; {FETCH_AGAIN}"
             ) from error
-    for name, tensor in header.tensors.items():
-        end = header.data_start + tensor.offset + tensor.size
-        if end > length:
+    for name, (_, end) in tensors.items():
+        if start + end > length:
             raise ModelError(
-                f"{file} is cut off: the tensor {name} ends at byte {end}, the file has {length}; {FETCH_AGAIN}"
+                f"{file} is cut off: the tensor {name} ends at byte {start + end}, the file has {length}; {FETCH_AGAIN}"
             )
-    return header
+    return GgufHeader(values, {name: shape for name, (shape, _) in tensors.items()})
 
 
-def _first_bytes(file: Path) -> bytes:
-    with file.open("rb") as opened:
-        return opened.read(len(MAGIC))
+@dataclass
+class _Header:
+    """Reads on from the magic number; ``struct.error`` or ``EOFError`` where the file ends too early."""
 
+    opened: BinaryIO
+    length: int
+    file: Path
 
-class _HeaderReader:
-    """Reads from the beginning of a file; ``struct.error`` or ``IndexError`` where it ends too early."""
-
-    def __init__(self, content: mmap.mmap, file: Path) -> None:
-        self.content, self.file = content, file
-        self.position = len(MAGIC)
-
-    def header(self) -> GgufHeader:
-        version = self._number("<I")
+    def read(self) -> tuple[dict[str, str | int | None], dict[str, tuple[tuple[int, ...], int]], int]:
+        """The keys, shape and end of every tensor behind the header, and where the first of them may begin."""
+        version = self.number("<I")
         if version not in VERSIONS:
             raise ModelError(
                 f"{self.file} is of version {version} of GGUF, or of another byte order; versions "
                 f"{' and '.join(map(str, VERSIONS))} in little-endian order are read: convert it anew"
             )
-        tensors, keys = self._number("<Q"), self._number("<Q")
+        tensors, keys = self.number("<Q"), self.number("<Q")
         values = {}
         for _ in range(keys):
-            key = self._string()
-            values[key] = self._value(self._number("<I"))
-        described = dict(self._tensor() for _ in range(tensors))
+            key = self.string()
+            values[key] = self.value(self.number("<I"))
+        described = dict(self.tensor() for _ in range(tensors))
         alignment = values.get(ALIGNMENT)
         step = alignment if isinstance(alignment, int) and alignment > 0 else DEFAULT_ALIGNMENT
-        return GgufHeader(values, described, -(-self.position // step) * step)
+        return values, described, -(-self.opened.tell() // step) * step
 
-    def _number(self, layout: str) -> int:
-        (number,) = struct.unpack_from(layout, self.content, self.position)
-        self.position += struct.calcsize(layout)
-        return int(number)
+    def number(self, layout: str) -> int:
+        return int(struct.unpack(layout, self.opened.read(struct.calcsize(layout)))[0])
 
-    def _skip(self, size: int) -> None:
-        self.position += size
-        if self.position > len(self.content):
-            raise IndexError(self.position)
+    def bytes_ahead(self, size: int) -> int:
+        if size > self.length - self.opened.tell():
+            raise EOFError
+        return size
 
-    def _string(self) -> str:
-        start = self.position + 8
-        self._skip(8 + struct.unpack_from("<Q", self.content, self.position)[0])
-        return self.content[start : self.position].decode("utf-8", errors="replace")
+    def string(self) -> str:
+        return self.opened.read(self.bytes_ahead(self.number("<Q"))).decode(errors="replace")
 
-    def _value(self, kind: int) -> str | int | None:
+    def value(self, kind: int) -> str | int | None:
         if kind == STRING:
-            return self._string()
-        if kind == ARRAY:
-            return self._array()
+            return self.string()
         if kind in INTEGERS:
-            return self._number(INTEGERS[kind])
-        self._skip(self._size_of(kind))
-        return None
-
-    def _array(self) -> int:
-        kind, length = self._number("<I"), self._number("<Q")
-        if kind != STRING:
-            self._skip(length * self._size_of(kind))
-            return length
-        for _ in range(length):
-            self._skip(8 + struct.unpack_from("<Q", self.content, self.position)[0])
-        return length
-
-    def _size_of(self, kind: int) -> int:
+            return self.number(INTEGERS[kind])
+        length = None
+        if kind == ARRAY:
+            kind, length = self.number("<I"), self.number("<Q")
+            if kind == STRING:
+                for _ in range(length):
+                    self.opened.seek(self.bytes_ahead(self.number("<Q")), os.SEEK_CUR)
+                return length
         if kind not in FIXED_SIZES:
             raise ModelError(
                 f"{self.file} is damaged: its header has a value of the unknown type {kind}; {FETCH_AGAIN}"
             )
-        return FIXED_SIZES[kind]
+        size = FIXED_SIZES[kind] * (1 if length is None else length)
+        self.opened.seek(self.bytes_ahead(size), os.SEEK_CUR)
+        return length
 
-    def _tensor(self) -> tuple[str, GgufTensor]:
+    def tensor(self) -> tuple[str, tuple[tuple[int, ...], int]]:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        name = self._string()
-        shape = tuple(self._number("<Q") for _ in range(self._number("<I")))
-        kind, offset = self._number("<I"), self._number("<Q")
+        name = self.string()
+        shape = tuple(self.number("<Q") for _ in range(self.number("<I")))
+        kind, offset = self.number("<I"), self.number("<Q")
         try:
             block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         except (ValueError, KeyError) as error:
@@ -191,7 +165,7 @@ class _HeaderReader:
                 f"{self.file}: the tensor {name} is quantised in a way (type {kind}) that the package gguf does not "
                 f"know; update it, or {FETCH_AGAIN}"
             ) from error
-        return name, GgufTensor(shape, offset, math.prod(shape) * block_bytes // block)
+        return name, (shape, offset + math.prod(shape) * block_bytes // block)
 
 
 SUFFIX = ".gguf"
@@ -220,8 +194,8 @@ def load_gguf(file: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedM
     """
     folder, precision = str(file.parent), dtype or torch.float32
     causal_lm: Any = AutoModelForCausalLM
+    tokenizer = load_gguf_tokenizer(file)
     with _reading(file):
-        tokenizer = _tokenizer(file)
         quantised, info = causal_lm.from_pretrained(
             folder, gguf_file=file.name, dtype=precision, trust_remote_code=False, output_loading_info=True
         )
@@ -243,13 +217,9 @@ def load_gguf(file: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedM
 def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a GGUF file without its weights; ``ModelError`` as for :func:`load_gguf`."""
     with _reading(file):
-        return _tokenizer(file)
-
-
-def _tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        str(file.parent), gguf_file=file.name, padding_side="left", trust_remote_code=False
-    )
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(file.parent), gguf_file=file.name, padding_side="left", trust_remote_code=False
+        )
     return tokenizer
 
 
@@ -272,16 +242,6 @@ def _without_entries_beyond(tokenizer: PreTrainedTokenizerBase, entries: int) ->
     )
     reduced.chat_template = tokenizer.chat_template
     return reduced
-
-
-def open_gguf(file: Path) -> PreTrainedTokenizerBase:
-    """Open a GGUF file without its weights, and return its tokenizer.
-
-    Raises:
-        ModelError: As for :func:`load_gguf`, for what can be told without loading the weights.
-    """
-    gguf_config(file)
-    return load_gguf_tokenizer(file)
 
 
 def gguf_config(file: Path) -> PretrainedConfig:
@@ -332,10 +292,10 @@ def _readable_header(file: Path) -> GgufHeader:
             f"{file} calls itself a model of the architecture {architecture}, but its header has no "
             f"{architecture}.{missing}: it is damaged or of another kind; fetch it again"
         )
-    tokens, embedding = header.values.get(TOKENS), header.tensors.get(EMBEDDING)
+    tokens, embedding = header.values.get(TOKENS), header.shapes.get(EMBEDDING)
     if not isinstance(tokens, int) or embedding is None:
         raise ModelError(f"{file} has no tokenizer or no embedding, so that it is no language model; give another file")
-    entries, declared = embedding.shape[-1], header.values.get(f"{architecture}.vocab_size", tokens)
+    entries, declared = embedding[-1], header.values.get(f"{architecture}.vocab_size", tokens)
     if tokens > entries or declared != entries:
         raise ModelError(
             f"{file}: the tokenizer has {tokens} entries and the header names {declared}, but the embedding has "

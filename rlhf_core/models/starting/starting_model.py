@@ -18,7 +18,7 @@ from rlhf_core.models.forward import embedding_weight
 from rlhf_core.models.io import REPAIR, is_local, reading, require_room_for
 from rlhf_core.models.own_files import attention_of
 from rlhf_core.models.starting.base import load_tokenizer, require_decoder_only
-from rlhf_core.models.starting.gguf import is_gguf, open_gguf
+from rlhf_core.models.starting.gguf import gguf_config, is_gguf, load_gguf_tokenizer
 
 # As safetensors names them.
 PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -61,7 +61,11 @@ def open_starting_model(workspace: Path, source: str, revision: str | None = Non
     if not path.exists():
         raise ModelError(f"base.source {source} does not exist; give a folder, a .gguf file, a hub id, or scratch")
     require_openable(path)
-    tokenizer = open_gguf(path) if is_gguf(path) else open_model_folder(path)
+    if is_gguf(path):
+        gguf_config(path)
+        tokenizer = load_gguf_tokenizer(path)
+    else:
+        tokenizer = open_model_folder(path)
     has_template = bool(tokenizer.chat_template)
     prepare_tokenizer(tokenizer, source)
     return OpenedModel("config, tokenizer and the headers of the weights are readable", has_template)

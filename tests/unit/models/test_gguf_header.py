@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import EXIT_USER_ERROR, ModelError
-from rlhf_core.models.starting.gguf import GgufTensor, read_gguf_header
+from rlhf_core.models.starting.gguf import read_gguf_header
 
 UINT32, FLOAT32, STRING, ARRAY = 4, 6, 8, 9
 Q4_1, UNKNOWN = 3, 999
@@ -50,8 +50,7 @@ def test_keys_and_tensors_are_read(tmp_path: Path) -> None:
     read = read_gguf_header(file_of(whole(), tmp_path))
     expected = {"general.architecture": "llama", "general.alignment": 64, "scale": None, "tokens": 3, "types": 2}
     assert read.values == expected and read.architecture == "llama"
-    assert read.tensors == {"token_embd.weight": GgufTensor((64, 3), 128, 64 * 3 // 32 * 20)}
-    assert read.data_start % 64 == 0 and 0 <= read.data_start - len(header()) < 64
+    assert read.shapes == {"token_embd.weight": (64, 3)}
 
 
 def test_a_file_that_is_cut_off_anywhere_is_one_line(tmp_path: Path) -> None:
