@@ -6,7 +6,7 @@ import copy
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from rlhf_core.config.data import CollectConfig, ValidateConfig
 from rlhf_core.config.evaluation import EvaluateConfig, ReportConfig
 from rlhf_core.config.gates import LOSSES, GatesConfig
 from rlhf_core.config.health import DEFAULT_RULES, Check, Rule, RuleChange
-from rlhf_core.config.model import LoraConfig, StageConfig, Strict
+from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.operations import (
     CheckpointsConfig,
     ComputeConfig,
@@ -43,62 +43,34 @@ FULL_LR, ADAPTER_LR = 1e-5, 1e-4
 FAR_BEYOND = 20
 
 
-@dataclass(frozen=True)
-class LearningRate:
-    """The peak learning rate at ``path``, and whether it is that of adapters."""
-
-    path: str
-    value: float
-    adapters: bool
-
-    @property
-    def suitable(self) -> float:
-        """What suits a pretrained model, by order of magnitude."""
-        return ADAPTER_LR if self.adapters else FULL_LR
-
-
-def learning_rates(
-    sft: SftConfig,
-    reward: RewardConfig,
-    referee: RewardConfig,
-    judge: RewardConfig,
-    critic: CriticConfig,
-    ppo: PpoConfig,
-    policy: PolicyConfig,
-) -> list[LearningRate]:
-    """The rates of all that trains weights of the base model, or adapters on them."""
-    rates = [
-        LearningRate("sft.optimizer.lr", sft.optimizer.lr, False),
-        LearningRate("reward.optimizer.lr", reward.optimizer.lr, reward.lora is not None),
-        LearningRate("referee.optimizer.lr", referee.optimizer.lr, referee.lora is not None),
-        LearningRate("judge.optimizer.lr", judge.optimizer.lr, judge.lora is not None),
-    ]
-    adapted = ppo.policy_lora is not None
-    if policy.method != "ppo":
-        rate = getattr(policy, policy.method).optimizer.lr
-        return [*rates, LearningRate(f"policy.{policy.method}.optimizer.lr", rate, adapted)]
-    rates.append(LearningRate("ppo.policy_optimizer.lr", ppo.policy_optimizer.lr, adapted))
-    # With a shared backbone critic pre-training moves a new value head alone.
-    if ppo.critic_mode == "shared" or ppo.advantage.critic_free:
-        return rates
-    rates.append(LearningRate("critic.optimizer.lr", critic.optimizer.lr, critic.lora is not None))
-    if ppo.critic_optimizer is not None:
-        adapters = ppo.critic_lora is not None or (ppo.share_base and critic.lora is not None)
-        rates.append(LearningRate("ppo.critic_optimizer.lr", ppo.critic_optimizer.lr, adapters))
-    return rates
-
-
-def refuse_high_learning_rates(base: BaseConfig, rates: Sequence[LearningRate]) -> None:
-    """Check the learning rates of a pretrained model.
+def refuse_high_learning_rates(params: Params) -> None:
+    """Check the learning rates of all that trains weights of a pretrained model, or adapters on them.
 
     Raises:
         ValueError: One of them is far beyond what suits it, and ``base.allow_high_learning_rates`` is not set.
     """
-    if not is_pretrained(base.source) or base.allow_high_learning_rates:
+    if not is_pretrained(params.base.source) or params.base.allow_high_learning_rates:
         return
-    high = [rate for rate in rates if rate.value > FAR_BEYOND * rate.suitable]
+    ppo, policy, critic = params.ppo, params.policy, params.critic
+    # Peak rate by its path, and whether it is that of adapters.
+    rates = {"sft.optimizer.lr": (params.sft.optimizer.lr, False)}
+    for name, scalar in (("reward", params.reward), ("referee", params.referee), ("judge", params.judge)):
+        rates[f"{name}.optimizer.lr"] = scalar.optimizer.lr, scalar.lora is not None
+    adapted = ppo.policy_lora is not None
+    if policy.method != "ppo":
+        rates[f"policy.{policy.method}.optimizer.lr"] = getattr(policy, policy.method).optimizer.lr, adapted
+    else:
+        rates["ppo.policy_optimizer.lr"] = ppo.policy_optimizer.lr, adapted
+    # With a shared backbone critic pre-training moves a new value head alone.
+    if policy.method == "ppo" and ppo.critic_mode != "shared" and not ppo.advantage.critic_free:
+        rates["critic.optimizer.lr"] = critic.optimizer.lr, critic.lora is not None
+        if ppo.critic_optimizer is not None:
+            adapters = ppo.critic_lora is not None or (ppo.share_base and critic.lora is not None)
+            rates["ppo.critic_optimizer.lr"] = ppo.critic_optimizer.lr, adapters
+    suitable = {path: ADAPTER_LR if adapters else FULL_LR for path, (_, adapters) in rates.items()}
+    high = [path for path, (rate, _) in rates.items() if rate > FAR_BEYOND * suitable[path]]
     if high:
-        listed = ", ".join(f"{rate.path} {rate.value:g} (about {rate.suitable:g})" for rate in high)
+        listed = ", ".join(f"{path} {rates[path][0]:g} (about {suitable[path]:g})" for path in high)
         raise ValueError(
             f"base.source is a pretrained model, which learning rates this high wreck within a few steps: {listed}; "
             f"lower them, start from the profile {PROFILE}, or insist with base.allow_high_learning_rates true"
@@ -133,19 +105,23 @@ def _changed(rule: Rule, change: RuleChange) -> Rule:
         checks = _with_thresholds(rule, change.threshold)
     if change.window is not None:
         checks = tuple(replace(check, window=change.window) for check in checks)
-    action = rule.action if change.action is None or change.action == "ignore" else change.action
-    return replace(
-        rule,
-        checks=checks,
-        action=action,
-        after=rule.after if change.after is None else change.after,
-        adjust=rule.adjust if change.adjust is None else change.adjust.factors(),
-    )
+    given: dict[str, Any] = {
+        "action": change.action,
+        "after": change.after,
+        "adjust": change.adjust and change.adjust.factors(),
+    }
+    return replace(rule, checks=checks, **{name: value for name, value in given.items() if value is not None})
 
 
 def _with_thresholds(rule: Rule, threshold: float | Mapping[str, float]) -> tuple[Check, ...]:
     path = f"ppo.health.rules.{rule.name}.threshold"
-    names = _check_names(rule)
+    metrics = [check.metric for check in rule.checks]
+    # Each check with a threshold by its metric, or METRIC of WHAT where that occurs twice.
+    names = {
+        check.metric if metrics.count(check.metric) == 1 else f"{check.metric} of {check.of}": position
+        for position, check in enumerate(rule.checks)
+        if check.op != "not_finite"
+    }
     if not names:
         raise ConfigError(f"{path}: the rule asks whether a number is finite and has no threshold")
     if not isinstance(threshold, Mapping):
@@ -153,35 +129,21 @@ def _with_thresholds(rule: Rule, threshold: float | Mapping[str, float]) -> tupl
             example = ", ".join(f"{name}: …" for name in names)
             raise ConfigError(f"{path}: the rule has {len(names)} checks; write it as {{{example}}}")
         threshold = dict.fromkeys(names, threshold)
-    for name in threshold:
+    checks = list(rule.checks)
+    for name, bound in threshold.items():
         if name not in names:
             raise ConfigError(f"{path}: the rule has no check '{name}'; {nearest(name, names)}")
-    changed = {names[name]: bound for name, bound in threshold.items()}
-    return tuple(
-        replace(check, bound=changed[position]) if position in changed else check
-        for position, check in enumerate(rule.checks)
-    )
-
-
-def _check_names(rule: Rule) -> dict[str, int]:
-    """Name and position of each check with a threshold: its metric, or ``METRIC of WHAT`` where that occurs twice."""
-    metrics = [check.metric for check in rule.checks]
-    return {
-        check.metric if metrics.count(check.metric) == 1 else f"{check.metric} of {check.of}": position
-        for position, check in enumerate(rule.checks)
-        if check.op != "not_finite"
-    }
+        checks[names[name]] = replace(checks[names[name]], bound=bound)
+    return tuple(checks)
 
 
 def _require_effect(rule: Rule, config: PpoConfig) -> None:
     path = f"ppo.health.rules.{rule.name}"
     if config.health.max_rollbacks == 0:
         raise ConfigError(f"{path}: action rollback with ppo.health.max_rollbacks 0 could only pause; use action pause")
-    effective = [name for name, _ in rule.adjust if name != "kl_coefficient" or config.kl.coefficient > 0]
-    if not effective:
-        reason = (
-            "it multiplies a KL coefficient of 0" if rule.adjust else "the rule names nothing that a rollback changes"
-        )
+    if not any(name != "kl_coefficient" or config.kl.coefficient > 0 for name, _ in rule.adjust):
+        nothing = "the rule names nothing that a rollback changes"
+        reason = "it multiplies a KL coefficient of 0" if rule.adjust else nothing
         raise ConfigError(
             f"{path}: a rollback that changes no setting would only repeat what failed ({reason}); "
             "set its adjust, such as {lr: 0.5}, or use action pause"
@@ -258,12 +220,9 @@ class Params(Strict):
                 f"evaluate.max_new_tokens {self.evaluate.max_new_tokens} is not above ppo.min_new_tokens "
                 f"{self.ppo.min_new_tokens}: no reply of the evaluation could end; raise the one or lower the other"
             )
-        rates = learning_rates(self.sft, self.reward, self.referee, self.judge, self.critic, self.ppo, self.policy)
-        refuse_high_learning_rates(self.base, rates)
+        refuse_high_learning_rates(self)
         if self.ppo.critic_mode == "shared":
             self._critic_is_a_head()
-        if self.collect.source == "files":
-            self._no_gold()
         self._gated_metrics_are_measured()
         if self.ppo.share_base:
             self._base_can_be_shared()
@@ -283,17 +242,13 @@ class Params(Strict):
                     f"{policy.quantize}: on weights that are rounded otherwise it would not score as it was trained; "
                     "set both alike"
                 )
-        if not self.ppo.advantage.critic_free:
-            self._critic_can_share(policy)
         launch = self.compute.launch.get("ppo", LaunchConfig())
         if launch.frozen != "device" or launch.zero == 3 or launch.deepspeed is not None:
             raise ValueError(
                 "ppo.share_base keeps one copy of the weights on every rank: leave compute.launch.ppo.frozen at device "
                 "and zero below 3, without a DeepSpeed file, or set ppo.share_base false"
             )
-
-    def _critic_can_share(self, policy: LoraConfig | None) -> None:
-        if self.critic.lora is None or policy is None:
+        if self.ppo.advantage.critic_free or self.critic.lora is None or policy is None:
             return
         if self.ppo.critic_lora is not None:
             raise ValueError(
@@ -308,45 +263,36 @@ class Params(Strict):
                 f"{self.critic.init} it must be {wanted}: else its values would be those of other weights"
             )
 
-    def _no_gold(self) -> None:
-        for number, condition in enumerate(self.gates.policy):
-            if any("gold" in metric.split(".") for metric in condition.metrics):
-                raise ValueError(
-                    f"gates.policy[{number}] asks for {condition.metric}, but collect.source is files, and only the "
-                    "synthetic world has a gold judge: take the condition out, or start from the profile own-data"
-                )
-
     def _gated_metrics_are_measured(self) -> None:
-        safety, perplexity = self.evaluate.safety.prompts, self.evaluate.perplexity.rows
+        evaluate, world = self.evaluate, self.collect.source == "world"
         for number, condition in enumerate(self.gates.policy):
             parts = {part for metric in condition.metrics for part in metric.split(".")}
-            own = self.collect.source == "world" and LOSSES in parts and "refusal_log_odds" not in parts
-            if "safety" in parts and not own and (self.collect.source == "world" or not safety):
-                why = "is 0" if not safety else "are not asked in the synthetic world, which has its own"
+            first = {part for metric in condition.metrics for part in metric.split(".")[:2]}
+            asked = f"gates.policy[{number}] asks for {condition.metric}"
+            own = world and LOSSES in parts and "refusal_log_odds" not in parts
+            if "gold" in parts and not world:
                 raise ValueError(
-                    f"gates.policy[{number}] asks for {condition.metric}, but evaluate.safety.prompts {why}: take the "
-                    "condition out" + ("" if safety else ", or set evaluate.safety.prompts")
+                    f"{asked}, but collect.source is files, and only the synthetic world has a gold judge: take the "
+                    "condition out, or start from the profile own-data"
                 )
-            if parts & {"perplexity_preferred", "perplexity_pretrain"} and not perplexity:
+            if "safety" in parts and not own and (world or not evaluate.safety.prompts):
+                why, instead = "is 0", ", or set evaluate.safety.prompts"
+                if evaluate.safety.prompts:
+                    why, instead = "are not asked in the synthetic world, which has its own", ""
+                raise ValueError(f"{asked}, but evaluate.safety.prompts {why}: take the condition out{instead}")
+            if parts & {"perplexity_preferred", "perplexity_pretrain"} and not evaluate.perplexity.rows:
                 raise ValueError(
-                    f"gates.policy[{number}] asks for {condition.metric}, but evaluate.perplexity.rows is 0: take the "
-                    "condition out, or set evaluate.perplexity.rows"
+                    f"{asked}, but evaluate.perplexity.rows is 0: take the condition out, or set "
+                    "evaluate.perplexity.rows"
                 )
             if "kl_full" in parts and not self.ppo.kl.measures_full:
                 raise ValueError(
-                    f"gates.policy[{number}] asks for {condition.metric}, which is not measured: set "
-                    "ppo.kl.measure_full to true, or take the condition out"
+                    f"{asked}, which is not measured: set ppo.kl.measure_full to true, or take the condition out"
                 )
-            measured_by = {part for metric in condition.metrics for part in metric.split(".")[:2]}
-            for name, given in (
-                ("verifiable", self.evaluate.verifiable),
-                ("multiple_choice", self.evaluate.multiple_choice),
-                ("opponents", self.evaluate.opponents),
-            ):
-                if name in measured_by and not given:
+            for name in ("verifiable", "multiple_choice", "opponents"):
+                if name in first and not getattr(evaluate, name):
                     raise ValueError(
-                        f"gates.policy[{number}] asks for {condition.metric}, but evaluate.{name} is not set: take the "
-                        f"condition out, or set evaluate.{name}"
+                        f"{asked}, but evaluate.{name} is not set: take the condition out, or set evaluate.{name}"
                     )
 
     def _critic_is_a_head(self) -> None:

@@ -106,12 +106,7 @@ class HealthMonitor:
             return None
         known = (rule for rule in rules if any(check.metric in self.seen for check in rule.checks))
         newest = max((seen[-1] for seen in self.seen.values()), default=0)
-        return min(
-            [
-                newest + 1,
-                *(self._since(rule) for rule in rules if any(check.metric in self.seen for check in rule.checks)),
-            ]
-        )
+        return min([newest + 1, *map(self._since, known)])
 
     def state(self) -> dict[str, Any]:
         """Everything that later judgements depend on, as JSON (non-finite values as None)."""
