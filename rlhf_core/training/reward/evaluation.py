@@ -1,11 +1,6 @@
 """What a reward model is worth beyond accuracy: margins, calibration, length, categories, and a bag of words beside it.
 
 Source: algorithms.md §2. Pure functions of arrays over B pairs; ``margins`` is ``r_w - r_l``.
-
-Temperature scaling: one divisor of all margins after which their confidence matches how often they are right.
-
-Guo et al., 2017, "On Calibration of Modern Neural Networks". It changes no ranking. PPO normalises rewards, so that the
-divisor matters to readers of margins and of calibration only. ``margins`` is ``r_w - r_l`` over B pairs.
 """
 
 from __future__ import annotations
@@ -195,6 +190,9 @@ LIMITS = (0.01, 100.0)
 
 def fitted_temperature(margins: np.ndarray) -> float:
     """Return the temperature T within ``LIMITS`` that minimises the ranking loss ``mean(log(1 + exp(-margin / T)))``.
+
+    Divided by it, the confidence of margins matches how often they are right (Guo et al., 2017, "On Calibration of
+    Modern Neural Networks"). No ranking changes, and PPO normalises rewards: it matters to readers only.
 
     T lies at the upper limit where the margins are wrong as often as right, and at the lower one where they are never
     wrong. It must be fitted on pairs other than those it is measured on.

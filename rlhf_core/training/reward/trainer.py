@@ -7,7 +7,7 @@ where padding would be too much.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ from rlhf_core.data.batches import (
     rows_by_category_share,
     token_budget_batches,
 )
-from rlhf_core.data.pairs import PrefixRow, PromptBatches, TokenisedPair, pair_sequences, rows_of_sequences
+from rlhf_core.data.pairs import PromptBatches, TokenisedPair, pair_sequences, rows_of_sequences
 from rlhf_core.models.forward import LOGITS_BYTES, right_padded
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.prefix_sharing import PrefixBatch, prefix_batch
@@ -58,13 +58,7 @@ class PairMicroBatch:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """The sequences of B pairs in micro-batches, and where each pair has its own.
-
-    Attributes:
-        micro_batches: They follow each other in the numbers below.
-        chosen: Row of each pair's chosen sequence among those of all micro-batches (B,).
-        rejected: Row of each pair's rejected sequence (B,).
-    """
+    """The sequences of B pairs in micro-batches that follow each other, and the row of each pair's own two (B,)."""
 
     micro_batches: list[PairMicroBatch]
     chosen: Tensor
@@ -93,17 +87,16 @@ def pair_batch(
     parts = [[rows[number] for number in part] for part in micro_batches or [range(len(rows))]]
     in_order = [number for part in parts for row in part for number in row.numbers]
     row_of = {number: row for row, number in enumerate(in_order)}
-    return PairBatch(
-        [_micro_batch(part, pad, device, config.prefix_sharing) for part in parts],
-        torch.tensor([row_of[number] for number in sequences.chosen], device=device),
-        torch.tensor([row_of[number] for number in sequences.rejected], device=device),
+    micro_batches_of_rows = []
+    for part in parts:
+        prompts, replies = zip(*((row.prompt, reply) for row in part for reply in row.replies), strict=True)
+        prefixes = prefix_batch(part, pad).to(device) if config.prefix_sharing else None
+        micro_batches_of_rows.append(PairMicroBatch(collate(prompts, replies, pad).to(device), prefixes))
+    chosen, rejected = (
+        torch.tensor([row_of[number] for number in numbers], device=device)
+        for numbers in (sequences.chosen, sequences.rejected)
     )
-
-
-def _micro_batch(rows: Sequence[PrefixRow], pad: int, device: torch.device, prefix_sharing: bool) -> PairMicroBatch:
-    prompts, replies = zip(*((row.prompt, reply) for row in rows for reply in row.replies), strict=True)
-    prefixes = prefix_batch(rows, pad).to(device) if prefix_sharing else None
-    return PairMicroBatch(collate(prompts, replies, pad).to(device), prefixes)
+    return PairBatch(micro_batches_of_rows, chosen, rejected)
 
 
 Rewards = npt.NDArray[np.float64]
@@ -125,14 +118,16 @@ class PairScores:
 
 
 class PairBatches:
-    """The batch of each optimiser step, a function of the step, from batches made epoch by epoch.
+    """The batches within a token budget (paper, section 4.2), of single pairs or of whole prompts.
 
-    Args:
-        batches_of_epoch: The batches of an epoch by its number, a function of the number alone.
+    The batch of an optimiser step is a function of the step; batches are made epoch by epoch.
     """
 
-    def __init__(self, batches_of_epoch: Callable[[int], list[list[int]]]) -> None:
-        self.batches_of_epoch = batches_of_epoch
+    def __init__(self, pairs: Sequence[TokenisedPair], config: RewardConfig, name: str) -> None:
+        self.pairs, self.config, self.name = pairs, config, name
+        self.seed = derive_seed(config.seed, name, "order")
+        self.prompts = PromptBatches(pairs, config.batch, self.seed) if config.batch.group_prompts else None
+        self.lengths = [pair.length for pair in pairs]
         self._epoch, self._first = -1, 0
         self._batches: list[list[int]] = []
 
@@ -144,23 +139,15 @@ class PairBatches:
             # The number of batches of an epoch is known only once it is made.
             self._first += len(self._batches)
             self._epoch += 1
-            self._batches = self.batches_of_epoch(self._epoch)
+            self._batches = self._batches_of_epoch(self._epoch)
         return self._batches[step - self._first]
 
-
-def pair_batches(pairs: Sequence[TokenisedPair], config: RewardConfig, name: str) -> PairBatches:
-    """Plan the batches within a token budget (paper, section 4.2): of single pairs, or of whole prompts."""
-    limits, seed, lengths = config.batch, derive_seed(config.seed, name, "order"), [pair.length for pair in pairs]
-    prompts = PromptBatches(pairs, limits, seed) if limits.group_prompts else None
-
-    def batches_of_epoch(epoch: int) -> list[list[int]]:
-        rows = rows_of_epoch(pairs, config, name, epoch)
-        if prompts is not None:
-            return prompts.epoch(epoch, rows)
+    def _batches_of_epoch(self, epoch: int) -> list[list[int]]:
+        rows, limits = rows_of_epoch(self.pairs, self.config, self.name, epoch), self.config.batch
+        if self.prompts is not None:
+            return self.prompts.epoch(epoch, rows)
         sizes = (limits.token_budget, limits.min_pairs, limits.max_pairs)
-        return token_budget_batches(lengths, *sizes, seed, epoch, rows)
-
-    return PairBatches(batches_of_epoch)
+        return token_budget_batches(self.lengths, *sizes, self.seed, epoch, rows)
 
 
 def rows_of_epoch(pairs: Sequence[TokenisedPair], config: RewardConfig, name: str, epoch: int) -> list[int]:
@@ -172,33 +159,21 @@ def rows_of_epoch(pairs: Sequence[TokenisedPair], config: RewardConfig, name: st
     Raises:
         DataError: A category that has a share has no such pair.
     """
-    rows = balanced_rows(pairs, config, name, epoch)
-    shares, parameter = config.category_shares, f"{name}.category_shares"
+    shares, rows = config.category_shares, list(range(len(pairs)))
+    if config.length_balance == "sampling":
+        groups: dict[str | None, list[int]] = {None: []}  # None: all that have no share
+        for number, pair in enumerate(pairs):
+            groups.setdefault(pair.category if pair.category in shares else None, []).append(number)
+        rows = []
+        for category, group in groups.items():
+            parts = (name, "length_balance", *([category] if category is not None else []))
+            differences = [pairs[row].length_difference for row in group]
+            rows += [group[i] for i in length_balanced_epoch(differences, derive_seed(config.seed, *parts), epoch)]
+        rows.sort()
     if not shares:
         return rows
-    seed = derive_seed(config.seed, name, "category_shares")
-    return rows_by_category_share([pair.category for pair in pairs], shares, seed, epoch, parameter, rows)
-
-
-def balanced_rows(pairs: Sequence[TokenisedPair], config: RewardConfig, name: str, epoch: int) -> list[int]:
-    """Pair numbers of an epoch before categories get their shares; see :func:`rows_of_epoch`."""
-    if config.length_balance != "sampling":
-        return list(range(len(pairs)))
-    rows: list[int] = []
-    for category, group in pairs_apart(pairs, config.category_shares).items():
-        parts = (name, "length_balance", *([category] if category is not None else []))
-        differences = [pairs[row].length_difference for row in group]
-        balanced = length_balanced_epoch(differences, derive_seed(config.seed, *parts), epoch)
-        rows += [group[i] for i in balanced]
-    return sorted(rows)
-
-
-def pairs_apart(pairs: Sequence[TokenisedPair], names: Collection[str]) -> dict[str | None, list[int]]:
-    """Numbers of the pairs of each category in ``names`` that there is, and under None those of all others."""
-    groups: dict[str | None, list[int]] = {None: []}
-    for number, pair in enumerate(pairs):
-        groups.setdefault(pair.category if pair.category in names else None, []).append(number)
-    return groups
+    seed, categories = derive_seed(config.seed, name, "category_shares"), [pair.category for pair in pairs]
+    return rows_by_category_share(categories, shares, seed, epoch, f"{name}.category_shares", rows)
 
 
 class RewardTask:
@@ -222,14 +197,19 @@ class RewardTask:
         self.logits_bytes = logits_bytes
         self.engine, self.model, self.train, self.config, self.pad = engine, model, train, config, pad
         self.validation, self.margins = validation[:CURVE_PAIRS], margins
-        self.batches = pair_batches(train, config, name)
+        self.batches = PairBatches(train, config, name)
 
     def train_step(self, step: int) -> StepReport:
         """Compute the gradients of one optimiser step on one dynamic batch."""
         rows = self.batches.at(step)
         pairs = [self.train[row] for row in rows]
         totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
-        shards = self._row_lengths(rows)
+        count = distributed.world_size()
+        # Tokens of each row that a rank computes; one without rows of its own repeats the first one, see passes.
+        shards = [
+            row_lengths([self.train[row] for row in rows[rank::count] or rows[:1]], self.config.batch)
+            for rank in range(count)
+        ]
         micro_batches = least_padded(shards, self.config.batch.max_padding)
         own_micro_batches = micro_batches[distributed.rank()].micro_batches
 
@@ -246,13 +226,6 @@ class RewardTask:
         padding = padding_share(sum(map(sum, shards)), computed)
         tokens = sum(real_tokens(pair) for pair in pairs)
         return StepReport(metrics | {"pairs": float(len(pairs))}, tokens, padding)
-
-    def _row_lengths(self, rows: list[int]) -> list[list[int]]:
-        """Tokens of each row that a rank computes, rank by rank."""
-        count = distributed.world_size()
-        # A rank without rows of its own repeats the first one, see passes.
-        shards = [rows[rank::count] or rows[:1] for rank in range(count)]
-        return [row_lengths([self.train[row] for row in shard], self.config.batch) for shard in shards]
 
     def evaluate(self) -> dict[str, float]:
         """Ranking ``loss``, ``accuracy`` and mean ``margin`` on held-out pairs (at most 512, for the curve)."""
@@ -282,7 +255,6 @@ def pair_loss(
         pairs: All pairs of the optimiser step, or a rank's shard of them.
         totals: Sizes of the whole step.
         micro_batches: Which rows pass the backbone together, see :func:`pair_batch`. The loss joins them again.
-        logits_bytes: Bytes of float32 logits that may exist at a time.
 
     Returns:
         The shard's part of the step's loss, and its part of each metric.
@@ -322,7 +294,6 @@ def imitation_loss(
     Args:
         hidden: Those of each micro-batch of ``batch``.
         total: Tokens of chosen replies in the whole optimiser step.
-        logits_bytes: Bytes of float32 logits that may exist at a time.
     """
     predicting: list[Tensor] = []
     targets: list[int] = []

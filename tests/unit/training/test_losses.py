@@ -20,7 +20,7 @@ from rlhf_core.models.starting.base import new_model, train_tokenizer
 from rlhf_core.training.device_scalars import read_scalars
 from rlhf_core.training.examples import Example, LengthBucketedBatches, collate
 from rlhf_core.training.losses import StepTotals, centering_loss, pairwise_loss, token_cross_entropy
-from rlhf_core.training.reward.trainer import PairBatches, pair_batch, pair_batches, pair_loss, row_lengths, score_pairs
+from rlhf_core.training.reward.trainer import PairBatches, pair_batch, pair_loss, row_lengths, score_pairs
 from rlhf_core.training.sft import example_batch, mean_reply_loss, reply_loss
 
 CPU = torch.device("cpu")
@@ -243,7 +243,7 @@ def test_pair_batches_are_a_function_of_the_step(group_prompts: bool) -> None:
     )
 
     def batches() -> PairBatches:
-        return pair_batches(unshared_pairs([1] * 40 + [-1] * 10 + [0] * 3), config, "reward")
+        return PairBatches(unshared_pairs([1] * 40 + [-1] * 10 + [0] * 3), config, "reward")
 
     planned = batches()
     walked = [planned.at(step) for step in range(12)]
