@@ -162,13 +162,9 @@ class ReadOptions(Strict):
         return template
 
     @model_validator(mode="after")
-    def _one_category(self) -> ReadOptions:
+    def _told_once(self) -> ReadOptions:
         if self.category is not None and "category" in self.columns:
             raise ValueError("category is that of all rows; take category out of columns")
-        return self
-
-    @model_validator(mode="after")
-    def _one_prompt(self) -> ReadOptions:
         if self.template is not None and self.columns.keys() & {"prompt", "messages", "text"}:
             raise ValueError("template writes the prompt; take prompt, messages and text out of columns")
         return self
@@ -307,13 +303,9 @@ class CollectConfig(StageConfig):
     licence: str | None = None
 
     @model_validator(mode="after")
-    def _derived_from_files(self) -> CollectConfig:
+    def _consistent(self) -> CollectConfig:
         if self.also_derive and self.source == "world":
             raise ValueError("also_derive adds to the rows of files, but collect.source is world; take it out")
-        return self
-
-    @model_validator(mode="after")
-    def _weights_share_a_limit(self) -> CollectConfig:
         weighted = [
             source.path for kind in FileSources.model_fields for source in self.files.of(kind) if source.weight != 1
         ]

@@ -90,12 +90,8 @@ class LlmJudgeConfig(Strict):
     budget: LlmBudgetConfig = LlmBudgetConfig()
 
     @model_validator(mode="after")
-    def _no_secrets(self) -> LlmJudgeConfig:
+    def _consistent(self) -> LlmJudgeConfig:
         check_endpoint(self.base_url, self.token_env, "base_url")
-        return self
-
-    @model_validator(mode="after")
-    def _template_shows_both_replies(self) -> LlmJudgeConfig:
         missing = [name for name in TEMPLATE_FIELDS if self.template is not None and name not in self.template]
         if missing:
             raise ValueError(f"template must contain {', '.join(missing)}")
@@ -252,13 +248,9 @@ class EvaluateConfig(StageConfig):
     groups: dict[str, Annotated[str, Field(pattern=r"^[\w -]*$")]] = {}
 
     @model_validator(mode="after")
-    def _more_than_one_to_choose_from(self) -> EvaluateConfig:
+    def _consistent(self) -> EvaluateConfig:
         if self.best_of_n == 1:
             raise ValueError("best_of_n 1 is SFT itself: use 2 or more, such as 16, or 0 to leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _opponents_have_names_of_their_own(self) -> EvaluateConfig:
         names = [opponent.name for opponent in self.opponents]
         repeated = next((name for name in names if names.count(name) > 1), None)
         if repeated is not None:

@@ -1,6 +1,4 @@
-"""Health rules as data: what is watched while PPO trains, and what happens when a rule fires.
-
-The default health rules (algorithms.md §8), as data.
+"""The default health rules (algorithms.md §8), as data: what is watched while PPO trains, and what happens then.
 
 Evidence for the bounds, from calibration runs on the synthetic world: healthy PPO-max ended at KL 1.9 to 3.3 nats
 per sequence, vanilla PPO with 10 to 92 while its reward kept rising, with trigram repetition ten times the start's and

@@ -226,6 +226,8 @@ class Params(Strict):
         self._gated_metrics_are_measured()
         if self.ppo.share_base:
             self._base_can_be_shared()
+        self._launch_fits()
+        self._pools_fit()
         return self
 
     def _base_can_be_shared(self) -> None:
@@ -307,11 +309,8 @@ class Params(Strict):
                 "so adapters would go untrained; leave critic.lora out, or use ppo.critic_mode separate"
             )
 
-    @model_validator(mode="after")
-    def _launch_fits(self) -> Params:
-        launch = self.compute.launch.get("ppo")
-        if launch is None:
-            return self
+    def _launch_fits(self) -> None:
+        launch = self.compute.launch.get("ppo", LaunchConfig())
         if launch.engine == "deepspeed" and self.ppo.critic_mode == "shared":
             raise ValueError(
                 "ppo.critic_mode shared trains policy and value head in one pass, which engine local alone is known to "
@@ -328,21 +327,15 @@ class Params(Strict):
                 "ppo.kl.estimator full in the loss runs the reference in every update: it cannot wait in CPU memory, "
                 "so set compute.launch.ppo.frozen to device or sharded"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _updates_do_not_vanish(self) -> Params:
-        """Small updates of bfloat16 weights round to nothing unless float32 masters take them (docs/engines.md)."""
+        # Small updates of bfloat16 weights round to nothing unless float32 masters take them (docs/engines.md).
         for stage, launch in self.compute.launch.items():
             if self.base.dtype != "float32" and launch.engine == "deepspeed" and launch.zero == 0:
                 raise ValueError(
                     f"compute.launch.{stage}.zero 0 keeps no float32 master weights of a base.dtype {self.base.dtype} "
                     "model, whose small updates would round to nothing: use zero 1, 2 or 3, or engine local"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _pools_fit(self) -> Params:
+    def _pools_fit(self) -> None:
         """A job of a pool is one machine, whose GPUs are one for each process of the stage."""
         launches = {str(stage): launch for stage, launch in self.compute.launch.items()}
         shared = {job.pool: job.shared for job in self.pools.values()}
@@ -363,7 +356,6 @@ class Params(Strict):
                     f"pools.{stage}.gpus is {job.gpus}, but the stage runs as {launch.processes} process(es), one "
                     "GPU each (compute.launch); set both to the same number"
                 )
-        return self
 
     def pool_names(self) -> list[str]:
         """The work pools that stages run on, each once."""

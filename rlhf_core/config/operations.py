@@ -315,16 +315,12 @@ class Placement(Strict):
     deliver_seconds: PositiveInt | None = None
 
     @model_validator(mode="after")
-    def _remote_is_needed(self) -> Placement:
+    def _consistent(self) -> Placement:
         given = [name for name in ("remote", "deliver_seconds") if getattr(self, name) is not None]
         if self.shared and given:
             raise ValueError(
                 f"{given[0]} is for workers that do not see the workspace: set shared to false, or leave {given[0]} out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _asked_once(self) -> Placement:
         twice = sorted(set(self.variables) & (set(type(self).model_fields) - PLACE))
         if twice:
             raise ValueError(f"variables repeats {', '.join(twice)}, which has a place of its own here; use that one")

@@ -442,9 +442,24 @@ class PpoConfig(RolloutConfig, StageConfig):
     checkpoint: CheckpointConfig = CheckpointConfig(every=5)
 
     @model_validator(mode="after")
-    def _shared_has_one_model(self) -> PpoConfig:
+    def _critic_settings_have_a_critic(self) -> PpoConfig:
+        critic_free, estimator = self.advantage.critic_free, self.advantage.estimator
+        if critic_free:
+            unread = changed_field(self, "critic_mode", "critic_lora", "vf_loss_weight")
+            optional = (name for name in ("critic_optimizer", "value_clip") if getattr(self, name) is not None)
+            unread = unread or next((name for name in optional if changed_field(self, name)), "")
+            if unread:
+                raise ValueError(
+                    f"{unread} is about the critic, and advantage.estimator {estimator} has none: leave it at its "
+                    "default"
+                )
+            if self.gradient_norm == "joint":
+                raise ValueError(
+                    f"gradient_norm joint clips policy and critic together, but advantage.estimator {estimator} has no "
+                    "critic; use separate"
+                )
         if self.critic_mode != "shared":
-            if self.critic_optimizer is None and not self.advantage.critic_free:
+            if self.critic_optimizer is None and not critic_free:
                 raise ValueError("critic_optimizer is null, but critic_mode is separate: a critic of its own needs one")
             return self
         if self.critic_optimizer is not None and changed_field(self, "critic_optimizer"):
@@ -465,44 +480,29 @@ class PpoConfig(RolloutConfig, StageConfig):
         return self
 
     @model_validator(mode="after")
-    def _groups_are_whole(self) -> PpoConfig:
-        if self.batch_size % self.replies_per_prompt:
-            raise ValueError(
-                f"batch_size {self.batch_size} counts replies and is not a multiple of replies_per_prompt "
-                f"{self.replies_per_prompt}"
-            )
-        if self.advantage.critic_free and self.replies_per_prompt < 2:
+    def _batches_are_whole(self) -> PpoConfig:
+        size, replies, shortest = self.batch_size, self.replies_per_prompt, KL_ERROR_CLIP * self.batch_size
+        if size % replies:
+            raise ValueError(f"batch_size {size} counts replies and is not a multiple of replies_per_prompt {replies}")
+        if self.advantage.critic_free and replies < 2:
             raise ValueError(
                 f"advantage.estimator {self.advantage.estimator} compares replies to the same prompt, but "
-                f"replies_per_prompt is {self.replies_per_prompt}: sample at least 2, such as 4"
+                f"replies_per_prompt is {replies}: sample at least 2, such as 4"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _critic_settings_have_a_critic(self) -> PpoConfig:
-        if not self.advantage.critic_free:
-            return self
-        unread = changed_field(self, "critic_mode", "critic_lora", "vf_loss_weight")
-        optional = (name for name in ("critic_optimizer", "value_clip") if getattr(self, name) is not None)
-        unread = unread or next((name for name in optional if changed_field(self, name)), "")
-        if unread:
-            raise ValueError(
-                f"{unread} is about the critic, and advantage.estimator {self.advantage.estimator} has none: leave it "
-                "at its default"
-            )
-        if self.gradient_norm == "joint":
-            raise ValueError(
-                "gradient_norm joint clips policy and critic together, but advantage.estimator "
-                f"{self.advantage.estimator} has no critic; use separate"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _consistent(self) -> PpoConfig:
-        if self.batch_size % self.minibatches:
-            raise ValueError(f"batch_size {self.batch_size} is not a multiple of minibatches {self.minibatches}")
+        if size % self.minibatches:
+            raise ValueError(f"batch_size {size} is not a multiple of minibatches {self.minibatches}")
         if self.min_new_tokens >= self.max_new_tokens:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} must be below max_new_tokens {self.max_new_tokens}")
+        if self.kl.controller == "adaptive" and self.kl.horizon <= shortest:
+            raise ValueError(
+                f"ppo.kl.horizon {self.kl.horizon} is too short for batch_size {size}: one rollout of low "
+                f"KL would multiply the coefficient by {1 - shortest / self.kl.horizon:.2g}, so that drift costs "
+                f"nothing or is rewarded; use a horizon above {math.floor(shortest)} (batch_size / 5)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _steps_fit_together(self) -> PpoConfig:
         if self.policy_lora is not None and self.policy_init != "sft":
             raise ValueError(
                 "policy_lora makes the policy without its adapters the reference, which is SFT: policy_init must be sft"
@@ -521,37 +521,16 @@ class PpoConfig(RolloutConfig, StageConfig):
                 f"warmup_iterations {self.warmup_iterations} is more than iterations {self.iterations}: "
                 "the learning rate would never reach its peak; set ppo.warmup_iterations, too"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _kl_coefficient_stays_positive(self) -> PpoConfig:
-        shortest = KL_ERROR_CLIP * self.batch_size
-        if self.kl.controller == "adaptive" and self.kl.horizon <= shortest:
-            raise ValueError(
-                f"ppo.kl.horizon {self.kl.horizon} is too short for batch_size {self.batch_size}: one rollout of low "
-                f"KL would multiply the coefficient by {1 - shortest / self.kl.horizon:.2g}, so that drift costs "
-                f"nothing or is rewarded; use a horizon above {math.floor(shortest)} (batch_size / 5)"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _early_stop_can_act(self) -> PpoConfig:
-        if self.target_kl_early_stop is None:
-            return self
-        if self.surrogate.fixed_reference:
+        if self.target_kl_early_stop is not None and self.surrogate.fixed_reference:
             raise ValueError(
                 "target_kl_early_stop measures the KL to the policy in the ratio, under surrogate.fixed_reference the "
                 "reference: it would end every update once the policy has left that"
             )
-        if self.epochs * self.minibatches == 1:
+        if self.target_kl_early_stop is not None and self.epochs * self.minibatches == 1:
             raise ValueError(
                 "target_kl_early_stop is looked at before each step, and the first step of an update has a KL of 0: "
                 "with epochs 1 and minibatches 1 it never acts"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _other_samplers_are_corrected(self) -> PpoConfig:
         if self.sampler.kind == "local":
             return self
         if self.importance_sampling_correction.mode != "always":

@@ -93,13 +93,9 @@ class RewardConfig(StageConfig):
     checkpoint: CheckpointConfig = CheckpointConfig(every=100)
 
     @model_validator(mode="after")
-    def _imitation_by_the_whole_model(self) -> RewardConfig:
+    def _consistent(self) -> RewardConfig:
         if self.layers is not None and self.imitation > 0:
             raise ValueError("imitation needs the language model's own last layer; set it to 0.0, or layers to null")
-        return self
-
-    @model_validator(mode="after")
-    def _trained_at_all(self) -> RewardConfig:
         if self.steps == 0 and self.linear_probe is None:
             raise ValueError(
                 "steps is 0 and linear_probe is not set, so that nothing would be trained; set one of them"

@@ -1,6 +1,4 @@
-"""Where the reward of a rollout comes from: models, services, functions and their mixture.
-
-Where PPO's raw scores come from (``ppo.reward.sources``): one list, mixed by weights.
+"""Where PPO's raw scores come from (``ppo.reward.sources``): models, services, functions, mixed by weights.
 
 Critic pre-training scores with the same list, since values live in its units. The default is the reward model that the
 pipeline trained. docs/how-to.md, "Use other reward sources", shows each kind at work.
