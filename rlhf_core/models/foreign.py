@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_core import hub
 from rlhf_core.errors import ModelError, first_line
-from rlhf_core.models.io import hub_files, is_local
-from rlhf_core.models.own_files import attention_of, require_own_files
+from rlhf_core.models.io import empty_model, hub_files, is_local
+from rlhf_core.models.own_files import require_own_files
 from rlhf_core.models.starting.gguf import gguf_config, is_gguf, load_gguf_tokenizer
 from rlhf_core.runtime.limited_call import CallLimits, limit_reached
 
@@ -75,9 +75,7 @@ def _build_modules(path: Path, auto_class: Any) -> None:
     """Build the model on shapes alone."""
     torch.set_num_threads(1)
     config = gguf_config(path) if path.is_file() else AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-    kind = auto_class or AutoModelForCausalLM
-    with torch.device("meta"):
-        kind.from_config(config, attn_implementation=attention_of(kind, config))
+    empty_model(auto_class or AutoModelForCausalLM, config)
 
 
 FROM_CACHE = "set HF_HUB_OFFLINE=1 to use a copy in the cache, or name a folder"

@@ -35,9 +35,8 @@ from rlhf_core.models.forward import (
     probe_ids,
     unembedded,
 )
-from rlhf_core.models.io import load_model, reading, require_same, save_folder
+from rlhf_core.models.io import empty_model, load_model, reading, require_same, save_folder
 from rlhf_core.models.openblas_linear import fastest_linear
-from rlhf_core.models.own_files import attention_of
 from rlhf_core.models.precision import LOW_PRECISION, float32_linear
 
 # States of zero that the mean so far begins with: few tokens tell little of the whole reply, and their mean spreads far
@@ -123,9 +122,7 @@ class ScalarModel(nn.Module):
         # A model in memory is not on the hub, which would be asked for its name.
         with nullcontext() if isinstance(source, PreTrainedModel) else reading(name):
             lm.config.num_labels = 1
-            with torch.device("meta"):
-                attention = attention_of(AutoModelForSequenceClassification, lm.config)
-                model = AutoModelForSequenceClassification.from_config(lm.config, attn_implementation=attention)
+            model = empty_model(AutoModelForSequenceClassification, lm.config)
         if type(model.base_model) is not type(lm.base_model) or not hasattr(model, "score"):
             raise ModelError(f"{name}: {type(lm).__name__} has no sequence-classification form with a score head")
         setattr(model, model.base_model_prefix, lm.base_model)
@@ -242,9 +239,6 @@ class ScalarModel(nn.Module):
         save_folder(path, self.model, tokenizer, json_files, verify=verify, tensor_files=tensor_files)
 
 
-POLICY = "policy."  # what the policy's parameters are called inside
-
-
 class ActorCritic(nn.Module):
     """``policy`` stays the plain model that samples and is saved; ``score`` (H -> 1) reads its last hidden states."""
 
@@ -287,8 +281,3 @@ class ActorCritic(nn.Module):
     def _values(self, hidden: Tensor) -> Tensor:
         values: Tensor = self.score(hidden)
         return values.squeeze(-1).float()
-
-
-def policy_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The policy's share of an :class:`ActorCritic`'s weights, under the policy's own names."""
-    return {name.removeprefix(POLICY): tensor for name, tensor in weights.items() if name.startswith(POLICY)}

@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from rlhf_core.errors import ModelError, RlhfError, first_line
@@ -152,6 +152,14 @@ def require_room_for(tokenizer: PreTrainedTokenizerBase, entries: int, source: s
         raise ModelError(
             f"{source}: the tokenizer has {len(tokenizer)} entries, the model only {entries}; take the tokenizer that "
             f"belongs to it, or save the model after resize_token_embeddings({len(tokenizer)})"
+        )
+
+
+def empty_model(auto_class: Any, config: PretrainedConfig) -> Any:
+    """The model that ``auto_class`` makes of ``config``, with shapes alone."""
+    with torch.device("meta"):
+        return auto_class.from_config(
+            config, trust_remote_code=False, attn_implementation=attention_of(auto_class, config)
         )
 
 
@@ -300,37 +308,35 @@ def require_same(
 
 
 def _first_difference(folder: Path, model: PreTrainedModel, auto_class: Any) -> str | None:
-    """Name of a tensor that was not saved as it is in ``model``; None where all were. Tied ones are saved once."""
-    left = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    saved = {tensor.data_ptr() for name, tensor, same in _compared(folder, left, auto_class) if same}
-    return next((name for name, tensor in left.items() if tensor.numel() and tensor.data_ptr() not in saved), None)
+    """Name of a tensor that was not saved bit for bit as in ``model``; None where all were. Tied ones count once."""
+    own = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    same = {
+        own[name].data_ptr()
+        for name, saved in _saved_tensors(folder, own, auto_class)
+        if saved.dtype == own[name].dtype and torch.equal(saved, own[name].cpu())
+    }
+    return next((name for name, tensor in own.items() if tensor.numel() and tensor.data_ptr() not in same), None)
 
 
-def _compared(folder: Path, own: Mapping[str, Tensor], auto_class: Any) -> Iterator[tuple[str, Tensor, bool]]:
-    """Every tensor of ``own`` that was saved, and whether with the same bits."""
+def _saved_tensors(folder: Path, own: Mapping[str, Tensor], auto_class: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of ``own`` that was saved, as it is in the files."""
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(file, framework="pt")) for file in sorted(folder.glob(WEIGHT_FILES))]
         names = [(name, file) for file in files for name in file.keys()]  # noqa: SIM118 - no mapping
         if all(name in own for name, _ in names):
-            for name, file in names:
-                yield name, own[name], _same_bits(file.get_tensor(name), own[name])
+            yield from ((name, file.get_tensor(name)) for name, file in names)
             return
     # The library writes some architectures, such as mixtures of experts, in another form than it computes with.
     copy = load_model(auto_class, folder, None, device=torch.device("cpu"))
-    for name, tensor in copy.state_dict().items():
-        if name in own:
-            yield name, own[name], _same_bits(tensor, own[name])
-
-
-def _same_bits(saved: Tensor, expected: Tensor) -> bool:
-    return saved.dtype == expected.dtype and torch.equal(saved, expected.cpu())
+    yield from ((name, tensor) for name, tensor in copy.state_dict().items() if name in own)
 
 
 def _rebuilt(folder: Path, model: PreTrainedModel, auto_class: Any) -> PreTrainedModel | None:
     """The model that ``folder`` describes with the very tensors of ``model``; None where these do not fit it."""
-    with reading(folder), torch.device("meta"):
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-        twin: PreTrainedModel = auto_class.from_config(config, attn_implementation=attention_of(auto_class, config))
+    with reading(folder):
+        twin: PreTrainedModel = empty_model(
+            auto_class, AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        )
     modules = dict(model.named_modules())
     for path, module in twin.named_modules():
         own = modules.get(path)

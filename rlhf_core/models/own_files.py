@@ -29,34 +29,41 @@ def require_own_files(folder: Path) -> None:
         ModelError: A file that would be read is a link out of the folder, or no plain file; an index names a shard
             that is no safetensors file of the folder; a configuration names attention that would be fetched.
     """
-    _require_no_way_out(folder)
-    for index in sorted(folder.glob(INDEXES)):
-        for name in _shards(_json(index)):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    home = folder.resolve()
+    # A snapshot of the hub's cache is links to its blobs.
+    roots = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    for file in _files(folder, *SMALL_FILES, f"*{SHARD}"):
+        target = file.resolve()
+        if not target.exists():
+            continue  # loading says what is missing
+        if not any(map(target.is_relative_to, roots)) and not DVC_CACHE.search(target.as_posix()):
+            raise ModelError(
+                f"{folder}: its {file.name} is a link to {target}, outside of the folder; put the file itself there"
+            )
+        if not stat.S_ISREG(target.stat().st_mode) and not target.is_dir():
+            raise ModelError(f"{folder}: its {file.name} is no plain file; put one there")
+    for index in _files(folder, INDEXES):
+        content = _json(index)
+        shards = content.get("weight_map") if isinstance(content, dict) else None
+        for name in shards.values() if isinstance(shards, dict) else ():
             if not isinstance(name, str) or PurePath(name).name != name or not name.endswith(SHARD):
                 raise ModelError(
                     f"{folder}: its {index.name} names {name!r}; a shard is a {SHARD} file in the folder itself"
                 )
-    for pattern in CONFIGS:
-        for file in sorted(folder.glob(pattern)):
-            _require_known_attention(file)
-
-
-def _require_no_way_out(folder: Path) -> None:
-    home = folder.resolve()
-    # A snapshot of the hub's cache is links to its blobs.
-    roots = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
-    for pattern in (*SMALL_FILES, f"*{SHARD}"):
-        for file in sorted(folder.glob(pattern)):
-            target = file.resolve()
-            if not target.exists():
-                continue  # loading says what is missing
-            inside = any(target.is_relative_to(root) for root in roots) or DVC_CACHE.search(target.as_posix())
-            if not inside:
+    known = {"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
+    for file in _files(folder, *CONFIGS):
+        for name in _attention_names(_json(file)):
+            if name.removeprefix("paged|") not in known:
                 raise ModelError(
-                    f"{folder}: its {file.name} is a link to {target}, outside of the folder; put the file itself there"
+                    f"{folder}: its {file.name} asks for the attention {name!r}, which is not part of transformers "
+                    "and would be fetched from elsewhere; take attn_implementation out of it"
                 )
-            if not stat.S_ISREG(target.stat().st_mode) and not target.is_dir():
-                raise ModelError(f"{folder}: its {file.name} is no plain file; put one there")
+
+
+def _files(folder: Path, *patterns: str) -> Iterator[Path]:
+    return (file for pattern in patterns for file in sorted(folder.glob(pattern)))
 
 
 def _json(file: Path) -> Any:
@@ -65,23 +72,6 @@ def _json(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError):
         return None
-
-
-def _shards(index: Any) -> list[Any]:
-    shards = index.get("weight_map") if isinstance(index, dict) else None
-    return list(shards.values()) if isinstance(shards, dict) else []
-
-
-def _require_known_attention(file: Path) -> None:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    known = {"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
-    for name in _attention_names(_json(file)):
-        if name.removeprefix("paged|") not in known:
-            raise ModelError(
-                f"{file.parent}: its {file.name} asks for the attention {name!r}, which is not part of transformers "
-                "and would be fetched from elsewhere; take attn_implementation out of it"
-            )
 
 
 def _attention_names(config: Any) -> Iterator[str]:

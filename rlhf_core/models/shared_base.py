@@ -21,8 +21,7 @@ from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.adapters import keep_lower_layers
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.io import reading
-from rlhf_core.models.own_files import attention_of
+from rlhf_core.models.io import empty_model, reading
 from rlhf_core.storage.files import read_json, sha256_file
 
 TENSORS, SETTINGS = "lora.safetensors", "lora.json"
@@ -125,9 +124,7 @@ class SharedBase:
             )
         with reading(folder):
             config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-            with torch.device("meta"):
-                attention = attention_of(AutoModelForSequenceClassification, config)
-                model = AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
+            model = empty_model(AutoModelForSequenceClassification, config)
         setattr(model, model.base_model_prefix, _twin(self.backbone))
         keep_lower_layers(model, config.num_hidden_layers)
         weights = next(self.backbone.parameters())

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.models.forward import LOGITS_BYTES, LazyLogits
-from rlhf_core.models.heads import ActorCritic, ScalarModel, policy_weights
+from rlhf_core.models.heads import ActorCritic, ScalarModel
 from rlhf_core.ppo.experience import Experience, MicroExperience
 from rlhf_core.ppo.losses import ValueObjective, step_totals
 from rlhf_core.sampling.distribution import Sampling
@@ -113,7 +113,9 @@ class ActorCriticPair:
     def policy_weights(self) -> dict[str, Tensor]:
         """The policy's trained weights by its own names, gathered on the CPU of the first rank."""
         weights = self.engines["policy"].trained_weights()
-        return policy_weights(weights) if isinstance(self.critic, ActorCritic) else weights
+        if not isinstance(self.critic, ActorCritic):
+            return weights
+        return {name.removeprefix("policy."): weights[name] for name in weights if name.startswith("policy.")}
 
     def release_policy(self) -> PreTrainedModel:
         """Return the trained policy as a plain model on the first rank, where alone the caller continues."""

@@ -58,22 +58,18 @@ def require_decoder_only(config: PretrainedConfig, source: str | Path) -> None:
         ModelError: ``config`` says so.
     """
     require_replies(config, source)
-    if (other := _other_kind(config)) is not None:
+    other = ""
+    if getattr(config, "is_encoder_decoder", False):
+        other = "an encoder-decoder"
+    elif config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        other = "no language model"
+    elif config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
+        other = "an encoder, which reads a text in both directions"
+    if other:
         raise ModelError(
             f"{source} is {other} (of type {config.model_type!r}); give a decoder-only language model, one that "
             "transformers loads as AutoModelForCausalLM"
         )
-
-
-def _other_kind(config: PretrainedConfig) -> str | None:
-    """What a model is instead of a decoder-only language model; None where it is one."""
-    if getattr(config, "is_encoder_decoder", False):
-        return "an encoder-decoder"
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return "no language model"
-    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
-        return "an encoder, which reads a text in both directions"
-    return None
 
 
 def generation_stop_ids(model: PreTrainedModel) -> list[int]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,8 +13,7 @@ from rlhf_core.data.chat_template import bos_expression, reply_format
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.foreign import find_hub_model, require_openable
 from rlhf_core.models.forward import embedding_weight
-from rlhf_core.models.io import REPAIR, is_local, reading, require_room_for
-from rlhf_core.models.own_files import attention_of
+from rlhf_core.models.io import REPAIR, empty_model, is_local, reading, require_room_for
 from rlhf_core.models.starting.base import load_tokenizer, require_decoder_only
 from rlhf_core.models.starting.gguf import gguf_config, is_gguf, load_gguf_tokenizer
 
@@ -38,14 +35,6 @@ class OpenedModel:
 
     finding: str
     has_template: bool = True
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of a safetensors file, by the file's header."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 def open_starting_model(workspace: Path, source: str, revision: str | None = None) -> OpenedModel:
@@ -99,19 +88,21 @@ def open_model_folder(folder: Path) -> PreTrainedTokenizerBase:
     stored = stored_tensors(folder)
     require_trainable(str(folder))
     tokenizer = load_tokenizer(folder)
-    with reading(folder), torch.device("meta"):
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-        attention = attention_of(AutoModelForCausalLM, config)
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation=attention)
+    with reading(folder):
+        model: PreTrainedModel = empty_model(
+            AutoModelForCausalLM, AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        )
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in sorted(expected.keys() & stored.keys()):
-        if stored[name].shape != expected[name]:
+        if stored[name][0] != expected[name]:
             raise ModelError(
-                f"{folder}: the weight {name} has the shape {list(stored[name].shape)}, but config.json asks for "
+                f"{folder}: the weight {name} has the shape {list(stored[name][0])}, but config.json asks for "
                 f"{list(expected[name])}; {REPAIR}"
             )
     # Names that the architecture does not know are renamed when they are loaded: what is missing cannot be told then.
-    missing = sorted(expected.keys() - stored.keys() - _tied_to(model, stored.keys()))
+    tied: dict[str, str] = model.all_tied_weights_keys  # such as an unembedding and its embedding
+    same = {one for pair in tied.items() for one, other in (pair, pair[::-1]) if other in stored}
+    missing = sorted(expected.keys() - stored.keys() - same)
     if missing and not stored.keys() - expected.keys():
         raise ModelError(
             f"{folder} lacks {len(missing)} of the weights of a {type(model).__name__}, such as {missing[0]}; {REPAIR}"
@@ -120,28 +111,19 @@ def open_model_folder(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _tied_to(model: PreTrainedModel, stored: Iterable[str]) -> set[str]:
-    """Names of weights that are the same as a stored one, such as an unembedding and its embedding."""
-    tied: dict[str, str] = model.all_tied_weights_keys
-    names = set(stored)
-    return {name for name, other in tied.items() if other in names} | {
-        other for name, other in tied.items() if name in names
-    }
-
-
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors that a folder's safetensors files hold, by name.
+def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and precision of the tensors that a folder's safetensors files hold, by name.
 
     Raises:
         ModelError: Something is missing from the folder, a shard that its index names, too.
     """
-    tensors: dict[str, StoredTensor] = {}
+    tensors = {}
     with reading(folder):
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as weights:
                 for name in weights.keys():  # noqa: SIM118 - no mapping
                     tensor = weights.get_slice(name)
-                    tensors[name] = StoredTensor(tuple(tensor.get_shape()), tensor.get_dtype())
+                    tensors[name] = tuple(tensor.get_shape()), str(tensor.get_dtype())
         if not (folder / WEIGHTS).is_file():
             if not (folder / INDEX).is_file():
                 raise ModelError(f"{folder} has neither {WEIGHTS} nor {INDEX}, which names its shards; {REPAIR}")
@@ -168,8 +150,8 @@ def require_trainable(source: str, revision: str | None = None) -> None:
     if quantization is not None:
         kinds.add(str(quantization.get("quant_method", "of an unknown kind")))
     if Path(source).is_dir():
-        matrices = (tensor for tensor in stored_tensors(Path(source)).values() if len(tensor.shape) > 1)
-        kinds |= {tensor.dtype for tensor in matrices if tensor.dtype not in PLAIN_DTYPES}
+        stored = stored_tensors(Path(source)).values()
+        kinds |= {dtype for shape, dtype in stored if len(shape) > 1 and dtype not in PLAIN_DTYPES}
     if kinds:
         raise ModelError(
             f"{source} has quantised weights ({', '.join(sorted(kinds))}), which cannot be trained: give the model in "
