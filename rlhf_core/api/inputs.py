@@ -38,7 +38,7 @@ from rlhf_core.ppo.reward_sources.source import (
     WeightedSource,
     reward_model_fn,
 )
-from rlhf_core.ppo.rollout import TrainingPrompts
+from rlhf_core.ppo.rollout import TrainingPrompts, require_room
 from rlhf_core.runtime import distributed
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.run_context import RunContext
@@ -191,7 +191,7 @@ def encode_prompts(
     if not isinstance(prompts, TrainingPrompts):
         prompts = TrainingPrompts.encode(tokenizer, [row.prompt for row in rows_of(Prompt, prompts, "prompts")])
     positions = fitting_length(sys.maxsize, policy)
-    prompts.require_room(max_new_tokens, positions)
+    require_room(prompts.ids, max_new_tokens, positions)
     return prompts
 
 

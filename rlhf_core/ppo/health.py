@@ -172,7 +172,7 @@ class HealthMonitor:
         return self.limits.get(name) if kind == "limit" else self._start(name or check.metric)
 
     def _start(self, metric: str) -> float | None:
-        """Mean of the first values; None until there are enough, so that nothing is compared with noise."""
+        """Mean of the first values; None until there are enough to compare with."""
         values = self.start.get(metric, [])
         return sum(values) / len(values) if len(values) == START_OBSERVATIONS else None
 

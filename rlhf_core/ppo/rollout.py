@@ -71,14 +71,6 @@ class TrainingPrompts:
         streams = range(iteration * len(rows), (iteration + 1) * len(rows))
         return PromptBatch([list(self.ids[row]) for row in rows], streams, seed)
 
-    def require_room(self, max_new_tokens: int, positions: int | None) -> None:
-        """Check that prompts and replies fit the model, because they are never cut.
-
-        Raises:
-            DataError: The longest prompt and reply exceed the model's positions.
-        """
-        require_room(self.ids, max_new_tokens, positions)
-
 
 def require_room(
     prompts: Sequence[Sequence[int]], max_new_tokens: int, positions: int | None, name: str = "max_new_tokens"
@@ -113,7 +105,8 @@ def score_rollout(
     """
     experience = predict_tokens(pair, reference, rollout, exact_kl)
     precision = matmul_precision(pair.policy)
-    require_agreement(sampler_agreement(experience, precision), precision)
+    columns = experience.sampler_logprobs, experience.policy_logprobs, experience.response_mask
+    require_agreement(logprob_differences(*columns, precision), precision)
     return experience
 
 
@@ -158,8 +151,8 @@ def _predict_part(
     )
 
 
-def sampler_agreement(experience: Experience, precision: Precision) -> dict[str, float]:
-    """By how much the sampler's log-probabilities of sampled tokens differ from the trainer's, before any update.
+def logprob_differences(sampler: Tensor, trainer: Tensor, mask: Tensor, precision: Precision) -> dict[str, float]:
+    """By how much the sampler's log-probabilities of sampled tokens differ from the trainer's before any update.
 
     Both compute the log-probability of every sampled token with the same weights, the sampler token by token with a
     key-value cache, the trainer in one pass. Beyond rounding they must agree, or PPO's ratios are wrong from the first
@@ -172,13 +165,6 @@ def sampler_agreement(experience: Experience, precision: Precision) -> dict[str,
         ``RoundingLimits.token``; ``…_growth``, the mean of the later half of each reply minus that of the earlier half,
         0 in a rollout of too few tokens to compare them; ``sampler_gap``, the largest difference.
     """
-    return logprob_differences(
-        experience.sampler_logprobs, experience.policy_logprobs, experience.response_mask, precision
-    )
-
-
-def logprob_differences(sampler: Tensor, trainer: Tensor, mask: Tensor, precision: Precision) -> dict[str, float]:
-    """:func:`sampler_agreement` of log-probabilities (B, T) at response tokens."""
     if not bool(mask.any()):
         return dict.fromkeys((*(f"{DIFFERENCE}_{what}" for what in ("mean", "share", "growth")), "sampler_gap"), 0.0)
     difference = (sampler - trainer).double().abs().masked_fill(~mask, 0.0)
@@ -251,7 +237,7 @@ def rollout_metrics(
     if with_critic:
         metrics["explained_variance"] = explained_variance(experience.values, experience.monte_carlo_returns, mask)
     metrics["first_ratio"] = initial_ratio(experience)
-    metrics |= sampler_agreement(experience, precision)
+    metrics |= logprob_differences(experience.sampler_logprobs, experience.policy_logprobs, mask, precision)
     if referee_rewards is not None:
         metrics["referee_mean"] = float(referee_rewards.double().mean())
         metrics["reward_referee_correlation"] = rank_correlation(_numpy(rewards), _numpy(referee_rewards))

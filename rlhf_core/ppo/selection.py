@@ -112,16 +112,9 @@ class CheckpointSelector:
     ) -> None:
         """Measure the policy if it is due, unless steps kept being non-finite, and add to the record.
 
-        Args:
-            record: The iteration.
-            pair: Holds the policy.
-            frozen: The models that measure it.
-            checkpoints: Of the run; the best weights are written with the next of them.
-            samples: Takes sample replies.
-            last: Whether the run ends with this iteration.
+        The best weights are written with the next checkpoint; ``last`` says that the run ends with this iteration.
         """
-        due = last or record.iteration % self.config.every == 0
-        if not due or record.paused is not None:
+        if record.paused is not None or not (last or record.iteration % self.config.every == 0):
             return
         started = time.perf_counter()
         with frozen.on_device(), pair.engines["policy"].gathered_parameters():

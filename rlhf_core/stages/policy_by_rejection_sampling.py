@@ -16,7 +16,7 @@ from rlhf_core.fingerprint import tracked_files
 from rlhf_core.models.adapters import PeftAdapter, add_adapters, merge_adapters, peft_adapter
 from rlhf_core.models.starting.base import load_policy, save_policy
 from rlhf_core.ppo.rejection_sampling import BestReplies, RejectionSampler
-from rlhf_core.ppo.rollout import TrainingPrompts
+from rlhf_core.ppo.rollout import TrainingPrompts, require_room
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.policy import POLICY_OUTPUTS, read_training_prompts
 from rlhf_core.stages.runtime.contract import Paths, Stage
@@ -41,7 +41,7 @@ def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunCo
     settings = config.policy.rejection_sampling
     policy, tokenizer = load_policy(inputs.sft)
     prompts = read_training_prompts(inputs.clean, tokenizer, context.tokens)
-    prompts.require_room(config.max_new_tokens, getattr(policy.config, "max_position_embeddings", None))
+    require_room(prompts.ids, config.max_new_tokens, getattr(policy.config, "max_position_embeddings", None))
     best = sample_best(config, inputs, policy, tokenizer, prompts, context)
     examples = [Example(prompts.ids[row], reply) for row, reply in zip(best.prompts, best.replies, strict=True)]
     policy, result, adapter = fine_tune_on(examples, policy, pad_id(tokenizer), config, context)

@@ -35,10 +35,7 @@ def run_side_by_side(*tasks: Callable[[], Any], models: Iterable[object]) -> lis
     """
     workers = min(idle_workers(), len(tasks))
     if workers < 2 or not all(_small_and_stateless(model) for model in models):
-        results = []
-        for task in tasks:
-            results.append(task())
-        return results
+        return [task() for task in tasks]
     with ThreadPoolExecutor(workers, thread_name_prefix="model") as pool:
         futures = [pool.submit(task) for task in tasks]
     return [future.result() for future in futures]
@@ -56,13 +53,9 @@ def _small_and_stateless(model: object) -> bool:
 
     Adapters on a shared base are switched on and off around a pass, and dropout draws from one generator.
     """
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module) or sum(p.numel() for p in model.parameters()) > MAX_PARAMETERS:
         return False
-    if sum(parameter.numel() for parameter in model.parameters()) > MAX_PARAMETERS:
-        return False
-    return not any(_keeps_state(module) for module in model.modules())
-
-
-def _keeps_state(module: Any) -> bool:
-    dropout = isinstance(module, nn.Dropout) and module.training and module.p > 0
-    return dropout or hasattr(module, "active_adapter")
+    return not any(
+        hasattr(module, "active_adapter") or (isinstance(module, nn.Dropout) and module.training and module.p > 0)
+        for module in model.modules()
+    )

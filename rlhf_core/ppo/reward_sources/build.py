@@ -111,11 +111,18 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
             return RewardModelSource(reward_model_fn(own, context.micro_batch_size, context.micro_batch_tokens))
         return RewardModelSource(_reward_fn(_reward_model(source.path, who, context), context))
     if isinstance(source, EnsembleSource):
-        return _ensemble(source, who, context)
+        models = [_reward_model(path, who, context) for path in source.paths]
+        clean, tokenizer = context.clean, context.tokenizer
+        origins = [reward_origin(model, clean, tokenizer) if source.center else 0.0 for model in models]
+        return EnsembleRewards([_reward_fn(model, context) for model in models], origins, source.k)
     if isinstance(source, ClassifierSource):
         from rlhf_core.ppo.reward_sources.classifier import load_classifier
 
-        folder = _model_source(source.model, who, context.workspace)
+        folder: str | Path = context.workspace / Path(source.model).expanduser()
+        if not Path(folder).is_dir() and not is_local(source.model):
+            folder = source.model  # maybe a hub id
+        elif Path(folder).resolve() != (context.workspace / OWN_MODEL).resolve():
+            _refuse_own(Path(folder), who, context.workspace)
         classifier = load_classifier(folder, source, context.device, who)
         context.frozen.place_whole(classifier.model)
         return RankShared(classifier)
@@ -140,45 +147,26 @@ def probe(context: SourceContext) -> Tokens:
     return Tokens(tokens.to(context.device), attention.to(context.device), reply_mask.bool().to(context.device))
 
 
-def _ensemble(source: EnsembleSource, who: str, context: SourceContext) -> EnsembleRewards:
-    models = [_reward_model(path, who, context) for path in source.paths]
-    origins = [reward_origin(model, context.clean, context.tokenizer) if source.center else 0.0 for model in models]
-    return EnsembleRewards([_reward_fn(model, context) for model in models], origins, source.k)
-
-
 def _reward_fn(model: ScalarModel, context: SourceContext) -> RewardFn:
     return reward_model_fn(context.frozen.place(model), context.micro_batch_size, context.micro_batch_tokens)
 
 
 def _reward_model(path: str, who: str, context: SourceContext) -> ScalarModel:
     """Load a frozen reward model that reads the policy's tokens."""
-    folder = _folder(path, context.workspace)
-    if not _is_own(path, context):
+    folder, is_own = context.workspace / Path(path).expanduser(), _is_own(path, context)
+    if not is_own:
         _refuse_own(folder, who, context.workspace)
         require_openable(folder, auto_class=AutoModelForSequenceClassification)
     model = ScalarModel.load(folder)
-    if not _is_own(path, context):
+    if not is_own:
         require_same_tokens(folder, context.tokenizer)
     return model.eval().requires_grad_(False).to(context.device)
 
 
-def _model_source(model: str, who: str, workspace: Path) -> str | Path:
-    """The folder of the workspace where there is one, else what may be a hub id."""
-    folder = _folder(model, workspace)
-    if not folder.is_dir() and not is_local(model):
-        return model
-    if folder.resolve() != (workspace / OWN_MODEL).resolve():
-        _refuse_own(folder, who, workspace)
-    return folder
-
-
 def _is_own(path: str, context: SourceContext) -> bool:
     """Whether ``path`` is the reward model that was trained for this policy, which its usual name stands for."""
-    return path == OWN_MODEL or _folder(path, context.workspace).resolve() == context.reward.resolve()
-
-
-def _folder(path: str, workspace: Path) -> Path:
-    return workspace / Path(path).expanduser()
+    folder = context.workspace / Path(path).expanduser()
+    return path == OWN_MODEL or folder.resolve() == context.reward.resolve()
 
 
 def _refuse_own(folder: Path, who: str, workspace: Path) -> None:

@@ -12,7 +12,7 @@ from unit.ppo.tiny import Tiny, make_config, make_tiny, make_trainer
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.precision import use_float32_unembedding
-from rlhf_core.ppo.rollout import predict_tokens, require_agreement, sampler_agreement
+from rlhf_core.ppo.rollout import logprob_differences, predict_tokens, require_agreement
 from rlhf_core.sampling.agreement import LIMITS
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
@@ -47,7 +47,7 @@ def test_a_wrong_weight_is_noticed_in_bfloat16(factor: float) -> None:
     with torch.no_grad():
         tiny.policy.model.layers[1].mlp.down_proj.weight.mul_(factor)
     scored = predict_tokens(tiny.untrained_pair(sampling), tiny.reference, rollout)
-    agreement = sampler_agreement(scored, "bfloat16")
+    agreement = logprob_differences(scored.sampler_logprobs, scored.policy_logprobs, scored.response_mask, "bfloat16")
     if factor == 1.0:
         require_agreement(agreement, "bfloat16")
     else:

@@ -23,7 +23,7 @@ from rlhf_core.data.schema import PretrainText, write_rows
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.models.heads import Pooling, ScalarModel
 from rlhf_core.models.starting.base import load_tokenizer
-from rlhf_core.ppo.rollout import TrainingPrompts
+from rlhf_core.ppo.rollout import require_room
 from rlhf_core.ppo.update import PtxData
 from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.runtime.contract import Paths
@@ -186,9 +186,9 @@ def test_texts_over_the_models_positions_are_left_out_or_refused_never_cut(works
     )
     with pytest.raises(DataError, match="no text for the ptx loss"):
         ptx_of(config, clean, tokenizer, 1)
-    TrainingPrompts([], [[1] * 20]).require_room(10, 30)
+    require_room([[1] * 20], 10, 30)
     with pytest.raises(DataError, match=r"longest prompt \(21 tokens\)"):
-        TrainingPrompts([], [[1], [1] * 21]).require_room(10, 30)
+        require_room([[1], [1] * 21], 10, 30)
 
 
 def test_ptx_draws_from_demonstrations_and_plain_texts_alike(workspace: Path, tmp_path: Path) -> None:
