@@ -59,7 +59,14 @@ class MicroBatchLimits:
         # One copy to the device for all of them: the host waits for each.
         together = torch.tensor([row for rows, _ in shards for row in rows], dtype=torch.long).to(batch.tokens.device)
         for (rows, weight), index in zip(shards, together.split([len(rows) for rows, _ in shards]), strict=True):
-            yield MicroBatch(index, self._part(batch, index, rows, prompts, replies), weight)
+            own_prompts, own_replies = [prompts[row] for row in rows], [replies[row] for row in rows]
+            reply = max(1, *own_replies)
+            if self.tokens is None:
+                tokens = batch.cut(index, max(1, *own_prompts), reply)
+            else:
+                assert min(own_prompts) > 0, "a prompt without tokens has nothing to predict its reply from"
+                tokens = batch.compact(index, self._width(own_prompts, own_replies), reply, min(own_prompts))
+            yield MicroBatch(index, tokens, weight)
 
     def most_rows(self, width: int) -> int:
         """Sequences of ``width`` tokens that one pass takes, where there are enough of them."""
@@ -95,15 +102,6 @@ class MicroBatchLimits:
         if self.tokens is None:
             return max(*prompts, 1) + max(*replies, 1)
         return max(prompt + max(reply, 1) for prompt, reply in zip(prompts, replies, strict=True))
-
-    def _part(self, batch: Tokens, index: Tensor, rows: list[int], prompts: list[int], replies: list[int]) -> Tokens:
-        prompt, reply = (max(1, *(lengths[row] for row in rows)) for lengths in (prompts, replies))
-        if self.tokens is None:
-            return batch.cut(index, prompt, reply)
-        width = self._width([prompts[row] for row in rows], [replies[row] for row in rows])
-        shortest = min(prompts[row] for row in rows)
-        assert shortest > 0, "a prompt without tokens has nothing to predict its reply from"
-        return batch.compact(index, width, reply, shortest)
 
 
 def filled_parts(lengths: Sequence[int], budget: int, most_rows: int | None = None) -> list[list[int]]:

@@ -53,15 +53,11 @@ class VllmServer:
     would let every user of the machine load weights and call methods of its workers.
 
     Args:
-        python: The Python of an environment that has vLLM.
+        python: The Python of an environment that has vLLM; ``RlhfError`` if it cannot be started.
         arguments: Added to the server's command line.
-        model: The folder of the policy to start with.
-        precision: That of its weights, such as ``bfloat16``.
+        model: The folder of the policy to start with, in ``precision``, such as ``bfloat16``.
         log: Where the server's output goes.
         sleep: Whether it must be able to give its memory back.
-
-    Raises:
-        RlhfError: ``python`` cannot be started.
     """
 
     def __init__(

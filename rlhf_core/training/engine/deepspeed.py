@@ -334,14 +334,12 @@ class DeepSpeedEngine(Engine):
         self.pending = True
 
     def grad_norm(self) -> float:
-        """Not supported, because DeepSpeed clips inside its step."""
         raise ConfigError(
             f"{self.name}: engine deepspeed has no gradient norm common to two models; set ppo.gradient_norm to "
             "separate, or the launch engine to local"
         )
 
     def apply(self, grad_norm: float, scale: float) -> StepResult:
-        """Not supported, like :meth:`grad_norm`."""
         raise ConfigError(f"{self.name}: engine deepspeed cannot scale gradients before its step")
 
     def step(self) -> StepResult:

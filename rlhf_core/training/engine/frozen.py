@@ -43,10 +43,8 @@ class FrozenModels:
         """
         key = folder.resolve()
         if key not in self._scalars:
-            if self.base is not None:
-                self._scalars[key] = self.base.scalar(folder).requires_grad_(False)
-            else:
-                self._scalars[key] = self.place(ScalarModel.load(folder).eval().requires_grad_(False))
+            own = self.base.scalar(folder) if self.base is not None else ScalarModel.load(folder).eval()
+            self._scalars[key] = own.requires_grad_(False) if self.base is not None else self.place(own)
         return self._scalars[key]
 
     def place(self, model: Model) -> Model:
@@ -63,14 +61,12 @@ class FrozenModels:
             pinned: dict[Tensor, Tensor] = {}
             for module in model.modules():
                 own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-                for places in own:
-                    for name, tensor in places.items():
-                        if tensor is None:
-                            continue
-                        if tensor not in pinned:
-                            pinned[tensor] = _like(tensor, _pinned(tensor.detach())) if pin else tensor
-                        places[name] = pinned[tensor]
-                        self.waiting.append((places, name, pinned[tensor]))
+                for places, name in ((each, name) for each in own for name in each if each[name] is not None):
+                    tensor = places[name]
+                    if tensor not in pinned:
+                        pinned[tensor] = _like(tensor, _pinned(tensor.detach())) if pin else tensor
+                    places[name] = pinned[tensor]
+                    self.waiting.append((places, name, pinned[tensor]))
         return model
 
     @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +46,16 @@ def zero_config(launch: LaunchConfig, dtype: torch.dtype, max_grad_norm: float |
         ConfigError: The file sets what the engine owns or what its stage cannot do, or the stage cannot train
             ``dtype``.
     """
-    given = _from_file(launch.deepspeed, folder) if launch.deepspeed is not None else _from_settings(launch)
-    config = copy.deepcopy(given)
-    stage = int(config.setdefault("zero_optimization", {}).setdefault("stage", 0))
-    if dtype == torch.bfloat16 and stage == 0:
+    if launch.deepspeed is not None:
+        config = _from_file(folder / launch.deepspeed)
+    else:
+        config = {"zero_optimization": {"stage": 2 if launch.zero is None else launch.zero, **_offloaded(launch)}}
+    zero = config.setdefault("zero_optimization", {})
+    stage, low = int(zero.setdefault("stage", 0)), dtype == torch.bfloat16
+    if low and stage == 0:
         raise ConfigError("zero 0 keeps no float32 master weights for a bfloat16 model; use zero 1, 2 or 3")
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"engine deepspeed trains float32 and bfloat16 models, not {dtype}; see base.dtype")
-    zero = config["zero_optimization"]
     if stage < 2 and zero.get("overlap_comm"):
         raise ConfigError(
             f"{launch.deepspeed} sets overlap_comm with ZeRO stage {stage}, which reduces gradients once, after the "
@@ -68,37 +69,29 @@ def zero_config(launch: LaunchConfig, dtype: torch.dtype, max_grad_norm: float |
         # Losses are already divided by the totals of the step, and the trainer decides when it ends.
         "managed_gradient_accumulation": False,
         "gradient_clipping": max_grad_norm if max_grad_norm is not None and stage > 0 else 0.0,
-        "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},
+        "bf16": {"enabled": low, "check_grad_overflow": True},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        **({"data_types": {"grad_accum_dtype": "fp32"}} if dtype == torch.bfloat16 else {}),
+        **({"data_types": {"grad_accum_dtype": "fp32"}} if low else {}),
     }
 
 
 def frozen_config(launch: LaunchConfig, dtype: torch.dtype) -> dict[str, Any]:
     """DeepSpeed's configuration for a frozen model: weights sharded, and offloaded where parameters are."""
-    zero: dict[str, Any] = {"stage": 3}
-    if launch.offload == "parameters":
-        zero["offload_param"] = {"device": "cpu"}
+    offloaded = {name: place for name, place in _offloaded(launch).items() if name == "offload_param"}
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": zero,
+        "zero_optimization": {"stage": 3, **offloaded},
         "bf16": {"enabled": dtype == torch.bfloat16},
     }
 
 
-def _from_settings(launch: LaunchConfig) -> dict[str, Any]:
-    stage = 2 if launch.zero is None else launch.zero
-    zero: dict[str, Any] = {"stage": stage}
-    if launch.offload in ("optimizer", "parameters"):
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if launch.offload == "parameters":
-        zero["offload_param"] = {"device": "cpu"}
-    return {"zero_optimization": zero}
+def _offloaded(launch: LaunchConfig) -> dict[str, Any]:
+    names = {"optimizer": ["offload_optimizer"], "parameters": ["offload_optimizer", "offload_param"]}
+    return {name: {"device": "cpu"} for name in names.get(launch.offload or "", [])}
 
 
-def _from_file(name: str, folder: Path) -> dict[str, Any]:
-    path = folder / name
+def _from_file(path: Path) -> dict[str, Any]:
     config = read_json(path)
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a JSON object")

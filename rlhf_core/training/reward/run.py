@@ -72,11 +72,9 @@ class TrainedScalar:
 
     def save(self, path: Path) -> None:
         """Write the model's folder, with its adapters where only those were trained."""
-        if self.adapters is None:
-            self.model.save(path, self.tokenizer)
-            return
-        settings, tensors = self.adapters.settings(), self.adapters.tensors
-        self.model.save(path, self.tokenizer, {shared_base.SETTINGS: settings}, {shared_base.TENSORS: tensors})
+        own = self.adapters
+        json_files = {} if own is None else {shared_base.SETTINGS: own.settings()}
+        self.model.save(path, self.tokenizer, json_files, {} if own is None else {shared_base.TENSORS: own.tensors})
 
 
 def read_split(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int, tokens: Path | None = None) -> Split:
