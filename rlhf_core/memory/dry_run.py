@@ -33,9 +33,8 @@ from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import quiet
 from rlhf_core.models.own_files import attention_of
 from rlhf_core.models.precision import use_float32_unembedding
-from rlhf_core.training.engine.base import build_adamw
+from rlhf_core.training.engine.base import MasterWeights, build_adamw
 from rlhf_core.training.engine.factory import recomputing
-from rlhf_core.training.engine.local import MasterWeights
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from rlhf_core.memory.sharding import parallel_layout, trained_footprint
 from rlhf_core.models.forward import changes_logits
 from rlhf_core.ppo.rejection_sampling import PROMPTS_AT_ONCE
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
-from rlhf_core.sampling.micro_batches import MicroBatchLimits
+from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.training.dpo import scoring_rows
 from rlhf_core.training.reward.first_fits import FEATURE_ROWS, FEATURE_TOKENS
 from rlhf_core.training.reward.trainer import SCORING_ROWS, SCORING_TOKENS

@@ -21,8 +21,8 @@ from rlhf_core.models.heads import ActorCritic, ScalarModel
 from rlhf_core.ppo.experience import Experience, MicroExperience
 from rlhf_core.ppo.losses import ValueObjective, step_totals
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.micro_batches import MicroBatchLimits
 from rlhf_core.sampling.token_scoring import (
+    MicroBatchLimits,
     Tokens,
     TokenScorer,
     logits_and_values,

@@ -16,8 +16,7 @@ from torch import Tensor
 from rlhf_core.data.batches import epoch_order
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.sampling.generation import Rollout
-from rlhf_core.sampling.micro_batches import MicroBatchLimits
-from rlhf_core.sampling.token_scoring import Tokens
+from rlhf_core.sampling.token_scoring import MicroBatchLimits, Tokens
 
 
 @dataclass(frozen=True)

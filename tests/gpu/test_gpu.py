@@ -18,9 +18,8 @@ from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.starting.base import new_model, train_tokenizer
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
-from rlhf_core.sampling.micro_batches import MicroBatchLimits
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
-from rlhf_core.sampling.token_scoring import Tokens, response_logits, response_values
+from rlhf_core.sampling.token_scoring import MicroBatchLimits, Tokens, response_logits, response_values
 
 pytestmark = pytest.mark.gpu
 

@@ -25,8 +25,7 @@ from rlhf_core.models.heads import ReplyScorer
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.user_function import describe_failure
-from rlhf_core.sampling.micro_batches import MicroBatchLimits
-from rlhf_core.sampling.token_scoring import Tokens
+from rlhf_core.sampling.token_scoring import MicroBatchLimits, Tokens
 from rlhf_core.training.side_by_side import run_side_by_side
 
 LARGEST = torch.finfo(torch.float32).max

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.runtime import distributed
-from rlhf_core.training.engine.base import Engine
-from rlhf_core.training.engine.local import LocalEngine
+from rlhf_core.training.engine.base import Engine, LocalEngine
 from rlhf_core.training.run_context import RunContext
 
 

@@ -15,8 +15,14 @@ from unit.ppo.tiny import accumulate_gradients, collect, make_config, make_learn
 from rlhf_core.ppo.reward_sources.source import reward_model_fn
 from rlhf_core.ppo.update import measure_minibatch
 from rlhf_core.runtime import distributed
-from rlhf_core.sampling.micro_batches import MOST_PADDING, MicroBatchLimits, divide_for_ranks, filled_parts
-from rlhf_core.sampling.token_scoring import Tokens, response_logits
+from rlhf_core.sampling.token_scoring import (
+    MOST_PADDING,
+    MicroBatchLimits,
+    Tokens,
+    divide_for_ranks,
+    filled_parts,
+    response_logits,
+)
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20)
 
