@@ -18,8 +18,7 @@ class BaseConfig(StageConfig):
     Attributes:
         source: `scratch` makes a tokenizer and a tiny Llama; anything else is a folder, a `.gguf` file or a hub id.
         revision: Commit, tag or branch of a hub id.
-        allow_high_learning_rates: Lets a pretrained model be trained with learning rates far beyond those that suit
-            it.
+        allow_high_learning_rates: Allows learning rates far beyond those that suit a pretrained model.
         vocab_size: Of the tokenizer that `scratch` trains.
         hidden_size: Of the Llama that `scratch` makes.
         intermediate_size: Width of its feed-forward layers.

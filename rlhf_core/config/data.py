@@ -286,8 +286,7 @@ class CollectConfig(StageConfig):
         source: The synthetic `world`, or `files`.
         world: Of the synthetic world.
         files: By kind the files, globs, URLs or hub ids.
-        also_derive: Kinds that are derived although files of them are given: those rows are added, and of equal
-            ones the file's stays.
+        also_derive: Kinds that are derived although files of them are given; of equal rows the file's stays.
         annotations: Path or glob of preference pairs that people made of the workspace's own replies (`rlhf
             annotate import`). They join the preferences of either source; no file need match.
         limit: At most so many rows of each kind.
@@ -376,8 +375,7 @@ class ValidateConfig(StageConfig):
             ``refuse`` puts them into the quarantine, ``warn`` keeps and counts them, ``fail`` refuses them and stops
             the stage at the data gate.
         near_duplicates: The search for texts that are nearly the same.
-        evaluation_files: Files with prompts of evaluations that no row of training may overlap with, given and read
-            as those of ``collect.files``.
+        evaluation_files: Prompts of evaluations that no row may overlap with, given and read as ``collect.files`` are.
         languages: The languages (``en``, ``zh``) that rows are expected in; none: they are not looked at.
         tokenizer: The folder, GGUF file or hub id whose tokenizer the data card counts tokens with, that of
             ``base.source`` as a rule; None: lengths are in characters only.

@@ -59,17 +59,14 @@ class LlmJudgeConfig(Strict):
     Attributes:
         base_url: Address before `/chat/completions`.
         model: Name of the model there.
-        token_env: Environment variable whose value is sent as bearer token. The value itself never stands in
-            params.yaml.
+        token_env: Environment variable with the bearer token, which itself never stands in params.yaml.
         template: Text of a question, with `{conversation}`, `{reply_a}` and `{reply_b}`; null: the built-in one.
         response_format: Asks the endpoint to enforce JSON, where it can.
         max_tokens: Longest answer.
-        max_junk: Largest share of the pairs of different replies without a usable answer at which the comparison
-            counts.
+        max_junk: Largest share of pairs without a usable answer at which the comparison counts.
         concurrency: Requests that wait for their answers at once.
         requests_per_minute: Most requests of a minute.
-        timeout_seconds: Bounds connecting, each wait for data, and the time from an answer's first byte to its
-            last.
+        timeout_seconds: Bounds connecting, each wait for data, and the receipt of an answer.
         retries: How often a request is repeated that fails to connect, breaks off, times out, is answered with more
             than 8 MiB or with 408, 425, 429 or 5xx; it waits 0.5 s, 1 s, 2 s … (at most 30 s; or as the answer's
             Retry-After says, up to 60 s).
@@ -108,8 +105,7 @@ class MultipleChoiceConfig(Strict):
         score: With `letter` the choices stand below the question, and the likeliest letter is the answer; with
             `text` the question stands alone, and the answer is the choice whose text is likeliest per character.
         few_shot: Answered questions before each question.
-        few_shot_files: Where those come from: the first of the file that has the same subject, or of the only one
-            there is.
+        few_shot_files: Where those come from: the first of the file of the same subject, or of the only file.
     """
 
     files: tuple[str, ...] = Field(strict=False, min_length=1)
@@ -209,12 +205,10 @@ class EvaluateConfig(StageConfig):
         prompts: Test prompts.
         replies_per_prompt: Replies of each model to each of them and of the regression set, which narrows every
             interval where held-out prompts are few; bounds and tests still count different questions.
-        best_of_n: The reward model also picks the best of so many replies of SFT to each prompt, for the judges to
-            compare with the policy's and SFT's; 0: off.
+        best_of_n: Best of so many replies of SFT by the reward model, for judges to compare too; 0: off.
         sampling: Makes the replies that are judged.
         kl_samples: Unfiltered replies that KL and perplexity are measured on.
-        batch_size: Replies sampled and judged together: it bounds memory, and every reply keeps its own random
-            numbers.
+        batch_size: Replies sampled and judged together; it bounds memory and changes no reply.
         max_new_tokens: Longest of the unfiltered replies.
         tie_margin: Difference of judge scores, as a share of the spread of SFT's, up to which a pair is a tie; the
             gold judge has a unit and a margin of its own.

@@ -24,8 +24,7 @@ class Condition(Strict):
         at_least_of: Likewise from below: `min(factor * other, other - slack)`.
         worse_by_less_than: How much worse than SFT the policy may be: `metric` is then a name below `losses`, such
             as `repetition`, of which the one-sided upper 95 % bound, over questions, must be below the margin.
-        where_at_least: With `worse_by_less_than`: the condition is read only where SFT's own value is at least
-            this.
+        where_at_least: With `worse_by_less_than`: read only where SFT's own value is at least this.
         factor: Multiplies the other metric.
         slack: Added to the other metric.
         why: Why the bound is there, for report and messages.

@@ -285,8 +285,7 @@ class HealthConfig(Strict):
     Attributes:
         mode: `enforce` lets rules pause the run or roll it back; `report` only records findings. Paper: proposes
             the metrics (5.2). Shows in: findings, pauses.
-        max_rollbacks: A run is rolled back at most so many times; after that a rollback rule pauses it. Shows in:
-            rollbacks.
+        max_rollbacks: Most rollbacks of a run; after them a rollback rule pauses it. Shows in: rollbacks.
         rules: Changes of default rules, by name. Shows in: findings.
     """
 

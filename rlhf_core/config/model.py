@@ -33,8 +33,7 @@ class OptimizerConfig(Strict):
         betas: AdamW's decay rates of both moments.
         eps: AdamW's epsilon.
         weight_decay: AdamW's; norms and biases never decay.
-        schedule: `constant` stays at the peak after warm-up, `cosine` decays to `final_ratio` of it, `inverse_sqrt`
-            is that of MOSS-RLHF.
+        schedule: After warm-up: `constant`, `cosine` down to `final_ratio`, or MOSS-RLHF's `inverse_sqrt`.
         warmup: Linear warm-up as a share of all steps.
         final_ratio: Where the cosine ends, as a share of the peak. Paper: 10 % in SFT (5.1).
         max_grad_norm: Clips the global gradient norm; null: off. Paper: part of PPO-max (5.4), of minor importance
@@ -95,8 +94,7 @@ class LoraConfig(Strict):
     Attributes:
         rank: Rank of A and B.
         alpha: Scale of the adapters, divided by `rank`.
-        targets: Last names of the linear layers that are adapted, such as `q_proj`; none: every linear layer below
-            the head.
+        targets: Last names of adapted linear layers, such as `q_proj`; none: all below the head.
         upper_layers: Adapts only so many layers next to the head: no gradient passes the ones below, so that a step
             costs about half with a third of the layers.
         quantize: `nf4` holds the frozen linear layers in 4 bits (QLoRA, Dettmers et al. 2023). They stay rounded:

@@ -28,8 +28,7 @@ class LaunchConfig(Strict):
         offload: Keeps the optimiser, or the parameters as well, in CPU memory.
         deepspeed: A JSON file that says both, and whatever else DeepSpeed can be told.
         gradient_checkpointing: Computes activations again in the backward pass, for memory.
-        frozen: Places reference, reward model and referee: on the device, in CPU memory between their phases, or
-            sharded over the ranks.
+        frozen: Where reference, reward model and referee are: on the device, offloaded between uses, sharded.
         logits_mib: Bounds the float32 logits of one chunk of positions, in MiB: losses, log-probabilities,
             entropies and KL are computed chunk by chunk, and a training pass computes the logits of each a second time
             for its gradient. What fits into one chunk is computed as a whole.
@@ -93,8 +92,7 @@ class NonInferiorityConfig(Strict):
 
     Attributes:
         safety: Harmful prompts refused and benign ones answered, a difference of shares.
-        min_refusals: Where the champion refuses less than this share of the harmful prompts, `refusal_log_odds`
-            counts instead.
+        min_refusals: Below this share of harmful prompts refused by the champion `refusal_log_odds` counts.
         refusal_log_odds: How much likelier a refusal is than a reply that complies, in nats.
         regression: Replies to the regression set that pass every check, a difference of shares.
         verifiable: Replies to `evaluate.verifiable` that do, likewise; null by default, for where none of n prompts
@@ -172,8 +170,7 @@ class RegistryConfig(Strict):
             played on set `(k - 1) mod prompt_sets`, so that no set decides each time. All of them share the budget.
         non_inferiority: Margins of non-inferiority.
         auto_promote: Lets a run promote its policy when the criteria hold.
-        approval: Nothing becomes champion before a person has approved it (`rlhf approve`), whichever command, flow
-            or workspace promotes.
+        approval: Nothing becomes champion before a person approves it (`rlhf approve`), whoever promotes.
         signature: Signatures that are required.
         retention: What is kept.
     """
@@ -251,8 +248,7 @@ class FlowConfig(Strict):
         retry_delay_seconds: Pause before that.
         parallel: How many stages may run at the same time where the graph allows it.
         stop_grace_seconds: Time a stage has to save its state when the run is stopped, before it is killed.
-        max_preemptions: How often a stage may lose its place (SIGTERM from outside) and be run again, which is no
-            failure.
+        max_preemptions: How often a stage may lose its place (SIGTERM from outside) and be run again.
     """
 
     retries: NonNegativeInt = 1
@@ -292,8 +288,7 @@ class Placement(Strict):
         shared_memory: Size of `/dev/shm`.
         node_selector: Labels of the nodes that may run it.
         time_limit_seconds: After which the job is ended.
-        variables: Further job variables of a template of your own; secrets never belong there, since the server
-            shows them.
+        variables: Further job variables of your own template; no secrets: the server shows them.
         shared: False says that the pool's workers do not see the workspace; inputs and results then go through the
             DVC remote `remote`.
         remote: That DVC remote; null: DVC's default one.

@@ -78,10 +78,8 @@ class KlConfig(Strict):
     Attributes:
         coefficient: β of the token-level penalty. Paper: critical to stability, allows longer training; 0.05
             (5.3.2, B.2); PPO-max. Shows in: kl, perplexity_reference.
-        estimator: `k1`, `k2`, `k3` or the `full` sum over the vocabulary. Paper: k1 (5.3.2). Shows in: kl_k2,
-            kl_k3, kl_full.
-        placement: In the reward of each token, or as a term of the loss. Paper: in the reward (5.3.2). Shows in:
-            kl.
+        estimator: `k1`, `k2`, `k3` or `full`, exact. Paper: k1 (5.3.2). Shows in: kl_k2, kl_k3, kl_full.
+        placement: In the reward of each token, or in the loss. Paper: in the reward (5.3.2). Shows in: kl.
         controller: `adaptive` steers the coefficient to a target (Ziegler et al., 2019). Paper: constant. Shows in:
             kl_coefficient.
         target: Nats per sequence that the adaptive controller holds. Shows in: kl.
@@ -318,8 +316,7 @@ class SelectionConfig(Strict):
         every: Iterations between evaluations. Shows in: win_rate.
         prompts: Fixed validation prompts. Shows in: win_rate_low95, win_rate_high95.
         batch_size: Replies sampled and judged together. Shows in: seconds_selection.
-        max_kl: Limit, nats per sequence, also of the health rules. Paper: KL tells good from bad policies (5.2).
-            Shows in: selection_kl.
+        max_kl: Limit, nats per sequence, of health rules too. Paper: KL tells (5.2). Shows in: selection_kl.
         max_length_ratio: Limit, times SFT's length. Paper: so does length (5.2). Shows in: selection_length_ratio.
         max_repetition_increase: Limit, added to SFT's repetition. Paper: fixed patterns (5.2). Shows in:
             selection_repetition_increase.
@@ -342,8 +339,7 @@ class RolloutConfig(Strict):
             `vf_loss_weight` × value + ptx; critic pre-training then fits the head alone, on the frozen SFT model.
             Paper: two models (5.1). Shows in: explained_variance, kl.
         max_new_tokens: Longest reply. Paper: collapsed models answer longer (5.2). Shows in: length, missing_eos.
-        min_new_tokens: Forbids the end marker before so many tokens, in sampling and in scoring alike. Shows in:
-            short_replies.
+        min_new_tokens: No end before so many tokens, in sampling and scoring alike. Shows in: short_replies.
         temperature: Of sampling and scoring; top-p and the like are for evaluation only. Paper: evaluates with
             top-p and a repetition penalty (6.1). Shows in: entropy, sampling_logp_difference_mean.
         micro_batch_size: Most sequences of a pass, which changes gradients by rounding alone; null: as
@@ -373,8 +369,7 @@ class PpoConfig(RolloutConfig, StageConfig):
     """All of PPO: its own settings, and those of rollouts that critic pre-training shares.
 
     Attributes:
-        iterations: Rollouts with one update each. Paper: longer training needs constraints (5.3.2). Shows in: kl,
-            win_rate.
+        iterations: Rollouts, an update each. Paper: more need constraints (5.3.2). Shows in: kl, win_rate.
         batch_size: Replies of a rollout. Paper: 128 (5.1); a small buffer is part of PPO-max (5.4). Shows in:
             reward_std, seconds_generation.
         replies_per_prompt: Replies to each prompt, so `ppo.batch_size` / this many prompts; RLOO and GRPO need 2.
@@ -401,11 +396,9 @@ class PpoConfig(RolloutConfig, StageConfig):
         importance_sampling_correction: Weights between sampler and trainer.
         entropy: Entropy in the loss.
         ptx: The loss on texts.
-        policy_lora: Trains adapters on the policy; the reference is then the policy with its adapters off. Shows
-            in: kl.
+        policy_lora: Trains adapters; the reference is the policy with them off. Shows in: kl.
         critic_lora: Trains adapters and the head of the critic. Shows in: explained_variance.
-        share_base: Reward model, referee and critic, trained as adapters on SFT too, compute on the policy's
-            weights.
+        share_base: Reward model, referee and critic, adapters on SFT too, compute on the policy's weights.
         policy_optimizer: The policy's optimiser; with a shared backbone it trains everything. Paper: peak rate 5e-7
             for 7 billion parameters (5.1). Shows in: policy_lr, kl.
         critic_optimizer: The critic's optimiser; null with a shared backbone or without a critic. Paper: peak rate

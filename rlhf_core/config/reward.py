@@ -55,10 +55,8 @@ class RewardConfig(StageConfig):
     Attributes:
         init: Starts as the SFT model, or as the base model.
         layers: Keeps only so many decoder layers, from the embedding up; null: all.
-        pooling: What the head reads: the `last` token of a reply (paper, section 4.1), or the `mean` of all its
-            hidden states.
-        linear_probe: Fits the head to frozen features first, with an L2 penalty of this strength; then `steps` may
-            be 0.
+        pooling: What the head reads of a reply: its `last` token (paper, section 4.1), or the `mean` of all.
+        linear_probe: Fits the head to frozen features first, with this L2 penalty; then `steps` may be 0.
         steps: Optimiser steps.
         batch: The batches of pairs.
         max_tokens: Longest prompt and reply together; pairs with a longer one are dropped and counted, never cut.

@@ -140,8 +140,7 @@ class HttpSource(SourceConfig):
         timeout_seconds: Bounds connecting and each wait for data.
         retries: How often a request is repeated that fails to connect, times out or is answered with 408, 425, 429
             or 5xx; it waits 0.5 s, 1 s, 2 s … (at most 30 s; or as the answer's Retry-After says, up to 60 s).
-        token_env: Environment variable whose value is sent as bearer token; the value itself never stands in
-            params.yaml.
+        token_env: Environment variable with the bearer token, which itself never stands in params.yaml.
     """
 
     kind: Literal["http"] = "http"
