@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,8 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 from unit.ppo.tensors import NAN, close, t
-from unit.ppo.tiny import Tiny, collect, make_config, make_tiny, make_trainer
+from unit.ppo.test_trainer import history
+from unit.ppo.tiny import Interrupting, Tiny, collect, make_config, make_tiny, make_trainer
 
 from rlhf_core.config.loading import check_params
 from rlhf_core.config.ppo import AdvantageConfig, PpoConfig
@@ -31,7 +31,6 @@ from rlhf_core.ppo.advantages import (
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.health import HealthMonitor
 from rlhf_core.ppo.rollout import TrainingPrompts
-from rlhf_core.tracking import Tracker
 from rlhf_core.training.run_context import RunContext
 
 RLOO = {"advantage": {"estimator": "rloo"}, "replies_per_prompt": 4}
@@ -147,18 +146,12 @@ def test_learning_rates_of_a_critic_that_is_not_trained_are_not_looked_at() -> N
     check_params(document | {"ppo": document["ppo"] | RLOO})
 
 
-def rows_of(work: Path) -> list[dict[str, Any]]:
-    """The history without its wall-clock fields."""
-    rows = [json.loads(line) for line in (work / "history.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith("seconds_")} for row in rows]
-
-
 @pytest.mark.parametrize("changes", [RLOO, GRPO], ids=["rloo", "grpo"])
 def test_a_run_without_a_critic(tiny: Tiny, tmp_path: Path, changes: dict[str, Any]) -> None:
     before = [parameter.detach().clone() for parameter in tiny.policy.parameters()]
     trainer = make_trainer(tiny, make_config(**changes), tmp_path)
     trainer.run()
-    rows = rows_of(tmp_path)
+    rows = history(tmp_path)
     assert len(rows) == 4 and undocumented(rows) == set()
     of_a_critic = {"explained_variance", "value_loss", "value_clip_fraction", "critic_lr", "critic_grad_norm"}
     assert not of_a_critic & {name for row in rows for name in row}
@@ -176,31 +169,23 @@ def test_groups_that_are_rewarded_alike_are_a_finding() -> None:
     assert [finding.rule for findings in seen for finding in findings] == ["groups_rewarded_alike"]
 
 
-class Interrupting(Tracker):
-    """Ends a run while it records iteration 3."""
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        if step == 3:
-            raise KeyboardInterrupt
-
-
 def test_an_interrupted_run_without_a_critic_ends_as_the_uninterrupted_one(tmp_path: Path) -> None:
     config = make_config(iterations=6, kl={"controller": "adaptive"}, checkpoint={"every": 2}, **RLOO)
     straight, resumed = make_tiny(), make_tiny()
     make_trainer(straight, config, tmp_path / "straight").run()
     work = tmp_path / "killed"
     with pytest.raises(KeyboardInterrupt):
-        make_trainer(make_tiny(), config, work, context=RunContext(work, Interrupting())).run()
+        make_trainer(make_tiny(), config, work, context=RunContext(work, Interrupting(3))).run()
     trainer = make_trainer(resumed, config, work)
     trainer.run()
-    assert rows_of(work) == rows_of(tmp_path / "straight") and trainer.moments.count == 48
+    assert history(work) == history(tmp_path / "straight") and trainer.moments.count == 48
     for one, other in zip(straight.policy.parameters(), resumed.policy.parameters(), strict=True):
         assert torch.equal(one, other)
 
 
 def test_an_early_stop_leaves_no_steps(tiny: Tiny, tmp_path: Path) -> None:
     make_trainer(tiny, make_config(epochs=3, target_kl_early_stop=1e-9, **RLOO), tmp_path).run()
-    rows = rows_of(tmp_path)
+    rows = history(tmp_path)
     assert [row["steps"] for row in rows] == [1] * 4 and all(row["early_stopped"] == 1 for row in rows)
 
 

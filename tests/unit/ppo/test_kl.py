@@ -70,8 +70,9 @@ def test_adaptive_controller() -> None:
     controller.update(60.0, 100)  # clipped to 0.2
     assert controller.value == pytest.approx(0.1 * 1.01 * 1.02)
     before = controller.value
-    controller.update(NAN, 100)
-    assert controller.value == before
+    for kl in (NAN, math.inf, -math.inf):
+        controller.update(kl, 100)
+        assert controller.value == before
 
 
 def test_adaptive_controller_never_turns_negative() -> None:
@@ -81,13 +82,6 @@ def test_adaptive_controller_never_turns_negative() -> None:
     assert controller.value == pytest.approx(0.005)
     controller.update(0.0, 40)  # 1 - 0.2 * 4 = 0.2, above the floor
     assert controller.value == pytest.approx(0.001)
-
-
-@pytest.mark.parametrize("kl", [math.inf, -math.inf, NAN])
-def test_a_kl_that_is_not_finite_leaves_the_coefficient_alone(kl: float) -> None:
-    controller = KlController(KlConfig(coefficient=0.1, controller="adaptive"))
-    controller.update(kl, 100)
-    assert controller.value == 0.1
 
 
 def test_a_horizon_at_which_one_rollout_would_turn_the_coefficient_is_refused_by_its_path() -> None:

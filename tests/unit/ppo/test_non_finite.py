@@ -121,6 +121,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tiny: Tiny, tmp_path: 
     skipped = {engine_name: engine.skipped_steps for engine_name, engine in trainer.learner.pair.engines.items()}
     assert skipped == {engine_name: 2 * (engine_name in place.engines) for engine_name in ("policy", "critic")}
     assert all_finite(trainer)
+    assert trainer.moments.count == (8 if name == "rewards" else 16)
     assert any(finding["rule"] == "steps_skipped" for finding in health_of(trainer).findings)
 
 

@@ -16,6 +16,7 @@ from unit.ppo.tables import PROMPT, HiddenTableLM, RecordingEngine, linear
 from unit.ppo.test_oracle import VOCABULARY, Case, allowed_switches
 from unit.ppo.test_trainer import best, equal, history
 from unit.ppo.tiny import (
+    Interrupting,
     Tiny,
     accumulate_gradients,
     collect,
@@ -35,7 +36,6 @@ from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.losses import entropy_sign
 from rlhf_core.ppo.update import Learner, measure_minibatch
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.tracking import Tracker
 from rlhf_core.training.run_context import RunContext
 
 WEIGHT, HIDDEN = 0.4, 4
@@ -166,14 +166,6 @@ def test_rollout_and_update_run_the_backbone_once_for_both(tiny: Tiny) -> None:
     assert calls == [True, True]  # eight sequences in two micro-batches
 
 
-class Interrupting(Tracker):
-    """Ends the run while it records iteration 5."""
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        if step == 5:
-            raise KeyboardInterrupt
-
-
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     config = make_config(iterations=6, checkpoint={"every": 2}, kl={"controller": "adaptive"}, **SHARED)
     whole, models = make_tiny(), make_tiny()
@@ -181,7 +173,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> No
     straight.run()
     with pytest.raises(KeyboardInterrupt):
         make_trainer(
-            make_tiny(), config, tmp_path / "stopped", context=RunContext(tmp_path / "stopped", Interrupting())
+            make_tiny(), config, tmp_path / "stopped", context=RunContext(tmp_path / "stopped", Interrupting(5))
         ).run()
     resumed = make_trainer(models, config, tmp_path / "stopped")
     resumed.run()

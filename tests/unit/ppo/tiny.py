@@ -29,6 +29,7 @@ from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner, PtxData, gradient_tasks
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
+from rlhf_core.tracking import Tracker
 from rlhf_core.training.device_scalars import totals_of_steps
 from rlhf_core.training.engine import LocalEngine
 from rlhf_core.training.run_context import RunContext
@@ -177,6 +178,17 @@ def make_trainer(
         "referee": reward_model_fn(tiny.reward, None),
     }
     return Trainer(**(parts | changes))
+
+
+class Interrupting(Tracker):
+    """Ends a run while it records a step."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if step == self.at:
+            raise KeyboardInterrupt
 
 
 def selection_of(trainer: Trainer) -> CheckpointSelector:
