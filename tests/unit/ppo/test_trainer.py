@@ -73,44 +73,13 @@ def test_a_run_writes_every_signal(tiny: Tiny, tmp_path: Path) -> None:
     make_trainer(tiny, make_config(), tmp_path).run()
     rows = history(tmp_path)
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
-    wanted = set(
-        [
-            "kl",
-            "reward_mean",
-            "reward_std",
-            "reward_p05",
-            "reward_p95",
-            "reward_treated",
-            "length",
-            "entropy",
-            "perplexity",
-            "perplexity_reference",
-            "value_loss",
-            "explained_variance",
-            "ratio_mean",
-            "ratio_max",
-            "clip_fraction",
-            "value_clip_fraction",
-            "policy_grad_norm",
-            "critic_grad_norm",
-            "missing_eos",
-            "repetition",
-            "distinct_2",
-            "reward_length_correlation",
-            "kl_coefficient",
-            "kl_pull",
-            "ptx_weight",
-            "ptx_loss",
-            "policy_loss",
-            "skipped_steps",
-            "policy_lr",
-            "kl_k2",
-            "kl_k3",
-            "referee_mean",
-            "first_ratio",
-            "sampler_gap",
-        ]
-    )
+    wanted = {
+        "kl", "reward_mean", "reward_std", "reward_p05", "reward_p95", "reward_treated", "length", "entropy",
+        "perplexity", "perplexity_reference", "value_loss", "explained_variance", "ratio_mean", "ratio_max",
+        "clip_fraction", "value_clip_fraction", "policy_grad_norm", "critic_grad_norm", "missing_eos", "repetition",
+        "distinct_2", "reward_length_correlation", "kl_coefficient", "kl_pull", "ptx_weight", "ptx_loss",
+        "policy_loss", "skipped_steps", "policy_lr", "kl_k2", "kl_k3", "referee_mean", "first_ratio", "sampler_gap",
+    }  # fmt: skip
     for row in rows:
         assert {name for name in wanted if row.get(name) is None} == set()
         assert row["first_ratio"] == pytest.approx(1.0)
