@@ -183,15 +183,6 @@ class VllmClient:
         entries = self._complete(prompt, max_tokens=1, temperature=1.0, prompt_logprobs=0)["prompt_logprobs"]
         return [entry[str(token)]["logprob"] for token, entry in zip(prompt[1:], entries[1:], strict=True)]
 
-    def load_weights(self, folder: Path) -> None:
-        """Load the weights in ``folder`` in place of the present ones, and forget what was computed with those."""
-        self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-        self._post("/reset_prefix_cache")
-
-    def label_weights(self, version: str) -> None:
-        """Name the weights that the server has."""
-        self._post("/update_weight_version", {"new_version": version})
-
     def weights_label(self) -> str:
         """The name of the weights that the server has; another one after a restart."""
         try:
@@ -199,14 +190,6 @@ class VllmClient:
             return str(answer.json()["weight_version"])
         except (httpx.RequestError, ValueError, KeyError) as error:
             raise self._failed("/weight_info", f"failed ({type(error).__name__})") from error
-
-    def sleep(self) -> None:
-        """Have the server give its memory back."""
-        self._post("/sleep?level=1")
-
-    def wake_up(self) -> None:
-        """Have the server take its memory again."""
-        self._post("/wake_up")
 
     def _complete(self, prompt: Sequence[int], **settings: Any) -> dict[str, Any]:
         body = {
@@ -220,14 +203,15 @@ class VllmClient:
             "return_tokens_as_token_ids": True,
             **settings,
         }
-        answer = self._post("/v1/completions", body)
+        answer = self.post("/v1/completions", body)
         try:
             choice: dict[str, Any] = answer.json()["choices"][0]
         except (ValueError, KeyError, IndexError) as error:
             raise self._failed("/v1/completions", describe_answer(answer, self.token)) from error
         return choice
 
-    def _post(self, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    def post(self, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        """Ask for ``path``, again where the server does not answer; ``RlhfError`` unless it says that it did."""
         try:
             answer = post_json(self.http, path, body or {}, retries=RETRIES, wait=time.sleep, secret=self.token)
         except RetriesExhausted as error:
@@ -307,7 +291,7 @@ class VllmSampler(Sampler):
         """Check that the server has the weights of the last sync, awake if it sleeps."""
         assert self._client is not None
         if self.config.sleep and distributed.is_rank_zero():
-            self._client.wake_up()
+            self._client.post("/wake_up")
         distributed.any_rank(False)  # all ranks wait for it
         expected = f"{self._name}-{self.version}"
         if (label := self._client.weights_label()) != expected:
@@ -319,7 +303,7 @@ class VllmSampler(Sampler):
         if self.config.sleep:
             distributed.any_rank(False)  # the others may sample still
             if distributed.is_rank_zero():
-                self._client.sleep()
+                self._client.post("/sleep?level=1")
 
     def _draw(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout:
         """Send a request per prompt, all at once."""
@@ -356,11 +340,13 @@ class VllmSampler(Sampler):
             self._client = self._connect(address)
             self._client.wait_until_ready(self.config.start_seconds)
         elif self.config.sleep:
-            self._client.wake_up()
-        self._client.label_weights(f"{self._name}-unverified")
-        self._client.load_weights(self._weights)
+            self._client.post("/wake_up")
+        self._client.post("/update_weight_version", {"new_version": f"{self._name}-unverified"})
+        arguments = {"weights_path": str(self._weights)}
+        self._client.post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
+        self._client.post("/reset_prefix_cache")  # what was computed with the weights before
         self._require_same(policy)
-        self._client.label_weights(f"{self._name}-{version}")
+        self._client.post("/update_weight_version", {"new_version": f"{self._name}-{version}"})
 
     @torch.no_grad()
     def _require_same(self, policy: PreTrainedModel) -> None:

@@ -64,14 +64,15 @@ class StoreLocation:
     def __str__(self) -> str:
         return str(self.fs.unstrip_protocol(self.root))
 
-    def _path(self, name: str) -> str:
+    def path(self, name: str) -> str:
+        """A name on the file system."""
         return posixpath.join(self.root, name)
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Sizes by name of the files directly in ``folder``."""
         self.fs.invalidate_cache()
         try:
-            entries = self.fs.ls(self._path(folder).rstrip("/"), detail=True)
+            entries = self.fs.ls(self.path(folder).rstrip("/"), detail=True)
         except FileNotFoundError:
             return {}
         return {posixpath.basename(e["name"]): int(e["size"]) for e in entries if e["type"] == "file"}
@@ -92,7 +93,7 @@ class StoreLocation:
     @contextlib.contextmanager
     def _replacing(self, name: str) -> Any:
         """Yield the path to write ``name`` to. An object appears when it is complete; a file is renamed then."""
-        path = self._path(name)
+        path = self.path(name)
         protocols = {self.fs.protocol} if isinstance(self.fs.protocol, str) else set(self.fs.protocol)
         if not protocols & WITH_FOLDERS:
             yield path
@@ -107,24 +108,10 @@ class StoreLocation:
                 self.fs.rm_file(part)
             raise
 
-    def get(self, name: str, target: Path) -> None:
-        """Download a file; ``FileNotFoundError`` if there is none."""
-        self.fs.get_file(self._path(name), str(target))
-
-    def read(self, name: str) -> bytes:
-        """Read a small file; ``FileNotFoundError`` if there is none."""
-        content: bytes = self.fs.cat_file(self._path(name))
-        return content
-
     def remove(self, name: str) -> None:
         """Delete one file, if it exists."""
         with contextlib.suppress(FileNotFoundError):
-            self.fs.rm_file(self._path(name))
-
-    def remove_all(self) -> None:
-        """Delete the folder and everything in it."""
-        with contextlib.suppress(FileNotFoundError):
-            self.fs.rm(self.root, recursive=True)
+            self.fs.rm_file(self.path(name))
 
 
 @dataclass
@@ -232,7 +219,7 @@ class CheckpointStore:
         target = building / name
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self.location.get(f"{FILES}/{entry['sha256']}", target)
+            self.location.fs.get_file(self.location.path(f"{FILES}/{entry['sha256']}"), str(target))
         except FileNotFoundError as error:
             raise CheckpointError(f"the checkpoint in {self.location} is incomplete: {name} is missing") from error
         if sha256_file(target) != entry["sha256"]:
@@ -241,7 +228,8 @@ class CheckpointStore:
     def clear(self) -> None:
         """Delete the partial state of a finished computation."""
         try:
-            self.location.remove_all()
+            with contextlib.suppress(FileNotFoundError):
+                self.location.fs.rm(self.location.root, recursive=True)
         except Exception as error:
             logger.warning("the partial state of a finished stage is left in %s (%s)", self.location, named_line(error))
 
@@ -252,7 +240,7 @@ class CheckpointStore:
         """The files of a state by name; ``CheckpointError`` if the manifest is damaged."""
         name = f"step-{step:06d}.json"
         try:
-            table = json.loads(self.location.read(name))["files"]
+            table = json.loads(self.location.fs.cat_file(self.location.path(name)))["files"]
             inside = all(posixpath.normpath(file) == file and file[:1] not in "./" for file in table)
             if not inside or not all(re.fullmatch("[0-9a-f]{64}", entry["sha256"]) for entry in table.values()):
                 raise ValueError("it names files that are not of a checkpoint")

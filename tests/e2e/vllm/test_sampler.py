@@ -60,7 +60,7 @@ class TestVllmSampler(SamplerContract):
 def test_weights_that_another_loads_into_the_server_are_noticed(vllm: VllmSampler, policy: PreTrainedModel) -> None:
     vllm.sync(policy, 1)
     assert vllm._client is not None
-    vllm._client.label_weights("others-1")
+    vllm._client.post("/update_weight_version", {"new_version": "others-1"})
     with pytest.raises(RlhfError, match="has the weights others-1, not"), vllm.awake(1, 1, 1):
         raise AssertionError("it woke up")
     vllm.sync(policy, 1)
@@ -75,7 +75,9 @@ def test_a_server_that_did_not_take_the_weights_is_noticed(
     with torch.no_grad():
         changed.get_parameter("model.layers.0.mlp.down_proj.weight").mul_(3.0)
     assert vllm._client is not None
-    monkeypatch.setattr(vllm._client, "load_weights", lambda folder: None)
+    post = vllm._client.post
+    deaf = "/collective_rpc"  # by which weights are loaded
+    monkeypatch.setattr(vllm._client, "post", lambda path, body=None: None if path == deaf else post(path, body))
     with pytest.raises(RlhfError, match=r"differs by .* nats per token from the policy whose weights it loaded"):
         vllm.sync(changed, 2)
 
