@@ -192,13 +192,6 @@ def test_the_imitation_loss_of_a_reward_model_multiplies_by_openblas_too() -> No
     torch.testing.assert_close(logits, hidden @ scorer.unembedding.t(), atol=1e-5, rtol=1e-5)
 
 
-def test_a_model_stays_as_it_is_where_openblas_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = make_tiny().policy
-    monkeypatch.setattr(openblas_linear, "openblas_pays", lambda: False)
-    use_openblas(policy)
-    assert type(policy.lm_head) is nn.Linear
-
-
 @pytest.mark.parametrize(
     ("amd", "kernels", "pays"),
     [(True, "SkylakeX", True), (True, "Haswell", False), (True, None, False), (False, "SkylakeX", False)],
@@ -209,7 +202,9 @@ def test_processors_and_kernels_with_which_it_pays(
     monkeypatch.undo()
     monkeypatch.setattr(openblas_linear, "is_amd_with_full_avx512", lambda: amd)
     monkeypatch.setattr(openblas_linear, "numpy_kernels", lambda: kernels)
-    assert openblas_linear.openblas_pays() is pays
+    policy = make_tiny().policy
+    use_openblas(policy)
+    assert type(policy.lm_head) is (OpenBlasLinear if pays else nn.Linear)
 
 
 def test_openblas_has_the_threads_of_pytorch() -> None:

@@ -145,44 +145,27 @@ def test_the_loss_of_pairs_that_share_a_sequence_is_that_of_each_alone(scalar) -
     st.booleans(),
     st.booleans(),
 )
-def test_micro_batches_of_rows_change_neither_loss_nor_gradient(scalar, rows, count, share, prefix_sharing) -> None:  # type: ignore[no-untyped-def]
+def test_parts_and_shared_prompts_change_neither_loss_nor_gradient(scalar, rows, count, share, prefix_sharing) -> None:  # type: ignore[no-untyped-def]
     pairs = [TokenisedPair(i, *row) for i, row in enumerate([*rows, rows[0], (rows[0][0], *rows[1][1:])])]
     totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
     batch = PairBatchConfig(group_prompts=share, prefix_sharing=prefix_sharing)
-    config = RewardConfig(centering=0.3, imitation=0.7, batch=batch)
+    apart = PairBatchConfig(group_prompts=share)
     lengths = row_lengths(pairs, batch)
     parts = partitions(lengths, min(count, len(lengths)))[-1].micro_batches
     measured = []
-    for micro_batches in (None, [list(range(len(lengths)))], parts):
+    for used, micro_batches in ((batch, None), (batch, [list(range(len(lengths)))]), (batch, parts), (apart, None)):
         scalar.zero_grad()
+        config = RewardConfig(centering=0.3, imitation=0.7, batch=used)
         loss, metrics = pair_loss(scalar, pairs, None, config, 0, totals, micro_batches)
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in scalar.parameters() if p.grad is not None])
         measured.append((loss.detach(), gradient, read_scalars([metrics])[0]))
     scalar.zero_grad()
     assert torch.equal(measured[0][0], measured[1][0]) and torch.equal(measured[0][1], measured[1][1])
-    torch.testing.assert_close(measured[2][0], measured[0][0], rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(measured[2][1], measured[0][1], rtol=1e-4, atol=1e-6)
-    assert measured[2][2] == pytest.approx(measured[0][2], rel=1e-5, abs=1e-6)
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.lists(st.tuples(sequence, sequence, sequence), min_size=1, max_size=5))
-def test_a_prompt_that_is_computed_once_changes_neither_loss_nor_gradient(scalar, rows) -> None:  # type: ignore[no-untyped-def]
-    pairs = [TokenisedPair(i, *row) for i, row in enumerate([*rows, (rows[0][0], *rows[-1][1:])])]
-    totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
-    measured = []
-    for prefix_sharing in (False, True):
-        scalar.zero_grad()
-        config = RewardConfig(centering=0.3, imitation=0.7, batch=PairBatchConfig(prefix_sharing=prefix_sharing))
-        loss, _ = pair_loss(scalar, pairs, None, config, 0, totals)
-        loss.backward()
-        measured.append(
-            (loss.detach(), torch.cat([p.grad.flatten() for p in scalar.parameters() if p.grad is not None]))
-        )
-    scalar.zero_grad()
-    torch.testing.assert_close(measured[1][0], measured[0][0], rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(measured[1][1], measured[0][1], rtol=1e-4, atol=1e-6)
+    for loss, gradient, metrics in measured[2:]:
+        torch.testing.assert_close(loss, measured[0][0], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(gradient, measured[0][1], rtol=1e-4, atol=1e-6)
+        assert metrics == pytest.approx(measured[0][2], rel=1e-5, abs=1e-6)
 
 
 def test_a_sequence_that_pairs_share_is_scored_once_and_rewards_keep_their_order(scalar, monkeypatch) -> None:  # type: ignore[no-untyped-def]
