@@ -5,7 +5,7 @@ The stages of referee and judge train and evaluate their models by the same func
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from rlhf_core.api.reward_model import train_reward_model
@@ -16,12 +16,7 @@ from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, atomic_write_lines
 from rlhf_core.training.reward.evaluation import bag_of_words_accuracy
 from rlhf_core.training.reward.results import draw_reward_plots, worst_mistakes
-from rlhf_core.training.reward.run import (
-    RewardModelRun,
-    metric_prefix,
-    read_split,
-    write_scores,
-)
+from rlhf_core.training.reward.run import RewardModelRun, metric_prefix, read_split, write_scores
 from rlhf_core.training.run_context import RunContext
 
 # Further metrics of a finished run, and files that describe it.
@@ -57,16 +52,8 @@ def run_reward_stage(
         split: read_split(inputs.clean / folder / f"{split}.parquet", tokenizer, longest, context.tokens)
         for split, folder in folders.items()
     }
-    trained = train_reward_model(
-        init,
-        tokenizer,
-        splits["train"],
-        validation=splits["validation"],
-        test=splits["test"],
-        config=config,
-        context=context,
-        name=name,
-    )
+    train = splits.pop("train")
+    trained = train_reward_model(init, tokenizer, train, **splits, config=config, context=context, name=name)
     trained.save(outputs.model)
     atomic_write_lines(outputs.history, trained.history)
     write_scores(outputs.scores, trained.run.scores["test"], splits["test"])
@@ -90,18 +77,29 @@ def plots_and_baseline(run: RewardModelRun, outputs: Paths, context: RunContext)
     return {f"{metric_prefix(name)}baseline_bow": accuracy for name, accuracy in accuracies.items()}
 
 
-STAGE = Stage(
-    name="reward",
-    section="reward",
-    config=RewardConfig,
-    run=partial(run_reward_stage, name="reward", pairs=PairUser.REWARD, describe=plots_and_baseline),
-    inputs={"clean": "data/clean", "sft": "models/sft", "base": "models/base", "pass_": "gates/sft.pass"},
-    outputs={
-        "model": "models/reward",
-        "metrics": "metrics/reward.json",
-        "history": "history/reward.jsonl",
-        "plots": "plots/reward",
-        "scores": "samples/reward_scores.json",
-        "mistakes": "samples/reward_mistakes.jsonl",
-    },
-)
+def reward_stage(
+    name: str,
+    config: type[RewardConfig],
+    pairs: PairUser,
+    describe: Describe | None = None,
+    described: Mapping[str, str] | None = None,
+) -> Stage[RewardConfig]:
+    """The stage of a scalar model; ``described`` are the outputs that ``describe`` writes."""
+    outputs = {
+        "model": f"models/{name}",
+        "metrics": f"metrics/{name}.json",
+        "history": f"history/{name}.jsonl",
+        "scores": f"samples/{name}_scores.json",
+    }
+    return Stage(
+        name=name,
+        section=name,
+        config=config,
+        run=partial(run_reward_stage, name=name, pairs=pairs, describe=describe),
+        inputs={"clean": "data/clean", "sft": "models/sft", "base": "models/base", "pass_": "gates/sft.pass"},
+        outputs=outputs | dict(described or {}),
+    )
+
+
+DESCRIBED = {"plots": "plots/reward", "mistakes": "samples/reward_mistakes.jsonl"}
+STAGE = reward_stage("reward", RewardConfig, PairUser.REWARD, plots_and_baseline, DESCRIBED)
