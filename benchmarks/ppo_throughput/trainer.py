@@ -23,7 +23,7 @@ from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.sampler import opened_sampler
+from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.run_context import RunContext
 

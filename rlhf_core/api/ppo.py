@@ -59,7 +59,7 @@ from rlhf_core.ppo.selection import CheckpointChoice, CheckpointSelector
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner, PtxData, PtxTexts
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.sampler import opened_sampler
+from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.storage.files import read_json
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.history import nonfinite_as_none

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.config.ppo import SamplerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.decoding import decoding_layers
@@ -132,21 +130,6 @@ class LocalSampler(Sampler):
     def _draw(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout:
         uniforms = philox_uniforms(prompts.seed, prompts.streams, sampling.base.max_new_tokens)
         return generate(self._policy, prompts.ids, uniforms, sampling, width=prompts.width)
-
-
-@contextmanager
-def opened_sampler(config: SamplerConfig, work: Path) -> Iterator[Sampler]:
-    """Yield the sampler that ``config`` names, and end what it started after the block.
-
-    ``work`` is the folder of the run's partial state.
-    """
-    if config.kind == "local":
-        yield LocalSampler()
-        return
-    from rlhf_core.sampling.vllm import VllmSampler
-
-    with closing(VllmSampler(config, work / "sampler")) as sampler:
-        yield sampler
 
 
 def sample_replies(

@@ -1,4 +1,4 @@
-"""Sampling by a vLLM server: the server, its client, the weights it is sent, and the sampler."""
+"""Sampling by a vLLM server: the server, its client, the weights it is sent, and the sampler; which one a run has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.config.ppo import VllmSamplerConfig
+from rlhf_core.config.ppo import SamplerConfig, VllmSamplerConfig
 from rlhf_core.data.encoding import left_pad
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.adapters import adapted_layers, merged_weight
@@ -35,7 +35,7 @@ from rlhf_core.runtime.http_retry import RetriesExhausted, bearer_token, describ
 from rlhf_core.sampling.agreement import LIMITS
 from rlhf_core.sampling.distribution import Sampling, TokenDistribution
 from rlhf_core.sampling.generation import Rollout, trimmed_rollout
-from rlhf_core.sampling.sampler import PromptBatch, Sampler
+from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, Sampler
 from rlhf_core.storage.files import atomic_dir
 
 MODEL = "policy"  # the name that requests give
@@ -389,3 +389,16 @@ def rollout_of(prompts: PromptBatch, replies: list[SampledTokens], sampling: Sam
     finished = torch.tensor([tokens[-1] in sampling.stop_ids for tokens, _ in replies], dtype=torch.bool)
     columns = (ids, mask, response, logprobs, lengths, finished)
     return trimmed_rollout(*(column.to(device) for column in columns))
+
+
+@contextmanager
+def opened_sampler(config: SamplerConfig, work: Path) -> Iterator[Sampler]:
+    """Yield the sampler that ``config`` names, and end what it started after the block.
+
+    ``work`` is the folder of the run's partial state.
+    """
+    if config.kind == "local":
+        yield LocalSampler()
+        return
+    with closing(VllmSampler(config, work / "sampler")) as sampler:
+        yield sampler
