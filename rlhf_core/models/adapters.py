@@ -259,7 +259,7 @@ class WithoutAdapters:
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers of ``model`` that have adapters, by name."""
-    if "peft" not in sys.modules:  # whoever added adapters has imported it; it takes seconds
+    if sys.modules.get("peft") is None:  # whoever added adapters has imported it; it takes seconds
         return iter(())
     from peft.tuners.lora import LoraLayer
 
