@@ -6,7 +6,7 @@ DVC knows ``report.html``, which stays as its stage wrote it; this copy is writt
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -343,12 +343,12 @@ def current_page(workspace: Path) -> Path | None:
 
 
 def _record(workspace: Path) -> Mapping[str, Any]:
-    """What was kept when the page was written last; empty if it never was."""
+    """What was kept when the page was written last; empty if it never was, or was by a run of another release."""
     try:
         record: Mapping[str, Any] = read_json(workspace / PRIVATE / RECORD)
     except DataError:
         return {}
-    return record
+    return record if {*record.get("notes", ())} == {field.name for field in fields(RunNotes)} else {}
 
 
 def _kept_notes(workspace: Path, report_sha256: str) -> RunNotes:

@@ -170,6 +170,17 @@ def test_the_page_keeps_what_the_run_said_until_another_report(registry: Registr
     assert "nobody has decided" in (contest / "release.html").read_text()
 
 
+def test_a_page_of_another_release_of_the_package_is_written_anew(registry: Registry, contest: Path) -> None:
+    hold(contest, "2")
+    write_release_page(contest, RunNotes())
+    file = contest / ".rlhf/release.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps(record | {"notes": {"told": "in words that are not known here"}}))
+    assert current_page(contest) is None
+    write_release_page(contest)
+    assert current_page(contest) is not None
+
+
 def test_the_page_is_attached_to_the_run_of_its_version(registry: Registry, contest: Path) -> None:
     write_release_page(hold(contest, "2"))
     run = registry.client.get_model_version(MODEL, "2").run_id
