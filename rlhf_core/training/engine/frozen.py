@@ -44,7 +44,8 @@ class FrozenModels:
         key = folder.resolve()
         if key not in self._scalars:
             own = self.base.scalar(folder) if self.base is not None else ScalarModel.load(folder).eval()
-            self._scalars[key] = own.requires_grad_(False) if self.base is not None else self.place(own)
+            own.requires_grad_(False)
+            self._scalars[key] = own if self.base is not None else self.place(own)
         return self._scalars[key]
 
     def place(self, model: Model) -> Model:
