@@ -80,6 +80,7 @@ def test_a_changed_module_makes_its_own_stages_stale_and_no_other(
     assert stale(before, digests(copy.parent)) == stages
 
 
+@pytest.mark.slow
 def test_code_of_another_method_trains_no_policy_by_ppo_again(copy: Path, before: dict[str, str]) -> None:
     change_functions(copy / "training/dpo.py", ("implicit_rewards", "dpo_loss", "DpoTask"))
     change_functions(copy / "ppo/rejection_sampling.py")

@@ -163,6 +163,7 @@ def keys(workspace: Path) -> list[str]:
     return [path.name for path in (workspace / "work/sft").iterdir()]
 
 
+@pytest.mark.slow
 def test_another_machine_goes_on_from_the_store(
     place: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
