@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -406,6 +407,7 @@ def load_section(workspace: Path, section: str, model: type[Model], beside: Sequ
 
 
 DEFAULT_PROFILE = "demo"
+EXTENDS = re.compile(r"^extends: *([\w.-]+) *\n", re.MULTILINE)
 OWN_ANNOTATIONS = "data/annotations/"
 
 
@@ -419,12 +421,26 @@ def profile_names(profile: str | None) -> list[str]:
     return [name.strip() for name in profile.split(",")] if profile else []
 
 
-def profile_text(folder: Path, name: str) -> str:
-    """The overlay of profile ``name``; ``ConfigError`` with the nearest name when there is none."""
+def profile_text(folder: Path, name: str, below: tuple[str, ...] = ()) -> str:
+    """The overlay of profile ``name``, laid over that of the profile which its line ``extends: OTHER`` names.
+
+    Args:
+        below: The profiles that extend this one.
+
+    Raises:
+        ConfigError: There is no such profile (the nearest name is given), or one extends itself.
+    """
     known = profiles(folder)
-    if name in known:
-        return known[name].read_text(encoding="utf-8")
-    raise ConfigError(f"no profile '{name}'; {nearest(name, known)}")
+    if name not in known:
+        raise ConfigError(f"no profile '{name}'; {nearest(name, known)}")
+    if name in below:
+        raise ConfigError(f"profile '{name}' extends itself, by {', '.join(below)}; take one line 'extends' out")
+    text = known[name].read_text(encoding="utf-8")
+    extends = EXTENDS.search(text)
+    if extends is None:
+        return text
+    rest = text.replace(extends[0], "")
+    return overlaid(profile_text(folder, extends[1], (*below, name)), [(f"profile {name}", rest)])
 
 
 def merge(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[str] = ()) -> str:

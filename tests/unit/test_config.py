@@ -10,7 +10,7 @@ import pytest
 from rlhf_core.config import yaml_text
 from rlhf_core.config.base import SftConfig
 from rlhf_core.config.health import DEFAULT_RULES
-from rlhf_core.config.loading import Params, check_params, load_section, merge, rules_for, workspace_name
+from rlhf_core.config.loading import Params, check_params, load_section, merge, profile_text, rules_for, workspace_name
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import ConfigError
 
@@ -144,7 +144,7 @@ def test_rules_are_changed_by_name_and_the_others_stay() -> None:
 
 @pytest.mark.parametrize("profile", ["demo", "smoke"])
 def test_a_shared_backbone_can_be_had_by_overrides_alone(profile: str) -> None:
-    overlay = (profile, (ROOT / f"profiles/{profile}.yaml").read_text())
+    overlay = (profile, profile_text(ROOT / "profiles", profile))
     sets = ["ppo.critic_mode=shared", "ppo.critic_optimizer=null"]
     text = merge((ROOT / "params.yaml").read_text(), [overlay], sets)
     assert check_params(yaml_text.parse(text, "params.yaml")).ppo.rollout.critic_mode == "shared"
@@ -167,7 +167,7 @@ def test_a_gate_that_files_can_never_pass_is_refused_before_anything_is_trained(
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["own-data", "alpaca-eval", "smollm2-360m"])
 def test_profiles_for_real_data_control_for_length(profile: str) -> None:
-    overlay = (profile, (ROOT / f"profiles/{profile}.yaml").read_text())
+    overlay = (profile, profile_text(ROOT / "profiles", profile))
     params = check_params(yaml_text.parse(merge((ROOT / "params.yaml").read_text(), [overlay]), "params.yaml"))
     assert params.reward.length_balance == params.referee.length_balance == params.judge.length_balance == "sampling"
     reward, policy = ({c.metric for c in gate} for gate in (params.gates.reward, params.gates.policy))
@@ -180,12 +180,30 @@ def test_profiles_for_real_data_control_for_length(profile: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", sorted(path.stem for path in (ROOT / "profiles").glob("*.yaml")))
 def test_no_profile_gates_the_policy_by_what_selected_it(profile: str) -> None:
-    overlay = (profile, (ROOT / f"profiles/{profile}.yaml").read_text())
+    overlay = (profile, profile_text(ROOT / "profiles", profile))
     params = check_params(yaml_text.parse(merge((ROOT / "params.yaml").read_text(), [overlay]), "params.yaml"))
     metrics = {condition.metric for condition in params.gates.policy}
     assert "comparison.judge.win_rate_low95" in metrics
     assert not [metric for metric in metrics if metric.startswith(("comparison.referee.", "comparison.reward."))]
     assert params.judge.model_dump() == params.referee.model_dump()
+
+
+def test_a_profile_extends_another(tmp_path: Path) -> None:
+    for name, text in {
+        "large": "# Large.\nseed: 3\nsft: {steps: 7, batch_size: 4}\n",
+        "larger": "# Larger.\nextends: large\nsft: {steps: 9}\n",
+        "largest": "extends: larger\nseed: 5\n",
+        "round": "extends: trip\n",
+        "trip": "extends: round\n",
+        "lost": "extends: larg\n",
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    merged = yaml_text.plain(yaml_text.parse(profile_text(tmp_path, "largest"), "x"))
+    assert merged == {"seed": 5, "sft": {"steps": 9, "batch_size": 4}}
+    with pytest.raises(ConfigError, match="'round' extends itself, by round, trip"):
+        profile_text(tmp_path, "round")
+    with pytest.raises(ConfigError, match=r"no profile 'larg'.*large"):
+        profile_text(tmp_path, "lost")
 
 
 def test_each_of_several_problems_has_its_line() -> None:
