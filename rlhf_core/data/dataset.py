@@ -218,7 +218,7 @@ def data_metrics(
             numbers["cut"] = float(validated.raw.cut[kind])
         for name in file_names(kind):
             numbers[rows_metric(name).partition(".")[2]] = float(of_kind.files[name])
-        lengths = of_kind.all_lengths()
+        lengths = of_kind.all_lengths() if of_kind.rows else {}
         numbers |= {f"mean_{name}_chars": int(values.sum()) / of_kind.rows for name, values in lengths.items()}
         if "chosen" in lengths:
             numbers["chosen_longer_share"] = int((lengths["chosen"] > lengths["rejected"]).sum()) / of_kind.rows

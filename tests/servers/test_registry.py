@@ -16,7 +16,6 @@ from integration.registry.test_interrupted import (
 )
 from integration.registry.test_promotion import (
     ScriptedMatch,
-    test_a_person_decides,
     test_a_sure_winner_moves_the_aliases_and_is_written_down,
     test_rollback_swaps_and_the_next_run_does_not_undo_it,
     test_the_first_challenger_takes_the_empty_place_with_its_reward_model,
@@ -25,7 +24,6 @@ from integration.registry.test_registry import (
     test_a_champion_whose_files_were_changed_is_registered_again_and_replaced,
     test_a_pipeline_run_holds_parameters_final_numbers_and_files,
     test_both_models_are_registered_with_lineage_and_gate_report,
-    test_the_same_content_is_registered_once,
     test_versions_answer_through_pyfunc_and_are_plain_folders,
 )
 from servers.conftest import Servers
@@ -40,7 +38,6 @@ from rlhf_core.errors import RlhfError
 __all__ = [
     "contests",
     "test_a_champion_whose_files_were_changed_is_registered_again_and_replaced",
-    "test_a_person_decides",
     "test_a_pipeline_run_holds_parameters_final_numbers_and_files",
     "test_a_promotion_killed_at_any_step_is_completed_or_has_not_begun",
     "test_a_rollback_killed_at_any_step_is_completed_or_has_not_begun",
@@ -49,7 +46,6 @@ __all__ = [
     "test_registering_completes_an_interrupted_promotion_first",
     "test_rollback_swaps_and_the_next_run_does_not_undo_it",
     "test_the_first_challenger_takes_the_empty_place_with_its_reward_model",
-    "test_the_same_content_is_registered_once",
     "test_versions_answer_through_pyfunc_and_are_plain_folders",
 ]
 pytestmark = pytest.mark.servers

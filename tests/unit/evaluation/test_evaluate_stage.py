@@ -254,5 +254,6 @@ def test_bad_cases_are_where_reward_and_judge_disagree() -> None:
     assert cases[0]["disagreement"] > cases[1]["disagreement"] > 0
 
 
+@pytest.mark.slow
 def test_what_the_stage_executes_counts_in_its_fingerprint(tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
     assert missed("evaluate", lambda: run_stage(tmp_path, models, prompts[:4])) == set()

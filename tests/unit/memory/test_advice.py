@@ -152,6 +152,7 @@ def test_adapters_are_advised_only_where_their_package_is_installed(monkeypatch:
     assert not [path for step in advice.steps for path in step.changes if "lora" in path]
 
 
+@pytest.mark.slow
 def test_a_shared_critic_can_be_advised_about() -> None:
     """Defaults of other sections must not count as set: ``critic.init`` of a shared critic may only be left out."""
     shared = {"critic_mode": "shared", "critic_optimizer": None, "max_new_tokens": 256}

@@ -119,6 +119,7 @@ def small_disk(folder: Path, size: int) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_in_one_line_and_training_goes_on_when_there_is_room(
     tiny: ModuleType, workspace: Path, whole: dict[str, Path]
 ) -> None:
