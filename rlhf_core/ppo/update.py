@@ -21,7 +21,7 @@ from rlhf_core.models.heads import ActorCritic
 from rlhf_core.models.precision import matmul_precision
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import normalize_and_clip_advantages
-from rlhf_core.ppo.experience import Experience, MicroExperience
+from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.losses import (
     PolicyObjective,
     ValueObjective,
@@ -34,12 +34,10 @@ from rlhf_core.ppo.losses import (
     ratios,
     step_totals,
 )
-from rlhf_core.sampling.token_scoring import logits_and_values, response_logits
+from rlhf_core.sampling.token_scoring import Tokens, logits_and_values, response_logits
 from rlhf_core.training.device_scalars import (
-    Scalar,
     Share,
     device_scalar,
-    gradient_shares,
     mean_of_steps,
     totals_of_steps,
 )
@@ -175,20 +173,24 @@ def accumulate_policy_gradients(
 
     With a shared backbone they are those of the sum of both losses.
     """
-    totals, reference = step_totals(minibatch.response_mask), objective.exact_kl_reference
-    entropies, both = objective.entropy_weight != 0, pair.critic if isinstance(pair.critic, ActorCritic) else None
+    engine, totals, shares = pair.engines["policy"], step_totals(minibatch.response_mask), list[Share]()
+    entropies, reference = objective.entropy_weight != 0, objective.exact_kl_reference
 
-    def compute(batch: MicroExperience) -> tuple[Tensor, dict[str, Scalar]]:
-        tokens = batch.batch
-        if both is None:
-            logits = response_logits(pair.policy, tokens)
-            return objective.loss(pair.statistics(logits, tokens, entropies, reference), batch, totals)
-        logits, values = logits_and_values(both, tokens)
-        loss, metrics = objective.loss(pair.statistics(logits, tokens, entropies, reference), batch, totals)
-        value_loss, value_metrics = value_objective.loss(values, batch, totals)
-        return loss + value_loss, metrics | value_metrics
+    def forward(tokens: Tokens) -> tuple[dict[str, Tensor], Tensor | None]:
+        if isinstance(pair.critic, ActorCritic):
+            logits, values = logits_and_values(pair.critic, tokens)
+            return pair.statistics(logits, tokens, entropies, reference), values
+        return pair.statistics(response_logits(pair.policy, tokens), tokens, entropies, reference), None
 
-    return gradient_shares(pair.engines["policy"], minibatch.micro_batches(pair.limits), compute)
+    for batch, weight in minibatch.micro_batches(pair.limits):
+        statistics, values = engine.forward(partial(forward, batch.batch))
+        loss, metrics = objective.loss(statistics, batch, totals)
+        if values is not None:
+            value_loss, value_metrics = value_objective.loss(values, batch, totals)
+            loss, metrics = loss + value_loss, metrics | value_metrics
+        engine.backward(weight * loss)
+        shares.append((metrics, weight))
+    return shares
 
 
 @torch.no_grad()

@@ -35,7 +35,10 @@ def run_side_by_side(*tasks: Callable[[], Any], models: Iterable[object]) -> lis
     """
     workers = min(idle_workers(), len(tasks))
     if workers < 2 or not all(_small_and_stateless(model) for model in models):
-        return [task() for task in tasks]
+        results = []
+        for task in tasks:
+            results.append(task())
+        return results
     with ThreadPoolExecutor(workers, thread_name_prefix="model") as pool:
         futures = [pool.submit(task) for task in tasks]
     return [future.result() for future in futures]
