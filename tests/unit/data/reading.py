@@ -24,3 +24,8 @@ def records_of(name: str, content: bytes) -> list[Record]:
         path = Path(folder) / "content"
         path.write_bytes(content)
         return list(stream_records(path, name=name))
+
+
+def is_unmarked(text: str) -> bool:
+    """Whether a drawn text holds no marker or placeholder: Hypothesis draws the constants of the code too."""
+    return not {"<", "["} & {*text}

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow.csv import write_csv
 from typer.testing import CliRunner
+from unit.data.reading import is_unmarked
 
 from rlhf_core.cli import app
 from rlhf_core.config.data import DataSource
@@ -63,16 +64,17 @@ def test_texts_come_back_but_not_those_of_dialogues(tmp_path: Path) -> None:
         convert([DataSource(path="open-orca.jsonl")], SAMPLES, "pretrain", tmp_path / "orca.jsonl")
 
 
+PLAIN = st.text().filter(is_unmarked)
 TURNS = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text()}), min_size=1
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": PLAIN}), min_size=1
 )
 ROWS = st.fixed_dictionaries(
-    {"prompt": TURNS, "chosen": st.text(), "rejected": st.text()},
+    {"prompt": TURNS, "chosen": PLAIN, "rejected": PLAIN},
     optional={
         "margin": st.none() | st.floats(allow_nan=True).filter(bool),  # 0 is a tie, and dropped
-        "category": st.text(),
-        "source": st.text(),
-        "system": st.text(),
+        "category": PLAIN,
+        "source": PLAIN,
+        "system": PLAIN,
     },
 )
 

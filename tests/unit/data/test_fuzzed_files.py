@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit.data.malformed.case import Row, arrow, lines, pairs, parquet, table_text
 from unit.data.malformed.compressed import PACK
-from unit.data.reading import records_of
+from unit.data.reading import is_unmarked, records_of
 
 from rlhf_core.config.data import ReadOptions
 from rlhf_core.data.collection.rows import read_records
@@ -48,8 +48,8 @@ NAMES = st.sampled_from([f"x{suffix}{packed}" for suffix in WRITERS for packed i
 EDITS = st.tuples(
     st.floats(0, 1), st.sampled_from(["replace", "delete", "insert", "cut"]), st.binary(min_size=1, max_size=8)
 )
-TEXTS = st.text(max_size=12) | st.sampled_from(
-    ['"', "\r\n", "\n", "\r", "\t", ",", "\0", "\ufeff", "\u2028\x85", " a ", "😀"]
+TEXTS = st.text(max_size=12).filter(is_unmarked) | st.sampled_from(
+    ['"', "\r\n", "\n", "\r", "\t", ",", "\0", "\ufeff", "\u2028\x85", " a ", "😀", "<", "["]
 )
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just("\ud800"),

@@ -322,7 +322,8 @@ WRITERS: dict[str, Callable[[str, str, str], Any]] = {
 
 
 # A text with these marks is a transcript.
-TEXTS = st.text().filter(lambda text: "Human:" not in text and "Assistant:" not in text)
+PLAIN = st.text().filter(reading.is_unmarked)
+TEXTS = PLAIN.filter(lambda text: "Human:" not in text and "Assistant:" not in text)
 
 
 @given(TEXTS, TEXTS, TEXTS, st.sampled_from(sorted(WRITERS)))
@@ -333,7 +334,7 @@ def test_texts_are_read_as_they_were_written(prompt: str, better: str, worse: st
     assert (row["chosen"], row["rejected"]) == (better, worse)
 
 
-@given(st.text(), st.text(), st.text())
+@given(PLAIN, PLAIN, PLAIN)
 def test_texts_with_a_shared_beginning_lose_nothing(shared: str, first: str, second: str) -> None:
     texts = shared + first, shared + second
     result = parse({"chosen": texts[0], "rejected": texts[1]})
