@@ -93,8 +93,8 @@ class Commands(TyperGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         panels = {name: panel for panel, names in PANELS.items() for name in names}
-        shown = {name: self.commands[name] for name in panels if name in self.commands}
-        self.commands = shown | {name: other for name, other in self.commands.items() if name not in shown}
+        in_panels = {name: self.commands[name] for name in panels if name in self.commands}
+        self.commands = in_panels | {name: other for name, other in self.commands.items() if name not in in_panels}
         waiting: list[Any] = [self]
         while waiting:
             command = waiting.pop()

@@ -100,7 +100,7 @@ def _dependencies(sources: list[str], workspace: Path, outputs: list[str]) -> li
     The single files stand for a folder that holds outputs of the pipeline, which would depend on themselves. What is
     not there is left to the stage that reads it.
     """
-    found: dict[str, None] = {}
+    dependencies: dict[str, None] = {}
     for source in sources:
         if is_url(source) or source.startswith("hub:"):
             continue
@@ -110,8 +110,8 @@ def _dependencies(sources: list[str], workspace: Path, outputs: list[str]) -> li
             continue
         folder = _folder(source, workspace)
         paths = [folder] if folder is not None and not _holds_outputs(folder, workspace, outputs) else files
-        found.update(dict.fromkeys(_spelled(path, workspace) for path in paths))
-    return list(found)
+        dependencies.update(dict.fromkeys(_spelled(path, workspace) for path in paths))
+    return list(dependencies)
 
 
 def _folder(source: str, workspace: Path) -> Path | None:

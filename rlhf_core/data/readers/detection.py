@@ -126,12 +126,12 @@ def _unread_replies(record: Mapping[str, Any], own: str) -> str:
                     f"(--column prompt={own} --column 'chosen={name}' --column 'rejected={names[other]}')"
                 )
     replies = [name for name in names.values() if REPLY_COLUMN.search(name.strip())]
-    found = [name for name in replies if isinstance(record[name], list) and len(record[name]) > 1]
-    found = found or [name for name in texts.values() if name in replies]
-    if len(found) > 1 or (found and isinstance(record[found[0]], list)):
-        look = "looks" if len(found) == 1 else "look"
+    unread = [name for name in replies if isinstance(record[name], list) and len(record[name]) > 1]
+    unread = unread or [name for name in texts.values() if name in replies]
+    if len(unread) > 1 or (unread and isinstance(record[unread[0]], list)):
+        look = "looks" if len(unread) == 1 else "look"
         return (
-            f"{', '.join(map(repr, found))} {look} like replies: bring them to a format of docs/data-formats.md "
+            f"{', '.join(map(repr, unread))} {look} like replies: bring them to a format of docs/data-formats.md "
             "(--column chosen=… --column rejected=… where each has a column of its own)"
         )
     for verdict in (name for name, value in record.items() if VERDICT.search(name) and not is_missing(value)):

@@ -216,14 +216,14 @@ def _placeholder(text: str) -> tuple[str, bool]:
 
     What a tag closes again is markup that the text is about.
     """
-    found = "", False
+    within_line = "", False
     for match in PLACEHOLDER.finditer(text):
         if f"</{match[1]}" not in text:
             before, after = text[: match.start()].rpartition("\n")[2], text[match.end() :].partition("\n")[0]
             if not PLACEHOLDER.sub("", before).strip() or not PLACEHOLDER.sub("", after).strip():
                 return match[0], True
-            found = found if found[0] else (match[0], False)
-    return found
+            within_line = within_line if within_line[0] else (match[0], False)
+    return within_line
 
 
 def without_end_marker(text: str) -> tuple[str, str]:
@@ -250,8 +250,8 @@ def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
         name: given for name in ("chosen", "rejected", "reply", "text") if (given := getattr(parsed, name)) is not None
     }
     turns = parsed.prompt or []
-    shown = texts | ({"the prompt": turns[-1]["content"]} if turns else {})
-    for name, given in shown.items():
+    named_texts = texts | ({"the prompt": turns[-1]["content"]} if turns else {})
+    for name, given in named_texts.items():
         if given.strip().casefold() in MISSING:
             noticed[f"{name} is the text {given.strip()!r}, as which a missing value may have been written"] += 1
     for text in (*(turn["content"] for turn in turns), *texts.values()):

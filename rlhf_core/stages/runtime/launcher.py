@@ -141,13 +141,13 @@ def _agent(name: str, config: LaunchConfig, logs: Path) -> Any:
 
 def _terminate_ranks() -> bool:
     """Send SIGTERM to the ranks; False when none has been started yet."""
-    found = False
+    any_started = False
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if child.environ().get("WORLD_SIZE", "1") != "1":
-                found = True
+                any_started = True
                 child.terminate()
-    return found
+    return any_started
 
 
 def _failure(
