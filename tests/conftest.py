@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -17,6 +18,8 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from prefect_database import make_prefect_database
 
+from rlhf_core.storage.garbage_collection import collect_rarely, paused_collector, skip_last_collection
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CpuTime())
@@ -28,6 +31,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("RLHF_DEVICE", "cpu")
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RLHF_WORKSPACE", "RLHF_PARENT_RUN_ID"):
         os.environ.pop(name, None)
+    collect_rarely()
+    skip_last_collection()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import all test files without garbage collection, and leave what they made out of every later one."""
+    with paused_collector():
+        yield
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ from benchmarks.ablation.definition import ABLATION_FILE, Ablation, check_recipe
 from benchmarks.ablation.page import insert, summarise
 from benchmarks.ablation.verdicts import DONE, SHARED, AblationRun, RunState
 from flows.dvc_repo.graph import read_graph
+from flows.dvc_repo.inputs import refresh_inputs
 from flows.dvc_repo.recipe import TRIALS, merged_params, write_recipe
 from flows.dvc_repo.root import cache_of, ensure_dvc
 from flows.stage.outcome import FINAL_CODES, clear_reports, load_reports
@@ -159,6 +160,7 @@ def run_job(base: Path, profile: str | None, job: AblationJob, cache: Path) -> A
         with locked(job.workspace):
             write_recipe(job.workspace, merged_params(base, profile, job.sets, job.workspace), base)
             ensure_dvc(job.workspace, cache)
+            refresh_inputs(job.workspace)
             cleanup(job.workspace)
             for _ in range(ATTEMPTS):
                 run = _reproduce(job, watch)

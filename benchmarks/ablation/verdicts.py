@@ -31,6 +31,9 @@ import pyarrow as pa
 from scipy import stats
 
 from benchmarks.ablation.definition import METRICS, Claim, Expectation, Metric
+from flows.commands.compare import sampled_tokens
+from rlhf_core.config import yaml_text
+from rlhf_core.config.loading import PARAMS_FILE
 from rlhf_core.data.schema import read_table
 from rlhf_core.storage.files import atomic_write_text, read_json
 from rlhf_core.training.history import read_history
@@ -92,7 +95,9 @@ def _read(run: AblationRun) -> RunResult:
     comparisons = read_table(run.workspace / "samples" / "comparisons.parquet")
     sft_scores = [f.name for f in comparisons.schema if f.name.startswith("sft_") and pa.types.is_floating(f.type)]
     spread = {name.removeprefix("sft_"): float(np.std(comparisons.column(name).to_numpy())) for name in sft_scores}
-    values = {**end_values(evaluation, spread), **history_values(history)}
+    params = yaml_text.plain(yaml_text.read(run.workspace / PARAMS_FILE))
+    sampled = sampled_tokens(history, params.get("policy", {}).get("method", "ppo"), params["ppo"])
+    values = {**end_values(evaluation, spread), **history_values(history), "sampled_tokens": float(sampled or math.nan)}
     return RunResult(run, {name: value for name, value in values.items() if math.isfinite(value)}, history)
 
 
@@ -107,6 +112,9 @@ def end_values(evaluation: Mapping[str, Any], spread: Mapping[str, float]) -> di
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
     comparison = evaluation.get("comparison", {})
 
+    def over_sft(name: str) -> float:
+        return float(policy.get(name, math.nan) / sft.get(name, math.nan))
+
     def gain(judge: str, unit: float = 1.0) -> float:
         return (policy.get(judge, math.nan) - sft.get(judge, math.nan)) / unit if unit else math.nan
 
@@ -118,6 +126,9 @@ def end_values(evaluation: Mapping[str, Any], spread: Mapping[str, float]) -> di
         "gold_win_rate": float(comparison.get("gold", {}).get("win_rate", math.nan)),
         "referee_win_rate": float(comparison.get("referee", {}).get("win_rate", math.nan)),
         "judge_win_rate": float(comparison.get("judge", {}).get("win_rate", math.nan)),
+        "judge_lc_win_rate": float(comparison.get("judge", {}).get("lc_win_rate", math.nan)),
+        "perplexity_preferred": over_sft("perplexity_preferred"),
+        "perplexity_pretrain": over_sft("perplexity_pretrain"),
         "reward_gain": gain("reward", spread.get("reward", math.nan)),
         "referee_gain": gain("referee", spread.get("referee", math.nan)),
         "judge_gain": gain("judge", spread.get("judge", math.nan)),

@@ -156,12 +156,18 @@ def _training_cost(histories: Mapping[str, Sequence[Values]], method: Method, pp
         stage: _seconds(histories[stage]) for stage in UPSTREAM[method] if selects or stage != "referee"
     }
     seconds = {stage: value for stage, value in of_stage.items() if value is not None}
-    sampled = max((row["sampled_tokens"] for row in rows if "sampled_tokens" in row), default=None)
+    trained = max((row["tokens"] for row in rows if "tokens" in row), default=None)
+    total = sum(seconds.values()) if "policy" in seconds else None
+    return _cost(seconds, total, sampled_tokens(rows, method, ppo), trained)
+
+
+def sampled_tokens(history: Iterable[Values], method: Method, ppo: Values) -> int | None:
+    """Count the reply tokens that were generated to train a policy, by its history; None where that does not say."""
+    rows = list(history)
     lengths = [row["length"] for row in rows if "length" in row]  # PPO's history has the mean of each batch
     if method == "ppo" and lengths:
-        sampled = round(int(ppo.get("batch_size", PpoConfig().batch_size)) * sum(lengths))
-    trained = max((row["tokens"] for row in rows if "tokens" in row), default=None)
-    return _cost(seconds, sum(seconds.values()) if "policy" in seconds else None, sampled, trained)
+        return round(int(ppo.get("batch_size", PpoConfig().batch_size)) * sum(lengths))
+    return max((int(row["sampled_tokens"]) for row in rows if "sampled_tokens" in row), default=None)
 
 
 def _cost(

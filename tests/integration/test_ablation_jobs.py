@@ -13,8 +13,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from flow_toys import CommandLine, begin, processes_of, rlhf, wait_until
 
-from benchmarks.ablation.run import AblationJob, AblationRequest, definition, make_plan, run_jobs
+from benchmarks.ablation.run import AblationJob, AblationRequest, definition, make_plan, run_job, run_jobs
 from benchmarks.ablation.verdicts import AblationRun
+from flows.dvc_repo.root import cache_of
 from flows.supervision import signals
 from rlhf_core.errors import ConfigError
 
@@ -113,6 +114,15 @@ def test_it_resumes_after_a_stop_and_after_a_kill(tmp_path: Path) -> None:
     rows = list(csv.DictReader((base / "ablation" / "demo" / "results.csv").open()))
     assert [(row["variant"], row["state"], row["gold"]) for row in rows] == [("a", "done", "0.1"), ("b", "done", "0.2")]
     assert (base / "ablation" / "demo" / "figures" / "one.png").is_file()
+
+
+def test_a_job_of_the_real_pipeline_begins_in_a_workspace_of_its_own(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    assert rlhf("init", str(base), "--profile", "smoke", cwd=tmp_path).returncode == 0
+    job = AblationJob("a", 3, base / "workspaces" / "a", ("seed=3",), ("collect",))
+    ended = run_job(base, None, job, cache_of(base))
+    assert (ended.state, ended.message) == ("done", "")
+    assert (job.workspace / "data" / "raw").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -226,9 +226,10 @@ def workspace(folder: Path, gold: float, kl: float) -> Path:
     """What the stages of one run leave."""
     for name in ("metrics", "history", "samples"):
         (folder / name).mkdir(parents=True)
+    (folder / "params.yaml").write_text("ppo: {batch_size: 4}\n")
     evaluation = {"sft": {"gold": 0.2, "reward": 0.0}, "policy": {"gold": gold, "reward": 1.0}, "kl": kl}
     (folder / "metrics" / "evaluation.json").write_text(json.dumps(evaluation))
-    rows = [{"iteration": i, "kl": kl * i, "win_rate": 0.5, "reward_mean": 0.1 * i} for i in (1, 2, 3)]
+    rows = [{"iteration": i, "kl": kl * i, "win_rate": 0.5, "reward_mean": 0.1 * i, "length": 5.0} for i in (1, 2, 3)]
     (folder / "history" / "ppo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = {"id": ["x", "y"], "sft_reply": ["a", "b"], "sft_finished": [True, True], "sft_reward": [0.0, 2.0]}
     pq.write_table(pa.table(columns), folder / "samples" / "comparisons.parquet")
@@ -253,6 +254,7 @@ def test_the_whole_summary(tmp_path: Path) -> None:
         ("b", "2", "done"),
         ("b", "3", "paused"),
     ]
+    assert float(rows[0]["sampled_tokens"]) == 4 * 3 * 5
     assert float(rows[0]["reward_gain"]) == 1.0 and rows[-1]["gold"] == "" and rows[0]["referee_gain"] == ""
     verdicts = json.loads((out / "verdicts.json").read_text())
     assert [item["verdict"] for item in verdicts["one"]] == ["holds", "holds"]
