@@ -164,7 +164,7 @@ def _training_cost(histories: Mapping[str, Sequence[Values]], method: Method, pp
 def sampled_tokens(history: Iterable[Values], method: Method, ppo: Values) -> int | None:
     """Count the reply tokens that were generated to train a policy, by its history; None where that does not say."""
     rows = list(history)
-    lengths = [row["length"] for row in rows if "length" in row]  # PPO's history has the mean of each batch
+    lengths = [float(row["length"]) for row in rows if "length" in row]  # PPO's history has the mean of each batch
     if method == "ppo" and lengths:
         return round(int(ppo.get("batch_size", PpoConfig().batch_size)) * sum(lengths))
     return max((int(row["sampled_tokens"]) for row in rows if "sampled_tokens" in row), default=None)
