@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from flows.registry.stored_models import champion_folder
 from flows.supervision.processes import child_environment
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]
-WORKSPACES, PROCESSES = 4, 2
+MACHINES, PROCESSES = 4, 2
 MORE_THAN_ALL = 40
 PROMOTE = """
 import sys
@@ -62,28 +61,35 @@ def start_promotion(workspace: Path, version: str, temporary: Path) -> subproces
     )
 
 
-def test_eight_processes_of_four_machines_leave_one_champion_and_a_consistent_history(registry: SmallRegistry) -> None:
+@pytest.mark.parametrize("owned", [True, False], ids=["one workspace on a shared disk", "workspaces without an owner"])
+def test_eight_processes_of_four_machines_leave_one_champion_and_a_consistent_history(
+    registry: SmallRegistry, owned: bool
+) -> None:
     owner = registry.workspace("owner")
-    assert promote(owner, version=registry.add_version()).promoted
-    running = []
-    for number in range(WORKSPACES):
-        workspace, version = registry.workspace(f"workspace-{number}"), registry.add_version()
-        # The same workspace on other machines, as a shared file system or a copied folder makes it.
-        shutil.copytree(owner / ".rlhf", workspace / ".rlhf", dirs_exist_ok=True)
-        machine = registry.folder / f"machine-{number}"
-        running += [start_promotion(workspace, version, machine) for _ in range(PROCESSES)]
-    for process in running:
+    first = [registry.add_version()] if owned else []
+    for version in first:
+        assert promote(owner, version=version).promoted
+    versions = [registry.add_version() for _ in range(MACHINES)]
+    workspaces = [owner if owned else registry.workspace(f"workspace-{number}") for number in range(MACHINES)]
+    running = {
+        (number, nth): start_promotion(workspaces[number], versions[number], registry.folder / f"machine-{number}")
+        for number in range(MACHINES)
+        for nth in range(PROCESSES)
+    }
+    for process in running.values():
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    for process in running:
+    for process in running.values():
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-    printed = [process.communicate(timeout=3000)[0].strip().splitlines()[-1] for process in running]
-    assert all(process.returncode == 0 for process in running), printed
-    promoted = [line for line in printed if line.startswith("promoted")]
-    assert promoted and all(line.startswith(("promoted", "unchanged", "refused")) for line in printed), printed
+    printed = {key: process.communicate(timeout=3000)[0] for key, process in running.items()}
+    assert all(process.returncode == 0 for process in running.values()), printed
+    words = {key: text.strip().splitlines()[-1].partition(" ")[0] for key, text in printed.items()}
+    assert set(words.values()) <= {"promoted", "unchanged", "refused"}, printed
+    promoted = sorted(versions[number] for (number, _), word in words.items() if word == "promoted")
     champion_folder(owner)  # completes what is under way, if anything is
-    assert len(registry.consistent_champions()) == 1 + len(promoted)
+    assert sorted(registry.consistent_champions()) == sorted([*first, *promoted])
+    assert promoted if owned else len(promoted) == 1, "the first promotion makes its workspace the owner"
 
 
 @pytest.mark.parametrize("action", ["promote", "rollback"])
