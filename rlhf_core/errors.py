@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,8 @@ EXIT_INTERRUPTED = 130
 QUOTED_CHARACTERS = 300
 # No room on the device, in a quota, or under ulimit -f.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What SQLAlchemy writes behind a database's own words.
+_STATEMENT = re.compile(r" \[SQL: | \(Background on this error")
 _SAID = ("No space left on device", "database or disk is full")  # the second by SQLite
 
 
@@ -99,8 +102,11 @@ def first_line(error: BaseException) -> str:
 
 
 def named_line(error: BaseException) -> str:
-    """The whole text of an error in one line, behind its class unless it is one for users; not long, no secrets."""
-    text = " ".join(str(error).split())
+    """The whole text of an error in one line, behind its class unless it is one for users; not long, no secrets.
+
+    Of a database's error that is what went wrong, without the statement and its values.
+    """
+    text = _STATEMENT.split(" ".join(str(error).split()))[0]
     named = text if isinstance(error, RlhfError) else f"{type(error).__name__}: {text}".removesuffix(": ")
     return redacted(named)[:QUOTED_CHARACTERS]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rlhf_core.errors import RlhfError, named_line
+from rlhf_core.errors import RlhfError, is_full_disk, named_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -26,9 +26,13 @@ def registry_errors(action: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, SQLAlchemyError, OSError) as error:  # MLflow does not wrap all errors of its database
-        raise RlhfError(
-            f"the model registry could not {action} ({named_line(error)}); try again when it answers"
-        ) from error
+        raise RlhfError(f"the model registry could not {action} {reason_and_remedy(error)}") from error
+
+
+def reason_and_remedy(error: Exception) -> str:
+    """What MLflow, its database or a disk said, in brackets, and what to do about it."""
+    remedy = "make room and run the command again" if is_full_disk(error) else "try again when it answers"
+    return f"({named_line(error)}); {remedy}"
 
 
 def registered_model(client: MlflowClient, name: str) -> RegisteredModel | None:

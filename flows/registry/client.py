@@ -100,6 +100,7 @@ def connect(workspace: Path) -> MlflowClient:
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it prints a traceback of what is raised too
     uri = tracking_uri(workspace)
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         repair_moved(record_folder(workspace))

@@ -15,6 +15,7 @@ from flows.registry.aliases import (
     aliases_of,
     get_version,
     read_aliases,
+    reason_and_remedy,
     registered_model,
     registry_errors,
     versions,
@@ -29,7 +30,7 @@ from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.operations import RegistryConfig
-from rlhf_core.errors import ModelError, RlhfError, first_line
+from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.serving.protocol.chat import CompletionId, token_usage
 from rlhf_core.storage.files import atomic_dir, sha256_tree
@@ -157,7 +158,7 @@ def _locate(client: MlflowClient, workspace: Path, name: str, number: str) -> tu
                 with atomic_dir(root) as temporary, fluent(workspace):
                     download_artifacts(f"models:/{name}/{number}", dst_path=str(temporary))
     except (MlflowException, OSError) as error:
-        raise ModelError(f"cannot get {name} version {number} ({first_line(error)})") from error
+        raise ModelError(f"cannot get {name} version {number} {reason_and_remedy(error)}") from error
     folder = _model_folder(root)
     if folder is None:
         raise ModelError(f"{name} version {number} has no model folder in {root}; {REMEDY}")

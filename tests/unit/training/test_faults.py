@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from small_disk import small_disk
 from unit.training import tiny as ready
 from unit.training.test_resume import without_clock
 
@@ -104,19 +103,6 @@ def test_kill_9_while_a_checkpoint_is_written_costs_that_checkpoint_alone(
         folder = workspace / line.split()[0]
         assert_same(folder, whole["sft"], "sft")
         assert not list((folder / "work/checkpoints").glob(".building-*"))
-
-
-@contextmanager
-def small_disk(folder: Path, size: int) -> Iterator[None]:
-    """``folder`` as a file system of its own of ``size`` bytes; the test is skipped where none may be mounted."""
-    folder.mkdir(parents=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("a tmpfs cannot be mounted here")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.mark.slow

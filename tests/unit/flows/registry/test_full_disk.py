@@ -1,0 +1,64 @@
+"""A promotion while the disk of MLflow's database is full: told in one line, and completed once there is room."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from small_disk import small_disk
+from unit.flows.registry.conftest import Registry, ScriptedMatch
+
+from flows.cli import _report_error
+from flows.registry.history import read_history
+from flows.registry.promote import promote
+from flows.registry.stored_models import champion_folder
+from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
+
+PAGE = 4096
+
+
+def fill(disk: Path, left: int) -> Path:
+    """A file that takes what is free of ``disk`` but for so many pages."""
+    filler, free = disk / "filler", os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    with filler.open("wb") as opened:
+        os.posix_fallocate(opened.fileno(), 0, free - left * PAGE)
+    return filler
+
+
+@pytest.mark.slow
+def test_a_promotion_on_a_full_disk_is_told_in_one_line_and_completed_once_there_is_room(
+    tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    disk, refusals = tmp_path / "disk", 0
+    with small_disk(disk, 16 * 2**20):
+        uri = f"sqlite:///{shutil.copy(empty_database, disk)}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        registry = Registry(tmp_path, MlflowClient(uri))
+        workspace = registry.workspace("owner")
+        promote(workspace, version=registry.add_version())
+        for left in range(64):
+            before, version = registry.aliases()["champion"], registry.add_version()
+            filler = fill(disk, left)
+            capfd.readouterr()
+            try:
+                promote(workspace, version=version, play=ScriptedMatch(0.9))
+            except (RlhfError, OSError) as error:
+                assert _report_error(error) == EXIT_USER_ERROR
+            filler.unlink()
+            said = capfd.readouterr().err
+            decided = len(read_history(registry.client, "rlhf-policy"))
+            champion_folder(workspace)  # any use of the registry completes what was decided
+            assert registry.aliases()["champion"] in (before, version)
+            if registry.aliases()["champion"] == before:
+                promote(workspace, version=version, play=ScriptedMatch(0.9))
+                decided += 1
+            assert registry.aliases()["champion"] == version and registry.aliases()["previous"] == before
+            assert len(read_history(registry.client, "rlhf-policy")) == decided
+            if not said:
+                break
+            refusals += 1
+            assert said.count("\n") == 1 and "make room" in said and "[SQL" not in said
+    assert refusals and not said
