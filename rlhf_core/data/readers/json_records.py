@@ -289,6 +289,7 @@ def json_line_records(name: str, stream: BinaryIO) -> Iterator[Record]:
         try:
             value = parser.parse(line.decode("utf-8-sig", "surrogatepass"))
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            yield Record(position, line.decode("utf-8", errors="replace"), f"the line is not valid JSON: {error}")
+            fault = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            yield Record(position, line.decode("utf-8", errors="replace"), f"the line is not valid JSON: {fault}")
         else:
             yield Record(position, value, parser.problem_in(value))

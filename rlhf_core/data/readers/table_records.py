@@ -19,7 +19,7 @@ from rlhf_core.errors import DataError
 BATCH_ROWS = 2048
 PARQUET_MARK = b"PAR1"  # the first and the last bytes of a file
 # Rows that take fewer bytes of a file than this repeat texts of a dictionary, whose size is seen only when they are
-# read: few at a time.
+# read: few at a time. A file that could not hold so many bytes for each of its rows was made to take time.
 SHORT_ROW = 32
 SHORT_ROWS = 64
 # What pyarrow raises for values that no Python value can hold; KeyError for a time zone that nobody knows.
@@ -85,6 +85,8 @@ def parquet_tables(name: str, file: pq.ParquetFile, size: int) -> Iterator[pa.Ta
     """Yield the rows of a parquet file of ``size`` bytes, some hundred at a time; ``ArrowInvalid`` for other counts."""
     require_distinct(name, file.schema_arrow.names)
     _require_row_counts(file)
+    groups = _groups(file.metadata)  # a page is decompressed as a whole, so what they claim is looked at before
+    _require_size(name, sum(max(group.total_byte_size, SHORT_ROW * group.num_rows) for group in groups), size)
     rows = 0
     for table in _checked(name, file.iter_batches(_batch_rows(file.metadata)), size):
         rows += table.num_rows
@@ -100,7 +102,7 @@ def _checked(name: str, batches: Iterable[pa.RecordBatch], size: int) -> Iterato
         ArrowInvalid: An offset or index leads out of a column: reading it would crash the process.
         DataError: The values are together far larger than the file.
     """
-    left = expansion_limit(size)
+    total = 0
     for batch in batches:
         for column in batch.columns:
             try:
@@ -109,13 +111,18 @@ def _checked(name: str, batches: Iterable[pa.RecordBatch], size: int) -> Iterato
                 if "UTF8" not in str(error):
                     raise
                 column.view(_bytes_for_texts(column.type)).validate(full=True)
-            left -= _decoded_bytes(column)
-        if left < 0:
-            raise DataError(
-                f"{name} holds values of more than {MAX_EXPANSION} times its size, which text does not; save it as "
-                "JSON lines if that is meant"
-            )
+        total += max(sum(map(_decoded_bytes, batch.columns)), SHORT_ROW * batch.num_rows)
+        _require_size(name, total, size)
         yield pa.Table.from_batches([batch])
+
+
+def _require_size(name: str, decoded: int, size: int) -> None:
+    """Raise ``DataError`` where values of ``decoded`` bytes are far larger than the ``size`` of their file."""
+    if decoded > expansion_limit(size):
+        raise DataError(
+            f"{name} holds values of more than {MAX_EXPANSION} times its size, which text does not; save it as JSON "
+            "lines if that is meant"
+        )
 
 
 def _records_of(table: pa.Table, first: int) -> list[Record]:

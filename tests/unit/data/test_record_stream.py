@@ -185,6 +185,28 @@ def test_few_rows_of_a_repeated_text_are_read_at_a_time(tmp_path: Path) -> None:
     assert sizes == [[64] * 46 + [56], [2048, 952]]
 
 
+@pytest.mark.parametrize(
+    "column",
+    [pa.nulls(3_000_000), pa.nulls(3_000_000, pa.string()), pa.repeat("a", 3_000_000), pa.array(["a" * 70_000_000])],
+    ids=["nulls", "missing-texts", "one-letter", "one-long-text"],
+)
+def test_a_table_of_far_more_than_its_file_could_hold_is_refused_before_it_is_read(
+    column: pa.Array, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(pa.table({"a": column}), tmp_path / "x.parquet", compression="zstd")
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *_: pytest.fail("it is read"))
+    with pytest.raises(DataError, match="more than 200 times its size"):
+        next(stream_records(tmp_path / "x.parquet"))
+
+
+def test_an_arrow_batch_of_nothing_is_refused(tmp_path: Path) -> None:
+    table = pa.table({"a": pa.nulls(10**9)})
+    with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(DataError, match="more than 200 times its size"):
+        next(stream_records(tmp_path / "x.arrow"))
+
+
 def test_messages_of_a_tree_may_be_in_different_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "CHUNK_RECORDS", 2)
     question = {"message_id": "q", "parent_id": None, "role": "prompter", "text": "Why?"}
