@@ -19,13 +19,13 @@ from rlhf_core.data.readers.detection import (
     format_named,
     format_of,
     missing_replies,
+    other_replies,
     recognised,
     record_shape,
     unread_replies,
 )
 from rlhf_core.data.readers.formats import (
     EXAMPLES,
-    SCORE_COLUMNS,
     Format,
     LabelledFalse,
     Parsed,
@@ -33,7 +33,15 @@ from rlhf_core.data.readers.formats import (
     number_of,
     system_turns,
 )
-from rlhf_core.data.readers.labels import cleaned, flag_against, is_labelled_false, require_text_only
+from rlhf_core.data.readers.labels import (
+    flag_against,
+    is_labelled_false,
+    require_replies,
+    require_text_only,
+    score_columns,
+    unread_prompt_parts,
+)
+from rlhf_core.data.readers.residues import cleaned
 from rlhf_core.data.readers.turns import Refusal, Turn, text_of
 from rlhf_core.data.row_counts import READABLE, RowCounts, RowFinding
 from rlhf_core.data.schema import ROW_TYPES, content_id
@@ -114,7 +122,7 @@ def row_chunks(
     first = first_records(remaining)
     shape = recognised(first, options, where)
     readable = (value.value for value in (mapped(record, options) for record in first) if not value.problem)
-    unread = unread_replies(first, options, shape) if kind is None else ""
+    unread = (unread_replies(first, options, shape) if kind is None else "") or other_replies(first, options, shape)
     kind = kind or shape.kinds[0]
     _require_kind(shape, kind, options, where, record_shape(next(readable, None)))
     remaining = chain(drained(first), remaining)
@@ -158,6 +166,10 @@ def add_record(part: FileRows, original: Record, shape: Format, options: ReadOpt
         counts.kept += len(rows)
         counts.expanded += len(rows) - 1
         counts.unused.update(unused_columns(record.value, shape))
+        for name in unread_prompt_parts(record.value, shape.read, rows[0].get("prompt", ())) if rows else ():
+            noticed[
+                f"{name} may be a part of the prompt, and is not read: name the columns (--column, --template)"
+            ] += 1
         counts.noticed.update(noticed)
 
 
@@ -223,6 +235,8 @@ def _rows(
     for parsed in [parts] if isinstance(parts, Parsed) else parts:
         if parsed.prompt is not None and system:
             parsed = replace(parsed, prompt=[*system, *parsed.prompt])
+        if parsed.chosen is not None and parsed.rejected is not None:
+            require_replies(value, shape.read, parsed.chosen, parsed.rejected)
         row = _content(cleaned(parsed, noticed, bool(options.columns)), kind, labels)
         if kind == "preferences":
             row["margin"] = parsed.margin if parsed.margin is not None else _margin(labels)
@@ -289,15 +303,16 @@ def _margin(labels: Mapping[str, Any]) -> float | None:
 
 
 def _score_gap(labels: Mapping[str, Any]) -> float | None:
-    for names in SCORE_COLUMNS:
-        if any(labels.get(name) in (None, "") for name in names):
+    for names in score_columns(tuple(labels)):
+        if any(labels[name] in (None, "") for name in names):
             continue
         chosen, rejected = (number_of(labels[name], name) for name in names)
+        are_ranks = "rank" in names[0].casefold()
         if chosen == rejected:
             raise Undecided("both replies have the same score")
-        if chosen < rejected:
+        if (chosen < rejected) != are_ranks:
             raise Refusal(f"the scores prefer the other reply: {names[0]} is {chosen:g}, {names[1]} is {rejected:g}")
-        return chosen - rejected
+        return None if are_ranks else chosen - rejected
     return None
 
 

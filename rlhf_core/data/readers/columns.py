@@ -10,12 +10,15 @@ from typing import Any
 from rlhf_core.config.data import ReadOptions, template_columns
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.formats import Format
-from rlhf_core.data.readers.labels import FLAGS, key_of, read_flags
+from rlhf_core.data.readers.labels import may_be_flag, read_flags, score_columns
+from rlhf_core.data.readers.residues import AS_TEXT
 from rlhf_core.data.readers.turns import LOST_PARTS, Refusal, text_of
 from rlhf_core.data.row_counts import RowCounts
 from rlhf_core.errors import DataError
 
 LISTED_COLUMNS = 20
+# What a text may have been left with by an export is not worth a word where fewer rows have it: people wrote it.
+RARE = 0.01
 NAME_LENGTH = 80
 TEXT_LABELS = ("category", "source")
 DIALOGUES = ("prompt", "chosen", "rejected", "reply", "completion", "response", "messages", "conversations", "context")
@@ -89,7 +92,8 @@ def unused_columns(value: Any, shape: Format) -> list[str]:
     if not isinstance(value, dict):
         return []
     flags = read_flags(value, shape.is_single)
-    unused = [str(name) for name in value.keys() - shape.read - flags if value[name] not in NOTHING]
+    scores = {name for names in score_columns(tuple(value)) for name in names}
+    unused = [str(name) for name in value.keys() - shape.read - flags - scores if value[name] not in NOTHING]
     unused += [name for name in TEXT_LABELS if value.get(name) not in NOTHING and not isinstance(value[name], str)]
     if shape.name != "oasst-trees":
         of_turns = {key for name in DIALOGUES if name in shape.read for key in _unused_turn_keys(name, value.get(name))}
@@ -110,8 +114,7 @@ def _unused_turn_keys(column: str, turns: Any) -> Iterator[str]:
 
 
 def _is_flag(column: str) -> bool:
-    """Return whether a column, or the key of a turn, is named as flags of training and ratings are."""
-    return key_of(column.rpartition("[].")[2]) in FLAGS
+    return may_be_flag(column.rpartition("[].")[2])
 
 
 def commonest_unused(unused: Mapping[str, int]) -> dict[str, int]:
@@ -139,7 +142,11 @@ def warnings_of(counts: RowCounts) -> list[str]:
             for name, count in commonest_unused(counts.unused).items()
             if _is_flag(name)
         ),
-        *(f"{count}: {what}" for what, count in counts.noticed.most_common()),
+        *(
+            f"{count}: {what}"
+            for what, count in counts.noticed.most_common()
+            if not what.endswith(AS_TEXT) or count >= RARE * counts.kept
+        ),
     ]
 
 

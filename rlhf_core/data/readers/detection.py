@@ -10,7 +10,9 @@ from typing import Any
 from rlhf_core.config.data import ReadOptions
 from rlhf_core.data.readers.columns import listed, mapped, require_columns
 from rlhf_core.data.readers.content import Record
+from rlhf_core.data.readers.dialogue_in_text import dialogue_as_json
 from rlhf_core.data.readers.formats import COMPARISONS, GENERAL, REPLY_NAMES, Format
+from rlhf_core.data.readers.labels import words_of
 from rlhf_core.data.readers.rankings import MESSAGE_TREES, RANKINGS
 from rlhf_core.data.readers.turns import is_missing
 from rlhf_core.data.tables import bytes_in_memory, chunked
@@ -30,9 +32,14 @@ BETTER_WORSE = (
     *(("accepted", "rejected"), ("winner", "loser"), ("win", "lose"), ("better", "worse"), ("good", "bad")),
     *(("best", "worst"), ("correct", "incorrect"), ("w", "l")),
 )
-REPLY_WORDS = r"chosen|rejected|response|resp|reply|replie|answer|output|completion|candidate|generation|winner|loser"
+REPLY_WORDS = (
+    r"chosen|rejected|response|resp|reply|replie|answer|output|completion|candidate|generation|winner|loser|messages|"
+    r"conversation|dialogue"
+)
 # Names such as response_a, model_2_answer, reply1 and completions, but not answer_type or output_format.
 REPLY_COLUMN = re.compile(rf"(?:^|[\W_\d])(?:{REPLY_WORDS})s?(?:[\W_]?(?:\d\d?|[abwl]|text))?$", re.IGNORECASE)
+# Of a column beside a reply, as in rejected_response, revised_answer and correction.
+OTHER_WORDS = frozenset({"rejected", "corrected", "correction", "revised", "revision", "edited", "improved", "worse"})
 # Two candidates such as a and b, model_1 and model_2, left and right, where another column says which is better.
 CANDIDATES = (("a", "b"), ("0", "1"), ("1", "2"), ("left", "right"), ("first", "second"), ("one", "two"), ("x", "y"))
 VERDICT = re.compile(
@@ -79,6 +86,9 @@ def recognised(first: Sequence[Record], options: ReadOptions, where: str) -> For
     value = readable[0].value
     is_list = isinstance(value, list) and all(isinstance(row, dict) for row in value)
     hint = " (JSON lines have a row in each; a file that is one list of rows is named .json)" if is_list else ""
+    for name, item in value.items() if isinstance(value, dict) else ():
+        if isinstance(item, str) and (written := dialogue_as_json(item)):
+            hint = f" (its column {name!r} {written})"
     raise DataError(
         f"{where}, row {readable[0].position} ({record_shape(value)}) is of no known format{hint}; name its columns "
         "(--column prompt=question --column chosen=good …, or columns: {prompt: question, …} beside the path), or give "
@@ -113,6 +123,25 @@ def unread_replies(first: Sequence[Record], options: ReadOptions, shape: Format)
     return next(filter(None, (_unread_replies(value, shape.name) for value in records)), "")
 
 
+def other_replies(first: Sequence[Record], options: ReadOptions, shape: Format) -> str:
+    """Say which columns of a file of single replies look like others to the same prompts; empty where none do."""
+    if not shape.is_single or options.columns:
+        return ""
+    values = (record.value for record in first if not record.problem and isinstance(record.value, dict))
+    names = {
+        name: None
+        for value in values
+        for name in value.keys() - shape.read
+        if isinstance(value[name], str | list | dict) and value[name] and not OTHER_WORDS.isdisjoint(words_of(name))
+    }
+    if not names:
+        return ""
+    return (
+        f"{listed(sorted(names))} may be a better or a worse reply, and is not read: name the columns to read pairs "
+        "(--column chosen=… --column rejected=…)"
+    )
+
+
 def _unread_replies(record: Mapping[str, Any], own: str) -> str:
     held = {name: value for name, value in record.items() if value and name != own}
     names = {name.strip().casefold(): name for name, value in held.items() if isinstance(value, str | list | dict)}
@@ -126,9 +155,9 @@ def _unread_replies(record: Mapping[str, Any], own: str) -> str:
                     f"(--column prompt={own} --column 'chosen={name}' --column 'rejected={names[other]}')"
                 )
     replies = [name for name in names.values() if REPLY_COLUMN.search(name.strip())]
-    unread = [name for name in replies if isinstance(record[name], list) and len(record[name]) > 1]
-    unread = unread or [name for name in texts.values() if name in replies]
-    if len(unread) > 1 or (unread and isinstance(record[unread[0]], list)):
+    lists = [name for name in replies if _is_list(record[name])]
+    unread = lists or [name for name in texts.values() if name in replies]
+    if lists or len(unread) > 1:
         look = "looks" if len(unread) == 1 else "look"
         return (
             f"{', '.join(map(repr, unread))} {look} like replies: bring them to a format of docs/data-formats.md "
@@ -150,6 +179,13 @@ def _unread_replies(record: Mapping[str, Any], own: str) -> str:
                 "better_response_id"
             )
     return ""
+
+
+def _is_list(value: Any) -> bool:
+    """Return whether a value is a list of several items, or one that is written out as text."""
+    if isinstance(value, str):
+        return value.startswith("[") and value.endswith("]") and "," in value
+    return isinstance(value, list) and len(value) > 1
 
 
 def format_of(value: Any) -> Format | None:

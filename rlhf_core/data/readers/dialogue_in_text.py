@@ -64,11 +64,16 @@ SPEAKER = re.compile(
     re.MULTILINE | re.IGNORECASE,
 )
 ASSISTANT_LINES = tuple(f"{name}{colon}" for name in ASSISTANT_NAMES for colon in ":：")
-# Vicuna's transcript, which is one line.
-INLINE_USER, INLINE_ASSISTANT = re.compile(r"\bUSER: "), re.compile(r"\bASSISTANT:")
+# Vicuna's transcript, which is one line, and HH-RLHF's without its line breaks.
+INLINE = (
+    (re.compile(r"\bUSER: "), re.compile(r"\bASSISTANT:")),
+    (re.compile(rf"\A{LEADING}Human: "), re.compile(r"[.?!\s]Assistant:")),
+)
 
-# A list of turns written out as JSON, or as Python writes it into a CSV file.
-TURNS_AS_TEXT = re.compile(rf"{LEADING}\[\s*\{{.*\}}\s*\]\s*\Z", re.DOTALL)
+# A turn or a list of turns, written out as JSON or as Python writes it into a CSV file.
+TURNS_AS_TEXT = re.compile(
+    rf"""{LEADING}(?:\[\s*\{{.*\}}\s*\]|\{{\s*["'](?:role|from|content|value)["']\s*:.*\}})\s*\Z""", re.DOTALL
+)
 ROLE_AS_TEXT = re.compile(r"""["'](?:role|from)["']\s*:\s*["'](\w+)["']""")
 CONTENT_AS_TEXT = re.compile(r"""["'](?:content|value)["']\s*:""")
 
@@ -98,6 +103,11 @@ def markup_in(text: str) -> str | None:
         return _rendered_by(unknown[1])
     if ALPACA_TEMPLATE.match(text) and ALPACA_REPLY in text:
         return _rendered_by(ALPACA_REPLY)
+    return dialogue_as_json(text)
+
+
+def dialogue_as_json(text: str) -> str | None:
+    """Say that ``text`` is a dialogue, or a turn, as JSON or Python writes it; None if it is not."""
     is_list = TURNS_AS_TEXT.match(text) and CONTENT_AS_TEXT.search(text)
     if is_list and any(role.lower() in ROLE_NAMES for role in ROLE_AS_TEXT.findall(text)):
         return "is a dialogue written out as text; save the rows as JSON lines or parquet instead"
@@ -135,11 +145,11 @@ def _transcript_speakers(text: str, answered: bool) -> tuple[str, ...]:
     assistant is to speak. One that begins with a line of other text is a transcript if the speakers alternate from the
     user to the user (to the assistant where it is ``answered``).
     """
-    inline = INLINE_USER.search(text)
-    if inline:
-        replies = list(INLINE_ASSISTANT.finditer(text, inline.end()))
-        if replies and (answered or not text[replies[-1].end() :].strip()):
-            return "USER:", "ASSISTANT:"
+    for user, assistant in INLINE:
+        inline = user.search(text)
+        replies = list(assistant.finditer(text, inline.end())) if inline else []
+        if inline and replies and (answered or not text[replies[-1].end() :].strip()):
+            return inline[0].strip(), replies[-1][0].strip(".?! \n")
     lowered = text.lower()
     if not any(line in lowered for line in ASSISTANT_LINES):
         return ()

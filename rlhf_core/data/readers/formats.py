@@ -32,16 +32,8 @@ PAIRS = frozenset({"preferences", "demonstrations", "prompts", "pretrain"})
 REPLIES = frozenset({"demonstrations", "prompts", "pretrain"})
 PROMPTS = frozenset({"prompts"})
 TEXTS = frozenset({"pretrain"})
-# Of the scores of a pair's replies, whose difference is the margin: UltraFeedback binarized and its relatives.
-SCORE_COLUMNS = (
-    ("score_chosen", "score_rejected"),
-    ("chosen_score", "rejected_score"),
-    ("chosen-rating", "rejected-rating"),
-    ("chosen_rating", "rejected_rating"),
-    ("chosen_avg_rating", "rejected_avg_rating"),
-)
 # Read in every format, for one kind of rows or another.
-LABELS = frozenset({"system", "source", "category", "margin", "preference_margin"}.union(*SCORE_COLUMNS))
+LABELS = frozenset({"system", "source", "category", "margin", "preference_margin"})
 REPLY_LABELS = frozenset({"label", "kto_tag"})
 REPLY_NAMES = ("reply", "completion", "response", "output")
 # Texts beside a pair that are no part of its prompt.
@@ -132,7 +124,7 @@ class Format:
         matches: Whether a record is of this format; looks at keys and types only.
         parse: Returns what a record holds as rows of a kind, one or several. Raises :class:`Refusal` for a record that
             cannot be used, and :class:`Undecided` for one that prefers no reply.
-        columns: Those that are read, besides ``LABELS`` and those that ``matches`` needs.
+        columns: Those that are read, besides ``LABELS``, scores and those that ``matches`` needs.
         dimensions: The preferences that a record states side by side, of which a source names one.
         note: What to do where the format does not serve as the kind that is asked for.
         join: Makes one record of format ``oasst-trees`` of all rows that belong together.
@@ -159,7 +151,7 @@ class Format:
 
     @cached_property
     def read(self) -> frozenset[str]:
-        """All columns that are read."""
+        """All columns that are read, but for scores of two replies."""
         needed = self.matches.types if isinstance(self.matches, Needs) else ()
         return LABELS.union(needed, self.columns.split(), REPLY_LABELS if self.is_single else ())
 

@@ -1,17 +1,15 @@
-"""What a row or a turn says of itself: labels, flags of training, votes, stars, and parts that are no text."""
+"""What a row or a turn says of itself: labels, flags of training, votes, stars, scores, and parts that are not read."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from rlhf_core.data.readers.formats import Parsed, excerpt
+from rlhf_core.data.readers.formats import excerpt
 from rlhf_core.data.readers.turns import Refusal
 
 # TRL's name and LLaMA-Factory's of KTO's label.
@@ -36,52 +34,73 @@ def key_of(name: str) -> str:
 
 # Flags that a trainer reads: 0 or false is not to be learned.
 LEARN = _keys(
-    "train trainable is_trainable training learn train_on train_on_turn for_training use_for_training train_weight "
-    "weight loss_weight sample_weight example_weight loss loss_mask compute_loss calculate_loss apply_loss use_loss"
+    "train trainable is_trainable training learn learnable train_on train_on_turn for_training use_for_training "
+    "train_weight weight loss_weight sample_weight example_weight loss loss_mask loss_scale loss_coef loss_coefficient "
+    "compute_loss calculate_loss calc_loss apply_loss use_loss is_loss keep_loss include_in_loss output_with_loss "
+    "supervise supervised is_target keep kept include included usable valid is_valid"
 )
 # Those that say the opposite: true is not to be learned.
 SKIP = _keys(
-    "ignore ignored skip skipped exclude excluded masked no_train do_not_train dont_train ignore_loss mask_loss "
-    "no_loss deleted is_deleted thumbs_down disliked downvoted is_bad"
+    "ignore ignored skip skipped exclude excluded masked is_masked loss_masked no_train do_not_train dont_train "
+    "skip_training ignore_loss ignore_in_loss skip_loss mask_loss no_loss deleted is_deleted discard discarded "
+    "is_discarded removed is_removed is_rejected invalid is_invalid unusable was_cancelled cancelled spam is_spam "
+    "banned is_banned blocked is_blocked corrupted is_corrupted broken is_broken is_error filtered_out thumbs_down "
+    "disliked downvoted bad is_bad tie is_tie"
 )
+# What became of a row where it was annotated.
+STATUSES = _keys("status annotation_status review review_status review_result moderation")
+OUT = frozenset(_words("discarded discard deleted removed rejected invalid failed failure cancelled canceled skipped"))
+IN = frozenset(_words("submitted accepted approved completed complete validated valid published active done ok passed"))
 # Verdicts of people on a single reply: up or down, good or bad.
 VERDICTS = _keys(
     "thumb thumbs thumbs_up vote feedback user_feedback reaction liked upvoted is_good is_correct correct is_accepted "
-    "accepted approved is_approved desirable verdict"
+    "accepted approved is_approved desirable verdict preferred is_preferred is_chosen good passed pass "
+    "success is_safe safe harmless"
 )
 # Stars, of five as a rule: the two lowest are bad.
 RATINGS = _keys("rating stars star star_rating user_rating")
 # What may say how good a reply is, on a scale that nobody knows.
 UNKNOWN_SCALES = _keys(
     "score quality quality_score reward helpfulness helpful correctness upvotes downvotes likes dislikes flagged "
-    "toxicity toxic mask label kto_tag"
+    "toxicity toxic mask label kto_tag is_test is_train"
 )
-FLAGS = LEARN | SKIP | VERDICTS | RATINGS | UNKNOWN_SCALES
+FLAGS = LEARN | SKIP | STATUSES | VERDICTS | RATINGS | UNKNOWN_SCALES
+# Words of other names that may say the same, as in input_quality, winner_tie, finish_reason and in_gsm8k_train.
+FLAG_WORDS = frozenset(
+    _words(
+        "train training loss weight mask masked ignore skip exclude discarded deleted status review quality "
+        "rating ratings score scores grade grades rank ranks reward rewards verdict judgement correct "
+        "incorrect wrong verified accuracy acc success outcome confidence agreement agree preference preferred winner "
+        "tie swapped flipped vote votes upvote label labels split holdout moderation guard safety safe unsafe harmful "
+        "toxic toxicity nsfw refusal hallucination duplicate truncated finish error errors filter filtered"
+    )
+)
 # Names that have other meanings too: a value that is no flag is left unread there.
-COMMON_WORDS = _keys("weight loss train training learn ignore skip deleted")
+COMMON_WORDS = _keys(
+    "weight loss loss_scale train training learn supervised keep kept include included usable valid ignore skip "
+    "exclude deleted removed invalid discard cancelled spam banned blocked broken bad tie"
+)
 UP = frozenset({"up", "thumbs_up", "thumbsup", "👍", "+1", "like", "liked", "upvote", "positive", "correct"})
 DOWN = frozenset(
     {"down", "thumbs_down", "thumbsdown", "👎", "dislike", "disliked", "downvote", "negative", "incorrect", "wrong"}
 )
 WORST_STARS = 2
+LONGEST_NAME = 40
 # Parts of a row that are no text, and functions that its replies may call: the same beside a turn is refused.
 LOST_COLUMNS = _keys(
     "image images image_url audio audios input_audio video videos tools functions tool_calls function_call"
 )
+# What may belong to the prompt beside the column that it is read from.
+PROMPT_PARTS = _keys(
+    "context input history system_prompt system_message sys documents document passage passages background question "
+    "instruction query"
+)
+# Of two replies' scores, whose difference is the margin, in columns such as score_chosen, chosen-rating, rewardChosen;
+# of ranks, the lowest is the best.
+SCORES = ("score", "rating", "avgrating", "reward", "rank")
 HOLDS_NOTHING = frozenset({"", "[]", "{}", "null", "none", "nan"})
 # Of the replies that are to be learned; a rejected one need not be.
 REPLY_COLUMNS = ("messages", "conversations", "chosen", "reply", "completion", "response", "output", "chosen_response")
-# What chat templates end a reply with. As text it would be learned as characters that come before the real end.
-END_MARKERS = _words(
-    "</s> <eos> <end_of_turn> <turn|> <|im_end|> <|endoftext|> <|eot_id|> <|eot|> <|eom_id|> <|end|> <|return|> "
-    "<|end_of_text|> <|endofturn|> <|end_of_turn|> <|END_OF_TURN_TOKEN|> <|EOT|> <｜end▁of▁sentence｜> <|user_end|> "
-    "<|assistant_end|> <|end_of_sentence|> [EOS] <|eos|> <eod> <|eod|> <|EOS|> [e~["
-)
-AT_END = re.compile(rf"(?:({'|'.join(map(re.escape, END_MARKERS))})\s*)+\Z")
-# What programs write for a missing value.
-MISSING = frozenset({"nan", "none", "null", "n/a", "<na>", "nat", "undefined"})
-# What stands in a text for a picture, a film or a sound.
-PLACEHOLDER = re.compile(r"<\|?(image|video|audio)(?:_?\d+|_pad)?\|?>")
 
 
 def is_labelled_false(labels: Mapping[str, Any]) -> bool:
@@ -112,6 +131,24 @@ def _number(value: Any) -> float:
         return float(value) if isinstance(value, str | int | float | Decimal) else math.nan
     except (ValueError, OverflowError):
         return math.nan
+
+
+@lru_cache(16)
+def score_columns(names: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return the columns with the scores of the better and the worse reply, in the order of :data:`SCORES`."""
+    by_key = {key_of(name): name for name in names}
+    keys = [pair for s in SCORES for pair in ((f"{s}chosen", f"{s}rejected"), (f"chosen{s}", f"rejected{s}"))]
+    return [(by_key[chosen], by_key[rejected]) for chosen, rejected in keys if chosen in by_key and rejected in by_key]
+
+
+def may_be_flag(name: str) -> bool:
+    """Return whether a column, or the key of a turn, is named as flags of training, labels and ratings are."""
+    return key_of(name) in FLAGS or not FLAG_WORDS.isdisjoint(words_of(name))
+
+
+def words_of(name: str) -> set[str]:
+    """Return the words of a name, as of ``lossWeight`` and ``loss_weight``."""
+    return {word.casefold() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
 
 
 def flag_against(record: Any, single: bool) -> str:
@@ -160,6 +197,8 @@ def _is_to_learn(name: str, value: Any, single: bool) -> bool | None:
             )
         says = word in GOOD if word in GOOD | BAD else number > 0
         return says == (key in LEARN)
+    if key in STATUSES and (word in OUT | IN or isinstance(value, bool)):
+        return word in IN or value is True
     if single and key in VERDICTS:
         if word in GOOD | BAD | UP | DOWN:
             return word in GOOD | UP
@@ -181,6 +220,36 @@ def _is_rated_well(value: Any) -> bool | None:
         return value
     number = _number(value)
     return None if math.isnan(number) or 0 < number < 1 else number > WORST_STARS
+
+
+def unread_prompt_parts(record: Any, read: Collection[str], prompt: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the columns of a record that may belong to its ``prompt``, and of which nothing is in it."""
+    if not isinstance(record, dict):
+        return []
+    names = [name for name, value in record.items() if key_of(str(name)) in PROMPT_PARTS and _holds(value)]
+    names = [name for name in names if name not in read or name == "input"]  # of question and input Orca's is one
+    texts = "\n".join(turn["content"] for turn in prompt) if names else ""
+    return [
+        name
+        for name in names
+        if (record[name] not in texts if isinstance(record[name], str) else isinstance(record[name], list | dict))
+    ]
+
+
+def require_replies(record: Any, read: Collection[str], chosen: str, rejected: str) -> None:
+    """Raise :class:`Refusal` where both replies only name other columns than are ``read``, which hold the replies."""
+    if not isinstance(record, dict) or max(len(chosen), len(rejected)) > LONGEST_NAME:
+        return
+    unread = ((name, value) for name, value in record.items() if name not in read)
+    columns = [str(name).casefold() for name, value in unread if value and isinstance(value, str | list)]
+    for text in (chosen.strip().casefold(), rejected.strip().casefold()):
+        before = r"(?:^|[\W_])" if not text.isdigit() else r"(?:^|[\W_]|(?<=[a-z]))"
+        if not text or not any(re.search(rf"{before}{re.escape(text)}\Z", name) for name in columns):
+            return
+    raise Refusal(
+        f"chosen and rejected are {chosen!r} and {rejected!r}, which name columns of the row: put the replies "
+        "themselves there, or name the columns to read (--column) if these are the replies"
+    )
 
 
 def require_text_only(record: Any) -> None:
@@ -209,60 +278,3 @@ def _holds(value: Any) -> bool:
         elif item is not None and item == item:  # NaN is what pandas writes for a missing value
             return True
     return False
-
-
-def _placeholder(text: str) -> tuple[str, bool]:
-    """Return the first placeholder of a text and whether it begins or ends a line, as exports write it.
-
-    What a tag closes again is markup that the text is about.
-    """
-    within_line = "", False
-    for match in PLACEHOLDER.finditer(text):
-        if f"</{match[1]}" not in text:
-            before, after = text[: match.start()].rpartition("\n")[2], text[match.end() :].partition("\n")[0]
-            if not PLACEHOLDER.sub("", before).strip() or not PLACEHOLDER.sub("", after).strip():
-                return match[0], True
-            within_line = within_line if within_line[0] else (match[0], False)
-    return within_line
-
-
-def without_end_marker(text: str) -> tuple[str, str]:
-    """Return a text without the end markers at its end, and the first of them; empty where it has none."""
-    markers = AT_END.search(text) if text.rstrip()[-1:] in {">", "]", "["} else None
-    if markers is None or ("</s>" in markers[0] and "<s>" in text):  # a text struck through
-        return text, ""
-    return text[: markers.start()], next(marker for marker in END_MARKERS if markers[0].startswith(marker))
-
-
-def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
-    """Return texts without end markers; what was taken off, and texts that stand for a missing value, are ``noticed``.
-
-    A placeholder of media is a :class:`Refusal`, unless the columns to read are ``named``.
-    """
-
-    def clean(given: str, end: str) -> str:
-        text, marker = without_end_marker(given)
-        if marker:
-            noticed[f"the end marker {marker} was taken off {end}"] += 1
-        return text
-
-    texts: dict[str, Any] = {
-        name: given for name in ("chosen", "rejected", "reply", "text") if (given := getattr(parsed, name)) is not None
-    }
-    turns = parsed.prompt or []
-    named_texts = texts | ({"the prompt": turns[-1]["content"]} if turns else {})
-    for name, given in named_texts.items():
-        if given.strip().casefold() in MISSING:
-            noticed[f"{name} is the text {given.strip()!r}, as which a missing value may have been written"] += 1
-    for text in (*(turn["content"] for turn in turns), *texts.values()):
-        token, is_apart = _placeholder(text)
-        if is_apart and not named:
-            raise Refusal(f"the text has {token} in place of something that training would not see; {TEXT_ALONE}")
-        if token:
-            noticed[f"a text has {token}, which is read as text: training sees nothing else"] += 1
-    prompt = parsed.prompt and [
-        turn | {"content": clean(turn["content"], "a turn of the prompt")} if turn["role"] == "assistant" else turn
-        for turn in turns
-    ]
-    texts = {name: clean(given, f"the end of {name}") for name, given in texts.items()}
-    return replace(parsed, prompt=prompt, **texts)

@@ -40,6 +40,20 @@ FLAGS = [
     ("ignore", True, False),
     ("do_not_train", 1, 0),
     ("masked", True, False),
+    ("loss_scale", 0, 1),
+    ("calc_loss", False, True),
+    ("supervised", "false", "true"),
+    ("is_masked", 1, 0),
+    ("keep", False, True),
+    ("valid", 0, 1),
+    ("include", "no", "yes"),
+    ("discarded", True, False),
+    ("is_rejected", True, False),
+    ("was_cancelled", True, False),
+    ("spam", 1, 0),
+    ("status", "discarded", "submitted"),
+    ("_status", "deleted", "completed"),
+    ("review_result", False, True),
 ]
 VERDICTS = [
     ("rating", 1, 5),
@@ -55,6 +69,9 @@ VERDICTS = [
     ("reaction", "👎", "👍"),
     ("is_correct", 0, 1),
     ("liked", "false", "true"),
+    ("is_safe", False, True),
+    ("preferred", "no", "yes"),
+    ("passed", 0, 1),
 ]
 
 
@@ -85,7 +102,17 @@ def test_a_flag_that_says_neither_is_refused_by_its_name(name: str, value: Any) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "extra", [{"score": 0.3}, {"quality": "low"}, {"feedback": "Too long."}, {"rating": 0.7}, {"weight": 0.5}]
+    "extra",
+    [
+        *({"score": 0.3}, {"quality": "low"}, {"feedback": "Too long."}, {"rating": 0.7}, {"weight": 0.5}),
+        *(
+            {"split": "test"},
+            {"inGsm8kTrain": True},
+            {"finish_reason": "length"},
+            {"instruct_reward": -5},
+            {"status": 7},
+        ),
+    ],
 )
 def test_a_flag_that_cannot_be_read_is_named_loudly(extra: dict[str, Any], tmp_path: Path) -> None:
     (name,) = extra
@@ -95,6 +122,84 @@ def test_a_flag_that_cannot_be_read_is_named_loudly(extra: dict[str, Any], tmp_p
     text = as_text(checked, 200)
     assert f"WARNING  3: {name} may say" in text and f"unused   3: the column {name} is not read" in text
     assert checked.as_dict()["files"][0]["unused"] == {name: 3}
+
+
+@pytest.mark.parametrize("name", ["tie", "is_tie", "discarded", "is_deleted"])
+def test_a_pair_that_is_not_to_be_learned_is_dropped(name: str) -> None:
+    result = read("preferences", PAIR | {name: True}, PAIR | {name: False})
+    assert result.positions == [2] and result.counts.dropped.total() == 1 and not result.counts.unused
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("score_chosen", "score_rejected"),
+        ("chosenScore", "rejectedScore"),
+        ("chosen-rating", "rejected-rating"),
+        ("rating_chosen", "rating_rejected"),
+        ("chosen_reward", "rejected_reward"),
+        ("reward_chosen", "reward_rejected"),
+        ("rejected_rank", "chosen_rank"),
+    ],
+)
+def test_scores_of_the_replies_say_which_is_better_under_any_name(names: tuple[str, str]) -> None:
+    result = read("preferences", *(PAIR | dict(zip(names, (value, 3), strict=True)) for value in (5, 3, "1")))
+    assert result.positions == [1] and result.counts.dropped.total() == 1 and not result.counts.unused
+    assert result.rows[0]["margin"] == (None if "chosen_rank" in names else 2)
+    (refused,) = result.refused
+    assert all(name in refused.reason for name in names)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "columns"),
+    [
+        ("response_a", "response_b", ("response_a", "response_b")),
+        ("A", "B", ("a", "b")),
+        ("0", "1", ("response_0", "response_1")),
+        ("2", "1", ("answer1", "answer2")),
+        ("gpt-4", "llama", ("llama", "gpt-4")),
+    ],
+)
+def test_replies_that_only_name_columns_are_refused(chosen: str, rejected: str, columns: tuple[str, str]) -> None:
+    row = PAIR | {"chosen": chosen, "rejected": rejected}
+    (refused,) = read("preferences", row | dict.fromkeys(columns, "Some reply.")).refused
+    assert repr(chosen) in refused.reason and "name columns" in refused.reason
+    assert len(read("preferences", row, row | dict.fromkeys(columns, "")).rows) == 2
+    named = {name: name for name in PAIR}
+    assert len(read("preferences", row | dict.fromkeys(columns, "Some reply."), columns=named).rows) == 1
+
+
+@pytest.mark.parametrize("name", ["context", "input", "system_prompt", "systemMessage", "question", "instruction"])
+@pytest.mark.parametrize("row", [SINGLE, PAIR, {"prompt": "Why?"}])
+def test_a_part_of_the_prompt_that_is_not_read_is_named(name: str, row: dict[str, Any]) -> None:
+    kind = "demonstrations" if "response" in row else "preferences" if "chosen" in row else "prompts"
+    result = read(kind, row | {name: "Rivers are water."}, row | {name: "Why?"}, row | {name: ""})
+    (warning,) = warnings_of(result.counts)
+    assert len(result.rows) == 3 and warning.startswith(f"1: {name} may be a part of the prompt")
+
+
+def test_one_of_two_columns_of_a_prompt_is_named() -> None:
+    pair = {"chosen": "a", "rejected": "b"}
+    result = read("preferences", {"question": "Why?", "input": "Rivers"} | pair, {"input": "Why?"} | pair)
+    assert [row["prompt"][0]["content"] for row in result.rows] == ["Why?", "Why?"]
+    (warning,) = warnings_of(result.counts)
+    assert warning.startswith("1: input may be a part of the prompt")
+
+
+def test_turns_and_documents_beside_the_prompt_are_named() -> None:
+    result = read("preferences", PAIR | {"history": [["a", "b"]], "documents": ["Rivers are water."]})
+    assert sorted(warning.split()[1] for warning in warnings_of(result.counts)) == ["documents", "history"]
+    alpaca = {"instruction": "Why?", "input": "Rivers", "output": "So.", "history": [["a", "b"]]}
+    assert not read("demonstrations", alpaca, alpaca | {"history": [], "context": ""}).counts.noticed
+
+
+@pytest.mark.parametrize(
+    "name", ["rejected_response", "rejected_messages", "corrected_response", "revision", "editedReply"]
+)
+def test_another_reply_beside_a_single_one_is_named(name: str) -> None:
+    for row in (SINGLE, dialogue(), {"instruction": "Why?", "output": "Because."}):
+        (warning,) = warnings_of(read("demonstrations", row | {name: "No."}, row).counts)
+        assert warning.startswith(f"2: {name} may be a better or a worse reply")
 
 
 @pytest.mark.parametrize("name", ["images", "image", "audio", "videos", "tools", "functions", "tool_calls", "imageUrl"])
@@ -136,7 +241,9 @@ def test_markup_is_no_placeholder(text: str) -> None:
     assert len(result.rows) == 1 and not result.counts.noticed
 
 
-@pytest.mark.parametrize("marker", ["</s>", "<|im_end|>\n", "<|eot_id|>", "<end_of_turn>\n", "<｜end▁of▁sentence｜>"])
+@pytest.mark.parametrize(
+    "marker", ["</s>", "<|im_end|>\n", "<|eot_id|>", "<end_of_turn>\n", "<｜end▁of▁sentence｜>", "[DONE]", "<pad>"]
+)
 def test_an_end_marker_that_an_export_wrote_is_taken_off_with_a_count(marker: str) -> None:
     for sides in (("chosen",), ("chosen", "rejected")):
         result = read("preferences", PAIR, PAIR | {side: PAIR[side] + marker for side in sides})
@@ -152,13 +259,21 @@ def test_an_end_marker_that_an_export_wrote_is_taken_off_with_a_count(marker: st
     assert read("pretrain", {"text": f"A text.{marker}"}).rows[0]["text"] == "A text."
 
 
+@pytest.mark.parametrize("marker", ["<EOS>", "</S>", "<|EOT|>", "[done]", "<PAD><PAD>"])
+def test_an_end_marker_in_capitals_is_one_too(marker: str) -> None:
+    result = read("demonstrations", SINGLE | {"response": f"Because.{marker}"})
+    assert result.rows[0]["reply"] == "Because." and result.counts.noticed.total() == 1
+
+
 @pytest.mark.parametrize("text", ["It is <s>old</s>", "Write </s> at the end.", "a > b", "the list [1, 2]"])
 def test_other_texts_keep_their_ends(text: str) -> None:
     result = read("demonstrations", SINGLE | {"response": text})
     assert result.rows[0]["reply"] == text and not result.counts.noticed
 
 
-@pytest.mark.parametrize("word", ["nan", "NaN", "None", "null", "N/A", "<NA>", "undefined "])
+@pytest.mark.parametrize(
+    "word", ["nan", "NaN", "None", "null", "N/A", "<NA>", "undefined ", "#REF!", "[deleted]", "{}"]
+)
 @pytest.mark.parametrize("side", ["chosen", "rejected", "prompt"])
 def test_a_word_for_a_missing_value_is_noticed(word: str, side: str) -> None:
     result = read("preferences", PAIR, *[PAIR | {side: word}] * 2)
@@ -239,6 +354,9 @@ TWO_REPLIES: list[dict[str, Any]] = [
     {"gpt": "so", "llama": "no", "winner": "llama"},
     {"completions": [{"text": "so", "score": 1}, {"text": "no", "score": 0}]},
     {"replies": ["so", "no"], "scores": [1, 0]},
+    {"responses": '["so", "no"]', "scores": "[1, 0]"},
+    {"messages": '[{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]'},
+    {"conversation": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]},
 ]
 
 
@@ -305,3 +423,11 @@ def test_an_object_of_lists_is_refused_with_their_names(keys: tuple[str, ...]) -
     with pytest.raises(DataError) as refused:
         records_of("x.json", content)
     assert all(repr(key) in str(refused.value) for key in keys if key != "meta")
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations", "conversation"])
+@pytest.mark.parametrize("written", [json.dumps, repr, lambda turns: json.dumps(turns[0])])
+def test_turns_that_are_written_out_as_text_are_named(column: str, written: Any) -> None:
+    turns = [{"role": "user", "content": "Why?"}, TURN]
+    with pytest.raises(DataError, match=f"'{column}' is a dialogue written out as text"):
+        read("demonstrations", {column: written(turns)})

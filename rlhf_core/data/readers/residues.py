@@ -1,0 +1,221 @@
+"""What exports leave in texts: end markers are taken off, placeholders of media refused, other accidents counted."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from rlhf_core.data.readers.dialogue_in_text import ROLE_MARKERS, SPECIAL_TOKEN, dialogue_in, markup_in, transcript_in
+from rlhf_core.data.readers.formats import Parsed
+from rlhf_core.data.readers.labels import TEXT_ALONE
+from rlhf_core.data.readers.turns import Refusal
+
+# What chat templates, and servers, end a reply with. As text it would be learned as characters before the real end.
+END_MARKERS = (
+    *("</s>", "<eos>", "<eot>", "<eoa>", "<eom>", "<eod>", "<end>", "<pad>", "<end_of_turn>", "<turn|>", "<|im_end|>"),
+    *("<|endoftext|>", "<|eot_id|>", "<|eot|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|end_of_text|>", "<|eos|>"),
+    *("<|endofturn|>", "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "<|user_end|>", "<|eod|>"),
+    *("<|assistant_end|>", "<|end_of_sentence|>", "<|endofmessage|>", "<|message_end|>", "<|pad|>"),
+    *("[EOS]", "[EOT]", "[PAD]", "[DONE]", "[e~["),
+)
+AT_END = re.compile(rf"(?:({'|'.join(map(re.escape, END_MARKERS))})\s*)+\Z", re.IGNORECASE)
+# What programs write for a missing value, a deleted text, or a formula that fails.
+MISSING = frozenset(
+    (
+        *("nan", "none", "null", "(null)", "n/a", "<na>", "nat", "nil", "undefined", "[]", "{}", "[object object]"),
+        *(
+            "#n/a",
+            "#ref!",
+            "#name?",
+            "#value!",
+            "#div/0!",
+            "(blank)",
+            "<unknown>",
+            "[deleted]",
+            "[removed]",
+            "[redacted]",
+        ),
+    )
+)
+# What stands in a text for a picture, a film or a sound.
+PLACEHOLDER = re.compile(r"<\|?(image|video|audio|speech|start_of_image|imagehere)(?:_?\d+|_pad)?\|?>", re.IGNORECASE)
+LONGEST_CELL = 32_767  # characters of a cell of Excel
+DIALOGUE_BEGIN = 2000
+EDGE = 60
+AS_TEXT = ", which is read as text"
+
+
+@dataclass(frozen=True)
+class Residue:
+    """Something that an export may have left in texts.
+
+    Attributes:
+        said: What is said of a text that has it.
+        of: ``reply``, ``user`` (a turn of theirs), or empty for any text.
+        begin, within, end: What the text has at its beginning, anywhere, or at its end.
+        needed: A text that has none of these need not be looked through.
+    """
+
+    said: str
+    of: str
+    begin: str = ""
+    within: str = ""
+    end: str = ""
+    needed: tuple[str, ...] = ()
+
+    def is_in(self, text: str) -> bool:
+        """Return whether a text has it."""
+        part = text[:EDGE] if self.begin else text[-EDGE:] if self.end else text
+        return any(item in part for item in self.needed) and self._pattern.search(part) is not None
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        pattern = rf"\A\s*(?:{self.begin})" if self.begin else rf"(?:{self.end})\s*\Z" if self.end else self.within
+        return re.compile(pattern, re.IGNORECASE)
+
+
+ASSISTANTS = r"assistant|ai|bot|chatbot|chatgpt|gpt(?:-\d\w*)?|claude|助手"
+USERS = r"human|user|prompter|用户|人类"
+COLONS = (":", "：")
+MARKS = (">", "]", "###", "END", "<|", *COLONS)
+FAILED = (
+    r"Error(?: code)?:? ?\d{3}\b|\[ERROR\]|Traceback \(|(?:openai|anthropic|httpx|requests)\.[\w.]*(?:Error|Timeout)"
+)
+STOPS = r"\[(?:/INST|END|SEP|STOP)\]|<(?:s|unk|sep|stop|eoh|extra_id_\d+)>|<\|\w+|#{3,}(?:\s*End)?|\bEND|\bAssistant:"
+RESIDUES = (
+    Residue(
+        "begins with the name of who speaks",
+        "reply",
+        begin=rf"(?:[#*]+ *)?(?:(?:{ASSISTANTS})[:：]|(?:assistant|model)\n)",
+        needed=(*COLONS, "t\n", "l\n"),
+    ),
+    Residue(
+        "begins with a template's marker",
+        "reply",
+        begin=rf"###? (?:Response|Answer)\b|\[/INST\]|<pad>|{SPECIAL_TOKEN}",
+        needed=("<", "[", "##"),
+    ),
+    Residue("is what a program says that fails", "reply", begin=FAILED, needed=("rror", "ERROR", "Trace", "Timeout")),
+    Residue(
+        "has a turn of the user",
+        "reply",
+        within=rf"\n[ \t]*(?:[#*]+ *)?(?:{USERS}|(?<=# )instruction)[:：]",
+        needed=COLONS,
+    ),
+    Residue(
+        "has a template's marker of a turn",
+        "reply",
+        within=ROLE_MARKERS,
+        needed=("<|", "<｜", "<start_of_turn>", "<<SYS>>", "[INST]"),
+    ),
+    Residue("ends with a marker", "reply", end=f"{SPECIAL_TOKEN}|{STOPS}", needed=MARKS),
+    Residue(
+        "begins with the name of who speaks",
+        "user",
+        begin=rf"(?:### *)?(?:{USERS})(?:[:：]|\n)",
+        needed=(*COLONS, "r\n"),
+    ),
+    Residue(
+        "ends with the name of who answers",
+        "user",
+        end=rf"(?:\n|\s\s)(?:### *)?(?:{ASSISTANTS}|Response)[:：]",
+        needed=COLONS,
+    ),
+    Residue("ends with a marker", "user", end=rf"{AT_END.pattern}|#{{3,}}|->", needed=MARKS),
+    Residue("is a list written out as text", "user", within=r"\A\[\s*([\"']).*\1\s*\]\Z", needed=("[",)),
+    Residue("points to a picture", "user", within=r"!\[[^\]\n]*\]\([^)\s]|<img(?:\s|>\w)", needed=("![", "<img")),
+    Residue("has media as base64", "", within=r"data:(?:image|audio|video)/[\w.+-]+;base64,", needed=(";base64,",)),
+    Residue(
+        "has HTML's escapes, as &quot;",
+        "",
+        within=r"&(?:#\d{2,5}|#x[0-9a-f]{2,4}|quot|amp|lt|gt|nbsp|apos);",
+        needed=("&",),
+    ),
+    Residue(
+        "has a tokenizer's marks in place of spaces",
+        "",
+        within=r"(?:Ġ[^\W\d]+){3}|(?:▁[^\W\d]+){3}",
+        needed=("Ġ", "▁"),
+    ),
+    Residue("has \\n in place of line breaks", "", within=r"\A[^\n]*\\n[^\n]*\Z", needed=("\\n",)),
+    Residue("is code in place of a text", "", begin=r"\{+\s*\w+\s*\}+\s*\Z|b[\"']", needed=("}", "b'", 'b"')),
+)
+
+
+def _residues(text: str, of: str) -> Iterator[str]:
+    """Yield what is to be said of a ``reply``, of a turn of the ``user`` or of a ``text`` for pretraining."""
+    begin = text[:DIALOGUE_BEGIN]
+    if of == "text" and (transcript_in(begin) or dialogue_in(begin, answered=True)):
+        yield "is a dialogue, and read as pretraining text: give messages to learn its replies"
+    if of == "user" and markup_in(text):
+        yield f"has the markup of a dialogue{AS_TEXT}"
+    if len(text) == LONGEST_CELL:
+        yield "is as long as a cell of Excel can be, which cuts off what is longer"
+    yield from (residue.said + AS_TEXT for residue in RESIDUES if residue.of in (of, "") and residue.is_in(text))
+
+
+def _placeholder(text: str) -> tuple[str, bool]:
+    """Return the first placeholder of a text and whether it begins or ends a line, as exports write it.
+
+    What a tag closes again is markup that the text is about.
+    """
+    within_line = "", False
+    for match in PLACEHOLDER.finditer(text):
+        if f"</{match[1]}" not in text:
+            before, after = text[: match.start()].rpartition("\n")[2], text[match.end() :].partition("\n")[0]
+            if not PLACEHOLDER.sub("", before).strip() or not PLACEHOLDER.sub("", after).strip():
+                return match[0], True
+            within_line = within_line if within_line[0] else (match[0], False)
+    return within_line
+
+
+def without_end_marker(text: str) -> tuple[str, str]:
+    """Return a text without the end markers at its end, and the first of them; empty where it has none."""
+    markers = AT_END.search(text) if text.rstrip()[-1:] in {">", "]", "["} else None
+    found = markers[0].casefold() if markers else ""
+    if markers is None or ("</s>" in found and "<s>" in text.casefold()):  # a text struck through
+        return text, ""
+    return text[: markers.start()], next(marker for marker in END_MARKERS if found.startswith(marker.casefold()))
+
+
+def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
+    """Return texts without end markers; what was taken off, and what else looks like an accident, is ``noticed``.
+
+    A placeholder of media is a :class:`Refusal`, unless the columns to read are ``named``.
+    """
+
+    def clean(given: str, end: str) -> str:
+        text, marker = without_end_marker(given)
+        if marker:
+            noticed[f"the end marker {marker} was taken off {end}"] += 1
+        return text
+
+    texts: dict[str, Any] = {
+        name: given for name in ("chosen", "rejected", "reply", "text") if (given := getattr(parsed, name)) is not None
+    }
+    turns = parsed.prompt or []
+    named_texts = texts | ({"the prompt": turns[-1]["content"]} if turns else {})
+    for name, given in named_texts.items():
+        if given.strip().casefold() in MISSING:
+            noticed[f"{name} is the text {given.strip()!r}, as which a missing value may have been written"] += 1
+    for text in (*(turn["content"] for turn in turns), *texts.values()):
+        token, is_apart = _placeholder(text)
+        if is_apart and not named:
+            raise Refusal(f"the text has {token} in place of something that training would not see; {TEXT_ALONE}")
+        if token:
+            noticed[f"a text has {token}, which is read as text: training sees nothing else"] += 1
+    prompt = parsed.prompt and [
+        turn | {"content": clean(turn["content"], "a turn of the prompt")} if turn["role"] == "assistant" else turn
+        for turn in turns
+    ]
+    texts = {name: clean(given, f"the end of {name}") for name, given in texts.items()}
+    said = {(name, s) for name, text in texts.items() for s in _residues(text, "text" if name == "text" else "reply")}
+    said |= {
+        ("a user's turn", s) for turn in turns if turn["role"] == "user" for s in _residues(turn["content"], "user")
+    }
+    noticed.update(f"{name} {what}" for name, what in sorted(said))
+    return replace(parsed, prompt=prompt, **texts)
