@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,26 @@ pytestmark = pytest.mark.skipif(
 # As in test_ranks.py: the first shows the gradient, the second ten updates.
 GRADIENT, UPDATES = (1e4, 1), (0.05, 10)
 STAGES = (0, 1, 2, 3)
-KINDS = ("0", "1", "2", "3", "2-offload", "3-offload")
+KINDS = ("0", "1", "2", "3", "1-offload", "2-offload", "3-offload")
+# `make test` has ZeRO 2 on two ranks, `make test-all` the others.
+USUAL, OTHERS = ("2",), tuple(kind for kind in KINDS if kind != "2")
+RANKS = [pytest.param(1, marks=pytest.mark.slow), 2]
 ROOT = Path(__file__).resolve().parents[3]
 EXTENSIONS = "extensions"
 ADAM = OptimizerConfig(lr=1e-2, schedule="constant", warmup=0.0, weight_decay=0.1, max_grad_norm=0.05)
+
+
+def left_to_test_all(kinds: Iterable[Any]) -> list[Any]:
+    """``kinds`` as parameters of tests, those that are not usual marked as slow."""
+    return [kind if str(kind) in USUAL else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
+
+
+def combinations(kind: str) -> list[tuple[str, bool]]:
+    """Precision, and whether layers recompute their activations; ZeRO 0 keeps no master weights for bfloat16."""
+    return [(dtype, again) for dtype in ("float32", *["bfloat16"] * (kind != "0")) for again in (False, True)]
+
+
+CROSS = [(kind, *both) for kind in KINDS for both in combinations(kind)]
 
 
 def kinds_of(size: int) -> dict[str, tuple[float, int]]:
@@ -49,10 +66,10 @@ def kinds_of(size: int) -> dict[str, tuple[float, int]]:
     return {"gradient": GRADIENT} | ({"updates": UPDATES} if size > 1 else {})
 
 
-def everything(folder: Path, stored: Path) -> None:
-    """What one group of ranks is asked."""
+def of_kinds(folder: Path, stored: Path, kinds: tuple[str, ...]) -> None:
+    """What one group of ranks is asked of ``kinds``."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(stored.parent / EXTENSIONS)
-    for stage in STAGES:
+    for stage in (stage for stage in STAGES if str(stage) in kinds):
         make = deepspeed_maker(str(stage), stored.parent, cases.sgd)
         for case in cases.CASES:
             before = cases.start(case)
@@ -62,12 +79,15 @@ def everything(folder: Path, stored: Path) -> None:
         with_adapters(folder, str(stage), make)
         if stage < 3:
             with_counted_reductions(folder, stage, make)
-    for kind in KINDS:
+    for kind in kinds:
         with_adam(folder, kind, deepspeed_maker(kind, stored.parent, build_adamw), stored.parent)
         with_going_back(deepspeed_maker(kind, stored.parent, build_adamw))
         with_release(deepspeed_maker(kind, stored.parent, build_adamw))
+        for dtype, recompute in combinations(kind):
+            with_resume(folder, f"{kind}-{dtype}-{recompute}", deepspeed_maker(kind, stored.parent, build_adamw))
+    if "3" not in kinds:
+        return
     with_checkpointing(folder, deepspeed_maker("3", stored.parent, cases.sgd))
-    with_bfloat16(deepspeed_maker("2", stored.parent, build_adamw))
     with_frozen(folder)
 
 
@@ -100,18 +120,36 @@ def with_checkpointing(folder: Path, make: cases.MakeEngine) -> None:
     cases.write_result(folder, "checkpointing", engine.trained_weights(), {})
 
 
-def with_bfloat16(make: cases.MakeEngine) -> None:
-    """Weights compute in bfloat16; steps smaller than its digits still add up, in float32 master weights."""
-    engine = make(make_tiny().policy.to(torch.bfloat16), ADAM.model_copy(update={"lr": 1e-5}), "policy")
-    before = whole_state(engine)
-    for step in (0, 1):
-        steps(engine, range(step, step + 1))
-    after = whole_state(engine)
+def with_resume(folder: Path, key: str, make: cases.MakeEngine) -> None:
+    """A run that goes on from its own state in a fresh engine, beside one that was not interrupted.
+
+    Steps of 1e-5 are smaller than bfloat16's digits; they add up in float32 master weights.
+    """
+    _, dtype, recompute = key.rsplit("-", 2)
+
+    def start() -> Engine:
+        model = make_tiny().policy.to(getattr(torch, dtype))
+        engine = make(model, ADAM.model_copy(update={"lr": 1e-5}), "policy")
+        if recompute == "True":
+            engine.forward_context = recomputing(model)
+        return engine
+
+    first, second = start(), start()
+    before = whole_state(first)
+    steps(first, range(2))
+    restore(second, saved(first))
+    for engine in (first, second):
+        steps(engine, range(3, 5))
+    whole, resumed = whole_state(first), whole_state(second)
+    moved = whole["weights.lm_head.weight"] - before["weights.lm_head.weight"]
+    released = second.release()
     if distributed.is_rank_zero():
-        moved = (after["weights.lm_head.weight"] - before["weights.lm_head.weight"]).abs()
-        assert after["weights.lm_head.weight"].dtype == torch.float32
-        assert 1e-6 < float(moved.max()) < 4e-5
-    assert {weight.dtype for weight in engine.trained_weights().values()} <= {torch.bfloat16}
+        assert whole["weights.lm_head.weight"].dtype == torch.float32
+        assert {weight.dtype for weight in released.parameters()} == {getattr(torch, dtype)}
+        figures = {"moved": float(moved.abs().max())}
+        both = (("whole", whole), ("resumed", resumed))
+        states = {f"{name}-{tensor}": state[tensor] for name, state in both for tensor in state}
+        cases.write_result(folder, f"resume-{key}", states, figures)
 
 
 def with_frozen(folder: Path) -> None:
@@ -230,9 +268,26 @@ def zero_section(kind: str) -> dict[str, Any]:
     return zero
 
 
+class Results:
+    """What groups of ranks found, each group made when it is first asked for; ``plain`` is plain torch's."""
+
+    def __init__(self, root: Path, stored: Path) -> None:
+        self.root, self.stored, self.plain = root, stored, root / "1"
+        self._made: set[tuple[int, tuple[str, ...]]] = set()
+
+    def __call__(self, size: int, kind: object) -> Path:
+        """The folder of ``size`` ranks, once it has what ``kind`` of ZeRO found."""
+        group = size, USUAL if str(kind) in USUAL else OTHERS
+        folder = self.root / str(size)
+        if group not in self._made:
+            run_ranks(of_kinds, size, folder, self.stored, group[1])
+            self._made.add(group)
+        return folder
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Results by number of ranks; those of plain torch on one process lie under 1 without a stage in their names."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Results by number of ranks and kind of ZeRO."""
     root = tmp_path_factory.mktemp("deepspeed")
     for kind in KINDS:
         (root / f"zero{kind}.json").write_text(json.dumps({"zero_optimization": zero_section(kind)}))
@@ -250,26 +305,24 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     steps(engine, range(2))
     cases.write_result(root / "1", "plain", engine.trained_weights(), {})
     with_adapters(root / "1", "local", cases.local)
-    for size in (1, 2):
-        run_ranks(everything, size, root / str(size), stored)
-    return {size: root / str(size) for size in (1, 2)}
+    return Results(root, stored)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("stage", left_to_test_all(STAGES))
 @pytest.mark.parametrize("case", cases.CASES)
-def test_zero_agrees_with_plain_torch(case: str, stage: int, size: int, found: dict[int, Path]) -> None:
+def test_zero_agrees_with_plain_torch(case: str, stage: int, size: int, found: Results) -> None:
     for kind in kinds_of(size):
-        plain, figures = cases.read_result(found[1], f"{case}-{kind}")
-        sharded, others = cases.read_result(found[size], f"{case}-{kind}-{stage}")
+        plain, figures = cases.read_result(found.plain, f"{case}-{kind}")
+        sharded, others = cases.read_result(found(size, stage), f"{case}-{kind}-{stage}")
         assert cases.distance(plain, sharded) < 1e-5, kind
         compared = {name: value for name, value in figures.items() if kind == "updates" or name == "loss"}
         assert {name: others[name] for name in compared} == pytest.approx(compared, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_gradients_are_reduced_once_a_step_below_zero_2(stage: int, found: dict[int, Path]) -> None:
-    _, figures = cases.read_result(found[2], f"reductions-{stage}")
+@pytest.mark.parametrize("stage", left_to_test_all(STAGES[:3]))
+def test_gradients_are_reduced_once_a_step_below_zero_2(stage: int, found: Results) -> None:
+    _, figures = cases.read_result(found(2, stage), f"reductions-{stage}")
     assert figures["reads1"] == figures["reads3"] == 0  # no pass waits for the device
     if stage < 2:
         assert (figures["backward1"], figures["backward3"]) == (0, 0)
@@ -279,11 +332,11 @@ def test_gradients_are_reduced_once_a_step_below_zero_2(stage: int, found: dict[
         assert (figures["step1"], figures["step3"]) == (0, 0)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_states_are_the_same_whatever_wrote_them(kind: str, size: int, found: dict[int, Path]) -> None:
-    plain, meta = cases.read_result(found[1], "state-local")
-    sharded, others = cases.read_result(found[size], f"state-{kind}")
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("kind", left_to_test_all(KINDS))
+def test_states_are_the_same_whatever_wrote_them(kind: str, size: int, found: Results) -> None:
+    plain, meta = cases.read_result(found.plain, "state-local")
+    sharded, others = cases.read_result(found(size, kind), f"state-{kind}")
     assert meta["skipped_steps"] == 1 and math.isnan(meta["norm2"])
     assert others == pytest.approx(meta, rel=1e-4, nan_ok=True)
     assert sharded.keys() == plain.keys()
@@ -291,34 +344,45 @@ def test_states_are_the_same_whatever_wrote_them(kind: str, size: int, found: di
         assert torch.allclose(tensor, sharded[name], rtol=1e-3, atol=1e-6), name
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_from_a_local_state_and_releases_a_plain_model(
-    kind: str, size: int, found: dict[int, Path]
-) -> None:
-    plain, _ = cases.read_result(found[1], "end-local")
-    sharded, _ = cases.read_result(found[size], f"end-{kind}")
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("kind", left_to_test_all(KINDS))
+def test_a_run_goes_on_from_a_local_state_and_releases_a_plain_model(kind: str, size: int, found: Results) -> None:
+    plain, _ = cases.read_result(found.plain, "end-local")
+    sharded, _ = cases.read_result(found(size, kind), f"end-{kind}")
     assert torch.equal(sharded["inside"], sharded["released"])
     for name, tensor in plain.items():
         assert torch.allclose(tensor, sharded[name], rtol=1e-3, atol=1e-5), name
 
 
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "recompute"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] not in USUAL)) for case in CROSS],
+)
+def test_every_combination_goes_on_from_its_own_state(
+    kind: str, dtype: str, recompute: bool, size: int, found: Results
+) -> None:
+    states, figures = cases.read_result(found(size, kind), f"resume-{kind}-{dtype}-{recompute}")
+    assert 1e-6 < figures["moved"] < 8e-5
+    for name in (name.removeprefix("whole-") for name in states if name.startswith("whole-")):
+        assert torch.equal(states[f"whole-{name}"], states[f"resumed-{name}"]), name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
-def test_recomputed_activations_give_the_same_weights(size: int, found: dict[int, Path]) -> None:
-    plain, _ = cases.read_result(found[1], "plain")
-    recomputed, _ = cases.read_result(found[size], "checkpointing")
+def test_recomputed_activations_give_the_same_weights(size: int, found: Results) -> None:
+    plain, _ = cases.read_result(found.plain, "plain")
+    recomputed, _ = cases.read_result(found(size, 3), "checkpointing")
     for name, tensor in plain.items():
         assert torch.allclose(tensor, recomputed[name], rtol=1e-4, atol=1e-6), name
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("stage", left_to_test_all(STAGES))
 @pytest.mark.parametrize("kind", LORA)
-def test_adapters_are_trained_switched_off_and_merged_alike(
-    kind: str, stage: int, size: int, found: dict[int, Path]
-) -> None:
-    plain, _ = cases.read_result(found[1], f"adapters-{kind}-local")
-    sharded, _ = cases.read_result(found[size], f"adapters-{kind}-{stage}")
+def test_adapters_are_trained_switched_off_and_merged_alike(kind: str, stage: int, size: int, found: Results) -> None:
+    plain, _ = cases.read_result(found.plain, f"adapters-{kind}-local")
+    sharded, _ = cases.read_result(found(size, stage), f"adapters-{kind}-{stage}")
     assert torch.allclose(plain["reference"], plain["before"]) and not torch.allclose(plain["inside"], plain["before"])
     assert sharded.keys() == plain.keys()
     for name, tensor in plain.items():
@@ -326,16 +390,17 @@ def test_adapters_are_trained_switched_off_and_merged_alike(
     assert torch.allclose(sharded["released"], sharded["inside"], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
-def test_sharded_frozen_models_score_alike(size: int, found: dict[int, Path]) -> None:
-    plain = cases.load_experience(found[1].parent / "experience.safetensors")
-    sharded, _ = cases.read_result(found[size], "frozen")
+def test_sharded_frozen_models_score_alike(size: int, found: Results) -> None:
+    plain = cases.load_experience(found.plain.parent / "experience.safetensors")
+    sharded, _ = cases.read_result(found(size, 3), "frozen")
     assert torch.allclose(plain.rewards, sharded["rewards"], atol=1e-5)
     assert torch.allclose(plain.ref_logprobs, sharded["reference"], atol=1e-5)
 
 
-def test_nothing_is_compiled_for_a_cpu(found: dict[int, Path]) -> None:
-    assert not (found[1].parent / EXTENSIONS).exists()
+def test_nothing_is_compiled_for_a_cpu(found: Results) -> None:
+    assert not (found(2, 2).parent / EXTENSIONS).exists()
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero2-offload", "zero3", "zero3-offload"])
