@@ -14,6 +14,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from flows.dvc_repo.root import follow_git
 from flows.supervision.processes import run_module
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.data.collection.sources import collected_paths
@@ -30,13 +31,15 @@ WILD = ("*", "?", "[")
 
 
 def refresh_inputs(workspace: Path) -> None:
-    """Bring dvc.yaml's source files and ``.fingerprints`` up to date; unchanged files are left alone.
+    """Bring dvc.yaml's source files, ``.fingerprints`` and what DVC knows of git up to date.
 
-    A pipeline that names no fingerprint has no stages of this package, and nothing is done.
+    Unchanged files are left alone. A pipeline that names no fingerprint has no stages of this package, and its files
+    are left alone too.
 
     Raises:
         RlhfError: a source is refused, or the files cannot be written.
     """
+    follow_git(workspace)
     file = workspace / DVC_FILE
     text = file.read_text(encoding="utf-8")
     if FINGERPRINTS not in text:

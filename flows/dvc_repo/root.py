@@ -17,7 +17,8 @@ IGNORED = "/config.local\n/tmp\n/cache\n"  # as `dvc init` writes it within git
 def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
     """Make the folder a DVC root unless it is one, within git where git tracks the folder.
 
-    A root that was made before there was git joins it: DVC would refuse experiments in it for ever.
+    A root that was made before there was git joins it: DVC would refuse experiments in it for ever. One that was moved
+    out of git leaves it: DVC would refuse every command.
 
     Args:
         cache: a DVC cache to share with other workspaces; by default the root gets its own.
@@ -40,20 +41,27 @@ def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
                     path = os.path.relpath(path, workspace.resolve())
                 _run_dvc(workspace, "cache", "dir", "--local", path)
         else:
-            _join_git(workspace)
+            follow_git(workspace)
         if not (folder / ".gitignore").is_file():
             (folder / ".gitignore").write_text(IGNORED, encoding="utf-8")
     except OSError as error:
         raise cannot_write(workspace, error) from error
 
 
-def _join_git(workspace: Path) -> None:
-    """Take ``no_scm`` out of the settings where git has come to track the folder."""
+def follow_git(workspace: Path) -> None:
+    """Let DVC's settings say whether git tracks the folder, which may have come later, or been left by a move.
+
+    Raises:
+        RlhfError: DVC fails.
+    """
     config = workspace / ".dvc" / "config"
-    lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.partition("=")[0].strip() != "no_scm"]
-    if len(kept) < len(lines) and "--no-scm" not in _scm_options(workspace):
-        config.write_text("".join(kept), encoding="utf-8")
+    if config.is_file():
+        without = "no_scm" in config.read_text(encoding="utf-8")
+        outside = "--no-scm" in _scm_options(workspace)
+        if without and not outside:
+            _run_dvc(workspace, "config", "--unset", "core.no_scm")
+        elif outside and not without and shutil.which("git") is not None:
+            _run_dvc(workspace, "config", "core.no_scm", "true")
 
 
 def cache_of(workspace: Path) -> Path:

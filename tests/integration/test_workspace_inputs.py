@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +140,10 @@ def test_git_that_came_after_init_is_noticed_and_everything_is_ignored_from_the_
     suites = {f"expectations/{name}.json" for name in ("preferences", "demonstrations", "prompts", "pretrain")}
     recipe = {"dvc.yaml", "params.yaml"} | suites
     assert set(listed) == {".dvc/.gitignore", ".dvc/config", ".dvcignore", ".gitignore"} | recipe
+    moved = workspace.with_name("moved")
+    shutil.copytree(workspace, moved, ignore=shutil.ignore_patterns(".git"))
+    assert "not a git repository" in dvc(moved, "status").stderr
+    assert rlhf("status", cwd=moved).stdout.count("not run yet") > 10, "a copy out of git is a workspace too"
 
 
 @pytest.mark.slow
