@@ -22,15 +22,20 @@ from flows.dvc_repo.inputs import refresh_inputs
 from flows.pipeline.events import LastRun, read_last_run
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
 from flows.registry.client import PIPELINE_TAG, REPORT_PAGE, WORKSPACE_ID_TAG, connect, has_record
-from flows.registry.release_page import POLICY_FOLDER, ReleaseState, current_page, read_release_state
-from flows.registry.stored_models import CONTENT_TAG
+from flows.registry.release_page import (
+    current_page,
+    read_release_decision,
+    read_release_state,
+    release_sentences,
+)
 from flows.registry.workspace import known_workspace_id
 from flows.workspace.lock import LockHolder, lock_holder
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError
-from rlhf_core.storage.files import read_json, sha256_tree
+from rlhf_core.evaluation.report.headline import ReleaseDecision
+from rlhf_core.storage.files import read_json
 from rlhf_core.tracking.journal import waiting_records
 from rlhf_core.tracking.stage_run import CLIENT_SETTINGS, default_environment
 
@@ -42,23 +47,19 @@ class RegistryStatus:
     Attributes:
         champion: Version number of the champion, None if there is none.
         interrupted: The action that was begun and not completed, empty if none was.
-        decided: When the last decision was made, None if none was.
         awaiting: The version that waits for approval, empty if none does.
+        release: What became of the policy of the workspace, None where that is not known.
     """
 
     lines: list[str]
     champion: str | None = None
     interrupted: str = ""
-    decided: datetime | None = None
     awaiting: str = ""
+    release: ReleaseDecision | None = None
 
 
-def registry_status(workspace: Path, config: RegistryConfig, stale_stages: int, now: datetime) -> RegistryStatus:
-    """Describe each registered model, the champion and the last decision.
-
-    Args:
-        stale_stages: How many stages are not up to date, for the champion if it is the policy of this workspace.
-        now: What ages are counted to.
+def registry_status(workspace: Path, config: RegistryConfig) -> RegistryStatus:
+    """Describe each registered model, and what became of the policy of the workspace.
 
     Raises:
         RlhfError: The registry does not answer.
@@ -66,33 +67,18 @@ def registry_status(workspace: Path, config: RegistryConfig, stale_stages: int, 
     if not has_record(workspace):
         return RegistryStatus([])
     client = connect(workspace)
-    state = read_release_state(client, workspace, config.policy)
-    lines = [_versions_line(config.policy, len(state.versions), state.aliases)]
-    if state.version(state.champion) is not None:
-        lines.append(f"  {_describe_champion(state, stale_stages, now)}")
-    decided: datetime | None = None
-    challenger = state.version(state.aliases.get(CHALLENGER))
-    if state.decisions:
-        last = state.decisions[-1]
-        decided = datetime.fromisoformat(last["time"]).astimezone().replace(tzinfo=None)
-        if last["action"] == "rollback":
-            what = f"v{last['replaced']} rolled back to v{last['champion']}"
-        else:
-            verb = "waits for approval" if last.get("awaiting_approval") else "not promoted"
-            what = f"v{last['challenger']} {'promoted' if last['promoted'] else verb}"
-        lines.append(f"  last decision: {decided:%Y-%m-%d %H:%M}, {what}: {last['reason']}")
-    elif challenger is not None and (reason := challenger.tags.get("decision.reason")):  # of another workspace
-        lines.append(f"  last decision: v{challenger.version}, {reason}")
-    if (request := state.waiting) is not None:
-        since = datetime.fromisoformat(request.entry["time"]).astimezone()
-        line = f"  waits for approval: v{request.challenger}, since {since:%Y-%m-%d %H:%M}"
-        lines.append(f"{line}, requested by {request.entry['who']}")
-    rewards = versions(client, config.reward_model)
-    lines.append(_versions_line(config.reward_model, len(rewards), read_aliases(client, config.reward_model)))
-    if state.interrupted:
-        lines.append(f"a {state.interrupted} was interrupted; the next promote, rollback, run or chat completes it")
-    awaiting = "" if request is None else request.challenger
-    return RegistryStatus(lines, state.champion, state.interrupted, decided, awaiting)
+    state, release = read_release_state(client, workspace, config.policy), read_release_decision(workspace)
+    rewards, interrupted = versions(client, config.reward_model), state.interrupted
+    said = (release_sentences(release), release.champion, release.decided)
+    lines = [
+        _versions_line(config.policy, len(state.versions), state.aliases),
+        *(f"  {text}" for text in said if text),
+        _versions_line(config.reward_model, len(rewards), read_aliases(client, config.reward_model)),
+    ]
+    if interrupted:
+        lines.append(f"a {interrupted} was interrupted; the next promote, rollback, run or chat completes it")
+    awaiting = "" if state.waiting is None else state.waiting.challenger
+    return RegistryStatus(lines, state.champion, interrupted, awaiting, release)
 
 
 def _versions_line(name: str, count: int, numbers: Mapping[str, str]) -> str:
@@ -100,23 +86,6 @@ def _versions_line(name: str, count: int, numbers: Mapping[str, str]) -> str:
         return f"{name}: no version yet"
     aliases = ", ".join(f"@{alias} v{numbers[alias]}" for alias in (CHAMPION, CHALLENGER, PREVIOUS) if alias in numbers)
     return f"{name}: {count} version{'s' if count > 1 else ''}; {aliases or 'no alias'}"
-
-
-def _describe_champion(state: ReleaseState, stale_stages: int, now: datetime) -> str:
-    """Say how old the champion is, and whether it is the policy that this workspace has now."""
-    champion = state.version(state.champion)
-    assert champion is not None
-    age = format_age(now.timestamp() - champion.creation_timestamp / 1000)
-    head = f"champion v{champion.version}, registered {age}"
-    folder = state.workspace / POLICY_FOLDER
-    if not folder.is_dir():
-        return f"{head}; this workspace has no {POLICY_FOLDER}"
-    content = sha256_tree(folder)
-    if champion.tags.get(CONTENT_TAG) == content:
-        stale = f", {stale_stages} of whose stages are stale" if stale_stages else ""
-        return f"{head}: it is the policy of this workspace{stale}"
-    same = next((f"is v{v.version}" for v in state.versions if v.tags.get(CONTENT_TAG) == content), "is not registered")
-    return f"{head}: it is not the policy of this workspace, which {same}"
 
 
 DETAIL = 70
@@ -222,7 +191,6 @@ def status(workspace: Path) -> WorkspaceStatus:
     workspace = workspace.resolve()
     params = load_params(workspace)
     holder = lock_holder(workspace)
-    now = datetime.now()
     console = Console(stderr=True, force_terminal=sys.stderr.isatty())
     with console.status("reading stages, runs and models"):
         stages = stages_status(workspace) if holder is None else running_stages(workspace, holder)
@@ -235,7 +203,7 @@ def status(workspace: Path) -> WorkspaceStatus:
         if waiting := waiting_records(workspace):
             recorded.append(f"{waiting} records wait for MLflow to answer again; the next run delivers them")
         try:
-            registry = registry_status(workspace, params.registry, stages.not_run + stages.stale, now)
+            registry = registry_status(workspace, params.registry)
         except RlhfError as error:
             registry = RegistryStatus([str(error)])
     resumable = partial_work(workspace)
@@ -279,11 +247,10 @@ def next_step(stages: StagesStatus, resumable: bool, last: LastRun | None, regis
         return "rlhf run", f"brings stages up to date: {named}"
     if registry.awaiting:
         return "rlhf approve", f"makes version {registry.awaiting} champion; `rlhf decline --reason TEXT` refuses it"
-    decided_since = last is None or (registry.decided is not None and registry.decided > last.last_event)
-    if last is not None and last.verdict is not None and not decided_since:
+    if registry.release is not None:
+        return registry.release.next_command, registry.release.next_hint
+    if last is not None and last.verdict is not None:
         return last.verdict.next_command, last.verdict.next_hint
-    if registry.champion is not None:
-        return "rlhf chat", "talk to the champion"
     return "rlhf run", "brings the pipeline up to date and registers its models"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from flows.registry.client import RELEASE_PAGE, REPORT_PAGE
 from flows.registry.decisions import PromotionDecision
-from flows.registry.release_page import RunNotes, current_page, try_release_page
+from flows.registry.release_page import RunNotes, current_page, release_sentences, try_release_page
 from flows.stage.outcome import StageOutcome, failed_conditions
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
 from rlhf_core.evaluation.verdict import JudgeResult, Standing, alarms, judge_results, standing_of
@@ -132,7 +132,6 @@ def reach_verdict(
     notes = RunNotes(registration.registered, because, _hint(failed, registration))
     release, problem = try_release_page(workspace, notes, write=page)
     report = REPORT_PAGE if reported is not None and reported.ok and (workspace / REPORT_PAGE).is_file() else None
-    unmet = "; ".join(f"{row.name} {row.measured}, required {row.required}" for row in release.conditions)
     verdict = RunVerdict(
         standing=standing_of(judges),
         opponent=opponent,
@@ -140,7 +139,7 @@ def reach_verdict(
         kl=KlEstimate(*(evaluation[key] for key in KL_KEYS)) if set(KL_KEYS) <= set(evaluation) else None,
         not_compared_because="" if judges else failure or "this pipeline has no evaluation",
         registered=registration.registered or f"nothing: {because}",
-        promotion=". ".join(part for part in (release.headline, release.reason or unmet) if part),
+        promotion=release_sentences(release),
         report=RELEASE_PAGE if report and page and not problem and current_page(workspace) else report,
         next_command=release.next_command,
         next_hint=release.next_hint,

@@ -117,17 +117,19 @@ def read_release_state(client: MlflowClient, workspace: Path, policy: str) -> Re
     )
 
 
-def read_release_decision(workspace: Path, notes: RunNotes) -> ReleaseDecision:
+def read_release_decision(workspace: Path, notes: RunNotes | None = None) -> ReleaseDecision:
     """Say what became of the policy of ``workspace``; nothing is changed.
 
-    The page of the release shows it, and the verdict of a run on the terminal, on Prefect and in MLflow.
+    The page of the release shows it, ``rlhf status``, and the verdict of a run on the terminal, on Prefect and in
+    MLflow.
 
     Args:
-        notes: What the run that wrote the report said.
+        notes: What the run that wrote the report said; None for what it said when the page was written last.
 
     Raises:
         RlhfError: The registry does not answer, or the history cannot be read.
     """
+    notes = notes or _kept_notes(workspace)
     here = _version_of_policy(workspace, notes)
     if here is None:
         return _not_registered(workspace, notes)
@@ -140,6 +142,12 @@ def read_release_decision(workspace: Path, notes: RunNotes) -> ReleaseDecision:
         registered=f"Registered as {_label(here)}{gates}.",
         champion="" if state.champion == here.version else _champion_sentence(here.model, state.champion),
     )
+
+
+def release_sentences(decision: ReleaseDecision) -> str:
+    """A decision in one line: what became of the policy, and why or which conditions do not hold."""
+    unmet = "; ".join(f"{row.name} {row.measured}, required {row.required}" for row in decision.conditions)
+    return ". ".join(part for part in (decision.headline, decision.reason or unmet) if part)
 
 
 def _say(
@@ -316,7 +324,7 @@ def write_release_page(workspace: Path, notes: RunNotes | None = None) -> Releas
         page.unlink(missing_ok=True)
     text = report.read_text(encoding="utf-8", errors="replace") if report.is_file() else ""
     digest = sha256_file(report) if text else ""
-    notes = notes or _kept_notes(workspace, digest)
+    notes = notes or _kept_notes(workspace)
     decision = read_release_decision(workspace, notes)
     rendered = with_release(text, decision) if BEGIN in text else None
     if rendered is None:
@@ -351,10 +359,9 @@ def _record(workspace: Path) -> Mapping[str, Any]:
     return record if {*record.get("notes", ())} == {field.name for field in fields(RunNotes)} else {}
 
 
-def _kept_notes(workspace: Path, report_sha256: str) -> RunNotes:
+def _kept_notes(workspace: Path) -> RunNotes:
     """The notes of the page's last writing if that was of the same report, else none."""
-    record = _record(workspace)
-    return RunNotes(**record["notes"]) if report_sha256 and record.get("report_sha256") == report_sha256 else RunNotes()
+    return RunNotes(**_record(workspace)["notes"]) if current_page(workspace) is not None else RunNotes()
 
 
 def try_release_page(
@@ -366,9 +373,7 @@ def try_release_page(
         write: False leaves the page as it is.
     """
     try:
-        return write_release_page(workspace, notes) if write else read_release_decision(
-            workspace, notes or RunNotes()
-        ), ""
+        return (write_release_page if write else read_release_decision)(workspace, notes), ""
     except (RlhfError, OSError) as error:
         hint = ("rlhf status", "says what was released, once the registry answers")
         unknown = _say(OPEN, "Not known to be released: the registry does not say", str(error), "", hint)

@@ -23,10 +23,12 @@ from flows.pipeline.events import (
 )
 from flows.pipeline.verdict import KlEstimate, RunVerdict
 from flows.stage.outcome import StageOutcome
+from rlhf_core.evaluation.report.headline import ReleaseDecision
 from rlhf_core.evaluation.verdict import JudgeResult, Standing
 
 STARTED = datetime(2026, 3, 4, 5, 6, 7)
-FRESH, IDLE = StagesStatus({}), RegistryStatus([], champion="3")
+RELEASED = ReleaseDecision("good", "Released", "", "", (), "", "", "rlhf chat", "talk to the champion", "")
+FRESH, IDLE = StagesStatus({}), RegistryStatus([], champion="3", release=RELEASED)
 VERDICT = RunVerdict(
     standing=Standing.BETTER,
     opponent="champion version 3",
@@ -110,15 +112,15 @@ def test_ages_are_in_whole_units(seconds: float, text: str) -> None:
 
 GATE = stopped("rlhf run", "after a change of data")
 PROMOTE = stopped("rlhf promote", "decide on the challenger")
-LATER, EARLIER = STARTED + timedelta(hours=1), STARTED - timedelta(hours=1)
 
 
 @pytest.mark.parametrize(
     ("stages", "resumable", "last", "registry", "command", "hint"),
     [
         (FRESH, False, run_of(), IDLE, "rlhf chat", "talk to the champion"),
-        (FRESH, False, run_of(verdict=PROMOTE), RegistryStatus([], decided=EARLIER), "rlhf promote", "decide"),
-        (FRESH, False, run_of(verdict=PROMOTE), RegistryStatus([], "3", "", LATER), "rlhf chat", "talk"),
+        (FRESH, False, run_of(verdict=PROMOTE), RegistryStatus([]), "rlhf promote", "decide"),
+        (FRESH, False, run_of(verdict=PROMOTE), IDLE, "rlhf chat", "talk"),
+        (FRESH, False, run_of(), RegistryStatus([], awaiting="4"), "rlhf approve", "makes version 4 champion"),
         (StagesStatus({}, 2, 3), True, run_of("GateFailed", GATE), IDLE, "rlhf run", "after a change of data"),
         (StagesStatus({}, 2, 0), True, run_of("", None), IDLE, "rlhf run", "resumes"),
         (StagesStatus({}, 0, 3), False, run_of(), IDLE, "rlhf run", "brings stages up to date: 3 stale"),
