@@ -109,18 +109,21 @@ def cancel_orphans(flow: Any, flow_run: FlowRun, state: Any) -> None:
 
 ZOMBIES = "rlhf: runs without a heartbeat have crashed"
 HEARTBEAT = "prefect.flow-run.heartbeat"
-FINAL_EVENTS = {f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Cancelled", "Crashed")}
+# What a run sends last: its end, or that it waits, for a person or for its turn, without a process.
+LAST_EVENTS = {
+    f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Cancelled", "Crashed", SUSPENDED, "AwaitingRetry")
+}
 
 
 def zombie_automation(within: timedelta = timedelta(seconds=90)) -> AutomationCore:
-    """Define the automation: a run that sent heartbeats, then neither one nor an end ``within`` that time, crashed."""
+    """Define the automation: a run whose heartbeats stop, with no last event ``within`` that time, has crashed."""
     message = f"no heartbeat for {within.total_seconds():.0f} s"
     return AutomationCore(
         name=ZOMBIES,
         description="Frees the pool slots of runs whose worker and process were both killed.",
         trigger=EventTrigger(
             after={HEARTBEAT},
-            expect={HEARTBEAT, *FINAL_EVENTS},
+            expect={HEARTBEAT, *LAST_EVENTS},
             match={"prefect.resource.id": ["prefect.flow-run.*"]},
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
