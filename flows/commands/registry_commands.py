@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,10 +12,6 @@ from flows.commands.options import NEAREST, AnyFolder, Reason, Workspace, busy
 from rlhf_core.commands.data import JsonOption
 from rlhf_core.commands.output import print_json, terminal_width
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
-
-if TYPE_CHECKING:
-    from flows.registry.decisions import PromotionDecision
-
 
 app = typer.Typer(add_completion=False)
 
@@ -122,11 +118,7 @@ def approve(version: VersionLookedAt = None, reason: Reason = None, workspace: W
 
     Example: rlhf approve --version 7 --reason "read 50 replies"
     """
-    with busy("looking up the request"):
-        from flows.registry.promote import approve as decide
-
-        decision = decide(workspace, reason or "", version)
-    _announce(workspace, decision)
+    _answer(workspace, approves=True, reason=reason or "", version=version)
 
 
 @app.command()
@@ -139,30 +131,21 @@ def decline(
 
     Example: rlhf decline --reason "refuses too much"
     """
-    with busy("looking up the request"):
-        from flows.registry.promote import decline as decide
-
-        decision = decide(workspace, reason, version)
-    _announce(workspace, decision)
+    if not reason.strip():
+        raise RlhfError("declining needs a reason; add --reason TEXT, it is recorded")
+    _answer(workspace, approves=False, reason=reason, version=version)
 
 
-def _announce(workspace: Path, decision: PromotionDecision) -> None:
-    """Print what a person decided, and complete the Prefect runs that waited for it.
+def _answer(workspace: Path, *, approves: bool, reason: str, version: str | None) -> None:
+    """Fill in the form of the request for approval, and print what was decided."""
+    with busy("deciding on the request"):
+        from flows.pipeline.registration import Approval, answer_request
+        from flows.registry.workspace import actor
 
-    A server that does not answer changes nothing else.
-    """
-    what = "is champion" if decision.promoted else "is not promoted"
-    typer.echo(f"version {decision.challenger} {what}: {decision.reason}")
+        answer = Approval(approve=approves, decided_by=actor(), reason=reason)
+        decided = answer_request(workspace, answer, version)
+    typer.echo(decided)
     _refresh_release_page(workspace)
-    from flows.pipeline.registration import end_suspended_runs
-
-    try:
-        ended = end_suspended_runs(workspace, decision)
-    except RlhfError as error:
-        typer.echo(f"a Prefect run that waits for it stays suspended: {error}", err=True)
-    else:
-        if ended:
-            typer.echo(f"completed {ended} suspended Prefect run{'s' if ended > 1 else ''}")
 
 
 def _refresh_release_page(workspace: Path) -> None:

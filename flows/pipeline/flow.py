@@ -47,7 +47,7 @@ from flows.pipeline.preflight import (
     pairs_refusal,
     undecided_because,
 )
-from flows.pipeline.registration import MATCH_LOG, follow_request, promote_task, register_task, waited_for_approval
+from flows.pipeline.registration import MATCH_LOG, follow_request, promote_task, register_task, was_suspended
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans
 from flows.registry.client import delivered_records, end_pipeline_run, start_pipeline_run, without_delivery
@@ -146,27 +146,30 @@ def rlhf_pipeline(workspace: str = ".", promote: bool = True, profile: str = "",
     if threading.current_thread() is threading.main_thread():
         signals.install()
     folder = Path(workspace).resolve()
+    answered = follow_request(folder) if was_suspended() else None
+    if answered is not None and not answered.is_completed():
+        return answered
     with locked_unless_inherited(folder):
         events_file = os.environ.get(EVENTS_VARIABLE)
         if not os.environ.get(LOCK_HELD_VARIABLE):
             os.environ[OWNER_VARIABLE] = ownership_tag(folder)
             cleanup(folder)
             events_file = events_file or str(new_events_file(folder))  # `rlhf status` reads it
-        return _run_pipeline(folder, promote, EventWriter(events_file))
+        return _run_pipeline(folder, promote, EventWriter(events_file), answered)
 
 
-def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[Any]:
+def _run_pipeline(workspace: Path, promote: bool, events: EventWriter, answered: State[Any] | None) -> State[Any]:
+    """Run the stages and what follows them; after an approval was ``answered`` only what is up to date is shown."""
     params = load_params(workspace)
     refresh_inputs(workspace)
     _describe_flow_run(workspace, params.profile)
     unchanged = find_unchanged(workspace, promotes=promote)
-    if unchanged is not None and unchanged.decision is not None and waited_for_approval(workspace):
-        follow_request(workspace, unchanged.decision)
-        unchanged = find_unchanged(workspace, promotes=promote) or unchanged  # now with the decision
     if unchanged is not None:
         unchanged.emit(events)
         publish_run(workspace, None, unchanged.outcomes, unchanged.verdict)
         return Completed(message=unchanged.message)
+    if answered is not None:  # what has changed while the run waited is for the next one
+        return answered
     graph = read_graph(workspace)
     name = runtime.flow_run.name or run_label(workspace, params.profile, datetime.now())
     run_id = start_pipeline_run(workspace, name) if has_gated_policy(graph) else None
@@ -200,7 +203,7 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[
         end_pipeline_run(run_id, str(state.type.value), workspace)
     events.emit(RunEnded(state.name or state.type.value, state.message or ""))
     if registration.decision is not None and params.registry.approval:
-        follow_request(workspace, registration.decision)
+        follow_request(workspace)
     return state
 
 

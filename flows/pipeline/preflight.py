@@ -20,7 +20,6 @@ from flows.pipeline.events import (
 )
 from flows.pipeline.verdict import RegistrationResult, RunVerdict, reach_verdict
 from flows.registry.client import has_record
-from flows.registry.decisions import PromotionDecision
 from flows.registry.promote import promote
 from flows.registry.register import register
 from flows.stage.outcome import StageOutcome
@@ -100,7 +99,6 @@ class UnchangedWorld:
     outcomes: Mapping[str, StageOutcome]
     verdict: RunVerdict
     message: str
-    decision: PromotionDecision | None = None
 
     def emit(self, events: EventWriter) -> None:
         """Write the events of a run in which every stage was up to date."""
@@ -141,7 +139,7 @@ def find_unchanged(workspace: Path, *, promotes: bool) -> UnchangedWorld | None:
     outcomes = {name: StageOutcome.cached(name, now, now) for name in graph}
     verdict, _ = reach_verdict(workspace, outcomes, registration)
     message = f"nothing to do: every stage is up to date, {registration.registered}; {verdict.promotion}"
-    return UnchangedWorld(outcomes, verdict, message, registration.decision)
+    return UnchangedWorld(outcomes, verdict, message)
 
 
 def _standing_registration(workspace: Path, promotes: bool) -> RegistrationResult | None:

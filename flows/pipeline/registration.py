@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from uuid import NAMESPACE_URL, uuid5
+from uuid import UUID
 
 from httpx import HTTPError
 from prefect import flow, get_run_logger, runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateName, FlowRunFilterTags
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateName
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext
 from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
-from prefect.states import Cancelled, Completed, State
-from pydantic import Field, model_validator
+from prefect.states import Cancelled, Completed, Failed, State
+from pydantic import ConfigDict, Field
 
 from flows.prefect_server.flow_runs import SUSPENDED
 from flows.prefect_server.services import known_server
 from flows.registry.client import connect
-from flows.registry.decisions import PromotionDecision, as_report
-from flows.registry.history import Ledger, latest_request, read_history
-from flows.registry.promote import approve, decline, promote
+from flows.registry.decisions import PromotionDecision
+from flows.registry.history import APPROVE, DECLINE, Entry, latest_request, read_history
+from flows.registry.promote import approve, decline, open_request, promote
 from flows.registry.register import Registration, register
 from flows.registry.release_page import try_release_page
+from flows.registry.session import registry_session
 from flows.registry.workspace import ACTOR_VARIABLE
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 
 MATCH_LOG = "match"
-APPROVAL_TAG = "rlhf-approval"
+ANSWER_SECONDS, POLL_SECONDS = 300.0, 0.5
+LOGGER = logging.getLogger(__name__)
 
 
 @task(name="register", task_run_name="register", persist_result=False, cache_policy=NO_CACHE)
@@ -49,79 +56,78 @@ def promote_task(workspace: Path, version: str) -> PromotionDecision:
 
 
 class Approval(RunInput):
-    """What a person fills in to resume a run that waits for approval."""
+    """What a person fills in to resume a run that waits for approval; ``rlhf approve`` and ``decline`` fill it in too.
+
+    A server that is told to refuse without a reason rejects the form, and the run goes on waiting.
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"properties": {"approve": {"const": False}}},
+            "then": {"properties": {"reason": {"pattern": r"\S"}}, "required": ["reason"]},
+        }
+    )
 
     approve: bool = Field(description="Make the version champion; else it is refused.")
     decided_by: str = Field(min_length=1, description="Your name; it becomes part of the history.")
     reason: str = Field(default="", description="Recorded with the decision; a refusal needs one.")
 
-    @model_validator(mode="after")
-    def _refusal_has_a_reason(self) -> Approval:
-        if not self.approve and not self.reason.strip():
-            raise ValueError("a refusal needs a reason")
-        return self
-
-    def decide(self, workspace: Path, version: str | None = None) -> PromotionDecision:
+    def decide(self, workspace: Path, version: str) -> PromotionDecision:
         """Approve or refuse the version that waits, in the name of who decided.
 
         Raises:
             RlhfError: No version waits, it is not ``version``, or the registry has changed since it was judged.
         """
         os.environ[ACTOR_VARIABLE] = self.decided_by  # for the rest of this process, which does nothing else
-        if self.approve:
-            return approve(workspace, self.reason, version)
-        return decline(workspace, self.reason, version)
+        return (approve if self.approve else decline)(workspace, self.reason, version)
 
 
-def waited_for_approval(workspace: Path) -> bool:
-    """Whether this flow run was suspended for an approval, and runs again because somebody has decided."""
-    model = load_section(workspace, "registry", RegistryConfig).policy
-    tags = runtime.flow_run.tags
-    return any(tag.startswith(APPROVAL_TAG) for tag in tags) and _approval_tag(workspace, model) in tags
+def was_suspended() -> bool:
+    """Whether this flow run has waited for an approval, and runs again because somebody has decided."""
+    context = FlowRunContext.get()
+    return context is not None and context.flow_run is not None and bool(context.flow_run.empirical_policy.pause_keys)
 
 
-def follow_request(workspace: Path, decision: PromotionDecision) -> PromotionDecision:
-    """Suspend this flow run until a person approves or refuses ``decision``; cancel earlier runs that wait in vain.
+def follow_request(workspace: Path) -> State[Any]:
+    """Suspend this flow run until a person decides on the version that waits; cancel earlier runs that wait in vain.
 
     Suspending ends the process of the run. When somebody fills in the form on the server, the flow runs again, comes
     here again, and the decision is carried out. Only a run of a deployment can be suspended; any other goes on to its
     end, and `rlhf approve` decides.
 
     Returns:
-        The decision as it stands afterwards.
-
-    Raises:
-        RlhfError: What the person decided can no longer be done.
+        What has become of the request, as the final state of a run that has nothing else to do.
     """
     context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        return decision
-    run = context.flow_run
+    assert context is not None and context.flow_run is not None
+    run, model = context.flow_run, load_section(workspace, "registry", RegistryConfig).policy
     try:
-        request = latest_request(read_history(connect(workspace), decision.model))
+        entries = read_history(connect(workspace), model)
+        request = latest_request(entries)
+        if request is None:
+            return Completed(message=f"no version of {model} waits for approval")
         may_suspend = run.deployment_id is not None and run.parent_task_run_id is None
-        if request is None or (request.is_open and not may_suspend):
-            return decision
-        tag = _approval_tag(workspace, decision.model)
-        reason = f"superseded by {run.name}" if request.is_open else request.closed_because()
         with get_client(sync_client=True) as client:
-            _end_suspended(client, tag, Cancelled(message=reason))
-            if request.is_open:
-                client.update_flow_run(run.id, tags=sorted({*client.read_flow_run(run.id).tags, tag}))
+            for other in _waiting_runs(client, entries):
+                if may_suspend or not (request.is_open and _waits_for(other, request.entry)):
+                    reason = f"superseded by {run.name}" if request.is_open else request.closed_because()
+                    client.set_flow_run_state(other.id, Cancelled(message=reason), force=True)
         if not request.is_open:
-            return decision
-        about = f"Version {request.challenger} of {decision.model} passed everything: {decision.reason}"
+            return Completed(message=request.closed_because())
+        if not may_suspend:
+            return Completed(message=f"version {request.challenger} of {model} waits for approval")
+        about = f"Version {request.challenger} of {model} passed everything: {request.entry['reason']}"
         # Prefect passes over the key of a request that has been answered, and gives the answer.
-        answer = suspend_flow_run(
-            wait_for_input=Approval.with_initial_data(description=about),
-            key=str(uuid5(NAMESPACE_URL, f"{tag} {request.entry['time']}")),
-        )
+        answer = suspend_flow_run(wait_for_input=Approval.with_initial_data(description=about), key=request.entry["id"])
     except (RlhfError, RuntimeError, HTTPError) as error:  # the request is in the history all the same
         get_run_logger().warning("this run ends instead of waiting for approval: %s", error)
-        return decision
-    decided = answer.decide(workspace, request.challenger)
+        return Completed(message=f"ended instead of waiting for approval: {error}")
+    try:
+        decision = answer.decide(workspace, request.challenger)
+    except RlhfError as error:
+        return Failed(message=str(error))
     _refresh_release_page(workspace)
-    return decided
+    return Completed(message=decision.describe())
 
 
 def _refresh_release_page(workspace: Path) -> None:
@@ -129,35 +135,65 @@ def _refresh_release_page(workspace: Path) -> None:
         get_run_logger().warning(problem)
 
 
-def end_suspended_runs(workspace: Path, decision: PromotionDecision) -> int:
-    """Complete the runs that were suspended until ``decision``; returns how many.
+def _waiting_runs(client: SyncPrefectClient, requests: Sequence[Entry]) -> list[FlowRun]:
+    """The runs on the server that are suspended until a person answers one of ``requests``."""
+    suspended = FlowRunFilterState(name=FlowRunFilterStateName(any_=[SUSPENDED]))
+    runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(state=suspended), sort=FlowRunSort.START_TIME_DESC)
+    return [run for run in runs if any(_waits_for(run, request) for request in requests)]
+
+
+def _waits_for(run: FlowRun, request: Entry) -> bool:
+    return run.state is not None and run.state.state_details.pause_key == request["id"]
+
+
+def answer_request(workspace: Path, answer: Approval, version: str | None) -> str:
+    """Decide on the version that waits for approval: by the form of the run that waits for it, else here.
+
+    A Prefect server that does not answer stops no decision: its run ends as soon as somebody resumes it.
+
+    Args:
+        version: The version that the person has looked at, None for the one that waits.
+
+    Returns:
+        What was decided, in one line.
 
     Raises:
-        RlhfError: The Prefect server does not answer.
+        RlhfError: No version waits, it is another one, the registry has changed since it was judged, or the run does
+            not carry the answer out.
     """
-    with known_server(workspace) as client:
-        if client is None:
-            return 0
-        name = "Approved" if decision.promoted else "Declined"
-        message = f"version {decision.challenger} of {decision.model} was {decision.approval}"
-        return _end_suspended(client, _approval_tag(workspace, decision.model), Completed(name=name, message=message))
+    with registry_session(workspace) as session:
+        request = open_request(session, version)
+    run: FlowRun | None = None
+    try:
+        with known_server(workspace) as client:
+            if client is not None and (waiting := _waiting_runs(client, [request.entry])):
+                client.resume_flow_run(waiting[0].id, run_input=answer.model_dump())
+                run = _ended(client, waiting[0].id)
+    except RlhfError as error:
+        LOGGER.warning("a Prefect run that waits for it may stay suspended: %s", error)
+    if run is None:
+        reason = answer.decide(workspace, request.challenger).reason
+    else:
+        latest = latest_request(read_history(connect(workspace), request.entry["model"]))
+        decided = latest.followed_by if latest is not None else None
+        if decided is None or decided["action"] != (APPROVE if answer.approve else DECLINE):
+            state = "" if run.state is None else f"{run.state.name}: {run.state.message}"
+            raise RlhfError(
+                f"the Prefect run {run.name} has the answer and has not carried it out ({state}); `rlhf status` shows "
+                "what was decided, and one that has not begun needs a worker"
+            )
+        reason = decided["reason"]
+    return f"version {request.challenger} {'is champion' if answer.approve else 'is not promoted'}: {reason}"
 
 
-def _approval_tag(workspace: Path, model: str) -> str:
-    """The tag of runs that wait for a registered model: it names the history, for model names repeat across servers."""
-    return f"{APPROVAL_TAG}:{Ledger.open(connect(workspace), model).run_id}"
-
-
-def _end_suspended(client: SyncPrefectClient, tag: str, state: State[Any]) -> int:
-    suspended = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(
-            tags=FlowRunFilterTags(all_=[tag]),
-            state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[SUSPENDED])),
-        )
-    )
-    for run in suspended:
-        client.set_flow_run_state(run.id, state, force=True)
-    return len(suspended)
+def _ended(client: SyncPrefectClient, run_id: UUID) -> FlowRun:
+    """Wait until the run has ended, or for five minutes."""
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while True:
+        run = client.read_flow_run(run_id)
+        if (run.state is not None and run.state.is_final()) or time.monotonic() > deadline:
+            return run
+        time.sleep(POLL_SECONDS)
 
 
 def _run_name() -> str:
@@ -166,16 +202,18 @@ def _run_name() -> str:
 
 
 @flow(name="rlhf-promotion", flow_run_name=_run_name, persist_result=False)
-def promotion_flow(workspace: str, approval: bool = False) -> dict[str, Any]:
+def promotion_flow(workspace: str, approval: bool = False) -> State[Any]:
     """Promote the challenger of ``workspace`` if it beats the champion.
 
     With ``registry.approval``, or ``approval`` here, a challenger that passes is not promoted: the run suspends, which
-    ends its process, until a person resumes it with a decision, or ``rlhf approve`` or ``rlhf decline`` completes it.
+    ends its process, until a person fills in its form on the server or by ``rlhf approve`` or ``rlhf decline``.
     """
     folder = Path(workspace).resolve()
+    if was_suspended():
+        return follow_request(folder)
     decision = promote(folder, approval=approval)
     get_run_logger().info("version %s against %s: %s", decision.challenger, decision.champion, decision.describe())
     _refresh_release_page(folder)
     if approval or load_section(folder, "registry", RegistryConfig).approval:
-        decision = follow_request(folder, decision)
-    return as_report(decision)
+        follow_request(folder)
+    return Completed(message=decision.describe())

@@ -25,7 +25,15 @@ from flows.registry.decisions import (
     version_tag,
 )
 from flows.registry.evidence import gate_conditions, weaker_gates
-from flows.registry.history import APPROVE, DECLINE, REQUEST, WITHDRAW, latest_request, version_words
+from flows.registry.history import (
+    APPROVE,
+    DECLINE,
+    REQUEST,
+    WITHDRAW,
+    ApprovalRequest,
+    latest_request,
+    version_words,
+)
 from flows.registry.match import PlayMatch, decided_by, make_attempt, play_match
 from flows.registry.register import CONDITIONS_TAG, GATES_PASSED, GATES_TAG, REWARD_VERSION_TAG, UNGATED_TAG
 from flows.registry.session import RegistrySession, not_the_owner, ownership, registry_session
@@ -231,8 +239,8 @@ def decline(workspace: Path, reason: str, version: str | None = None) -> Promoti
         return replace(decision, report=session.commit(entry))
 
 
-def _requested(session: RegistrySession, version: str | None) -> PromotionDecision:
-    """The promotion that waits for approval, as far as the history holds it; the match is in the request's report.
+def open_request(session: RegistrySession, version: str | None) -> ApprovalRequest:
+    """The version that waits for approval.
 
     Args:
         version: The version that the person has looked at, None for the one that waits.
@@ -261,6 +269,12 @@ def _requested(session: RegistrySession, version: str | None) -> PromotionDecisi
             f"the champion of {model} is {version_words(aliases.get(CHAMPION))}, but version {request.challenger} was "
             f"judged against {version_words(request.champion)}; `rlhf promote` judges it again"
         )
+    return request
+
+
+def _requested(session: RegistrySession, version: str | None) -> PromotionDecision:
+    """The promotion that waits for approval, as far as the history holds it; the match is in the request's report."""
+    request = open_request(session, version)
     kept = {field.name for field in fields(PromotionDecision)} - {"report", "match", "question", "criteria"}
     planned: dict[str, Any] = {name: value for name, value in request.entry["decision"].items() if name in kept}
     return replace(PromotionDecision(**planned), awaiting_approval=False, who=actor(), time=utc_now())

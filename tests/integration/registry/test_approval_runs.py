@@ -6,6 +6,8 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -23,7 +25,12 @@ from prefect.events.filters import EventFilter, EventNameFilter
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
-from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    PREFECT_LOGGING_TO_API_ENABLED,
+    temporary_settings,
+)
 from prefect.states import Pending
 from prefect_database import prefect_server
 
@@ -32,10 +39,14 @@ from flows.commands.status import status
 from flows.pipeline import flow as pipeline
 from flows.pipeline.flow import rlhf_pipeline
 from flows.pipeline.registration import promotion_flow
-from flows.registry.promote import promote
+from flows.prefect_server.flow_runs import zombie_automation
+from flows.registry.client import connect
+from flows.registry.promote import decline, promote
+from flows.registry.stored_models import verified_folder
 from flows.stage.outcome import StageOutcome
 from flows.supervision.processes import OWNER_VARIABLE
 from flows.workspace.lock import LOCK_HELD_VARIABLE
+from rlhf_core.errors import RlhfError
 
 pytestmark = [pytest.mark.services, pytest.mark.parametrize("backend", ["sqlite"], indirect=True), pytest.mark.slow]
 SECONDS = 300
@@ -88,6 +99,15 @@ class Deployment:
             run_flow(self.flow, flow_run=self.client.read_flow_run(run), return_type="state")
         except Pause:
             assert self.state(run) == "Suspended"
+
+    def answer(self, run: UUID, *words: str) -> None:
+        """Give a command that answers the form of a suspended run, and run what it resumes, as a worker does."""
+        with ThreadPoolExecutor() as pool:
+            given = pool.submit(command, *words, "--workspace", str(self.workspace))
+            wait_until(lambda: given.done() or self.state(run) == "Resuming", "answer to the form")
+            if not given.done():
+                self.execute(run)
+            given.result()
 
     def state(self, run: UUID) -> str:
         return str(self.client.read_flow_run(run).state_name)
@@ -143,15 +163,14 @@ def test_a_promotion_suspends_until_a_person_has_decided_and_an_automation_start
     assert client.resume_flow_run(first).status == SetStateStatus.REJECT, "to resume it without an answer is none"
     assert deployment.state(first) == "Suspended" and aliases(release)["champion"] == "1"
     screen = status(release).as_text()
-    assert "waits for approval: v2, since 2" in screen and "next: rlhf approve" in screen
+    assert "Not released yet: rlhf-policy version 2 waits for approval" in screen and "next: rlhf approve" in screen
     second = deployment.start()
     assert (deployment.state(first), deployment.state(second)) == ("Cancelled", "Suspended")
     capsys.readouterr()
-    command("approve", "--reason", "read 50 replies", "--workspace", str(release))
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("version 2 is champion: approved by ")
-    assert printed[1] == "completed 1 suspended Prefect run"
-    assert deployment.state(second) == "Approved" and aliases(release)["champion"] == "2"
+    deployment.answer(second, "approve", "--reason", "read 50 replies")
+    assert capsys.readouterr().out.startswith("version 2 is champion: approved by ")
+    assert deployment.state(second) == "Completed" and aliases(release)["champion"] == "2"
+    assert "approved by" in client.read_flow_run(second).state.message
     assert deployment.state(deployment.start()) == "Completed", "there is nothing left to decide"
 
     def events() -> list[tuple[str, str, str | None, str]]:
@@ -186,7 +205,8 @@ def test_the_form_on_the_server_decides(
     answer = {"approve": approved, "decided_by": "ada@example.org", "reason": ""}
     if not approved:
         answer["reason"] = "rude"
-    assert client.resume_flow_run(run, run_input={"approve": approved}).status == SetStateStatus.REJECT
+    incomplete = answer | ({"decided_by": ""} if approved else {"reason": " "})
+    assert client.resume_flow_run(run, run_input=incomplete).status == SetStateStatus.REJECT
     assert client.resume_flow_run(run, run_input=answer).status == SetStateStatus.ACCEPT
     deployment.execute(run)
     assert deployment.state(run) == "Completed"
@@ -209,21 +229,63 @@ def test_a_scheduled_pipeline_suspends_once_and_then_has_nothing_to_do(
     assert message.startswith("nothing to do: every stage is up to date, rlhf-reward-model version 1 (as before)")
     assert "Not released yet: rlhf-policy version 2 waits for approval" in message
     assert records(release) == before, "no run in MLflow, nothing new in the history"
-    command("decline", "--reason", "rude", "--workspace", str(release))
-    assert deployment.state(first) == "Declined" and aliases(release)["champion"] == "1"
+    deployment.answer(first, "decline", "--reason", "rude")
+    assert deployment.state(first) == "Completed" and aliases(release)["champion"] == "1"
     third = client.read_flow_run(deployment.start())
     assert third.state_name == "Completed" and "version 2 was declined. declined by" in third.state.message
     assert records(release)[0] == before[0]
 
 
+def test_a_run_that_waits_for_an_earlier_request_is_not_asked(
+    release: Path, client: SyncPrefectClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deployment = Deployment(client, promotion_flow, release)
+    first = deployment.start()
+    decline(release, "rude")  # as on a machine that does not know the server
+    assert promote(release, version="2", force_reason="not so rude").awaiting_approval
+    capsys.readouterr()
+    deployment.answer(first, "approve")
+    assert capsys.readouterr().out.startswith("version 2 is champion")
+    assert deployment.state(first) == "Suspended" and aliases(release)["champion"] == "2"
+    client.resume_flow_run(first, run_input={"approve": True, "decided_by": "ada"})
+    deployment.execute(first)
+    assert "was approved by" in client.read_flow_run(first).state.message, "too late, and no error"
+
+
+def test_a_run_that_waits_for_a_person_is_not_taken_for_dead(release: Path, client: SyncPrefectClient) -> None:
+    within = timedelta(seconds=10)
+    client.create_automation(zombie_automation(within))
+    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: 30}):  # and one at the start
+        run = Deployment(client, promotion_flow, release).start()
+    time.sleep(2.5 * within.total_seconds())
+    assert client.read_flow_run(run).state_name == "Suspended"
+
+
+def test_an_answer_that_cannot_be_carried_out_is_an_error_of_the_command(
+    release: Path, client: SyncPrefectClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deployment = Deployment(client, promotion_flow, release)
+    run = deployment.start()
+    with pytest.raises(RlhfError, match=r"version 1 of .* does not wait for approval; version 2 does"):
+        command("approve", "--version", "1", "--workspace", str(release))
+    assert deployment.state(run) == "Suspended"
+    weights = next(
+        verified_folder(release, connect(release).get_model_version(policy_name(release), "2")).glob("*.safetensors")
+    )
+    weights.chmod(0o644)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(RlhfError, match=r"has not carried it out .*the files of rlhf-policy version 2 are not"):
+        deployment.answer(run, "approve")
+    assert deployment.state(run) == "Failed" and aliases(release)["champion"] == "1"
+
+
 def test_a_server_that_is_away_stops_no_decision(
     release: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     promote(release)
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     command("decline", "--reason", "no", "--workspace", str(release))
-    assert "a Prefect run that waits for it stays suspended: the Prefect server at" in capsys.readouterr().err
+    assert "a Prefect run that waits for it may stay suspended: the Prefect server at" in caplog.text
     assert "the events rlhf.approval.declined were not sent" in caplog.text and "the decision stands" in caplog.text
