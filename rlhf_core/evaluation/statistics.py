@@ -91,6 +91,17 @@ def bootstrap_bounds(
     return percentile(resampled, tail, count), percentile(resampled, 1 - tail, count)
 
 
+def wilson_bounds(share: float, count: int) -> tuple[float, float]:
+    """95 % bounds (Wilson, 1927) of a share of ``count`` clusters; those of a share of 1 end below it.
+
+    Where a cluster counts in part, its variance is smaller than the formula's, and the bounds are too wide.
+    """
+    z = float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2))
+    centre = share + z**2 / (2 * count)
+    half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return max(0.0, (centre - half) / (1 + z**2 / count)), min(1.0, (centre + half) / (1 + z**2 / count))
+
+
 def standard_error(values: np.ndarray, clusters: np.ndarray) -> tuple[float, int]:
     """The cluster-robust standard error of a mean (n,), and the number of clusters; infinite for one cluster."""
     sums, sizes = cluster_sums((values - values.mean())[np.newaxis], clusters)

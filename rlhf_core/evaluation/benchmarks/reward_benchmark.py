@@ -22,9 +22,7 @@ from rlhf_core.data.text import HALF_PAIR, is_encodable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.pairwise import Judge
 from rlhf_core.evaluation.reply import Reply, prompt_of
-from rlhf_core.evaluation.statistics import bootstrap_bounds, cluster_codes
-
-RESAMPLES = 2000
+from rlhf_core.evaluation.statistics import cluster_codes, wilson_bounds
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def run_benchmark(judge: Judge, rows: Sequence[BenchmarkRow]) -> dict[str, Any]:
 
     Returns:
         ``mean``, the unweighted mean accuracy of the ``subsets``, and for each of these how many ``rows`` and different
-        prompts (``clusters``) it has, ``accuracy`` with 95 % bootstrap bounds over these, and that of guessing,
+        prompts (``clusters``) it has, ``accuracy`` with 95 % bounds over these (Wilson), and that of guessing,
         ``chance``.
     """
     prompts = [row.prompt for row in rows for _ in row.replies]
@@ -110,13 +108,14 @@ def run_benchmark(judge: Judge, rows: Sequence[BenchmarkRow]) -> dict[str, Any]:
     for subset in sorted(accuracies):
         values = np.array(accuracies[subset])
         clusters = cluster_codes(asked[subset])
-        low, high = bootstrap_bounds(values[np.newaxis], RESAMPLES, 0, clusters)
+        count = int(clusters.max()) + 1
+        low, high = wilson_bounds(float(values.mean()), count)
         subsets[subset] = {
             "rows": len(values),
-            "clusters": int(clusters.max()) + 1,
+            "clusters": count,
             "accuracy": float(values.mean()),
-            "accuracy_low95": max(float(low[0]), 0.0),
-            "accuracy_high95": min(float(high[0]), 1.0),
+            "accuracy_low95": low,
+            "accuracy_high95": high,
             "chance": float(np.mean(chances[subset])),
         }
     return {"mean": float(np.mean([subset["accuracy"] for subset in subsets.values()])), "subsets": subsets}

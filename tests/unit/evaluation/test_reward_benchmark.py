@@ -65,6 +65,7 @@ def test_accuracy_is_by_subset_and_the_mean_over_subsets(tmp_path: Path) -> None
     math, ties = result["subsets"]["Math"], result["subsets"]["Ties"]
     assert (math["rows"], math["clusters"]) == (3, 1), "rows that ask the same are one prompt"
     assert (math["accuracy"], math["chance"]) == (pytest.approx(1 / 3), 0.25)
+    assert (round(ties["accuracy_low95"], 3), ties["accuracy_high95"]) == (0.207, 1.0), "one right answer is no proof"
     assert 0 <= math["accuracy_low95"] <= math["accuracy"] <= math["accuracy_high95"] <= 1
     assert (ties["rows"], ties["accuracy"], ties["chance"]) == (1, 1.0, pytest.approx(1 / 6))
     assert result["mean"] == pytest.approx((1 / 3 + 1) / 2)
