@@ -98,13 +98,15 @@ def run(
     $ rlhf run --profile smoke
     $ rlhf run --set ppo.kl.coefficient=0.1 --set seed=2
     """
-    from flows.commands.init import trial_workspace
-    from flows.commands.run import run as run_pipeline
-    from flows.prefect_server.services import check_port_option
+    with busy("making the workspace" if profile or sets else "starting"):
+        from flows.commands.init import trial_workspace
+        from flows.commands.run import run as run_pipeline
+        from flows.prefect_server.services import check_port_option
 
-    check_port_option(port)
+        check_port_option(port)
+        if profile or sets:
+            workspace = trial_workspace(workspace, profile, sets or [])
     if profile or sets:
-        workspace = trial_workspace(workspace, profile, sets or [])
         typer.echo(f"workspace {workspace}")
     raise typer.Exit(run_pipeline(workspace, promote, wait, port))
 
@@ -141,16 +143,18 @@ def init(
     $ rlhf init my-run --data pairs.jsonl --model models/my-model
     $ rlhf init my-trial --profile smoke --set seed=2
     """
-    from flows.commands.init import initialise, next_step
-    from flows.dvc_repo.inputs import refresh_inputs
-
     settings = ["collect.source=files", f"collect.files.preferences={json.dumps(data)}"] if data else []
     settings += [*([f"base.source={model}"] if model else []), *(sets or [])]
     profile = profile or ("own-data" if data else None)
-    workspace = initialise(folder, profile, settings, cache=cache)
-    with suppress(RlhfError):  # a source that is missing or out of reach is for the next step, or the run, to name
-        refresh_inputs(workspace)  # so that `dvc repro` and `dvc status` work at once
-    typer.echo(next_step(workspace))
+    with busy("making the workspace"):
+        from flows.commands.init import initialise, next_step
+        from flows.dvc_repo.inputs import refresh_inputs
+
+        workspace = initialise(folder, profile, settings, cache=cache)
+        with suppress(RlhfError):  # a source that is missing or out of reach is for the next step, or the run, to name
+            refresh_inputs(workspace)  # so that `dvc repro` and `dvc status` work at once
+        step = next_step(workspace)
+    typer.echo(step)
 
 
 # Every option is the study's own, --help included.
@@ -236,18 +240,15 @@ def chat(
 @app.command()
 def status(workspace: Workspace = NEAREST, as_json: JsonOption = False) -> None:
     """Show stages, gates, the last run and its verdict, champion and challenger, and the next command."""
-    import shutil
+    with busy("reading stages, runs and models"):
+        from flows.commands.status import status as describe
+        from flows.commands.text import fitted, without_secrets
 
-    from flows.commands.status import status as describe
-
-    state = describe(workspace)
+        state = describe(workspace)
     if as_json:
-        from flows.commands.text import without_secrets
-
         print_json(without_secrets(state.as_dict()))
-        return
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    typer.echo(redacted(state.as_text(width)))
+    else:
+        typer.echo(fitted(redacted(state.as_text())))
 
 
 @app.command()
@@ -268,23 +269,23 @@ def logs(
 @app.command()
 def doctor(workspace: AnyFolder = None, as_json: JsonOption = False) -> None:
     """Check the installation and the workspace, and say what is missing or misconfigured."""
-    from dataclasses import asdict
+    with busy("checking the machine, the services and the workspace"):
+        from dataclasses import asdict
 
-    from flows.commands.doctor import doctor as check
-    from flows.commands.doctor import doctor_text, failures
-    from flows.workspace.folder import find_workspace
+        from flows.commands.doctor import doctor as check
+        from flows.commands.doctor import doctor_text, failures
+        from flows.commands.text import fitted, without_secrets
+        from flows.workspace.folder import find_workspace
 
-    try:
-        folder: Path | None = find_workspace(workspace)
-    except RlhfError:
-        folder = workspace  # the machine is checked all the same, and the report says that there is no workspace
-    results = check(folder)
+        try:
+            folder: Path | None = find_workspace(workspace)
+        except RlhfError:
+            folder = workspace  # the machine is checked all the same, and the report says that there is no workspace
+        results = check(folder)
     if as_json:
-        from flows.commands.text import without_secrets
-
         print_json(without_secrets({"checks": [asdict(result) for result in results], "failed": failures(results)}))
     else:
-        typer.echo(redacted(doctor_text(results)))
+        typer.echo(fitted(redacted(doctor_text(results))))
     raise typer.Exit(EXIT_USER_ERROR if failures(results) else EXIT_OK)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -35,8 +36,13 @@ def stage(
 
     collect_rarely()
     root = _root(workspace)
+    for_person = sys.stderr.isatty()  # who waits; what DVC runs is logged
+    if for_person:
+        typer.echo(f"{name}: preparing…", err=True)
     _record_code(root, name)
     run_stage(name, root)
+    if for_person:
+        typer.echo(f"{name}: done", err=True)
 
 
 def _root(workspace: Path | None) -> Path:

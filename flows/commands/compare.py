@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from flows.commands.text import format_seconds
 from flows.dvc_repo.lock_file import RecordedStage, recorded_stages
@@ -278,6 +280,13 @@ SETTING = 36  # of a longer value, such as a gate's conditions, the beginning is
 MISSING = "–"
 
 
+NOTES = {
+    "gold": "gold: the true preference of the synthetic world, which no training sees",
+    "perplexity_tax": "perplexity: its change from SFT; of plain text it falls where PPO also trains on such text "
+    "(ppo.ptx)",
+}
+
+
 def results_table(
     results: Sequence[RunResults], width: int, settings: Mapping[str, Mapping[str, str]] | None = None
 ) -> Group:
@@ -287,7 +296,9 @@ def results_table(
         settings: The parameters that differ, with which the table starts.
     """
     at_once = max(1, (width - LABEL_WIDTH) // (RUN_WIDTH + GAP))
-    return Group(*(_block(results[at : at + at_once], settings or {}) for at in range(0, len(results), at_once)))
+    blocks = [_block(results[at : at + at_once], settings or {}) for at in range(0, len(results), at_once)]
+    notes = [note for name, note in NOTES.items() if any(result.get(name) is not None for result in results)]
+    return Group(*blocks, *(Text(note, style="dim") for note in notes))
 
 
 def _block(results: Sequence[RunResults], settings: Mapping[str, Mapping[str, str]]) -> Table:
@@ -297,7 +308,9 @@ def _block(results: Sequence[RunResults], settings: Mapping[str, Mapping[str, st
         table.add_column(result["workspace"], max_width=RUN_WIDTH, overflow="fold")
     for name, of_runs in settings.items():
         texts = (of_runs[result["workspace"]] for result in results)
-        table.add_row(name, *(text if len(text) <= SETTING else f"{text[:SETTING]} …" for text in texts), style="cyan")
+        table.add_row(
+            _broken(name), *(text if len(text) <= SETTING else f"{text[:SETTING]} …" for text in texts), style="cyan"
+        )
     for label, (path, show) in ROWS.items():
         values = []
         for result in results:
@@ -308,6 +321,16 @@ def _block(results: Sequence[RunResults], settings: Mapping[str, Mapping[str, st
         if any(value != MISSING for value in values):
             table.add_row(label, *values)
     return table
+
+
+def _broken(name: str) -> str:
+    """A setting's name with line breaks behind its dots and underscores, where its column is too narrow for it."""
+    lines = [""]
+    for part in re.findall(r"[^._]*[._]?", name):
+        if len(lines[-1] + part) > LABEL_WIDTH - GAP:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _percent(estimate: Values, _: RunResults) -> str:
@@ -336,7 +359,7 @@ ROWS: Mapping[str, tuple[str, Callable[[Any, RunResults], str]]] = {
     "reward": ("reward", _number(".3f")),
     "KL, nats per reply": ("kl.value", lambda kl, result: f"{'≤ ' if result['kl_is_bound'] else ''}{kl:.2f}"),
     "perplexity, preferred": ("perplexity_tax.preferred", _number("+.1%")),
-    "perplexity, pretrain": ("perplexity_tax.pretrain", _number("+.1%")),
+    "perplexity, plain text": ("perplexity_tax.pretrain", _number("+.1%")),
     "length, tokens": ("length", _number(".1f")),
     "length of SFT": ("sft_length", _number(".1f")),
     "training time": ("cost.total_seconds", _time),

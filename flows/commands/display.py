@@ -52,7 +52,7 @@ class Display:
         self.state.apply(event)
         match event:
             case StageStarted(stage, pool) if pool:
-                self.line(f"{stage:<12} submitted to {pool}")
+                self.line(f"{stage:<12} sent to the work pool {pool}")
             case StageEnded(outcome) if outcome.action != "skipped":
                 result = f"  {self.state.stages[outcome.stage].result}".rstrip()
                 self.line(f"{outcome.stage:<12} {outcome.action:<8} {outcome.ended - outcome.started:6.1f} s{result}")
@@ -129,12 +129,13 @@ def _detail(stage: StageState) -> RenderableType:
 
 
 def counted(progress: StageProgress) -> list[str]:
-    """Return count, time left and rate of a loop, as far as they are known."""
+    """Return count, time left, rate and where it resumed of a loop, as far as they are known."""
     latest, left, rate = progress.latest, progress.seconds_left(), progress.rate
     if latest is None:
         return []
     remaining = "finishing" if latest.done >= latest.total else f"{format_seconds(left)} left" if left else ""
-    return [part for part in (f"{latest.done}/{latest.total}", remaining, format_rate(rate) if rate else "") if part]
+    speed = format_rate(rate) if rate else ""
+    return [part for part in (f"{latest.done}/{latest.total}", remaining, speed, progress.resumed) if part]
 
 
 class StageTable(Progress):

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from flows.dvc_repo.recipe import check_tracked_params
 from flows.prefect_server.services import LOOPBACK, free_port
 from flows.registry.client import knock
@@ -295,9 +293,7 @@ def doctor(workspace: Path | None = None) -> list[DoctorCheck]:
 
     Nothing is changed, but for a temporary file that tests whether the workspace can be written to.
     """
-    console = Console(stderr=True, force_terminal=sys.stderr.isatty())
-    with console.status("checking the machine, the services and the workspace"):
-        return [*machine_checks(), *service_checks(), *workspace_checks(workspace)]
+    return [*machine_checks(), *service_checks(), *workspace_checks(workspace)]
 
 
 def failures(checks: Sequence[DoctorCheck]) -> int:

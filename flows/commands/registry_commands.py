@@ -32,18 +32,19 @@ def compare(
     $ rlhf compare workspaces/* --json
     $ rlhf compare . workspaces/demo-* --output results.json
     """
-    from flows.commands.compare import EvaluatedWorkspace, read_workspace, results_document, write_results
-    from flows.commands.text import error_console, print_error
+    with busy("reading the runs"):
+        from flows.commands.compare import EvaluatedWorkspace, read_workspace, results_document, write_results
+        from flows.commands.text import error_console, print_error
 
-    read: list[EvaluatedWorkspace] = []
-    for folder in workspaces:
-        try:
-            read.append(read_workspace(folder))
-        except RlhfError as error:
-            print_error(f"left out: {error}", sys.stderr)
-    if not read:
-        raise RlhfError("none of these folders has an evaluated policy")
-    document = results_document(read)
+        read: list[EvaluatedWorkspace] = []
+        for folder in workspaces:
+            try:
+                read.append(read_workspace(folder))
+            except RlhfError as error:
+                print_error(f"left out: {error}", sys.stderr)
+        if not read:
+            raise RlhfError("none of these folders has an evaluated policy")
+        document = results_document(read)
     if output is not None:
         write_results(output, document)
     if as_json:
@@ -56,7 +57,7 @@ def compare(
     console = Console(highlight=False, width=terminal_width())
     console.print(results_table(document["runs"], console.width, document["settings"]))
     for warning in document["warnings"]:
-        error_console(sys.stderr).print(f"warning: {warning}", style="yellow", soft_wrap=True)
+        error_console(sys.stderr).print(f"warning: {warning}", style="yellow", soft_wrap=not sys.stderr.isatty())
     if output is not None:
         typer.echo(f"wrote {output}")
 
@@ -187,10 +188,11 @@ def terms(workspace: Workspace = NEAREST) -> None:
     Example: rlhf registry terms
     """
     with busy("reading the registered policy"):
+        from flows.commands.text import fitted
         from flows.registry.session import describe_terms
 
         described = describe_terms(workspace)
-    typer.echo(described)
+    typer.echo(fitted(described))
 
 
 @app.command()
@@ -210,11 +212,12 @@ def gc(
     """
     with busy("looking through versions, matches and token ids"):
         from flows.commands.registry_output import clean_token_cache, describe_retention
+        from flows.commands.text import fitted
         from flows.registry.retention import apply_retention
 
         kept = describe_retention(apply_retention(workspace, delete=delete), deleted=delete)
         lines = [kept, *clean_token_cache(workspace, delete=delete)]
-    typer.echo("\n".join(lines))
+    typer.echo(fitted("\n".join(lines)))
 
 
 @app.command()
@@ -235,13 +238,13 @@ def history(
         from dataclasses import asdict
 
         from flows.commands.registry_output import model_history
-        from flows.commands.text import without_secrets
+        from flows.commands.text import fitted, without_secrets
 
         decisions = model_history(workspace, model)
     if as_json:
         print_json(without_secrets(asdict(decisions)))
     else:
-        typer.echo(decisions.as_text())
+        typer.echo(fitted(decisions.as_text()))
 
 
 @app.command()

@@ -23,7 +23,7 @@ from flows.pipeline.events import (
     events_file,
 )
 from flows.pipeline.verdict import describe_failure
-from flows.stage.outcome import LoggedProgress, StageOutcome, progress_lines
+from flows.stage.outcome import RESUMED, LoggedProgress, StageOutcome, progress_lines
 from flows.supervision.processes import LogReader
 from flows.workspace.folder import PRIVATE
 from rlhf_core.errors import RlhfError
@@ -31,6 +31,7 @@ from rlhf_core.evaluation.verdict import judge_results
 from rlhf_core.storage.files import read_json
 
 TAIL_BYTES = 4096
+SHORTEST_LEFT = 0.5  # seconds; less would be shown as none while the stage still works
 
 
 class StageProgress:
@@ -45,11 +46,14 @@ class StageProgress:
         self.first: LoggedProgress | None = None
         self.latest: LoggedProgress | None = None
         self.latest_at = 0.0
+        self.resumed = ""  # such as "resumed at 300/550", where an earlier process has begun
         self._abandoned: LoggedProgress | None = None
 
     def refresh(self) -> None:
         """Read what the log says now."""
-        lines = progress_lines(self.reader.text(TAIL_BYTES))
+        text = self.reader.text(TAIL_BYTES)
+        self.resumed = next(reversed(RESUMED.findall(text)), self.resumed)
+        lines = progress_lines(text)
         if not lines or lines[-1] in (self.latest, self._abandoned):
             return
         self.latest, self.latest_at = lines[-1], self.reader.log.stat().st_mtime
@@ -68,21 +72,20 @@ class StageProgress:
 
     @property
     def rate(self) -> float | None:
-        """Steps per second, None while it is not known."""
+        """Steps per second, None until two lines tell: the steps of the first may be those of an earlier process."""
         if self.latest is None or self.first is None or self.latest.seconds is None or self.first.seconds is None:
             return None
         steps, seconds = self.latest.done - self.first.done, self.latest.seconds - self.first.seconds
-        if seconds <= 0:
-            steps, seconds = self.latest.done, self.latest.seconds
         return steps / seconds if steps > 0 and seconds > 0 else None
 
     def seconds_left(self, now: float | None = None) -> float | None:
-        """Return the estimated time to the last step at ``now`` (seconds since the epoch), None if not known."""
+        """Return the estimated time to the last step at ``now`` (seconds since the epoch), None if unknown or over."""
         rate = self.rate
         if self.latest is None or rate is None:
             return None
         since = max(0.0, (time.time() if now is None else now) - self.latest_at)
-        return max(0.0, (self.latest.total - self.latest.done) / rate - since)
+        left = (self.latest.total - self.latest.done) / rate - since
+        return left if left >= SHORTEST_LEFT else None
 
 
 Describe = Callable[[Mapping[str, Any]], str]
@@ -183,7 +186,7 @@ class RunState:
                 self.enter_phase("")
             case StageStarted(name, pool, started, log_start):
                 progress = StageProgress(self._log(name), log_start)
-                note = f"submitted to {pool}" if pool else ""
+                note = f"sent to the work pool {pool}" if pool else ""
                 self.stages[name] = StageState(name, progress, started, note=note)
             case StageEnded(outcome):
                 self._end_stage(outcome)
@@ -233,7 +236,10 @@ class RunState:
         stage = self._stage(outcome.stage)
         stage.outcome = outcome
         if outcome.ok:
-            stage.result = describe_result(self.workspace, outcome.stage)
+            if stage.progress is not None:
+                stage.progress.refresh()
+            resumed = stage.progress.resumed if stage.progress is not None else ""
+            stage.result = ", ".join(filter(None, (resumed, describe_result(self.workspace, outcome.stage))))
         elif outcome.action == "failed":
             stage.result = describe_failure(self.workspace, outcome).removeprefix(f"{outcome.stage} failed: ")
 
@@ -275,4 +281,4 @@ def describe_stage(stage: StageState, now: float) -> str:
         return ", ".join(part for part in (f"running for {format_seconds(now - stage.started)}", stage.note) if part)
     left = stage.progress.seconds_left(now)
     parts = [f"running {latest.done}/{latest.total}", f"{format_seconds(left)} left" if left is not None else ""]
-    return ", ".join(part for part in [*parts, *format_metrics(latest.metrics)] if part)
+    return ", ".join(part for part in [*parts, stage.progress.resumed, *format_metrics(latest.metrics)] if part)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -12,11 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from flows.commands.run_state import describe_stage, read_run_state
 from flows.commands.summary import command_for, verdict_rows
-from flows.commands.text import format_age, format_seconds
+from flows.commands.text import INDENT, format_age, format_seconds
 from flows.dvc_repo.graph import describe_changes, dvc_status
 from flows.dvc_repo.inputs import refresh_inputs
 from flows.pipeline.events import LastRun, read_last_run
@@ -89,8 +84,6 @@ def _versions_line(name: str, count: int, numbers: Mapping[str, str]) -> str:
 
 
 DETAIL = 70
-INDENT = "  "
-ALIGNED = re.compile(r" *\S+( \S+)*? {2,}(?=\S)")  # a label and the gap after it
 ENDINGS = {
     "": "interrupted (its process is gone; the next run resumes)",
     "GateFailed": "stopped by a gate",
@@ -98,7 +91,7 @@ ENDINGS = {
     "UserError": "stopped by an error",
 }
 SAME_RUN_SECONDS = 60.0  # between the first event of a run and its start in MLflow
-SHOWN_OF_VERDICT = ("verdict", "judges", "", "KL", "registered", "promotion")
+NOT_OF_VERDICT = ("report", "next")  # what is said once, at the end
 
 
 @dataclass(frozen=True)
@@ -139,8 +132,8 @@ class WorkspaceStatus:
     registry: RegistryStatus
     next: tuple[str, str]
 
-    def as_text(self, width: int | None = None) -> str:
-        """Return everything on one screen; longer lines are wrapped to ``width`` columns, None wraps nothing."""
+    def as_text(self) -> str:
+        """Return everything on one screen, with long lines."""
         sections = {
             "stages": self.stages.lines,
             "gates": [gate_line(gate) for gate in self.gates],
@@ -156,7 +149,7 @@ class WorkspaceStatus:
         blocks += [[title, *(INDENT + line for line in lines or ["none"])] for title, lines in sections.items()]
         blocks += [[f"report: {report if report.is_file() else 'not written yet'}"]]
         blocks += [[f"next: {command_for(self.workspace, self.next[0])}   ({self.next[1]})"]]
-        return "\n\n".join("\n".join(fit_line(line, width) for line in block) for block in blocks)
+        return "\n\n".join("\n".join(block) for block in blocks)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same for a program."""
@@ -191,21 +184,19 @@ def status(workspace: Path) -> WorkspaceStatus:
     workspace = workspace.resolve()
     params = load_params(workspace)
     holder = lock_holder(workspace)
-    console = Console(stderr=True, force_terminal=sys.stderr.isatty())
-    with console.status("reading stages, runs and models"):
-        stages = stages_status(workspace) if holder is None else running_stages(workspace, holder)
-        last = None if holder else read_last_run(workspace)
-        # MLflow out of reach does not hide the rest.
-        try:
-            recorded = recorded_run(workspace, params.tracking.experiment, holder is not None, last)
-        except RlhfError as error:
-            recorded = [str(error)]
-        if waiting := waiting_records(workspace):
-            recorded.append(f"{waiting} records wait for MLflow to answer again; the next run delivers them")
-        try:
-            registry = registry_status(workspace, params.registry)
-        except RlhfError as error:
-            registry = RegistryStatus([str(error)])
+    stages = stages_status(workspace) if holder is None else running_stages(workspace, holder)
+    last = None if holder else read_last_run(workspace)
+    # MLflow out of reach does not hide the rest.
+    try:
+        recorded = recorded_run(workspace, params.tracking.experiment, holder is not None, last)
+    except RlhfError as error:
+        recorded = [str(error)]
+    if waiting := waiting_records(workspace):
+        recorded.append(f"{waiting} records wait for MLflow to answer again; the next run delivers them")
+    try:
+        registry = registry_status(workspace, params.registry)
+    except RlhfError as error:
+        registry = RegistryStatus([str(error)])
     resumable = partial_work(workspace)
     if holder is not None:
         step = "rlhf status", "a command is under way; a run ends with its verdict"
@@ -213,24 +204,6 @@ def status(workspace: Path) -> WorkspaceStatus:
         step = next_step(stages, bool(resumable), last, registry)
     gates = gate_statuses(workspace)
     return WorkspaceStatus(workspace, holder, stages, gates, resumable, last, recorded, registry, step)
-
-
-def fit_line(line: str, width: int | None) -> str:
-    """Wrap a line to ``width``, its continuation lines under the text after its label; words are never cut."""
-    if width is None or len(line) <= width:
-        return line
-    text = line.lstrip()
-    margin = line[: len(line) - len(text)]
-    label = ALIGNED.match(line)
-    indent = len(label[0]) if label and len(label[0]) <= width // 2 else len(margin) + len(INDENT)
-    return textwrap.fill(
-        text,
-        width,
-        initial_indent=margin,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def next_step(stages: StagesStatus, resumable: bool, last: LastRun | None, registry: RegistryStatus) -> tuple[str, str]:
@@ -333,7 +306,7 @@ def last_run_lines(workspace: Path, last: LastRun, now: datetime) -> list[str]:
     lines = [f"{last.started:%Y-%m-%d %H:%M:%S}  {state} after {took}, {age}; stages computed: {last.ran}"]
     if last.verdict is not None:
         rows = verdict_rows(last.verdict, workspace)
-        lines += [f"{label:<10}  {text}" for label, text in rows if label in SHOWN_OF_VERDICT]
+        lines += [f"{label:<10}  {text}" for label, text in rows if label not in NOT_OF_VERDICT]
     return lines
 
 

@@ -15,8 +15,8 @@ from rlhf_core.evaluation.verdict import Standing
 
 STYLES = {Standing.BETTER: "bold green", Standing.WORSE: "bold red"}
 TOY = (
-    "smoke is a toy: it tries every step on models too small to learn much. Better than SFT says what the judges saw; "
-    "promoted, that no champion won. The first version is promoted because there is no champion yet"
+    "smoke is a toy: it tries every step on models too small to learn much, so alarms are to be expected. "
+    '"Better" is about SFT, by the judges above; "promoted" is about the champion, and a first version has none to beat'
 )
 # The exit status of ``rlhf run`` by the final state of the flow; 1 for any other.
 EXIT_CODES = {
@@ -60,6 +60,8 @@ def verdict_rows(verdict: RunVerdict, workspace: Path) -> list[tuple[str, str]]:
         )
         for number, judge in enumerate(verdict.judges)
     ]
+    if any(judge.judge == "gold" for judge in verdict.judges):
+        rows.append(("", "gold is the true preference of the synthetic world, which no training sees"))
     if verdict.kl is not None:
         kl = verdict.kl
         rows.append(("KL", f"{kl.mean:.2f} nats per reply from SFT, 95 % interval {kl.low95:.2f} to {kl.high95:.2f}"))

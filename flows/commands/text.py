@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import sys
+import textwrap
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +25,8 @@ from rlhf_core.redaction import redacted
 from rlhf_core.storage.files import read_json
 
 PROGRAM = "rlhf"
+INDENT = "  "
+ALIGNED = re.compile(r" *\S+( \S+)*? {2,}(?=\S)")  # a label and the gap after it
 
 
 def without_secrets(value: Any) -> Any:
@@ -111,6 +117,30 @@ def gate_table(decision: Mapping[str, Any], *, every_reason: bool = False) -> Gr
         if row.why and (every_reason or not row.passed)
     ]
     return Group(Padding(table, (0, 0, 0, 2)), *(Padding(reason, (0, 0, 0, 2)) for reason in reasons))
+
+
+def fitted(text: str) -> str:
+    """Return ``text`` with every line wrapped to the terminal, or as it is where stdout is none."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return "\n".join(fit_line(line, width) for line in text.splitlines())
+
+
+def fit_line(line: str, width: int | None) -> str:
+    """Wrap a line to ``width``, its continuation lines under the text after its label; words are never cut."""
+    if width is None or len(line) <= width:
+        return line
+    text = line.lstrip()
+    margin = line[: len(line) - len(text)]
+    label = ALIGNED.match(line)
+    indent = len(label[0]) if label and len(label[0]) <= width // 2 else len(margin) + len(INDENT)
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=margin,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def format_seconds(seconds: float) -> str:

@@ -18,6 +18,7 @@ OUTCOMES = "outcomes"
 # Exit codes that a retry would not change. A preempted stage is run again without using up a retry.
 FINAL_CODES = {EXIT_USER_ERROR, EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_PREEMPTED, EXIT_INTERRUPTED}
 PROGRESS = re.compile(r"^(?P<what>[^:\r\n]{1,60}): (?P<done>\d+)/(?P<total>\d+)\b(?P<rest>[^\r\n]*)", re.MULTILINE)
+RESUMED = re.compile(r"^[^:\r\n]{1,60}: (resumed at \d+/\d+)$", re.MULTILINE)
 PROGRESS_DETAILS = re.compile(r": \d+/\d+ (?P<seconds>\d+(\.\d+)?) s\b(?P<metrics>.*)$")
 METRIC = re.compile(r"(\S+) ([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|inf|nan))(?=\s|$)")
 

@@ -103,11 +103,9 @@ class RolloutLoop(ABC):
         """
         self.restore()
         preemption, manager = self.context.preemption, self.checkpoints.manager
-        with manager, progress(self.total, self.name) as bar, preemption.deferred():
+        with manager, progress(self.total, self.name, self.done) as bar, preemption.deferred():
             if self.needs_start():
                 self.save()
-            if self.done:
-                bar.advance(self.done)
             while not (preempted := preemption.requested()) and not self.finished():
                 before = self.done
                 shown = self.turn()

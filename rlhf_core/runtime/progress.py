@@ -26,8 +26,8 @@ class Progress:
 class LineProgress(Progress):
     """Prints a line to stderr every few seconds, and a last one when the work is done."""
 
-    def __init__(self, total: int, description: str) -> None:
-        self.total, self.description, self.done = total, description, 0
+    def __init__(self, total: int, description: str, done: int = 0) -> None:
+        self.total, self.description, self.done = total, description, done
         self.metrics: dict[str, float] = {}
         self.started = self.printed = time.monotonic()
         self.printed_done = -1
@@ -65,13 +65,19 @@ class BarProgress(Progress):
 
 
 @contextmanager
-def progress(total: int, description: str) -> Iterator[Progress]:
-    """A :class:`Progress` over ``total`` units of work, closed with the block."""
+def progress(total: int, description: str, done: int = 0) -> Iterator[Progress]:
+    """A :class:`Progress` over ``total`` units of work, closed with the block.
+
+    Args:
+        done: What an earlier process has done of it, which is said: ``sft: resumed at 300/550``.
+    """
     if os.environ.get("RANK", "0") != "0":
         yield Progress()
         return
+    if done:
+        print(f"{description}: resumed at {done}/{total}", file=sys.stderr, flush=True)
     if not sys.stderr.isatty():
-        lines = LineProgress(total, description)
+        lines = LineProgress(total, description, done)
         yield lines
         lines.close()
         return
@@ -81,7 +87,7 @@ def progress(total: int, description: str) -> Iterator[Progress]:
 
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with RichProgress(*columns, TextColumn("{task.fields[metrics]}"), console=Console(stderr=True)) as bar:
-        yield BarProgress(bar, bar.add_task(description, total=total, metrics=""))
+        yield BarProgress(bar, bar.add_task(description, total=total, completed=done, metrics=""))
 
 
 def track(items: Collection[Item], description: str) -> Iterator[Item]:

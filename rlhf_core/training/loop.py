@@ -145,10 +145,9 @@ class Loop:
         preemption = self.context.preemption
         with (
             self.checkpoints.manager as manager,
-            progress(self.config.steps, self.name) as bar,
+            progress(self.config.steps, self.name, self.done) as bar,
             preemption.deferred(),
         ):
-            bar.advance(self.done)
             while not (preempted := preemption.requested()) and self.done < self.config.steps:
                 self._step(bar)
                 manager.check()

@@ -67,7 +67,7 @@ def test_a_stage_on_the_pool_runs_there_and_a_second_run_computes_nothing(
     toy = make_toy(tmp_path, POOLED, PARAMS, prefect_database)
     first = rlhf("run", cwd=toy)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert "submitted to gpu-pool" in first.stdout and (toy / "report.html").read_text() == "done"
+    assert "sent to the work pool gpu-pool" in first.stdout and (toy / "report.html").read_text() == "done"
     jobs = rows(
         toy, "select r.name, state_type from flow_run r join flow f on f.id = r.flow_id where f.name='rlhf-stage'"
     )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flows.commands.display import StageTable
+from flows.commands.display import StageTable, counted
 from flows.commands.run_state import RESULTS, RunState, StageProgress, describe_result, describe_stage
 from flows.commands.text import format_metrics, format_rate, format_seconds
 from flows.pipeline.events import RunPlanned, StageEnded, StageRetried, StageStarted
@@ -44,27 +44,41 @@ def test_rate_and_time_left_are_those_of_this_process(tmp_path: Path) -> None:
     progress = progress_of(tmp_path / "ppo.log", "ppo: 50/90 1 s", "ppo: 55/90 11 s", "ppo: 60/90 21 s kl 1.5")
     assert progress.rate == pytest.approx(0.5)
     assert progress.seconds_left(105.0) == pytest.approx(55.0)
-    assert progress.seconds_left(1000.0) == 0.0
+    assert progress.seconds_left(1000.0) is None
 
 
-def test_the_first_line_alone_gives_a_rate(tmp_path: Path) -> None:
-    assert progress_of(tmp_path / "sft.log", "sft: 10/50 5 s").rate == pytest.approx(2.0)
-
-
-def test_without_times_there_is_no_rate(tmp_path: Path) -> None:
-    progress = progress_of(tmp_path / "ppo.log", "ppo: 3/9", "ppo: 4/9")
-    assert progress.latest is not None and progress.latest.done == 4
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["ppo: 3/9", "ppo: 4/9"],  # no times
+        ["checking rows: 6000/14916 0 s"],
+        ["sft: 300/550 2 s loss 1.2"],  # mostly steps of an earlier process
+        ["sft: 40/50 100 s", "sft: 10/50 5 s"],  # a retry in the same log
+    ],
+)
+def test_there_is_no_rate_before_two_measurements(tmp_path: Path, lines: list[str]) -> None:
+    progress = progress_of(tmp_path / "stage.log", *lines)
+    assert progress.latest is not None and progress.latest.line == lines[-1]
     assert progress.rate is None and progress.seconds_left() is None
-
-
-def test_a_retry_in_the_same_log_starts_anew(tmp_path: Path) -> None:
-    progress = progress_of(tmp_path / "sft.log", "sft: 40/50 100 s", "sft: 10/50 5 s")
-    assert progress.rate == pytest.approx(2.0)
 
 
 def test_a_resumed_stage_is_measured_from_where_it_resumed(tmp_path: Path) -> None:
     progress = progress_of(tmp_path / "ppo.log", "ppo: 10/90 1 s", "ppo: 20/90 5 s", "ppo: 21/90 1 s", "ppo: 22/90 3 s")
     assert progress.rate == pytest.approx(0.5)
+
+
+def test_a_stage_says_where_it_resumed_while_it_runs_and_at_its_end(tmp_path: Path) -> None:
+    state = RunState(tmp_path)
+    state.apply(StageStarted("ppo"))
+    log = tmp_path / ".rlhf" / "logs" / "ppo.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("ppo: resumed at 4/6\nppo: 5/6 3 s\n")
+    state.refresh()
+    stage = state.stages["ppo"]
+    assert "resumed at 4/6" in describe_stage(stage, 9.0) and stage.progress is not None
+    assert "resumed at 4/6" in counted(stage.progress)
+    state.apply(StageEnded(StageOutcome("ppo", "ran", 0, 0.0, 9.0)))
+    assert "resumed at 4/6" in describe_stage(stage, 9.0)
 
 
 def test_a_restarted_stage_has_no_progress_until_it_prints_some(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.commands.status import RegistryStatus, StagesStatus, fit_line, last_run_lines, next_step, status
-from flows.commands.text import format_age
+from flows.commands.status import RegistryStatus, StagesStatus, last_run_lines, next_step, status
+from flows.commands.text import fit_line, format_age
 from flows.pipeline.events import (
     EventWriter,
     LastRun,
@@ -95,6 +95,7 @@ def test_the_last_run_is_described_with_its_numbers_and_its_decision(tmp_path: P
         "verdict     better than champion version 3",
         "judges      gold: win rate 71.0%, 95 % interval 66.0% to 76.0%, 320 prompts about 103 questions; "
         "68.4% at equal length",
+        "            gold is the true preference of the synthetic world, which no training sees",
         "KL          1.90 nats per reply from SFT, 95 % interval 1.70 to 2.10",
         "registered  policy version 4",
         "promotion   version 4 is champion: better by every judge",
@@ -147,12 +148,13 @@ def test_every_line_with_a_break_in_it_fits_the_terminal(tmp_path: Path, monkeyp
     for name in ("dvc.yaml", "dvc.lock"):
         (tmp_path / name).write_text(json.dumps({"stages": stages}))
     emit(tmp_path, RunPlanned(("ppo",)), VerdictReached(VERDICT), RunEnded("Completed", ""))
-    screen = status(tmp_path).as_text(width)
+    text = status(tmp_path).as_text()
+    screen = "\n".join(fit_line(line, width) for line in text.splitlines())
     long = [line for line in screen.splitlines() if len(line) > width and " " in line.strip()]
     assert [line for line in long if str(tmp_path) not in line] == []
     assert re.search(r"\n {15}\w+", screen)  # under the text, not under the stage's name
     assert " ".join(screen.split()).endswith("next: rlhf run (brings stages up to date: 1 stale)")
-    assert status(tmp_path).as_text().count("\n") < screen.count("\n")
+    assert text.count("\n") < screen.count("\n")
 
 
 @pytest.mark.parametrize(
