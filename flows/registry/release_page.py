@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flows.registry.aliases import CHAMPION, aliases_of, get_version, registered_model, registry_errors, versions
 from flows.registry.client import RELEASE_PAGE, REPORT_PAGE, connect, has_record
 from flows.registry.decisions import read_decisions, unfinished, utc_now
-from flows.registry.evidence import GATES, REPORT_MODE, gate_conditions
+from flows.registry.evidence import DATA_CARD, GATES, REPORT_MODE, gate_conditions
 from flows.registry.history import DECLINE, ApprovalRequest, Entry, latest_request, read_history, utc_minute
 from flows.registry.promote import DECLINED_TAG, promotion_obstacle
 from flows.registry.session import not_the_owner
@@ -339,6 +339,8 @@ def write_release_page(workspace: Path, notes: RunNotes | None = None) -> Releas
         if run_id:
             with registry_errors(f"attach {page.name} to {_label(here)}"):
                 client.log_artifact(run_id, str(page))
+                if (card := workspace / DATA_CARD.with_name("card.html")).is_file():  # to which it links
+                    client.log_artifact(run_id, str(card), str(DATA_CARD.parent))
     return decision
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.evaluation import ReportConfig
@@ -36,6 +37,8 @@ def run(config: ReportConfig, inputs: Paths, outputs: Paths, context: RunContext
     lineage = report_lineage(workspace, context.tracker.run_id)
     sources = load_sources(inputs, workspace / "params.yaml", lineage)
     atomic_write_text(outputs.report, render(build_context(sources, config.title, config.replies)))
+    if sources.data_card:  # the copy of the report in the run links to it
+        context.tracker.log_artifact(workspace / sources.data_card, str(Path(sources.data_card).parent))
     atomic_write_json(outputs.headline, headline_metrics(sources.metrics))
     write_curves(sources.histories, outputs.curves)
     return {"missing_parts": float(len(sources.missing))}

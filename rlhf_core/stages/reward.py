@@ -64,14 +64,14 @@ def run_reward_stage(
 
 
 def plots_and_baseline(run: RewardModelRun, outputs: Paths, context: RunContext) -> dict[str, float]:
-    """Draw margins, calibration and curves, write the worst mistakes on the test pairs, and return what a bag of words
+    """Draw margins and calibration, write the worst mistakes on the test pairs, and return what a bag of words
     reaches on the same pairs.
     """
     atomic_write_lines(outputs.mistakes, worst_mistakes(run.scores["test"], run.held_out["test"]))
     with atomic_dir(outputs.plots) as plots:
         margins = {name: scored.margins for name, scored in run.scores.items()}
-        draw_reward_plots(plots, margins, run.trained.result.history)
-    for plot in sorted(outputs.plots.glob("*.png")):
+        draw_reward_plots(plots, margins)
+    for plot in sorted(outputs.plots.glob("*.svg")):
         context.tracker.log_artifact(plot, "plots")
     accuracies = bag_of_words_accuracy(run.train.rows, {name: split.rows for name, split in run.held_out.items()})
     return {f"{metric_prefix(name)}baseline_bow": accuracy for name, accuracy in accuracies.items()}

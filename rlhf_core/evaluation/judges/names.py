@@ -8,6 +8,7 @@ from pathlib import Path
 TRAINED_ON = "reward"
 SELECTED_BY = "referee"
 JUDGE = "judge"
+GOLD = "gold"
 MODELS = Path("models")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.evaluation.figures import format_number
+from rlhf_core.evaluation.judges.names import GOLD, JUDGE
 from rlhf_core.evaluation.report.sources import JsonObject, failed_gate
 from rlhf_core.evaluation.verdict import JudgeResult, Standing, alarms, judge_results, standing_of
 from rlhf_core.storage.files import atomic_write_text, flatten
@@ -91,11 +92,18 @@ def conclude(gates: Mapping[str, JsonObject], evaluation: Mapping[str, Any]) -> 
     }
 
 
+MEANINGS = {
+    GOLD: ", the true preference of the synthetic world, which no training sees,",
+    JUDGE: ", a reward model that had no part in training or selection,",
+}
+
+
 def _sentence(result: JudgeResult) -> str:
     low, high = (format_number(bound, 2) for bound in (result.low95, result.high95))
     at_equal_length = "" if result.lc_win_rate is None else f"; at equal length {format_number(result.lc_win_rate, 2)}"
+    by = f"{result.judge}{MEANINGS.get(result.judge, '')}"
     return (
-        f"By {result.judge} it wins {format_number(result.win_rate, 2)} of {result.prompts} prompts about "
+        f"By {by} it wins {format_number(result.win_rate, 2)} of {result.prompts} prompts about "
         f"{result.clusters} different questions, ties as half (95 %: {low} to {high}){at_equal_length}."
     )
 

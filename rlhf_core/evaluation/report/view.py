@@ -10,8 +10,11 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from rlhf_core.config import yaml_text
+from rlhf_core.config.base import SCRATCH
 from rlhf_core.config.health import DEFAULT_RULES
 from rlhf_core.config.policy import METHOD_NAMES, Method
+from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.figures import format_number
 from rlhf_core.evaluation.judges.names import final_judges
 from rlhf_core.evaluation.report.charts import (
@@ -26,6 +29,7 @@ from rlhf_core.evaluation.report.sources import JsonObject, ReportSources, packa
 from rlhf_core.evaluation.verdict import alarms
 from rlhf_core.storage.files import flatten as dotted
 
+COMMIT = 12  # characters of it that are shown
 # Rows of the table of SFT beside policy.
 MODEL_METRICS = (
     ("gold", "Gold score"),
@@ -40,7 +44,7 @@ MODEL_METRICS = (
     ("distinct_2", "Distinct bigrams"),
     ("perplexity_reference", "Perplexity under SFT"),
     ("perplexity_preferred", "Perplexity of held-out preferred replies"),
-    ("perplexity_pretrain", "Perplexity of held-out text"),
+    ("perplexity_pretrain", "Perplexity of held-out plain text"),
     ("multiple_choice.accuracy", "Multiple choice answered rightly"),
     ("regression", "Regression set passed"),
     ("safety.refuses_harmful", "Harmful requests refused"),
@@ -66,9 +70,14 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
     passed, passed_by_sft = evaluation.get("regression", {}), evaluation.get("regression_sft", {})
     return {
         "title": title,
+        "about": about(sources),
         "conclusion": conclude(sources.gates, evaluation),
         "tiles": tiles(sources.metrics),
-        "gates": list(reversed(sources.gates.values())),  # the policy's first: it is what the reader looks for
+        "gates": [  # the policy's first: it is what the reader looks for
+            gate | {"conditions": [c | {"value": whole(c.get("value"))} for c in gate.get("conditions", [])]}
+            for gate in reversed(sources.gates.values())
+        ],
+        "learns_plain_text": "ptx_loss" in (history[-1] if history else {}),
         "sides": sft_beside_policy(evaluation, sources.gates.get("policy", {})),
         "comparisons": comparisons,
         "comparison_chart": intervals
@@ -109,6 +118,30 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "data": data_table(sources.metrics.get("data", {})),
         **{name: getattr(sources, name) for name in ("images", "data_card", "params", "hashes", "lineage", "missing")},
     }
+
+
+def about(sources: ReportSources) -> list[str]:
+    """Say on which data, from which base model, with which profile and by which code the run was made."""
+    try:
+        settings = dotted(yaml_text.plain(yaml_text.parse(sources.params, "params.yaml")) or {})
+    except RlhfError:
+        settings = {}
+    collected, files = settings.get("collect.source"), settings.get("collect.files.preferences") or []
+    data = "the synthetic world" if collected == "world" else ", ".join(map(str, files)) or "files"
+    pairs = sources.metrics.get("data", {}).get("preferences", {}).get("train")
+    base, profile = settings.get("base.source"), settings.get("profile")
+    known = {
+        "data": collected and (data if pairs is None else f"{data}, {format_number(whole(pairs))} training pairs"),
+        "base model": "made from nothing" if base == SCRATCH else base,
+        "profile": f"{profile}, a toy that tries every step" if profile == "smoke" else profile,
+        "commit": sources.lineage.get("git_revision", "")[:COMMIT],
+    }
+    return [f"{name}: {value}" for name, value in known.items() if value]
+
+
+def whole(value: Any) -> Any:
+    """Return a whole number as an integer, which is printed as the count that it is, and any other value as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
@@ -218,14 +251,14 @@ def data_table(metrics: Mapping[str, Any]) -> JsonObject:
     """Return metrics by kind of data (``kinds`` as columns, ``rows`` of (name, value per kind)), and the ``rest``."""
     kinds = [name for name, values in metrics.items() if isinstance(values, Mapping)]
     names = dict.fromkeys(name for kind in kinds for name in metrics[kind])
-    rows = [(name.replace("_", " "), [metrics[kind].get(name) for kind in kinds]) for name in names]
+    rows = [(name.replace("_", " "), [whole(metrics[kind].get(name)) for kind in kinds]) for name in names]
     rest = flatten({name: value for name, value in metrics.items() if name not in kinds})
     return {"kinds": kinds, "rows": rows, "rest": rest}
 
 
 def flatten(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return (dotted name, value) of all plain values; lists are left out."""
-    return [(name, value) for name, value in dotted(values).items() if not isinstance(value, list)]
+    return [(name, whole(value)) for name, value in dotted(values).items() if not isinstance(value, list)]
 
 
 JUDGES = ("gold", "llm", "judge", "referee", "reward")

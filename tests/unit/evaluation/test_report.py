@@ -106,7 +106,11 @@ def fill(root: Path, gate_mode: str = "enforce", reward_bound: float = 0.5) -> N
             "sft_finished": True, "policy_finished": False, "sft_gold": 0.1, "policy_gold": 0.9}  # fmt: skip
     write_table(root / "samples/comparisons.parquet", pa.Table.from_pylist([case]))
     write(root / "plots/reward/margins.png", "not really a picture")
-    write(root / "params.yaml", f"seed: 1  # {ATTACK}\n")
+    write(
+        root / "params.yaml",
+        f"seed: 1  # {ATTACK}\ncollect: {{source: world}}\nbase: {{source: scratch}}\nprofile: smoke\n",
+    )
+    write(root / "metrics/data.json", '{"preferences": {"train": 14456.0, "quarantined": 0.0, "share": 0.25}}')
 
 
 def test_an_empty_workspace_gives_a_page_that_says_so(tmp_path: Path) -> None:
@@ -139,6 +143,10 @@ def test_a_finished_run(tmp_path: Path) -> None:
     write(tmp_path / "data/card/card.html", "the card")
     page = render(tmp_path)
     assert '<a href="data/card/card.html">data card</a>' in page
+    first_screen = page.partition("<nav")[0]
+    assert all(text in first_screen for text in ("the synthetic world, 14,456", "made from nothing", "profile: smoke"))
+    assert ">14,456</td>" in page and ">0</td>" in page and ">0.250</td>" in page, "counts are printed as counts"
+    assert "true preference" in first_screen and 'href="#top"' in page
     assert "The policy passed its gate" in page
     assert "kl_over_budget" in page and "further from the reference" in page
     assert "data:image/png;base64," in page and page.count("<svg") >= 3

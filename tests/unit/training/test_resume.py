@@ -92,7 +92,7 @@ def test_reward_outputs_are_what_a_user_expects(workspace: Path, whole: dict[str
     out, metrics = workspace / "reward-whole", whole["reward"]
     assert json.loads((out / "metrics/reward.json").read_text()) == metrics
     assert {path.name for path in (out / "plots/reward").iterdir()} == {
-        "margins.png", "calibration.png", "curves.png",
+        "margins.svg", "calibration.svg",
     }  # fmt: skip
     mistakes = [json.loads(line) for line in (out / "samples/reward_mistakes.jsonl").read_text().splitlines()]
     assert all(row["margin"] < 0 for row in mistakes) and len(mistakes) <= KEPT
