@@ -27,7 +27,6 @@ from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from rlhf_core.serving.limits import ServingLimits
 from rlhf_core.serving.policy_source import FolderSource, PolicySource, sampling_of_folder
 from rlhf_core.serving.protocol.access import TOKEN_VARIABLE, checked_token
-from rlhf_core.serving.vllm_command import vllm_command, vllm_environment
 from rlhf_core.stages.runtime.threads import limit_threads_of
 
 if TYPE_CHECKING:
@@ -184,10 +183,13 @@ def served_source(workspace: Path | None, choice: PolicyChoice) -> ServedSource:
 
 def _become_vllm(python: Path, served: ServedSource, options: ServeOptions, token: str | None) -> NoReturn:
     """Replace this process by vLLM's server, which then gets its signals."""
+    from rlhf_core.serving.vllm_command import require_limited, vllm_command, vllm_environment
+
     if not (python.is_file() and os.access(python, os.X_OK)):
         raise ConfigError(f"--vllm {python} is no program; name the Python of an environment that has vLLM")
     revision = served.source.latest()
     files = served.source.files(revision)
+    require_limited(files.folder)
     command = vllm_command(python, revision, files, options.host, options.port, options.limits)
     command += shlex.split(options.vllm_arguments)
     if served.moves:

@@ -6,10 +6,42 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
+from jinja2 import TemplateError
+
+from rlhf_core.data.chat_template import probe_dialogues, render_turns
+from rlhf_core.models.foreign import require_openable
+from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.serving.limits import ServingLimits
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
+
+# Dialogues in which a template that grows with turns, words or tools reaches its limits, if it ever does.
+TURNS, WORDS = 64, 100_000
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+def require_limited(folder: Path) -> None:
+    """Try under limits what vLLM does without: open the folder, and write dialogues by each of its chat templates.
+
+    A template that waits for certain words to do harm is not found: vLLM renders it for every request.
+
+    Raises:
+        ModelError: A limit was reached, the files name what lies outside of the folder, or there is no tokenizer.
+    """
+    require_openable(folder)
+    tokenizer = load_tokenizer(folder)
+    asked, answered = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+    short = [[{"role": m.role, "content": m.content} for m in messages] for messages in probe_dialogues().values()]
+    dialogues = [*short, [asked, answered] * (TURNS // 2) + [asked], [{**asked, "content": "word " * WORDS}]]
+    templates = tokenizer.chat_template or {}
+    for template in templates.values() if isinstance(templates, dict) else [templates]:
+        tokenizer.chat_template = template
+        for turns in dialogues:
+            for tools in (None, [TOOL]):
+                with suppress(TemplateError):  # it may refuse a dialogue
+                    render_turns(tokenizer, turns, add_generation_prompt=True, tools=tools)
 
 
 def vllm_command(
