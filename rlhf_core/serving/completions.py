@@ -78,7 +78,7 @@ def accept_request(request: ChatRequest, policy: LoadedPolicy, limits: ServingLi
     if most_prompt is not None and count > most_prompt:
         raise refused(f"the messages have {count} tokens; this server takes at most {most_prompt}")
     if wanted is not None and wanted > limits.max_new_tokens:
-        message = f"max_tokens is {wanted}; this server writes at most {limits.max_new_tokens}"
+        message = f"max_tokens is {shown(wanted)}; this server writes at most {limits.max_new_tokens}"
         raise refused(message, "invalid_value", "max_tokens")
     tokens = min(judged.max_new_tokens, limits.max_new_tokens) if wanted is None else wanted
     if context is not None:

@@ -23,8 +23,8 @@ LOOKED_AT_CHARACTERS = 10_000  # of a turn, for something to be seen
 ECHOED_CHARACTERS = 40
 # What a request has at most: values that JSON writes apart, parameters or fields of a turn, turns, parts of a turn.
 MAX_VALUES, MAX_FIELDS, MAX_TURNS, MAX_PARTS = 20_000, 64, 1_000, 1_000
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 # Parameters that change nothing here.
 IGNORED = {
     "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier",
@@ -153,16 +153,20 @@ def parse_chat_request(body: bytes) -> ChatRequest:
 
 def _json_object(body: bytes) -> dict[str, Any]:
     """The JSON object in ``body``. NaN and infinities are not JSON, and half of a surrogate pair is no character."""
-    if _values(body) > MAX_VALUES and _values(_STRING.sub(b"", body)) > MAX_VALUES:
+    try:
+        text = body.decode(json.detect_encoding(body))  # json itself lets halves of surrogate pairs pass
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the request is not JSON: {error}", code="invalid_json") from error
+    if _values(text) > MAX_VALUES and _values(_STRING.sub("", text)) > MAX_VALUES:
         raise ApiError(400, f"the request has more than {MAX_VALUES} values; shorten it", code="invalid_json")
     try:
         value = json.loads(
-            body,
+            text,
             parse_constant=_refuse_constant,
             parse_float=lambda digits: float(_number(digits)),
             parse_int=lambda digits: int(_number(digits)),
         )
-        if _SURROGATE.search(body):
+        if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
         value = _without_nulls(value)
     except UnicodeEncodeError as error:
@@ -182,9 +186,9 @@ def _json_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _values(text: bytes) -> int:
+def _values(text: str) -> int:
     """At least as many as the values of a JSON text, where it has no strings."""
-    return text.count(b",") + text.count(b"[") + text.count(b"{")
+    return text.count(",") + text.count("[") + text.count("{")
 
 
 def _without_nulls(value: Any) -> Any:

@@ -317,6 +317,7 @@ def test_health_is_not_told_to_pages_under_other_names(serve: Callable[..., Serv
         b'{"messages": [{"role": "' + b"r" * 900_000 + b'", "content": "a"}]}',
         b'{"messages": [{"role": "user", "content": "a", "' + b"k" * 900_000 + b'": 1}]}',
         b'{"messages": [{"role": "user", "content": "a"}], "seed": ' + b"9" * 4_000 + b"}",
+        b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": ' + b"9" * 900 + b"}",
         b'{"metadata": ' + b'{"a":' * 15_000 + b"1" + b"}" * 15_000 + b"}",
     ],
 )
