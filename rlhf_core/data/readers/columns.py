@@ -87,13 +87,16 @@ def printable(text: str) -> str:
 def unused_columns(value: Any, shape: Format) -> list[str]:
     """Return the columns of a record that hold something and are not read.
 
-    A key of the turns in a column is ``prompt[].name``. A category or source that is no text is not read either.
+    A key of the turns in a column is ``prompt[].name``, a flag in another object ``metadata.name``. A category or
+    source that is no text is not read either.
     """
     if not isinstance(value, dict):
         return []
     flags = read_flags(value, shape.is_single)
     scores = {name for names in score_columns(tuple(value)) for name in names}
     unused = [str(name) for name in value.keys() - shape.read - flags - scores if value[name] not in NOTHING]
+    objects = ((name, item) for name in unused if isinstance(item := value.get(name), dict))
+    unused += [f"{name}.{key}" for name, item in [*objects] for key in item if may_be_flag(str(key))]
     unused += [name for name in TEXT_LABELS if value.get(name) not in NOTHING and not isinstance(value[name], str)]
     if shape.name != "oasst-trees":
         of_turns = {key for name in DIALOGUES if name in shape.read for key in _unused_turn_keys(name, value.get(name))}
@@ -114,7 +117,7 @@ def _unused_turn_keys(column: str, turns: Any) -> Iterator[str]:
 
 
 def _is_flag(column: str) -> bool:
-    return may_be_flag(column.rpartition("[].")[2])
+    return may_be_flag(column.rpartition("[].")[2].rpartition(".")[2])
 
 
 def commonest_unused(unused: Mapping[str, int]) -> dict[str, int]:

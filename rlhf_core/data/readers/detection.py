@@ -38,7 +38,8 @@ REPLY_WORDS = (
 )
 # Names such as response_a, model_2_answer, reply1 and completions, but not answer_type or output_format.
 REPLY_COLUMN = re.compile(rf"(?:^|[\W_\d])(?:{REPLY_WORDS})s?(?:[\W_]?(?:\d\d?|[abwl]|text))?$", re.IGNORECASE)
-# Of a column beside a reply, as in rejected_response, revised_answer and correction.
+# Of columns that may hold the reply to a prompt, and of those that may hold a better or worse one: revised_answer.
+SINGLE_WORDS = frozenset({"assistant", "target", "solution", "truth"})
 OTHER_WORDS = frozenset({"rejected", "corrected", "correction", "revised", "revision", "edited", "improved", "worse"})
 # Two candidates such as a and b, model_1 and model_2, left and right, where another column says which is better.
 CANDIDATES = (("a", "b"), ("0", "1"), ("1", "2"), ("left", "right"), ("first", "second"), ("one", "two"), ("x", "y"))
@@ -124,22 +125,32 @@ def unread_replies(first: Sequence[Record], options: ReadOptions, shape: Format)
 
 
 def other_replies(first: Sequence[Record], options: ReadOptions, shape: Format) -> str:
-    """Say which columns of a file of single replies look like others to the same prompts; empty where none do."""
-    if not shape.is_single or options.columns:
+    """Say which columns look like replies beside the prompts, or the single replies, of a file; empty where none do."""
+    if options.columns or not (shape.is_single or shape.name == "prompt"):
         return ""
-    values = (record.value for record in first if not record.problem and isinstance(record.value, dict))
-    names = {
-        name: None
-        for value in values
-        for name in value.keys() - shape.read
-        if isinstance(value[name], str | list | dict) and value[name] and not OTHER_WORDS.isdisjoint(words_of(name))
-    }
-    if not names:
+
+    def is_other(name: str) -> bool:
+        if shape.is_single:
+            return not OTHER_WORDS.isdisjoint(words_of(name))
+        return bool(REPLY_COLUMN.search(name.strip())) or not SINGLE_WORDS.isdisjoint(words_of(name))
+
+    values = [record.value for record in first if not record.problem and isinstance(record.value, dict)]
+    held = {str(name) for value in values for name in value.keys() - shape.read if _holds_texts(value[name])}
+    names = listed(sorted(filter(is_other, held)))
+    if names == listed([]):
         return ""
+    if shape.is_single:
+        return (
+            f"{names} may be a better or a worse reply, and is not read: name the columns to read pairs "
+            "(--column chosen=… --column rejected=…)"
+        )
     return (
-        f"{listed(sorted(names))} may be a better or a worse reply, and is not read: name the columns to read pairs "
-        "(--column chosen=… --column rejected=…)"
+        f"{names} may be the reply to a prompt, and is not read: name the columns (--column prompt=… --column reply=…)"
     )
+
+
+def _holds_texts(value: Any) -> bool:
+    return isinstance(value, str | list | dict) and bool(value)
 
 
 def _unread_replies(record: Mapping[str, Any], own: str) -> str:

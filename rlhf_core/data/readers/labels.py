@@ -43,7 +43,7 @@ LEARN = _keys(
 SKIP = _keys(
     "ignore ignored skip skipped exclude excluded masked is_masked loss_masked no_train do_not_train dont_train "
     "skip_training ignore_loss ignore_in_loss skip_loss mask_loss no_loss deleted is_deleted discard discarded "
-    "is_discarded removed is_removed is_rejected invalid is_invalid unusable was_cancelled cancelled spam is_spam "
+    "is_discarded removed is_removed is_rejected invalid is_invalid unusable was_cancelled cancelled "
     "banned is_banned blocked is_blocked corrupted is_corrupted broken is_broken is_error filtered_out thumbs_down "
     "disliked downvoted bad is_bad tie is_tie"
 )
@@ -68,17 +68,18 @@ FLAGS = LEARN | SKIP | STATUSES | VERDICTS | RATINGS | UNKNOWN_SCALES
 # Words of other names that may say the same, as in input_quality, winner_tie, finish_reason and in_gsm8k_train.
 FLAG_WORDS = frozenset(
     _words(
-        "train training loss weight mask masked ignore skip exclude discarded deleted status review quality "
-        "rating ratings score scores grade grades rank ranks reward rewards verdict judgement correct "
-        "incorrect wrong verified accuracy acc success outcome confidence agreement agree preference preferred winner "
-        "tie swapped flipped vote votes upvote label labels split holdout moderation guard safety safe unsafe harmful "
-        "toxic toxicity nsfw refusal hallucination duplicate truncated finish error errors filter filtered"
+        "train training loss losses weight weights mask masks masked ignore skip exclude discarded deleted "
+        "status review quality rating ratings score scores grade grades rank ranks reward rewards verdict "
+        "judgement correct incorrect wrong verified accuracy acc success outcome confidence agreement agree "
+        "preference preferred winner tie swapped flipped vote votes upvote label labels split holdout "
+        "moderation guard safety safe unsafe harmful toxic toxicity nsfw spam refusal hallucination duplicate "
+        "truncated finish error errors filter filtered"
     )
 )
 # Names that have other meanings too: a value that is no flag is left unread there.
 COMMON_WORDS = _keys(
     "weight loss loss_scale train training learn supervised keep kept include included usable valid ignore skip "
-    "exclude deleted removed invalid discard cancelled spam banned blocked broken bad tie"
+    "exclude deleted removed invalid discard cancelled banned blocked broken bad tie"
 )
 UP = frozenset({"up", "thumbs_up", "thumbsup", "👍", "+1", "like", "liked", "upvote", "positive", "correct"})
 DOWN = frozenset(
@@ -141,6 +142,7 @@ def score_columns(names: tuple[str, ...]) -> list[tuple[str, str]]:
     return [(by_key[chosen], by_key[rejected]) for chosen, rejected in keys if chosen in by_key and rejected in by_key]
 
 
+@lru_cache(4096)
 def may_be_flag(name: str) -> bool:
     """Return whether a column, or the key of a turn, is named as flags of training, labels and ratings are."""
     return key_of(name) in FLAGS or not FLAG_WORDS.isdisjoint(words_of(name))

@@ -46,6 +46,7 @@ PLACEHOLDER = re.compile(r"<\|?(image|video|audio|speech|start_of_image|imageher
 LONGEST_CELL = 32_767  # characters of a cell of Excel
 DIALOGUE_BEGIN = 2000
 EDGE = 60
+REPEATED = 20  # characters of a prompt that no reply begins with by chance
 AS_TEXT = ", which is read as text"
 
 
@@ -214,6 +215,11 @@ def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
     ]
     texts = {name: clean(given, f"the end of {name}") for name, given in texts.items()}
     said = {(name, s) for name, text in texts.items() for s in _residues(text, "text" if name == "text" else "reply")}
+    asked = turns[-1]["content"].strip() if turns else ""
+    said |= {(name, f"is the prompt again{AS_TEXT}") for name, text in texts.items() if asked and text.strip() == asked}
+    reply = texts.get("reply", "").strip()
+    if len(asked) >= REPEATED and reply.startswith(asked) and reply != asked:
+        said.add(("reply", f"begins with the prompt{AS_TEXT}"))
     said |= {
         ("a user's turn", s) for turn in turns if turn["role"] == "user" for s in _residues(turn["content"], "user")
     }

@@ -103,8 +103,9 @@ def test_what_an_export_left_in_a_turn_of_the_user_is_counted(text: str) -> None
 
 @pytest.mark.parametrize("text", ORDINARY, ids=lambda text: ascii(text)[:40])
 def test_nothing_is_said_of_an_ordinary_text(text: str) -> None:
-    result = read("demonstrations", {"messages": [turn("user", text), turn("assistant", text)]})
-    assert result.rows[0]["reply"] == text and not result.counts.noticed
+    texts = [(text, "Yes."), ("Why?", text)]
+    result = read("demonstrations", *({"messages": [turn("user", u), turn("assistant", a)]} for u, a in texts))
+    assert result.rows[1]["reply"] == text and not result.counts.noticed
 
 
 def test_a_few_texts_among_many_are_what_people_wrote() -> None:
@@ -130,3 +131,22 @@ def test_a_dialogue_among_texts_for_pretraining_is_named(text: str) -> None:
         warnings_of(read("pretrain", {"text": text}).counts)
     )
     assert not read("pretrain", {"text": "A chapter about users: it is long."}).counts.noticed
+
+
+ASKED = "What is there behind the hill?"
+
+
+@pytest.mark.parametrize("reply", [ASKED, f"{ASKED}\n", f"{ASKED} A river.", f"{ASKED}\nA river."])
+def test_replies_that_are_or_repeat_the_prompt_are_counted(reply: str) -> None:
+    for row in ({"prompt": ASKED, "response": reply}, {"messages": [turn("user", ASKED), turn("assistant", reply)]}):
+        (warning,) = warnings_of(read("demonstrations", row).counts)
+        assert warning.startswith("1: reply ") and "the prompt" in warning
+    if reply.strip() == ASKED:  # of two replies that begin with the prompt the rule prompt_not_repeated warns
+        for side in ("chosen", "rejected"):
+            pair = {"prompt": ASKED, "chosen": "A river.", "rejected": "No idea."} | {side: reply}
+            (warning,) = warnings_of(read("preferences", pair).counts)
+            assert warning.startswith(f"1: {side} is the prompt")
+
+
+def test_a_short_reply_may_begin_as_the_prompt() -> None:
+    assert not read("demonstrations", {"prompt": "Hello", "response": "Hello there."}).counts.noticed

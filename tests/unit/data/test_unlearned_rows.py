@@ -50,7 +50,6 @@ FLAGS = [
     ("discarded", True, False),
     ("is_rejected", True, False),
     ("was_cancelled", True, False),
-    ("spam", 1, 0),
     ("status", "discarded", "submitted"),
     ("_status", "deleted", "completed"),
     ("review_result", False, True),
@@ -115,13 +114,14 @@ def test_a_flag_that_says_neither_is_refused_by_its_name(name: str, value: Any) 
     ],
 )
 def test_a_flag_that_cannot_be_read_is_named_loudly(extra: dict[str, Any], tmp_path: Path) -> None:
-    (name,) = extra
+    ((name, value),) = extra.items()
+    name = ".".join((name, *value)) if isinstance(value, dict) else name
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps(SINGLE | {"prompt": f"{n}?"} | extra) for n in range(3)))
     sources = sources_by_kind(["x.jsonl"], tmp_path, ReadOptions())
     checked = check_files(sources, tmp_path, ValidateConfig(), tmp_path / "out")
     text = as_text(checked, 200)
     assert f"WARNING  3: {name} may say" in text and f"unused   3: the column {name} is not read" in text
-    assert checked.as_dict()["files"][0]["unused"] == {name: 3}
+    assert checked.as_dict()["files"][0]["unused"].keys() == {name, name.partition(".")[0]}
 
 
 @pytest.mark.parametrize("name", ["tie", "is_tie", "discarded", "is_deleted"])
@@ -392,6 +392,14 @@ def test_other_columns_beside_prompts_do_no_harm(columns: dict[str, Any], tmp_pa
     rows = [{"prompt": f"{n}?", **columns} for n in range(3)]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert sources_by_kind(["x.jsonl"], tmp_path, ReadOptions()).prompts
+
+
+@pytest.mark.parametrize("name", ["answer", "Response", "response ", "target", "assistant", "chosen", "solution"])
+def test_one_column_beside_prompts_that_may_be_the_reply_is_named(name: str) -> None:
+    (warning,) = warnings_of(read("prompts", {"prompt": "Why?", name: "So."}, {"prompt": "How?"}).counts)
+    assert warning.startswith(f"2: {name} may be the reply")
+    named = read("demonstrations", {"prompt": "Why?", name: "So."}, columns={"prompt": "prompt", "reply": name})
+    assert named.rows[0]["reply"] == "So." and not warnings_of(named.counts)
 
 
 @pytest.mark.parametrize(
