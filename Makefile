@@ -88,6 +88,7 @@ lint: setup-dev
 
 # The site's tools have an environment of their own, so that the one under test does not grow.
 docs: $(DOCS_VENV)/.installed
+	@echo "building the site, which takes about a minute"
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 	@! grep -rnoE '<(script|link|img|iframe)[^>]+(src|href)="(https?:)?//[^"]+' site --include='*.html' || (echo 'a page of site/ loads from another host'; exit 1)
 

@@ -73,6 +73,7 @@ FLOWS_MAY_ALSO_USE = {
     },
     "flows.pipeline.verdict": {"evaluation.verdict.alarms", "evaluation.verdict"},
     "flows.commands.run_state": {"evaluation.verdict.judge_results"},
+    "flows.commands.status": {"evaluation.report.headline.ReleaseDecision"},
     "flows.commands.summary": {"evaluation.verdict.Standing"},
     "flows.registry.decisions": {"evaluation.promotion.Criterion"},
     "flows.registry.release_page": {"evaluation.report.headline", "evaluation.report.render.with_release"},

@@ -216,3 +216,13 @@ def test_the_table_starts_with_the_settings_that_differ(tmp_path: Path, monkeypa
     assert json.loads(command("a", "b", "--json").stdout)["settings"] == {
         "ppo.kl.coefficient": {"a": "0.05", "b": "0.1"}
     }
+
+
+def test_the_name_of_a_setting_breaks_behind_its_dots_and_underscores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, most in (("a", 1.0), ("b", 2.0)):
+        workspace(tmp_path / name, params={"ppo": {"selection": {"max_repetition_increase": most}}})
+    lines = [line.split() for line in command("a", "b").stdout.splitlines()]
+    assert ["repetition_increase"] in lines and any(line[:1] == ["ppo.selection.max_"] for line in lines)

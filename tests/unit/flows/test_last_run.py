@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -100,6 +101,8 @@ def test_the_last_run_is_described_with_its_numbers_and_its_decision(tmp_path: P
         "registered  policy version 4",
         "promotion   version 4 is champion: better by every judge",
     ]
+    alarmed = last_run_lines(tmp_path, run_of(verdict=replace(VERDICT, alarms=("many", "more"))), STARTED)
+    assert alarmed[alarmed.index("alarms      many") + 1] == "            more"
     assert "stopped by a gate after 5:57" in last_run_lines(tmp_path, run_of("GateFailed", None), STARTED)[0]
 
 
