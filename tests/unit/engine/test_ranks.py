@@ -23,6 +23,7 @@ from rlhf_core.runtime import distributed
 # A learning rate so high that the weights after one step are the gradient, and one that moves weights well beyond
 # their rounding without growing it.
 GRADIENT, UPDATES = (1e4, 1), (0.05, 10)
+RANKS = [2, pytest.param(3, marks=pytest.mark.slow)]
 
 
 def everything(folder: Path, stored: Path) -> None:
@@ -97,23 +98,34 @@ def check_collectives() -> None:
     assert torch.equal(distributed.gather_rows(distributed.shard_for_rank(whole[:1]), 1), whole[:1])
 
 
+class Results(dict[int, Path]):
+    """Folders of results by number of ranks, each group made when it is first asked for."""
+
+    def __init__(self, root: Path, stored: Path) -> None:
+        super().__init__({1: root / "1"})
+        self.root, self.stored = root, stored
+
+    def __missing__(self, size: int) -> Path:
+        self[size] = self.root / str(size)
+        run_ranks(everything, size, self[size], self.stored)
+        return self[size]
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Folders of results by number of ranks."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What plain torch on one process and groups of ranks found."""
     root = tmp_path_factory.mktemp("ranks")
     stored = root / "experience.safetensors"
     cases.save_experience(stored, cases.rollout(make_tiny()))
     (root / "1").mkdir()
     everything(root / "1", stored)
-    for size in (2, 3):
-        run_ranks(everything, size, root / str(size), stored)
-    return {size: root / str(size) for size in (1, 2, 3)}
+    return Results(root, stored)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize("kind", ["gradient", "updates"])
 @pytest.mark.parametrize("case", cases.CASES)
-def test_ranks_agree_with_one_process(case: str, kind: str, size: int, found: dict[int, Path]) -> None:
+def test_ranks_agree_with_one_process(case: str, kind: str, size: int, found: Results) -> None:
     (alone, figures), (together, shared) = (cases.read_result(found[n], f"{case}-{kind}") for n in (1, size))
     assert cases.distance(alone, together) < 1e-5
     # Every logged figure is that of the whole batch.
@@ -123,8 +135,8 @@ def test_ranks_agree_with_one_process(case: str, kind: str, size: int, found: di
     assert {name: shared[name] for name in compared} == pytest.approx(compared, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_rollouts_are_the_same_samples(size: int, found: dict[int, Path]) -> None:
+@pytest.mark.parametrize("size", RANKS)
+def test_rollouts_are_the_same_samples(size: int, found: Results) -> None:
     alone, together = (cases.load_experience(found[n] / "rollout.safetensors") for n in (1, size))
     for field in fields(Experience):
         one, many = getattr(alone, field.name), getattr(together, field.name)
@@ -134,13 +146,13 @@ def test_rollouts_are_the_same_samples(size: int, found: dict[int, Path]) -> Non
         assert torch.equal(getattr(alone, name), getattr(together, name))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_fewer_prompts_than_ranks(size: int, found: dict[int, Path]) -> None:
+@pytest.mark.parametrize("size", RANKS)
+def test_fewer_prompts_than_ranks(size: int, found: Results) -> None:
     expected = (found[1] / "few-0.txt").read_text()
     assert [(found[size] / f"few-{rank}.txt").read_text() for rank in range(size)] == [expected] * size
 
 
-def test_moments_take_in_the_rewards_of_all_ranks(found: dict[int, Path]) -> None:
+def test_moments_take_in_the_rewards_of_all_ranks(found: Results) -> None:
     alone, together = RunningMeanStd(), RunningMeanStd()
     alone.update(cases.load_experience(found[1] / "rollout.safetensors").rewards)
     together.update(cases.load_experience(found[2] / "rollout.safetensors").rewards)

@@ -44,7 +44,7 @@ def evaluate(folder: Path, models: Path, texts: list[str]) -> None:
     (folder / f"{distributed.rank()}.json").write_text(json.dumps(found, sort_keys=True))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_evaluate_as_one_process(ranks: int, models: Path, prompts: list[Prompt], tmp_path: Path) -> None:
     """With ten prompts in batches of four, some ranks have nothing in the last round."""
     texts = [" ".join([row.prompt[-1].content] * (1 + number % 3)) for number, row in enumerate(prompts[:10])]
