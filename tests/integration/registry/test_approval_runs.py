@@ -7,10 +7,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 from integration.registry.conftest import policy_name
@@ -25,13 +25,8 @@ from prefect.events.filters import EventFilter, EventNameFilter
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
-from prefect.settings import (
-    PREFECT_API_URL,
-    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
-    PREFECT_LOGGING_TO_API_ENABLED,
-    temporary_settings,
-)
-from prefect.states import Pending
+from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+from prefect.states import Pending, Running, Suspended
 from prefect_database import prefect_server
 
 from flows.commands.registry_output import model_history
@@ -39,7 +34,7 @@ from flows.commands.status import status
 from flows.pipeline import flow as pipeline
 from flows.pipeline.flow import rlhf_pipeline
 from flows.pipeline.registration import promotion_flow
-from flows.prefect_server.flow_runs import zombie_automation
+from flows.prefect_server.flow_runs import HEARTBEAT, zombie_automation
 from flows.registry.client import connect
 from flows.registry.promote import decline, promote
 from flows.registry.stored_models import verified_folder
@@ -252,13 +247,20 @@ def test_a_run_that_waits_for_an_earlier_request_is_not_asked(
     assert "was approved by" in client.read_flow_run(first).state.message, "too late, and no error"
 
 
-def test_a_run_that_waits_for_a_person_is_not_taken_for_dead(release: Path, client: SyncPrefectClient) -> None:
-    within = timedelta(seconds=10)
-    client.create_automation(zombie_automation(within))
-    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: 30}):  # and one at the start
-        run = Deployment(client, promotion_flow, release).start()
-    time.sleep(2.5 * within.total_seconds())
-    assert client.read_flow_run(run).state_name == "Suspended"
+@pytest.mark.usefixtures("backend")
+def test_a_run_that_waits_for_a_person_is_not_taken_for_dead(client: SyncPrefectClient) -> None:
+    client.create_automation(zombie_automation(timedelta(seconds=10)))
+    listener = client.create_deployment(client.create_flow_from_name("silent"), "silent")
+    dead, waiting = (client.create_flow_run_from_deployment(listener).id for _ in range(2))
+    for run in (dead, waiting):
+        client.set_flow_run_state(run, Running(), force=True)
+        resource = {"prefect.resource.id": f"prefect.flow-run.{run}"}
+        beat = {"id": str(uuid4()), "event": HEARTBEAT, "occurred": str(datetime.now(UTC)), "resource": resource}
+        client.request("POST", "/events", json=[beat])
+    client.set_flow_run_state(waiting, Suspended(), force=True)
+    wait_until(lambda: client.read_flow_run(dead).state_name == "Crashed", "end of the dead run")
+    time.sleep(5)
+    assert client.read_flow_run(waiting).state_name == "Suspended"
 
 
 def test_an_answer_that_cannot_be_carried_out_is_an_error_of_the_command(
