@@ -30,6 +30,10 @@ LINE_ENDS = ("\r\n", "\n", "\r")
 SEPARATORS = (",", ";", "\t", "|")
 QUOTED = re.compile(r'"[^"]*"')
 LINE_BREAK = re.compile(r"\r\n|\n|\r")
+# What Excel writes, or is told, before the header: how fields are separated.
+SEPARATOR_LINE = re.compile(r"\s*\"?sep=(.)\"?\s*")
+# White space and invisible characters around the names of a header, as copied ones have.
+AROUND_NAMES = " \t\u00a0\ufeff\u200b\u2060"
 
 
 class CsvLines:
@@ -86,7 +90,7 @@ def _could_be_rows(fields: Sequence[str], row_end: str, delimiter: str, is_space
 
 
 def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]:
-    """Read rows below a header, whose names have no spaces around them.
+    """Read rows below a header, whose names have no spaces around them; a line ``sep=;`` may stand before it.
 
     Raises:
         DataError: A quote that is opened and not closed, or that may swallow rows, makes every later row uncertain; or
@@ -95,9 +99,12 @@ def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]
     csv.field_size_limit(CSV_FIELD_LIMIT)
     lines = CsvLines(name, stream)
     given = iter(lines)
-    first = next(given, "")
-    delimiter, is_spaced = _separator(first, delimiter)
-    rows = csv.reader(chain([first], given), delimiter=delimiter, strict=True, skipinitialspace=is_spaced)
+    begin = [next(given, "")]
+    if told := SEPARATOR_LINE.fullmatch(begin[0]):
+        delimiter = told[1]
+        begin = ["\n", next(given, "")]  # an empty line, so that lines are counted as they are in the file
+    delimiter, is_spaced = _separator(begin[-1], delimiter)
+    rows = csv.reader(chain(begin, given), delimiter=delimiter, strict=True, skipinitialspace=is_spaced)
     header: list[str] = []
     header_end = ""
     kinds: Counter[str] = Counter()
@@ -124,11 +131,11 @@ def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]
         if not fields:
             continue
         if not header:
-            header, header_end = [field.strip(" ") for field in fields], lines.end
+            header, header_end = [field.strip(AROUND_NAMES) for field in fields], lines.end
             require_distinct(name, header)
             continue
         problem = ""
-        if [field.removeprefix("\ufeff").strip(" ") for field in fields] == header:
+        if [field.strip(AROUND_NAMES) for field in fields] == header:
             problem = "the line repeats the header: files were joined; remove it"
         elif len(fields) != len(header):
             problem = "more fields than the header" if len(fields) > len(header) else "fewer fields than the header"

@@ -413,11 +413,20 @@ def test_one_column_beside_prompts_that_may_be_the_reply_is_named(name: str) -> 
         "prompt\tchosen\trejected\nwhy?\tso\tno\n",
         "prompt|chosen|rejected\nwhy?|so|no\n",
         "\ufeffprompt;chosen;rejected\r\nwhy?;so;no\r\n",
+        "sep=;\r\nprompt;chosen;rejected\r\nwhy?;so;no\r\n",
+        '\ufeff"sep=^"\nprompt^chosen^rejected\nwhy?^so^no\n',
+        "prompt\u00a0,\u200bchosen,rejected\t\nwhy?,so,no\n",
+        "\ufeff\ufeffprompt,chosen,rejected\nwhy?,so,no\n",
     ],
 )
 def test_spaces_and_other_separators_of_a_header_are_understood(text: str) -> None:
     (record,) = records_of("x.csv", text.encode())
     assert (record.value, record.problem) == ({"prompt": "why?", "chosen": "so", "rejected": "no"}, "")
+
+
+def test_lines_below_a_line_that_names_the_separator_are_counted_as_in_the_file() -> None:
+    good, short = records_of("x.csv", b"sep=;\nprompt;reply\nwhy?;so\nhow?\n")
+    assert (good.position, short.position) == (3, 4) and "fewer fields" in short.problem
 
 
 def test_a_text_with_commas_in_a_file_of_semicolons() -> None:

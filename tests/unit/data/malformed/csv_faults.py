@@ -37,7 +37,7 @@ FILES = [
     table("csv-semicolons", table_text(pairs("semicolons"), ";").decode(), 2, RowsRead(2)),
     table("csv-tabs", table_text(pairs("tabs"), "\t").decode(), 2, RowsRead(2)),
     table("tsv-commas", table_text(pairs("commas")).decode(), 2, RowsRead(2), ".tsv"),
-    table("csv-sep-line", f"sep=,\n{HEADER}{good('sep-line')}", 2, MORE),
+    table("csv-sep-line", f"sep=,\n{HEADER}{good('sep-line')}", 2, RowsRead(2)),
     table("csv-spaces-in-header", "prompt, chosen, rejected\na,b,c\n", 1, RowsRead(1)),
     table("csv-index-column", f",{HEADER}0,a index?,b,c\n1,d index?,e,f\n", 2, RowsRead(2, unused=[""])),
     table("csv-two-unnamed", f",,{HEADER}0,1,a unnamed?,b,c\n", 1, RowsRead(1, unused=[""])),
