@@ -35,6 +35,7 @@ from rlhf_core.tracking.stage_run import (
     default_environment,
     origin_tags,
     record_folder,
+    require_database,
     tracking_uri,
 )
 
@@ -91,7 +92,7 @@ def has_record(workspace: Path) -> bool:
 
 
 def connect(workspace: Path) -> MlflowClient:
-    """A client of the workspace's record; ``RlhfError`` at once when a server does not answer.
+    """A client of the workspace's record; ``RlhfError`` at once when a server or a database does not answer.
 
     The record of a workspace that was moved or copied names its present folder from then on.
     """
@@ -102,6 +103,7 @@ def connect(workspace: Path) -> MlflowClient:
 
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it prints a traceback of what is raised too
     uri = tracking_uri(workspace)
+    require_database(uri)
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         repair_moved(record_folder(workspace))
     try:

@@ -6,14 +6,15 @@ import getpass
 import logging
 import math
 import os
+import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_core.errors import ConfigError, Preempted
+from rlhf_core.errors import ConfigError, Preempted, RlhfError, first_line, is_full_disk
 from rlhf_core.git import git_revision
 from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.storage.files import LockFile
@@ -82,7 +83,7 @@ class JournalTracker(Tracker):
         """Make the run on the server; False if that is away, so that records wait.
 
         Raises:
-            ConfigError: The server does not accept the login.
+            RlhfError: The server does not accept the login, or the file cannot be opened as a database.
         """
         assert self.delivery is not None
         with self.delivery.attempt():
@@ -201,6 +202,28 @@ def tracking_uri(workspace: Path) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{record_folder(workspace) / 'mlflow.db'}"
 
 
+def require_database(uri: str) -> None:
+    """Try whether a SQLite record can be opened or made: of one that cannot MLflow says so after an hour of attempts.
+
+    Raises:
+        RlhfError: Its folder cannot be written to, or the file is no database.
+    """
+    if not uri.startswith("sqlite:///"):
+        return
+    database = Path(uri.removeprefix("sqlite:///").partition("?")[0])
+    try:
+        database.parent.mkdir(parents=True, exist_ok=True)
+        with closing(sqlite3.connect(database, timeout=60)) as connection:
+            connection.execute("SELECT 1 FROM sqlite_master")
+    except (sqlite3.Error, OSError) as error:
+        if is_full_disk(error):
+            raise
+        raise RlhfError(
+            f"the record {database} cannot be opened ({first_line(error)}); give yourself the right to it, restore it "
+            "from a backup, or name another in MLFLOW_TRACKING_URI"
+        ) from error
+
+
 def experiment_id(client: Any, workspace: Path, name: str) -> str:
     """Id of the experiment ``name``, made on first use. Artifacts go to ``mlartifacts/`` unless a server decides."""
     from mlflow.exceptions import MlflowException
@@ -240,7 +263,7 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
     delivers it: the stage then never loads MLflow.
 
     Raises:
-        ConfigError: The server does not accept the login.
+        RlhfError: The server does not accept the login, or the file cannot be opened as a database.
     """
     if os.environ.get("RLHF_TRACKING") == "off":
         yield Tracker()
@@ -271,6 +294,7 @@ def _begun(journal: Journal, workspace: Path, uri: str) -> JournalTracker:
     with paused_collector(), LockFile(workspace / ".rlhf" / "mlflow.lock") as lock:
         from mlflow import MlflowClient  # and more libraries when the client is made
 
+        require_database(uri)
         # Two processes that create the schema at once fail with "duplicate column name".
         lock.acquire()
         client = MlflowClient(uri)

@@ -1,4 +1,4 @@
-"""A promotion while the disk of MLflow's database is full: told in one line, and completed once there is room."""
+"""A database of MLflow whose disk is full, which cannot be made, or is none: told in one line."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import os
 import shutil
 from pathlib import Path
 
+import mlflow.store.db.utils
 import pytest
 from mlflow import MlflowClient
 from small_disk import small_disk
 from unit.flows.registry.conftest import Registry, ScriptedMatch
 
 from flows.cli import _report_error
+from flows.registry.client import connect
 from flows.registry.history import read_history
 from flows.registry.promote import promote
 from flows.registry.stored_models import champion_folder
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
+from rlhf_core.tracking.stage_run import stage_tracker
 
 PAGE = 4096
 
@@ -26,6 +29,26 @@ def fill(disk: Path, left: int) -> Path:
     with filler.open("wb") as opened:
         os.posix_fallocate(opened.fileno(), 0, free - left * PAGE)
     return filler
+
+
+@pytest.mark.parametrize("place", ["no database", "a folder", "in a file/mlflow.db", "/proc/rlhf/mlflow.db"])
+def test_a_database_that_cannot_be_opened_is_told_without_further_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (tmp_path / "no database").write_text("This is a text. " * 100)
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "in a file").write_text("")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / place}")
+    monkeypatch.setattr(mlflow.store.db.utils, "MAX_RETRY_COUNT", 0)  # else it would try for an hour
+    for use in (connect, use_as_a_stage):
+        with pytest.raises(RlhfError, match="cannot be opened") as refused:
+            use(tmp_path)
+        assert "\n" not in str(refused.value) and place in str(refused.value)
+
+
+def use_as_a_stage(workspace: Path) -> None:
+    with stage_tracker("sft", workspace, "rlhf"):
+        pass
 
 
 @pytest.mark.slow
