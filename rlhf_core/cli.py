@@ -157,7 +157,11 @@ def plan(
     ] = None,
     frozen: Annotated[str | None, typer.Option(help="Frozen models: device, offload or sharded.")] = None,
     gradient_checkpointing: Annotated[
-        bool | None, typer.Option(help="Compute activations again in the backward pass.")
+        bool | None,
+        typer.Option(
+            "--checkpointing/--no-checkpointing",
+            help="Gradient checkpointing: compute activations again in the backward pass.",
+        ),
     ] = None,
     bf16: Annotated[bool | None, typer.Option("--bf16/--fp32", help="Weights in bfloat16 or float32.")] = None,
     lora_rank: Annotated[int | None, typer.Option(help="Adapters of this rank instead of all weights.")] = None,

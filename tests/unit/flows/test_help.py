@@ -39,6 +39,7 @@ def test_a_help_fills_its_lines_and_shows_flags_without_type(command: tuple[str,
     screen = shown(*command, "--help")
     assert screen == shown(*command, "-h")
     assert "<bool>" not in screen and not re.search(r"Usage: .*\{", screen)
+    assert not re.search(r"--\S*…", screen), "a flag is cut"
     prose = screen.partition("╭")[0]
     assert max(map(len, prose.splitlines())) <= 80
     for line, following in zip(prose.splitlines(), prose.splitlines()[1:], strict=False):
