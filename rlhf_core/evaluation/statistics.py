@@ -141,8 +141,8 @@ def share_difference_high(lost: np.ndarray, gained: np.ndarray, clusters: np.nda
     return max(score, mean_high(difference, clusters))
 
 
-def paired_difference_high(more: float, fewer: float, count: float) -> float:
-    """Return the one-sided upper 95 % score bound of a difference of paired proportions.
+def paired_difference_high(more: float, fewer: float, count: float, confidence: float = CONFIDENCE) -> float:
+    """Return the one-sided upper score bound of a difference of paired proportions.
 
     Tango, 1998, "Equivalence test and confidence interval for the difference in proportions for the paired-sample
     design". If all differing pairs differ in one direction it is Wilson's bound; if none differ, ``z² / (n + z²)``.
@@ -151,8 +151,9 @@ def paired_difference_high(more: float, fewer: float, count: float) -> float:
         more: Pairs in which only the first has the property; a fraction where a pair counts as less than one.
         fewer: Pairs in which only the second has it.
         count: All pairs.
+        confidence: Of the one side.
     """
-    z = float(scipy.stats.norm.ppf(CONFIDENCE))
+    z = float(scipy.stats.norm.ppf(confidence))
 
     def excess(difference: float) -> float:
         """The score statistic of ``difference`` plus z: 0 at the bound."""
@@ -167,6 +168,12 @@ def paired_difference_high(more: float, fewer: float, count: float) -> float:
         return 1.0
     nearly_one = 1 - 1e-9
     return float(scipy.optimize.brentq(excess, min(estimate + 1e-9, nearly_one), nearly_one))
+
+
+def paired_difference_bounds(more: float, fewer: float, count: float) -> tuple[float, float]:
+    """Two-sided 95 % bounds of the same difference."""
+    side = (1 + CONFIDENCE) / 2
+    return -paired_difference_high(fewer, more, count, side), paired_difference_high(more, fewer, count, side)
 
 
 def sign_test(wins: int, ties: int, losses: int, bar: float = 0.5) -> float:

@@ -97,7 +97,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         atomic_write_lines(samples[-1], sets.verifiable.rows(before, after))
     if config.multiple_choice is not None:
         answered = AnsweredQuestions(questions, sft.answers, policy.answers)
-        answered.add_to(metrics, config.bootstrap, config.seed)
+        answered.add_to(metrics)
         samples.append(context.folder / MULTIPLE_CHOICE_ANSWERS)
         atomic_write_lines(samples[-1], answered.rows())
     write_table(outputs.comparisons, pa.Table.from_pylist(rows))

@@ -20,7 +20,7 @@ from rlhf_core.data.schema import Message
 from rlhf_core.data.text import has_visible_text, language_tag
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.perplexity import reply_log_likelihoods
-from rlhf_core.evaluation.statistics import bootstrap_bounds
+from rlhf_core.evaluation.statistics import paired_difference_bounds
 from rlhf_core.models.starting.base import fitting_length
 from rlhf_core.storage.file_patterns import expand
 from rlhf_core.training.examples import Example
@@ -161,7 +161,7 @@ class AnsweredQuestions:
     sft: Sequence[int | None]
     policy: Sequence[int | None]
 
-    def add_to(self, metrics: dict[str, Any], bootstrap: int, seed: int) -> None:
+    def add_to(self, metrics: dict[str, Any]) -> None:
         """Put the accuracies into ``metrics`` under ``sft``, ``policy`` and ``multiple_choice``; see docs/metrics.md.
 
         Raises:
@@ -177,17 +177,18 @@ class AnsweredQuestions:
             for side in (self.sft, self.policy)
         )
         subjects = np.array([question.subject for question in questions])
-        low, high = np.clip(bootstrap_bounds((policy.astype(float) - sft)[np.newaxis], bootstrap, seed), -1.0, 1.0)
+        policy_alone, sft_alone = int((policy & ~sft).sum()), int((sft & ~policy).sum())
+        low, high = paired_difference_bounds(policy_alone, sft_alone, len(answered))
         metrics["sft"]["multiple_choice"] = accuracy(sft, subjects)
         metrics["policy"]["multiple_choice"] = accuracy(policy, subjects)
         metrics["multiple_choice"] = {
             "questions": len(answered),
             "too_long": len(self.asked.questions) - len(answered),
             "difference": float(policy.mean() - sft.mean()),
-            "difference_low95": float(low[0]),
-            "difference_high95": float(high[0]),
-            "policy_alone_right": int((policy & ~sft).sum()),
-            "sft_alone_right": int((sft & ~policy).sum()),
+            "difference_low95": low,
+            "difference_high95": high,
+            "policy_alone_right": policy_alone,
+            "sft_alone_right": sft_alone,
             "subject": {
                 subject: {
                     "questions": int((subjects == subject).sum()),

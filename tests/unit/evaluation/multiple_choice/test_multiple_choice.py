@@ -178,7 +178,7 @@ def test_metrics_by_hand() -> None:
     metrics: dict[str, Any] = {"sft": {}, "policy": {}}
     # Right answers are 0 1 2 3 0; the last question does not count.
     answered = AnsweredQuestions(MultipleChoiceSet(questions), [0, 1, 0, 0, None], [0, 0, 2, 3, 0])
-    answered.add_to(metrics, 200, 1)
+    answered.add_to(metrics)
     assert metrics["sft"]["multiple_choice"]["accuracy"] == 0.5
     policy = metrics["policy"]["multiple_choice"]
     assert policy["accuracy"] == 0.75 and policy["subject_mean"] == 0.75
@@ -201,7 +201,17 @@ def test_metrics_by_hand() -> None:
         "policy": "A",
     }
     with pytest.raises(DataError, match="every multiple-choice question is longer"):
-        AnsweredQuestions(MultipleChoiceSet(questions), [None] * 5, [0] * 5).add_to({}, 10, 1)
+        AnsweredQuestions(MultipleChoiceSet(questions), [None] * 5, [0] * 5).add_to({})
+
+
+def test_twelve_answers_that_agree_do_not_show_that_nothing_was_lost() -> None:
+    questions = [MultipleChoiceQuestion(str(n), "q", ("a", "b", "c", "d"), 0, "s") for n in range(12)]
+    metrics: dict[str, Any] = {"sft": {}, "policy": {}}
+    AnsweredQuestions(MultipleChoiceSet(questions), [0] * 12, [0] * 12).add_to(metrics)
+    compared = metrics["multiple_choice"]
+    z = 1.959964  # Tango 1998: where no pair differs the bounds are ± z² / (n + z²)
+    bound = pytest.approx(z * z / (12 + z * z), rel=1e-4)
+    assert (-compared["difference_low95"], compared["difference_high95"]) == (bound, bound)
 
 
 def test_the_interval_is_wilsons() -> None:
