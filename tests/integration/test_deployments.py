@@ -16,7 +16,7 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_database import prefect_server
 
-from flows.jobs.deployments import deploy_all, deploy_jobs
+from flows.jobs.deployments import JOB_SETTINGS, deploy_all, deploy_jobs
 from flows.jobs.job import Job
 from flows.jobs.run_on_pool import submit
 from flows.prefect_server.pools import ensure_deployed_pools
@@ -89,6 +89,8 @@ def test_two_workspaces_keep_their_deployments_and_one_of_the_same_name_is_refus
             assert [deployment.parameters["workspace"] for deployment in known] == [str(workspace)], name
     (pipeline,) = client.read_deployments(deployment_filter=_named("pipeline-here"))
     assert pipeline.concurrency_options and pipeline.concurrency_options.collision_strategy == "CANCEL_NEW"
+    (gpu_job,) = client.read_deployments(deployment_filter=_named("gpu-job-here"))
+    assert gpu_job.job_variables == {"env": JOB_SETTINGS}, "whichever of the two has deployed it last"
     triggers = {automation.name for automation in client.read_automations()}
     assert {f"rlhf: new data or annotations in {name}" for name in ("here", "there")} <= triggers
     with pytest.raises(ConfigError, match=f"-here .*belongs to the workspace {here}"):
