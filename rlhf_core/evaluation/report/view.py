@@ -130,11 +130,12 @@ def about(sources: ReportSources) -> list[str]:
     data = "the synthetic world" if collected == "world" else ", ".join(map(str, files)) or "files"
     pairs = sources.metrics.get("data", {}).get("preferences", {}).get("train")
     base, profile = settings.get("base.source"), settings.get("profile")
+    commit, mark, rest = sources.lineage.get("git_revision", "").partition("-")
     known = {
         "data": collected and (data if pairs is None else f"{data}, {format_number(whole(pairs))} training pairs"),
         "base model": "made from nothing" if base == SCRATCH else base,
         "profile": f"{profile}, a toy that tries every step" if profile == "smoke" else profile,
-        "commit": sources.lineage.get("git_revision", "")[:COMMIT],
+        "commit": commit[:COMMIT] + mark + rest,
     }
     return [f"{name}: {value}" for name, value in known.items() if value]
 
