@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ def require_own_files(folder: Path) -> None:
     # A snapshot of the hub's cache is links to its blobs.
     roots = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
     for file in _files(folder, *SMALL_FILES, f"*{SHARD}"):
-        target = file.resolve()
+        target = Path(os.path.realpath(file))  # resolve() fails on a link to itself
         if not target.exists():
             continue  # loading says what is missing
         if not any(map(target.is_relative_to, roots)) and not DVC_CACHE.search(target.as_posix()):

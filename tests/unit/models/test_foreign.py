@@ -195,6 +195,14 @@ def test_links_into_stores_of_contents_are_taken(good: Path, folder: Path, tmp_p
         load_policy(source)
 
 
+@pytest.mark.parametrize("file", [WEIGHTS, CONFIG, "tokenizer.json"])
+def test_a_link_to_itself_is_a_file_that_is_missing(file: str, folder: Path, tmp_path: Path) -> None:
+    (folder / file).unlink()
+    (folder / file).symlink_to(file)
+    with pytest.raises(ModelError, match=r"^[^\n]*$"):
+        run_base(folder, tmp_path)
+
+
 def test_a_pipe_in_place_of_a_file_is_refused(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").unlink()
     os.mkfifo(folder / "tokenizer_config.json")
