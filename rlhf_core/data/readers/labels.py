@@ -225,16 +225,23 @@ def _is_rated_well(value: Any) -> bool | None:
 
 
 def unread_prompt_parts(record: Any, read: Collection[str], prompt: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the columns of a record that may belong to its ``prompt``, and of which nothing is in it."""
-    if not isinstance(record, dict):
+    """Return the columns of a record that may belong to its ``prompt``, and of which nothing is in it.
+
+    Of several columns that a format may read the prompt from, it reads one; so texts are compared.
+    """
+    if not isinstance(record, dict) or not prompt:
         return []
-    names = [name for name, value in record.items() if key_of(str(name)) in PROMPT_PARTS and _holds(value)]
-    names = [name for name in names if name not in read or name == "input"]  # of question and input Orca's is one
-    texts = "\n".join(turn["content"] for turn in prompt) if names else ""
+    texts, last = "\n".join(turn["content"] for turn in prompt), prompt[-1]["content"]
     return [
-        name
-        for name in names
-        if (record[name] not in texts if isinstance(record[name], str) else isinstance(record[name], list | dict))
+        str(name)
+        for name, value in record.items()
+        if key_of(str(name)) in PROMPT_PARTS
+        and _holds(value)
+        and (
+            value not in texts and last not in value
+            if isinstance(value, str)
+            else isinstance(value, list | dict) and name not in read
+        )
     ]
 
 

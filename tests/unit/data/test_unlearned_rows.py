@@ -178,12 +178,30 @@ def test_a_part_of_the_prompt_that_is_not_read_is_named(name: str, row: dict[str
     assert len(result.rows) == 3 and warning.startswith(f"1: {name} may be a part of the prompt")
 
 
-def test_one_of_two_columns_of_a_prompt_is_named() -> None:
-    pair = {"chosen": "a", "rejected": "b"}
-    result = read("preferences", {"question": "Why?", "input": "Rivers"} | pair, {"input": "Why?"} | pair)
-    assert [row["prompt"][0]["content"] for row in result.rows] == ["Why?", "Why?"]
-    (warning,) = warnings_of(result.counts)
-    assert warning.startswith("1: input may be a part of the prompt")
+@pytest.mark.parametrize(
+    ("row", "unread"),
+    [
+        ({"question": "Why?", "input": "Rivers", "chosen": "a", "rejected": "b"}, "input"),
+        ({"prompt": "Why?", "question": "Rivers", "responses": ["a", "b"], "scores": [2, 1]}, "question"),
+        ({"question": "Why?", "instruction": "Answer.", "responses": ["a", "b"], "scores": [2, 1]}, "question"),
+        (
+            {"instruction": "Why?", "system_prompt": "Rhyme.", "generations": ["a", "b"], "ratings": [2, 1]},
+            "system_prompt",
+        ),
+    ],
+)
+def test_of_two_columns_of_a_prompt_the_one_that_is_not_read_is_named(row: dict[str, Any], unread: str) -> None:
+    (warning,) = warnings_of(read("preferences", row).counts)
+    assert warning.startswith(f"1: {unread} may be a part of the prompt")
+
+
+def test_a_transcript_under_an_instruction_is_read() -> None:
+    row = {
+        "instruction": "\n\nHuman: Why?\n\nAssistant: So.\n\nHuman: How?\n\nAssistant:",
+        "input": "",
+        "output": "So.",
+    }
+    assert not read("demonstrations", row).counts.noticed
 
 
 def test_turns_and_documents_beside_the_prompt_are_named() -> None:
