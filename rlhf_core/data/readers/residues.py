@@ -22,7 +22,7 @@ END_MARKERS = (
     *("<|assistant_end|>", "<|end_of_sentence|>", "<|endofmessage|>", "<|message_end|>", "<|pad|>"),
     *("[EOS]", "[EOT]", "[PAD]", "[DONE]", "[e~["),
 )
-AT_END = re.compile(rf"(?:({'|'.join(map(re.escape, END_MARKERS))})\s*)+\Z", re.IGNORECASE)
+AT_END = re.compile(rf"({'|'.join(map(re.escape, END_MARKERS))})\s*\Z", re.IGNORECASE)
 # What programs write for a missing value, a deleted text, or a formula that fails.
 MISSING = frozenset(
     (
@@ -46,6 +46,7 @@ PLACEHOLDER = re.compile(r"<\|?(image|video|audio|speech|start_of_image|imageher
 LONGEST_CELL = 32_767  # characters of a cell of Excel
 DIALOGUE_BEGIN = 2000
 EDGE = 60
+MARKER_ENDS = frozenset({">", "]", "["})
 REPEATED = 20  # characters of a prompt that no reply begins with by chance
 AS_TEXT = ", which is read as text"
 
@@ -128,7 +129,7 @@ RESIDUES = (
     ),
     Residue("ends with a marker", "user", end=rf"{AT_END.pattern}|#{{3,}}|->", needed=MARKS),
     Residue("is a list written out as text", "user", within=r"\A\[\s*([\"']).*\1\s*\]\Z", needed=("[",)),
-    Residue("points to a picture", "user", within=r"!\[[^\]\n]*\]\([^)\s]|<img(?:\s|>\w)", needed=("![", "<img")),
+    Residue("points to a picture", "user", within=r"!\[[^\]\n]{0,99}\]\([^)\s]|<img(?:\s|>\w)", needed=("![", "<img")),
     Residue("has media as base64", "", within=r"data:(?:image|audio|video)/[\w.+-]+;base64,", needed=(";base64,",)),
     Residue(
         "has HTML's escapes, as &quot;",
@@ -164,23 +165,29 @@ def _placeholder(text: str) -> tuple[str, bool]:
 
     What a tag closes again is markup that the text is about.
     """
-    within_line = "", False
-    for match in PLACEHOLDER.finditer(text):
-        if f"</{match[1]}" not in text:
-            before, after = text[: match.start()].rpartition("\n")[2], text[match.end() :].partition("\n")[0]
-            if not PLACEHOLDER.sub("", before).strip() or not PLACEHOLDER.sub("", after).strip():
-                return match[0], True
-            within_line = within_line if within_line[0] else (match[0], False)
-    return within_line
+    if not PLACEHOLDER.search(text):
+        return "", False
+    closed = {match[1] for match in re.finditer(r"</(\w+)", text)}
+    within_line = ""
+    for line in map(str.strip, text.split("\n")):
+        for match in PLACEHOLDER.finditer(line):
+            if match[1] not in closed:
+                if match.start() == 0 or match.end() == len(line):
+                    return match[0], True
+                within_line = within_line or match[0]
+    return within_line, False
 
 
 def without_end_marker(text: str) -> tuple[str, str]:
     """Return a text without the end markers at its end, and the first of them; empty where it has none."""
-    markers = AT_END.search(text) if text.rstrip()[-1:] in {">", "]", "["} else None
-    found = markers[0].casefold() if markers else ""
-    if markers is None or ("</s>" in found and "<s>" in text.casefold()):  # a text struck through
+    end, found = len(text.rstrip()), ""
+    if text[end - 1 : end] not in MARKER_ENDS:
         return text, ""
-    return text[: markers.start()], next(marker for marker in END_MARKERS if found.startswith(marker.casefold()))
+    while markers := AT_END.search(text, max(end - EDGE, 0), end):
+        end, found = markers.start(), markers[1].casefold()
+    if not found or ("</s>" in text[end:].casefold() and "<s>" in text.casefold()):  # a text struck through
+        return text, ""
+    return text[:end], next(marker for marker in END_MARKERS if found == marker.casefold())
 
 
 def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:

@@ -150,3 +150,13 @@ def test_replies_that_are_or_repeat_the_prompt_are_counted(reply: str) -> None:
 
 def test_a_short_reply_may_begin_as_the_prompt() -> None:
     assert not read("demonstrations", {"prompt": "Hello", "response": "Hello there."}).counts.noticed
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" + "</s>" * 50_000 + " ]", "x" + "<image>" * 30_000 + "x", "![" * 100_000, "#" * 200_000 + ":", "&" * 200_000],
+    ids=["end-markers", "placeholders", "pictures", "hashes", "escapes"],
+)
+def test_a_long_text_is_looked_through_once(text: str) -> None:
+    result = read("demonstrations", {"messages": [turn("user", text), turn("assistant", text)]})
+    assert result.rows[0]["reply"] == text
