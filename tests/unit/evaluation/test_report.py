@@ -159,6 +159,19 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "gets most wrong" not in page and "multiple-choice" not in page and "Helpful and harmless apart" not in page
 
 
+def test_the_data_card_goes_into_the_run_to_which_the_report_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path)
+    write(tmp_path / "data/card/card.html", "the card")
+    logged: list[tuple[Path, str | None]] = []
+    monkeypatch.setattr(
+        type(RunContext(tmp_path / "work").tracker), "log_artifact", lambda _, path, to=None: logged.append((path, to))
+    )
+    render(tmp_path)
+    assert logged == [(tmp_path / "data/card/card.html", "data/card")]
+
+
 def test_best_of_n_stands_beside_the_policy_where_it_was_measured(tmp_path: Path) -> None:
     fill(tmp_path)
     assert "Best of 16" not in render(tmp_path)
