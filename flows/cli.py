@@ -341,7 +341,9 @@ def main() -> None:
             app(args=arguments, prog_name="rlhf")
         finally:
             sys.stdout.flush()  # at the interpreter's end nobody would say that it failed
-    except (Exception, KeyboardInterrupt) as error:
+    except SystemExit:
+        raise
+    except BaseException as error:  # a panic of a library in Rust, such as a tokenizer's, is no Exception
         if debug:
             import traceback
 

@@ -151,9 +151,12 @@ class Completions:
         except asyncio.CancelledError:
             accepting.add_done_callback(self._release)
             raise
-        except BaseException:
+        except BaseException as error:
             self._count_in_flight(-1)
-            raise
+            if isinstance(error, Exception):
+                raise
+            logger.exception("encoding a request failed")  # a panic of the tokenizer, whose library is in Rust
+            raise internal_error() from error
         reply = ReplyInProgress(self, accepted, started, self._threads)
         reply.sampled.add_done_callback(self._release)
         return reply

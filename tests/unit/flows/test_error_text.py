@@ -159,6 +159,7 @@ def test_a_file_of_another_user_is_a_users_error_that_names_it(
         (ZeroDivisionError("a\nb"), 1, "rlhf: ZeroDivisionError: a\nb (add --debug for the traceback)\n"),
         (GateFailed("the policy gate failed"), EXIT_GATE_FAILED, "rlhf: the policy gate failed\n"),
         (KeyboardInterrupt(), EXIT_INTERRUPTED, "rlhf: stopped\n"),
+        (BaseException("a panic"), 1, "rlhf: BaseException: a panic (add --debug for the traceback)\n"),
     ],
 )
 def test_an_error_is_a_message_and_an_exit_status(

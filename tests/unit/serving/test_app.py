@@ -262,6 +262,21 @@ def test_a_failure_in_sampling_is_the_servers_fault_and_frees_its_place(
     assert served.completions.in_flight == 0 and served.post(ASK).status_code == 200
 
 
+class Panic(BaseException):
+    """As libraries in Rust raise it, which no ``except Exception`` catches."""
+
+
+def test_a_panic_of_the_tokenizer_is_an_error_of_the_api(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(*_: Any) -> None:
+        raise Panic("retry-limit-in-match over")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.policy, "encode", panic)
+        response = served.post(ASK)
+    assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
+    assert served.completions.in_flight == 0 and served.post(ASK).status_code == 200
+
+
 def test_a_moved_alias_takes_new_requests_and_lets_old_ones_end(served: Served) -> None:
     async def story(client: httpx.AsyncClient) -> None:
         before = served.policy
