@@ -135,10 +135,14 @@ def zombie_automation(within: timedelta = timedelta(seconds=90)) -> AutomationCo
 
 
 def ensure_zombie_automation() -> None:
-    """Create :func:`zombie_automation` on the server unless it exists."""
+    """Create :func:`zombie_automation` on the server; one that knows other last events is replaced."""
     with get_client(sync_client=True) as client:
-        if not client.read_automations_by_name(ZOMBIES):
-            client.create_automation(zombie_automation())
+        standing = client.read_automations_by_name(ZOMBIES)
+        if any(getattr(automation.trigger, "expect", None) == {HEARTBEAT, *LAST_EVENTS} for automation in standing):
+            return
+        client.create_automation(zombie_automation())
+        for automation in standing:
+            client.delete_automation(automation.id)
 
 
 def try_zombie_automation() -> bool:

@@ -21,12 +21,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from rlhf_core import hub
 from rlhf_core.errors import ModelError, first_line
 from rlhf_core.models.io import empty_model, hub_files, is_local
-from rlhf_core.models.own_files import require_own_files
+from rlhf_core.models.own_files import SHARD, require_own_files
 from rlhf_core.models.starting.gguf import gguf_config, is_gguf, load_gguf_tokenizer
 from rlhf_core.runtime.limited_call import CallLimits, limit_reached
 
 LIMITS = CallLimits()
 SAMPLE = "What is that? It is this.\n"
+MOST_PER_BYTE = 16  # weights in a byte of a file; quantised to one bit there are eight
 
 
 def require_openable(source: str | Path, revision: str | None = None, auto_class: Any = None) -> None:
@@ -72,10 +73,15 @@ def _encode_sample(path: Path) -> None:
 
 
 def _build_modules(path: Path, auto_class: Any) -> None:
-    """Build the model on shapes alone."""
+    """Build the model on shapes alone; raise ``MemoryError`` where loading would make weights that no file holds."""
     torch.set_num_threads(1)
     config = gguf_config(path) if path.is_file() else AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-    empty_model(auto_class or AutoModelForCausalLM, config)
+    model = empty_model(auto_class or AutoModelForCausalLM, config)
+    weights = [path] if path.is_file() else list(path.glob(f"*{SHARD}"))
+    held = sum(file.stat().st_size for file in weights)
+    claimed = sum(parameter.numel() for parameter in model.parameters())
+    if weights and claimed > max(MOST_PER_BYTE * held, LIMITS.memory):
+        raise MemoryError
 
 
 FROM_CACHE = "set HF_HUB_OFFLINE=1 to use a copy in the cache, or name a folder"

@@ -137,6 +137,7 @@ def test_a_second_rollback_goes_further_back_and_never_to_the_bad_version(contes
         rollback(contest, "once more")
 
 
+@pytest.mark.slow
 def test_rollback_without_anything_to_go_back_to(workspace: Path) -> None:
     register(workspace)
     promote(workspace)

@@ -135,7 +135,7 @@ def test_status_while_a_run_is_under_way_shows_its_progress_without_dvc(
     with locked(workspace):
         assert "ppo          running for 1:0" in status(workspace).as_text()
         with log.open("a") as stream:
-            stream.write("ppo: 45/90 45 s reward 0.3418 kl 1.894\n")
+            stream.write("ppo: 15/90 15 s reward 0.2 kl 0.5\nppo: 45/90 45 s reward 0.3418 kl 1.894\n")
         screen = status(workspace).as_text()
         assert "stages\n  1/3 done after 0:0" in screen
         assert "  fingerprint  ran in 0:02\n" in screen

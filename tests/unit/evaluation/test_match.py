@@ -69,7 +69,7 @@ def test_verifiable_prompts_are_measured_and_may_have_a_margin(tmp_path: Path, m
     assert not criterion.passed and "0.900 → 0.800 on 2 replies to 2 questions" in criterion.measured
 
 
-@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("side", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_either_model_is_opened_under_limits(
     side: int, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

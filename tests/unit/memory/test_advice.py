@@ -145,6 +145,7 @@ def test_where_it_cannot_fit_only_what_lowers_the_peak_is_advised() -> None:
         assert len(set(paths)) == len(paths)
 
 
+@pytest.mark.slow
 def test_adapters_are_advised_only_where_their_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     estimate = estimate_memory(subjects.large(8), ["critic"])

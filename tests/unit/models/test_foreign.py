@@ -244,6 +244,8 @@ ENDLESS: dict[str, tuple[Damage, str]] = {
     "a template with a huge power": (template("{{ 9 ** (9 ** 9) }}"), "the chat template takes"),
     "a normaliser that doubles": (normaliser(*[DOUBLE] * 45), "opening its tokenizer"),
     "two million layers": (edit(CONFIG, num_hidden_layers=2_000_000), "opening the model"),
+    "a vocabulary of which no file has the rows": (edit(CONFIG, vocab_size=10**12), "opening the model"),
+    "layers wider than any file": (edit(CONFIG, intermediate_size=10**10), "opening the model"),
     "two million layers behind a template that refuses": (refusing_and_deep, "opening the model"),
 }
 
