@@ -83,10 +83,13 @@ def checked_token(token: str | None, host: str) -> str | None:
 
 def require_loopback_name(host: str | None) -> None:
     """Raise ``ApiError`` unless the ``Host`` header is a loopback name."""
+    name = host or ""
     try:
-        name = urlsplit(f"//{host or ''}").hostname or ""
+        parts = urlsplit(f"//{name}")
+        if parts.netloc == name and "@" not in name:  # a user or a path belongs to no Host header
+            name = parts.hostname or ""
     except ValueError:  # such as an IPv6 address that lacks a bracket
-        name = str(host)
+        pass
     if not is_loopback(name):
         message = (
             f"the server answers on loopback only, not as {name[:100]!r}; set {TOKEN_VARIABLE} to allow other names"

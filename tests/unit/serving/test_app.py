@@ -310,8 +310,9 @@ def test_health_says_that_another_revision_is_not_served_and_the_log_says_why(se
     assert served.post(ASK).status_code == 200
 
 
-def test_health_is_not_told_to_pages_under_other_names(serve: Callable[..., Served]) -> None:
-    rebound = {"Host": "evil.example"}
+@pytest.mark.parametrize("host", ["evil.example", "a@127.0.0.1", "127.0.0.1/evil", "127.0.0.1.evil.example", "[::1"])
+def test_health_is_not_told_to_pages_under_other_names(serve: Callable[..., Served], host: str) -> None:
+    rebound = {"Host": host}
     assert serve().get("/healthz", headers=rebound).status_code == 403
     assert serve(token="secret").get("/healthz", headers=rebound).status_code == 200
 
