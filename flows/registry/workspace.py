@@ -159,7 +159,7 @@ def _earlier_folder(connection: sqlite3.Connection, workspace: Path) -> Path | N
     rows = connection.execute("SELECT artifact_location FROM experiments").fetchall()
     places = [Path(unquote(urlsplit(location).path)) for (location,) in rows if str(location).startswith("file:")]
     folders = [place.parent for place in places if place.name == ARTIFACTS and place.parent != workspace]
-    return next((f for f in folders if not f.exists() or (f / DATABASE).exists()), None)
+    return next((folder for folder in folders if not folder.exists() or (folder / DATABASE).exists()), None)
 
 
 def _rename(connection: sqlite3.Connection, earlier: Path, workspace: Path) -> None:

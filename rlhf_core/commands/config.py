@@ -133,7 +133,7 @@ def _inside(annotation: Any, key: str) -> Iterator[tuple[str, type[BaseModel]]]:
 
 def _choices(annotation: Any) -> str:
     """The values of a ``Literal``, where there are several."""
-    literals = [a for a in (annotation, *get_args(annotation)) if get_origin(a) is Literal]
+    literals = [part for part in (annotation, *get_args(annotation)) if get_origin(part) is Literal]
     values = [as_yaml(value) for literal in literals for value in get_args(literal)]
     return ", ".join(values) if len(values) > 1 and len(literals) == 1 else ""
 
@@ -167,13 +167,12 @@ def chosen(path: str | None, known: list[Setting]) -> list[Setting]:
     if path is None:
         return known
     plain = [re.sub(r"\[\w*\]", "", setting.path) for setting in known]
-    below = [s for s, name in zip(known, plain, strict=True) if path in (name, s.path) or name.startswith(f"{path}.")]
+    named = list(zip(known, plain, strict=True))
+    below = [setting for setting, name in named if path in (name, setting.path) or name.startswith(f"{path}.")]
     if below:
         return below
     first, _, last = path.rpartition(".")
-    alike = [
-        s for s, name in zip(known, plain, strict=True) if f".{name}".endswith(f".{last}") and name.startswith(first)
-    ]
+    alike = [setting for setting, name in named if f".{name}".endswith(f".{last}") and name.startswith(first)]
     if alike:
         return alike
     raise ConfigError(f"no setting '{path}'; {nearest(path, plain)}")
@@ -221,7 +220,7 @@ def as_markdown(known: list[Setting]) -> str:
     """The page of parameters: a table for each section."""
     parts = [PAGE]
     for section in dict.fromkeys(setting.path.split(".")[0] for setting in known):
-        rows = [s for s in known if re.split(r"[.\[]", s.path)[0] == section]
+        rows = [setting for setting in known if re.split(r"[.\[]", setting.path)[0] == section]
         parts += [f"\n## {section}\n", rows[0].meaning, ""]
         rows = [row for row in rows if row.default] or rows
         noted = any(row.paper or row.shows_in for row in rows)

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from rlhf_core.serving.completions import Completions
 from rlhf_core.serving.limits import MAX_BODY_BYTES
+from rlhf_core.serving.metrics import ServingMetrics
 from rlhf_core.serving.protocol.access import (
     CLIENT_CLOSED_REQUEST,
     ApiError,
@@ -63,10 +64,6 @@ def create_app(completions: Completions, token: str | None = None, watch_seconds
     def answered(content: Any) -> Response:
         metrics.requests.labels(200).inc()
         return content if isinstance(content, Response) else JSONResponse(content)
-
-    def refused(error: ApiError) -> Response:
-        metrics.requests.labels(error.status).inc()
-        return JSONResponse(error.body(), error.status, error.headers)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -116,6 +113,17 @@ def create_app(completions: Completions, token: str | None = None, watch_seconds
         admit(request)
         return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
+    _answer_errors(app, metrics)
+    return app
+
+
+def _answer_errors(app: FastAPI, metrics: ServingMetrics) -> None:
+    """Have every error answered in the form of the API, and counted."""
+
+    def refused(error: ApiError) -> Response:
+        metrics.requests.labels(error.status).inc()
+        return JSONResponse(error.body(), error.status, error.headers)
+
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
         return refused(error)
@@ -128,8 +136,6 @@ def create_app(completions: Completions, token: str | None = None, watch_seconds
     @app.exception_handler(Exception)
     async def unexpected_error(_: Request, __: Exception) -> Response:
         return refused(internal_error())  # the server logs the traceback
-
-    return app
 
 
 async def _read_body(request: Request, seconds: float) -> bytes:

@@ -27,18 +27,8 @@ AT_END = re.compile(rf"({'|'.join(map(re.escape, END_MARKERS))})\s*\Z", re.IGNOR
 MISSING = frozenset(
     (
         *("nan", "none", "null", "(null)", "n/a", "<na>", "nat", "nil", "undefined", "[]", "{}", "[object object]"),
-        *(
-            "#n/a",
-            "#ref!",
-            "#name?",
-            "#value!",
-            "#div/0!",
-            "(blank)",
-            "<unknown>",
-            "[deleted]",
-            "[removed]",
-            "[redacted]",
-        ),
+        *("#n/a", "#ref!", "#name?", "#value!", "#div/0!"),
+        *("(blank)", "<unknown>", "[deleted]", "[removed]", "[redacted]"),
     )
 )
 # What stands in a text for a picture, a film or a sound.
@@ -221,14 +211,19 @@ def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
         for turn in turns
     ]
     texts = {name: clean(given, f"the end of {name}") for name, given in texts.items()}
-    said = {(name, s) for name, text in texts.items() for s in _residues(text, "text" if name == "text" else "reply")}
+    said = {
+        (name, what) for name, text in texts.items() for what in _residues(text, "text" if name == "text" else "reply")
+    }
     asked = turns[-1]["content"].strip() if turns else ""
     said |= {(name, f"is the prompt again{AS_TEXT}") for name, text in texts.items() if asked and text.strip() == asked}
     reply = texts.get("reply", "").strip()
     if len(asked) >= REPEATED and reply.startswith(asked) and reply != asked:
         said.add(("reply", f"begins with the prompt{AS_TEXT}"))
     said |= {
-        ("a user's turn", s) for turn in turns if turn["role"] == "user" for s in _residues(turn["content"], "user")
+        ("a user's turn", what)
+        for turn in turns
+        if turn["role"] == "user"
+        for what in _residues(turn["content"], "user")
     }
     noticed.update(f"{name} {what}" for name, what in sorted(said))
     return replace(parsed, prompt=prompt, **texts)

@@ -183,7 +183,7 @@ def similar_prompts(rows: SetRows, config: NearDuplicatesConfig) -> Iterator[Row
         index = SimilarTexts(config)
         part_of: dict[int, int] = {}
         for part in range(len(parts)):
-            new = {n: uses for n, uses in enumerate(prompts) if (order, part) in uses.rows and n not in part_of}
+            new = {key: uses for key, uses in enumerate(prompts) if (order, part) in uses.rows and key not in part_of}
             for uses in new.values():
                 if (similar := index.most_similar(uses.signature)) is None:
                     continue
@@ -275,7 +275,8 @@ def contamination(
     ]
     records = [(file.counts.source, position) for file in files for position in file.positions]
     index = EvaluationIndex(prompts, config)
-    overlaps = {f.counts.source: EvaluationOverlap(f.counts.source, f.counts.kept, f.counts.refused) for f in files}
+    counted = [file.counts for file in files]
+    overlaps = {of.source: EvaluationOverlap(of.source, of.kept, of.refused) for of in counted}
     overlap_of: dict[int, tuple[int, str, float | None] | None] = {}  # by the hash of the turns: most prompts repeat
     breaches = []
     for kind in rows.clean:
@@ -373,4 +374,4 @@ def apply_set_rules(validated: Validated, findings: SetFindings) -> None:
         for rule, of_rows in reasons.items():
             frame[rule] = found_column(len(frame), of_rows)
         verdicts = validated.ask(kind, SET)
-        validated.take(kind, {rule: v for rule, v in verdicts.items() if rule.name in reasons}, reasons)
+        validated.take(kind, {rule: verdict for rule, verdict in verdicts.items() if rule.name in reasons}, reasons)

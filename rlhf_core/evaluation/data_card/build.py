@@ -42,7 +42,7 @@ def length_section(characters: Lengths, tokens: CountedTokens | None = None) -> 
     tables, histograms = [], []
     for unit, lengths in units.items():
         columns = {f"{kind}: {name}": values for kind, of_kind in lengths.items() for name, values in of_kind.items()}
-        header = (unit, *(f"{p} %" if p < 100 else "longest" for p in PERCENTILES))
+        header = (unit, *(f"{share} %" if share < 100 else "longest" for share in PERCENTILES))
         tables.append(CardTable(header, [(title, *percentiles(values)) for title, values in columns.items()]))
         histograms += [Histogram.of(f"{title} ({unit})", np.asarray(values)) for title, values in columns.items()]
     return CardSection("Lengths", notes, tables, histograms)
