@@ -33,12 +33,6 @@ def test_named_columns_are_read_and_no_others(tmp_path: Path) -> None:
     assert row["margin"] == 4
 
 
-def test_a_csv_with_other_names(tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_text("question,good,bad\nWhy?,a,b\n")
-    (result,) = read_sources([DataSource(path="x.csv", columns=PAIR)], "preferences", tmp_path)
-    assert [(row["prompt"][0]["content"], row["chosen"]) for row in result.rows] == [("Why?", "a")]
-
-
 def test_a_template_writes_the_prompt(tmp_path: Path) -> None:
     rows = [{"title": "T {x}", "body.text": "B", "more": {"hint": "H"}, "good": "a", "bad": "b"}]
     template = "# {title}\n\n{body.text} {{{more.hint}}}"

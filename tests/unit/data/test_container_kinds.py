@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import json
-import lzma
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from unit.data.malformed.case import arrow, parquet, table_text
+from unit.data.malformed.compressed import PACK
 from unit.data.reading import records_of
 
 from rlhf_core.data.collection.sources import read_sources
@@ -22,58 +18,30 @@ from rlhf_core.errors import DataError
 from rlhf_core.fingerprint import write_sources
 
 ROWS = [{"prompt": f"Q\t{i}?\n", "chosen": '"a", b', "rejected": "é\u2028 "} for i in range(3)]
-TABLE = pa.Table.from_pylist(ROWS)
-
-
-def table_text(delimiter: str) -> bytes:
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(ROWS[0]), delimiter=delimiter)
-    writer.writeheader()
-    writer.writerows(ROWS)
-    return text.getvalue().encode()
-
-
-def arrow(kind: Callable[..., pa.RecordBatchWriter]) -> bytes:
-    buffer = pa.BufferOutputStream()
-    with kind(buffer, TABLE.schema) as writer:
-        writer.write_table(TABLE)
-    return buffer.getvalue().to_pybytes()
-
-
-def parquet() -> bytes:
-    buffer = pa.BufferOutputStream()
-    pq.write_table(TABLE, buffer)
-    return buffer.getvalue().to_pybytes()
 
 
 CONTENTS = {
     "x.json": json.dumps(ROWS).encode(),
     "x.jsonl": "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode(),
-    "x.csv": table_text(","),
-    "x.tsv": table_text("\t"),
-    "x.parquet": parquet(),
-    "x.arrow": arrow(pa.ipc.new_file),
-    "stream.arrow": arrow(pa.ipc.new_stream),
-}
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    "": lambda content: content,
-    ".gz": gzip.compress,
-    ".zst": lambda content: pa.compress(content, codec="zstd", asbytes=True),
-    ".xz": lzma.compress,
+    "x.csv": table_text(ROWS),
+    "x.tsv": table_text(ROWS, "\t"),
+    "x.parquet": parquet(ROWS),
+    "x.arrow": arrow(ROWS),
+    "stream.arrow": arrow(ROWS, stream=True),
 }
 
 
-@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("suffix", ["", *PACK])
 @pytest.mark.parametrize("name", CONTENTS)
 def test_rows_are_read_back_as_they_were_written(name: str, suffix: str) -> None:
-    records = records_of(name + suffix, COMPRESS[suffix](CONTENTS[name]))
+    records = records_of(name + suffix, PACK.get(suffix, bytes)(CONTENTS[name]))
     assert [(record.value, record.problem) for record in records] == [(row, "") for row in ROWS]
 
 
 @pytest.fixture
 def store() -> Iterator[fsspec.AbstractFileSystem]:
     filesystem = fsspec.filesystem("memory")
-    filesystem.pipe({"/pairs/a.jsonl": CONTENTS["x.jsonl"], "/pairs/b.csv.zst": COMPRESS[".zst"](CONTENTS["x.csv"])})
+    filesystem.pipe({"/pairs/a.jsonl": CONTENTS["x.jsonl"], "/pairs/b.csv.zst": PACK[".zst"](CONTENTS["x.csv"])})
     yield filesystem
     filesystem.rm("/pairs", recursive=True)
 

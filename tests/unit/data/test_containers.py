@@ -23,19 +23,6 @@ def read(tmp_path: Path, name: str, content: str) -> FileRows:
     return result
 
 
-@pytest.mark.parametrize(
-    ("rows", "line"),
-    [
-        ('a,b,c\nd,"e,f\ng,h,i\nj,k,l\n', 3),  # open to the end of the file: two rows would vanish inside e
-        ('a,b,c\n"d,e,f\n"g",h,i\n', 3),  # closed by the next field's opening quote
-        ('"a\nb",c,d\n"e,f,g\n', 4),
-    ],
-)
-def test_a_csv_with_an_unclosed_quote_is_refused_with_its_line(rows: str, line: int, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=rf"x\.csv, line {line}: .*quote"):
-        read(tmp_path, "x.csv", HEADER + rows)
-
-
 def test_quoted_line_breaks_commas_and_quotes_stay_in_the_text(tmp_path: Path) -> None:
     (row,) = read(tmp_path, "x.csv", HEADER + '"a\r\nb","c, ""d""",e "f" g\n').rows
     assert (row["prompt"][0]["content"], row["chosen"], row["rejected"]) == ("a\r\nb", 'c, "d"', 'e "f" g')

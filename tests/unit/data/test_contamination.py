@@ -75,10 +75,12 @@ def test_a_file_that_does_not_exist_is_named_with_its_parameter(tmp_path: Path) 
 
 
 def test_a_new_workspace_finds_the_files() -> None:
-    text = "validate:\n  evaluation_files: [eval.jsonl, {path: ../x.jsonl, format: prompt}, 'hub:a/b']\n"
+    files = "[x.jsonl, {path: ../y.jsonl, format: prompt}, ~/z.jsonl, 'hub:a/b', {path: memory://e.jsonl}]"
+    text = f"validate: {{evaluation_files: {files}}}\ncollect: {{files: {{preferences: {files}}}}}\n"
     moved = yaml_text.plain(yaml_text.parse(rebase_sources(text, Path("/a/b"), Path("/a/c/d")), "a file"))
-    first, second, third = moved["validate"]["evaluation_files"]
-    assert (first, second["path"], third) == ("../../b/eval.jsonl", "../../x.jsonl", "hub:a/b")
+    for listed in (moved["validate"]["evaluation_files"], moved["collect"]["files"]["preferences"]):
+        paths = [source if isinstance(source, str) else source["path"] for source in listed]
+        assert paths == ["../../b/x.jsonl", "../../y.jsonl", "~/z.jsonl", "hub:a/b", "memory://e.jsonl"]
 
 
 def test_a_new_workspace_finds_the_checks_and_keeps_annotations_of_its_own() -> None:

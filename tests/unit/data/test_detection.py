@@ -9,10 +9,8 @@ from typing import Any, get_args
 import pytest
 
 from rlhf_core.config.data import DataSource, FileSources, FormatName
-from rlhf_core.config.loading import rebase_sources
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.collection.sources import read_sources
-from rlhf_core.data.inspection.describe import describe_sources
 from rlhf_core.data.readers.detection import FORMATS
 from rlhf_core.errors import DataError
 
@@ -25,13 +23,6 @@ def read(tmp_path: Path, rows: list[Any], kind: str = "preferences", format_name
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     (result,) = read_sources([DataSource(path="x.jsonl", format=format_name)], kind, tmp_path)
     return result
-
-
-@pytest.mark.parametrize("bad", [PROMPT, {"messages": [{"role": "user", "content": "Q?"}]}, {"text": "x"}, 7, {}])
-def test_one_bad_first_row_does_not_decide(bad: Any, tmp_path: Path) -> None:
-    result = read(tmp_path, [bad, *[PAIR] * 30])
-    assert (result.counts.format, len(result.rows), len(result.refused)) == ("standard", 30, 1)
-    assert (result.refused[0].position, json.loads(result.refused[0].row)) == (1, bad)
 
 
 def test_the_first_thousand_rows_decide(tmp_path: Path) -> None:
@@ -71,14 +62,6 @@ def test_params_can_name_every_format() -> None:
         FileSources.model_validate({"preferences": [{"path": "b.jsonl", "format": "unknown"}]})
 
 
-def test_a_source_with_a_format_moves_with_its_workspace(tmp_path: Path) -> None:
-    paths = "a.jsonl, {path: b.jsonl, format: standard}, ~/c.jsonl, s3://bucket/d.jsonl, {path: memory://e.jsonl}"
-    text = f"collect:\n  files:\n    preferences: [{paths}]\n"
-    moved = rebase_sources(text, tmp_path, tmp_path / "work")
-    assert "../a.jsonl" in moved and "path: ../b.jsonl" in moved and "../~" not in moved
-    assert "- s3://bucket/d.jsonl" in moved and "path: memory://e.jsonl" in moved
-
-
 def test_a_prompt_that_asks_for_a_dialogue_is_no_transcript(tmp_path: Path) -> None:
     dialogue = "Human: hi\n\nAssistant: hello"
     rows = [{"prompt": f"Write a dialogue {n}", "chosen": dialogue, "rejected": "no"} for n in range(3)]
@@ -87,9 +70,3 @@ def test_a_prompt_that_asks_for_a_dialogue_is_no_transcript(tmp_path: Path) -> N
     assert all("transcript" in refused.reason for refused in result.refused)
     transcripts = [{"prompt": "hi", "chosen": dialogue, "rejected": "Human: hi\n\nAssistant: go"}]
     assert read(tmp_path, transcripts).counts.format == "hh-rlhf"
-
-
-def test_an_unreachable_url_is_not_said_to_be_a_pattern(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"127\.0\.0\.1:1.*; check the address, the network, and the access") as caught:
-        describe_sources(["http://127.0.0.1:1/a.jsonl"], tmp_path)
-    assert "pattern" not in str(caught.value)

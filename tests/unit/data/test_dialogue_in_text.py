@@ -108,6 +108,7 @@ RENDERINGS = {
     "mistral-v7-turn": "[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]hi[/INST]",
     "mistral-tools": "[AVAILABLE_TOOLS][][/AVAILABLE_TOOLS][INST]hi[/INST]",
     "llama-2-system": "<<SYS>>\nBe brief.\n<</SYS>>\n\nhi [/INST]",
+    "llama-3": " <|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>",
     "llama-4": "<|header_start|>user<|header_end|>\n\nhi<|eot|>",
     "gpt-oss": "<|start|>user<|message|>hi<|end|><|start|>assistant",
     "open-assistant": "<|prompter|>hi<|endoftext|><|assistant|>",

@@ -13,7 +13,6 @@ from rlhf_core.data.collection.rows import FileRows, prompt_group
 from rlhf_core.data.collection.sources import read_sources, source_files
 from rlhf_core.errors import DataError
 
-SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 USER = {"role": "user", "content": "Hi?"}
 
 
@@ -90,25 +89,6 @@ def test_text_and_plain_prompts(tmp_path: Path) -> None:
     assert read(tmp_path, [["Hi?", "yes", "Hm?"]], "prompts").rows[0]["prompt"][-1]["content"] == "Hm?"
 
 
-def test_hh_is_split_at_the_last_assistant_turn(tmp_path: Path) -> None:
-    before = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
-    (row,) = read(tmp_path, [{"chosen": f"{before} d", "rejected": f"{before} e\n\nmore"}]).rows
-    assert [turn["content"] for turn in row["prompt"]] == ["a", "b", "c"]
-    assert (row["chosen"], row["rejected"]) == ("d", "e\n\nmore")
-
-
-GOOD_HH = PAIR_FORMATS["hh-rlhf"]
-
-
-@pytest.mark.parametrize("record", [{"wrong": 1}, 7])
-def test_a_refused_row_keeps_its_position_and_content(record: Any, tmp_path: Path) -> None:
-    result = read(tmp_path, [GOOD_HH, record])
-    assert len(result.rows) == 1 and result.counts.records == 2
-    (refused,) = result.refused
-    assert "does not match the format hh-rlhf of the file: expected" in refused.reason
-    assert (refused.position, json.loads(refused.row)) == (2, record)
-
-
 def test_a_file_that_several_patterns_match_is_read_once(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text(json.dumps(PAIR_FORMATS["standard"]))
@@ -126,20 +106,3 @@ def test_a_file_that_several_patterns_match_is_read_once(tmp_path: Path) -> None
 def test_group_ignores_case_spaces_and_system() -> None:
     first = prompt_group([{"role": "system", "content": "x"}, {"role": "user", "content": " What  is\nIT? "}])
     assert first == prompt_group([{"role": "user", "content": "what is it?"}]) == "what is it?"
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared sample data are not beside the repository")
-@pytest.mark.parametrize(
-    ("file", "kind", "shape", "rows", "refused"),
-    [
-        ("hh_rlhf_harmless.sample.jsonl.gz", "preferences", "hh-rlhf", 399, 1),
-        ("alpaca_eval_pairs.conversational.jsonl.gz", "preferences", "conversational", 10901, 0),
-        ("llama_factory_dpo_en.json", "preferences", "sharegpt-ranking", 300, 0),
-        ("llama_factory_dpo_zh.json", "preferences", "sharegpt-ranking", 300, 0),
-        ("alpaca_en.json", "demonstrations", "alpaca", 999, 0),
-        ("moss_rlhf_ppo.json", "prompts", "turn-list", 31, 0),
-    ],
-)
-def test_real_files(file: str, kind: str, shape: str, rows: int, refused: int) -> None:
-    (result,) = read_sources([file], kind, SHARED)
-    assert (result.counts.format, len(result.rows), len(result.refused)) == (shape, rows, refused)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rlhf_core.config.data import CollectConfig, FileSources
+from validation_rows import collect_files
+
 from rlhf_core.data.inspection.describe import as_json_value, as_text, describe_sources
-from rlhf_core.stages import collect
-from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import read_json
-from rlhf_core.training.run_context import RunContext
 
 
 def test_many_unused_columns_are_counted(tmp_path: Path) -> None:
@@ -18,12 +16,8 @@ def test_many_unused_columns_are_counted(tmp_path: Path) -> None:
     wide = pair | {f"column {i}": 1 for i in range(1000)}
     rows = [wide, pair | {"column 7": 1, "n" * 500: 1}]
     (tmp_path / "wide.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sources = FileSources.model_validate({"preferences": ["wide.jsonl"]})
-    raw = tmp_path / "data/raw"
-    collect.run(
-        CollectConfig(source="files", files=sources), Paths({}), Paths({"raw": raw}), RunContext(tmp_path / "work")
-    )
-    (file,) = read_json(raw / "manifest.json")["kinds"]["preferences"]["files"]
+    collect_files(tmp_path, {"preferences": ["wide.jsonl"]})
+    (file,) = read_json(tmp_path / "data/raw/manifest.json")["kinds"]["preferences"]["files"]
     assert len(file["unused"]) == 20 and file["unused_columns"] == 1001
     assert file["unused"]["column 7"] == 2
     described = describe_sources(["wide.jsonl"], tmp_path)

@@ -13,16 +13,12 @@ from hypothesis import strategies as st
 from unit.data import reading
 
 from rlhf_core.api.inputs import rows_of
-from rlhf_core.config.data import CollectConfig, DataSource, FileSources, ReadOptions
+from rlhf_core.config.data import DataSource, ReadOptions
 from rlhf_core.data.collection.rows import FileRows, read_records
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.readers.content import Record
-from rlhf_core.data.schema import Demonstration, Preference, read_table, rows_of_table
+from rlhf_core.data.schema import Preference
 from rlhf_core.errors import DataError
-from rlhf_core.stages import collect
-from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.storage.files import read_json
-from rlhf_core.training.run_context import RunContext
 
 SAMPLES = Path(__file__).parent / "samples"
 ANSWERS = {
@@ -127,17 +123,6 @@ def test_every_prompt_can_be_used(name: str) -> None:
 def test_only_the_best_reply_is_a_demonstration(name: str) -> None:
     for row in read(name, "demonstrations").rows[-8:]:
         assert row["reply"] == ANSWERS[row["prompt"][-1]["content"]][0]
-
-
-def test_demonstrations_derived_from_a_ranking_are_its_best_replies(tmp_path: Path) -> None:
-    config = CollectConfig(source="files", files=FileSources(preferences=(str(SAMPLES / "ultrafeedback.jsonl"),)))
-    raw = tmp_path / "data/raw"
-    collect.run(config, Paths({}), Paths({"raw": raw}), RunContext(tmp_path / "work"))
-    replies = {row.reply for row in rows_of_table(read_table(raw / "demonstrations/data.parquet"), Demonstration)}
-    assert len(replies) == 9 and replies < {better for better, _ in ANSWERS.values()}
-    (file,) = read_json(raw / "manifest.json")["kinds"]["preferences"]["files"]
-    assert (file["records"], file["rows"], file["expanded"]) == (10, 27, 18)
-    assert file["dropped"] == {"no reply is better than another": 1}
 
 
 def test_message_trees_give_a_pair_wherever_replies_are_ranked() -> None:

@@ -7,7 +7,6 @@ import json
 import lzma
 import os
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,6 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow.feather import write_feather
+from unit.data.malformed.case import arrow, lines, parquet, table_text
+from unit.data.malformed.compressed import PACK
 
 from rlhf_core.config.data import DataSource
 from rlhf_core.data.collection import rows as formats
@@ -36,14 +37,6 @@ LINES = st.lists(
 ).map(b"\n".join)
 
 
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    "": lambda content: content,
-    ".gz": gzip.compress,
-    ".zst": lambda content: bytes(pa.compress(content, "zstd")),
-    ".xz": lzma.compress,
-}
-
-
 def streamed(path: Path) -> list[Record]:
     return list(stream_records(path))
 
@@ -55,7 +48,7 @@ def test_a_compressed_text_file_is_read_as_the_text(
 ) -> None:
     outcomes: list[list[Record] | str] = []
     for path, written in ((tmp_path / f"x{kind}", content), (tmp_path / f"x{kind}{compression}", None)):
-        path.write_bytes(COMPRESS[compression](content) if written is None else written)
+        path.write_bytes(PACK[compression](content) if written is None else written)
         try:
             outcomes.append(streamed(path))
         except DataError as error:
@@ -82,17 +75,12 @@ def test_parquet_files_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_bytes_that_were_read_add_up_to_the_file(tmp_path: Path, name: str) -> None:
     rows = [{"prompt": f"{i}?", "chosen": "a", "rejected": "b"} for i in range(9000)]
     path = tmp_path / name
-    compress = COMPRESS[path.suffix if path.suffix in COMPRESS else ""]
-    if ".parquet" in name:
-        pq.write_table(pa.Table.from_pylist(rows), path)
-        path.write_bytes(compress(path.read_bytes()))
-    elif name.endswith(".arrow"):
+    if name.endswith(".arrow"):
         write_feather(pa.Table.from_pylist(rows), path, chunksize=4000)
-    elif name.endswith(".csv"):
-        path.write_text("prompt,chosen,rejected\n" + "".join(f"{i}?,a,b\n" for i in range(9000)))
     else:
-        text = json.dumps(rows) if name == "x.json" else "\n".join(map(json.dumps, rows))
-        path.write_bytes(compress(text.encode()))
+        contents = {"x.parquet": parquet, "x.csv": table_text, "x.json": lambda rows: json.dumps(rows).encode()}
+        write = contents.get(name.removesuffix(".zst"), lambda rows: lines(*rows))
+        path.write_bytes(PACK.get(path.suffix, bytes)(write(rows)))
     counts: list[int] = []
     assert len(list(stream_records(path, counts.append))) == 9000
     assert max(counts) == path.stat().st_size
@@ -102,12 +90,8 @@ def test_the_bytes_that_were_read_add_up_to_the_file(tmp_path: Path, name: str) 
 def test_arrow_files_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("rlhf_core.data.readers.table_records.BATCH_ROWS", 3)
     table = pa.table({"n": list(range(16)), "turns": [[{"role": "user"}] * (i % 3) for i in range(16)]})
-    buffer = pa.BufferOutputStream()
-    kind = pa.ipc.new_stream if name.startswith("stream") else pa.ipc.new_file
-    with kind(buffer, table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
     path = tmp_path / name
-    path.write_bytes(COMPRESS[path.suffix if path.suffix in COMPRESS else ""](buffer.getvalue().to_pybytes()))
+    path.write_bytes(PACK.get(path.suffix, bytes)(arrow(table, stream=name.startswith("stream"), batch=7)))
     assert [record.value for record in streamed(path)] == table.to_pylist()
     assert [record.position for record in streamed(path)] == list(range(1, 17))
 
@@ -225,11 +209,7 @@ def test_messages_of_a_tree_may_be_in_different_chunks(tmp_path: Path, monkeypat
 
 
 def arrow_stream(rows: range) -> bytes:
-    buffer = pa.BufferOutputStream()
-    table = pa.table({"prompt": [f"{i:0900}" for i in rows]})
-    with pa.ipc.new_stream(buffer, table.schema) as writer:
-        writer.write_table(table, max_chunksize=50)
-    return buffer.getvalue().to_pybytes()
+    return arrow(pa.table({"prompt": [f"{i:0900}" for i in rows]}), stream=True, batch=50)
 
 
 def test_two_arrow_streams_in_a_file_are_refused(tmp_path: Path) -> None:

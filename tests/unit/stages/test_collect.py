@@ -42,6 +42,7 @@ def test_world_gives_every_kind_and_is_repeatable(tmp_path: Path) -> None:
     raw, metrics = run(WORLD, tmp_path / "a")
     assert (metrics["preferences_rows"], metrics["demonstrations_rows"], metrics["pretrain_rows"]) == (40, 30, 20)
     assert metrics["prompts_rows"] > 1000 and metrics["refused_rows"] == 0
+    assert not (raw / "provenance.parquet").exists(), "the rows come from no file"
     pairs = rows_of_table(read_table(raw / "preferences/data.parquet"), Preference)
     assert all(p.chosen != p.rejected and p.prompt[-1].role == "user" and p.group and p.category for p in pairs)
     for kind, cls in (("demonstrations", Demonstration), ("prompts", Prompt), ("pretrain", PretrainText)):
@@ -61,14 +62,10 @@ def test_missing_kinds_are_derived_without_copies(tmp_path: Path) -> None:
     rows = [pair("Q1?", "a", "b"), pair("Q1?", "a", "c"), pair("Q2?", "d", "e")]
     raw, _ = run(from_files(tmp_path, rows), tmp_path)
     demonstrations = rows_of_table(read_table(raw / "demonstrations/data.parquet"), Demonstration)
-    assert [(d.prompt[0].content, d.reply, d.group) for d in demonstrations] == [
-        ("Q1?", "a", "q1?"),
-        ("Q2?", "d", "q2?"),
-    ]
-    assert [p.prompt[0].content for p in rows_of_table(read_table(raw / "prompts/data.parquet"), Prompt)] == [
-        "Q1?",
-        "Q2?",
-    ]
+    about = [(d.prompt[0].content, d.reply, d.group) for d in demonstrations]
+    assert about == [("Q1?", "a", "q1?"), ("Q2?", "d", "q2?")]
+    prompts = rows_of_table(read_table(raw / "prompts/data.parquet"), Prompt)
+    assert [p.prompt[0].content for p in prompts] == ["Q1?", "Q2?"]
     texts = rows_of_table(read_table(raw / "pretrain/data.parquet"), PretrainText)
     assert [(t.text, t.group) for t in texts] == [("Q1?\na", "q1?"), ("Q2?\nd", "q2?")]
     manifest = json.loads((raw / "manifest.json").read_text())
@@ -94,15 +91,6 @@ def test_of_the_best_replies_of_a_ranking_the_first_is_imitated(tmp_path: Path) 
     assert len(rows_of_table(read_table(derived / "preferences/data.parquet"), Preference)) == 6
 
 
-def test_given_kinds_are_not_derived(tmp_path: Path) -> None:
-    (tmp_path / "texts.json").write_text(json.dumps([{"text": "Once upon a time."}]))
-    config = from_files(tmp_path, [pair("Q?", "a", "b")], pretrain=("texts.json",))
-    raw, _ = run(config, tmp_path)
-    assert [t.text for t in rows_of_table(read_table(raw / "pretrain/data.parquet"), PretrainText)] == [
-        "Once upon a time."
-    ]
-
-
 def test_manifest_and_refused_rows(tmp_path: Path) -> None:
     raw, metrics = run(from_files(tmp_path, [pair("Q?", "a", "b"), {"bad": 1}]), tmp_path)
     assert metrics["refused_rows"] == 1
@@ -114,18 +102,8 @@ def test_manifest_and_refused_rows(tmp_path: Path) -> None:
     assert about["cut"] == 0 and metrics["cut_rows"] == 0
     digest = sha256_file(tmp_path / "pairs.jsonl")
     assert about["files"] == [
-        {"source": "pairs.jsonl", "sha256": digest, "format": "standard"}
-        | {
-            "records": 2,
-            "rows": 1,
-            "refused": 1,
-            "dropped": {},
-            "unused": {},
-            "noticed": {},
-            "expanded": 0,
-            "cut": 0,
-            "unread": 0,
-        }
+        {"source": "pairs.jsonl", "sha256": digest, "format": "standard", "records": 2, "rows": 1, "refused": 1}
+        | {"dropped": {}, "unused": {}, "noticed": {}, "expanded": 0, "cut": 0, "unread": 0}
         | {"revision": "", "weight": 1.0, "cap": None, "share": 1.0}
     ]
 

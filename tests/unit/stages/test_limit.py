@@ -10,14 +10,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from validation_rows import validate_raw
+from validation_rows import collect_files, validate_raw
 
-from rlhf_core.config.data import CollectConfig, FileSources
+from rlhf_core.config.data import CollectConfig
 from rlhf_core.data.collection.raw_folder import fair_shares
-from rlhf_core.stages import collect
-from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import read_json
-from rlhf_core.training.run_context import RunContext
 
 
 def pairs(name: str, count: int) -> list[dict[str, Any]]:
@@ -27,31 +24,20 @@ def pairs(name: str, count: int) -> list[dict[str, Any]]:
 def run(workspace: Path, limit: int, **files: list[Any]) -> tuple[Mapping[str, Any], Path]:
     for name, rows in files.items():
         (workspace / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    raw = workspace / "data/raw"
-    sources = FileSources(preferences=tuple(f"{name}.jsonl" for name in files))
-    config = CollectConfig(source="files", files=sources, limit=limit)
-    return collect.run(config, Paths({}), Paths({"raw": raw}), RunContext(workspace / "work")), raw
-
-
-@pytest.mark.parametrize(
-    ("sizes", "limit", "shares"),
-    [
-        ([10, 10], None, [10, 10]),
-        ([10, 10], 30, [10, 10]),
-        ([10, 10], 7, [4, 3]),
-        ([2, 10, 10], 12, [2, 5, 5]),
-        ([100, 1, 0, 3], 10, [6, 1, 0, 3]),
-        ([5, 5, 5], 2, [1, 1, 0]),
-        ([], 5, []),
-    ],
-)
-def test_fair_shares(sizes: list[int], limit: int | None, shares: list[int]) -> None:
-    assert fair_shares(sizes, limit) == shares
+    metrics = collect_files(workspace, {"preferences": [f"{name}.jsonl" for name in files]}, limit=limit)
+    return metrics, workspace / "data/raw"
 
 
 @pytest.mark.parametrize(
     ("sizes", "limit", "weights", "shares"),
     [
+        ([10, 10], None, None, [10, 10]),
+        ([10, 10], 30, None, [10, 10]),
+        ([10, 10], 7, None, [4, 3]),
+        ([2, 10, 10], 12, None, [2, 5, 5]),
+        ([100, 1, 0, 3], 10, None, [6, 1, 0, 3]),
+        ([5, 5, 5], 2, None, [1, 1, 0]),
+        ([], 5, None, []),
         ([100, 100], 40, [3, 1], [30, 10]),
         ([10, 100], 40, [3, 1], [10, 30]),
         ([100, 100, 100], 4, [1, 1, 2], [1, 1, 2]),
@@ -60,7 +46,7 @@ def test_fair_shares(sizes: list[int], limit: int | None, shares: list[int]) -> 
         ([100, 100, 100], 100, [0.1, 0.2, 0.7], [10, 20, 70]),
     ],
 )
-def test_weighted_shares(sizes: list[int], limit: int | None, weights: list[float], shares: list[int]) -> None:
+def test_shares(sizes: list[int], limit: int | None, weights: list[float] | None, shares: list[int]) -> None:
     assert fair_shares(sizes, limit, weights) == shares
 
 
@@ -68,10 +54,8 @@ def test_a_mixture_by_weight_and_cap_is_recorded(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in pairs(name, 50)))
     sources = [{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl", "weight": 1}, {"path": "c.jsonl", "cap": 2}]
-    config = CollectConfig.model_validate({"source": "files", "files": {"preferences": sources}, "limit": 22})
-    raw = tmp_path / "data/raw"
-    collect.run(config, Paths({}), Paths({"raw": raw}), RunContext(tmp_path / "work"))
-    files = read_json(raw / "manifest.json")["kinds"]["preferences"]["files"]
+    collect_files(tmp_path, {"preferences": sources}, limit=22)
+    files = read_json(tmp_path / "data/raw/manifest.json")["kinds"]["preferences"]["files"]
     assert [(file["rows"], file["cut"], file["weight"], file["cap"]) for file in files] == [
         (15, 35, 3.0, None),
         (5, 45, 1.0, None),

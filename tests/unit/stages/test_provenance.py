@@ -9,14 +9,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from validation_rows import validate_raw
+from validation_rows import collect_files, validate_raw
 
-from rlhf_core.config.data import CollectConfig, FileSources, WorldConfig
 from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.stages import collect
-from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import read_json
-from rlhf_core.training.run_context import RunContext
 
 
 def pair(text: str) -> dict[str, Any]:
@@ -28,26 +24,21 @@ def write(path: Path, rows: list[Any]) -> None:
     path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
 
 
-def run(workspace: Path, config: CollectConfig) -> tuple[Path, Paths]:
-    return collected(workspace, config), validate_raw(workspace)[1]
+def collected(workspace: Path, files: str, **settings: Any) -> Path:
+    collect_files(workspace, {"preferences": [files]}, **settings)
+    return workspace / "data/raw"
 
 
-def collected(workspace: Path, config: CollectConfig) -> Path:
-    raw = workspace / "data/raw"
-    collect.run(config, Paths({}), Paths({"raw": raw}), RunContext(workspace / "work"))
-    return raw
-
-
-def two_folders(workspace: Path) -> CollectConfig:
-    """Two files of one name; in each the first line is blank and one row cannot be used for another reason."""
+def two_folders(workspace: Path, **settings: Any) -> Path:
+    """Collect two files of one name; in each the first line is blank and one row is bad for another reason."""
     write(workspace / "a/pairs.jsonl", ["", *[pair(f"a{i}") for i in range(100)], "{"])
     write(workspace / "b/pairs.jsonl", ["", *[pair(f"b{i}") for i in range(100)], pair("b") | {"chosen": "\x00 x"}])
-    return CollectConfig(source="files", files=FileSources(preferences=("*/pairs.jsonl",)))
+    return collected(workspace, "*/pairs.jsonl", **settings)
 
 
 @pytest.mark.slow
 def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    raw, outputs = run(tmp_path, two_folders(tmp_path))
+    raw, (_, outputs) = two_folders(tmp_path), validate_raw(tmp_path)
     manifest = read_json(raw / "manifest.json")["kinds"]["preferences"]
     assert [file["source"] for file in manifest["files"]] == ["a/pairs.jsonl", "b/pairs.jsonl"]
     rows = pq.read_table(raw / "preferences/data.parquet").to_pylist()
@@ -61,7 +52,7 @@ def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_row_of_the_clean_data_leads_to_its_line(tmp_path: Path) -> None:
-    raw, outputs = run(tmp_path, two_folders(tmp_path))
+    raw, (_, outputs) = two_folders(tmp_path), validate_raw(tmp_path)
     origins: dict[tuple[str, str], Mapping[str, Any]] = {}
     for origin in pq.read_table(raw / "provenance.parquet").to_pylist():
         origins.setdefault((origin["kind"], origin["id"]), origin)
@@ -81,19 +72,14 @@ def test_every_row_of_the_clean_data_leads_to_its_line(tmp_path: Path) -> None:
 
 def test_a_row_that_names_its_own_source_still_leads_to_its_line(tmp_path: Path) -> None:
     write(tmp_path / "x.jsonl", [pair(str(i)) | {"source": "annotators"} for i in range(60)])
-    raw = collected(tmp_path, CollectConfig(source="files", files=FileSources(preferences=("x.jsonl",))))
+    raw = collected(tmp_path, "x.jsonl")
     assert pq.read_table(raw / "preferences/data.parquet").column("source").to_pylist() == ["annotators"] * 60
     origins = [row for row in pq.read_table(raw / "provenance.parquet").to_pylist() if row["kind"] == "preferences"]
     assert [(row["source"], row["position"]) for row in origins] == [("x.jsonl", i) for i in range(1, 61)]
 
 
 def test_rows_of_a_limit_keep_their_lines(tmp_path: Path) -> None:
-    raw = collected(tmp_path, two_folders(tmp_path).model_copy(update={"limit": 40}))
+    raw = two_folders(tmp_path, limit=40)
     origins = [row for row in pq.read_table(raw / "provenance.parquet").to_pylist() if row["kind"] == "preferences"]
     expected = [(f"{folder}/pairs.jsonl", line) for folder in "ab" for line in range(2, 22)]
     assert [(row["source"], row["position"]) for row in origins] == expected
-
-
-def test_the_synthetic_world_comes_from_no_file(tmp_path: Path) -> None:
-    raw = collected(tmp_path, CollectConfig(world=WorldConfig(demonstrations=5, preferences=5, pretrain=5)))
-    assert not (raw / "provenance.parquet").exists()

@@ -8,14 +8,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from validation_rows import collect_files
 
-from rlhf_core.config.data import CollectConfig, FileSources, ReadOptions, ValidateConfig
+from rlhf_core.config.data import ReadOptions, ValidateConfig
 from rlhf_core.data.collection.sources import sources_by_kind
-from rlhf_core.stages import collect
 from rlhf_core.stages.checked_files import as_text, check_files
-from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import read_json
-from rlhf_core.training.run_context import RunContext
 
 REASON = "the reply is labelled false: nothing to imitate"
 
@@ -69,9 +67,8 @@ def test_prompts_of_bad_replies_keep_to_caps_and_limits(
     write(tmp_path / "kto.jsonl", labelled(10))
     write(tmp_path / "pairs.jsonl", [{"prompt": "Labelled 0?", "chosen": "a", "rejected": "b"}])
     files = {"preferences": ("pairs.jsonl",), "demonstrations": ({"path": "kto.jsonl", "cap": cap},)}
-    config = CollectConfig(source="files", files=FileSources.model_validate(files), limit=limit)
+    collect_files(tmp_path, files, limit=limit)
     raw = tmp_path / "data/raw"
-    collect.run(config, Paths({}), Paths({"raw": raw}), RunContext(tmp_path / "work"))
     assert contents(raw, "demonstrations") == [f"Labelled {i}?" for i in replies]
     assert contents(raw, "prompts") == [f"Labelled {i}?" for i in prompts]
     (file,) = read_json(raw / "manifest.json")["kinds"]["demonstrations"]["files"]
@@ -83,9 +80,8 @@ def test_prompts_that_are_given_are_not_added_to(tmp_path: Path) -> None:
     write(tmp_path / "kto.jsonl", labelled(10))
     write(tmp_path / "pairs.jsonl", [{"prompt": "Q?", "chosen": "a", "rejected": "b"}])
     write(tmp_path / "prompts.jsonl", [{"prompt": "P?"}])
-    sources = FileSources(preferences=("pairs.jsonl",), demonstrations=("kto.jsonl",), prompts=("prompts.jsonl",))
+    files = {"preferences": ["pairs.jsonl"], "demonstrations": ["kto.jsonl"], "prompts": ["prompts.jsonl"]}
+    collect_files(tmp_path, files)
     raw = tmp_path / "data/raw"
-    config = CollectConfig(source="files", files=sources)
-    collect.run(config, Paths({}), Paths({"raw": raw}), RunContext(tmp_path / "work"))
     assert contents(raw, "prompts") == ["P?"]
     assert not (raw / "prompt_only.parquet").exists()

@@ -23,6 +23,8 @@ def good(label: str, count: int = 2) -> str:
 
 FILES = [
     table("csv-open-quote", f'{HEADER}a,b,c\nd,"e,f\n{good("open-quote")}', 4, "line 3: not readable CSV"),
+    table("csv-quote-behind-lines", f'{HEADER}"a\nb",c,d\n"e,f,g\n', 2, "line 4: not readable CSV"),
+    table("csv-quote-closed-late", f'{HEADER}a,b,c\n"d,e,f\n"g",h,i\n', 3, "line 3: not readable CSV"),
     table("csv-quote-not-doubled", f'{HEADER}"say "hi"",b,c\n', 1, QUOTE),
     table("csv-escaped-quote", f'{HEADER}"say \\"hi\\" now",b,c\n', 1, QUOTE),
     table("tsv-open-quote", 'prompt\tchosen\trejected\na\t"b\tc\nd\te\tf\n', 2, QUOTE, ".tsv"),
@@ -34,11 +36,7 @@ FILES = [
     table("csv-twice-a-column", "prompt,chosen,rejected,chosen\na,b,c,d\n", 1, "names 'chosen' twice"),
     table("csv-no-header", good("no-header"), 2, "is of no known format"),
     table("csv-header-only", HEADER, 0, "is empty"),
-    table("csv-semicolons", table_text(pairs("semicolons"), ";").decode(), 2, RowsRead(2)),
-    table("csv-tabs", table_text(pairs("tabs"), "\t").decode(), 2, RowsRead(2)),
     table("tsv-commas", table_text(pairs("commas")).decode(), 2, RowsRead(2), ".tsv"),
-    table("csv-sep-line", f"sep=,\n{HEADER}{good('sep-line')}", 2, RowsRead(2)),
-    table("csv-spaces-in-header", "prompt, chosen, rejected\na,b,c\n", 1, RowsRead(1)),
     table("csv-index-column", f",{HEADER}0,a index?,b,c\n1,d index?,e,f\n", 2, RowsRead(2, unused=[""])),
     table("csv-two-unnamed", f",,{HEADER}0,1,a unnamed?,b,c\n", 1, RowsRead(1, unused=[""])),
     table(
@@ -73,34 +71,10 @@ FILES = [
     ),
     table("csv-json-text", 'prompt,chosen,rejected\n"[{""role"": ""manager""}]",a,b\n', 1, RowsRead(1)),
     table(
-        "csv-conversation-text",
-        'prompt,chosen,rejected\n"[{""role"": ""user"", ""content"": ""a?""}]",a,b\n',
-        1,
-        RowsRead(0, {AS_TEXT: 1}),
-    ),
-    table(
         "csv-conversation-of-Python",
         "prompt,chosen,rejected\n\"[{'content': 'a?', 'role': 'user'}]\",a,b\n",
         1,
         RowsRead(0, {AS_TEXT: 1}),
-    ),
-    table(
-        "csv-stray-quotes",
-        f'{HEADER}how big?,"6 feet,5 feet\nq2,a2,b2\nq3,a3,b3\nhow tall?,6 feet 5",no\nq5,a5,b5\n',
-        5,
-        "line 2: a quoted field runs to line 5",
-    ),
-    table(
-        "csv-stray-quotes-last",
-        f'{HEADER}"1, 2",a1,"b1\r\nq2,a2,b2\r\nq3,a3,"\r\nq4,a4,b4\r\n',
-        4,
-        "line 2: a quoted field runs to line 4",
-    ),
-    table(
-        "csv-table-inside",
-        f'{HEADER}"sum\n1,2,3\n4,5,6\n7,8,9",a,b\nq2,"1,2,3\n4,5,6\n7,8,9",b\nq3,a,"1,2,3\n4,5,6\n7,8,9"\n',
-        3,
-        RowsRead(3),
     ),
     table("csv-verse-inside", f'{HEADER}verse?,"red, blue\ngreen, grey, white\nall, none",b\n', 1, RowsRead(1)),
     table("csv-lines-inside", 'prompt\n"a\nb\nc\nd"\n', 1, "holds no preferences"),

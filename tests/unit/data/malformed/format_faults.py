@@ -87,16 +87,13 @@ def tree(label: str, **changes: Any) -> Row:
 
 HELPFUL = {"dimension": "helpful"}
 DEMONSTRATIONS, PROMPTS, PRETRAIN = ({"kind": kind} for kind in ("demonstrations", "prompts", "pretrain"))
-LABELLED = "the reply is labelled false"
 FILES = [
     after(hh, "hh-other-prompt", hh("a", rejected="\n\nHuman: other?\n\nAssistant: bad"), UNEQUAL),
-    after(hh, "hh-empty-reply", hh("b", chosen="\n\nHuman: b?\n\nAssistant: "), "the final reply of chosen is empty"),
     after(
         hh, "hh-ends-with-human", hh("c", chosen="\n\nHuman: c?\n\nAssistant: x\n\nHuman: y"), "ends with a human turn"
     ),
     after(hh, "hh-prompt-space", hh("hps", rejected="\n\nHuman: hps? \n\nAssistant: bad"), UNEQUAL),
     after(hh, "hh-no-assistant", hh("d", rejected="\n\nHuman: d?"), "rejected has no assistant's turn"),
-    after(hh, "hh-with-prompt", hh("hh-wp", prompt="hh-wp?"), RowsRead(13)),
     after(hh, "hh-with-other-prompt", hh("e", prompt="something else?"), "the prompt is not that of the transcripts"),
     after(
         hh,
@@ -105,25 +102,13 @@ FILES = [
         "the transcript has no turns",
     ),
     after(pku, "pku-index-2", pku("a", better=2), "better_response_id is 2, not 0 or 1", options=HELPFUL),
-    after(pku, "pku-index-null", pku("a", better=None), "better_response_id is not a number", options=HELPFUL),
     after(pku, "pku-index-true", pku("a", better=True), "better_response_id is not a number", options=HELPFUL),
-    after(
-        pku,
-        "pku-disagreed",
-        pku("a", 0, 1),
-        dropped("the more helpful reply is not the safer"),
-        options={"dimension": "agreed"},
-    ),
-    jsonl("pku-no-dimension", [pku("a"), pku("b")], "choose one of helpful, safe, agreed"),
-    after(helpsteer, "helpsteer-tie", helpsteer("a", 0), dropped("neither reply is preferred")),
     after(helpsteer, "helpsteer-5", helpsteer("a", 5), "preference_strength is 5, not from -3 to 3"),
     after(helpsteer, "helpsteer-nan", helpsteer("a", float("nan")), "preference_strength is not a number"),
     after(shp, "shp-label-2", shp("a", 2), "labels is 2, not 0 or 1"),
-    after(ranking, "ranking-all-equal", ranking("a", (1, 1)), dropped("no reply is better than another")),
     after(ranking, "ranking-ties", ranking("rt", (3, 1, 1), replies=3), RowsRead(14, expanded=1)),
     after(ranking, "ranking-too-few-scores", ranking("a", (3,)), "there are 2 responses but 1 scores"),
     after(ranking, "ranking-nan", ranking("a", (float("nan"), 1)), "score of reply 1 is not a number"),
-    after(ranking, "ranking-score-text", ranking("a", ("good", "bad")), "score of reply 1 is not a number"),
     after(ranking, "ranking-nothing", ranking("a", (), replies=0), dropped("no reply is better than another")),
     after(ranking, "ranking-one", ranking("a", (1,), replies=1), dropped("no reply is better than another")),
     after(ranking, "ranks-ties", ranking("rk", (1, 1, 2), "ranks", 3), RowsRead(14, expanded=1)),
@@ -134,8 +119,6 @@ FILES = [
         "overall_score of completion 2 is not a number",
     ),
     after(lambda label: ultrafeedback(label, 8, 3), "ultrafeedback-empty", ultrafeedback("a"), "does not match"),
-    after(binarized, "scores-turned-round", binarized("a", 2, 5), "the scores prefer the other reply"),
-    after(binarized, "scores-equal", binarized("a", 5, 5), dropped("both replies have the same score")),
     after(binarized, "scores-one-missing", binarized("om", 5, None), RowsRead(13)),
     after(binarized, "scores-text", binarized("a", "high", 5), "score_chosen is not a number"),
     after(implicit, "implicit-other-prompt", implicit("a", "which", "what"), UNEQUAL),
@@ -158,29 +141,13 @@ FILES = [
     after(pair, "prompt-stripped", pair("ps", prompt="Human: ps?\n\nAssistant:"), RowsRead(13)),
     after(pair, "prompt-CRLF", pair("pc", prompt="\r\n\r\nHuman: pc?\r\n\r\nAssistant:"), RowsRead(13)),
     after(pair, "prompt-dense", pair("pd", prompt="Human: pd?\nAssistant:"), "without empty lines between its turns"),
-    after(pair, "prompt-about-humans", pair("ph", prompt="Human: what is that?"), RowsRead(13)),
     after(
         pair,
         "reply-CRLF-transcript",
         pair("rc", chosen="\r\n\r\nHuman: a?\r\n\r\nAssistant: b"),
         "chosen is a whole transcript, not a reply",
     ),
-    *(
-        after(
-            pair,
-            f"rendered-{n}",
-            pair(f"r{n}", **{column: text}),
-            f"{'the prompt' if column == 'prompt' else column} {RENDERED}",
-        )
-        for n, (column, text) in enumerate(
-            (
-                ("prompt", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
-                ("prompt", "<s>[INST] hi [/INST]"),
-                ("prompt", " <|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"),
-                ("chosen", "<|im_start|>assistant\nyes<|im_end|>"),
-            )
-        )
-    ),
+    after(pair, "rendered", pair("r", chosen="<|im_start|>assistant\nyes<|im_end|>"), f"chosen {RENDERED}"),
     after(pair, "prompt-as-JSON", pair("pj", prompt='[{"role": "user", "content": "hi"}]'), AS_TEXT),
     after(pair, "reply-as-JSON", pair("rj", rejected='[{"from": "gpt", "value": "hi"}]'), AS_TEXT),
     after(pair, "reply-of-JSON", pair("roj", chosen='[{"role": "admin", "value": 3}]'), RowsRead(13)),
@@ -188,37 +155,9 @@ FILES = [
     after(pair, "margin-against-scores", binarized("mas", 1, 5) | {"margin": 1}, "the scores prefer the other reply"),
     after(pair, "margin-against-itself", binarized("mai", 5, 1) | {"margin": -4}, "the margin prefers the other reply"),
     after(pair, "margin-of-equal-scores", binarized("mes", 5, 5) | {"margin": 1}, RowsRead(13)),
-    after(pair, "margin-zero", pair("mz", margin=0), RowsRead(12, dropped={"the margin is 0": 1})),
     after(pair, "margin-negative-imitated", pair("mni", margin=-2), "the margin prefers", **DEMONSTRATIONS),
     after(pair, "scores-against-imitated", binarized("mni", 1, 5), "the scores prefer", **PRETRAIN),
     after(pair, "label-beside-pair", pair("lbp") | {"label": 0}, RowsRead(13, unused=["label"])),
-    OddFile(
-        "kto-csv-spaces",
-        ".csv",
-        b"prompt,completion,label\n"
-        + b"".join(b"kcs%d,reply %d, %s\n" % (n, n, b"False" if n % 3 else b"True") for n in range(9)),
-        9,
-        RowsRead(3, dropped={LABELLED: 6}),
-        **DEMONSTRATIONS,
-    ),
-    OddFile(
-        "kto-csv-floats",
-        ".csv",
-        b"prompt,completion,label\n" + b"".join(b"kcf%d,reply %d,%d.0\n" % (n, n, n % 2) for n in range(8)),
-        8,
-        RowsRead(4, dropped={LABELLED: 4}),
-        **DEMONSTRATIONS,
-    ),
-    after(
-        kto, "kto-unknown-label", kto("kul", "sometimes"), "label is 'sometimes', which says neither", **DEMONSTRATIONS
-    ),
-    after(kto, "kto-NaN", kto("knan", float("nan")), "label is nan, which says neither", **DEMONSTRATIONS),
-    after(kto, "kto-null", kto("knull", None), RowsRead(13), **DEMONSTRATIONS),
-    after(kto, "kto-false", kto("kf", False), dropped(LABELLED), **DEMONSTRATIONS),
-    after(kto, "kto-false-text", kto("kt", "False"), dropped(LABELLED), **DEMONSTRATIONS),
-    after(kto, "kto-zero", kto("kz", 0), dropped(LABELLED), **DEMONSTRATIONS),
-    after(kto, "kto-tag-false", kto("kg", False, "kto_tag"), dropped(LABELLED), **PRETRAIN),
-    after(kto, "kto-prompt", kto("kp", False), RowsRead(13), **PROMPTS),
     jsonl("kto-as-pairs", [kto("a"), kto("b", False)], "is no pair: put a better or worse reply"),
     jsonl("prompts-as-pairs", [{"prompt": "a?"}], "holds no preferences"),
     jsonl("texts-as-prompts", [{"text": "a"}], "holds no prompts", **PROMPTS),
@@ -243,11 +182,6 @@ FILES = [
         RowsRead(3, {"does not match the format standard": 3}),
         options={"format": "standard"},
     ),
-    jsonl(
-        "implicit-rendered",
-        [*({"chosen": f"<s>[INST] {n}?[/INST] a", "rejected": f"<s>[INST] {n}?[/INST] b"} for n in range(2))],
-        RowsRead(0, {"rendered by a chat template": 2}),
-    ),
     *(
         jsonl(
             f"implicit-prompt-{name}",
@@ -260,14 +194,6 @@ FILES = [
     after(orca, "orca-tie-imitated", orca("oti", status="tie"), dropped("neither reply is"), **DEMONSTRATIONS),
     after(orca, "orca-tie-prompt", orca("otp", status="tie"), RowsRead(13), **PROMPTS),
     after(orca, "orca-swapped", orca("os", status="swapped"), RowsRead(13)),
-    jsonl(
-        "implicit-nothing-shared",
-        [
-            {"chosen": "Yes.", "rejected": "No."},
-            {"chosen": "ins The sky is blue.", "rejected": "ins The sky is green."},
-        ],
-        RowsRead(1, {"there is no prompt": 1}),
-    ),
     jsonl(
         "turn-list-number",
         [*([f"tl {n}", "reply"] for n in range(12)), ["a", 5]],

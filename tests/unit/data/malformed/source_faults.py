@@ -57,12 +57,10 @@ FILES = [
     OddFile("spaces-in-name", " x y .jsonl", lines(*pairs("spaces")), 2, RowsRead(2)),
     OddFile("Chinese-name", "数据.jsonl", lines(*pairs("Chinese")), 2, RowsRead(2)),
     mapped("no-options", "is of no known format"),
-    mapped("columns", RowsRead(12), columns=COLUMNS),
     mapped("column-misspelt", "no row has a column 'bset'", columns=COLUMNS | {"chosen": "bset"}),
     mapped(
         "column-missing-once", RowsRead(12, {"does not match the format standard": 1}), {"title": None}, columns=COLUMNS
     ),
-    mapped("template", RowsRead(12), columns=REPLIES, template="{title}\n\n{body}"),
     mapped("template-column-missing", "no row has a column 'text'", columns=REPLIES, template="{title} {text}"),
     mapped(
         "template-value-null",
@@ -71,16 +69,8 @@ FILES = [
         columns=REPLIES,
         template="{title} {body}",
     ),
-    mapped(
-        "template-value-number",
-        RowsRead(12, {"the column title is not text": 1}),
-        {"title": 5},
-        columns=REPLIES,
-        template="{title}",
-    ),
     mapped("columns-without-pair", "holds no preferences", columns={"prompt": "title"}),
     mapped("format-that-does-not-fit", RowsRead(0, {"does not match the format hh-rlhf": 12}), format="hh-rlhf"),
-    mapped("dimension-that-does-not-fit", "has no dimension safe", columns=COLUMNS, dimension="safe"),
     jsonl(
         "dotted-column",
         [*({"q": {"text": f"dotted {n}?"}, "a": "good", "b": "bad"} for n in range(2))],
@@ -91,5 +81,4 @@ FILES = [
         jsonl(f"plain-{kind}", [*({name: f"plain {n}?"} for n in range(60))], RowsRead(60), kind=kind)
         for kind, name in (("prompts", "prompt"), ("pretrain", "text"))
     ),
-    jsonl("capped", [*pairs("capped", 5)], RowsRead(5), options={"cap": 5}),
 ]

@@ -18,19 +18,10 @@ def reencoded(label: str, suffix: str, encoding: str, message: str) -> OddFile:
     return OddFile(label, suffix, text.encode(encoding), 3, message)
 
 
-def with_text(label: str, text: str, expected: RowsRead) -> OddFile:
-    """Return a file of two good pairs and one whose preferred reply is ``text``."""
-    return jsonl(label, [*pairs(label), pair(label, chosen=text)], expected)
-
-
 def with_line(label: str, line: bytes, reason: str) -> OddFile:
     """Return a file of two good pairs and a bad line between them."""
     first, last = pairs(label)
     return jsonl(label, [first, line, last], RowsRead(2, {reason: 1}))
-
-
-def quarantined(reason: str) -> RowsRead:
-    return RowsRead(3, quarantined={reason: 1})
 
 
 LATIN = '{"prompt": "a?", "chosen": "größer", "rejected": "c"}'.encode("latin-1")
@@ -82,16 +73,6 @@ FILES = [
         1,
         RowsRead(1, quarantined={CONTROL: 1}),
     ),
-    with_text("form-feed", "page one\x0cpage two", RowsRead(3)),
-    with_text("nul", "a\x00b", quarantined(CONTROL)),
-    with_text("vertical-tab", "a\x0bb", quarantined(CONTROL)),
-    with_text("replacement-character", "gr\ufffd\ufffdßer", quarantined(CONTROL)),
-    with_text("mojibake", "grÃ¶ÃŸer", quarantined("mojibake")),
-    with_text("zero-width-reply", "\u200b\u200d\ufeff", quarantined("chosen is empty")),
-    with_text("blank-reply", " \n\t\u3000", quarantined("chosen is empty")),
-    with_text("empty-reply", "", quarantined("chosen is empty")),
-    with_text("hangul-filler", "\u3164\u115f", quarantined("chosen is empty")),
-    with_text("emoji", "👩‍💻 ok \U0010ffff", RowsRead(3)),
     OddFile("nul-bytes-jsonl", ".jsonl", bytes(4096), 0, "is not text"),
     OddFile("nul-bytes-csv", ".csv", bytes(4096), 0, "is not text"),
 ]
