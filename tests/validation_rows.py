@@ -1,17 +1,23 @@
-"""Rows of all kinds for tests of stage validate, and runs of the stages collect and validate."""
+"""Rows of all kinds for tests of validation, as stage collect writes them or in memory, and runs of both stages."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
+import numpy as np
+import pyarrow as pa
+
+from rlhf_core.config.data import CollectConfig, FileSources, SplitConfig, ValidateConfig
 from rlhf_core.data.collection.rows import prompt_group
 from rlhf_core.data.row_counts import RowFinding
-from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts, write_table
-from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, findings_table
+from rlhf_core.data.schema import ROW_TYPES, arrow_schema, content_id, write_dicts, write_table
+from rlhf_core.data.splits import PairUser, pair_user_of, split_of
+from rlhf_core.data.validation.set_rows import SetRows
+from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, Origins, StoredRows, findings_table
 from rlhf_core.data.validation.suites import Suites, read_suites
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
@@ -19,6 +25,8 @@ from rlhf_core.training.run_context import RunContext
 
 Rows = dict[str, list[dict[str, Any]]]
 SUITES = Path(__file__).resolve().parents[1] / "expectations"
+SPLIT = SplitConfig()
+PART_ROWS = 2
 
 
 def suites_of(derived: Sequence[str] = (), **settings: Any) -> Suites:
@@ -79,3 +87,45 @@ def validate_raw(workspace: Path, expectations: Path = SUITES, **settings: Any) 
     outputs = Paths({key: workspace / path for key, path in validate.STAGE.outputs.items()})
     inputs = Paths({"raw": workspace / "data/raw", "expectations": expectations})
     return dict(validate.run(ValidateConfig(**settings), inputs, outputs, RunContext(workspace / "work"))), outputs
+
+
+def dialogue(*turns: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+
+
+def group_of(split: str, user: PairUser = PairUser.REWARD) -> str:
+    """A group that the hash puts into ``split``, and whose pairs are ``user``'s where it is not test."""
+    names = (f"g{i}" for i in range(10_000))
+    return next(
+        g for g in names if split_of(g, 1, SPLIT) == split and (split == "test" or pair_user_of(g, 1, SPLIT) == user)
+    )
+
+
+def row(kind: str, i: int, split: str, *turns: str, user: PairUser = PairUser.REWARD) -> dict[str, Any]:
+    return make_row(kind, i, prompt=dialogue(*turns), group=group_of(split, user))
+
+
+def set_of(**rows: list[dict[str, Any]]) -> SetRows:
+    return SetRows({kind: memory_rows(kind, rows.get(kind, [])) for kind in ROW_TYPES}, 1, SPLIT)
+
+
+@dataclass(frozen=True)
+class MemoryRows(StoredRows):
+    """The rows of a table, two at a time."""
+
+    table: pa.Table = None
+
+    def parts(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        rows = self.table.take(pa.array(self.numbers)).select(list(columns or arrow_schema(self.kind).names))
+        for start in range(0, rows.num_rows, PART_ROWS):
+            yield rows.slice(start, PART_ROWS).combine_chunks()
+
+
+def memory_rows(kind: str, rows: Sequence[Mapping[str, Any]], origins: Origins | None = None) -> MemoryRows:
+    schema = arrow_schema(kind)
+    table = pa.Table.from_pylist([{name: row[name] for name in schema.names} for row in rows], schema=schema)
+    return MemoryRows(kind, Path("memory"), len(rows), None, origins, table)
+
+
+def origins_of(source: str, positions: Sequence[int]) -> Origins:
+    return Origins([source], np.zeros(len(positions), np.int32), np.array(positions))

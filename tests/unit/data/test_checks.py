@@ -11,8 +11,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_rows import memory_rows
-from validation_rows import suites_of
+from validation_rows import memory_rows, suites_of
 
 from rlhf_core.config.data import ValidateConfig
 from rlhf_core.data.schema import arrow_schema

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 from typer.testing import CliRunner
+from validation_rows import collect_files
 
 from rlhf_core.cli import app
 from rlhf_core.config.base import BaseConfig
@@ -22,6 +23,7 @@ from rlhf_core.data.schema import tables_of
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.starting.base import load_tokenizer, new_model, save_policy, train_tokenizer
 from rlhf_core.stages.token_lengths import local_token_limits, token_limits
+from rlhf_core.storage.files import read_json
 
 PAIR = {"prompt": "what color is the sky?", "chosen": "the sky is blue.", "rejected": "no"}
 
@@ -305,3 +307,26 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest.
         result = CliRunner().invoke(app, ["data", "inspect", given])
         assert isinstance(result.exception, DataError) and message in str(result.exception)
         assert str(result.exception).encode()
+
+
+def test_many_unused_columns_are_counted(tmp_path: Path) -> None:
+    pair = {"prompt": "Q?", "chosen": "a", "rejected": "b"}
+    wide = pair | {f"column {i}": 1 for i in range(1000)}
+    rows = [wide, pair | {"column 7": 1, "n" * 500: 1}]
+    (tmp_path / "wide.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    collect_files(tmp_path, {"preferences": ["wide.jsonl"]})
+    (file,) = read_json(tmp_path / "data/raw/manifest.json")["kinds"]["preferences"]["files"]
+    assert len(file["unused"]) == 20 and file["unused_columns"] == 1001
+    assert file["unused"]["column 7"] == 2
+    described = describe_sources(["wide.jsonl"], tmp_path)
+    lines = as_text(described).splitlines()
+    assert sum("is not read" in line for line in lines) == 20
+    assert "  unused   981 further columns are not read" in lines
+    (value,) = as_json_value(described)["files"]
+    assert (value["unused"], value["unused_columns"]) == (file["unused"], 1001)
+
+
+def test_the_names_of_columns_are_cut(tmp_path: Path) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": "once", "n" * 500: 1}))
+    (file,) = describe_sources(["long.jsonl"], tmp_path).files
+    assert list(file.counts.unused) == ["n" * 80]

@@ -7,8 +7,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from memory_rows import memory_rows, origins_of
-from validation_rows import make_row, suites_of
+from validation_rows import make_row, memory_rows, origins_of, suites_of
 
 from rlhf_core.config.data import NearDuplicatesConfig, ValidateConfig
 from rlhf_core.data.validation import set_rules as minhash

@@ -13,9 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from leakage_rows import row, set_of
-from memory_rows import origins_of
-from validation_rows import good_rows, make_row, run_validate, suites_of
+from validation_rows import good_rows, make_row, origins_of, row, run_validate, set_of, suites_of
 
 from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
 from rlhf_core.data.dataset import data_metrics, write_clean
