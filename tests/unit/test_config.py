@@ -80,6 +80,13 @@ def gated(metric: str, **bound: object) -> dict:
             "asks for policy.multiple_choice.accuracy, but evaluate.multiple_choice is not set",
         ),
         (gated("opponents.other.policy.comparison.judge.win_rate", at_least=0.5), "evaluate.opponents is not set"),
+        *(
+            (
+                {"compute": {"launch": {"evaluate": {"processes": 2, name: value}}}},
+                f"evaluate.{name} is about",
+            )
+            for name, value in (("engine", "deepspeed"), ("frozen", "offload"), ("gradient_checkpointing", True))
+        ),
     ],
 )
 def test_problems_are_told_with_path_and_remedy(document: dict, expected: str) -> None:

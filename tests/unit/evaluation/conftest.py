@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.data.schema import Message, Prompt, content_id
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.starting.base import new_model, save_policy, train_tokenizer
 from rlhf_core.world.questions import all_questions
@@ -19,6 +21,23 @@ def made_prompt(text: str, category: str, source: str = "world") -> Prompt:
     messages = [Message("user", text)]
     row = {"prompt": [{"role": "user", "content": text}]}
     return Prompt(content_id("prompts", row), messages, category, source, text)
+
+
+def sums(count: int) -> list[Prompt]:
+    """Prompts of a file that is not of the world."""
+    return [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(count)]
+
+
+class LengthJudge:
+    """Scores a reply by its characters."""
+
+    def __init__(self, name: str = "reward", absolute_tie: float | None = None) -> None:
+        self.name, self.absolute_tie, self.calls = name, absolute_tie, 0
+
+    def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
+        assert len(prompts) == len(replies)
+        self.calls += 1
+        return [float(len(reply.text)) for reply in replies]
 
 
 @pytest.fixture(scope="session")

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import pytest
 from pydantic import ValidationError
-from unit.evaluation.conftest import made_prompt
+from unit.evaluation.conftest import LengthJudge, made_prompt
 
 from rlhf_core.config.evaluation import EvaluateConfig
-from rlhf_core.data.schema import Message
 from rlhf_core.evaluation.comparisons.opponents import best_of_n, kl_bound
 from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
 from rlhf_core.evaluation.reply import Reply
-
-
-class LongerIsBetter:
-    """Scores a reply by its characters."""
-
-    name, absolute_tie = "reward", None
-
-    def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
-        assert len(prompts) == len(replies)
-        return [float(len(reply.text)) for reply in replies]
 
 
 def test_the_bound_on_kl_by_hand() -> None:
@@ -39,10 +27,10 @@ def test_the_highest_score_of_each_prompt_is_chosen_and_the_first_of_equal_ones(
     samples = [[Reply(text, True, tuple(range(len(text)))) for text in row] for row in texts]
     sft, policy = (EvaluatedModel(SetReplies(samples[0], [], [])) for _ in range(2))
     evaluation = Evaluation(FixedSets(prompts, [], []), sft, policy, EvaluateConfig(bootstrap=20))
-    evaluation.score(LongerIsBetter())
-    best = best_of_n(LongerIsBetter(), evaluation, samples)
+    evaluation.score(LengthJudge())
+    best = best_of_n(LengthJudge(), evaluation, samples)
     assert [reply.text for reply in best.known_replies] == ["aaa", "bbb", "c"]
-    best.score(LongerIsBetter())
+    best.score(LengthJudge())
     assert best.scores == {"reward": [3.0, 3.0, 1.0]}
     metrics = best.best_of_n_metrics(samples)
     assert (metrics["n"], metrics["kl_bound"]) == (3, kl_bound(3))

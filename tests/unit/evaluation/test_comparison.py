@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare, compare_outcomes, tie_margin_of
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
-from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.statistics import bootstrap_bounds
 
+from .conftest import LengthJudge
+
 SCORES = st.lists(st.floats(-5, 5), min_size=1, max_size=30)
-
-
-class Unitless:
-    """A judge whose unit means nothing."""
-
-    name = "reward"
-    absolute_tie = None
-
-    def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
-        return []
 
 
 def test_by_hand_with_an_absolute_margin() -> None:
@@ -45,7 +34,7 @@ def test_a_difference_of_exactly_the_margin_is_a_tie() -> None:
 
 def test_relative_margin_is_a_share_of_the_spread_of_the_baseline() -> None:
     # Baseline scores 3, 1, 1, 1: the standard deviation is sqrt(3)/2 = .866, and a margin of 1.2 of it 1.039.
-    assert tie_margin_of(Unitless(), 1.2, [3.0, 1.0, 1.0, 1.0]) == pytest.approx(1.2 * math.sqrt(3) / 2)
+    assert tie_margin_of(LengthJudge(), 1.2, [3.0, 1.0, 1.0, 1.0]) == pytest.approx(1.2 * math.sqrt(3) / 2)
 
 
 def test_a_judge_with_a_unit_has_a_margin_of_its_own() -> None:

@@ -43,25 +43,11 @@ from rlhf_core.training.run_context import RunContext
 
 KEY = "ghp_" + "a" * 36
 MARKUP = "<script>alert(1)</script> | *x* [link](http://example.org)"
+FILE = {"source": "a|b.jsonl", "format": "standard", "licence": "MIT", "records": 12, "expanded": 0, "rows": 4,
+        "refused": 2, "dropped": {"both replies have the same score": 3, "a tie": 2}, "cut": 1,
+        "share": 1.0}  # fmt: skip
 KINDS: dict[str, Any] = {
-    "preferences": {
-        "rows": 4,
-        "derived_from": "",
-        "files": [
-            {
-                "source": "a|b.jsonl",
-                "format": "standard",
-                "licence": "MIT",
-                "records": 12,
-                "expanded": 0,
-                "rows": 4,
-                "refused": 2,
-                "dropped": {"both replies have the same score": 3, "a tie": 2},
-                "cut": 1,
-                "share": 1.0,
-            }
-        ],
-    },
+    "preferences": {"rows": 4, "derived_from": "", "files": [FILE]},
     "demonstrations": {"rows": 1, "derived_from": "preferences", "files": []},
 }
 
@@ -76,10 +62,7 @@ def written(folder: Path) -> tuple[str, str, str]:
             row("preferences", 3, "validation", "Bye?") | {"category": "x"},
         ]
     ).clean
-    refused = [
-        ("looks like an access key", json.dumps({"reply": KEY})),
-        ("chosen is empty", MARKUP),
-    ]
+    refused = [("looks like an access key", json.dumps({"reply": KEY})), ("chosen is empty", MARKUP)]
     unread = [
         RowFinding(READABLE, "preferences", reason, "a|b.jsonl", line, row=content)
         for line, (reason, content) in enumerate(refused, 5)
@@ -102,8 +85,18 @@ def written(folder: Path) -> tuple[str, str, str]:
     return tuple((folder / name).read_text() for name in ("card.md", "card.html", "release.md"))  # type: ignore[return-value]
 
 
-def test_what_the_card_says(tmp_path: Path) -> None:
-    text, page, release = written(tmp_path / "card")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cards") / "card"
+
+
+@pytest.fixture(scope="module")
+def card(folder: Path) -> tuple[str, str, str]:
+    return written(folder)
+
+
+def test_what_the_card_says(folder: Path, card: tuple[str, str, str]) -> None:
+    text, page, release = card
     assert "The data gate failed: preferences.clean" in text and 'class="verdict bad"' in page
     assert r"| preferences | a\|b.jsonl | standard | MIT | 12 | 0 | 4 | 2 | 5 | 1 | 1.000 |" in text
     assert "- preferences: 3 records dropped, since both replies have the same score." in text
@@ -120,13 +113,11 @@ def test_what_the_card_says(tmp_path: Path) -> None:
     assert r"| a\|b.jsonl:1 | Hello? " in similar and r"| a\|b.jsonl:2 | Hello? Hi. And? " in similar
     assert "Hello?" not in release and r"| a\|b.jsonl:2 |" in release
     assert page.count("<h2>") == len(headings) and page.count("<svg") == len(["prompt", "chosen", "rejected"])
-    (prefix, *_) = pq.read_table(tmp_path / "card/findings.parquet").to_pylist()
-    assert (prefix["rule"], prefix["severity"], prefix["source"], prefix["position"]) == (
-        "no_prefix_leakage",
-        "warn",
-        "a|b.jsonl",
-        1,
-    )
+    assert '<th class="n">prompts</th>' in page and "<th>source</th>" in page
+    assert "|  | preferences | demonstrations | prompts | pretrain |\n|---|---:|---:|---:|---:|" in text
+    (prefix, *_) = pq.read_table(folder / "findings.parquet").to_pylist()
+    found = tuple(prefix[name] for name in ("rule", "severity", "source", "position"))
+    assert found == ("no_prefix_leakage", "warn", "a|b.jsonl", 1)
 
 
 def test_rows_whose_source_was_refused_are_listed_with_the_rules() -> None:
@@ -147,16 +138,16 @@ def test_one_of_a_thing_is_counted_as_one(tmp_path: Path) -> None:
     assert "preferences: 1 record dropped, since a tie." in notes and "preferences: 2 records dropped" in notes
 
 
-def test_no_key_is_quoted_and_markup_stays_text(tmp_path: Path) -> None:
-    for content in written(tmp_path / "card"):
+def test_no_key_is_quoted_and_markup_stays_text(card: tuple[str, str, str]) -> None:
+    for content in card:
         assert KEY not in content and "<script>" not in content and "<b>y" not in content
-    text, page, _ = written(tmp_path / "card")
+    text, page, _ = card
     assert "taken out: looks like a key" in text and "taken out: looks like a key" in page
     assert "[link]" not in text.replace(r"\[link]", "")
 
 
-def test_the_card_of_the_same_data_is_the_same(tmp_path: Path) -> None:
-    assert written(tmp_path / "a") == written(tmp_path / "b")
+def test_the_card_of_the_same_data_is_the_same(card: tuple[str, str, str], tmp_path: Path) -> None:
+    assert written(tmp_path / "again") == card
 
 
 def quarantined(kind: str, row_id: str, reason: str, *place: Any, row: str = "{}") -> RowFinding:
@@ -180,26 +171,13 @@ def test_examples_are_of_different_rows_of_the_sources() -> None:
     rows += [quarantined("prompts", str(i), NOT_DERIVED, "a.jsonl", i) for i in range(5)]
     rows += [quarantined("prompts", "p", "too long", "b.jsonl", 1)]
     chosen, total = spread_over_reasons(rows, 10)
-    assert [(row.source, row.position) for row in chosen] == [
-        ("a.jsonl", 0),
-        ("b.jsonl", 1),
-        ("a.jsonl", 1),
-        ("a.jsonl", 2),
-    ]
-    assert total == 10
+    named = [(row.source, row.position) for row in chosen]
+    assert named == [("a.jsonl", 0), ("b.jsonl", 1), ("a.jsonl", 1), ("a.jsonl", 2)] and total == 10
 
 
-def test_headings_stand_over_what_they_name(tmp_path: Path) -> None:
-    text, page, _ = written(tmp_path / "card")
-    assert '<th class="n">prompts</th>' in page and "<th>source</th>" in page
-    assert "|  | preferences | demonstrations | prompts | pretrain |\n|---|---:|---:|---:|---:|" in text
-    assert CardTable(("a", "b", "c", "d"), [("x", 1, None, 1.5), ("y", None, None, "?")]).numeric == [
-        False,
-        True,
-        True,
-        False,
-    ]
-    assert CardTable(("a",), []).numeric == [False]
+def test_a_column_of_numbers_is_aligned_to_the_right() -> None:
+    table = CardTable(("a", "b", "c", "d"), [("x", 1, None, 1.5), ("y", None, None, "?")])
+    assert table.numeric == [False, True, True, False] and CardTable(("a",), []).numeric == [False]
 
 
 def test_histograms_count_in_powers_of_two() -> None:

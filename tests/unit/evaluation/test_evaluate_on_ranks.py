@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import check_params
 from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
-from rlhf_core.errors import ConfigError
 from rlhf_core.stages.runtime.runner import run_stage
 
 pytestmark = pytest.mark.slow
@@ -84,12 +81,3 @@ def test_two_ranks_evaluate_as_one_process_does(
             name: value for name, value in other.items() if not isinstance(value, float)
         }, "the same replies"
     assert not (tmp_path / "two/.rlhf/ranks").exists() or not list((tmp_path / "two/.rlhf/ranks").iterdir())
-
-
-@pytest.mark.parametrize("setting", ["engine: deepspeed", "frozen: offload", "gradient_checkpointing: true"])
-def test_what_is_about_training_is_refused(setting: str) -> None:
-    name = setting.split(":")[0]
-    with pytest.raises(ConfigError, match=rf"launch.evaluate.{name} is about training, and evaluate trains nothing"):
-        check_params(
-            yaml_text.parse(f"compute: {{launch: {{evaluate: {{processes: 2, {setting}}}}}}}\n", "params.yaml")
-        )

@@ -35,7 +35,7 @@ from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
 
-from .conftest import made_prompt
+from .conftest import made_prompt, sums
 
 CONFIG = EvaluateStageConfig(
     prompts=12, kl_samples=4, max_new_tokens=5, bootstrap=50, sampling=SamplingConfig(max_new_tokens=5)
@@ -95,7 +95,7 @@ def test_world_prompts_are_judged_by_all(plain: Measured, models: Path, prompts:
 def test_other_prompts_have_no_gold_judge_and_safety_prompts_may_be_asked_several_times(
     tmp_path: Path, models: Path
 ) -> None:
-    rows = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(6)]
+    rows = sums(6)
     settings = {"safety": SafetyConfig(prompts=1, replies_per_prompt=4), "perplexity": HeldOutPerplexityConfig(rows=0)}
     metrics, outputs = run_stage(tmp_path, models, rows, CONFIG.model_copy(update=settings))
     cases = [json.loads(line) for line in outputs.bad_cases.read_text().splitlines()]
@@ -243,10 +243,13 @@ def test_what_is_measured_beside_changes_no_other_number_and_gates_can_use_it(tm
 
 
 def test_bad_cases_are_where_reward_and_judge_disagree() -> None:
-    rows = [made_prompt(str(i), "c") for i in range(4)]
-    sets, replies = FixedSets(rows, [], []), SetReplies([Reply("x", True)] * 4, [], [])
-    sft = EvaluatedModel(replies, scores={"reward": [0.0] * 4, "referee": [0.0] * 4})
-    policy = EvaluatedModel(replies, scores={"reward": [1.0, 3.0, -1.0, 2.0], "referee": [-1.0, -2.0, -3.0, 1.0]})
+    rows = [made_prompt(str(i), "c") for i in range(5)]
+    sets, replies = FixedSets(rows, [], []), SetReplies([Reply("x", True)] * 5, [], [])
+    sft = EvaluatedModel(replies, scores={"reward": [0.0] * 5, "referee": [0.0] * 5})
+    # The last difference of the referee is within its tie margin.
+    policy = EvaluatedModel(
+        replies, scores={"reward": [1.0, 3.0, -1.0, 2.0, 4.0], "referee": [-1.0, -2.0, -3.0, 1.0, -0.04]}
+    )
     evaluation = Evaluation(sets, sft, policy, CONFIG)
     evaluation.comparison["referee"] = compare(policy.scores["referee"], sft.scores["referee"], 0.05)
     cases = evaluation.bad_cases("referee")

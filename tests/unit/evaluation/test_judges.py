@@ -14,11 +14,7 @@ from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.reply import Reply, measure_text
 from rlhf_core.world.gold import score
 
-REPLIES = [
-    Reply("yes.", True),
-    Reply("it is a rather long reply about nothing at all", True),
-    Reply("no", False),
-]
+REPLIES = [Reply("yes.", True), Reply("it is a rather long reply about nothing at all", True), Reply("no", False)]
 
 
 def test_batching_and_order_change_no_score(models: Path, prompts: list[Prompt]) -> None:
@@ -33,10 +29,11 @@ def test_batching_and_order_change_no_score(models: Path, prompts: list[Prompt])
     assert many.score(rows[::-1], replies[::-1]) == pytest.approx(alone[::-1], abs=1e-5)
 
 
-def test_score_is_read_at_the_ending_of_finished_replies_only(models: Path, prompts: list[Prompt]) -> None:
+@pytest.mark.parametrize("text", ["", "yes"])
+def test_score_is_read_at_the_ending_of_finished_replies_only(models: Path, prompts: list[Prompt], text: str) -> None:
     judge, prompt = ModelJudge.load(models / "reward", "reward"), prompts[0].prompt
-    finished, cut = judge.score([prompt, prompt], [Reply("yes", True), Reply("yes", False)])
-    head, reply = encode_dialogue(judge.tokenizer, prompt, "yes")
+    finished, cut = judge.score([prompt, prompt], [Reply(text, True), Reply(text, False)])
+    head, reply = encode_dialogue(judge.tokenizer, prompt, text)
     for expected, ids in ((finished, [*head, *reply]), (cut, [*head, *reply[:-1]])):
         with torch.inference_mode():
             value = judge.model.reply_scores(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long))

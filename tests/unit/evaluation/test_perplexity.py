@@ -14,11 +14,7 @@ from rlhf_core.data.encoding import encode_dialogue, encode_prompt, encode_reply
 from rlhf_core.data.schema import Message, Preference, PretrainText
 from rlhf_core.evaluation import perplexity
 from rlhf_core.evaluation.fixed_sets import COMPLYING, REFUSING, refusal_log_odds
-from rlhf_core.evaluation.perplexity import (
-    HeldOutText,
-    held_out_perplexities,
-    reply_perplexity,
-)
+from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities, reply_perplexity
 from rlhf_core.evaluation.safety.prompts import is_chinese, safety_prompts
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.training.examples import Example

@@ -96,16 +96,6 @@ def test_a_judge_of_another_vocabulary_reads_the_visible_text(
         assert judge.score([prompt], [foreign]) == judge.score([prompt], [own])
 
 
-@pytest.mark.parametrize("text", ["", "no"])
-def test_an_unfinished_reply_never_becomes_a_finished_one(models: Path, prompts: list[Prompt], text: str) -> None:
-    judge, prompt = ModelJudge.load(models / "reward", "reward"), prompts[0].prompt
-    finished, unfinished = judge.score([prompt] * 2, [Reply(text, True), Reply(text, False)])
-    ids = [*encode_prompt(judge.tokenizer, prompt), *encode_reply(judge.tokenizer, text, finished=False)]
-    with torch.inference_mode():
-        expected = judge.model.reply_scores(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long))
-    assert unfinished == pytest.approx(float(expected), abs=1e-5) and finished != unfinished
-
-
 def test_a_prompt_without_room_for_a_reply_is_refused(models: Path) -> None:
     model, tokenizer = load_policy(models / "sft")
     prompts = [[Message("user", "short")], [Message("user", "long " * model.config.max_position_embeddings)]]

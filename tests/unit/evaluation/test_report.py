@@ -30,7 +30,6 @@ from rlhf_core.evaluation.report.view import (
     category_charts,
     flatten,
     format_number,
-    mark_differences,
     sft_beside_policy,
     spread_over_categories,
 )
@@ -111,6 +110,31 @@ def fill(root: Path, gate_mode: str = "enforce", reward_bound: float = 0.5) -> N
         f"seed: 1  # {ATTACK}\ncollect: {{source: world}}\nbase: {{source: scratch}}\nprofile: smoke\n",
     )
     write(root / "metrics/data.json", '{"preferences": {"train": 14456.0, "quarantined": 0.0, "share": 0.25}}')
+
+
+def fill_sections(root: Path, name: str, text: str) -> None:
+    """Add what only some evaluations have: groups, a third party and a subject of a ``name``, a worst mistake."""
+    evaluation = json.loads((root / "metrics/evaluation.json").read_text())
+    versus = evaluation["comparison"]["gold"]
+    side = {"comparison": {"gold": versus}, "group": {"harmless": {"gold": versus}}}
+    for model, accuracy in (("sft", 0.4), ("policy", 0.6)):
+        bounds = {"accuracy_low95": accuracy - 0.123, "accuracy_high95": accuracy + 0.123}
+        evaluation[model]["multiple_choice"] = {"accuracy": accuracy, "subject_mean": 0.5} | bounds
+    evaluation |= {
+        "group": {"helpful": {"judge": versus, "gold": versus}},
+        "opponents": {name: {"prompts": 3, "missing": 2, "unused": 7, "sft": side, "policy": side}},
+        "multiple_choice": {
+            "questions": 5, "too_long": 1, "difference": 0.2, "difference_low95": -0.321, "difference_high95": 0.7,
+            "policy_alone_right": 2, "sft_alone_right": 1,
+            "subject": {name: {"questions": 5, "sft": 0.4, "policy": 0.6},
+                        "城市": {"questions": 1, "sft": 0.0, "policy": 1.0}},
+        },
+    }  # fmt: skip
+    write(root / "metrics/evaluation.json", json.dumps(evaluation))
+    pair = {"category": name, "prompt": "我很好", "chosen": f"same {text}", "rejected": "same other",
+            "margin": -2.345, "reward_chosen": -1.5, "reward_rejected": 0.845,
+            "tokens_chosen": 6, "tokens_rejected": 2}  # fmt: skip
+    write(root / "samples/reward_mistakes.jsonl", json.dumps(pair) + "\n")
 
 
 def test_an_empty_workspace_gives_a_page_that_says_so(tmp_path: Path) -> None:
@@ -279,13 +303,6 @@ def test_over_optimization_needs_kl_and_scores() -> None:
     assert over_optimization_chart(history, evaluation, []) is None
 
 
-def test_words_that_differ_are_marked_and_escaped() -> None:
-    first, second = mark_differences("the <b> cat sat", "the <b> dog sat")
-    assert first == "the &lt;b&gt; <mark>cat</mark> sat" and second == "the &lt;b&gt; <mark>dog</mark> sat"
-    assert mark_differences("", "x") == ("", "<mark>x</mark>")
-    assert mark_differences("same", "same") == ("same", "same")
-
-
 def test_tax_and_safety_stand_side_by_side_where_they_were_measured() -> None:
     sft = {"perplexity_preferred": 5.0, "safety": {"refuses_harmful": 0.5}, "length": 9.0}
     policy = {"perplexity_preferred": 5.5, "safety": {"refuses_harmful": 0.25}}
@@ -300,14 +317,8 @@ def test_tax_and_safety_stand_side_by_side_where_they_were_measured() -> None:
 
 
 def test_numbers_for_people() -> None:
-    assert [format_number(v) for v in (0.1234, 12.0, 24000, None, "text", True)] == [
-        "0.123",
-        "12",
-        "24,000",
-        "",
-        "text",
-        "True",
-    ]
+    shown = [format_number(v) for v in (0.1234, 12.0, 24000, None, "text", True)]
+    assert shown == ["0.123", "12", "24,000", "", "text", "True"]
     assert flatten({"a": {"b": 1, "c": [1]}, "d": 2}) == [("a.b", 1), ("d", 2)]
 
 

@@ -13,13 +13,10 @@ from browser import Browser, find_chromium
 from rlhf_core.evaluation.report.headline import ReleaseDecision, UnmetCondition
 from rlhf_core.evaluation.report.render import with_release
 
-from .test_report import ATTACK, fill, render, write
+from .test_report import ATTACK, fill, fill_sections, render, write
 
 CHROMIUM = find_chromium()
-pytestmark = [
-    pytest.mark.services,
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
-]
+pytestmark = [pytest.mark.services, pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")]
 PHONE, DESKTOP = 375, 1280
 LONG_WORD = "example.com/" + "averylongword" * 20
 # Elements that reach beyond the right edge and are not cut by an element around them.
@@ -37,34 +34,18 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report in which every part is shown, with texts that are hard to place."""
     root = tmp_path_factory.mktemp("report")
     fill(root)
+    fill_sections(root, "another assistant of a third party", LONG_WORD)
     evaluation = json.loads((root / "metrics/evaluation.json").read_text())
     versus = evaluation["comparison"]["gold"]
-    side = {"comparison": {"gold": versus}, "group": {"harmless": {"gold": versus}}}
-    answered = {"accuracy": 0.4, "accuracy_low95": 0.3, "accuracy_high95": 0.5, "subject_mean": 0.4}
-    for name in ("sft", "policy"):
-        evaluation[name]["multiple_choice"] = answered
     scored = [
         f"{side}_{judge}" for judge in ("gold", "judge", "referee", "reward") for side in ("policy", "sft", "win_rate")
     ]
-    evaluation |= {
-        "category": {"selfinstruct": {
-            "prompts": 100, **dict.fromkeys(scored, -0.123), "comparison": {"judge": versus, "gold": versus}}},
-        "group": {"helpful": {"judge": versus, "gold": versus}},
-        "opponents": {"another assistant of a third party": {
-            "prompts": 3, "missing": 2, "unused": 7, "sft": side, "policy": side}},
-        "multiple_choice": {
-            "questions": 5, "too_long": 1, "difference": 0.2, "difference_low95": -0.3, "difference_high95": 0.7,
-            "policy_alone_right": 2, "sft_alone_right": 1,
-            "subject": {name: {"questions": 5, "sft": 0.4, "policy": 0.6} for name in ("城市", "a" * 60)},
-        },
-    }  # fmt: skip
+    of_category = dict.fromkeys(scored, -0.123) | {"prompts": 100, "comparison": {"judge": versus, "gold": versus}}
     checked = {"passed": 0.5, "category": {LONG_WORD: 0.5}, "property": {"json_schema": 0.5}}
+    evaluation["category"] = {"selfinstruct": of_category}
     evaluation["verifiable"] = {"prompts": 8, "sft": checked, "policy": checked, "comparison": versus}
     evaluation["policy"]["safety"] = {"refuses_harmful": 0.31}
     write(root / "metrics/evaluation.json", json.dumps(evaluation))
-    pair = {"category": "fact", "prompt": LONG_WORD, "chosen": LONG_WORD, "rejected": ATTACK, "margin": -2.3,
-            "reward_chosen": -1.5, "reward_rejected": 0.8, "tokens_chosen": 6, "tokens_rejected": 2}  # fmt: skip
-    write(root / "samples/reward_mistakes.jsonl", json.dumps(pair) + "\n")
     edges = {f"reward_{name}": value for name, value in
              {"min": -3, "p05": -2, "p25": -1, "p50": 0, "p75": 1, "p95": 2, "max": 3}.items()}  # fmt: skip
     history = [edges | {"iteration": i, "reward_mean": 0.1 * i, "kl": i, "findings": []} for i in range(1, 20)]
@@ -72,13 +53,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sft = {"outs": [{"path": "models/sft", "md5": f"{'0123456789abcdef' * 2}.dir"}]}
     write(root / "dvc.lock", json.dumps({"stages": {"sft": sft}}))
     text = render(root)
-    for part in (
-        "Distribution of rewards over time",
-        "gets most wrong",
-        "Against another",
-        "dvc.lock sha256",
-        "verifiable prompts",
-    ):
+    for part in ("Distribution of rewards", "gets most wrong", "Against ", "dvc.lock sha256", "verifiable prompts"):
         assert part in text
     return root / "report.html"
 

@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.evaluation.report.charts import EDGES, histogram, reward_histograms
-from rlhf_core.evaluation.report.sources import (
-    recorded_outputs,
-    report_lineage,
-)
+from rlhf_core.evaluation.report.sources import recorded_outputs, report_lineage
 from rlhf_core.storage.files import sha256_file
 
 LOCK = """schema: '2.0'

@@ -8,36 +8,12 @@ from pathlib import Path
 from rlhf_core.config.gates import Condition
 from rlhf_core.gates import decide
 
-from .test_report import ATTACK, fill, render, write
+from .test_report import ATTACK, fill, fill_sections, render, write
 
 
 def test_mistakes_groups_opponents_and_multiple_choice_are_shown(tmp_path: Path) -> None:
     fill(tmp_path)
-    evaluation = json.loads((tmp_path / "metrics/evaluation.json").read_text())
-    versus = evaluation["comparison"]["gold"]
-    side = {"comparison": {"gold": versus}, "group": {"harmless": {"gold": versus}}}
-    for name, accuracy in (("sft", 0.4), ("policy", 0.6)):
-        evaluation[name]["multiple_choice"] = {
-            "accuracy": accuracy,
-            "accuracy_low95": accuracy - 0.123,
-            "accuracy_high95": accuracy + 0.123,
-            "subject_mean": 0.5,
-        }
-    evaluation |= {
-        "group": {"helpful": {"judge": versus}},
-        "opponents": {ATTACK: {"prompts": 3, "missing": 2, "unused": 7, "sft": side, "policy": side}},
-        "multiple_choice": {
-            "questions": 5, "too_long": 1, "difference": 0.2, "difference_low95": -0.321, "difference_high95": 0.7,
-            "policy_alone_right": 2, "sft_alone_right": 1,
-            "subject": {ATTACK: {"questions": 5, "sft": 0.4, "policy": 0.6},
-                        "城市": {"questions": 1, "sft": 0.0, "policy": 1.0}},
-        },
-    }  # fmt: skip
-    write(tmp_path / "metrics/evaluation.json", json.dumps(evaluation))
-    pair = {"category": ATTACK, "prompt": "我很好", "chosen": f"same {ATTACK}", "rejected": "same other",
-            "margin": -2.345, "reward_chosen": -1.5, "reward_rejected": 0.845,
-            "tokens_chosen": 6, "tokens_rejected": 2}  # fmt: skip
-    write(tmp_path / "samples/reward_mistakes.jsonl", json.dumps(pair) + "\n")
+    fill_sections(tmp_path, ATTACK, ATTACK)
     page = render(tmp_path)
     assert "gets most wrong" in page and "margin -2.35" in page and "reward -1.50 · 6 tokens" in page
     assert "same <mark>&lt;script&gt;" in page and '<p class="text" lang="zh">我很好</p>' in page
@@ -72,14 +48,7 @@ def test_verifiable_prompts_are_shown_by_category_and_property(tmp_path: Path) -
         "prompts": 20,
         "sft": {"passed": 0.8, "category": {"sums": 0.9}, "property": {"regex": 0.85}},
         "policy": {"passed": 0.7, "category": {"sums": 0.95}, "property": {"regex": 0.65}},
-        "comparison": {
-            "win": 0.1,
-            "lose": 0.2,
-            "win_rate": 0.45,
-            "win_rate_low95": 0.3,
-            "win_rate_high95": 0.6,
-            "clusters": 13,
-        },
+        "comparison": evaluation["comparison"]["gold"] | {"lose": 0.2, "win_rate": 0.45, "clusters": 13},
     }
     write(tmp_path / "metrics/evaluation.json", json.dumps(evaluation))
     page = render(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,7 @@ from rlhf_core.evaluation.benchmarks.reward_benchmark import as_text, read_bench
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.reply import Reply
 
-
-class ByLength:
-    """Scores a reply by its length."""
-
-    name = "reward"
-    absolute_tie = None
-
-    def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
-        assert len(prompts) == len(replies)
-        return [float(len(reply.text)) for reply in replies]
+from .conftest import LengthJudge
 
 
 def row(chosen: Any, rejected: Any, subset: str = "Math", **more: Any) -> dict[str, Any]:
@@ -61,7 +51,7 @@ def test_accuracy_is_by_subset_and_the_mean_over_subsets(tmp_path: Path) -> None
         row("abc", ["ab", "a", "abcd"]),
         row(["abc", "abcd"], ["a", "ab"], "Ties", prompt=[{"role": "user", "content": "name a letter"}]),
     )
-    result = run_benchmark(ByLength(), read_benchmark(file))
+    result = run_benchmark(LengthJudge(), read_benchmark(file))
     math, ties = result["subsets"]["Math"], result["subsets"]["Ties"]
     assert (math["rows"], math["clusters"]) == (3, 1), "rows that ask the same are one prompt"
     assert (math["accuracy"], math["chance"]) == (pytest.approx(1 / 3), 0.25)

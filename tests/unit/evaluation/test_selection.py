@@ -29,6 +29,8 @@ from rlhf_core.ppo.selection import CheckpointCandidate, choose
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.training.run_context import RunContext
 
+from .conftest import LengthJudge
+
 LIMITS = SelectionConfig(max_kl=6.0, max_length_ratio=1.6, max_repetition_increase=0.02)
 
 
@@ -74,18 +76,6 @@ def test_without_an_admissible_checkpoint_the_nearest_is_taken_and_marked() -> N
 def test_nothing_to_choose_from_is_said_clearly() -> None:
     with pytest.raises(DataError, match=r"selection\.every"):
         choose([], LIMITS)
-
-
-class LengthJudge:
-    """Prefers longer replies; counts its calls."""
-
-    name = "length"
-    absolute_tie = None
-    calls = 0
-
-    def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
-        self.calls += 1
-        return [float(len(reply.token_ids)) for reply in replies]
 
 
 def test_sft_against_itself_is_all_ties_at_no_distance(models: Path, prompts: list[Prompt]) -> None:
@@ -144,6 +134,7 @@ class ScriptedJudge(LengthJudge):
     """Scores of its own, call by call."""
 
     def __init__(self, *scores: Sequence[float]) -> None:
+        super().__init__()
         self.scores = [list(row) for row in scores]
 
     def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:

@@ -24,9 +24,8 @@ from rlhf_core.evaluation.judges.human.pairs import (
     sampled_candidates,
     write_forms,
 )
-from rlhf_core.evaluation.judges.pairwise import worst_disagreements
 
-from ..conftest import made_prompt
+from ..conftest import made_prompt, sums
 
 CANDIDATES = [
     Candidate([{"role": "user", "content": f"question {i}?"}], "sums", f"{i}", f"sft {i}", f"policy {i}")
@@ -121,6 +120,8 @@ def test_the_command_writes_forms_and_keeps_the_key(tmp_path: Path) -> None:
     assert len(list((root / "data/annotations/exports").iterdir())) == 1
     again = CliRunner().invoke(app, command)
     assert isinstance(again.exception, RlhfError) and "exists already" in str(again.exception)
+    multiplied = CliRunner().invoke(app, ["export", str(tmp_path / "more"), "--replies", "2"])
+    assert isinstance(multiplied.exception, RlhfError) and "--replies needs --prompts" in str(multiplied.exception)
 
 
 def test_an_evaluation_of_other_data_is_refused(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_an_evaluation_of_other_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_training_prompts_are_answered_by_both_models(tmp_path: Path, models: Path) -> None:
-    rows = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(6)]
+    rows = sums(6)
     write_rows(tmp_path / "data/clean/prompts/train.parquet", rows)
     (tmp_path / "models").symlink_to(models)
     (tmp_path / "params.yaml").write_text("seed: 1\nevaluate: {sampling: {max_new_tokens: 5}}\n")
@@ -155,17 +156,3 @@ def test_a_pair_that_repeats_is_asked_about_once() -> None:
     assert kept == CANDIDATES[:4]
     # The second of an equal pair is gone as a bad case too.
     assert bad == [3, 2]
-
-
-def test_replies_of_the_evaluation_cannot_be_multiplied(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["export", str(tmp_path / "out"), "--replies", "2"])
-    assert isinstance(result.exception, RlhfError) and "--replies needs --prompts" in str(result.exception)
-
-
-def test_disagreements_are_ordered_by_size() -> None:
-    import numpy as np
-
-    reward, judge = np.array([1.0, 3.0, -1.0, 2.0]), np.array([-1.0, -2.0, -3.0, 1.0])
-    worst = worst_disagreements(reward, judge, 0.05)
-    assert [i for i, _ in worst] == [1, 0] and worst[0][1] > worst[1][1] > 0
-    assert worst_disagreements(reward, judge, 1.5) == worst[:1]

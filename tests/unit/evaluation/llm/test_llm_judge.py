@@ -70,6 +70,8 @@ def test_a_model_that_always_prefers_the_first_reply_ties_everywhere(judge: Judg
     judgements = judge()
     assert outcomes(judgements) == [0.5] * 4
     assert judgements.metrics["order_disagreement"] == 1.0 and judgements.metrics["first_preferred"] == 1.0
+    server.script = [(200, completion('{"verdict": "A"}')), (200, completion('{"verdict": "tie"}'))]
+    assert outcomes(judge(CANDIDATE[:1], BASELINE[:1], model="undecided in one order")) == [0.5]
 
 
 def test_equal_replies_hide_no_junk(judge: Judged, server: ChatServer) -> None:
@@ -79,16 +81,13 @@ def test_equal_replies_hide_no_junk(judge: Judged, server: ChatServer) -> None:
     assert judge(["same"], ["same"]).metrics["order_disagreement"] == 0.0
 
 
-def test_a_tie_in_one_order_alone_is_a_tie(judge: Judged, server: ChatServer) -> None:
-    server.script = [(200, completion('{"verdict": "A"}')), (200, completion('{"verdict": "tie"}'))]
-    assert outcomes(judge(CANDIDATE[:1], BASELINE[:1])) == [0.5]
-
-
 def test_answers_are_asked_for_once(judge: Judged, server: ChatServer) -> None:
     first = judge()
-    again = judge()
+    again = judge(base_url=f"{server.base_url}/")
     assert (outcomes(again), again.reasons, again.metrics) == (outcomes(first), first.reasons, first.metrics)
     assert len(server.requests) == 6
+    stored = [json.loads(file.read_text())["request"]["messages"] for file in judge.folder.rglob("*.json")]
+    assert all("question " in messages[0]["content"] for messages in stored)
     judge(model="another")
     assert len(server.requests) == 12, "another model is another question"
 
@@ -104,12 +103,6 @@ def test_a_damaged_answer_is_asked_for_again(judge: Judged, server: ChatServer) 
     assert outcomes(judge()) == [1.0, 0.5, 0.0, 0.5] and len(server.requests) == 11
     files[0].write_bytes(b"\xff")
     assert outcomes(judge()) == [1.0, 0.5, 0.0, 0.5] and len(server.requests) == 12
-
-
-def test_a_slash_at_the_end_of_the_address_asks_nothing_again(judge: Judged, server: ChatServer) -> None:
-    judge()
-    judge(base_url=f"{server.base_url}/")
-    assert len(server.requests) == 6
 
 
 def test_an_endpoint_that_dies_in_the_middle_loses_no_answer(judge: Judged, server: ChatServer) -> None:
@@ -210,10 +203,7 @@ def test_a_refused_key_stops_at_once_and_shows_nowhere(
         judge(token_env="JUDGE_KEY")
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
     server.script = [(401, "Bearer s3cret is not welcome")]
-    with (
-        caplog.at_level(logging.DEBUG),
-        pytest.raises(DataError, match="check base_url, model and") as caught,
-    ):
+    with caplog.at_level(logging.DEBUG), pytest.raises(DataError, match="check base_url, model and") as caught:
         judge(token_env="JUDGE_KEY")
     assert len(server.requests) == 1 and server.headers[0]["Authorization"] == "Bearer s3cret"
     server.say = lambda a, b: '{"verdict": "A", "reason": "you sent Bearer s3cret"}'
@@ -233,9 +223,8 @@ def test_junk_is_left_out_and_counted(judge: Judged, server: ChatServer) -> None
     assert len(server.requests) == asked, "the same question, the same junk"
 
 
-@pytest.mark.parametrize("text", ["我认为第一个回答更好。", None, '{"verdict": "both"}'])
-def test_too_much_junk_is_refused_in_one_line(judge: Judged, server: ChatServer, text: str | None) -> None:
-    server.script = [(200, completion(text))] * 6
+def test_too_much_junk_is_refused_in_one_line(judge: Judged, server: ChatServer) -> None:
+    server.script = [(200, completion(text)) for text in ("我认为第一个回答更好。", None, '{"verdict": "both"}')] * 2
     with pytest.raises(
         DataError, match=r"3 of 3 pairs of different replies have no usable answer, more than .*max_junk \(10%\)"
     ) as caught:
@@ -305,9 +294,3 @@ def test_wrong_settings_are_refused_in_words(changes: dict[str, Any], message: s
         LlmJudgeConfig.model_validate({"base_url": "http://127.0.0.1/v1", "model": "m"} | changes)
     (error,) = caught.value.errors()
     assert message in error["msg"] and "s3cret" not in error["msg"]
-
-
-def test_the_stored_answer_shows_what_was_asked(judge: Judged) -> None:
-    judge(CANDIDATE[:1], BASELINE[:1])
-    stored = [json.loads(file.read_text()) for file in judge.folder.rglob("*.json")]
-    assert all("question 0" in answer["request"]["messages"][0]["content"] for answer in stored)

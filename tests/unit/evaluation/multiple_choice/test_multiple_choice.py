@@ -150,10 +150,7 @@ def test_the_likeliest_choice_is_the_answer(models: Path) -> None:
     model, tokenizer = load_policy(models / "sft")
     choices = ("the boat is red.", "no", "it is blue and green", "yes")
     prompt = [Message("user", "is it red?")]
-    for score, texts, lengths in (
-        ("text", choices, [len(text) for text in choices]),
-        ("letter", "ABCD", [1, 1, 1, 1]),
-    ):
+    for score, texts, lengths in (("text", choices, [len(text) for text in choices]), ("letter", "ABCD", [1, 1, 1, 1])):
         asked = MultipleChoiceSet([MultipleChoiceQuestion("1", prompt[0].content, choices, 0, "s")], score=score)
         values = []
         for text, length in zip(texts, lengths, strict=True):

@@ -23,7 +23,7 @@ from rlhf_core.evaluation.judges.pairwise import PairwiseJudgements
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs
 
-from ..conftest import made_prompt
+from ..conftest import LengthJudge, made_prompt
 
 PROMPTS = [made_prompt(f"what is {i} and {i}?", "fact" if i % 2 else "harmful", "a file") for i in range(4)]
 CONFIG = OpponentConfig(name="other", path="replies.jsonl")
@@ -80,16 +80,6 @@ def test_a_file_of_other_prompts_or_none_is_said(tmp_path: Path) -> None:
         OpponentConfig(name="a.b", path="x")
 
 
-class Longer:
-    """The longer reply is better."""
-
-    name, absolute_tie = "gold", 0.5
-
-    def score(self, prompts: Any, replies: Any) -> list[float]:
-        assert len(prompts) == len(replies)
-        return [float(len(reply.text)) for reply in replies]
-
-
 class Undecided:
     """Decides on all pairs but the first: for the candidate."""
 
@@ -108,9 +98,9 @@ def test_both_models_meet_it_on_the_prompts_that_it_has() -> None:
     sft, policy = model("a", "-", "aa", "-", "aaa", "-"), model("aaaa", "-", "aa", "-", "a", "-")
     config = EvaluateConfig(bootstrap=50, seed=1)
     evaluation = Evaluation(FixedSets(PROMPTS[:3], [], []), sft, policy, config)
-    evaluation.score(Longer())
+    evaluation.score(LengthJudge("gold", 0.5))
     opponent = Rival("opponent_other", [Reply("bb", True), None, Reply("bb", True)], evaluation)
-    opponent.score(Longer())
+    opponent.score(LengthJudge("gold", 0.5))
     opponent.judge(Undecided())  # type: ignore[arg-type]
     metrics = opponent.opponent_metrics(["harmless", "helpful", "harmless"], 5)
     assert (metrics["prompts"], metrics["missing"], metrics["unused"], metrics["gold"]) == (2, 1, 5, 2.0)

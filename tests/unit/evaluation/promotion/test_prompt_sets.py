@@ -9,9 +9,9 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation.fixed_sets import prompts_of_set
 from rlhf_core.evaluation.regression import fixed_subset
 
-from ..conftest import made_prompt
+from ..conftest import sums
 
-ROWS: list[Prompt] = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(11)]
+ROWS: list[Prompt] = sums(11)
 
 
 def test_sets_share_no_prompt_and_the_first_is_the_evaluations() -> None:
