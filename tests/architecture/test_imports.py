@@ -47,10 +47,7 @@ FLOWS_MAY_ALSO_USE = {
     },
     # Of the group ``rlhf data``.
     "flows.commands.data_diff": {"commands.data", "commands.output", "data.inspection.changes"},
-    "flows.commands.compare": {
-        "evaluation.judges.names.JUDGE",
-        "training.history.read_history",
-    },
+    "flows.commands.compare": {"evaluation.judges.names.JUDGE", "training.history.read_history"},
     "flows.commands.registry_commands": {
         "commands.data",
         "commands.output",

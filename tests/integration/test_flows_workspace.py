@@ -16,7 +16,7 @@ from flow_toys import CommandLine, environment, make_toy, rlhf, wait_until
 from flows.commands.summary import busy_seconds
 from flows.dvc_repo.graph import read_graph
 from flows.dvc_repo.root import cache_of, ensure_dvc
-from flows.stage.outcome import LoggedProgress, StageOutcome, last_progress
+from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageSpec, run_stage
 from flows.workspace.cleanup import cleanup
 from flows.workspace.lock import locked
@@ -149,10 +149,6 @@ def test_only_crashes_are_tried_again(code: int, expected: bool) -> None:
 
 def test_busy_time_counts_overlaps_once() -> None:
     assert busy_seconds([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]) == 4.0
-
-
-def test_the_last_progress_line_counts() -> None:
-    assert last_progress("x\nppo: 3/9 1 s kl 0.1\nppo: 4/9 2 s\nother") == LoggedProgress(4, 9, "ppo: 4/9 2 s")
 
 
 @pytest.mark.parametrize(

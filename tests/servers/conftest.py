@@ -22,13 +22,7 @@ from integration.registry.conftest import (
     workspace,
 )
 
-__all__ = [
-    "champion_and_challenger",
-    "champion_and_challenger_on_server",
-    "contest",
-    "finished",
-    "workspace",
-]
+__all__ = ["champion_and_challenger", "champion_and_challenger_on_server", "contest", "finished", "workspace"]
 SCRIPT = Path(__file__).with_name("up.sh")
 
 

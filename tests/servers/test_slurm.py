@@ -182,9 +182,7 @@ def starts(toy: Path) -> list[int]:
 
 def preempt(slurm: Slurm, job: str) -> None:
     """Submit a job of higher priority that needs the whole node."""
-    slurm.submit(
-        *("--partition=high", "--nodelist=n1", "--cpus-per-task=16", "--output=/dev/null", "--wrap=sleep 3"),
-    )
+    slurm.submit(*("--partition=high", "--nodelist=n1", "--cpus-per-task=16", "--output=/dev/null", "--wrap=sleep 3"))
 
 
 INTERRUPTIONS: dict[str, Callable[[Slurm, str], object]] = {

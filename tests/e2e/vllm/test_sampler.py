@@ -96,9 +96,7 @@ def test_two_iterations_of_ppo(vllm: VllmSampler, policy: PreTrainedModel, tmp_p
         critic, reward = (ScalarModel(LlamaForSequenceClassification(shape).eval()) for _ in range(2))
     tiny = Tiny(policy, copy.deepcopy(policy), critic, reward, PROMPTS, Sampling(EOS, PAD, 7))
     config = make_config(
-        iterations=2,
-        importance_sampling_correction={"mode": "always"},
-        sampler={"kind": "vllm", "python": VLLM_PYTHON},
+        iterations=2, importance_sampling_correction={"mode": "always"}, sampler={"kind": "vllm", "python": VLLM_PYTHON}
     )
     before = copy.deepcopy(policy.state_dict())
     trainer = make_trainer(tiny, config, tmp_path, sampler=vllm)

@@ -185,11 +185,7 @@ def test_a_promotion_suspends_until_a_person_has_decided_and_an_automation_start
 @pytest.mark.parametrize("flow", [promotion_flow, rlhf_pipeline], ids=["promotion", "pipeline"])
 @pytest.mark.parametrize("approved", [True, False], ids=["approved", "refused"])
 def test_the_form_on_the_server_decides(
-    release: Path,
-    client: SyncPrefectClient,
-    monkeypatch: pytest.MonkeyPatch,
-    flow: Flow[..., Any],
-    approved: bool,
+    release: Path, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch, flow: Flow[..., Any], approved: bool
 ) -> None:
     cached_pipeline(release, monkeypatch)
     deployment = Deployment(client, flow, release)
@@ -282,9 +278,7 @@ def test_an_answer_that_cannot_be_carried_out_is_an_error_of_the_command(
 
 
 def test_a_server_that_is_away_stops_no_decision(
-    release: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    release: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     promote(release)
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")

@@ -15,13 +15,7 @@ from integration.registry.conftest import policy_name
 from flows.commands.doctor import FAIL, OK, check_package, doctor, doctor_text, failures
 from flows.commands.serve import PolicyChoice, served_source
 from flows.commands.status import status
-from flows.pipeline.events import (
-    EventWriter,
-    RunPlanned,
-    StageEnded,
-    StageStarted,
-    new_events_file,
-)
+from flows.pipeline.events import EventWriter, RunPlanned, StageEnded, StageStarted, new_events_file
 from flows.prefect_server.services import free_port
 from flows.registry.client import end_pipeline_run, start_pipeline_run
 from flows.registry.promote import promote

@@ -144,10 +144,7 @@ def test_a_claim_with_its_evidence_in_words() -> None:
               {"metric": "kl", "of": "b", "is": "higher", "than": "a", "by": 2.0}]  # fmt: skip
     verdict = judge_claim(Claim.model_validate({"says": "s", "expects": fields}), data)
     assert verdict.outcome is ClaimOutcome.HOLDS
-    assert [item.expected for item in verdict.evidence] == [
-        "gold score: b − a < 0",
-        "KL, nats per sequence: b / a > 2",
-    ]
+    assert [item.expected for item in verdict.evidence] == ["gold score: b − a < 0", "KL, nats per sequence: b / a > 2"]
     assert verdict.evidence[0].measured == "-0.4, 95 % -0.4 to -0.4, 3 seeds"
     assert verdict.evidence[1].interval.mean == pytest.approx(3.0)
 

@@ -32,8 +32,9 @@ def progress_of(log: Path, *lines: str, written: float = 100.0) -> StageProgress
 
 
 def test_a_progress_line_gives_its_time_and_metrics() -> None:
-    logged = last_progress("sft: 64/550 5 s loss 1.121 tokens_s 1.547e+04\n")
-    assert logged is not None and logged.description == "sft" and logged.seconds == 5.0
+    logged = last_progress("x\nsft: 63/550 4 s\nsft: 64/550 5 s loss 1.121 tokens_s 1.547e+04\nother")
+    assert logged is not None and (logged.done, logged.total, logged.seconds) == (64, 550, 5.0)
+    assert logged.description == "sft" and logged.line.startswith("sft: 64/550 5 s")
     assert logged.metrics == {"loss": 1.121, "tokens_s": 15470.0}
     bare = last_progress("ppo: 3/9\n")
     assert bare is not None and bare.seconds is None and bare.metrics == {}
@@ -111,11 +112,7 @@ LOST = {"passed": False, "mode": "report", "conditions": [{"passed": True}, {"pa
         ("sft", {"perplexity": 1.5234}, "perplexity 1.52"),
         ("sft", {"perplexity": 1.5, "dropped_over_long": 42.0}, "perplexity 1.5, 42 rows too long"),
         ("reward", {"accuracy": 0.75, "dropped_over_long": 3.0}, "accuracy 0.750, 3 rows too long"),
-        (
-            "reward",
-            {"accuracy": 0.75, "test_accuracy_length_balanced": 0.612},
-            "accuracy 0.750, length-balanced 0.612",
-        ),
+        ("reward", {"accuracy": 0.75, "test_accuracy_length_balanced": 0.612}, "accuracy 0.750, length-balanced 0.612"),
         ("judge", {"accuracy": 0.5, "dropped_over_long": 0.0}, "accuracy 0.500"),
         ("gate-sft", GATE, "passed 1/1"),
         ("gate-policy", LOST, "failed, mode report: 1/2"),

@@ -163,11 +163,7 @@ def test_a_file_of_another_user_is_a_users_error_that_names_it(
     ],
 )
 def test_an_error_is_a_message_and_an_exit_status(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: BaseException,
-    status: int,
-    printed: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, status: int, printed: str
 ) -> None:
     def fail(**options: object) -> None:
         raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from unit.flows.verdicts import VERDICT
 
 from flows.pipeline.events import (
     KINDS,
@@ -22,21 +23,8 @@ from flows.pipeline.events import (
     VerdictReached,
     new_events_file,
 )
-from flows.pipeline.verdict import JudgeResult, KlEstimate, RunVerdict, Standing
 from flows.stage.outcome import StageOutcome
 
-VERDICT = RunVerdict(
-    standing=Standing.BETTER,
-    opponent="SFT",
-    judges=(JudgeResult("judge", 0.8, 0.75, 0.85, 320, 103),),
-    kl=KlEstimate(1.9, 1.7, 2.1),
-    not_compared_because="",
-    registered="rlhf-policy version 3",
-    promotion="version 3 is champion: there was no champion",
-    report="report.html",
-    next_command="rlhf chat",
-    next_hint="talk to the champion",
-)
 EVENTS: list[PipelineEvent] = [
     RunPlanned(["collect", "ppo"]),
     StageStarted("ppo", "gpu-pool", started=1.5, log_start=64),

@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
+from unit.flows.verdicts import VERDICT
 
 from flows.commands.status import RegistryStatus, StagesStatus, last_run_lines, next_step, status
 from flows.commands.text import fit_line, format_age
@@ -22,26 +23,13 @@ from flows.pipeline.events import (
     new_events_file,
     read_last_run,
 )
-from flows.pipeline.verdict import KlEstimate, RunVerdict
+from flows.pipeline.verdict import RunVerdict
 from flows.stage.outcome import StageOutcome
 from rlhf_core.evaluation.report.headline import ReleaseDecision
-from rlhf_core.evaluation.verdict import JudgeResult, Standing
 
 STARTED = datetime(2026, 3, 4, 5, 6, 7)
 RELEASED = ReleaseDecision("good", "Released", "", "", (), "", "", "rlhf chat", "talk to the champion", "")
 FRESH, IDLE = StagesStatus({}), RegistryStatus([], champion="3", release=RELEASED)
-VERDICT = RunVerdict(
-    standing=Standing.BETTER,
-    opponent="champion version 3",
-    judges=(JudgeResult("gold", 0.71, 0.66, 0.76, 320, 103, 0.684),),
-    kl=KlEstimate(1.9, 1.7, 2.1),
-    not_compared_because="",
-    registered="policy version 4",
-    promotion="version 4 is champion: better by every judge",
-    report="report.html",
-    next_command="rlhf chat",
-    next_hint="talk to the champion",
-)
 
 
 def run_of(state: str = "Completed", verdict: RunVerdict | None = VERDICT) -> LastRun:

@@ -14,11 +14,7 @@ SAMPLING = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "max_ne
 JUDGED = {"win_rate": 0.67, "win_rate_low95": 0.63, "win_rate_high95": 0.71, "lc_win_rate": 0.6512,
           "prompts": 320, "clusters": 103}  # fmt: skip
 EVALUATION: dict[str, Any] = {
-    "comparison": {
-        "judge": JUDGED,
-        "referee": {**JUDGED, "win_rate": 0.98},
-        "reward": {**JUDGED, "win_rate": 0.99},
-    },
+    "comparison": {"judge": JUDGED, "referee": {**JUDGED, "win_rate": 0.98}, "reward": {**JUDGED, "win_rate": 0.99}},
     "kl": 2.071,
     "kl_low95": 1.7,
     "kl_high95": 2.4,

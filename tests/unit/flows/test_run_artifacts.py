@@ -5,31 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from unit.flows.verdicts import VERDICT
 
 from flows.pipeline import artifacts
 from flows.pipeline.artifacts import publish_gate_tables, publish_report, publish_stage_table
-from flows.pipeline.verdict import KlEstimate, RunVerdict, markdown_text, verdict_markdown
+from flows.pipeline.verdict import markdown_text, verdict_markdown
 from flows.registry.client import mlflow_address, run_page
 from flows.stage.outcome import StageOutcome
 from flows.workspace.cleanup import record_services
-from rlhf_core.evaluation.verdict import JudgeResult, Standing
-
-VERDICT = RunVerdict(
-    standing=Standing.BETTER,
-    opponent="SFT",
-    judges=(JudgeResult("judge", 0.61234, 0.5512, 0.6689, 320, 103, 0.5876),),
-    kl=KlEstimate(1.9, 1.7, 2.1),
-    not_compared_because="",
-    registered="rlhf-policy version 4",
-    promotion="version 4 is champion: above 0.5 by every judge",
-    report="report.html",
-    next_command="rlhf chat",
-    next_hint="talk to the champion",
-)
+from rlhf_core.evaluation.verdict import JudgeResult
 
 
 @pytest.fixture
@@ -71,8 +60,9 @@ def test_a_message_is_no_markup(published: dict[str, Any]) -> None:
 
 
 def test_the_verdict_names_judges_intervals_kl_and_the_next_command() -> None:
-    text = verdict_markdown(VERDICT, "http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html")
-    assert text.startswith("**Better than SFT**\n")
+    verdict = replace(VERDICT, judges=(JudgeResult("judge", 0.61234, 0.5512, 0.6689, 320, 103, 0.5876),))
+    text = verdict_markdown(verdict, "http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html")
+    assert text.startswith("**Better than champion version 3**\n")
     assert "| judge | 0.612 | 0.551 to 0.669 | 0.588 | 320 | 103 |" in text
     assert "KL from SFT: 1.90 nats per reply (95 %: 1.70 to 2.10)" in text
     assert "- Report: [report.html](http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html)" in text

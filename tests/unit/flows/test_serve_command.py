@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +42,24 @@ def refusal(*words: str) -> str:
     return message
 
 
-def test_other_addresses_than_loopback_need_a_token(folder: Path) -> None:
-    assert "set RLHF_SERVE_TOKEN" in refusal("--model", str(folder), "--host", "0.0.0.0")
-
-
-def test_only_one_policy_can_be_named(folder: Path) -> None:
-    assert "give one of them" in refusal("--model", str(folder), "--alias", "challenger")
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    assert "no model at" in refusal("--model", str(tmp_path))
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("models/policy", "--host", "0.0.0.0"), "set RLHF_SERVE_TOKEN"),
+        (("models/policy", "--alias", "challenger"), "give one of them"),
+        (("models",), "no model at"),
+        (("models/policy", "--vllm", "missing"), "is no program"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_what_cannot_be_served_is_refused(
+    words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in refusal("--model", *words)
 
 
 def test_an_address_that_is_taken_is_refused(folder: Path) -> None:
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -154,7 +158,6 @@ def test_vllm_gets_no_folder_that_links_out_of_itself(folder: Path, vllm: Path, 
     assert "outside of the folder" in refusal("--model", str(folder), "--vllm", str(vllm))
 
 
-def test_vllm_must_be_there(folder: Path) -> None:
-    assert "is no program" in refusal("--model", str(folder), "--vllm", str(folder / "missing"))
+def test_a_choice_names_one_policy() -> None:
     with pytest.raises(ConfigError):
         PolicyChoice(version="1", run="abc")

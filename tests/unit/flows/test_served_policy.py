@@ -82,11 +82,8 @@ def test_a_reward_is_the_judges_score(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("kind", "turns", "params", "reason"),
     [
-        ("policy", [], {}, "messages is empty"),
         ("policy", ANSWERED, {}, "must end with a turn of role user"),
-        ("policy", [{"role": "wizard", "content": "hi"}], {}, r"messages\[0\].role"),
         ("policy", ASKED, {"max_tokens": 500}, "exceeds the 128 of the model's context"),
-        ("policy", ASKED, {"top_p": 7.0}, "top_p: .*less than or equal to 1"),
         ("policy", ASKED, {"temperature": float("nan")}, "NaN is not a JSON number"),
         ("reward", ASKED, {}, "must end with the turn of role assistant"),
         ("reward", ANSWERED[1:], {}, "messages is empty"),

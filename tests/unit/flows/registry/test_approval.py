@@ -139,10 +139,7 @@ def promote_another(registry: Registry, workspace: Path) -> None:
     [
         (change_challenger, "the challenger of rlhf-policy is version 3, but version 2 was judged; `rlhf promote`"),
         (change_champion, "the champion of rlhf-policy is version 3, but version 2 was judged against version 1;"),
-        (
-            promote_another,
-            "version 3 became champion by .*, after version 2 of rlhf-policy was judged against",
-        ),
+        (promote_another, "version 3 became champion by .*, after version 2 of rlhf-policy was judged against"),
         (roll_back, "version 1 became champion by .*, after version 3 of rlhf-policy was judged against version 2"),
     ],
 )

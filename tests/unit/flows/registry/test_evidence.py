@@ -11,12 +11,7 @@ import pytest
 from rich.console import Console
 from scripted_match import match_result
 
-from flows.commands.registry_output import (
-    explain_gate,
-    explain_promotion,
-    gate_report,
-    model_history,
-)
+from flows.commands.registry_output import explain_gate, explain_promotion, gate_report, model_history
 from flows.commands.text import gate_verdict, has_passed
 from flows.registry.match import attempt_number
 from flows.registry.promote import promote, rollback
