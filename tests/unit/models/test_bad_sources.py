@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shutil
+import re
 import struct
 from collections.abc import Callable
 from http import HTTPStatus
@@ -17,6 +16,7 @@ from base_stage import run_base
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from unit.models.damages import CONFIG, INDEX, WEIGHTS, Damage, edit, in_shards
 from unit.models.gguf_files import write_gguf
 from unit.training.tiny import SHAPE, text
 
@@ -27,34 +27,7 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import EXIT_USER_ERROR, ModelError
 from rlhf_core.memory.architecture import starting_architecture
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.io import save_folder
 from rlhf_core.models.starting.base import load_policy, new_model, train_tokenizer
-
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
-INDEX = "model.safetensors.index.json"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    return new_model(SHAPE, tokenizer, seed=3).eval()
-
-
-@pytest.fixture(scope="module")
-def good(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("good") / "source"
-    save_folder(folder, model, tokenizer)
-    return folder
-
-
-@pytest.fixture
-def folder(good: Path, tmp_path: Path) -> Path:
-    """A copy of a good model, for the test to damage."""
-    return Path(shutil.copytree(good, tmp_path / "source"))
 
 
 def require_one_line(source: Path, message: str, target: Path) -> None:
@@ -68,21 +41,13 @@ def require_one_line(source: Path, message: str, target: Path) -> None:
     assert (check.level, message in check.finding, "\n" in check.finding) == (FAIL, True, False), check
 
 
-def edit_config(**values: object) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        path = folder / CONFIG
-        path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-    return damage
-
-
-def write(name: str, content: str | bytes) -> Callable[[Path], None]:
+def write(name: str, content: str | bytes) -> Damage:
     return lambda folder: (
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode()) and None
     )
 
 
-def edit_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+def edit_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
     def damage(folder: Path) -> None:
         tensors = load_file(folder / WEIGHTS)
         change(tensors)
@@ -91,16 +56,8 @@ def edit_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callabl
     return damage
 
 
-def cut(name: str, keep: int) -> Callable[[Path], None]:
+def cut(name: str, keep: int) -> Damage:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:keep]) and None
-
-
-def shard(folder: Path) -> None:
-    """Name two shards in an index, of which one is there."""
-    names = sorted(load_file(folder / WEIGHTS))
-    (folder / WEIGHTS).rename(folder / "model-00001-of-00002.safetensors")
-    shards = [f"model-0000{1 + (n == 0)}-of-00002.safetensors" for n in range(len(names))]
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict(zip(names, shards, strict=True))}))
 
 
 def remove_tokenizer(folder: Path) -> None:
@@ -108,19 +65,17 @@ def remove_tokenizer(folder: Path) -> None:
         path.unlink()
 
 
-def set_template(template: str | None) -> Callable[[Path], None]:
+def set_template(template: str | None) -> Damage:
     def damage(folder: Path) -> None:
         (folder / "chat_template.jinja").unlink(missing_ok=True)
-        file = folder / "tokenizer_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+        edit("tokenizer_config.json", chat_template=template)(folder)
 
     return damage
 
 
 def remove_end(folder: Path) -> None:
     set_template(None)(folder)
-    file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": None}))
+    edit("tokenizer_config.json", eos_token=None)(folder)
 
 
 NORM, EMBEDDING, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
@@ -132,16 +87,16 @@ DAMAGES = {
     "config-text": (write(CONFIG, '"llama"'), "cannot load the model folder"),
     "config-binary": (write(CONFIG, b"\xff\xfe\x00"), "cannot load the model folder"),
     "config-without-type": (write(CONFIG, "{}"), "cannot load the model folder"),
-    "unknown-type": (edit_config(model_type="no-such-model"), "cannot load the model folder"),
+    "unknown-type": (edit(CONFIG, model_type="no-such-model"), "cannot load the model folder"),
     "encoder-decoder": (write(CONFIG, '{"model_type": "t5"}'), "is an encoder-decoder (of type 't5')"),
     "encoder": (write(CONFIG, '{"model_type": "bert"}'), "is an encoder, which reads a text in both directions"),
     "vision": (write(CONFIG, '{"model_type": "vit"}'), "is no language model (of type 'vit')"),
-    "own-code": (edit_config(model_type="own", auto_map={"AutoConfig": "a.B"}), "that comes with a model is never run"),
-    "layers-text": (edit_config(num_hidden_layers="two"), "cannot load the model folder"),
-    "heads-zero": (edit_config(num_attention_heads=0), "cannot load the model folder"),
-    "other-width": (edit_config(hidden_size=8), "but config.json asks for"),
-    "more-layers": (edit_config(num_hidden_layers=SHAPE.layers + 1), "lacks"),
-    "quantised": (edit_config(quantization_config={"quant_method": "awq"}), "has quantised weights (awq)"),
+    "own-code": (edit(CONFIG, model_type="own", auto_map={"AutoConfig": "a.B"}), "that comes with a model is never"),
+    "layers-text": (edit(CONFIG, num_hidden_layers="two"), "cannot load the model folder"),
+    "heads-zero": (edit(CONFIG, num_attention_heads=0), "cannot load the model folder"),
+    "other-width": (edit(CONFIG, hidden_size=8), "but config.json asks for"),
+    "more-layers": (edit(CONFIG, num_hidden_layers=SHAPE.layers + 1), "lacks"),
+    "quantised": (edit(CONFIG, quantization_config={"quant_method": "awq"}), "has quantised weights (awq)"),
     "weights-missing": (lambda folder: (folder / WEIGHTS).unlink(), "has no .safetensors weights"),
     "weights-pickled": (lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), "pickled weights are"),
     "weights-odd-name": (lambda folder: (folder / WEIGHTS).rename(folder / "other.safetensors"), "has neither model."),
@@ -152,8 +107,10 @@ DAMAGES = {
     "weights-long-header": (write(WEIGHTS, b"\xff" * 64), "is not a readable safetensors file"),
     "weight-missing": (edit_weights(lambda tensors: tensors.pop(NORM)), "lacks 1 of the weights of a LlamaForCausalLM"),
     "weight-shape": (edit_weights(lambda tensors: tensors.update({NORM: torch.zeros(3)})), "has the shape [3]"),
-    "shard-missing": (shard, "lacks 1 of 2 shards, such as model-00002-of-00002.safetensors"),
-    "index-cut": (lambda folder: (shard(folder), cut(INDEX, 30)(folder)), "cannot load the model folder"),
+    "shard-missing": (lambda folder: in_shards(folder, "c.safetensors"), "lacks 1 of 2 shards, such as c.safetensors"),
+    "index-cut": (
+        lambda folder: (in_shards(folder, "b.safetensors"), cut(INDEX, 30)(folder)), "cannot load the model folder"
+    ),
     "tokenizer-missing": (remove_tokenizer, "has no tokenizer"),
     "tokenizer-cut": (cut("tokenizer.json", 400), "cannot load the model folder"),
     "tokenizer-list": (write("tokenizer.json", "[]"), "cannot load the model folder"),
@@ -163,6 +120,26 @@ DAMAGES = {
     "end-missing": (remove_end, "has no end-of-sequence token"),
     "adapter": (lambda folder: (folder / CONFIG).rename(folder / "adapter_config.json"), "has no config.json"),
 }  # fmt: skip
+
+
+OF_A_STAGE = (
+    "config-missing", "weights-missing", "weights-pickled", "weights-cut", "tokenizer-missing", "weight-missing",
+    "weight-shape", "unknown-type",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", OF_A_STAGE)
+def test_a_damaged_folder_that_a_stage_has_made_is_refused_with_a_remedy(damage: str, folder: Path) -> None:
+    spoil, message = DAMAGES[damage]
+    spoil(folder)
+    with pytest.raises(ModelError, match=rf"^[^\n]*{re.escape(message)}[^\n]*run the stage[^\n]*$") as refused:
+        load_policy(folder)
+    assert str(folder) in str(refused.value)
+
+
+def test_a_folder_that_is_not_there_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"no model folder at {tmp_path}/absent[^\n]*run the stage"):
+        load_policy(tmp_path / "absent")
 
 
 @pytest.mark.slow
@@ -211,19 +188,6 @@ def test_files_that_are_no_model_are_one_line(tmp_path: Path) -> None:
     ):
         require_one_line(tmp_path / name, message, tmp_path)
     assert base_model_check(tmp_path, "./absent", None).level == FAIL
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kept", [3, 40, 2_000, -200], ids=["magic", "header", "tokens", "weights"])
-def test_a_truncated_gguf_file_is_seen_before_it_is_loaded(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, kept: int
-) -> None:
-    whole = tmp_path / "tiny.gguf"
-    write_gguf(whole, model, tokenizer)
-    assert base_model_check(tmp_path, "tiny.gguf", None).level == OK
-    (tmp_path / "cut.gguf").write_bytes(whole.read_bytes()[:kept])
-    check = base_model_check(tmp_path, "cut.gguf", None)
-    assert check.level == FAIL and "cut.gguf" in check.finding and "\n" not in check.finding
 
 
 def test_a_gguf_file_of_another_architecture_is_seen_before_it_is_loaded(

@@ -16,11 +16,11 @@ import psutil
 import pytest
 import torch
 from base_stage import run_base
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 from transformers.utils import import_utils
+from unit.models.damages import CONFIG, INDEX, WEIGHTS, Damage, edit, in_shards
 from unit.models.gguf_files import write_gguf
-from unit.training.tiny import SHAPE, text
 
 from flows.commands.doctor import FAIL, base_model_check
 from rlhf_core.chat.session import ChatSession
@@ -30,30 +30,13 @@ from rlhf_core.data import template_process
 from rlhf_core.errors import ModelError
 from rlhf_core.models import foreign
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.io import load_model, save_folder
-from rlhf_core.models.starting.base import load_policy, new_model, train_tokenizer
+from rlhf_core.models.io import load_model
+from rlhf_core.models.starting.base import load_policy
 from rlhf_core.ppo.reward_sources.classifier import load_classifier
 from rlhf_core.runtime.limited_call import GIB, CallLimits, limit_reached
 from rlhf_core.serving.policy import LoadedPolicy
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.stages.token_lengths import load_counting_tokenizer
-
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-Damage = Callable[[Path], None]
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokenizer = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
-    folder = tmp_path_factory.mktemp("good") / "source"
-    save_folder(folder, new_model(SHAPE, tokenizer, seed=3).eval(), tokenizer)
-    return folder
-
-
-@pytest.fixture
-def folder(good: Path, tmp_path: Path) -> Path:
-    """A copy of a good model, for the test to change."""
-    return Path(shutil.copytree(good, tmp_path / "source"))
 
 
 @pytest.fixture
@@ -70,14 +53,6 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setitem(sys.modules, "kernels", kernels)
     monkeypatch.setattr(import_utils, "is_kernels_available", lambda *_: True)
     return asked
-
-
-def edit(file: str, **values: object) -> Damage:
-    def damage(folder: Path) -> None:
-        path = folder / file
-        path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-    return damage
 
 
 def of_a_version(folder: Path) -> None:
@@ -124,17 +99,6 @@ def test_attention_of_the_library_is_taken_and_nothing_is_fetched(
     edit(CONFIG, attn_implementation=name)(folder)
     run_base(folder, tmp_path)
     assert (tmp_path / "base").is_dir() and not fetched
-
-
-def in_shards(folder: Path, second: object) -> None:
-    """Split the weights in two; the index calls the second part ``second``."""
-    tensors = load_file(folder / WEIGHTS)
-    (folder / WEIGHTS).unlink()
-    first, rest = sorted(tensors)[:1], sorted(tensors)[1:]
-    save_file({name: tensors[name] for name in first}, folder / "a.safetensors", {"format": "pt"})
-    save_file({name: tensors[name] for name in rest}, folder / "b.safetensors", {"format": "pt"})
-    names = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(rest, second)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
 def elsewhere(folder: Path) -> Path:

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
-from unit.models.test_lora import needs_peft
+from unit.models.adapted import IDS, needs_peft
 from unit.models.test_lower_layers import llama, qwen2
 
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.models.adapters import FrozenLowerLayers, WithoutAdapters, add_adapters, decoder_layers
 
-IDS = torch.arange(12).view(2, 6)
 pytestmark = needs_peft
 
 

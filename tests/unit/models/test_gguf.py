@@ -9,65 +9,52 @@ import pytest
 import torch
 from base_stage import run_base
 from smollm2 import SMOLLM2, needs_smollm2
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from unit.models.gguf_files import write_gguf
-from unit.training.tiny import SHAPE, text
+from unit.training.tiny import SHAPE
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.data.encoding import encode_dialogue, encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ModelError
 from rlhf_core.memory.architecture import starting_architecture
-from rlhf_core.models.starting.base import load_policy, new_model, train_tokenizer
+from rlhf_core.models.starting.base import load_policy
 from rlhf_core.models.starting.gguf import load_gguf
 
-TOKENIZER = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
-
 
 @pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
-    return new_model(SHAPE, TOKENIZER, seed=3).eval()
-
-
-@pytest.fixture(scope="module")
-def file(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    write_gguf(path, model, TOKENIZER)  # type: ignore[arg-type]
+    write_gguf(path, model, tokenizer)
     return path
 
 
 def test_the_base_stage_makes_a_plain_folder_that_computes_the_same(
-    file: Path, model: torch.nn.Module, tmp_path: Path
+    file: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     metrics = run_base(file, tmp_path)
-    assert metrics == {"parameters": float(sum(p.numel() for p in model.parameters())), "vocabulary": len(TOKENIZER)}
-    loaded, tokenizer = load_policy(tmp_path / "base")
-    ids = torch.tensor([TOKENIZER.encode("the sky is red near a tree")])
+    assert metrics == {"parameters": float(sum(p.numel() for p in model.parameters())), "vocabulary": len(tokenizer)}
+    loaded, own = load_policy(tmp_path / "base")
+    ids = torch.tensor([tokenizer.encode("the sky is red near a tree")])
     assert torch.allclose(loaded(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-6)
     assert not hasattr(loaded.config, "quantization_config")
-    assert len(tokenizer) == len(TOKENIZER) and tokenizer.special_tokens_map.get("unk_token") is None
+    assert len(own) == len(tokenizer) and own.special_tokens_map.get("unk_token") is None
     dialogue = [Message("user", "is the sky blue")], "very blue"
-    assert encode_dialogue(tokenizer, *dialogue) == encode_dialogue(TOKENIZER, *dialogue)
+    assert encode_dialogue(own, *dialogue) == encode_dialogue(tokenizer, *dialogue)
 
 
-def test_its_memory_is_planned_from_the_header(file: Path) -> None:
+def test_its_memory_is_planned_from_the_header(file: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     architecture = starting_architecture(BaseConfig(source=file.name), file.parent)
-    assert (architecture.layers, architecture.vocabulary) == (SHAPE.layers, len(TOKENIZER))
+    assert (architecture.layers, architecture.vocabulary) == (SHAPE.layers, len(tokenizer))
     assert architecture.positions == SHAPE.max_positions
 
 
-@pytest.mark.parametrize("kept", [3, 40, 2_000, -200], ids=["magic", "header", "tokens", "weights"])
-def test_a_truncated_file_is_refused_in_one_line(file: Path, tmp_path: Path, kept: int) -> None:
+def test_a_truncated_file_is_refused_in_one_line(file: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.gguf"
-    cut.write_bytes(file.read_bytes()[:kept])
+    cut.write_bytes(file.read_bytes()[:-200])
     with pytest.raises(ModelError, match=r"cut\.gguf") as refused:
         load_gguf(cut)
     assert "\n" not in str(refused.value)
-
-
-def test_another_architecture_is_refused_by_name(model: torch.nn.Module, tmp_path: Path) -> None:
-    write_gguf(tmp_path / "other.gguf", model, TOKENIZER, architecture="clip")  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="clip"):
-        load_gguf(tmp_path / "other.gguf")
 
 
 def test_a_missing_file_and_a_missing_package_say_what_to_do(

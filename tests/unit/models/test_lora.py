@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,39 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from unit.models.adapted import IDS, LORA, NF4, logits, needs_bitsandbytes, needs_peft, train_adapters
+from unit.models.test_lower_layers import gpt2, llama
 from unit.ppo.tiny import Tiny, make_config, make_tiny, make_trainer
 
-from rlhf_core.config.model import LoraConfig, OptimizerConfig
-from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.models.adapters import WithoutAdapters, add_adapters, merge_adapters
-from rlhf_core.training.engine import LocalEngine
 
-needs_peft = pytest.mark.skipif(
-    importlib.util.find_spec("peft") is None, reason="peft is not installed: pip install 'rlhf-pipeline[lora]'"
-)
-needs_bitsandbytes = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None,
-    reason="bitsandbytes is not installed: pip install 'rlhf-pipeline[4bit]'",
-)
-LORA = LoraConfig(rank=2, alpha=4)
-NF4 = LoraConfig(rank=2, alpha=4, quantize="nf4")
 EITHER = [LORA, pytest.param(NF4, marks=needs_bitsandbytes, id="nf4")]
-IDS = torch.arange(12).view(2, 6)
-
-
-def logits(model: object) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=IDS).logits.clone()  # type: ignore[operator]
-
-
-def trained(tiny: Tiny) -> None:
-    """A few steps of the policy's adapters."""
-    engine = LocalEngine(tiny.policy, OptimizerConfig(lr=0.05), 5)
-    for _ in range(5):
-        engine.backward(engine.forward(lambda: tiny.policy(input_ids=IDS).logits.square().mean()))
-        engine.step()
 
 
 @needs_peft
@@ -56,7 +31,7 @@ def test_only_adapters_are_trained_and_the_reference_stays_what_it_was() -> None
     trainable = [name for name, p in tiny.policy.named_parameters() if p.requires_grad]
     # Two layers of seven matrices, each with an A and a B.
     assert len(trainable) == 2 * 7 * 2 and all("lora_" in name for name in trainable)
-    trained(tiny)
+    train_adapters(tiny)
     assert torch.equal(logits(reference), before)
     assert [name for name, p in tiny.policy.named_parameters() if p.requires_grad] == trainable
     after = logits(tiny.policy)
@@ -115,28 +90,23 @@ def test_ppo_with_adapters_keeps_its_reference_and_resumes_exactly(tmp_path: Pat
 
 
 @needs_peft
-def test_unknown_targets_are_refused() -> None:
-    with pytest.raises(ModelError, match=r"no linear layer query.*q_proj"):
-        add_adapters(make_tiny().policy, LoraConfig(targets=("query",)), seed=1)
-
-
-@needs_peft
-def test_a_model_without_linear_layers_is_refused() -> None:
-    """GPT-2 has layers of a class of its own."""
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0))
-    with pytest.raises(ModelError, match="GPT2LMHeadModel has no linear layers that lora could adapt"):
-        add_adapters(model, LORA, seed=1)
+@pytest.mark.parametrize(
+    ("make", "lora", "reason"),
+    [
+        (llama, LoraConfig(targets=("query",)), r"no linear layer query.*q_proj"),
+        (llama, LoraConfig(upper_layers=3), r"upper_layers is 3, but LlamaForCausalLM has 2 layers"),
+        (gpt2, LORA, "GPT2LMHeadModel has no linear layers that lora could adapt"),  # it has layers of its own class
+    ],
+)
+def test_what_a_model_does_not_have_cannot_be_adapted(make: Any, lora: LoraConfig, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        add_adapters(make(), lora, seed=1)
 
 
 def test_a_missing_peft_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(RlhfError, match=r"pip install 'rlhf-pipeline\[lora\]'"):
         add_adapters(make_tiny().policy, LORA, seed=1)
-
-
-def test_adapters_on_a_policy_that_does_not_start_at_its_reference_are_refused() -> None:
-    with pytest.raises(ValueError, match="policy_init must be sft"):
-        PpoConfig(policy_lora=LORA, policy_init="base")
 
 
 @needs_peft
@@ -166,12 +136,6 @@ def test_adapters_of_upper_layers_leave_the_lower_ones_without_a_gradient() -> N
     tiny.policy.model.layers[0].register_forward_hook(lambda module, inputs, output: states.append(output))
     tiny.policy(input_ids=IDS).logits.sum().backward()
     assert not states[0].requires_grad
-
-
-@needs_peft
-def test_more_upper_layers_than_there_are_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"upper_layers is 3, but LlamaForCausalLM has 2 layers"):
-        add_adapters(make_tiny().policy, LORA.model_copy(update={"upper_layers": 3}), seed=1)
 
 
 def test_stacked_adapters_reach_the_deeper_of_both() -> None:

@@ -93,48 +93,6 @@ def test_weights_that_the_config_has_no_layer_for_are_named(folder: Path, caplog
     assert "9 weights, such as model.layers.1." in warning and "left out" in warning
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ("missing", "no model folder"),
-        ("config", "no config.json"),
-        ("weights", "no .safetensors weights"),
-        ("pickle", "pickled weights are never read"),
-        ("truncated", "not a readable safetensors"),
-        ("tokenizer", "no tokenizer"),
-        ("lacking", r"lacks 1 of the weights of a LlamaForCausalLM, such as model\.norm\.weight"),
-        ("shape", r"model\.norm\.weight has the shape \[3\], but config\.json asks for \["),
-        ("foreign", "cannot load the model"),
-    ],
-)
-def test_broken_folders_are_refused_with_reason_and_remedy(folder: Path, damage: str, message: str) -> None:
-    weights = folder / "model.safetensors"
-    match damage:
-        case "missing":
-            folder = folder.with_name("absent")
-        case "config":
-            (folder / "config.json").unlink()
-        case "weights":
-            weights.unlink()
-        case "pickle":
-            weights.rename(folder / "pytorch_model.bin")
-        case "truncated":
-            weights.write_bytes(weights.read_bytes()[:-10])
-        case "lacking" | "shape":
-            tensors = load_file(weights)
-            del tensors["model.norm.weight"]
-            save_file(tensors | ({"model.norm.weight": torch.zeros(3)} if damage == "shape" else {}), weights)
-        case "tokenizer":
-            for file in folder.glob("tokenizer*"):
-                file.unlink()
-        case _:
-            (folder / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
-    with pytest.raises(ModelError, match=message) as caught:
-        load_policy(folder)
-    assert str(folder) in str(caught.value) and "run the stage" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("fault", ["a bit", "a tensor", "precision", "module", "configuration"])
 def test_a_model_that_was_not_saved_as_it_is_is_never_published(
     fault: str, folder: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch

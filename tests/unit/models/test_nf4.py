@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-from unit.ppo.tiny import Tiny, make_tiny
+from torch import nn
+from unit.models.adapted import NF4, logits, needs_bitsandbytes, train_adapters
+from unit.ppo.tiny import make_tiny
 
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.config.model import LoraConfig, OptimizerConfig
+from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.adapters import NF4Linear, add_adapters, merge_adapters, packed
 from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer
-from rlhf_core.training.engine import LocalEngine
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None,
-    reason="bitsandbytes is not installed: pip install 'rlhf-pipeline[4bit]'",
-)
-NF4 = LoraConfig(rank=2, alpha=4, quantize="nf4")
+pytestmark = needs_bitsandbytes
 # QLoRA (Dettmers et al. 2023), appendix E: the sixteen values of NormalFloat 4.
 VALUES = [
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ]  # fmt: skip
-IDS = torch.arange(12).view(2, 6)
-
-
-def logits(model: object) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=IDS).logits.clone()  # type: ignore[operator]
 
 
 def test_values_are_rounded_to_the_nearest_of_sixteen_and_take_four_bits() -> None:
@@ -67,13 +56,6 @@ def test_a_packed_layer_computes_and_differentiates_like_its_plain_one(bias: boo
     assert [name for name, _ in four.named_parameters()] == (["bias"] if bias else [])
 
 
-def trained(tiny: Tiny) -> None:
-    engine = LocalEngine(tiny.policy, OptimizerConfig(lr=0.05), 5)
-    for _ in range(5):
-        engine.backward(engine.forward(lambda: tiny.policy(input_ids=IDS).logits.square().mean()))
-        engine.step()
-
-
 def test_adapters_on_packed_weights_are_trained_and_merged_into_whole_ones() -> None:
     tiny = make_tiny()
     before, names = logits(tiny.policy), [name for name, _ in tiny.policy.named_parameters()]
@@ -81,7 +63,7 @@ def test_adapters_on_packed_weights_are_trained_and_merged_into_whole_ones() -> 
     rounded = logits(tiny.policy)
     assert not torch.equal(rounded, before)
     assert sum(isinstance(module, NF4Linear) for module in tiny.policy.modules()) == 2 * 7
-    trained(tiny)
+    train_adapters(tiny)
     after = logits(tiny.policy)
     assert not torch.allclose(after, rounded, atol=1e-3)
     merge_adapters(tiny.policy)
