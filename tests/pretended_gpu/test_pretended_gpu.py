@@ -125,8 +125,8 @@ def decode(counts: Counts, sampling: TokenDistribution, layers: int, tokens: int
 @pytest.mark.parametrize("name", DECODED)
 def test_decoding_waits_for_no_token(counts: Counts, name: str) -> None:
     _, few = decode(counts, DECODED[name], layers=1, tokens=4)
-    _, many = decode(counts, DECODED[name], layers=1, tokens=24)
-    assert (many - few) / 20 <= 0.1
+    _, many = decode(counts, DECODED[name], layers=1, tokens=14)
+    assert many - few <= 1, "for ten tokens more"
 
 
 def test_a_layer_launches_few_kernels_for_a_token(counts: Counts) -> None:

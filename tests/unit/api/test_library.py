@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
 from unit.api.recipe import CRITIC_FREE, PPO, QUESTIONS, by_length
+from unit.ppo.tiny import Interrupting
 from unit.training.tiny import demonstrations, preferences, prompts
 
 import rlhf_core as rlhf
 from rlhf_core.models.starting.base import save_policy
-from rlhf_core.tracking import Tracker
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -49,6 +49,15 @@ def weights(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def pretrained(
+    model: Any, tokenizer: Any, config: rlhf.PpoConfig, context: rlhf.RunContext | None = None, **settings: Any
+) -> rlhf.TrainedCritic:
+    """A critic after one rollout, unless ``settings`` ask for another number."""
+    critic = rlhf.CriticConfig(**{"max_rollouts": 1} | settings)
+    rollout = config.rollout
+    return rlhf.train_critic(model, tokenizer, QUESTIONS, by_length, rollout=rollout, config=critic, context=context)
 
 
 @pytest.mark.slow
@@ -84,9 +93,7 @@ def test_it_trains_any_model_and_leaves_the_given_one_alone(
     reward = rlhf.train_reward_model(sft.model, sft.tokenizer, preferences(12), validation=preferences(4))
     assert 0 <= reward.metrics["accuracy"] <= 1
     config = rlhf.PpoConfig(**PPO)
-    critic = rlhf.train_critic(
-        sft.model, sft.tokenizer, QUESTIONS, by_length, rollout=config.rollout, config=rlhf.CriticConfig(max_rollouts=2)
-    )
+    critic = pretrained(sft.model, sft.tokenizer, config, max_rollouts=2)
     assert critic.metrics["rollouts"] == len(critic.history) == 2
     policy = rlhf.train_ppo(
         sft.model, sft.tokenizer, QUESTIONS, by_length, critic,
@@ -119,29 +126,19 @@ def test_a_reward_model_may_be_the_reward(llama: tuple[PreTrainedModel, PreTrain
     assert policy.choice is None and len(policy.history) == 1
 
 
-class Interrupting(Tracker):
-    """Ends the run while it records iteration 2."""
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        if step == 2:
-            raise KeyboardInterrupt
-
-
 def test_an_interrupted_run_continues_with_the_same_call(
     llama: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path
 ) -> None:
     model, tokenizer = llama
     config = rlhf.PpoConfig(**PPO)
-    critic = rlhf.train_critic(
-        model, tokenizer, QUESTIONS, by_length, rollout=config.rollout, config=rlhf.CriticConfig(max_rollouts=1)
-    )
+    critic = pretrained(model, tokenizer, config)
 
     def run(context: rlhf.RunContext | None) -> rlhf.TrainedPolicy:
         fresh = copy.deepcopy(critic)
         return rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, fresh, config=config, context=context)
 
     with pytest.raises(KeyboardInterrupt):
-        run(rlhf.RunContext(tmp_path / "work", Interrupting()))
+        run(rlhf.RunContext(tmp_path / "work", Interrupting(2)))
     resumed, straight = run(rlhf.RunContext(tmp_path / "work")), run(None)
     assert same(weights(resumed.model), weights(straight.model))
 
@@ -149,9 +146,7 @@ def test_an_interrupted_run_continues_with_the_same_call(
 def test_one_critic_serves_several_runs(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
     model, tokenizer = llama
     config = rlhf.PpoConfig(**PPO)
-    critic = rlhf.train_critic(
-        model, tokenizer, QUESTIONS, by_length, rollout=config.rollout, config=rlhf.CriticConfig(max_rollouts=1)
-    )
+    critic = pretrained(model, tokenizer, config)
     before, model_was_training = weights(critic.model), model.training
     one, other = (rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, critic, config=config) for _ in range(2))
     assert same(weights(one.model), weights(other.model)) and same(weights(critic.model), before)
@@ -168,10 +163,7 @@ def test_replies_to_one_prompt_may_stand_for_a_critic(llama: tuple[PreTrainedMod
 def test_a_folder_belongs_to_one_run(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path) -> None:
     model, tokenizer = llama
     context, config = rlhf.RunContext(tmp_path / "work"), rlhf.PpoConfig(**PPO)
-    critic = rlhf.train_critic(
-        model, tokenizer, QUESTIONS, by_length, rollout=config.rollout,
-        config=rlhf.CriticConfig(max_rollouts=1), context=context,
-    )  # fmt: skip
+    critic = pretrained(model, tokenizer, config, context)
     with pytest.raises(rlhf.RlhfError, match="holds a run of train_critic"):
         rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, critic, config=config, context=context)
     mine = rlhf.RunContext(tmp_path / "ppo")
@@ -193,10 +185,7 @@ def test_adapters_alone_may_be_trained(llama: tuple[PreTrainedModel, PreTrainedT
     model, tokenizer = llama
     lora = rlhf.LoraConfig(rank=2)
     config = rlhf.PpoConfig(**PPO | {"policy_lora": lora, "critic_lora": lora})
-    critic = rlhf.train_critic(
-        model, tokenizer, QUESTIONS, by_length, rollout=config.rollout,
-        config=rlhf.CriticConfig(max_rollouts=1, lora=lora),
-    )  # fmt: skip
+    critic = pretrained(model, tokenizer, config, lora=lora)
     policy = rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, critic, config=config)
     names = [name for name, _ in policy.model.named_parameters()]
     assert names == [name for name, _ in model.named_parameters()]

@@ -60,11 +60,7 @@ def test_nothing_that_is_advised_can_be_left_out(advised: tuple[MemoryEstimate, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "gpus", "memory"),
-    [
-        ("HuggingFaceTB/SmolLM2-135M", 1, 4),
-        ("Qwen/Qwen2.5-7B", 8, 40),
-        ("huggyllama/llama-13b", 8, 80),
-    ],
+    [("HuggingFaceTB/SmolLM2-135M", 1, 4), ("Qwen/Qwen2.5-7B", 8, 40), ("huggyllama/llama-13b", 8, 80)],
 )
 def test_a_reader_who_follows_the_printed_steps_gets_what_is_printed(source: str, gpus: int, memory: float) -> None:
     sections = {"base": {"source": source}, "compute": {"launch": {"ppo": {"processes": gpus}}}}
@@ -162,17 +158,17 @@ def test_a_shared_critic_can_be_advised_about() -> None:
 
 
 def test_table_and_json_say_the_same() -> None:
-    estimate = estimate_memory(subjects.large(80, **EIGHT), ["critic", "ppo"])
-    advice = advise(estimate)
+    estimate = estimate_memory(subjects.large(80), ["critic", "ppo"])
+    changes = {"ppo.sampling_batch_size": 4, "ppo.share_base": True}
+    advice = [MemoryAdvice("ppo", (AdviceStep(changes, estimate.stages[1]),), fits=True)]
     text, document = estimate_text(estimate, advice), estimate_json(estimate, advice)
     assert document["stage"] == "ppo" and document["peak"] == estimate.peak and not document["fits"]
     assert document["stages"]["ppo"]["phases"]["step"]["total"] == estimate.stages[1].phases["step"].total
     assert f"peak {estimate.peak / 2**30:.1f} GiB per GPU: ppo, {document['phase']}. It DOES NOT FIT" in text
     for role in ("policy", "critic", "reference", "reward", "referee"):
         assert f"\n  {role} " in text
-    assert document["advice"]["ppo"]["fits"] and all(
-        path in text for path in document["advice"]["ppo"]["steps"][0]["changes"]
-    )
+    told = document["advice"]["ppo"]
+    assert told["fits"] and told["steps"][0]["changes"] == changes and all(path in text for path in changes)
     rows = [float(line.split()[-1]) for line in text.splitlines() if line.startswith("  step")]
     totals = [document["stages"][stage]["phases"]["step"]["total"] / 2**30 for stage in ("critic", "ppo")]
     assert rows == [round(total, 1) for total in totals] and min(totals) > 100  # two decimals are for smaller numbers

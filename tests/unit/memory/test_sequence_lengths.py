@@ -11,14 +11,7 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.loading import check_params
 from rlhf_core.data.batches import token_budget_batches
 from rlhf_core.data.encoding import encode_dialogue, encode_prompt
-from rlhf_core.data.schema import (
-    Demonstration,
-    Message,
-    Preference,
-    PretrainText,
-    Prompt,
-    write_rows,
-)
+from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, Prompt, write_rows
 from rlhf_core.memory.sequence_lengths import LongestSequences, lengths_from_limits, lengths_of_workspace
 from rlhf_core.models.starting.base import new_model, save_policy, train_tokenizer
 
