@@ -35,6 +35,9 @@ from rlhf_core.training.sft import SftTask
 CASES = ("sft", "reward", "reward_in_micro_batches", "reward_in_micro_batches_of_prefixes", "critic", "ppo")
 MakeEngine = Callable[[nn.Module, OptimizerConfig, str], Engine]
 
+# A learning rate so high that the weights after one step are the gradient, and one that moves weights well beyond
+# their rounding without growing it.
+KINDS = {"gradient": (1e4, 1), "updates": (0.05, 4)}
 FEW_LOGITS = 4 * 23 * 5  # bytes of five positions: every pass is made in several chunks, unequal over ranks
 
 

@@ -76,26 +76,21 @@ def test_without_settings_the_engine_is_local_and_hands_back_its_model() -> None
     assert FrozenModels().place(model) is model
 
 
-def test_offloaded_weights_are_never_copied_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_weights_wait_on_the_cpu_and_are_never_copied_back(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = FrozenModels(LaunchConfig(frozen="offload"))
     model = frozen.place(make_tiny().reference)
-    before = {name: weight.data_ptr() for name, weight in model.named_parameters()}
+    held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    assert {id(tensor) for _, _, tensor in frozen.waiting} == held
+
+    def places() -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+    before = places()
     monkeypatch.setattr(distributed, "device", lambda: torch.device("meta"))
     for _ in range(2):
         with frozen.on_device():
             assert {weight.device.type for weight in model.parameters()} == {"meta"}
-        assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == before
-
-
-def test_offloaded_models_wait_on_the_cpu() -> None:
-    frozen = FrozenModels(LaunchConfig(frozen="offload"))
-    model = frozen.place(make_tiny().reward)
-    held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    assert {id(tensor) for _, _, tensor in frozen.waiting} == held
-    with frozen.on_device():
-        pass
-    assert {id(tensor) for tensor in (*model.parameters(), *model.buffers())} == held
-    assert {p.device.type for p in model.parameters()} == {"cpu"}
+        assert places() == before
 
 
 def test_a_scoring_model_is_loaded_once_however_many_ask_for_it(tmp_path: Path) -> None:

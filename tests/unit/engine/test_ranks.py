@@ -20,9 +20,6 @@ from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.runtime import distributed
 
-# A learning rate so high that the weights after one step are the gradient, and one that moves weights well beyond
-# their rounding without growing it.
-GRADIENT, UPDATES = (1e4, 1), (0.05, 10)
 RANKS = [2, pytest.param(3, marks=pytest.mark.slow)]
 
 
@@ -30,13 +27,12 @@ def everything(folder: Path, stored: Path) -> None:
     """What one group of ranks is asked: every case, a rollout and the collectives."""
     for case in cases.CASES:
         before = cases.start(case)
-        for kind, (lr, steps) in {"gradient": GRADIENT, "updates": UPDATES}.items():
+        for kind, (lr, steps) in cases.KINDS.items():
             engines, figures = cases.train(case, cases.local, lr, steps, stored)
             cases.write_result(folder, f"{case}-{kind}", cases.changes(engines, before), figures)
+    experience = cases.rollout(make_tiny())
     if distributed.is_rank_zero():
-        cases.save_experience(folder / "rollout.safetensors", shared_rollout())
-    else:
-        shared_rollout()
+        cases.save_experience(folder / "rollout.safetensors", experience)
     (folder / f"few-{distributed.rank()}.txt").write_text(str(cases.rollout(make_tiny(), range(1)).tokens.tolist()))
     check_collectives()
     check_waits_of_a_step()
@@ -59,10 +55,6 @@ def check_waits_of_a_step() -> None:
             assert engine.step().skipped == bad
         assert bad or len(read.names) == 1
         assert sum(reduced.sizes) == (trained + 1 if distributed.world_size() > 1 else 0)
-
-
-def shared_rollout() -> Experience:
-    return cases.rollout(make_tiny())
 
 
 def check_collectives() -> None:
@@ -123,7 +115,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.mark.parametrize("size", RANKS)
-@pytest.mark.parametrize("kind", ["gradient", "updates"])
+@pytest.mark.parametrize("kind", cases.KINDS)
 @pytest.mark.parametrize("case", cases.CASES)
 def test_ranks_agree_with_one_process(case: str, kind: str, size: int, found: Results) -> None:
     (alone, figures), (together, shared) = (cases.read_result(found[n], f"{case}-{kind}") for n in (1, size))

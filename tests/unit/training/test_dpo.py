@@ -12,6 +12,8 @@ import pytest
 import torch
 from architecture.glossary import undocumented
 from transformers import PreTrainedModel
+from unit.ppo.tiny import Interrupting
+from unit.training.tiny import stage_paths, without_clock
 
 from rlhf_core.config.policy import CriticStageConfig, DpoConfig, PolicyStageConfig
 from rlhf_core.data.encoding import pad_id
@@ -19,19 +21,11 @@ from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.data.schema import Preference, read_rows
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.stages import critic, policy_by_dpo
-from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.tracking import Tracker
-from rlhf_core.training.dpo import (
-    DpoTask,
-    all_logprobs,
-    batch_logprobs,
-    dpo_loss,
-    implicit_rewards,
-    reference_logprobs,
-)
+from rlhf_core.training.dpo import DpoTask, all_logprobs, batch_logprobs, dpo_loss, implicit_rewards, reference_logprobs
 from rlhf_core.training.engine import LocalEngine
-from rlhf_core.training.history import CLOCK_FIELDS, read_history
+from rlhf_core.training.history import read_history
 from rlhf_core.training.reward.run import Split, split_of
 from rlhf_core.training.run_context import RunContext
 
@@ -167,25 +161,14 @@ def test_length_normalised_rewards_are_means_over_tokens(loaded: Fixture, worksp
     assert float(sums.abs().max()) > 1e-3 and torch.allclose(means, sums / lengths, atol=1e-6)
 
 
-class Interrupting(Tracker):
-    """Ends the stage when it records step 6."""
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        if step == 6:
-            raise KeyboardInterrupt
-
-
 def train(workspace: Path, out: Path, tracker: Tracker | None = None, **policy: Any) -> dict[str, Any]:
     """Run the stage that trains the policy, with method dpo."""
-    inputs = {key: workspace / path for key, path in policy_by_dpo.STAGE.inputs.items()}
-    outputs = {key: out / path for key, path in policy_by_dpo.STAGE.outputs.items()}
-    for path in outputs.values():
-        path.parent.mkdir(parents=True, exist_ok=True)
     config = PolicyStageConfig.model_validate(
         {"policy": {"method": "dpo", "dpo": SETTINGS}, "max_new_tokens": 6} | policy
     )
     context = RunContext(out / "work", tracker or Tracker())
-    return dict(policy_by_dpo.STAGE.run(config, Paths(inputs), Paths(outputs), context))
+    stage = policy_by_dpo.STAGE
+    return dict(stage.run(config, *stage_paths(stage, workspace, out), context))
 
 
 @pytest.fixture(scope="module")
@@ -213,15 +196,11 @@ def test_an_interrupted_run_ends_the_same(
     workspace: Path, trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
-        train(workspace, tmp_path, Interrupting())
+        train(workspace, tmp_path, Interrupting(6))
     train(workspace, tmp_path)
     one, other = (folder / "models/policy/model.safetensors" for folder in (trained[0], tmp_path))
     assert sha256_file(one) == sha256_file(other)
-    histories = [
-        [{k: v for k, v in row.items() if k not in CLOCK_FIELDS} for row in read_history(folder / "history/ppo.jsonl")]
-        for folder in (trained[0], tmp_path)
-    ]
-    assert histories[0] == histories[1]
+    assert without_clock(trained[0] / "history/ppo.jsonl") == without_clock(tmp_path / "history/ppo.jsonl")
 
 
 def test_adapters_are_merged_into_a_plain_model(workspace: Path, tmp_path: Path) -> None:
@@ -235,8 +214,8 @@ def test_adapters_are_merged_into_a_plain_model(workspace: Path, tmp_path: Path)
 
 
 def test_the_critic_stage_trains_nothing_and_says_why(workspace: Path, tmp_path: Path) -> None:
-    outputs = {key: tmp_path / path for key, path in critic.STAGE.outputs.items()}
     config = CriticStageConfig.model_validate({"policy": {"method": "dpo"}})
-    metrics = critic.STAGE.run(config, Paths({}), Paths(outputs), RunContext(tmp_path / "work"))
+    paths = stage_paths(critic.STAGE, tmp_path / "nothing is read", tmp_path)
+    metrics = critic.STAGE.run(config, *paths, RunContext(tmp_path / "work"))
     assert metrics["reason"] == "no critic is trained: policy.method dpo needs none"
     assert [path.name for path in (tmp_path / "models/critic").iterdir()] == ["not_trained.json"]

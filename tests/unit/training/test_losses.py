@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.training.tiny import SHAPE
 
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.batches import partitions
@@ -30,12 +30,12 @@ sequence = st.lists(token, min_size=1, max_size=9)
 
 
 @pytest.fixture(scope="module")
-def model(tiny: ModuleType):  # type: ignore[no-untyped-def]
-    return new_model(tiny.SHAPE, train_tokenizer(["a b"], VOCABULARY), seed=3).double().eval()
+def model():  # type: ignore[no-untyped-def]
+    return new_model(SHAPE, train_tokenizer(["a b"], VOCABULARY), seed=3).double().eval()
 
 
 @pytest.fixture(scope="module")
-def scalar(tiny: ModuleType, workspace):  # type: ignore[no-untyped-def]
+def scalar(workspace):  # type: ignore[no-untyped-def]
     return ScalarModel.from_causal_lm(workspace / "models/base", 5).double()
 
 
@@ -138,7 +138,7 @@ def test_the_loss_of_pairs_that_share_a_sequence_is_that_of_each_alone(scalar) -
     scalar.zero_grad()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(st.tuples(sequence, sequence, sequence), min_size=2, max_size=6),
     st.integers(2, 4),

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from unit.training.tiny import SHAPE, make_workspace
+from unit.training.tiny import SHAPE
 
 from rlhf_core.api.sft import fine_tune
 from rlhf_core.config.base import SftConfig
@@ -17,10 +17,11 @@ from rlhf_core.models.starting.base import fitting_length, load_policy
 from rlhf_core.training.run_context import RunContext
 
 
-def test_the_models_positions_bound_what_is_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make_workspace(tmp_path)
-    model, tokenizer = load_policy(tmp_path / "models/base")
-    assert fitting_length(1024, model) == fitting_length(1024, tmp_path / "models/base") == SHAPE.max_positions
+def test_the_models_positions_bound_what_is_trained_on(
+    workspace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, tokenizer = load_policy(workspace / "models/base")
+    assert fitting_length(1024, model) == fitting_length(1024, workspace / "models/base") == SHAPE.max_positions
     assert fitting_length(100, model) == 100
     rows = [
         Demonstration(str(i), [Message("user", "the sky")], "very big " * words, "fact", "test", str(i))

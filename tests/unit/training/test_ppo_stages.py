@@ -12,6 +12,8 @@ import torch
 from architecture.glossary import documented, undocumented
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from unit.ppo.tiny import Interrupting
+from unit.training.tiny import stage_paths
 
 from rlhf_core.api.critic import initial_critic
 from rlhf_core.api.ppo import ptx_data
@@ -29,6 +31,7 @@ from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.tracking import Tracker
+from rlhf_core.training.history import read_history
 from rlhf_core.training.run_context import RunContext
 
 SETTINGS: dict[str, Any] = {
@@ -42,22 +45,9 @@ SHARED = {
 }  # fmt: skip
 
 
-class Interrupting(Tracker):
-    """Ends the stage while it records step 3."""
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        if step == 3:
-            raise KeyboardInterrupt
-
-
 def paths(stage: Any, root: Path, out: Path) -> tuple[Paths, Paths]:
     """Inputs from the workspace (its reward model is the referee too) and the critic from ``out``; outputs there."""
-    inputs = {key: root / path for key, path in stage.STAGE.inputs.items()}
-    inputs |= {"referee": root / "models/reward", "critic": out / "models/critic"}
-    outputs = {key: out / path for key, path in stage.STAGE.outputs.items()}
-    for path in outputs.values():
-        path.parent.mkdir(parents=True, exist_ok=True)
-    return Paths(inputs), Paths(outputs)
+    return stage_paths(stage.STAGE, root, out, referee=root / "models/reward", critic=out / "models/critic")
 
 
 def context(stage: Any, out: Path, tracker: Tracker | None = None) -> RunContext:
@@ -88,8 +78,14 @@ def test_pretraining_a_shared_critic_fits_the_head_alone(workspace: Path, shared
     head = critic_weights.pop("score.weight")
     assert critic_weights.keys() <= sft.keys()
     assert all(torch.equal(tensor, sft[name]) for name, tensor in critic_weights.items())
-    losses = [json.loads(line)["value_loss"] for line in (shared / "history/critic.jsonl").read_text().splitlines()]
-    assert len(losses) == 4 and losses[-1] < 0.8 * losses[0] and bool(head.isfinite().all())
+    rows = read_history(shared / "history/critic.jsonl")
+    losses = [row["value_loss"] for row in rows]
+    assert (
+        undocumented(rows) == set()
+        and len(losses) == 4
+        and losses[-1] < 0.8 * losses[0]
+        and bool(head.isfinite().all())
+    )
 
 
 def test_a_shared_critic_begins_with_a_head_of_zeros(workspace: Path, tmp_path: Path) -> None:
@@ -114,7 +110,7 @@ def test_a_critic_begins_with_the_head_of_the_reward_model(workspace: Path, tmp_
 def test_a_shared_pretraining_that_was_interrupted_ends_the_same(workspace: Path, shared: Path, tmp_path: Path) -> None:
     config = PpoConfig.model_validate(SETTINGS | SHARED)
     with pytest.raises(KeyboardInterrupt):
-        pretrain(workspace, tmp_path, config, Interrupting())
+        pretrain(workspace, tmp_path, config, Interrupting(3))
     pretrain(workspace, tmp_path, config)
     for file in ("model.safetensors", "reward_moments.json"):
         assert sha256_file(tmp_path / "models/critic" / file) == sha256_file(shared / "models/critic" / file)
@@ -129,9 +125,10 @@ def test_the_policy_of_a_shared_backbone_is_a_plain_model(workspace: Path, share
     _, info = AutoModelForCausalLM.from_pretrained(shared / "models/policy", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert json.loads((shared / "models/policy/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    rows = [json.loads(line) for line in (shared / "history/ppo.jsonl").read_text().splitlines()]
+    rows = read_history(shared / "history/ppo.jsonl")
     assert [row["iteration"] for row in rows] == [1, 2, 3] and "critic_lr" not in rows[0]
     assert (shared / "history/ppo_abandoned.jsonl").read_text() == ""
+    assert json.loads((shared / "metrics/ppo.json").read_text()).keys() - documented() <= {"selected", "last"}
 
 
 def test_a_run_that_rolls_back_and_pauses_leaves_its_story(workspace: Path, tmp_path: Path) -> None:
@@ -142,15 +139,14 @@ def test_a_run_that_rolls_back_and_pauses_leaves_its_story(workspace: Path, tmp_
     pretrain(workspace, tmp_path, config)
     with pytest.raises(TrainingPaused, match=r"kl_runaway at iteration 3.*1 rollbacks were made"):
         ppo.run(config, *paths(ppo, workspace, tmp_path), context(ppo, tmp_path))
-    files = {
-        name: [json.loads(line) for line in (tmp_path / f"history/{name}.jsonl").read_text().splitlines()]
-        for name in ("ppo", "ppo_abandoned")
-    }
+    files = {name: read_history(tmp_path / f"history/{name}.jsonl") for name in ("ppo", "ppo_abandoned")}
     assert [row["iteration"] for row in files["ppo"]] == [1, 2, 3]
     assert [(row["rollback"], row["iteration"]) for row in files["ppo_abandoned"]] == [(1, 2), (1, 3)]
     record = files["ppo"][1]["rollbacks"][0]
     assert (record["from"], record["to"], record["lr"]) == (3, 1, 0.5)
     assert undocumented([*files["ppo"], *files["ppo_abandoned"]]) == set()
+    samples = [json.loads(line) for line in (tmp_path / "samples/ppo.jsonl").read_text().splitlines()]
+    assert {sample.get("rollback") for sample in samples} == {None, 1}
     assert files["ppo"][1]["policy_lr"] == pytest.approx(0.5 * files["ppo_abandoned"][0]["policy_lr"])
 
 
@@ -162,7 +158,7 @@ def test_without_a_critic_its_stage_says_so_and_ppo_reads_none(workspace: Path, 
     assert [path.name for path in (tmp_path / "models/critic").iterdir()] == ["not_trained.json"]
     assert (tmp_path / "history/critic.jsonl").read_text() == ""
     ppo.run(config, *paths(ppo, workspace, tmp_path), context(ppo, tmp_path))
-    rows = [json.loads(line) for line in (tmp_path / "history/ppo.jsonl").read_text().splitlines()]
+    rows = read_history(tmp_path / "history/ppo.jsonl")
     assert len(rows) == 3 and undocumented(rows) == set()
     assert "explained_variance" not in rows[0] and rows[0]["group_reward_std"] > 0
     assert json.loads((tmp_path / "metrics/ppo.json").read_text())["iterations"] == 3
@@ -211,9 +207,3 @@ def test_ptx_draws_from_demonstrations_and_plain_texts_alike(workspace: Path, tm
     steps = -(-len(both.sequences) // 4)
     drawn = [text for step in range(steps) for text in both.batch(step)]
     assert all(text in drawn for text in (*asked, *texts("pretrain").sequences)), "an epoch has every text"
-
-
-def test_every_field_of_a_critic_history_is_in_the_glossary(shared: Path) -> None:
-    rows = [json.loads(line) for line in (shared / "history/critic.jsonl").read_text().splitlines()]
-    assert undocumented(rows) == set()
-    assert json.loads((shared / "metrics/ppo.json").read_text()).keys() - documented() <= {"selected", "last"}

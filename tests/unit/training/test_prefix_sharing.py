@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from transformers import MistralConfig, MistralForCausalLM
+from architectures import tiny_causal_lm
 from unit.training.tiny import SHAPE, preferences, text
 
 from rlhf_core.api.reward_model import train_reward_model
@@ -32,15 +32,7 @@ def test_the_model_is_the_same_but_for_rounding() -> None:
 
 
 def test_a_model_that_cannot_is_refused_by_the_name_of_the_setting() -> None:
-    shape = MistralConfig(
-        vocab_size=SHAPE.vocab_size,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        sliding_window=32,
-    )
+    model = tiny_causal_lm("mistral", vocab_size=SHAPE.vocab_size, sliding_window=32)
     refusal = r"reward\.batch\.prefix_sharing: MistralFor\w+ attends to the last 32 tokens only; set it to false"
     with pytest.raises(ModelError, match=refusal):
-        train_reward_model(MistralForCausalLM(shape), TOKENIZER, PAIRS, config=config(prefix_sharing=True))
+        train_reward_model(model, TOKENIZER, PAIRS, config=config(prefix_sharing=True))

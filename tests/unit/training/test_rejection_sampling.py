@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from architecture.glossary import undocumented
+from unit.training.tiny import stage_paths
 
 from rlhf_core.config.policy import PolicyStageConfig
 from rlhf_core.data.encoding import encode_prompt
@@ -21,7 +23,6 @@ from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages import policy_by_rejection_sampling
-from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.history import read_history
@@ -80,13 +81,10 @@ def test_replies_that_never_end_are_an_error_that_says_so(workspace: Path, tmp_p
 
 
 def train(workspace: Path, out: Path, **changes: Any) -> dict[str, Any]:
-    inputs = {key: workspace / path for key, path in policy_by_rejection_sampling.STAGE.inputs.items()}
-    outputs = {key: out / path for key, path in policy_by_rejection_sampling.STAGE.outputs.items()}
-    for path in outputs.values():
-        path.parent.mkdir(parents=True, exist_ok=True)
+    stage = policy_by_rejection_sampling.STAGE
     policy = {"method": "rejection_sampling", "rejection_sampling": SETTINGS}
     config = PolicyStageConfig.model_validate({"policy": policy, "max_new_tokens": 40} | changes)
-    return dict(policy_by_rejection_sampling.STAGE.run(config, Paths(inputs), Paths(outputs), RunContext(out / "work")))
+    return dict(stage.run(config, *stage_paths(stage, workspace, out), RunContext(out / "work")))
 
 
 def test_the_stage_writes_what_ppo_writes_and_is_the_same_after_a_resume(workspace: Path, tmp_path: Path) -> None:
@@ -105,8 +103,6 @@ def test_the_stage_writes_what_ppo_writes_and_is_the_same_after_a_resume(workspa
     before = sha256_file(tmp_path / "models/policy/model.safetensors")
     (tmp_path / "work/best_replies/00000032.json").unlink()  # as if it had been interrupted in sampling
     for checkpoint in (tmp_path / "work/checkpoints").iterdir():
-        for file in checkpoint.iterdir():
-            file.unlink()
-        checkpoint.rmdir()
+        shutil.rmtree(checkpoint)
     train(workspace, tmp_path)
     assert sha256_file(tmp_path / "models/policy/model.safetensors") == before

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from unit.models.adapted import needs_bitsandbytes, needs_peft
 from unit.training.test_ppo_stages import SETTINGS, SHARED, pretrain
 from unit.training.test_ppo_stages import paths as stage_paths
 
@@ -27,14 +26,12 @@ from rlhf_core.models.starting.base import load_policy, load_tokenizer, save_pol
 from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.history import read_history
 from rlhf_core.training.loop import LoopResult
 from rlhf_core.training.reward.run import TrainedScalar
 from rlhf_core.training.run_context import RunContext
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-needs_bitsandbytes = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
-)
+pytestmark = needs_peft
 KINDS = [None, pytest.param("nf4", marks=needs_bitsandbytes)]
 IDS = torch.arange(8, 24).view(2, 8)
 
@@ -140,7 +137,7 @@ def test_ppo_on_one_copy_is_ppo_on_several(
             make_scalar(workspace / "models/sft", folder, seed, quantize)
         inputs, outputs = stage_paths(ppo, workspace, out)
         ppo.run(config, Paths({**inputs, **judges}), outputs, RunContext(out / "work/ppo"))
-        rows[share] = [json.loads(line) for line in (out / "history/ppo.jsonl").read_text().splitlines()]
+        rows[share] = read_history(out / "history/ppo.jsonl")
     assert len(rows[True]) == 3
     for one, several in zip(rows[True], rows[False], strict=True):
         for name in ("reward_mean", "referee_mean", "kl", "length", "policy_loss"):
@@ -181,7 +178,7 @@ def test_a_critic_of_adapters_goes_on_with_them_on_the_one_copy(
         inputs, outputs = stage_paths(ppo, workspace, tmp_path)
         config = PpoConfig.model_validate(settings | {"share_base": share})
         ppo.run(config, Paths({**inputs, **judges}), outputs, RunContext(tmp_path / str(share)))
-        rows = [json.loads(line) for line in (tmp_path / "history/ppo.jsonl").read_text().splitlines()]
+        rows = read_history(tmp_path / "history/ppo.jsonl")
         assert len(rows) == 3 and rows[-1]["critic_grad_norm"] > 0
         first[share] = {name: rows[0][name] for name in ("explained_variance", "reward_mean", "kl")}
     assert first[True] == pytest.approx(first[False], rel=1e-3, abs=1e-4)
@@ -213,10 +210,7 @@ def test_adapters_on_adapters_are_one_product_of_stacked_matrices() -> None:
     [
         ({"reward": {}}, "set ppo.policy_lora, reward.lora and reward.init sft"),
         ({"referee": {"lora": {}, "init": "base"}}, "referee.lora and referee.init sft"),
-        (
-            {"reward": {"lora": {"quantize": "nf4"}}},
-            "reward.lora.quantize is nf4, but ppo.policy_lora",
-        ),
+        ({"reward": {"lora": {"quantize": "nf4"}}}, "reward.lora.quantize is nf4, but ppo.policy_lora"),
         (
             {"critic": {"lora": {}}, "ppo": {"policy_lora": {}, "critic_lora": {}, "share_base": True}},
             "set ppo.critic_lora",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,19 @@ from rlhf_core.models.starting.base import new_model, save_policy, train_tokeniz
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages import critic, reward, sft
 from rlhf_core.stages.runtime.contract import Paths, Stage
+from rlhf_core.training.engine import LocalEngine, StepResult
+from rlhf_core.training.history import CLOCK_FIELDS, read_history
 from rlhf_core.training.run_context import RunContext
 
 WORDS = ("red", "blue", "green", "the sky", "a tree", "very", "is", "big", "small", "near")
 SHAPE = BaseConfig(vocab_size=300, hidden_size=16, intermediate_size=24, layers=1, heads=2, max_positions=128)
 CHECKPOINT = CheckpointConfig(every=3)
 STEPS = 8
+PARAMS = """
+seed: 3
+sft: {steps: 8, batch_size: 7, micro_batch_size: 2, eval_every: 4, samples: 2, checkpoint: {every: 3},
+      optimizer: {lr: 0.01}}
+"""
 
 
 def text(seed: int, words: int) -> str:
@@ -68,6 +77,23 @@ def make_workspace(root: Path) -> None:
     ScalarModel.from_causal_lm(root / "models/base", seed=2).save(root / "models/reward", tokenizer)
 
 
+def stage_paths(stage: Stage[Any], root: Path, out: Path, **inputs: Path) -> tuple[Paths, Paths]:
+    """Inputs of a stage from ``root`` or as they are given, and its outputs under ``out``, with the folders that the
+    runner makes."""
+    outputs = {key: out / path for key, path in stage.outputs.items()}
+    for path in outputs.values():
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return Paths({key: root / path for key, path in stage.inputs.items()} | inputs), Paths(outputs)
+
+
+def without_clock(history: Path) -> list[dict[str, Any]]:
+    """The rows of a history without the fields in which alone a resumed run may differ from an uninterrupted one."""
+    return [
+        {name: value for name, value in row.items() if name not in CLOCK_FIELDS and not name.startswith("seconds_")}
+        for row in read_history(history)
+    ]
+
+
 def run_stage(name: str, root: Path, out: str, preemption: PreemptionSignal | None = None) -> dict[str, object]:
     """Run a training stage on the workspace, its outputs under ``root/out`` and its partial state beside them."""
     optimizer = OptimizerConfig(lr=1e-2)
@@ -95,32 +121,31 @@ def run_stage(name: str, root: Path, out: str, preemption: PreemptionSignal | No
         ),
     }  # fmt: skip
     stage, config = cases[name]
-    inputs = Paths({key: root / path for key, path in stage.inputs.items()})
-    outputs = {key: root / out / path for key, path in stage.outputs.items()}
-    for path in outputs.values():
-        path.parent.mkdir(parents=True, exist_ok=True)
     context = RunContext(root / out / "work", preemption=preemption or PreemptionSignal())
-    return dict(stage.run(config, inputs, Paths(outputs), context))
+    return dict(stage.run(config, *stage_paths(stage, root, root / out), context))
 
 
-def kill_after(step: int, checkpoint: Path) -> None:
-    """SIGKILL this process in the middle of optimiser step ``step``: after the gradients, before the update, and when
-    ``checkpoint`` is on the disk."""
-    from rlhf_core.training.engine import LocalEngine
-
+def at_step(step: int, action: Callable[[], object]) -> Callable[[LocalEngine], StepResult]:
+    """An engine's step amid which ``action`` happens, if it is this one: after the gradients, before the update."""
     original = LocalEngine.step
 
-    def step_or_die(engine: LocalEngine) -> object:
+    def step_with_action(engine: LocalEngine) -> StepResult:
         if engine.steps == step:
-            while not checkpoint.exists():
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
+            action()
         return original(engine)
 
-    LocalEngine.step = step_or_die  # type: ignore[method-assign]
+    return step_with_action
+
+
+def die_behind(checkpoint: str, folder: Path) -> None:
+    """Have this process killed as soon as a checkpoint is somewhere under ``folder``."""
+    while not list(folder.rglob(f"checkpoints/{checkpoint}")):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_and_die(name: str, root: Path, out: str, step: int, checkpoint: str) -> None:
-    """:func:`run_stage` in a process that :func:`kill_after` ends."""
-    kill_after(step, root / out / "work/checkpoints" / checkpoint)
+    """:func:`run_stage` in a process that is killed amid a step, behind a checkpoint."""
+    dying = at_step(step, partial(die_behind, checkpoint, root / out / "work"))
+    LocalEngine.step = dying  # type: ignore[assignment,method-assign]
     run_stage(name, root, out)
