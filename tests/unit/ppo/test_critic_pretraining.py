@@ -1,11 +1,11 @@
-"""Critic pre-training: it stops for a reason, leaves the policy alone, hands on its moments and resumes exactly."""
+"""Critic pre-training: it stops for a reason, leaves the policy alone and hands on its moments."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from unit.ppo.tiny import Tiny, make_tiny
+from unit.ppo.tiny import Tiny
 
 from rlhf_core.config.policy import CriticConfig
 from rlhf_core.config.ppo import RolloutConfig
@@ -50,12 +50,12 @@ def test_stops_on_a_plateau() -> None:
 
 def test_learns_with_the_policy_frozen(tiny: Tiny, tmp_path: Path) -> None:
     policy, critic = flat(tiny.policy), flat(tiny.critic)
-    trainer = make(tiny, tmp_path, max_rollouts=8, batch_size=64, explained_variance=1.0, epochs=6)
+    trainer = make(tiny, tmp_path, max_rollouts=4, batch_size=32, explained_variance=1.0, epochs=6)
     trainer.run()
     rows = trainer.history.rows()
     assert torch.equal(policy, flat(tiny.policy)) and not torch.equal(critic, flat(tiny.critic))
     assert rows[-1]["explained_variance"] > rows[0]["explained_variance"] + 0.2
-    assert trainer.summary()["rollouts"] == len(rows) and trainer.moments.count == 64 * len(rows)
+    assert trainer.summary()["rollouts"] == len(rows) and trainer.moments.count == 32 * len(rows)
 
 
 def test_no_rollouts_means_only_an_initial_critic(tiny: Tiny, tmp_path: Path) -> None:
@@ -64,24 +64,3 @@ def test_no_rollouts_means_only_an_initial_critic(tiny: Tiny, tmp_path: Path) ->
     trainer.run()
     assert trainer.summary()["rollouts"] == 0
     assert torch.equal(before, flat(tiny.critic)) and trainer.moments.count == 0
-
-
-def test_an_interrupted_run_ends_like_an_uninterrupted_one(tiny: Tiny, tmp_path: Path) -> None:
-    straight = make(tiny, tmp_path / "straight", explained_variance=1.0)
-    straight.run()
-    for attempt in range(2):
-        models = make_tiny()
-        trainer = make(models, tmp_path / "stopped", explained_variance=1.0)
-        trainer.restore()
-        if attempt == 0:
-            for _ in range(3):  # the third is lost: it comes after the last checkpoint
-                trainer.iterate()
-                if trainer.done == 2:
-                    trainer.save()
-            trainer.checkpoints.manager.finish()
-    trainer.run()
-    assert torch.equal(flat(tiny.critic), flat(models.critic))
-    assert trainer.moments == straight.moments
-    strip = [[{k: v for k, v in row.items() if "seconds" not in k} for row in t.history.rows()]
-             for t in (straight, trainer)]  # fmt: skip
-    assert strip[0] == strip[1]

@@ -1,9 +1,13 @@
-"""Decoding token by token: the cache, merged and packed layers, and what must not change with them."""
+"""Decoding token by token: the cache, merged and packed layers, grouped attention, and what must not change with them.
+
+Packed layers are one product for layers of the same input, whatever order and thread they are called in.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -21,6 +25,8 @@ from transformers import (
     Qwen2Config,
 )
 from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from unit.models.adapted import needs_bitsandbytes, needs_peft
 from unit.ppo.tiny import EOS, Tiny
 
 from rlhf_core.config.model import LoraConfig
@@ -28,14 +34,16 @@ from rlhf_core.models.adapters import NF4Linear, add_adapters
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.sampling import decoding as layers
 from rlhf_core.sampling import generation
-from rlhf_core.sampling.decoding import PackedLinear, decoding_layers, packing_pays
-from rlhf_core.sampling.distribution import (
-    EvaluationSampling,
-    Sampling,
-    inverse_cdf,
-    log_distribution,
-    philox_uniforms,
+from rlhf_core.sampling.decoding import (
+    CPU_NAME,
+    FusedProjection,
+    PackedLinear,
+    decoding_attention,
+    decoding_layers,
+    grouped_attention,
+    packing_pays,
 )
+from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, inverse_cdf, log_distribution, philox_uniforms
 from rlhf_core.sampling.generation import BLOCK, BlockCache, BlockLayer, Rollout, generate
 
 V, STEPS = 29, 40
@@ -55,19 +63,12 @@ CONFIGS = [
     Gemma2Config(**(SIZES | {"initializer_range": 0.1}), sliding_window=6, query_pre_attn_scalar=8),
     GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3, eos_token_id=EOS),
 ]
-needs_peft = pytest.mark.skipif(
-    importlib.util.find_spec("peft") is None, reason="peft is not installed: pip install 'rlhf-pipeline[lora]'"
-)
-needs_bitsandbytes = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None,
-    reason="bitsandbytes is not installed: pip install 'rlhf-pipeline[4bit]'",
-)
 
 
-def build(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
+def build(config: PretrainedConfig, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **settings).eval()
     use_float32_unembedding(model)
     return model
 
@@ -103,7 +104,8 @@ def test_replies_are_those_of_a_forward_pass_over_all_tokens(
         assert any(isinstance(layer, PackedLinear) for layer in model.modules()) == packed
         rollout = sample(model)
     assert len(set(rollout.lengths.tolist())) > 2 and int(rollout.lengths.max()) > 8
-    for row, (prompt, uniforms) in enumerate(zip(PROMPTS, philox_uniforms(5, range(8), STEPS), strict=True)):
+    # The first four have every length of a prompt.
+    for row, (prompt, uniforms) in enumerate(zip(PROMPTS[:4], philox_uniforms(5, range(4), STEPS), strict=True)):
         reply, logprobs = sample_without_cache(model, prompt, uniforms)
         assert rollout.replies()[row] == reply
         torch.testing.assert_close(rollout.logprobs[row, : len(reply)], torch.tensor(logprobs), atol=2e-5, rtol=1e-5)
@@ -241,3 +243,173 @@ def test_packing_is_left_to_large_models_and_batches() -> None:
     assert not packing_pays(large_model, rows=4, steps=15)
     large_model.device = torch.device("cuda")
     assert not packing_pays(large_model, rows=4, steps=16)
+
+
+FEW = 12
+
+
+def with_six_heads(dtype: torch.dtype, kv_heads: int = 2) -> PreTrainedModel:
+    """A random Llama with six query heads."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": kv_heads, "initializer_range": 0.02}
+    return build(LlamaConfig(**SIZES | sizes), dtype, attn_implementation="sdpa")
+
+
+def sample_of(model: PreTrainedModel, prompts: list[list[int]]) -> Rollout:
+    sampling = Sampling(eos_id=1, pad_id=0, max_new_tokens=FEW, min_new_tokens=FEW)
+    return generate(model, prompts, philox_uniforms(5, range(len(prompts)), FEW), sampling)
+
+
+@pytest.fixture
+def queries(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the queries that pass the kernel grouped."""
+    shapes: list[tuple[int, ...]] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(query: torch.Tensor, *rest: Any, **settings: Any) -> torch.Tensor:
+        shapes.append(tuple(query.shape))
+        return attend(query, *rest, **settings)
+
+    monkeypatch.setattr(layers.nn.functional, "scaled_dot_product_attention", counted)
+    return shapes
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
+def test_attention_by_hand_and_by_transformers(kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(3, 6, 1, 4, generator=generator)
+    key, value = torch.randn(2, 3, kv_heads, 7, 4, generator=generator)
+    layer = torch.nn.Module()
+    layer.num_key_value_groups = 6 // kv_heads  # type: ignore[assignment]
+    computed, _ = grouped_attention(layer, query, key, value, None, scaling=0.3)
+    expected, _ = sdpa_attention_forward(layer, query, key, value, None, scaling=0.3)
+    torch.testing.assert_close(computed, expected)
+    head = 5
+    weights = torch.softmax(0.3 * key[2, head * kv_heads // 6] @ query[2, head, 0], dim=0)
+    torch.testing.assert_close(computed[2, 0, head], weights @ value[2, head * kv_heads // 6])
+
+
+def test_one_token_without_mask_is_grouped_in_low_precision(queries: list[tuple[int, ...]]) -> None:
+    model, prompts = with_six_heads(torch.bfloat16), [[5, 6, 7], [8, 9, 10]]
+    plain = sample_of(model, prompts)
+    queries.clear()
+    with decoding_layers(model, 1, FEW):
+        grouped = sample_of(model, prompts)
+    assert queries.count((2, 2, 3, 8)) == 2 * (FEW - 1), "two layers, all tokens but the first"
+    # Log-probabilities in bfloat16 round at the third digit; where no other token was drawn they are the same.
+    same = (plain.tokens == grouped.tokens)[:, 3:].long().cumprod(dim=1).bool()
+    assert same[:, 0].all()
+    torch.testing.assert_close(grouped.logprobs[same], plain.logprobs[same], atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "prompts"),
+    [
+        (torch.float32, 2, [[5, 6, 7], [8, 9, 10]]),
+        (torch.bfloat16, 6, [[5, 6, 7], [8, 9, 10]]),
+        (torch.bfloat16, 2, [[5, 6, 7], [8]]),
+    ],
+    ids=["float32", "a key for each query", "padding"],
+)
+def test_elsewhere_no_bit_changes(dtype: torch.dtype, kv_heads: int, prompts: list[list[int]]) -> None:
+    model = with_six_heads(dtype, kv_heads)
+    plain = sample_of(model, prompts)
+    with decoding_attention(model):
+        inside = sample_of(model, prompts)
+    assert torch.equal(plain.tokens, inside.tokens) and torch.equal(plain.logprobs, inside.logprobs)
+
+
+def test_the_model_attends_as_before_afterwards() -> None:
+    model = with_six_heads(torch.bfloat16)
+    with pytest.raises(ZeroDivisionError), decoding_layers(model, 1, FEW):
+        assert model.config._attn_implementation == CPU_NAME
+        1 / 0  # noqa: B018
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_models_that_attend_otherwise_stay_as_they_are() -> None:
+    model = with_six_heads(torch.bfloat16)
+    model.config._attn_implementation = "eager"
+    with decoding_attention(model):
+        assert model.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == "eager"
+
+
+needs_packing = pytest.mark.skipif(
+    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this build of PyTorch has no packed products"
+)
+ROWS = 6
+
+
+@pytest.fixture
+def plain() -> list[nn.Linear]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return [nn.Linear(16, 24), nn.Linear(16, 8, bias=False), nn.Linear(16, 8)]
+
+
+@pytest.fixture
+def packed(plain: list[nn.Linear]) -> list[PackedLinear]:
+    shared = FusedProjection(plain, [layer.weight for layer in plain], ROWS)
+    return [PackedLinear(layer, shared, position) for position, layer in enumerate(plain)]
+
+
+def rows(seed: int) -> Tensor:
+    return torch.randn(ROWS, 1, 16, generator=torch.Generator().manual_seed(seed))
+
+
+@needs_packing
+def test_the_result_of_another_input_is_not_taken(plain: list[nn.Linear], packed: list[PackedLinear]) -> None:
+    with torch.inference_mode():
+        first, second = rows(1), rows(2)
+        packed[0](first)
+        torch.testing.assert_close(packed[1](second), plain[1](second))
+        torch.testing.assert_close(packed[2](first), plain[2](first))
+
+
+@needs_packing
+def test_no_result_is_kept_once_the_last_layer_has_it(packed: list[PackedLinear]) -> None:
+    with torch.inference_mode():
+        input = rows(1)
+        for layer, kept in zip(packed, (True, True, False), strict=True):
+            layer(input)
+            assert (layer.shared._last.held is not None) == kept
+
+
+@needs_packing
+def test_threads_do_not_take_the_results_of_each_other(plain: list[nn.Linear], packed: list[PackedLinear]) -> None:
+    barrier = Barrier(2, timeout=60)
+
+    def compute(seed: int) -> bool:
+        right = True
+        with torch.inference_mode():
+            for turn in range(20):
+                input = rows(100 * seed + turn)
+                for position in range(3):
+                    barrier.wait()
+                    right &= torch.allclose(packed[position](input), plain[position](input), atol=1e-6)
+        return right
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(compute, (1, 2)))
+
+
+@needs_packing
+@pytest.mark.parametrize("heads", [4, 2])
+def test_a_block_of_llama_is_four_products(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(LlamaConfig(**SIZES | {"num_key_value_heads": heads}))
+    monkeypatch.setattr(layers, "PACKED_PARAMETERS", 0)
+    calls: list[int] = []
+    product = FusedProjection.product
+
+    def counted(self: FusedProjection, input: Tensor, position: int) -> Tensor:
+        held = getattr(self._last, "held", None)
+        calls.append(held is None or held[0] is not input)
+        return product(self, input, position)
+
+    monkeypatch.setattr(FusedProjection, "product", counted)
+    ids = torch.arange(4, 28).view(2, 12)
+    with torch.inference_mode():
+        expected = model(input_ids=ids).logits
+        with decoding_layers(model, 8, 40):
+            torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=2e-5, rtol=1e-5)
+    assert sum(calls) == 2 * 4 + 1 and len(calls) == 2 * 7 + 1

@@ -1,4 +1,4 @@
-"""The sampler: its log-probabilities, its independence of batching, masks and filters (traps 1 and 2)."""
+"""The sampler's log-probabilities and filters (traps 1 and 2); rollouts are in sampling/test_sampler_contract.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from real_templates import REAL_TEMPLATES
 from transformers import LlamaConfig
-from unit.ppo.tiny import EOS, PAD, VOCABULARY, Tiny
+from unit.ppo.tiny import EOS, PAD, Tiny
 
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.ppo import RolloutConfig
@@ -22,6 +22,7 @@ from rlhf_core.ppo.rollout import logprob_differences, predict_tokens, require_a
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,
     Sampling,
+    TokenDistribution,
     evaluation_distribution,
     inverse_cdf,
     log_distribution,
@@ -55,19 +56,6 @@ def compared(rollout: Rollout, scored: Experience) -> dict[str, float]:
     return logprob_differences(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, "float32")
 
 
-def test_masks_follow_the_end_marker(tiny: Tiny) -> None:
-    rollout = sample(tiny)
-    assert rollout.finished.any() and not rollout.finished.all() and len(set(rollout.lengths.tolist())) > 2
-    for reply, finished, mask in zip(rollout.replies(), rollout.finished, rollout.response_mask, strict=True):
-        assert (reply[-1] == EOS) == bool(finished)
-        assert EOS not in reply[:-1]
-        assert mask.tolist() == [i < len(reply) for i in range(len(mask))]
-        assert finished or len(reply) == tiny.sampling.max_new_tokens
-    width = rollout.response_mask.shape[1]
-    assert torch.equal(rollout.attention_mask[:, -width:].bool(), rollout.response_mask)
-    assert (rollout.logprobs[~rollout.response_mask] == 0).all()
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("minimum", [0, 3])
 def test_sampler_and_trainer_agree(tiny: Tiny, temperature: float, minimum: int) -> None:
@@ -82,21 +70,18 @@ def test_sampler_and_trainer_agree(tiny: Tiny, temperature: float, minimum: int)
 
 
 @pytest.mark.parametrize(
-    "wrong", [Sampling(EOS, PAD, 7, 1.3), Sampling(EOS, PAD, 7, 1.0, 3)], ids=["temperature", "minimum length"]
+    ("sampled", "scored_by"),
+    [
+        (Sampling(EOS, PAD, 7), Sampling(EOS, PAD, 7, 1.3)),
+        (Sampling(EOS, PAD, 7), Sampling(EOS, PAD, 7, 1.0, 3)),
+        (EvaluationSampling(Sampling(EOS, PAD, 7), top_p=0.5), Sampling(EOS, PAD, 7)),
+    ],
+    ids=["temperature", "minimum length", "filters of an evaluation"],
 )
-def test_another_distribution_is_noticed(tiny: Tiny, wrong: Sampling) -> None:
-    rollout = sample(tiny)
-    scored = predict(tiny, rollout, wrong, None)
+def test_another_distribution_is_noticed(tiny: Tiny, sampled: TokenDistribution, scored_by: Sampling) -> None:
+    rollout = generate(tiny.policy, tiny.prompts[:12], philox_uniforms(11, range(12), 7), sampled)
+    scored = predict(tiny, rollout, scored_by, None)
     with pytest.raises(RlhfError, match="not the one that is scored"):
-        require_agreement(compared(rollout, scored), "float32")
-
-
-def test_evaluation_filters_are_noticed_as_another_distribution(tiny: Tiny) -> None:
-    uniforms = philox_uniforms(11, range(12), 7)
-    filtered = EvaluationSampling(tiny.sampling, top_p=0.5)
-    rollout = generate(tiny.policy, tiny.prompts[:12], uniforms, filtered)
-    scored = predict(tiny, rollout, tiny.sampling, None)
-    with pytest.raises(RlhfError, match="log-probabilities"):
         require_agreement(compared(rollout, scored), "float32")
 
 
@@ -105,13 +90,6 @@ def test_weights_that_are_not_finite_are_noticed() -> None:
     agreement = logprob_differences(nan, nan, torch.ones(1, 1, dtype=torch.bool), "float32")
     with pytest.raises(RlhfError, match="weights are finite"):
         require_agreement(agreement, "float32")
-
-
-def test_batching_changes_nothing(tiny: Tiny) -> None:
-    """A prompt's reply is a function of its stream, whatever shares its batch; padding has no say."""
-    whole = sample(tiny).replies()
-    assert [sample(tiny, rows=[i]).replies()[0] for i in range(12)] == whole
-    assert sample(tiny, rows=list(range(11, -1, -1))).replies() == whole[::-1]
 
 
 def test_pad_equal_to_eos_changes_nothing(tiny: Tiny) -> None:
@@ -147,19 +125,6 @@ def test_samples_follow_the_distribution(tiny: Tiny) -> None:
     uniforms = torch.linspace(0, 1, 20001, dtype=torch.float64)[:-1]
     picked = inverse_cdf(torch.log_softmax(logits, 1).expand(len(uniforms), -1), uniforms)
     assert torch.allclose(picked.bincount(minlength=4) / len(uniforms), probabilities, atol=1e-3)
-
-
-def test_a_reply_ends_at_any_stop_token(tiny: Tiny) -> None:
-    sampling = dataclasses.replace(tiny.sampling, other_stop_ids=(5, 7))
-    alone, rollout = sample(tiny), sample(tiny, sampling)
-    ends = set()
-    for reply, whole, finished in zip(rollout.replies(), alone.replies(), rollout.finished.tolist(), strict=True):
-        # The same draws, cut at the first stop token.
-        stops = [position for position, token in enumerate(whole) if token in (EOS, 5, 7)]
-        assert reply == whole[: stops[0] + 1 if stops else None]
-        assert finished == bool(stops)
-        ends.add(reply[-1])
-    assert len(ends & {5, 7}) == 2, "the case is there"
 
 
 def test_no_stop_token_is_drawn_before_the_minimum_length() -> None:
@@ -259,13 +224,6 @@ def test_the_models_logits_are_left_as_they_are(dtype: torch.dtype, temperature:
     assert bool((dist[..., 0] < -1e8).all()) and bool((dist[:, 0, 1] < -1e8).all()) and float(dist[0, 1, 1]) > -1e3
 
 
-def test_uniforms_depend_on_seed_and_stream_alone() -> None:
-    both = philox_uniforms(5, [3, 9], 6)
-    assert torch.equal(both[1:], philox_uniforms(5, [9], 6))
-    assert not torch.equal(both[0], both[1])
-    assert not torch.equal(both, philox_uniforms(6, [3, 9], 6))
-
-
 def test_top_p_keeps_the_smallest_sufficient_set() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     filtered = EvaluationSampling(Sampling(9, 9, 4), top_p=0.7)
@@ -298,24 +256,6 @@ def test_repetition_penalty_counts_generated_tokens_only() -> None:
     fresh = generate(model, [[2], [2]], uniforms, sampling).replies()
     primed = generate(model, [[2], [0, 1, 3, 3]], uniforms, sampling).replies()
     assert primed == fresh == [[0, 1, 2, 3], [3, 0, 2, 1]]
-
-
-def test_a_batch_of_one_long_reply(tiny: Tiny) -> None:
-    sampling = Sampling(eos_id=VOCABULARY + 5, pad_id=PAD, max_new_tokens=5)
-    rollout = sample(tiny, sampling, [0])
-    assert rollout.response_mask.shape == (1, 5) and not rollout.finished.any()
-
-
-@pytest.mark.parametrize("at_once", [1, 5, 12, 40])
-def test_sampling_a_few_prompts_at_a_time_gives_the_same_rollout(tiny: Tiny, at_once: int) -> None:
-    prompts, streams = tiny.prompts[:12], list(range(12))
-    batch = PromptBatch(prompts, streams, 11)
-    whole = sample_replies(LocalSampler.of(tiny.policy), 0, batch, tiny.sampling)
-    parts = sample_replies(LocalSampler.of(tiny.policy), 0, batch, tiny.sampling, at_once)
-    assert len(set(whole.lengths.tolist())) > 2
-    for name in ("tokens", "attention_mask", "response_mask", "finished"):
-        assert torch.equal(getattr(parts, name), getattr(whole, name)), name
-    torch.testing.assert_close(parts.logprobs, whole.logprobs)
 
 
 def test_a_model_that_another_thread_loads_changes_no_reply(tiny: Tiny) -> None:

@@ -94,9 +94,3 @@ def test_a_horizon_at_which_one_rollout_would_turn_the_coefficient_is_refused_by
     controller = KlController(accepted.kl)
     controller.update(0.0, accepted.batch_size)
     assert 0 < controller.value < accepted.kl.coefficient
-
-
-def test_constant_controller_never_moves() -> None:
-    controller = KlController(KlConfig(coefficient=0.05))
-    controller.update(100.0, 64)
-    assert controller.value == 0.05

@@ -213,35 +213,26 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-@pytest.mark.parametrize("seed", range(120))
-def test_tensor_code_agrees_with_the_oracle(seed: int) -> None:
-    s = allowed_switches(seed)
-    case = Case(seed, s, [None, 1, 2, 3][seed % 4])
-    batch = case.oracle_batch()
-    experience = case.experience()
-    for b, q in enumerate(batch):
-        n = len(q.old)
-        for mine, theirs in ((experience.token_rewards, q.rewards), (experience.advantages, q.advantages),
-                             (experience.returns, q.returns)):  # fmt: skip
-            np.testing.assert_allclose(mine[b, :n].numpy(), theirs, atol=1e-6)
-    policy, value, _ = case.losses()
-    assert policy == pytest.approx(oracle.policy_loss(batch, s), abs=1e-6), s
-    assert value == pytest.approx(oracle.value_loss(batch, s), abs=1e-6), s
+SAMPLED = [(CHOICES, range(120)), (CHOICES | CRITIC_FREE, range(300, 340))]
 
 
-@pytest.mark.parametrize("seed", range(300, 340))
-def test_critic_free_advantages_agree_with_the_oracle(seed: int) -> None:
-    s = allowed_switches(seed, CHOICES | CRITIC_FREE)
+@pytest.mark.parametrize(("choices", "seed"), [(choices, seed) for choices, seeds in SAMPLED for seed in seeds])
+def test_tensor_code_agrees_with_the_oracle(choices: Mapping[str, list[Any]], seed: int) -> None:
+    s = allowed_switches(seed, choices)
     case = Case(seed, s, [None, 1, 2, 3][seed % 4])
-    batch = case.oracle_batch()
-    experience = case.experience()
+    batch, experience = case.oracle_batch(), case.experience()
+    policy, value, learner = case.losses()
     for b, q in enumerate(batch):
         n = len(q.old)
+        np.testing.assert_allclose(experience.token_rewards[b, :n].numpy(), q.rewards, atol=1e-6)
         np.testing.assert_allclose(experience.advantages[b, :n].numpy(), q.advantages, atol=1e-6)
         assert not experience.advantages[b, n:].any()
-    policy, _, learner = case.losses()
+        if learner.pair.critic is not None:
+            np.testing.assert_allclose(experience.returns[b, :n].numpy(), q.returns, atol=1e-6)
     assert policy == pytest.approx(oracle.policy_loss(batch, s), abs=1e-6), s
-    assert list(learner.pair.engines) == ["policy"]
+    assert list(learner.pair.engines) == ["policy", "critic"][: 1 if s.advantage_estimator != "gae" else 2]
+    if learner.pair.critic is not None:
+        assert value == pytest.approx(oracle.value_loss(batch, s), abs=1e-6), s
 
 
 @pytest.mark.parametrize("seed", range(200, 212))
@@ -269,9 +260,7 @@ def test_gradient_agrees_with_finite_differences_of_the_oracle(seed: int) -> Non
 
 
 def test_every_switch_value_was_sampled() -> None:
-    seen = [allowed_switches(seed) for seed in range(120)]
-    for name, values in CHOICES.items():
-        assert {getattr(s, name) for s in seen} == set(values)
-    seen = [allowed_switches(seed, CHOICES | CRITIC_FREE) for seed in range(300, 340)]
-    for name, values in CRITIC_FREE.items():
-        assert {getattr(s, name) for s in seen} == set(values)
+    for choices, seeds in SAMPLED:
+        seen = [allowed_switches(seed, choices) for seed in seeds]
+        for name, values in (CRITIC_FREE if seeds.start else CHOICES).items():
+            assert {getattr(s, name) for s in seen} == set(values)
