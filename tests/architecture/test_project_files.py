@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distribution import LONGEST, TOGETHER
 
 import rlhf_core
 from rlhf_core.config import yaml_text
@@ -77,3 +78,8 @@ def test_no_test_file_takes_the_name_of_a_standard_module() -> None:
     """A script of the tests has its own folder first on its path, so `numbers.py` beside it hides Python's."""
     files = (ROOT / "tests").rglob("*.py")
     assert [str(path) for path in files if path.stem in sys.stdlib_module_names] == []
+
+
+@pytest.mark.parametrize("name", [*TOGETHER, *LONGEST])
+def test_the_tests_that_are_begun_first_or_kept_together_exist(name: str) -> None:
+    assert (ROOT / name).exists()

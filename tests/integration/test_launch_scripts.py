@@ -164,15 +164,6 @@ def test_a_preempted_stage_is_requeued_if_only_its_steps_were_signalled(tmp_path
     assert process.wait(200) not in (0, 75) and not (tmp_path / "calls").exists()
 
 
-def test_a_failed_stage_is_not_put_back(tmp_path: Path) -> None:
-    make_programs(tmp_path / "bin", srun=SRUN, scancel=SCANCEL, scontrol=SCONTROL)
-    workspace = make_workspace(tmp_path, steps=1)
-    (workspace / "train.py").write_text("raise SystemExit(4)")
-    process = start("slurm/stage.sbatch", "ppo", workspace, folder=tmp_path, **slurm(tmp_path, 1, 1))
-    assert process.wait(200) not in (0, 75)
-    assert not (tmp_path / "calls").exists()
-
-
 def test_a_worker_whose_time_is_up_is_stopped_and_its_allocation_goes_back(tmp_path: Path) -> None:
     prefect = '#!/usr/bin/env bash\ntrap "exit 0" INT\necho "$*" > "$TEST_DIR/worker"\nwhile true; do sleep 0.1; done\n'
     make_programs(tmp_path / "bin", prefect=prefect, scontrol=SCONTROL)

@@ -19,18 +19,8 @@ ESCAPE = "import subprocess,sys,time; p=subprocess.Popen(['sleep','300'],start_n
 
 
 def supervised(code: str, grace: float = 1.0) -> list[str]:
-    inner = [sys.executable, "-c", code]
-    return [
-        sys.executable,
-        "-m",
-        "flows.supervision.supervisor",
-        "--parent",
-        str(os.getpid()),
-        "--grace",
-        str(grace),
-        "--",
-        *inner,
-    ]
+    supervisor = [sys.executable, "-m", "flows.supervision.supervisor", "--parent", str(os.getpid())]
+    return [*supervisor, "--grace", str(grace), "--", sys.executable, "-c", code]
 
 
 def read_pid(path: Path) -> int:

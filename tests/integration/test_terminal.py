@@ -27,18 +27,8 @@ class Terminal:
         self.folder, self.socket = folder, socket
         environment = {"PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8", "PATH": os.environ["PATH"], "HOME": str(folder)}
         command = f"cd {folder} && {sys.executable} {SCRIPT} {folder}; sleep 1000"
-        self.tmux(
-            "-f",
-            "/dev/null",
-            "new-session",
-            "-d",
-            "-x",
-            str(columns),
-            "-y",
-            str(rows),
-            command,
-            environment=environment,
-        )
+        size = ("-x", str(columns), "-y", str(rows))
+        self.tmux("-f", "/dev/null", "new-session", "-d", *size, command, environment=environment)
 
     def tmux(self, *arguments: str, environment: dict[str, str] | None = None) -> str:
         command = ["tmux", "-u", "-S", str(self.socket), *arguments]

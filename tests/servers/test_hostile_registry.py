@@ -25,7 +25,7 @@ from unit.flows.registry.conftest import ScriptedMatch
 from flows.commands.registry_output import model_history
 from flows.registry import decisions
 from flows.registry.history import Ledger
-from flows.registry.promote import approve, decline, promote, rollback
+from flows.registry.promote import promote, rollback
 from flows.registry.stored_models import champion_folder
 from flows.supervision.processes import child_environment
 from rlhf_core.errors import RlhfError
@@ -78,14 +78,6 @@ def decided(registry: SmallRegistry) -> int:
     return len(Ledger.open(registry.client, registry.name).entries())
 
 
-def test_versions_and_aliases_that_do_not_exist(registry: SmallRegistry, contest: Path) -> None:
-    assert "has no version 99" in refused(lambda: promote(contest, version="99"))
-    assert "has no earlier champion" in refused(lambda: rollback(contest, "why", to="99"))
-    assert f"no beta of {registry.name}" in refused(lambda: champion_folder(contest, "beta"))
-    assert "waits for approval" in refused(lambda: approve(contest))
-    assert registry.champion() == "1" and decided(registry) == 1
-
-
 def test_a_version_that_was_made_challenger_by_hand_is_not_promoted(registry: SmallRegistry, contest: Path) -> None:
     run = registry.client.get_model_version(registry.name, "1").run_id
     unjudged = registry.client.create_model_version(registry.name, f"runs:/{run}/model", run).version
@@ -104,21 +96,6 @@ def test_files_that_were_changed_in_the_store_after_registering(registry: SmallR
     line = refused(lambda: promote(contest, play=match))
     assert "version 2 are not the ones that were registered and judged" in line
     assert match.played == 0 and registry.champion() == "1" and decided(registry) == 1
-
-
-def test_a_history_that_was_damaged_in_the_database(servers: Servers, registry: SmallRegistry, contest: Path) -> None:
-    win(contest)
-    registry.client.set_registered_model_alias(registry.name, "challenger", registry.add_version())
-    query(servers, f"UPDATE params SET value = 'gone' WHERE key = 'history.{registry.name}.1'")
-    for action in (
-        lambda: win(contest),
-        lambda: rollback(contest, "why"),
-        lambda: approve(contest),
-        lambda: decline(contest, "why"),
-        lambda: model_history(contest).as_text(),
-    ):
-        assert f"entry 1 of the history of {registry.name} cannot be read" in refused(action)
-    assert registry.champion() == "2" and decided(registry) == 2
 
 
 def test_a_login_that_may_only_read(servers: Servers, registry: SmallRegistry, contest: Path) -> None:

@@ -91,12 +91,6 @@ def other_worker(pool: str, login: dict[str, str], folder: Path) -> Iterator[sub
             process.wait()
 
 
-def test_without_the_login_the_server_answers_nothing(login: dict[str, str]) -> None:
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        ask({**login, "PREFECT_API_AUTH_STRING": "rlhf:wrong"}, "flow_runs/filter", {})
-    assert refused.value.code == 401
-
-
 def test_a_pipeline_runs_on_a_worker_of_the_server(login: dict[str, str], tmp_path: Path) -> None:
     """The pool has two workers and a limit of one job, which the run says."""
     toy = training(tmp_path / "toy", "theirs", 3)

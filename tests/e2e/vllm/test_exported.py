@@ -10,7 +10,8 @@ import pytest
 import torch
 from integration.registry.conftest import commit, copy_workspace
 from smollm2 import needs_smollm2
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from tiny_llama import tiny_config
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from vllm_service import VLLM_MARKS, VLLM_PYTHON, VllmService, started
 
 from flows.prefect_server.services import free_port
@@ -45,19 +46,10 @@ def exported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def far_from_ties(policy: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model for the tokenizer in ``policy``, with heads of 32 dimensions and weights of a wide spread."""
     tokenizer = load_tokenizer(policy)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
+    config = tiny_config(
+        tokenizer, hidden_size=64, intermediate_size=128, max_position_embeddings=256, initializer_range=0.3,
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
+    )  # fmt: skip
     torch.manual_seed(3)
     return LlamaForCausalLM(config).eval(), tokenizer
 

@@ -70,13 +70,7 @@ def test_the_client_of_openai_gets_replies_whole_and_in_pieces(champion_in_vllm:
     assert "Paris" in seen["whole"] and len(seen["pieces"]) > 4
     assert "".join(seen["pieces"]) == seen["whole"] and seen["usage"] == seen["stream_usage"]
     assert seen["refused"] == ["AuthenticationError", "NotFoundError"]
-
-
-def test_a_request_without_the_token_is_refused(champion_in_vllm: ServedChampion) -> None:
-    service = champion_in_vllm.service
-    body = {"model": service.model, "messages": [{"role": "user", "content": QUESTION}]}
-    assert httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=60).status_code == 401
-    assert str(service.token) not in service.log.read_text()
+    assert str(champion_in_vllm.service.token) not in champion_in_vllm.service.log.read_text()
 
 
 def test_no_request_gets_more_tokens_than_the_policy_was_judged_with(champion_in_vllm: ServedChampion) -> None:

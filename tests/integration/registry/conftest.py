@@ -20,7 +20,8 @@ import pytest
 import torch
 from dvc.repo import Repo
 from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerBase
+from tiny_llama import tiny_config
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerBase
 
 from flows.prefect_server.services import free_port
 from flows.supervision.processes import child_environment
@@ -62,20 +63,8 @@ PARAMS = "seed: 1\nevaluate: {prompts: 8, bootstrap: 100, sampling: {max_new_tok
 
 
 def save_model(folder: Path, tokenizer: PreTrainedTokenizerBase, kind: type, seed: int) -> None:
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=256,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        num_labels=1,
-    )
     torch.manual_seed(seed)
-    kind(config).save_pretrained(folder)
+    kind(tiny_config(tokenizer, max_position_embeddings=256)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

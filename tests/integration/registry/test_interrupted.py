@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.registry.conftest import policy_name, reward_name
+from integration.registry.conftest import copy_workspace
 from integration.registry.test_promotion import ScriptedMatch, aliases, reports
 from killed_call import killed_before
 
@@ -31,39 +32,15 @@ def win(workspace: Path) -> Any:
     return promote(workspace, play=ScriptedMatch(judge=0.9))
 
 
-def steps_of(backend: Any) -> Iterator[int]:
-    """Every step where a try costs little, else those around the alias moves."""
-    yield from range(1, MORE_THAN_ALL) if backend.uri is None else (3, 4, 6, 12)
-
-
 @pytest.fixture
-def contests(request: pytest.FixtureRequest, tmp_path: Path, backend: Any) -> Callable[[], Path]:
-    """A new contest at each call."""
-    from integration.registry import conftest
-
-    kind = "champion_and_challenger" if backend.uri is None else "champion_and_challenger_on_server"
-    source: Path = request.getfixturevalue(kind)
-    monkeypatch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
-    made: list[Path] = []
-
-    def new() -> Path:
-        workspace = conftest.copy_workspace(source, tmp_path / str(len(made)) / "contest")
-        made.append(workspace)
-        backend.adopt(workspace, monkeypatch)
-        if backend.uri is not None:
-            for name in (policy_name, reward_name):
-                conftest.copy_registered_model(workspace, name(source), name(workspace))
-        return workspace
-
-    return new
+def contests(champion_and_challenger: Path, tmp_path: Path) -> Iterator[Path]:
+    """Contests without end, each new."""
+    return (copy_workspace(champion_and_challenger, tmp_path / str(number) / "contest") for number in count())
 
 
-def test_a_promotion_killed_at_any_step_is_completed_or_has_not_begun(
-    contests: Callable[[], Path], backend: Any
-) -> None:
+def test_a_promotion_killed_at_any_step_is_completed_or_has_not_begun(contests: Iterator[Path]) -> None:
     moved = []
-    for step in steps_of(backend):
-        workspace = contests()
+    for step, workspace in zip(range(1, MORE_THAN_ALL), contests, strict=False):
         if not killed_before(step, lambda workspace=workspace: win(workspace)):
             break
         moved.append(aliases(workspace) != BEFORE)
@@ -77,12 +54,9 @@ def test_a_promotion_killed_at_any_step_is_completed_or_has_not_begun(
     assert "interrupted" not in status(workspace).as_text()
 
 
-def test_a_rollback_killed_at_any_step_is_completed_or_has_not_begun(
-    contests: Callable[[], Path], backend: Any
-) -> None:
+def test_a_rollback_killed_at_any_step_is_completed_or_has_not_begun(contests: Iterator[Path]) -> None:
     completed = []
-    for step in steps_of(backend):
-        workspace = contests()
+    for step, workspace in zip(range(1, MORE_THAN_ALL), contests, strict=False):
         killed_before(MORE_THAN_ALL, lambda workspace=workspace: win(workspace))
         if not killed_before(step, lambda workspace=workspace: rollback(workspace, "rude")):
             break
@@ -144,8 +118,8 @@ def test_a_refused_change_moves_nothing(contest: Path, monkeypatch: pytest.Monke
     assert aliases(contest) == BEFORE and len(reports(contest)) == 1
 
 
-def test_registering_completes_an_interrupted_promotion_first(contests: Callable[[], Path]) -> None:
-    workspace = contests()
+def test_registering_completes_an_interrupted_promotion_first(contests: Iterator[Path]) -> None:
+    workspace = next(contests)
     assert killed_before(5, lambda: win(workspace))
     assert (
         "a promote was interrupted; the next promote, rollback, run or chat completes it" in status(workspace).as_text()

@@ -136,21 +136,20 @@ def test_a_signature_of_other_files_by_the_right_key_is_refused(signing: Path) -
 
 @pytest.mark.slow
 def test_certificates_lead_to_a_root(signing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = [
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "30",
-        "-subj",
-    ]
+    root_request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 30"
     for root in ("root", "foreign"):
         use = ["-addext", "keyUsage=critical,keyCertSign"]
-        openssl(tmp_path, *make, f"/CN={root}", *use, "-keyout", f"{root}.key", "-out", f"{root}.pem")
+        openssl(
+            tmp_path,
+            *root_request.split(),
+            "-subj",
+            f"/CN={root}",
+            *use,
+            "-keyout",
+            f"{root}.key",
+            "-out",
+            f"{root}.pem",
+        )
     (tmp_path / "use").write_text("keyUsage=critical,digitalSignature\nextendedKeyUsage=codeSigning\n")
     request = "req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=ci -keyout ci.key -out ci.csr"
     openssl(tmp_path, *request.split())

@@ -13,7 +13,6 @@ import pytest
 from integration.registry.conftest import policy_name
 
 from flows.commands.doctor import FAIL, OK, check_package, doctor, doctor_text, failures
-from flows.commands.serve import PolicyChoice, served_source
 from flows.commands.status import status
 from flows.pipeline.events import EventWriter, RunPlanned, StageEnded, StageStarted, new_events_file
 from flows.prefect_server.services import free_port
@@ -68,18 +67,6 @@ def test_status_says_what_became_of_the_policy_of_the_workspace(contest: Path) -
     assert "next: rlhf run" in status(contest).as_text()
     (contest / "dvc.lock").unlink()
     assert "No run has registered it yet" in status(contest).as_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
-def test_the_champion_introduces_itself_in_chat(workspace: Path) -> None:
-    run_id = start_pipeline_run(workspace, "demo · now")
-    register(workspace, run_id)
-    promote(workspace)
-    model = served_source(workspace, PolicyChoice())
-    assert re.fullmatch(rf"{policy_name(workspace)} version 1 \(@champion\), registered [\d: -]+", model.about[0])
-    folder = model.source.files(model.source.latest()).folder
-    assert model.workspace == workspace and (folder / "config.json").is_file()
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)

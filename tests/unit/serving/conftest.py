@@ -12,7 +12,8 @@ import httpx
 import pytest
 import torch
 from fastapi import FastAPI
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from tiny_llama import tiny_config
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.models.starting.base import train_tokenizer
@@ -39,11 +40,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 def model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-            max_position_embeddings=CONTEXT, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-        )  # fmt: skip
-        return LlamaForCausalLM(config).eval()
+        return LlamaForCausalLM(tiny_config(tokenizer, max_position_embeddings=CONTEXT)).eval()
 
 
 class HeldPolicy(LoadedPolicy):

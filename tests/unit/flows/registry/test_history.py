@@ -56,8 +56,12 @@ def test_a_ledger_whose_run_is_deleted_takes_no_entry(registry: Registry) -> Non
     assert not isinstance(refused.value, EntryTaken)
 
 
-def test_every_change_of_an_alias_is_in_the_history(registry: Registry, contest: Path) -> None:
-    promote(contest, play=ScriptedMatch())
+def test_every_change_of_an_alias_is_in_the_history_and_a_dry_run_makes_none(registry: Registry, contest: Path) -> None:
+    match = ScriptedMatch()
+    plan = promote(contest, dry_run=True, play=match)
+    assert plan.promoted and plan.dry_run and plan.report is None and registry.aliases()["champion"] == "1"
+    assert len(read_history(registry.client, MODEL)) == 1
+    assert promote(contest, play=match).promoted and match.played == 1
     rollback(contest, "rude")
     records = read_history(registry.client, MODEL)
     assert [(record["action"], record["reason"]) for record in records] == [

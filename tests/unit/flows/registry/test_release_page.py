@@ -17,6 +17,7 @@ from flows.registry.release_page import (
     write_release_page,
 )
 from flows.registry.workspace import RegisteredHere, write_registered
+from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.report.headline import BEGIN, END, ReleaseDecision, UnmetCondition
 from rlhf_core.storage.files import sha256_file
 
@@ -94,7 +95,10 @@ def test_a_failed_gate_in_report_mode_registers_no_challenger(registry: Registry
 
 def test_a_challenger_that_was_not_shown_better(registry: Registry, contest: Path) -> None:
     hold(contest, "2")
-    assert not promote(contest, play=ScriptedMatch(0.45, length=0.3)).promoted
+    match = ScriptedMatch(0.45, length=0.3)
+    first, again = promote(contest, play=match), promote(contest, play=match)
+    assert not first.promoted and not first.is_champion and not again.promoted
+    assert again.unchanged and match.played == 1 and registry.aliases() == {"champion": "1", "challenger": "2"}
     decision = decided(contest)
     assert decision.headline == f"Not released: {MODEL} version 2 was not promoted in place of version 1"
     assert decision.registered == f"Registered as {MODEL} version 2; it passed its gates."
@@ -130,11 +134,17 @@ def test_promoted_then_taken_back(registry: Registry, contest: Path) -> None:
 
 
 def test_forced_promotions_say_so(registry: Registry, contest: Path) -> None:
+    def broken(*_: object) -> dict[str, Any]:
+        raise RlhfError("no judge")
+
     hold(contest, "2")
-    assert promote(contest, force_reason="the champion leaks", play=ScriptedMatch(0.4)).promoted
+    for reason, refusal in ((None, "no judge"), (" ", "needs a reason")):
+        with pytest.raises(RlhfError, match=refusal):
+            promote(contest, force_reason=reason, play=broken)
+    assert promote(contest, force_reason="the champion leaks", play=broken).forced == "the champion leaks"
     decision = decided(contest)
     assert (decision.state, decision.headline) == ("open", f"Released by force: {MODEL} version 2 is the champion")
-    assert decision.reason.startswith("Promoted: forced: the champion leaks (otherwise: ")
+    assert decision.reason.startswith("Promoted: forced: the champion leaks (otherwise: no match: no judge")
 
 
 @pytest.mark.slow
