@@ -1,7 +1,8 @@
-"""Paths, commands and options in the Markdown pages exist, and the pages are complete where they list something."""
+"""Paths, commands and tests that the Markdown pages name exist, and their lists are complete."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -122,3 +123,20 @@ def test_the_make_targets_that_the_workflow_and_the_guide_call_exist() -> None:
     assert targets >= {"setup", "test", "lint", "docs", "coverage"}
     known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     assert targets <= set(known)
+
+
+TEXT = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").split("## 9. Traps")[1]
+TRAPS = [line for line in TEXT.splitlines() if line.startswith("| ") and not line.startswith("| trap ")]
+
+
+def test_there_are_ten_traps() -> None:
+    assert len(TRAPS) == 10
+
+
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda line: line[2:40])
+def test_the_tests_of_a_trap_exist(trap: str) -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", trap)
+    assert named
+    for file, test in named:
+        tree = ast.parse((ROOT / "tests" / "unit" / file).read_text(encoding="utf-8"))
+        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{test}"

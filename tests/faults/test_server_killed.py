@@ -1,20 +1,76 @@
-"""An external Prefect server is killed with -9 in the middle of a training, and the run continues."""
+"""An external Prefect server: it is killed, or the machine that uses it dies, and the next run goes on."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.prefect_server.services import LOOPBACK, claim_port
+from flows.supervision.processes import CHILD_SETTINGS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from lasting import ACTIVE, LastingServer
-from toys import assert_nothing_lost, in_the_middle, processes_of, training_toy
+from toys import assert_nothing_lost, begin, in_the_middle, processes_of, training_toy, wait_until
 
-pytestmark = [pytest.mark.services, pytest.mark.slow]
+ACTIVE = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 
 
+class LastingServer:
+    """A server on a port of its own; ``env`` points clients at it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = claim_port(None, "the Prefect server")
+        self.url = f"http://{LOOPBACK}:{self.port}/api"
+        self.env = {"PREFECT_API_URL": self.url, "PREFECT_HOME": str(folder / "home")}
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start or restart the server on its database, and wait until it answers."""
+        database = f"sqlite+aiosqlite:///{self.folder}/prefect.db"
+        env = {**os.environ, **CHILD_SETTINGS, **self.env, "PREFECT_API_DATABASE_CONNECTION_URL": database}
+        env.pop("PREFECT_API_URL")
+        command = [sys.executable, "-m", "prefect", "server", "start", "--host", LOOPBACK, "--port", str(self.port)]
+        with (self.folder / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+        wait_until(self._answers, 600, "answer of the Prefect server")
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2):
+                return True
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        """Kill the server with SIGKILL."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def runs(self, types: list[StateType] | None = None) -> list[FlowRun]:
+        """Return the flow runs on the server, all or those in states of ``types``."""
+        wanted = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=types))) if types else None
+        with temporary_settings({PREFECT_API_URL: self.url}), get_client(sync_client=True) as client:
+            return client.read_flow_runs(flow_run_filter=wanted)
+
+
+@pytest.mark.services
+@pytest.mark.slow
 def test_a_run_survives_ten_seconds_without_an_external_server(tmp_path: Path) -> None:
     toy, server = training_toy(tmp_path / "toy", pace=1.0), LastingServer(tmp_path / "server")
     try:
@@ -26,5 +82,37 @@ def test_a_run_survives_ten_seconds_without_an_external_server(tmp_path: Path) -
         assert run.wait(600) == 0, (toy / "out.log").read_text()
         assert_nothing_lost(toy, faults=0)
         assert processes_of(toy) == [] and server.runs(ACTIVE) == []
+    finally:
+        server.kill()
+
+
+def kill_at_once(toy: Path, run: subprocess.Popen[bytes]) -> None:
+    """Suspend every process before killing any, so that none notices the death of another."""
+    everything = [psutil.Process(run.pid), *processes_of(toy)]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in everything:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+
+@pytest.mark.services
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_runs_of_a_dead_machine_are_marked_as_crashed_and_the_next_run_resumes(tmp_path: Path) -> None:
+    toy, server = training_toy(tmp_path / "toy", pace=1.0), LastingServer(tmp_path / "server")
+    try:
+        server.start()
+        run = in_the_middle(toy, **server.env)
+        kill_at_once(toy, run)
+        run.wait()
+        held = server.runs(ACTIVE)
+        assert {run.state_type for run in held} == {StateType.RUNNING} and len(held) == 2
+        again = begin("run", cwd=toy, **server.env)
+        assert again.wait(600) == 0, (toy / "out.log").read_text()
+        assert "its job on gpu-pool ended as Crashed: no heartbeat for 90 s" in (toy / "out.log").read_text()
+        assert_nothing_lost(toy)
+        assert processes_of(toy) == [] and server.runs(ACTIVE) == []
+        states = {r.id: (r.state_type, r.state.message if r.state else "") for r in server.runs()}
+        assert [states[r.id] for r in held] == [(StateType.CRASHED, "no heartbeat for 90 s")] * 2
     finally:
         server.kill()

@@ -1,4 +1,4 @@
-"""Gates: bounds by hand, metrics that cannot be read, files that open and shut."""
+"""Gates: bounds by hand, metrics that cannot be read, files that open and shut, and which gates guarantee others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlhf_core.config.gates import Condition, GatesConfig
 from rlhf_core.config.loading import check_params
@@ -235,3 +237,56 @@ def test_a_margin_guarantees_wider_ones_and_no_other_kind_of_bound() -> None:
     assert len(weaker_conditions([margin(0.1)], [margin(0.05)])) == 1
     assert len(weaker_conditions([margin(0.05, 0.1)], [margin(0.05)])) == 1
     assert len(weaker_conditions([Condition(metric="repetition", at_most=0.0, why="w")], [margin(0.05)])) == 1
+
+
+NUMBERS = st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 2.0])
+
+
+@st.composite
+def conditions(draw: st.DrawFn) -> Condition:
+    kind = draw(st.sampled_from(["at_least", "at_most", "at_least_of", "at_most_of"]))
+    metric = draw(st.sampled_from(["kl", "length"]))
+    if kind in ("at_least", "at_most"):
+        return Condition(metric=metric, why="", **{kind: draw(NUMBERS)})
+    return Condition(metric=metric, why="", factor=draw(NUMBERS), slack=draw(NUMBERS), **{kind: "other"})
+
+
+@given(
+    st.lists(conditions(), max_size=3),
+    conditions(),
+    st.fixed_dictionaries(dict.fromkeys(["kl", "length", "other"], NUMBERS)),
+)
+def test_what_passes_stricter_conditions_passes_the_required_one(
+    own: list[Condition], required: Condition, metrics: dict[str, float]
+) -> None:
+    if not weaker_conditions(own, [required]) and all(check(condition, metrics).passed for condition in own):
+        assert check(required, metrics).passed
+
+
+def kl(**fields: Any) -> Condition:
+    return Condition(metric="kl", why="", **fields)
+
+
+@pytest.mark.parametrize(
+    ("own", "required", "guaranteed"),
+    [
+        (kl(at_most=5.0), kl(at_most=6.0), True),
+        (kl(at_most=6.0), kl(at_most=6.0), True),
+        (kl(at_most=7.0), kl(at_most=6.0), False),
+        (kl(at_least=0.7), kl(at_least=0.6), True),
+        (kl(at_least=0.5), kl(at_least=0.6), False),
+        (kl(at_most=5.0), kl(at_least=5.0), False),
+        (kl(at_most=0.0), kl(at_most_of="other"), False),
+        (kl(at_most_of="other", factor=2.0), kl(at_most_of="other", factor=2.0, slack=0.1), True),
+        (kl(at_most_of="other", factor=2.0, slack=0.2), kl(at_most_of="other", factor=2.0), False),
+        (kl(at_most_of="other", factor=1.5), kl(at_most_of="other", factor=2.0), False),
+        (kl(at_most_of="another"), kl(at_most_of="other"), False),
+    ],
+)
+def test_bounds_by_hand(own: Condition, required: Condition, guaranteed: bool) -> None:
+    assert (weaker_conditions([own], [required]) == []) is guaranteed
+
+
+def test_the_missing_conditions_are_named() -> None:
+    required = [kl(at_most=6.0), kl(at_least=0.1)]
+    assert weaker_conditions([kl(at_least=0.2)], required) == ["kl <= 6"]

@@ -20,13 +20,8 @@ from rlhf_core.storage.files import sha256_file
 
 
 def compared(win_rate: float) -> dict[str, float]:
-    return {
-        "win_rate": win_rate,
-        "win_rate_low95": win_rate - 0.1,
-        "win_rate_high95": win_rate + 0.1,
-        "prompts": 9,
-        "clusters": 7,
-    }
+    bounds = {"win_rate_low95": win_rate - 0.1, "win_rate_high95": win_rate + 0.1}
+    return {"win_rate": win_rate, "prompts": 9, "clusters": 7, **bounds}
 
 
 EVALUATION = {
@@ -35,14 +30,8 @@ EVALUATION = {
     "kl": 1.5,
     "comparison": {"judge": compared(0.7) | {"lc_win_rate": 0.65}, "gold": compared(0.75)},
 }
-BEST = {
-    "n": 16,
-    "kl_bound": 1.835,
-    "sampled_tokens_per_reply": 310.0,
-    "gold": 0.5,
-    "length": 21.0,
-    "comparison": {"judge": compared(0.6)},
-}
+BEST = {"n": 16, "kl_bound": 1.835, "sampled_tokens_per_reply": 310.0, "gold": 0.5, "length": 21.0,
+        "comparison": {"judge": compared(0.6)}}  # fmt: skip
 HISTORIES = {
     # Two iterations of PPO with 10 replies each, one of which a rollback repeated.
     "ppo": [{"iteration": n, "length": 20.0, "seconds_update": 2.0, "seconds_forward": 1.0} for n in (1, 2)],

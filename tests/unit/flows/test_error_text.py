@@ -18,26 +18,17 @@ from flows.stage.outcome import ConditionRow, condition_rows
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, GateFailed
 
 WHY = "below this the proxy misleads PPO more than it guides it"
+NAMES = ("metric", "value", "bound", "limit", "passed", "why")
 CONDITIONS = [
-    {"metric": "kl", "value": 2.31, "bound": "<= 6", "limit": 6.0, "passed": True, "why": "nats per sequence"},
-    {
-        "metric": "comparison.judge.win_rate_low95",
-        "value": 0.4999996,
-        "bound": ">= 0.5",
-        "limit": 0.5,
-        "passed": False,
-        "why": WHY,
-    },
-    {
-        "metric": "policy.length",
-        "value": 55.234567,
-        "bound": "<= max(1.6 * sft.length, sft.length + 0)",
-        "limit": 48.12345,
-        "passed": False,
-        "why": "longer is not better",
-    },
-    {"metric": "absent", "value": None, "bound": ">= 1", "limit": 1.0, "passed": False, "why": "w", "note": "missing"},
+    dict(zip(NAMES, row, strict=True))
+    for row in (
+        ("kl", 2.31, "<= 6", 6.0, True, "nats per sequence"),
+        ("comparison.judge.win_rate_low95", 0.4999996, ">= 0.5", 0.5, False, WHY),
+        ("policy.length", 55.234567, "<= max(1.6 * sft.length, sft.length + 0)", 48.12345, False, "longer"),
+        ("absent", None, ">= 1", 1.0, False, "w"),
+    )
 ]
+CONDITIONS[-1]["note"] = "missing"
 DECISION: dict[str, Any] = {"gate": "policy", "passed": False, "mode": "enforce", "conditions": CONDITIONS}
 
 

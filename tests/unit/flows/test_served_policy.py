@@ -9,7 +9,8 @@ from typing import Any
 import pandas
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from tiny_llama import tiny_config
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from flows.registry.model_pyfunc import LIMITS, RequestRefused, ServedModel
 from flows.registry.stored_models import signature
@@ -33,11 +34,7 @@ ANSWERED = [*ASKED, {"role": "assistant", "content": "the sky is blue."}]
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("served")
     tokenizer = train_tokenizer(["what colour is the sky? the sky is blue."] * 4, 280)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=128, eos_token_id=tokenizer.eos_token_id, bos_token_id=None, initializer_range=0.4,
-        pad_token_id=tokenizer.pad_token_id, num_labels=1,
-    )  # fmt: skip
+    config = tiny_config(tokenizer, initializer_range=0.4)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         save_policy(root / "policy", LlamaForCausalLM(config).eval(), tokenizer)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unit.tracking.fake_mlflow import AWAY, URI, Clock, Server
+from unit.tracking.conftest import AWAY, URI, Clock, Server
 
 from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.tracking import journal

@@ -11,7 +11,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from requests import HTTPError, Response
-from unit.tracking.fake_mlflow import AWAY, URI, Clock, Server
+from unit.tracking.conftest import AWAY, URI, Clock, Server
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.tracking.delivery import ServerAway, address, away_errors, deliver_waiting

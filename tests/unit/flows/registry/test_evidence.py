@@ -1,4 +1,4 @@
-"""What a promotion is decided on beside win rates, how often it was tried, and how it is told afterwards."""
+"""What a promotion is decided on, when that is another question, how often it was tried, and how it is told."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.entities.model_registry import ModelVersion, ModelVersionTag
 from rich.console import Console
 from scripted_match import match_result
 
 from flows.commands.registry_output import explain_gate, explain_promotion, gate_report, model_history
 from flows.commands.text import gate_verdict, has_passed
-from flows.registry.match import attempt_number
+from flows.dvc_repo.graph import StageNode
+from flows.registry.evidence import require_recorded
+from flows.registry.match import attempt_number, match_question, question_digest
 from flows.registry.promote import promote, rollback
-from rlhf_core.errors import RlhfError
+from flows.registry.stored_models import CONTENT_TAG
+from rlhf_core.errors import GateFailed, RlhfError
 from rlhf_core.storage.files import sha256_file
 
 from .conftest import MODEL, PARAMS, Registry, ScriptedMatch
@@ -157,3 +161,37 @@ def test_a_gate_without_conditions_or_without_report_has_not_passed(tmp_path: Pa
         gate_report(tmp_path, "sft")
     with pytest.raises(RlhfError, match="no gate 'ppo'; the gates are data, sft, reward, policy"):
         gate_report(tmp_path, "ppo")
+
+
+EDGES = {"collect": (), "validate": ("collect",), "ppo": ("validate",), "gate-policy": ("ppo",), "report": ("ppo",)}
+GRAPH = {name: StageNode(name, after, "true", ()) for name, after in EDGES.items()}
+
+
+@pytest.mark.parametrize("stale", ["gate-policy", "ppo", "validate", "collect"])
+def test_a_stale_stage_anywhere_before_the_gate_is_named(stale: str) -> None:
+    changes = [{"changed outs": {"data": "modified"}}]
+    with pytest.raises(GateFailed, match=stale):
+        require_recorded(GRAPH, {stale: changes}, "gate-policy")
+
+
+def test_what_does_not_lead_to_the_gate_and_what_always_runs_does_not_matter() -> None:
+    require_recorded(GRAPH, {"report": [{"changed deps": {"x": "modified"}}]}, "gate-policy")
+    require_recorded(GRAPH, {"collect": ["always changed"]}, "gate-policy")
+
+
+def test_changed_checks_are_another_question(tmp_path: Path) -> None:
+    old, new = (ModelVersion("m", number, 0, tags=[ModelVersionTag(CONTENT_TAG, number)]) for number in ("1", "2"))
+    lines, code, params = (tmp_path / name for name in ("checks.jsonl", "checks_of_match.py", "params.yaml"))
+    digests = []
+    for path, content in (
+        (params, "evaluate: {}\n"),
+        (lines, '{"prompt": "?", "require": {"max_words": 3}}\n'),
+        (params, "evaluate:\n  verifiable: {path: checks.jsonl, functions: {f: 'checks_of_match:f'}}\n"),
+        (code, "def f(prompt, reply):\n    return True\n"),
+        (code, "def f(prompt, reply):\n    return False\n"),
+        (lines, '{"prompt": "?", "require": {"max_words": 2}}\n'),
+    ):
+        path.write_text(content)
+        digests.append(question_digest(match_question(tmp_path, new, old)) if params.exists() else "")
+    assert digests[0] == digests[1], "a file that nothing names"
+    assert len(set(digests[1:])) == 5

@@ -1,4 +1,4 @@
-"""One workspace owns a registered policy: no other takes its champion by weaker settings of its own."""
+"""Several workspaces and one registry: one of them owns a policy, and each shows and promotes what is its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from flows.commands.status import recorded_run
+from flows.pipeline import registration
+from flows.registry.client import end_pipeline_run, start_pipeline_run
 from flows.registry.promote import promote
 from flows.registry.session import describe_terms
 from flows.registry.workspace import OWNER_TAG
@@ -84,3 +87,23 @@ def test_a_champion_whose_alias_was_removed_is_not_replaced_without_a_match(regi
     assert promote(contest, version="1", force_reason="it was removed by mistake").promoted
     assert registry.aliases() == {"challenger": "2", "champion": "1"}
     assert not promote(contest, play=match).promoted and match.played == 1
+
+
+def test_a_run_promotes_the_version_that_it_registered(
+    registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = registry.aliases()["challenger"]
+    registry.add_version()  # another workspace registers before this run promotes
+    monkeypatch.setitem(registration.promote.__kwdefaults__, "play", ScriptedMatch())
+    decision = registration.promote_task.fn(contest, own)
+    assert (decision.challenger, decision.promoted) == (own, True)
+    assert registry.aliases()["champion"] == own
+
+
+def test_status_shows_no_run_of_a_workspace_elsewhere_with_the_same_name(registry: Registry) -> None:
+    here, elsewhere = registry.workspace("here/demo"), registry.workspace("elsewhere/demo")
+    start_pipeline_run(elsewhere, "demo · elsewhere")
+    assert recorded_run(here, "rlhf-pipeline", False, None) == []
+    own = start_pipeline_run(here, "demo · here")
+    end_pipeline_run(start_pipeline_run(elsewhere, "demo · again"), "completed", elsewhere)
+    assert own in recorded_run(here, "rlhf-pipeline", False, None)[0]

@@ -1,0 +1,173 @@
+"""The command line: its help, what it says before it loads libraries, and names that it refuses at once."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from commands import ROOT, command_environment, run
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from flows import cli
+from flows.cli import app
+from flows.commands import registry_commands
+from flows.commands.options import PANELS, joined_lines, profile_list, profile_names
+from rlhf_core import __version__
+from rlhf_core.config.recipe import profile_headers
+
+TREE = get_command(app)
+COMMANDS = [(name,) for name in TREE.commands if name != "ablate"]  # its help is that of benchmarks/ablation
+COMMANDS += [(name, member) for name, group in TREE.commands.items() for member in getattr(group, "commands", ())]
+
+
+def shown(*words: str) -> str:
+    """What the command prints on a terminal of 80 columns."""
+    result = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1", "TERMINAL_WIDTH": "80"}).invoke(app, [*words])
+    return result.output
+
+
+def test_a_paragraph_is_joined_and_examples_keep_their_lines() -> None:
+    text = "One\ntwo.\n\nThree\nfour.\n\nExamples:\n$ a b\n$ c"
+    assert joined_lines(text) == "One two.\n\nThree four.\n\nExamples:\n$ a b\n$ c"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_help_fills_its_lines_and_shows_flags_without_type(command: tuple[str, ...]) -> None:
+    screen = shown(*command, "--help")
+    assert screen == shown(*command, "-h")
+    assert "<bool>" not in screen and not re.search(r"Usage: .*\{", screen)
+    assert not re.search(r"--\S*…", screen), "a flag is cut"
+    prose = screen.partition("╭")[0]
+    assert max(map(len, prose.splitlines())) <= 80
+    for line, following in zip(prose.splitlines(), prose.splitlines()[1:], strict=False):
+        example = line.startswith(" $ ") or line.strip() == "Examples:"
+        if line.strip() and following.strip() and not example:
+            # The first word of the next line would not have fitted.
+            assert len(line.rstrip()) + 1 + len(following.split()[0]) > 79, line
+
+
+def test_every_command_of_a_panel_is_shown_and_old_names_still_work() -> None:
+    screen = shown("--help")
+    listed = [name for names in PANELS.values() for name in names]
+    assert all(re.search(rf"^│ {name} ", screen, re.MULTILINE) for name in listed)
+    assert [*TREE.commands][: len(listed)] == listed
+    for name in ("match", "benchmark", "lm-eval", "terms", "gc"):
+        assert not re.search(rf"^│ {name} ", screen, re.MULTILINE)
+        assert f" {name} [OPTIONS]" in shown(name, "--help")
+
+
+@pytest.mark.parametrize("words", [("--help",), ("init",), ("run", "-h")])
+def test_the_profiles_are_listed_with_a_line_each(words: tuple[str, ...]) -> None:
+    lines = [line.strip() for line in shown(*words).splitlines()]
+    for name in profile_headers(ROOT / "profiles"):
+        (line,) = (line for line in lines if re.match(rf"{name}\s{{2,}}\w", line))
+        assert 20 < len(line) <= 78
+
+
+def test_a_workspace_with_profiles_of_its_own_lists_those(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("params.yaml", "dvc.yaml"):
+        (tmp_path / name).touch()
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "mine.yaml").write_text("# My own. And more.\n# Of it.\nseed: 2\n# not this\n")
+    monkeypatch.chdir(tmp_path)
+    assert profile_list().splitlines()[1:] == ["  mine  My own"]
+    assert profile_names("m") == ["mine"] and profile_names("x") == []
+
+
+def test_the_version_is_printed() -> None:
+    assert shown("--version") == f"rlhf-pipeline {__version__}\n"
+
+
+def test_a_shell_completes_commands_and_profiles() -> None:
+    script = f"{sys.executable} -m flows.cli"
+    for words, count, expected in (("rlhf ru", 1, "run"), ("rlhf run --profile smo", 3, "smoke")):
+        completion = {"_RLHF_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+        done = run(*script.split(), cwd=ROOT, **completion)
+        assert expected in done.stdout.split(), done.stdout + done.stderr
+
+
+def test_the_help_loads_no_heavy_library() -> None:
+    code = (
+        "import sys\nfrom flows.cli import app\n"
+        "try: app(['--help'])\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'prefect', 'dvc', 'mlflow', 'pandas', 'numpy', 'pydantic', 'ruamel'}\n"
+        "print('loaded', sorted(heavy & {name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=command_environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "loaded []"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["run", "status", "summary", "compare", "registry_output", "init"])
+def test_commands_that_train_nothing_load_no_torch(module: str) -> None:
+    code = (
+        f"import sys\nimport flows.commands.{module}\n"
+        "print(sorted({'torch', 'transformers', 'prefect', 'dvc'} & {name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=command_environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+class Announced(Exception):
+    """Raised in place of what a command would go on to do."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "init my-run", "run", "run --profile smoke", "status", "doctor", "compare .", "report", "export there", "chat",
+        "serve", "promote", "approve", "decline --reason no", "rollback --reason no", "history", "registry terms",
+        "registry gc",
+    ],
+)  # fmt: skip
+def test_it_is_said_what_a_command_does_before_it_does_anything(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def announce(what: str) -> NoReturn:
+        raise Announced(what)
+
+    monkeypatch.setattr(cli, "busy", announce)
+    monkeypatch.setattr(registry_commands, "busy", announce)
+    for name in ("params.yaml", "dvc.yaml"):
+        (tmp_path / name).write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(CliRunner().invoke(cli.app, command.split()).exception, Announced)
+
+
+REPORT = """
+import sys
+sys.argv = ["rlhf", *sys.argv[1:]]
+from flows.cli import main
+try:
+    main()
+except SystemExit as end:
+    slow = sorted({"torch", "transformers", "datasets", "mlflow", "prefect", "pyarrow", "pandas"} & sys.modules.keys())
+    print(end.code, slow)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("chat", "/nowhere"), "no model at /nowhere (it has no config.json); name a model folder such as models/sft"),
+        (("data", "/nowhere"), "no file matches '/nowhere'; correct the path"),
+        (("data", "pairs/*.jsonl"), "no file matches 'pairs/*.jsonl' (looked in "),
+        (("data", "hub:a/b/c/d"), "'hub:a/b/c/d' is not a hub id; write hub:owner/name"),
+        (("data", "."), "the folder . holds no file of data; correct the path"),
+    ],
+)
+def test_wrong_names_are_refused_before_slow_imports(command: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", REPORT, *command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "2 []\n", done.stdout + done.stderr
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1 and "collect.files" not in done.stderr

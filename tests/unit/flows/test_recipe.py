@@ -1,0 +1,114 @@
+"""dvc.yaml of a workspace: its inputs are refreshed, and parameters that it names and params.yaml lacks are told."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+
+from flows.commands.init import initialise
+from flows.commands.run import run
+from flows.commands.up import up
+from flows.dvc_repo.inputs import with_sources
+from flows.dvc_repo.recipe import check_tracked_params, tracked_params
+from rlhf_core.config import yaml_text
+from rlhf_core.config.data import ValidateConfig
+from rlhf_core.config.loading import Params, check_params, load_params, merge
+from rlhf_core.errors import ConfigError
+from rlhf_core.stages import collect, evaluate, validate
+
+RECIPE = "dvc.yaml"
+READING_FILES = {module.STAGE.name: module.STAGE for module in (collect, validate, evaluate)}
+
+
+def dependencies(text: str, stage: str) -> list[str]:
+    return list(yaml_text.plain(yaml_text.parse(text, RECIPE))["stages"][stage]["deps"])
+
+
+def test_the_recipe_of_the_repository_is_left_as_it_is() -> None:
+    text = (ROOT / RECIPE).read_text()
+    assert with_sources(text, load_params(ROOT), ROOT) == text
+
+
+@pytest.mark.parametrize("profile", ["own-data", None])
+def test_a_new_workspace_compares_everything_that_a_stage_reads(
+    profile: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = (initialise(tmp_path / "run", profile, []) / RECIPE).read_text()
+    for name, stage in READING_FILES.items():
+        assert {*stage.inputs.values()} <= {*dependencies(recipe, name)}
+
+
+def test_a_recipe_that_lost_the_suites_gets_them_back(tmp_path: Path) -> None:
+    whole = (ROOT / RECIPE).read_text()
+    lacking = whole.replace("data/raw, expectations]", "data/raw]")
+    assert lacking != whole
+    assert with_sources(lacking, load_params(ROOT), tmp_path) == whole
+
+
+def test_source_files_come_after_them_and_go_alone(tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "p"}\n')
+    whole = (ROOT / RECIPE).read_text()
+    params = load_params(ROOT)
+    named = ValidateConfig(evaluation_files=[{"path": str(held_out)}])  # type: ignore[list-item]
+    added = with_sources(whole, params.model_copy(update={"validate_": named}), tmp_path)
+    assert dependencies(added, "validate") == [*dependencies(whole, "validate"), "held_out.jsonl"]
+    assert with_sources(added, params, tmp_path) == whole
+
+
+def workspace(folder: Path, params: str) -> Path:
+    shutil.copy(ROOT / "dvc.yaml", folder / "dvc.yaml")
+    (folder / "params.yaml").write_text(params)
+    return folder
+
+
+def test_the_names_are_those_of_params_yaml_and_a_section_precedes_its_parts(tmp_path: Path) -> None:
+    stages = "{a: {cmd: x, params: [seed, ppo.kl, {params.yaml: [sft], other.yaml: [z]}]}, b: {cmd: y, params: [ppo]}}"
+    (tmp_path / "dvc.yaml").write_text(f"stages: {stages}\n")
+    assert tracked_params(tmp_path) == ["ppo", "ppo.kl", "seed", "sft"]
+
+
+def test_the_recipe_leaves_out_none() -> None:
+    check_tracked_params(ROOT)
+
+
+def test_a_null_is_a_value(tmp_path: Path) -> None:
+    (tmp_path / "dvc.yaml").write_text("stages: {a: {cmd: x, params: [collect.limit]}}\n")
+    (tmp_path / "params.yaml").write_text("collect: {limit: null}\n")
+    check_tracked_params(tmp_path)
+
+
+def test_the_lines_of_the_message_complete_the_file_and_change_nothing(tmp_path: Path) -> None:
+    present = "gates: {mode: report, reward: [], policy: []}\nppo: {iterations: 30}\ncollect: {limit: 7}\n"
+    with pytest.raises(ConfigError) as refusal:
+        check_tracked_params(workspace(tmp_path, present))
+    message = str(refusal.value).splitlines()
+    assert message[0].startswith(f"{tmp_path / 'params.yaml'} leaves out parameters") and "collect" not in message
+    lines = "\n".join(line[2:] for line in message if line.startswith("  "))
+    assert "seed: 1\n" in lines and "  kl: {}" in lines and "sft: {}\n" in lines
+    workspace(tmp_path, merge(present, [("the lines", lines)]))
+    check_tracked_params(tmp_path)
+    assert check_params(yaml_text.read(tmp_path / "params.yaml")) == check_params(yaml_text.parse(present, "p"))
+
+
+def test_no_gate_is_suggested_that_would_refuse_every_model(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"add gates\.policy, gates\.reward, which no default can stand for"
+    ) as refusal:
+        check_tracked_params(workspace(tmp_path, ""))
+    assert "mode: enforce" in str(refusal.value) and Params().gates.reward == ()
+
+
+@pytest.mark.parametrize("command", ["run", "up"])
+def test_nothing_is_started_before_the_check(tmp_path: Path, command: str) -> None:
+    folder = workspace(tmp_path, "")
+    with pytest.raises(ConfigError, match="leaves out parameters"):
+        if command == "run":
+            run(folder)
+        else:
+            up(folder)
+    assert not (folder / ".dvc").exists() and not (folder / ".rlhf" / "logs").exists()
