@@ -18,12 +18,13 @@ from ranks import run_ranks
 from saved_states import restore, saved, whole_state
 from torch import Tensor, nn
 from unit.engine import cases
-from unit.engine.adapters import LORA, with_adapters
+from unit.models.adapted import IDS, LORA, NF4
 from unit.ppo.tiny import make_tiny
 
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.models.adapters import WithoutAdapters, add_adapters, merge_adapters
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.checkpoint import SavedTensors
 from rlhf_core.training.engine import Engine, LocalEngine
@@ -36,8 +37,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
     reason="DeepSpeed is not installed (pip install 'rlhf-pipeline[gpu]')",
 )
-# As in test_ranks.py: the first shows the gradient, the second ten updates.
-GRADIENT, UPDATES = (1e4, 1), (0.05, 10)
 STAGES = (0, 1, 2, 3)
 KINDS = ("0", "1", "2", "3", "1-offload", "2-offload", "3-offload")
 # `make test` has ZeRO 2 on two ranks, `make test-all` the others.
@@ -46,6 +45,9 @@ RANKS = [pytest.param(1, marks=pytest.mark.slow), 2]
 ROOT = Path(__file__).resolve().parents[3]
 EXTENSIONS = "extensions"
 ADAM = OptimizerConfig(lr=1e-2, schedule="constant", warmup=0.0, weight_decay=0.1, max_grad_norm=0.05)
+
+
+ADAPTERS = {"whole": LORA, "nf4": NF4}
 
 
 def left_to_test_all(kinds: Iterable[Any]) -> list[Any]:
@@ -63,7 +65,7 @@ CROSS = [(kind, *both) for kind in KINDS for both in combinations(kind)]
 
 def kinds_of(size: int) -> dict[str, tuple[float, int]]:
     """Learning rate and steps of what is compared; one rank makes several steps in :func:`with_adam` alone."""
-    return {"gradient": GRADIENT} | ({"updates": UPDATES} if size > 1 else {})
+    return {kind: cases.KINDS[kind] for kind in ("gradient", *["updates"] * (size > 1))}
 
 
 def of_kinds(folder: Path, stored: Path, kinds: tuple[str, ...]) -> None:
@@ -89,6 +91,28 @@ def of_kinds(folder: Path, stored: Path, kinds: tuple[str, ...]) -> None:
         return
     with_checkpointing(folder, deepspeed_maker("3", stored.parent, cases.sgd))
     with_frozen(folder)
+
+
+def with_adapters(folder: Path, key: str, make: cases.MakeEngine) -> None:
+    """A few steps on rows shared by the ranks; logits of policy and reference, and of the model that is released."""
+    for kind, lora in ADAPTERS.items():
+        model = make_tiny().policy
+        add_adapters(model, lora, seed=5)
+        before = logits(model)
+        engine = make(model, cases.optimizer(0.1), "policy")
+        rows = IDS[distributed.rank() :: distributed.world_size()]
+        for _ in range(3):
+            loss = engine.forward(lambda e=engine, rows=rows: e.model(input_ids=rows).logits.square().sum())
+            engine.backward(loss / 100)
+            engine.step()
+        with engine.gathered_parameters():
+            reference, inside = logits(WithoutAdapters(model)), logits(model)
+        released = engine.release()
+        if distributed.is_rank_zero():
+            merge_adapters(released)
+            names = {f"weight.{name}": weight.detach() for name, weight in released.named_parameters()}
+            found = {"before": before, "reference": reference, "inside": inside, "released": logits(released)}
+            cases.write_result(folder, f"adapters-{kind}-{key}", found | names, {})
 
 
 def with_counted_reductions(folder: Path, stage: int, make: cases.MakeEngine) -> None:
@@ -201,7 +225,7 @@ def with_going_back(make: cases.MakeEngine) -> None:
             steps(engine, range(3, 5))
             ends.append(engine.trained_weights())
             # Gradients of a step that will never be made.
-            loss = engine.forward(lambda: engine.model(input_ids=torch.arange(12).view(2, 6)).logits.square().mean())
+            loss = engine.forward(lambda: engine.model(input_ids=IDS).logits.square().mean())
             engine.backward(loss * (math.nan if restored else 100.0))
             restore(engine, state)
             assert engine.steps == state.meta["steps"]
@@ -252,8 +276,8 @@ def live_bytes() -> int:
 
 
 @torch.no_grad()
-def logits(model: nn.Module) -> Tensor:
-    return model.eval()(input_ids=torch.arange(12).view(2, 6)).logits.clone()
+def logits(model: Any) -> Tensor:
+    return model(input_ids=IDS).logits.clone()  # type: ignore[no-any-return]
 
 
 def zero_section(kind: str) -> dict[str, Any]:
@@ -296,7 +320,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
     (root / "1").mkdir()
     for case in cases.CASES:
         before = cases.start(case)
-        for kind, (lr, count) in {"gradient": GRADIENT, "updates": UPDATES}.items():
+        for kind, (lr, count) in cases.KINDS.items():
             engines, figures = cases.train(case, cases.local, lr, count, stored)
             cases.write_result(root / "1", f"{case}-{kind}", cases.changes(engines, before), figures)
     with_adam(root / "1", "local", lambda model, config, name: LocalEngine(model, config, 9, name), root)
@@ -379,7 +403,7 @@ def test_recomputed_activations_give_the_same_weights(size: int, found: Results)
 
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize("stage", left_to_test_all(STAGES))
-@pytest.mark.parametrize("kind", LORA)
+@pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapters_are_trained_switched_off_and_merged_alike(kind: str, stage: int, size: int, found: Results) -> None:
     plain, _ = cases.read_result(found.plain, f"adapters-{kind}-local")
     sharded, _ = cases.read_result(found(size, stage), f"adapters-{kind}-{stage}")
@@ -415,18 +439,15 @@ def test_the_files_in_infra_hold_the_defaults_and_nothing_of_the_engine_s_own(na
     assert ("offload_optimizer" in config["zero_optimization"]) == name.endswith("offload")
 
 
-def test_a_file_that_sets_batch_sizes_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text(json.dumps({"train_batch_size": 8, "fp16": {"enabled": True}}))
-    with pytest.raises(ConfigError, match=r"train_batch_size, fp16.*leave them out"):
-        zero_config(LaunchConfig(engine="deepspeed", deepspeed="mine.json"), torch.float32, None, tmp_path)
-
-
-def test_a_file_that_overlaps_where_nothing_can_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text(json.dumps({"zero_optimization": {"stage": 1, "overlap_comm": True}}))
-    with pytest.raises(ConfigError, match=r"mine.json sets overlap_comm with ZeRO stage 1.*leave it out"):
-        zero_config(LaunchConfig(engine="deepspeed", deepspeed="mine.json"), torch.float32, None, tmp_path)
-
-
-def test_bfloat16_needs_master_weights() -> None:
-    with pytest.raises(ConfigError, match="no float32 master weights"):
-        zero_config(LaunchConfig(engine="deepspeed", zero=0), torch.bfloat16, None, Path())
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"train_batch_size": 8, "fp16": {"enabled": True}}, r"train_batch_size, fp16.*leave them out"),
+        ({"zero_optimization": {"stage": 1, "overlap_comm": True}}, r"mine.json sets overlap_comm with ZeRO stage 1"),
+        ({"zero_optimization": {"stage": 0}}, "no float32 master weights"),
+    ],
+)
+def test_a_file_that_the_engine_cannot_keep_to_is_refused(content: Any, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=reason):
+        zero_config(LaunchConfig(engine="deepspeed", deepspeed="mine.json"), torch.bfloat16, None, tmp_path)

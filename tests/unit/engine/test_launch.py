@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,15 +16,11 @@ from rlhf_core.config.loading import check_params
 from rlhf_core.errors import EXIT_PREEMPTED, ConfigError, RlhfError
 from rlhf_core.stages.runtime import launcher
 from rlhf_core.stages.runtime.runner import run_stage
-from rlhf_core.training.engine import LocalEngine, StepResult
+from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.history import CLOCK_FIELDS
 
-SFT = """
-seed: 3
-sft: {steps: 8, batch_size: 7, micro_batch_size: 2, eval_every: 4, samples: 2, checkpoint: {every: 3},
-      optimizer: {lr: 0.01}}
-"""
 TWO = "compute: {launch: {sft: {processes: 2}}}\n"
-DYING = (str(Path(__file__).with_name("dying_rank.py")),)
+FAULTY_RANK = str(Path(__file__).with_name("faulty_rank.py"))
 
 
 @pytest.fixture
@@ -33,32 +28,23 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RLHF_TRACKING", "off")
     tiny.make_workspace(tmp_path)
     shutil.rmtree(tmp_path / "models/sft")  # the stage under test makes it
-    (tmp_path / "params.yaml").write_text(SFT)
+    (tmp_path / "params.yaml").write_text(tiny.PARAMS)
     return tmp_path
 
 
 def results(workspace: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], dict[str, float]]:
     """Weights, history and metrics of the finished stage."""
-    history = [json.loads(line) for line in (workspace / "history/sft.jsonl").read_text().splitlines()]
     metrics = json.loads((workspace / "metrics/sft.json").read_text())
-    clocks = ("seconds", "tokens_per_second")
     return (
         load_file(workspace / "models/sft/model.safetensors"),
-        [{k: v for k, v in row.items() if k not in clocks} for row in history],
-        {k: v for k, v in metrics.items() if k not in clocks},
+        tiny.without_clock(workspace / "history/sft.jsonl"),
+        {name: value for name, value in metrics.items() if name not in CLOCK_FIELDS},
     )
 
 
-def interrupted_at(step: int) -> Callable[[LocalEngine], StepResult]:
-    """An engine's step that is interrupted the way Ctrl-C does it."""
-    original = LocalEngine.step
-
-    def step_or_stop(engine: LocalEngine) -> StepResult:
-        if engine.steps == step:
-            raise KeyboardInterrupt
-        return original(engine)
-
-    return step_or_stop
+def interrupt() -> None:
+    """As Ctrl-C does it."""
+    raise KeyboardInterrupt
 
 
 def assert_same(left: Path, right: Path) -> None:
@@ -78,12 +64,12 @@ def test_one_of_two_ranks_dies_one_process_goes_on_and_two_ranks_finish(
     alone = tmp_path_factory.mktemp("alone")
     monkeypatch.setenv("RLHF_TRACKING", "off")
     tiny.make_workspace(alone)
-    (alone / "params.yaml").write_text(SFT)
+    (alone / "params.yaml").write_text(tiny.PARAMS)
     run_stage("sft", alone)
 
-    (workspace / "params.yaml").write_text(SFT + TWO)
+    (workspace / "params.yaml").write_text(tiny.PARAMS + TWO)
     with monkeypatch.context() as patch:
-        patch.setattr(launcher, "RANK", DYING)
+        patch.setattr(launcher, "RANK", (FAULTY_RANK, "killed"))
         with pytest.raises(RlhfError, match="rank 1 of 2 was killed by SIGKILL") as raised:
             run_stage("sft", workspace)
     assert raised.value.exit_code == 1
@@ -93,14 +79,14 @@ def test_one_of_two_ranks_dies_one_process_goes_on_and_two_ranks_finish(
     assert not (workspace / "models/sft").exists()
 
     # One process goes on, until it is interrupted; two ranks finish.
-    (workspace / "params.yaml").write_text(SFT)
+    (workspace / "params.yaml").write_text(tiny.PARAMS)
     with monkeypatch.context() as patch:
-        patch.setattr(LocalEngine, "step", interrupted_at(7))
+        patch.setattr(LocalEngine, "step", tiny.at_step(7, interrupt))
         with pytest.raises(KeyboardInterrupt):
             run_stage("sft", workspace)
     found = sorted(path.name for path in workspace.glob("work/sft/*/checkpoints/step-*"))
     assert found == ["step-000003", "step-000006"]
-    (workspace / "params.yaml").write_text(SFT + TWO)
+    (workspace / "params.yaml").write_text(tiny.PARAMS + TWO)
     run_stage("sft", workspace)
     assert_same(workspace, alone)
     assert len([path for path in (workspace / ".rlhf/tokens").iterdir() if path.is_dir()]) == 2, "train and validation"
@@ -111,8 +97,8 @@ def test_one_of_two_ranks_dies_one_process_goes_on_and_two_ranks_finish(
 @pytest.mark.slow
 def test_ranks_that_lose_their_place_stop_at_the_same_step(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(psutil.Process().children())
-    (workspace / "params.yaml").write_text(SFT + TWO)
-    monkeypatch.setattr(launcher, "RANK", (str(Path(__file__).with_name("telling_rank.py")),))
+    (workspace / "params.yaml").write_text(tiny.PARAMS + TWO)
+    monkeypatch.setattr(launcher, "RANK", (FAULTY_RANK, "stopped"))
     with pytest.raises(RlhfError, match="sft made step 6 of 8 and was stopped there by SIGTERM") as raised:
         run_stage("sft", workspace)
     assert raised.value.exit_code == EXIT_PREEMPTED

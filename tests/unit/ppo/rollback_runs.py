@@ -1,23 +1,19 @@
-"""PPO runs that roll back twice; run as a script, they are killed at each of ``MOMENTS`` and then finished.
-
-Every run is a process of its own, forked from one that has only imported: that saves the imports and nothing else.
-"""
+"""PPO runs that roll back twice, and moments at which a process that makes one may be killed."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from unit.ppo.tiny import make_config, make_tiny, make_trainer
+from unit.ppo.tiny import Tiny, make_config, make_tiny, make_trainer
 
 from rlhf_core.config.health import Check, Rule
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.ppo.checkpoints import RollbackJournal
+from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.training.checkpoints import checkpoint
 from rlhf_core.training.checkpoints.manager import RunCheckpoints
 from rlhf_core.training.history import History
@@ -32,24 +28,20 @@ def rule(*checks: Check, action: Any = "rollback", after: int = 1, name: str = "
     return Rule(name, checks, "critical", action, "it was told to", "a test", "none", after, adjust)
 
 
-def config_with(iterations: int, keep: int = 2, mode: str = "enforce", **changes: Any) -> PpoConfig:
+def config_with(iterations: int, keep: int = 2) -> PpoConfig:
     """Checkpoints and selections every two iterations."""
-    return make_config(iterations=iterations, health={"mode": mode}, checkpoint={"every": 2, "keep": keep}, **changes)
+    return make_config(iterations=iterations, health={"mode": "enforce"}, checkpoint={"every": 2, "keep": keep})
 
 
-def run(work: Path) -> None:
-    """Rolls back at 3 (to the start) while the coefficient is below 0.07, and at 5 (to 2) while it is below 0.15."""
+def trainer_in(work: Path, tiny: Tiny, **parts: Any) -> Trainer:
+    """A run that goes back at 3 (to the start) while the coefficient is below 0.07, and at 5 (to 2) while it is below
+    0.15, with checkpoints every two iterations."""
     seed_everything(1)
     rules = [
         rule(Check("kl_coefficient", "<", 0.07, window=1), after=3),
         rule(Check("kl_coefficient", "<", 0.15, window=1), after=5, name="later"),
     ]
-    make_trainer(make_tiny(), config_with(ITERATIONS, keep=1), work, rules=rules).run()
-
-
-def die() -> None:
-    """As kill -9 does it."""
-    os.kill(os.getpid(), signal.SIGKILL)
+    return make_trainer(tiny, config_with(ITERATIONS, keep=1), work, rules=rules, **parts)
 
 
 def dying(owner: Any, name: str, call: int, after: bool) -> Callable[[], None]:
@@ -61,10 +53,10 @@ def dying(owner: Any, name: str, call: int, after: bool) -> Callable[[], None]:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             calls.append(1)
             if len(calls) == call and not after:
-                die()
+                os.kill(os.getpid(), signal.SIGKILL)
             result = original(*args, **kwargs)
             if len(calls) == call and after:
-                die()
+                os.kill(os.getpid(), signal.SIGKILL)
             return result
 
         setattr(owner, name, stand_in)
@@ -82,21 +74,6 @@ MOMENTS: dict[str, Callable[[], None]] = {
 }
 
 
-def forked(work: Path, patch: Callable[[], None] | None) -> int:
-    """The signal or exit code that a process ended with which ran in ``work``."""
-    child = os.fork()
-    if child == 0:
-        if patch is not None:
-            patch()
-        run(work)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    root = Path(sys.argv[1])
-    assert forked(root / "straight", None) == 0
-    for moment, patch in MOMENTS.items():
-        assert forked(root / moment, patch) == -signal.SIGKILL, f"{moment} did not kill"
-        assert forked(root / moment, None) == 0, f"{moment} did not finish"
+def run_and_die(work: Path, moment: str) -> None:
+    MOMENTS[moment]()
+    trainer_in(work, make_tiny()).run()

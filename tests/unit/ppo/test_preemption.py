@@ -8,34 +8,21 @@ import signal
 from pathlib import Path
 
 import pytest
-from unit.ppo.rollback_runs import ITERATIONS, config_with, rule
+from unit.ppo.rollback_runs import ITERATIONS, trainer_in
 from unit.ppo.test_trainer import best, equal, history, weights
-from unit.ppo.tiny import Tiny, make_tiny, make_trainer
+from unit.ppo.tiny import make_tiny
 
-from rlhf_core.config.health import Check
 from rlhf_core.errors import Preempted
 from rlhf_core.ppo.experience import IterationRecord
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.runtime.preemption import PreemptionSignal
-from rlhf_core.training.rng import seed_everything
 from rlhf_core.training.run_context import RunContext
-
-
-def trainer_in(work: Path, tiny: Tiny, preemption: PreemptionSignal) -> Trainer:
-    """A run that goes back at 3 (to the start) and at 5 (to 2), with checkpoints every two iterations."""
-    seed_everything(1)
-    rules = [
-        rule(Check("kl_coefficient", "<", 0.07, window=1), after=3),
-        rule(Check("kl_coefficient", "<", 0.15, window=1), after=5, name="later"),
-    ]
-    context = RunContext(work, preemption=preemption)
-    return make_trainer(tiny, config_with(ITERATIONS, keep=1), work, rules=rules, context=context)
 
 
 @pytest.mark.slow
 def test_a_run_that_is_preempted_after_every_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     straight = make_tiny()
-    trainer_in(tmp_path / "straight", straight, PreemptionSignal()).run()
+    trainer_in(tmp_path / "straight", straight).run()
 
     original, starts = Trainer.iterate, list[int]()
 
@@ -48,7 +35,8 @@ def test_a_run_that_is_preempted_after_every_iteration(tmp_path: Path, monkeypat
     while True:
         pieces = make_tiny()
         preemption = PreemptionSignal()
-        trainer = trainer_in(tmp_path / "pieces", pieces, preemption)
+        context = RunContext(tmp_path / "pieces", preemption=preemption)
+        trainer = trainer_in(tmp_path / "pieces", pieces, context=context)
         with pytest.raises(Preempted, match=r"iteration \d of 6 and was stopped there"), preemption.handled("ppo"):
             trainer.run()
         if trainer.done == ITERATIONS:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from unit.ppo import rollback_runs
-from unit.ppo.rollback_runs import config_with, rule
+from ranks import exit_code_of
+from unit.ppo.rollback_runs import ITERATIONS, MOMENTS, config_with, rule, run_and_die, trainer_in
 from unit.ppo.test_trainer import best, equal, history, weights
 from unit.ppo.tiny import Tiny, first_weight, health_of, make_tiny, make_trainer, selection_of
 
@@ -24,11 +21,8 @@ from rlhf_core.ppo.checkpoints import RollbackJournal, abandoned_rows, load_best
 from rlhf_core.ppo.health import HealthMonitor, last_healthy
 from rlhf_core.ppo.selection import CheckpointCandidate, CheckpointChoice
 from rlhf_core.ppo.trainer import Trainer
-from rlhf_core.stages.ppo import publish_lines
-from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import sha256_file
 
-ROOT = Path(__file__).resolve().parents[3]
 WEAK = Check("kl_coefficient", "<", 0.07, window=2)  # holds until a rollback has doubled the 0.05
 
 
@@ -76,6 +70,10 @@ def test_the_run_returns_to_before_the_window_with_other_settings(tiny: Tiny, tm
     assert abandoned[0]["reward_mean"] != rows[2]["reward_mean"]
     assert checkpoints(tmp_path) == [4, 6, 7]  # a window that ends at 8 may begin at 6, which makes 5 and later suspect
     assert [finding["rule"] for finding in health_of(trainer).findings] == ["told"]
+    choice = CheckpointChoice(CheckpointCandidate(4, 0.6, 1.0, 1.0, 0.0), True, "best")
+    metrics = summary(trainer, trainer.history.rows(), health_of(trainer).findings, choice)
+    assert (metrics["rollbacks"], metrics["pauses"], metrics["findings"]) == (1, 0, 1)
+    assert metrics["rollback_1"] == entry.record()
 
 
 def test_without_a_checkpoint_before_the_window_it_returns_to_the_start(tiny: Tiny, tmp_path: Path) -> None:
@@ -130,13 +128,6 @@ def test_without_any_healthy_checkpoint_the_run_pauses(tiny: Tiny, tmp_path: Pat
     assert len(trainer.checkpoints.journal) == 0 and checkpoints(tmp_path) == [2]
 
 
-def test_report_mode_only_records(tiny: Tiny, tmp_path: Path) -> None:
-    config = config_with(iterations=4, mode="report")
-    trainer = make_trainer(tiny, config, tmp_path, rules=[rule(WEAK, after=3)])
-    trainer.run()
-    assert len(trainer.checkpoints.journal) == 0 and health_of(trainer).findings[0]["action"] == "rollback"
-
-
 def test_the_best_weights_are_again_those_from_before(tiny: Tiny, tmp_path: Path) -> None:
     """A checkpoint of an abandoned iteration is no candidate, whatever the selector thought of it."""
     scores = iter([0.5, 0.9, 0.4, 0.3])  # of iterations 2 and 4, of 4 again after the rollback, and of 6
@@ -168,28 +159,11 @@ def test_steps_that_are_not_finite_can_send_the_run_back(tiny: Tiny, tmp_path: P
     assert sum(row["skipped_steps"] for row in history(tmp_path)) == 0
 
 
-def test_metrics_and_published_files_tell_of_it(tiny: Tiny, tmp_path: Path) -> None:
-    work, out = tmp_path / "work", tmp_path / "out"
-    out.mkdir()
-    trainer = make_trainer(tiny, config_with(iterations=5), work, rules=[rule(WEAK, after=5)])
-    trainer.run()
-    choice = CheckpointChoice(CheckpointCandidate(4, 0.6, 1.0, 1.0, 0.0), True, "best")
-    metrics = summary(trainer, trainer.history.rows(), health_of(trainer).findings, choice)
-    assert metrics["rollbacks"] == 1 and metrics["pauses"] == 0 and metrics["findings"] == 1
-    assert metrics["rollback_1"] == {"rule": "told", "from": 5, "to": 2, "kl_coefficient": 2.0, "lr": 0.5}
-    publish_lines(work, Paths({name: out / f"{name}.jsonl" for name in ("history", "abandoned", "samples")}))
-    lines = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in out.iterdir()}
-    assert [row["iteration"] for row in lines["history"]] == [1, 2, 3, 4, 5]
-    assert [row["iteration"] for row in lines["abandoned"]] == [3, 4, 5]
-    assert {row.get("rollback") for row in lines["samples"]} == {None, 1}
-
-
 def outcome(work: Path) -> dict[str, Any]:
     """All that a finished run leaves, without wall-clock times."""
     entries = [
         (entry.record(), entry.finding, entry.samples) for entry in RollbackJournal(work / "rollbacks.json").entries
     ]
-    rows = abandoned_rows(work, "rows")
     folders = {number: work / f"checkpoints/step-{number:06d}" for number in checkpoints(work)}
     saved = {n: sha256_file(folder / "state-00001-of-00001.safetensors") for n, folder in folders.items()}
     return {
@@ -197,7 +171,10 @@ def outcome(work: Path) -> dict[str, Any]:
         "samples": (work / "samples.jsonl").read_text(),
         "best": best(work),
         "rollbacks": entries,
-        "abandoned": [{k: v for k, v in row.items() if not k.startswith("seconds_")} for row in rows],
+        "abandoned": [
+            {name: value for name, value in row.items() if not name.startswith("seconds_")}
+            for row in abandoned_rows(work, "rows")
+        ],
         "checkpoints": saved,
     }
 
@@ -205,12 +182,12 @@ def outcome(work: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_kill_9_around_a_rollback_changes_nothing(tmp_path: Path) -> None:
     """Real processes, killed before, within and after each of two rollbacks, end like one that was left alone."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    command = [sys.executable, rollback_runs.__file__, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    trainer_in(tmp_path / "straight", make_tiny()).run()
+    for moment in MOMENTS:
+        assert exit_code_of(run_and_die, tmp_path / moment, moment) == -signal.SIGKILL, f"{moment} did not kill"
+        trainer_in(tmp_path / moment, make_tiny()).run()
     straight = outcome(tmp_path / "straight")
     assert [(record["from"], record["to"]) for record, _, _ in straight["rollbacks"]] == [(3, 0), (5, 2)]
-    assert len(straight["history"]) == rollback_runs.ITERATIONS and straight["history"][-1]["kl_coefficient"] == 0.2
-    for moment in rollback_runs.MOMENTS:
+    assert len(straight["history"]) == ITERATIONS and straight["history"][-1]["kl_coefficient"] == 0.2
+    for moment in MOMENTS:
         assert outcome(tmp_path / moment) == straight, moment

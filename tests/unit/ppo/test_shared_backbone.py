@@ -1,10 +1,9 @@
-"""Policy and critic on one backbone: its gradient is the weighted sum of both, from one pass, and resume is exact."""
+"""Policy and critic on one backbone: its gradient is the weighted sum of both, from one pass."""
 
 from __future__ import annotations
 
 import copy
 import random
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -14,29 +13,16 @@ from torch import Tensor
 from unit.ppo import oracle
 from unit.ppo.tables import PROMPT, HiddenTableLM, RecordingEngine, linear
 from unit.ppo.test_oracle import VOCABULARY, Case, allowed_switches
-from unit.ppo.test_trainer import best, equal, history
-from unit.ppo.tiny import (
-    Interrupting,
-    Tiny,
-    accumulate_gradients,
-    collect,
-    make_config,
-    make_learner,
-    make_tiny,
-    make_trainer,
-    selection_of,
-)
+from unit.ppo.tiny import Tiny, accumulate_gradients, collect, make_config, make_learner, make_tiny
 
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.heads import ActorCritic, ScalarModel
 from rlhf_core.ppo.actor_critic import ActorCriticPair
-from rlhf_core.ppo.checkpoints import load_best
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.losses import entropy_sign
 from rlhf_core.ppo.update import Learner, measure_minibatch
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.training.run_context import RunContext
 
 WEIGHT, HIDDEN = 0.4, 4
 SHARED = {"critic_mode": "shared", "vf_loss_weight": WEIGHT}
@@ -164,32 +150,6 @@ def test_rollout_and_update_run_the_backbone_once_for_both(tiny: Tiny) -> None:
     calls.clear()
     accumulate_gradients(make_learner(tiny, config), experience, 0.05, 0.0)
     assert calls == [True, True]  # eight sequences in two micro-batches
-
-
-def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
-    config = make_config(iterations=6, checkpoint={"every": 2}, kl={"controller": "adaptive"}, **SHARED)
-    whole, models = make_tiny(), make_tiny()
-    straight = make_trainer(whole, config, tmp_path / "straight")
-    straight.run()
-    with pytest.raises(KeyboardInterrupt):
-        make_trainer(
-            make_tiny(), config, tmp_path / "stopped", context=RunContext(tmp_path / "stopped", Interrupting(5))
-        ).run()
-    resumed = make_trainer(models, config, tmp_path / "stopped")
-    resumed.run()
-    ends = [list(trainer.learner.pair.engines["policy"].trained_weights().values()) for trainer in (straight, resumed)]
-    assert equal(*ends) and history(tmp_path / "straight") == history(tmp_path / "stopped")
-    assert best(tmp_path / "straight") == best(tmp_path / "stopped")
-    row = history(tmp_path / "straight")[-1]
-    assert "value_loss" in row and not row.keys() & {"critic_lr", "critic_grad_norm"}
-    # One engine, and the head learns with the rest; what is kept as the policy has no head.
-    assert list(straight.learner.pair.engines) == ["policy"]
-    head = straight.learner.pair.critic.score.weight  # type: ignore[attr-defined]
-    assert not torch.equal(head, make_tiny().critic.model.get_submodule("score").weight)
-    assert (
-        load_best(tmp_path / "straight" / "best", selection_of(straight).best).keys()
-        == dict(whole.policy.named_parameters()).keys()
-    )
 
 
 def test_a_head_of_another_width_is_refused(tiny: Tiny) -> None:

@@ -1,4 +1,4 @@
-"""Engines, schedules and optimisers: numbers by hand."""
+"""Engines, schedules and optimisers: numbers by hand, and how often metrics are read from the device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from counted_calls import counted_reads
 from hypothesis import given
 from hypothesis import strategies as st
 from saved_states import restore, saved
@@ -13,6 +14,7 @@ from torch import nn
 
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import CheckpointError, TrainingPaused
+from rlhf_core.training.device_scalars import device_scalar, read_scalars
 from rlhf_core.training.engine import LocalEngine, clip_scale, joint_step
 from rlhf_core.training.engine.base import lr_at
 
@@ -83,10 +85,12 @@ def test_non_finite_steps_are_skipped_and_counted_and_the_third_in_a_row_pauses(
         engine.step()
 
 
-def test_a_non_finite_gradient_of_a_finite_loss_is_skipped_too() -> None:
-    engine = LocalEngine(linear(0.0), CONSTANT, 10)
-    engine.backward(engine.model.weight.sum().abs().sqrt())
-    assert engine.step().skipped and engine.model.weight.item() == 0.0
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_non_finite_gradient_of_a_finite_loss_is_skipped_too(bad: float) -> None:
+    engine = LocalEngine(linear(1.0), CONSTANT, 10)
+    engine.model.weight.register_hook(lambda gradient: gradient * bad)
+    engine.backward(engine.model.weight.sum())
+    assert engine.step().skipped and engine.model.weight.item() == 1.0
 
 
 def test_a_bad_micro_batch_condemns_the_whole_step_only() -> None:
@@ -145,3 +149,18 @@ def test_state_restores_bit_for_bit_and_refuses_another_model() -> None:
     assert whole.state().meta == second.state().meta
     with pytest.raises(CheckpointError, match="another model"):
         restore(LocalEngine(nn.Linear(2, 1), config, 9), saved(first))
+
+
+def test_all_groups_are_read_at_once_and_numbers_stay_what_they_are() -> None:
+    third = torch.tensor(1 / 3, requires_grad=True)
+    groups = [{"a": device_scalar(third) / 7, "b": 0.1}, {"a": device_scalar(torch.tensor(3))}]
+    with counted_reads() as calls:
+        read = read_scalars(groups)
+    assert calls.names == ["tolist"]
+    assert read == [{"a": float(third.detach()) / 7, "b": 0.1}, {"a": 3.0}]
+
+
+def test_numbers_alone_need_no_device() -> None:
+    with counted_reads() as calls:
+        assert read_scalars([{"a": 1.5}, {}]) == [{"a": 1.5}, {}]
+    assert calls.names == []

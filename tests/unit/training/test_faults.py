@@ -13,18 +13,21 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
+from ranks import exit_code_of
 from small_disk import small_disk
-from unit.training import tiny as ready
-from unit.training.test_resume import without_clock
+from unit.ppo.rollback_runs import dying
+from unit.training import tiny
 
 from rlhf_core.errors import EXIT_PREEMPTED, CheckpointError, Preempted
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime.runner import run_stage
 from rlhf_core.storage.files import sha256_file
+from rlhf_core.training.checkpoints import manager
 from rlhf_core.training.checkpoints.checkpoint import load_latest
+from rlhf_core.training.checkpoints.host_copies import HostCopies
 from rlhf_core.training.engine import LocalEngine, StepResult
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,44 +35,32 @@ STAGES = ("sft", "reward", "critic")
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: ModuleType, workspace: Path) -> dict[str, Path]:
+def whole(workspace: Path) -> dict[str, Path]:
     """Where the three stages ended that met no fault."""
     for name in STAGES:
         tiny.run_stage(name, workspace, f"undisturbed-{name}")
     return {name: workspace / f"undisturbed-{name}" for name in STAGES}
 
 
-def told_to_stop_at(step: int) -> Callable[[LocalEngine], StepResult]:
-    """An engine's step in whose middle the process gets SIGTERM."""
-    original = LocalEngine.step
-
-    def step_and_hear(engine: LocalEngine) -> StepResult:
-        if engine.steps == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(engine)
-
-    return step_and_hear
+def told_to_stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def assert_same(one: Path, other: Path, name: str) -> None:
     for file in (f"models/{name}/model.safetensors", f"models/{name}/tokenizer.json"):
         assert sha256_file(one / file) == sha256_file(other / file), file
-    rows = [
-        [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in without_clock(path)]
-        for path in (folder / f"history/{name}.jsonl" for folder in (one, other))
-    ]
-    assert rows[0] == rows[1]
+    assert tiny.without_clock(one / f"history/{name}.jsonl") == tiny.without_clock(other / f"history/{name}.jsonl")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_that_loses_its_place_saves_its_step_and_goes_on_from_there(
-    name: str, tiny: ModuleType, workspace: Path, whole: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    name: str, workspace: Path, whole: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = f"{name}-preempted"
     with monkeypatch.context() as patch:
         # The fifth step is between two checkpoints, and so is the critic's third rollout, which begins with its ninth.
-        patch.setattr(LocalEngine, "step", told_to_stop_at(8 if name == "critic" else 4))
+        patch.setattr(LocalEngine, "step", tiny.at_step(8 if name == "critic" else 4, told_to_stop))
         message = rf"{name} made \w+ \d of \d .* goes on from there"
         preemption = PreemptionSignal()
         with pytest.raises(Preempted, match=message) as raised, preemption.handled(name):
@@ -82,32 +73,65 @@ def test_a_stage_that_loses_its_place_saves_its_step_and_goes_on_from_there(
     assert_same(workspace / out, whole[name], name)
 
 
+def half_a_state() -> None:
+    """Of the second state file only the first half reaches the disk."""
+    original, calls = manager.write_pieces, []
+
+    def write_pieces(path: Path, pieces: Any) -> None:
+        original(path, pieces)
+        calls.append(path)
+        if len(calls) == 2:
+            os.truncate(path, path.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    manager.write_pieces = write_pieces  # type: ignore[assignment]
+
+
+def half_of_what_is_waited_for() -> None:
+    """There is no room for copies."""
+    HostCopies._room = lambda self: 0  # type: ignore[method-assign]
+    half_a_state()
+
+
+# How a process dies while it writes a checkpoint, and what it leaves.
+MOMENTS: dict[str, tuple[Callable[[], None], list[str]]] = {
+    "while-it-is-copied": (dying(HostCopies, "copy", 2, after=False), ["step-000003"]),
+    "half-a-state": (half_a_state, [".building-000006", "step-000003"]),
+    "half-of-what-is-waited-for": (half_of_what_is_waited_for, [".building-000006", "step-000003"]),
+    # A checkpoint writes its meta and its manifest. It flushes six times: the state, the history, these two, its
+    # folder, and the folder around it once it has its name there.
+    "before-the-manifest": (dying(manager, "_write_text", 4, after=False), [".building-000006", "step-000003"]),
+    "before-it-has-its-name": (dying(manager, "fsync_path", 11, after=False), [".building-000006", "step-000003"]),
+    "when-it-has-its-name": (dying(manager, "fsync_path", 12, after=False), ["step-000003", "step-000006"]),
+    # Two are kept: the third checkpoint is the first after which one goes.
+    "before-the-old-one-goes": (
+        dying(manager.shutil, "rmtree", 1, after=False),
+        ["step-000003", "step-000006", "step-000008"],
+    ),
+}
+
+
+def run_and_die_at(workspace: Path, moment: str) -> None:
+    MOMENTS[moment][0]()
+    tiny.run_stage("sft", workspace, moment)
+
+
 @pytest.mark.slow
 def test_kill_9_while_a_checkpoint_is_written_costs_that_checkpoint_alone(
     workspace: Path, whole: dict[str, Path]
 ) -> None:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, str(Path(__file__).with_name("dying_writes.py")), str(workspace)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert [line.split() for line in done.stdout.splitlines()] == [
-        ["while-it-is-copied", "step-000003"],
-        ["half-a-state", ".building-000006", "step-000003"],
-        ["half-of-what-is-waited-for", ".building-000006", "step-000003"],
-        ["before-the-manifest", ".building-000006", "step-000003"],
-        ["before-it-has-its-name", ".building-000006", "step-000003"],
-        ["when-it-has-its-name", "step-000003", "step-000006"],
-        ["before-the-old-one-goes", "step-000003", "step-000006", "step-000008"],
-    ]
-    for line in done.stdout.splitlines():
-        folder = workspace / line.split()[0]
-        assert_same(folder, whole["sft"], "sft")
-        assert not list((folder / "work/checkpoints").glob(".building-*"))
+    for moment, (_, left) in MOMENTS.items():
+        checkpoints = workspace / moment / "work/checkpoints"
+        assert exit_code_of(run_and_die_at, workspace, moment) == -signal.SIGKILL, moment
+        assert sorted(path.name for path in checkpoints.iterdir()) == left
+        tiny.run_stage("sft", workspace, moment)
+        assert_same(workspace / moment, whole["sft"], "sft")
+        assert not list(checkpoints.glob(".building-*"))
 
 
 @pytest.mark.slow
 def test_a_full_disk_is_told_in_one_line_and_training_goes_on_when_there_is_room(
-    tiny: ModuleType, workspace: Path, whole: dict[str, Path]
+    workspace: Path, whole: dict[str, Path]
 ) -> None:
     checkpoint = next((whole["sft"] / "work/checkpoints").glob("step-*"))
     needed = sum(path.stat().st_size for path in checkpoint.iterdir())
@@ -126,21 +150,14 @@ def test_a_full_disk_is_told_in_one_line_and_training_goes_on_when_there_is_room
         assert_same(workspace / "full", whole["sft"], "sft")
 
 
-PARAMS = """
-seed: 3
-sft: {steps: 8, batch_size: 7, micro_batch_size: 2, eval_every: 4, samples: 2, checkpoint: {every: 3},
-      optimizer: {lr: 0.01}}
-"""
-
-
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
     """Makes a workspace with the parameters above and some more."""
     monkeypatch.setenv("RLHF_TRACKING", "off")
 
     def make(name: str, more: str = "") -> Path:
-        ready.make_workspace(tmp_path / name)
-        (tmp_path / name / "params.yaml").write_text(PARAMS + more)
+        tiny.make_workspace(tmp_path / name)
+        (tmp_path / name / "params.yaml").write_text(tiny.PARAMS + more)
         return tmp_path / name
 
     return make
@@ -156,7 +173,7 @@ def test_another_machine_goes_on_from_the_store(
 ) -> None:
     alone, first, second = place("alone", ""), *(place(n, "checkpoints: {store: ../store}") for n in ("one", "two"))
     with monkeypatch.context() as patch:
-        patch.setattr(LocalEngine, "step", told_to_stop_at(6))
+        patch.setattr(LocalEngine, "step", tiny.at_step(6, told_to_stop))
         for workspace in (alone, first):
             with pytest.raises(Preempted, match="sft made step 7 of 8"):
                 run_stage("sft", workspace)
@@ -191,7 +208,7 @@ def test_a_store_that_cannot_be_used_is_refused_before_any_training(place: Calla
 @pytest.mark.slow
 def test_the_command_ends_with_a_status_of_its_own_and_one_line(place: Callable[[str, str], Path]) -> None:
     workspace = place("one", "")
-    (workspace / "params.yaml").write_text(PARAMS.replace("steps: 8", "steps: 1000000"))
+    (workspace / "params.yaml").write_text(tiny.PARAMS.replace("steps: 8", "steps: 1000000"))
     command = [sys.executable, "-m", "flows.cli", "stage", "sft", "--workspace", str(workspace)]
     process = subprocess.Popen(
         command,
