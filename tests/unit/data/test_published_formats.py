@@ -228,7 +228,6 @@ DIALOGUE = {
         (DIALOGUE | {"prompt": "Another?"}, "the prompt is not that of the transcripts"),
         ({"chosen": "Blue.", "rejected": "Green."}, "do not begin with the same words"),
         ({"chosen": "Blue.", "rejected": "Blue."}, "both texts are the same"),
-        ({"chosen": "<|im_start|>user\nQ?", "rejected": "<|im_start|>user\nQ"}, "rendered by a chat template"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -255,19 +254,12 @@ def test_replies_may_be_the_whole_dialogue_after_an_explicit_prompt() -> None:
     assert (row["prompt"], row["reply"]) == ([USER], "a")
 
 
-def test_content_parts_are_text_and_nothing_else() -> None:
+def test_parts_of_a_turn_are_joined() -> None:
     parts = [{"type": "text", "text": " Look:\n"}, {"type": "text", "text": "why?", "image": None}]
     (row,) = parse(
         {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}]}, "prompts"
     ).rows
     assert row["prompt"] == [{"role": "user", "content": " Look:\nwhy?"}]
-    for content, reason in [
-        ([*parts, {"type": "image_url", "image_url": {"url": "x.png"}}], "a part of type 'image_url'"),
-        (["why?"], "a part of type 'str'"),
-        ([], "has no parts"),
-    ]:
-        (refused,) = parse({"prompt": [{"role": "user", "content": content}]}, "prompts").refused
-        assert reason in refused.reason
 
 
 WRITERS: dict[str, Callable[[str, str, str], Any]] = {

@@ -77,6 +77,11 @@ class OddFile:
             self.content(path)
 
 
+def quarantined(kept: int, reason: str) -> RowsRead:
+    """Return what becomes of a file with one row that the reader gives and validation refuses."""
+    return RowsRead(kept, quarantined={reason: 1})
+
+
 def pairs(label: str, count: int = 2) -> list[Row]:
     """Return ``count`` good pairs that occur in no other file."""
     return [

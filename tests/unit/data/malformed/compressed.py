@@ -68,6 +68,7 @@ def misnamed(label: str, suffix: str, content: bytes, message: str) -> OddFile:
 
 
 ROWS = pairs("compressed")
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
 FILES = [
     *(cut(f"gz-cut-{keep}", ".gz", keep, WHOLE_GZIP) for keep in (0.5, 0.02, -1, -9)),
     *(cut(f"zst-cut-{keep}", ".zst", keep, WHOLE_ZSTD) for keep in (0.5, 0.02, -1, -9)),
@@ -82,9 +83,7 @@ FILES = [
     misnamed("xz-damaged", ".jsonl.xz", flipped(lzma.compress(lines(*ROWS)), 40), WHOLE_XZ),
     misnamed("gz-plain", ".jsonl.gz", lines(*ROWS), WHOLE_GZIP),
     misnamed("gz-is-zst", ".jsonl.gz", zstd(lines(*ROWS)), WHOLE_GZIP),
-    misnamed(
-        "gz-twice-named", ".jsonl.gz.gz", gzip.compress(gzip.compress(lines(*ROWS))), "unknown kind of file '.gz'"
-    ),
+    misnamed("gz-twice-named", ".jsonl.gz.gz", gzip.compress(gzip.compress(lines(*ROWS))), "kind of file '.gz'"),
     misnamed("gz-twice", ".jsonl.gz", gzip.compress(gzip.compress(lines(*ROWS))), "is gzip by its content"),
     misnamed("gz-unnamed", ".jsonl", gzip.compress(lines(*ROWS)), "is gzip by its content"),
     misnamed("zst-unnamed", ".json", zstd(lines(*ROWS)), "is zstd by its content"),
@@ -102,12 +101,7 @@ FILES = [
     misnamed("jsonl-as-csv", ".csv", lines(*ROWS), "is of no known format"),
     misnamed("web-page", ".jsonl", b"<!DOCTYPE html>\n<html><body>Sign in</body></html>\n", "is a web page"),
     misnamed("web-page-csv", ".csv", b"<html>\n<body>404</body></html>\n", "is a web page"),
-    misnamed(
-        "lfs-pointer",
-        ".parquet",
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n",
-        "is a pointer of Git LFS",
-    ),
+    misnamed("lfs-pointer", ".parquet", LFS_POINTER, "is a pointer of Git LFS"),
     bomb("gz-bomb", ".jsonl", ".gz"),
     bomb("zst-bomb", ".csv", ".zst"),
     OddFile("gz-empty", ".jsonl.gz", gzip.compress(b""), 0, "is empty"),

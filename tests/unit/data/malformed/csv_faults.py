@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from unit.data.malformed.case import OddFile, RowsRead, pairs, table_text
+from unit.data.malformed.case import OddFile, RowsRead, pairs, quarantined, table_text
 
-HEADER = "prompt,chosen,rejected\n"
+HEADER, MARGIN = "prompt,chosen,rejected\n", "prompt,chosen,rejected,margin\n"
+HEADER_AGAIN = RowsRead(4, {"repeats the header": 1})
 FEWER, MORE = "fewer fields than the header", "more fields than the header"
 AS_TEXT = "is a dialogue written out as text"
 QUOTE = "a quote that is opened there is not closed"
@@ -39,50 +40,24 @@ FILES = [
     table("tsv-commas", table_text(pairs("commas")).decode(), 2, RowsRead(2), ".tsv"),
     table("csv-index-column", f",{HEADER}0,a index?,b,c\n1,d index?,e,f\n", 2, RowsRead(2, unused=[""])),
     table("csv-two-unnamed", f",,{HEADER}0,1,a unnamed?,b,c\n", 1, RowsRead(1, unused=[""])),
-    table(
-        "csv-header-again",
-        f"{HEADER}{good('again-a')}{HEADER}{good('again-b')}",
-        5,
-        RowsRead(4, {"repeats the header": 1}),
-    ),
-    table(
-        "csv-files-joined",
-        f"{HEADER}{good('joined-a')}\ufeff{HEADER}{good('joined-b')}",
-        5,
-        RowsRead(4, {"repeats the header": 1}),
-    ),
+    table("csv-header-again", f"{HEADER}{good('again-a')}{HEADER}{good('again-b')}", 5, HEADER_AGAIN),
+    table("csv-files-joined", f"{HEADER}{good('joined-a')}\ufeff{HEADER}{good('joined-b')}", 5, HEADER_AGAIN),
     table("csv-blank-lines", f"\n{HEADER}\n{good('blank-a', 1)}\n\n{good('blank-b', 1)}\n", 2, RowsRead(2)),
-    table(
-        "csv-empty-fields", f"{HEADER},,\n{good('empty-fields')}", 3, RowsRead(3, quarantined={"chosen is empty": 1})
-    ),
-    table(
-        "csv-nul", f"{HEADER}nul?,a\0b,c\n{good('csv-nul')}", 3, RowsRead(3, quarantined={"control or replacement": 1})
-    ),
+    table("csv-empty-fields", f"{HEADER},,\n{good('empty-fields')}", 3, quarantined(3, "chosen is empty")),
+    table("csv-nul", f"{HEADER}nul?,a\0b,c\n{good('csv-nul')}", 3, quarantined(3, "control or replacement")),
     table("csv-crlf-inside", f'{HEADER}"crlf\r\n?",a,b\r\n{good("csv-crlf")}', 3, RowsRead(3)),
-    table(
-        "csv-long-field", f"{HEADER}long?,{'x' * 200_000},c\n", 1, RowsRead(1, quarantined={"over 8000 characters": 1})
-    ),
-    table("csv-margin", "prompt,chosen,rejected,margin\nmargin?,a,b,0.5\nmargin 2?,a,b,\n", 2, RowsRead(2)),
-    table(
-        "csv-margin-text",
-        "prompt,chosen,rejected,margin\nmt?,a,b,much\nmt 2?,a,b,1\n",
-        2,
-        RowsRead(1, {"not a number": 1}),
-    ),
+    table("csv-long-field", f"{HEADER}long?,{'x' * 200_000},c\n", 1, quarantined(1, "over 8000 characters")),
+    table("csv-margin", f"{MARGIN}margin?,a,b,0.5\nmargin 2?,a,b,\n", 2, RowsRead(2)),
+    table("csv-margin-text", f"{MARGIN}mt?,a,b,much\nmt 2?,a,b,1\n", 2, RowsRead(1, {"not a number": 1})),
     table("csv-json-text", 'prompt,chosen,rejected\n"[{""role"": ""manager""}]",a,b\n', 1, RowsRead(1)),
-    table(
-        "csv-conversation-of-Python",
-        "prompt,chosen,rejected\n\"[{'content': 'a?', 'role': 'user'}]\",a,b\n",
-        1,
-        RowsRead(0, {AS_TEXT: 1}),
-    ),
+    table("csv-dialogue", f"{HEADER}\"[{{'content': 'a?', 'role': 'user'}}]\",a,b\n", 1, RowsRead(0, {AS_TEXT: 1})),
     table("csv-verse-inside", f'{HEADER}verse?,"red, blue\ngreen, grey, white\nall, none",b\n', 1, RowsRead(1)),
     table("csv-lines-inside", 'prompt\n"a\nb\nc\nd"\n', 1, "holds no preferences"),
     table(
         "csv-late-Latin-1",
-        HEADER + "".join(f"late {n},a,b\n" for n in range(3000)),
-        3001,
-        "line 3002, is not UTF-8 (byte 0xe9 after 3 characters)",
+        HEADER + "late?,a,b\n" * 1100,
+        1101,
+        "line 1102, is not UTF-8 (byte 0xe9",
         tail=b"caf\xe9,a,b\n",
     ),
 ]

@@ -67,7 +67,7 @@ def implicit(label: str, prompt: str = "which", other: str | None = None) -> Row
     return {"chosen": turns(f"{label} {prompt}?", "good"), "rejected": turns(f"{label} {other or prompt}?", "bad")}
 
 
-def after(make: Any, label: str, row: Row, expected: RowsRead | str, **more: Any) -> OddFile:
+def after(make: Any, label: str, row: Any, expected: RowsRead | str, **more: Any) -> OddFile:
     """Return a file of twelve good rows by ``make`` and an odd one; a text as ``expected`` is why that is refused."""
     if isinstance(expected, str):
         expected = RowsRead(12, {expected: 1})
@@ -79,28 +79,40 @@ def dropped(reason: str) -> RowsRead:
     return RowsRead(12, dropped={reason: 1})
 
 
+def scored(label: str) -> Row:
+    return ultrafeedback(label, 8, 3)
+
+
+def turn_list(label: str) -> list[str]:
+    return [label, "reply"]
+
+
+def moss(label: str) -> Row:
+    return {"chosen": [label, "a"], "rejected": [label, "b"]}
+
+
+def said(text: str) -> Row:
+    return {"role": "assistant", "text": text}
+
+
 def tree(label: str, **changes: Any) -> Row:
     replies = [{"role": "assistant", "text": f"{label} {n}", "rank": n} for n in range(2)]
     root = {"role": "prompter", "text": f"{label}?", "replies": replies}
     return {"message_tree_id": label, "prompt": root | changes}
 
 
+HI = "\n\nHuman: hi?\n\n"
+MESSAGE = {"message_id": "a", "parent_id": None, "role": "prompter", "text": "a?"}
+UNPAIRED = [kto(f"unpaired {n}") for n in range(3)]
 HELPFUL = {"dimension": "helpful"}
 DEMONSTRATIONS, PROMPTS, PRETRAIN = ({"kind": kind} for kind in ("demonstrations", "prompts", "pretrain"))
 FILES = [
     after(hh, "hh-other-prompt", hh("a", rejected="\n\nHuman: other?\n\nAssistant: bad"), UNEQUAL),
-    after(
-        hh, "hh-ends-with-human", hh("c", chosen="\n\nHuman: c?\n\nAssistant: x\n\nHuman: y"), "ends with a human turn"
-    ),
+    after(hh, "hh-ends-with-human", hh("c", f"{HI}Assistant: x\n\nHuman: y"), "ends with a human turn"),
     after(hh, "hh-prompt-space", hh("hps", rejected="\n\nHuman: hps? \n\nAssistant: bad"), UNEQUAL),
     after(hh, "hh-no-assistant", hh("d", rejected="\n\nHuman: d?"), "rejected has no assistant's turn"),
     after(hh, "hh-with-other-prompt", hh("e", prompt="something else?"), "the prompt is not that of the transcripts"),
-    after(
-        hh,
-        "hh-begins-with-assistant",
-        hh("f", "\n\nAssistant: good", "\n\nAssistant: bad"),
-        "the transcript has no turns",
-    ),
+    after(hh, "hh-no-human", hh("f", "\n\nAssistant: good", "\n\nAssistant: bad"), "the transcript has no turns"),
     after(pku, "pku-index-2", pku("a", better=2), "better_response_id is 2, not 0 or 1", options=HELPFUL),
     after(pku, "pku-index-true", pku("a", better=True), "better_response_id is not a number", options=HELPFUL),
     after(helpsteer, "helpsteer-5", helpsteer("a", 5), "preference_strength is 5, not from -3 to 3"),
@@ -113,24 +125,16 @@ FILES = [
     after(ranking, "ranking-one", ranking("a", (1,), replies=1), dropped("no reply is better than another")),
     after(ranking, "ranks-ties", ranking("rk", (1, 1, 2), "ranks", 3), RowsRead(14, expanded=1)),
     after(
-        lambda label: ultrafeedback(label, 8, 3),
-        "ultrafeedback-no-score",
-        ultrafeedback("a", 8, None),
-        "overall_score of completion 2 is not a number",
+        scored, "ultrafeedback-no-score", ultrafeedback("a", 8, None), "overall_score of completion 2 is not a number"
     ),
-    after(lambda label: ultrafeedback(label, 8, 3), "ultrafeedback-empty", ultrafeedback("a"), "does not match"),
+    after(scored, "ultrafeedback-empty", ultrafeedback("a"), "does not match"),
     after(binarized, "scores-one-missing", binarized("om", 5, None), RowsRead(13)),
     after(binarized, "scores-text", binarized("a", "high", 5), "score_chosen is not a number"),
     after(implicit, "implicit-other-prompt", implicit("a", "which", "what"), UNEQUAL),
     after(tree, "tree-no-role", tree("a", role=None), "a message of the tree has no role"),
     after(tree, "tree-replies-text", tree("a", replies="none"), "the replies of a message are not a list"),
     after(tree, "tree-deleted", tree("a", deleted=True), dropped("no two ranked replies")),
-    after(
-        tree,
-        "tree-rank-text",
-        tree("a", replies=[{"role": "assistant", "text": "b", "rank": "first"}]),
-        "rank is not a number",
-    ),
+    after(tree, "tree-rank-text", tree("a", replies=[said("b") | {"rank": "first"}]), "rank is not a number"),
     *(
         jsonl(f"hh-start-{n}", [*(hh_at(start, f"hs{n} {i}", line) for i in range(3))], RowsRead(3))
         for n, (start, line) in enumerate(
@@ -141,12 +145,7 @@ FILES = [
     after(pair, "prompt-stripped", pair("ps", prompt="Human: ps?\n\nAssistant:"), RowsRead(13)),
     after(pair, "prompt-CRLF", pair("pc", prompt="\r\n\r\nHuman: pc?\r\n\r\nAssistant:"), RowsRead(13)),
     after(pair, "prompt-dense", pair("pd", prompt="Human: pd?\nAssistant:"), "without empty lines between its turns"),
-    after(
-        pair,
-        "reply-CRLF-transcript",
-        pair("rc", chosen="\r\n\r\nHuman: a?\r\n\r\nAssistant: b"),
-        "chosen is a whole transcript, not a reply",
-    ),
+    after(pair, "reply-CRLF", pair("rc", chosen="\r\n\r\nHuman: a?\r\n\r\nAssistant: b"), "is a whole transcript"),
     after(pair, "rendered", pair("r", chosen="<|im_start|>assistant\nyes<|im_end|>"), f"chosen {RENDERED}"),
     after(pair, "prompt-as-JSON", pair("pj", prompt='[{"role": "user", "content": "hi"}]'), AS_TEXT),
     after(pair, "reply-as-JSON", pair("rj", rejected='[{"from": "gpt", "value": "hi"}]'), AS_TEXT),
@@ -161,25 +160,13 @@ FILES = [
     jsonl("kto-as-pairs", [kto("a"), kto("b", False)], "is no pair: put a better or worse reply"),
     jsonl("prompts-as-pairs", [{"prompt": "a?"}], "holds no preferences"),
     jsonl("texts-as-prompts", [{"text": "a"}], "holds no prompts", **PROMPTS),
-    jsonl(
-        "stepwise-as-pairs",
-        [{"prompt": "a?", "completions": ["b"], "labels": [True]}],
-        "reward models here judge whole replies, not steps",
-    ),
-    jsonl(
-        "oasst-messages",
-        [{"message_id": "a", "parent_id": None, "role": "prompter", "text": "a?"}],
-        RowsRead(0, dropped={"the tree has no two ranked replies": 1}),
-    ),
-    jsonl(
-        "mixed-formats",
-        [*pairs("mixed", 3), *(kto(f"m{n}") for n in range(3))],
-        "are of several formats (3 standard, 3 prompt-reply)",
-    ),
+    jsonl("stepwise-as-pairs", [{"prompt": "a?", "completions": ["b"], "labels": [True]}], "not steps"),
+    jsonl("oasst-messages", [MESSAGE], RowsRead(0, dropped={"the tree has no two ranked replies": 1})),
+    jsonl("mixed-formats", [*pairs("mixed", 3), *UNPAIRED], "are of several formats (3 standard, 3 prompt-reply)"),
     jsonl(
         "mixed-formats-named",
-        [*pairs("mixed-named", 3), *(kto(f"n{n}") for n in range(3))],
-        RowsRead(3, {"does not match the format standard": 3}),
+        [*pairs("mn", 3), *UNPAIRED],
+        RowsRead(3, {"does not match": 3}),
         options={"format": "standard"},
     ),
     *(
@@ -194,26 +181,8 @@ FILES = [
     after(orca, "orca-tie-imitated", orca("oti", status="tie"), dropped("neither reply is"), **DEMONSTRATIONS),
     after(orca, "orca-tie-prompt", orca("otp", status="tie"), RowsRead(13), **PROMPTS),
     after(orca, "orca-swapped", orca("os", status="swapped"), RowsRead(13)),
-    jsonl(
-        "turn-list-number",
-        [*([f"tl {n}", "reply"] for n in range(12)), ["a", 5]],
-        RowsRead(12, {"does not match": 1}),
-        **DEMONSTRATIONS,
-    ),
-    jsonl(
-        "turn-list-open",
-        [*([f"to {n}", "reply"] for n in range(12)), ["a", "b", "c"]],
-        RowsRead(12, {"there is no reply": 1}),
-        **DEMONSTRATIONS,
-    ),
-    jsonl(
-        "moss-pair-short",
-        [{"chosen": ["a"], "rejected": ["b"]}, {"chosen": ["mp?", "a"], "rejected": ["mp?", "b"]}],
-        RowsRead(1, {"a reply but no prompt": 1}),
-    ),
-    jsonl(
-        "moss-pair-other-prompt",
-        [{"chosen": ["c", "a"], "rejected": ["d", "b"]}, {"chosen": ["mo?", "a"], "rejected": ["mo?", "b"]}],
-        RowsRead(1, {UNEQUAL: 1}),
-    ),
+    after(turn_list, "turn-list-number", ["a", 5], "does not match", **DEMONSTRATIONS),
+    after(turn_list, "turn-list-open", ["a", "b", "c"], "there is no reply", **DEMONSTRATIONS),
+    after(moss, "moss-pair-short", {"chosen": ["a"], "rejected": ["b"]}, "a reply but no prompt"),
+    after(moss, "moss-pair-other-prompt", {"chosen": ["c", "a"], "rejected": ["d", "b"]}, UNEQUAL),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from unit.data.malformed.case import OddFile, RowsRead, jsonl, lines, pair, pairs
+from unit.data.malformed.case import OddFile, RowsRead, jsonl, lines, pair, pairs, quarantined
 
 INVALID = "the line is not valid JSON"
 NOT_JSON = "is not valid JSON"
@@ -32,21 +32,19 @@ def dumped(label: str, **changes: Any) -> str:
     return json.dumps(pair(label, **changes))
 
 
-INFINITE = RowsRead(3, quarantined={"margin is not a finite number": 1})
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+INFINITE = quarantined(3, "margin is not a finite number")
 ROWS = json.dumps(pairs("json"))
 FIRST, SECOND = (json.dumps(row) for row in pairs("json"))
 FILES = [
-    whole("json-deep", "[" * DEEP + "]" * DEEP, "nested too deeply", written=1),
+    whole("json-deep", nested(DEEP), "nested too deeply", written=1),
     whole("json-deep-open", '{"a":' * DEEP, "nested too deeply", written=1),
-    bad_line("jsonl-deep", "[" * DEEP + "]" * DEEP, INVALID),
-    bad_line(
-        "jsonl-deep-column", dumped("jsonl-deep-column")[:-1] + ', "x": ' + "[" * DEEP + "]" * DEEP + "}", INVALID
-    ),
-    jsonl(
-        "jsonl-nested-column",
-        [*pairs("nested-a"), dumped("nested-b")[:-1] + ', "x": ' + "[" * 500 + "]" * 500 + "}"],
-        RowsRead(3, unused=["x"]),
-    ),
+    bad_line("jsonl-deep", nested(DEEP), INVALID),
+    bad_line("jsonl-deep-column", f'{dumped("jsonl-deep-column")[:-1]}, "x": {nested(DEEP)}}}', INVALID),
+    jsonl("jsonl-nested", [*pairs("na"), f'{dumped("nb")[:-1]}, "x": {nested(500)}}}'], RowsRead(3, unused=["x"])),
     number("margin-nan", "NaN", INFINITE),
     number("margin-1e999", "1e999", INFINITE),
     number("margin-400-digits", "9" * 400, RowsRead(2, {"the margin is not a finite number": 1})),
@@ -73,12 +71,7 @@ FILES = [
     whole("list-in-jsonl", ROWS + "\n", "is of no known format", ".jsonl"),
     whole("list-per-line", f"[{FIRST}]\n[{SECOND}]\n", "is of no known format", ".jsonl"),
     whole("indented-jsonl", json.dumps(pairs("json"), indent=1), "holds JSON over several lines", ".jsonl"),
-    whole(
-        "indented-objects",
-        "\n".join(json.dumps(row, indent=1) for row in pairs("json")),
-        "over several lines",
-        ".jsonl",
-    ),
+    whole("indented-objects", "\n".join(json.dumps(r, indent=1) for r in pairs("json")), "several lines", ".jsonl"),
     whole("python-literals", "{'prompt': 'a?', 'chosen': 'b', 'rejected': None}\n", INVALID, ".jsonl", 1),
     OddFile("data-object", ".json", json.dumps({"version": 1, "data": pairs("data-object")}).encode(), 2, RowsRead(2)),
     OddFile("jsonl-as-json", ".json", lines(*pairs("jsonl-as-json")), 2, RowsRead(2)),
@@ -95,18 +88,8 @@ FILES = [
     bad_line("first-row-comment", "# exported today", INVALID),
     bad_line("line-with-comma", FIRST + ",", INVALID),
     bad_line("two-objects-on-a-line", FIRST + SECOND, INVALID),
-    OddFile(
-        "last-row-cut",
-        ".jsonl",
-        lines(*pairs("last-row-cut"), dumped("last-row-cut"))[:-9],
-        3,
-        RowsRead(2, {INVALID: 1}),
-    ),
-    jsonl(
-        "huge-line",
-        [*pairs("huge-line"), pair("huge-line", chosen="word " * 400_000)],
-        RowsRead(3, quarantined={"chosen is over 8000 characters": 1}),
-    ),
+    OddFile("last-row-cut", ".jsonl", lines(*pairs("lrc", 3))[:-9], 3, RowsRead(2, {INVALID: 1})),
+    jsonl("huge-line", [*pairs("hl"), pair("hl", chosen="word " * 400_000)], quarantined(3, "over 8000 characters")),
     OddFile("empty-jsonl", ".jsonl", b"", 0, "is empty"),
     OddFile("empty-json", ".json", b" \n", 0, "is empty"),
     OddFile("only-line-ends", ".jsonl", b"\n\r\n\n", 0, "is empty"),

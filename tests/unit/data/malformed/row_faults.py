@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unit.data.malformed.case import OddFile, Row, RowsRead, jsonl, pair, pairs
+from unit.data.malformed.case import OddFile, Row, RowsRead, jsonl, pair, pairs, quarantined
 
 
 def bad_row(label: str, row: Any, reason: str) -> OddFile:
@@ -19,6 +19,10 @@ def noted(label: str, row: Row, *unused: str) -> OddFile:
 
 def turn(role: Any, content: Any, **more: Any) -> Row:
     return {"role": role, "content": content} | more
+
+
+def part(text: str, **more: Any) -> Row:
+    return {"type": "text", "text": text} | more
 
 
 def dialogue(label: str, *prompt: Row, **changes: Any) -> Row:
@@ -51,6 +55,7 @@ def bad_alpaca(label: str, reason: str, **changes: Any) -> OddFile:
 
 USER = turn("user", "which?")
 TOOL = turn("assistant", "text", tool_calls=[{"function": {"name": "f"}}])
+ODD_ROLES = quarantined(13, "roles do not alternate")
 FILES = [
     *(
         bad_alpaca(f"history-{n}", "history is not a list of [question, answer]", history=value)
@@ -69,17 +74,11 @@ FILES = [
     noted("margin-misspelt", pair("margin-misspelt", margn=3.0), "margn"),
     noted("system-misspelt", pair("system-misspelt", System="Be brief."), "System"),
     bad_dialogue("chosen-of-user", dialogue("cu", USER, chosen=[turn("user", "b")]), "chosen is a turn of the user"),
-    bad_dialogue(
-        "chosen-two-turns",
-        dialogue("c2", USER, chosen=[turn("assistant", "a"), turn("assistant", "b")]),
-        "chosen has 2 turns",
-    ),
+    bad_dialogue("chosen-two-turns", dialogue("c2", USER, chosen=[turn("assistant", "a")] * 2), "chosen has 2 turns"),
     bad_dialogue("chosen-no-turns", dialogue("c0", USER, chosen=[]), "chosen has 0 turns"),
     bad_dialogue("tool-calls", dialogue("tc", USER, chosen=[TOOL]), "has tool_calls beside its text"),
     bad_dialogue(
-        "function-call",
-        dialogue("fc", USER, turn("assistant", "a", function_call={"name": "f"}), USER),
-        "has function_call",
+        "function-call", dialogue("fc", USER, turn("assistant", "a", function_call=[{}]), USER), "function_call"
     ),
     *(
         bad_dialogue(
@@ -102,39 +101,26 @@ FILES = [
     bad_dialogue("content-number", dialogue("cn", turn("user", 5)), "the user turn is not text but int"),
     bad_dialogue("turn-text", dialogue("tt", USER) | {"prompt": ["which?"]}, "a turn is not an object but str"),
     bad_dialogue("image-part", dialogue("ip", turn("user", [{"type": "image", "url": "x"}])), "a part of type 'image'"),
-    bad_dialogue(
-        "image-in-text-part",
-        dialogue("itp", turn("user", [{"type": "text", "text": "a", "image": "x.png"}])),
-        "the user turn has image beside the text of a part",
-    ),
+    bad_dialogue("part-image", dialogue("itp", turn("user", [part("a", image="x.png")])), "has image beside"),
     *(
         bad_dialogue(f"turn-{name}", dialogue(name, turn("user", "a", **{name: "x"})), f"has {name} beside")
         for name in ("image", "audio", "video", "file")
     ),
     dialogues(
         "part-keys",
-        dialogue("pk", turn("user", [{"type": "text", "text": "pk?", "cache_control": {"type": "ephemeral"}}])),
-        RowsRead(13, unused=["prompt[].content[].cache_control"]),
+        dialogue("pk", turn("user", [part("pk?", a={"b": 1})])),
+        RowsRead(13, unused=["prompt[].content[].a"]),
     ),
     bad_dialogue("no-turns", dialogue("nt"), "the list of turns is empty"),
+    bad_dialogue("part-text", dialogue("pt", turn("user", ["pt?"])), "a part of type 'str'"),
     bad_dialogue("no-parts", dialogue("np", turn("user", [])), "the user turn has no parts"),
-    bad_dialogue(
-        "two-roles", dialogue("2r", {"role": "user", "from": "gpt", "content": "a"}), "role is 'user' and from is 'gpt'"
-    ),
+    bad_dialogue("two-roles", dialogue("2r", {"role": "user", "from": "gpt", "content": "a"}), "from is 'gpt'"),
     bad_dialogue("two-contents", dialogue("2c", {"role": "user", "content": "a", "value": "b"}), "content and value"),
-    dialogues(
-        "text-parts",
-        dialogue("tp", turn("user", [{"type": "text", "text": "a "}, {"type": "text", "text": "tp?"}])),
-        RowsRead(13),
-    ),
+    dialogues("text-parts", dialogue("tp", turn("user", [part("a "), part("tp?")])), RowsRead(13)),
     dialogues("empty-tool-calls", dialogue("et", turn("user", "et?", tool_calls=[])), RowsRead(13)),
     dialogues("empty-system", dialogue("es", turn("system", ""), turn("user", "es?")), RowsRead(13)),
-    dialogues(
-        "system-twice",
-        dialogue("st", turn("system", "a"), turn("user", "st?"), system="b"),
-        RowsRead(13, quarantined={"roles do not": 1}),
-    ),
-    dialogues("roles", dialogue("ro", USER, USER), RowsRead(13, quarantined={"roles do not alternate": 1})),
+    dialogues("system-twice", dialogue("st", turn("system", "a"), turn("user", "st?"), system="b"), ODD_ROLES),
+    dialogues("roles", dialogue("ro", USER, USER), ODD_ROLES),
     dialogues("roles-capital", dialogue("rc", turn("USER", "rc?")), RowsRead(13)),
     jsonl("prompt-object", [*[pair("po", prompt=USER)] * 2], "prompt (dict)"),
     jsonl("keys-capital", [{"Prompt": "a", "Chosen": "b", "Rejected": "c"}], "keys Prompt"),

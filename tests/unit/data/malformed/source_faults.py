@@ -58,13 +58,11 @@ FILES = [
     OddFile("Chinese-name", "数据.jsonl", lines(*pairs("Chinese")), 2, RowsRead(2)),
     mapped("no-options", "is of no known format"),
     mapped("column-misspelt", "no row has a column 'bset'", columns=COLUMNS | {"chosen": "bset"}),
-    mapped(
-        "column-missing-once", RowsRead(12, {"does not match the format standard": 1}), {"title": None}, columns=COLUMNS
-    ),
+    mapped("column-missing-once", RowsRead(12, {"does not match": 1}), {"title": None}, columns=COLUMNS),
     mapped("template-column-missing", "no row has a column 'text'", columns=REPLIES, template="{title} {text}"),
     mapped(
-        "template-value-null",
-        RowsRead(12, {"the column body is missing": 1}),
+        "template-null",
+        RowsRead(12, {"body is missing": 1}),
         {"body": None},
         columns=REPLIES,
         template="{title} {body}",

@@ -7,7 +7,7 @@ import decimal
 from typing import Any
 
 import pyarrow as pa
-from unit.data.malformed.case import OddFile, RowsRead, arrow, pairs, parquet
+from unit.data.malformed.case import OddFile, RowsRead, arrow, pairs, parquet, quarantined
 
 
 def column(label: str, name: str, values: pa.Array, expected: str | RowsRead, suffix: str = ".parquet") -> OddFile:
@@ -65,6 +65,11 @@ STREAM = arrow(pairs("stream", 300), stream=True, batch=100)
 ARROW = arrow(pairs("arrow", 300), batch=100)
 NOT_PARQUET, NOT_ARROW = "is not a readable parquet file", "is not a readable arrow file"
 AWARE = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
+NOT_UTF8 = invalid_utf8(b"x", b"\xff\xfe", b"z")
+TOO_LATE = RowsRead(1, {"the column when cannot be read": 1}, unused=["when"])
+BAD_PROMPT = RowsRead(2, {"the column prompt cannot be read": 1})
+INDEXED = parquet(BIG, write_page_index=True, row_group_size=100)
+ENCODED = {name: pa.array(texts).dictionary_encode() for name, texts in REPEATED.items()}
 FILES = [
     *(
         OddFile(f"parquet-cut-{keep}", ".parquet", WHOLE[:keep], 300, NOT_PARQUET)
@@ -80,80 +85,33 @@ FILES = [
     ),
     OddFile("parquet-no-rows", ".parquet", parquet(pa.table({"prompt": pa.nulls(0)})), 0, "is empty"),
     OddFile("parquet-joined", ".parquet", WHOLE + WHOLE, 600, "several parquet files were joined"),
-    OddFile(
-        "parquet-joined-indexed",
-        ".parquet",
-        2 * parquet(BIG, write_page_index=True, row_group_size=100),
-        600,
-        "several parquet files were joined",
-    ),
+    OddFile("parquet-joined-indexed", ".parquet", 2 * INDEXED, 600, "several parquet files were joined"),
     OddFile("parquet-indexed", ".parquet", parquet(pairs("PAR1", 3), write_page_index=True), 3, RowsRead(3)),
     OddFile("arrow-no-rows", ".arrow", arrow(pa.table({"prompt": pa.nulls(0)})), 0, "is empty"),
-    OddFile(
-        "parquet-two-of-a-name",
-        ".parquet",
-        parquet(repeated(["prompt", "chosen", "rejected", "chosen"])),
-        1,
-        "names 'chosen' twice",
-    ),
-    OddFile(
-        "arrow-two-of-a-name", ".arrow", arrow(repeated(["prompt", "prompt", "rejected"])), 1, "names 'prompt' twice"
-    ),
+    OddFile("parquet-two-of-a-name", ".parquet", parquet(repeated(["prompt", "a", "a"])), 1, "names 'a' twice"),
+    OddFile("arrow-two-of-a-name", ".arrow", arrow(repeated(["prompt", "a", "a"])), 1, "names 'a' twice"),
     column("bytes-replies", "chosen", pa.array([b"a", b"b"]), RowsRead(0, {"chosen is not text but bytes": 2})),
     column("bytes-prompts", "prompt", pa.array([b"a b", b"c d"]), "prompt (bytes)"),
     column("bytes-column", "digest", pa.array([b"\xff", b"b"]), RowsRead(2, unused=["digest"])),
-    column(
-        "bad-utf8",
-        "rejected",
-        invalid_utf8(b"x", b"\xff\xfe", b"z"),
-        RowsRead(2, {"the column rejected cannot be read": 1}),
-    ),
-    column(
-        "bad-utf8-arrow",
-        "rejected",
-        invalid_utf8(b"x", b"\xff\xfe", b"z"),
-        RowsRead(2, {"the column rejected cannot be read": 1}),
-        ".arrow",
-    ),
-    column(
-        "late-timestamp",
-        "when",
-        pa.array([0, 2**62], pa.timestamp("ms")),
-        RowsRead(1, {"the column when cannot be read": 1}, unused=["when"]),
-    ),
+    column("bad-utf8", "rejected", NOT_UTF8, RowsRead(2, {"rejected cannot be read": 1})),
+    column("bad-utf8-arrow", "rejected", NOT_UTF8, RowsRead(2, {"rejected cannot be read": 1}), ".arrow"),
+    column("late-timestamp", "when", pa.array([0, 2**62], pa.timestamp("ms")), TOO_LATE),
     column("good-timestamp", "when", pa.array([AWARE, None]), RowsRead(2, unused=["when"])),
-    column(
-        "unknown-time-zone", "when", pa.array([0, 1], pa.timestamp("ms", "No/Where")), "the column when cannot be read"
-    ),
+    column("unknown-time-zone", "when", pa.array([0, 1], pa.timestamp("ms", "No/Where")), "when cannot be read"),
     column("nanoseconds", "when", pa.array([1, 2], pa.timestamp("ns")), RowsRead(2, unused=["when"])),
-    column(
-        "late-date",
-        "when",
-        pa.array([0, 2**30], pa.date32()),
-        RowsRead(1, {"the column when cannot be read": 1}, unused=["when"]),
-    ),
+    column("late-date", "when", pa.array([0, 2**30], pa.date32()), TOO_LATE),
     column("decimal-margin", "margin", pa.array([decimal.Decimal("0.5"), None]), RowsRead(2)),
-    column("nan-margin", "margin", pa.array([float("nan"), 1.0]), RowsRead(2, quarantined={"not a finite number": 1})),
+    column("nan-margin", "margin", pa.array([float("nan"), 1.0]), quarantined(2, "not a finite number")),
     column("boolean-margin", "margin", pa.array([True, False]), RowsRead(0, {"is not a number": 2})),
     column("half-margin", "margin", pa.array([0.5, 1.0], pa.float16()), RowsRead(2)),
     column("dictionary-text", "chosen", pa.array(["good a", "good b"]).dictionary_encode(), RowsRead(2)),
     column("large-text", "chosen", pa.array(["good a", "good b"], pa.large_string()), RowsRead(2)),
     column("text-views", "chosen", pa.array(["good a", "good b"], pa.string_view()), RowsRead(2), ".arrow"),
-    column(
-        "map-column", "tags", pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int8())), RowsRead(2, unused=["tags"])
-    ),
+    column("map-column", "tags", pa.array([[("a", 1)], []], pa.map_("str", "i1")), RowsRead(2, unused=["tags"])),
     column("null-column", "note", pa.nulls(2), RowsRead(2)),
     column("struct-prompt", "prompt", pa.array([{"role": "user", "content": "a"}] * 2), "prompt (dict)"),
-    *(
-        OddFile(
-            f"nested-bad-utf8{suffix}",
-            suffix,
-            write(bad_turns(suffix)),
-            3,
-            RowsRead(2, {"the column prompt cannot be read": 1}),
-        )
-        for suffix, write in ((".parquet", parquet), (".arrow", arrow))
-    ),
+    OddFile("nested-bad-utf8", ".parquet", parquet(bad_turns("parquet")), 3, BAD_PROMPT),
+    OddFile("nested-bad-utf8-arrow", ".arrow", arrow(bad_turns("arrow")), 3, BAD_PROMPT),
     *(
         OddFile(f"parquet-counts-{label}", ".parquet", recounted(*change), 300, message)
         for label, change, message in (
@@ -165,12 +123,6 @@ FILES = [
         )
     ),
     OddFile("parquet-bomb", ".parquet", parquet(pa.table(REPEATED)), 1000, "values of more than 200 times its size"),
-    OddFile(
-        "arrow-bomb",
-        ".arrow",
-        arrow(pa.table({name: pa.array(texts).dictionary_encode() for name, texts in REPEATED.items()})),
-        1000,
-        "values of more than 200 times its size",
-    ),
+    OddFile("arrow-bomb", ".arrow", arrow(pa.table(ENCODED)), 1000, "values of more than 200 times its size"),
     column("repeated-text", "system", pa.array(["be brief " * 100] * 400).dictionary_encode(), RowsRead(400)),
 ]
