@@ -1,4 +1,4 @@
-"""Batches: every row once per epoch by (seed, epoch) alone, least padding, shares of categories, balanced lengths."""
+"""Batches: every row once per epoch by (seed, epoch) alone, least padding, whole prompts, balanced lengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.config.reward import RewardConfig
+from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data import batches as padding
 from rlhf_core.data.batches import (
     batch_at,
@@ -25,7 +25,7 @@ from rlhf_core.data.batches import (
     rows_by_category_share,
     token_budget_batches,
 )
-from rlhf_core.data.pairs import TokenisedPair
+from rlhf_core.data.pairs import MOST_REPLIES, PromptBatches, TokenisedPair, pair_sequences, rows_of_sequences
 from rlhf_core.errors import DataError
 from rlhf_core.training.reward.trainer import rows_of_epoch
 
@@ -116,7 +116,6 @@ def test_partitions_by_hand() -> None:
     assert four.micro_batches == [[3], [1], [2], [0]]
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 4))
 def test_partitions_need_the_fewest_positions(lengths: list[int], most: int) -> None:
     most = min(most, len(lengths))
@@ -142,7 +141,6 @@ def test_a_long_batch_is_cut_at_some_of_its_rows() -> None:
     assert padding_share(sum(lengths), eight.computed) == pytest.approx(1 / 9, abs=0.01)
 
 
-@settings(deadline=None)
 @given(st.lists(LENGTHS, min_size=1, max_size=4), st.floats(0.01, 1))
 def test_ranks_make_as_many_passes_and_no_more_than_needed(shards: list[list[int]], limit: float) -> None:
     with mock.patch.object(padding, "SMALLEST_MICRO_BATCH", 1):
@@ -215,27 +213,22 @@ def test_shares_that_no_rows_can_fill_are_refused(shares: dict[str, float], mess
 
 
 @pytest.mark.parametrize(
-    ("shares", "message"),
+    ("shares", "ptx", "message"),
     [
-        ({"harmless": 1.0}, "the share of harmless is 1; it must be above 0 and below 1"),
-        ({"harmless": 0.0}, "the share of harmless is 0;"),
-        ({"harmless": float("nan")}, "a finite number"),
-        ({"harmless": 0.6, "rude": 0.4}, "add up to 1, which leaves nothing"),
+        ({"harmless": 1.0}, None, "the share of harmless is 1; it must be above 0 and below 1"),
+        ({"harmless": 0.0}, None, "the share of harmless is 0;"),
+        ({"harmless": float("nan")}, None, "a finite number"),
+        ({"harmless": 0.6, "rude": 0.4}, None, "add up to 1, which leaves nothing"),
+        ({"harmless": 0.17}, {"weight": 0.0}, "category_shares mixes the ptx texts, but weight is 0"),
+        ({"harmless": 0.17}, {"data": "both"}, "category_shares mixes the texts of one set, but data is both"),
     ],
 )
-def test_shares_out_of_range_are_refused(shares: dict[str, float], message: str) -> None:
+def test_settings_of_shares_are_refused(shares: dict[str, float], ptx: dict[str, object] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        RewardConfig(category_shares=shares)
-
-
-def test_a_mixture_of_no_ptx_texts_is_refused() -> None:
-    with pytest.raises(ValueError, match="category_shares mixes the ptx texts, but weight is 0"):
-        PpoConfig.model_validate({"ptx": {"weight": 0.0, "category_shares": {"harmless": 0.17}}})
-
-
-def test_a_mixture_of_two_sets_of_ptx_texts_is_refused() -> None:
-    with pytest.raises(ValueError, match="category_shares mixes the texts of one set, but data is both"):
-        PpoConfig.model_validate({"ptx": {"data": "both", "category_shares": {"harmless": 0.17}}})
+        if ptx is None:
+            RewardConfig(category_shares=shares)
+        else:
+            PpoConfig.model_validate({"ptx": ptx | {"category_shares": shares}})
 
 
 def test_pairs_are_balanced_by_length_within_a_category_and_then_mixed() -> None:
@@ -304,3 +297,89 @@ def test_pairs_of_one_kind_cannot_be_balanced() -> None:
 def test_an_epoch_has_all_pairs_of_equal_length() -> None:
     rows = length_balanced_epoch([0, 4, 0, -4, 9], seed=1, epoch=2)
     assert {0, 2, 3} < set(rows) and len(rows) == 4
+
+
+ids = st.lists(st.integers(5, 9), min_size=1, max_size=3)
+PROMPT_LENGTHS = st.lists(st.lists(st.integers(2, 30), min_size=2, max_size=6), min_size=1, max_size=12)
+
+
+def pairs_against_a_reference(prompts: list[list[int]]) -> list[TokenisedPair]:
+    """For each prompt the lengths of its replies; the first is preferred to each other one."""
+    return [
+        TokenisedPair(0, [100 + number, 1], [2] * replies[0], [3 + other] * length)
+        for number, replies in enumerate(prompts)
+        for other, length in enumerate(replies[1:])
+    ]
+
+
+@settings(max_examples=50)
+@given(PROMPT_LENGTHS, st.integers(64, 200), st.integers(1, 20), st.integers(0, 3))
+def test_an_epoch_has_every_pair_once_within_the_limits(
+    prompts: list[list[int]], budget: int, most: int, epoch: int
+) -> None:
+    pairs = pairs_against_a_reference(prompts)
+    limits = PairBatchConfig(token_budget=budget, min_pairs=1, max_pairs=most)
+    batches = PromptBatches(pairs, limits, seed=5).epoch(epoch)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(pairs)))
+    for batch in batches:
+        of_batch = [pairs[row] for row in batch]
+        tokens = len(pair_sequences(of_batch).distinct) * max(pair.length for pair in of_batch)
+        assert len(batch) == 1 or (tokens <= budget and len(batch) <= most)
+    assert batches == PromptBatches(pairs, limits, seed=5).epoch(epoch)
+
+
+def test_pairs_of_a_prompt_stay_together_where_a_batch_holds_them() -> None:
+    pairs = pairs_against_a_reference([[10] * 5 for _ in range(8)])
+    # A prompt has five sequences of 12 tokens for its four pairs: two prompts fit 120 tokens.
+    limits = PairBatchConfig(token_budget=120, min_pairs=1, max_pairs=64)
+    batches = PromptBatches(pairs, limits, seed=1).epoch(0)
+    assert [len(batch) for batch in batches] == [8] * 4
+    assert all(len({pairs[row].prompt[0] for row in batch}) == 2 for batch in batches)
+    assert batches != PromptBatches(pairs, limits, seed=1).epoch(1)
+    assert [row for batch in PromptBatches(pairs, limits, seed=1).epoch(0, [3, 9]) for row in sorted(batch)] == [3, 9]
+
+
+def test_a_prompt_with_more_pairs_than_a_batch_holds_is_cut() -> None:
+    pairs = pairs_against_a_reference([[10] * 9])
+    limits = PairBatchConfig(token_budget=60, min_pairs=2, max_pairs=64)
+    # Five sequences of 12 tokens fit: the common one and four others.
+    assert sorted(len(batch) for batch in PromptBatches(pairs, limits, seed=1).epoch(0)) == [4, 4]
+
+
+@given(st.lists(st.tuples(*[st.lists(st.integers(1, 3), max_size=2)] * 3), max_size=8), st.booleans())
+def test_sequences_are_numbered_by_first_occurrence(
+    rows: list[tuple[list[int], list[int], list[int]]], share: bool
+) -> None:
+    pairs = [TokenisedPair(i, *ids) for i, ids in enumerate(rows)]
+    listed = [(p, c) for p, c, _ in rows] + [(p, r) for p, _, r in rows]
+    expected = [item for i, item in enumerate(listed) if item not in listed[:i]] if share else listed
+    sequences = pair_sequences(pairs, share)
+    assert sequences.distinct == expected
+    assert [sequences.distinct[number] for number in (*sequences.chosen, *sequences.rejected)] == listed
+    assert sequences.lengths == [len(prompt) + len(reply) for prompt, reply in expected]
+
+
+def test_the_replies_of_a_pair_stand_behind_one_prompt() -> None:
+    pairs = [TokenisedPair(0, [1, 2], [3], [4, 5]), TokenisedPair(1, [6], [7], [8])]
+    first, second = rows_of_sequences(pair_sequences(pairs), prefix_sharing=True)
+    assert (first.prompt, first.replies, first.numbers, first.length) == ([1, 2], [[3], [4, 5]], [0, 2], 5)
+    assert (second.prompt, second.replies, second.numbers, second.length) == ([6], [[7], [8]], [1, 3], 3)
+
+
+def test_a_fifth_reply_to_a_prompt_begins_another_row() -> None:
+    pairs = [TokenisedPair(i, [1], [2 * i + 10], [2 * i + 11]) for i in range(3)]
+    rows = rows_of_sequences(pair_sequences(pairs), prefix_sharing=True)
+    assert [len(row.replies) for row in rows] == [MOST_REPLIES, 2] == [4, 2]
+
+
+@given(st.lists(st.tuples(ids, ids, ids), min_size=1, max_size=8), st.booleans(), st.booleans())
+def test_every_sequence_is_in_one_row_behind_its_own_prompt(
+    drawn: list[tuple[list[int], list[int], list[int]]], share: bool, prefix_sharing: bool
+) -> None:
+    sequences = pair_sequences([TokenisedPair(i, *row) for i, row in enumerate(drawn)], share)
+    rows = rows_of_sequences(sequences, prefix_sharing)
+    held = {number: (row.prompt, reply) for row in rows for number, reply in zip(row.numbers, row.replies, strict=True)}
+    assert [held[number] for number in range(len(held))] == sequences.distinct
+    assert sum(len(row.numbers) for row in rows) == len(sequences.distinct)
+    if not prefix_sharing:
+        assert [row.length for row in rows] == sequences.lengths

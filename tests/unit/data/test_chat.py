@@ -19,7 +19,6 @@ from rlhf_core.data.encoding import (
     left_pad,
     pad_id,
     right_pad,
-    special_token_ids,
     vocabulary_id,
 )
 from rlhf_core.data.pairs import TokenisedPair, usable_pairs
@@ -90,11 +89,6 @@ def test_special_tokens_inside_a_reply_stay_visible() -> None:
     tokenizer = word_tokenizer()
     assert decode_reply(tokenizer, [HELLO, USER, PAD, RED, END]) == ("hello <|user|> <|pad|> red", True)
     assert decode_reply(tokenizer, [PAD, PAD]) == ("<|pad|> <|pad|>", False)
-
-
-def test_special_token_ids_are_all_but_the_end_marker() -> None:
-    assert special_token_ids(word_tokenizer()) == {PAD, USER, ASSISTANT, SYSTEM}
-    assert special_token_ids(word_tokenizer(pad_token=None)) == {PAD, USER, ASSISTANT, SYSTEM}
 
 
 def test_an_unfinished_reply_is_encoded_without_an_end_marker() -> None:

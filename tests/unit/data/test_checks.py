@@ -214,7 +214,7 @@ def test_other_kinds() -> None:
     assert failed(BASE | {"text": "t" * 100}, BASE | {"text": " "}, kind="pretrain") == [set(), {"text_not_empty"}]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(*[st.sampled_from(["a", "b", " a", "a\n", ""])] * 3), min_size=1, max_size=12), st.integers(1, 5)
 )

@@ -33,7 +33,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 @given(st.text(st.characters(codec="utf-8", min_codepoint=0x3000)), st.text(st.characters(codec="utf-8")))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_text_comes_back_from_its_tokens_to_the_character(
     tokenizer: PreTrainedTokenizerBase, wide: str, plain: str
 ) -> None:

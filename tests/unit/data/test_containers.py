@@ -8,15 +8,20 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from pydantic import ValidationError
+from typer.testing import CliRunner
 from unit.data.malformed.case import arrow, parquet, table_text
 from unit.data.malformed.compressed import PACK
 from unit.data.reading import records_of
 
+from rlhf_core.cli import app
+from rlhf_core.config.data import CollectConfig, ValidateConfig
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.inspection.describe import as_text, describe_sources
 from rlhf_core.errors import DataError
 from rlhf_core.fingerprint import write_sources
+from rlhf_core.storage.remote_files import carries_credentials, expand_url, local_copy
 
 ROWS = [{"prompt": f"Q\t{i}?\n", "chosen": '"a", b', "rejected": "é\u2028 "} for i in range(3)]
 
@@ -156,3 +161,53 @@ def test_a_csv_field_over_the_limit_is_said_to_be_long(tmp_path: Path, monkeypat
     monkeypatch.setattr("rlhf_core.data.readers.csv_records.CSV_FIELD_LIMIT", 2**20)
     with pytest.raises(DataError, match=r"x\.csv, line 3: .*a field of more than 1 MiB begins there"):
         read(tmp_path, "x.csv", f"{HEADER}a,b,c\nd,{'x' * (2**20 + 1)},e\n")
+
+
+SECRET = "hunter2"
+WITH_SECRET = (
+    f"https://user:{SECRET}@localhost:1/x.jsonl",
+    f"https://{SECRET}@localhost:1/x.jsonl",
+    f"https://localhost:1/x.jsonl?v=1&access_token={SECRET}",
+    f"https://localhost:1/x.jsonl?X-Amz-Credential=a&X-Amz-Signature={SECRET}",
+    f"https://localhost:1/x.jsonl?sp=r&sig={SECRET}",
+    f"s3://key:{SECRET}@bucket/x.jsonl",
+)
+
+
+@pytest.mark.parametrize("url", WITH_SECRET)
+def test_credentials_are_refused_and_not_repeated(url: str) -> None:
+    errors: list[str] = []
+    for call in (lambda: expand_url(url, ""), lambda: local_copy(url).__enter__()):
+        with pytest.raises(DataError) as refused:
+            call()
+        errors.append(str(refused.value))
+    for config in (
+        lambda: CollectConfig(source="files", files={"preferences": [url]}),  # type: ignore[arg-type]
+        lambda: ValidateConfig(evaluation_files=({"path": url},)),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValidationError) as wrong:
+            config()
+        errors.append(wrong.value.errors()[0]["msg"])
+    assert all("carries credentials" in error and SECRET not in error for error in errors)
+
+
+@pytest.mark.parametrize("command", ["inspect", "validate", "convert"])
+def test_commands_refuse_them(command: str) -> None:
+    more = ["--to", "x.jsonl"] if command == "convert" else []
+    result = CliRunner().invoke(app, ["data", command, WITH_SECRET[0], *more])
+    assert isinstance(result.exception, DataError) and SECRET not in f"{result.exception}{result.output}"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "hf://datasets/owner/name@main/x.jsonl",
+        "abfs://container@account.dfs.core.windows.net/x.jsonl",
+        "github://owner:repository@main/x.jsonl",
+        "sftp://reader@host/x.jsonl",
+        "https://host/x.jsonl?author=me&version=2",
+        "https://[broken/x.jsonl",
+    ],
+)
+def test_other_names_are_no_credentials(url: str) -> None:
+    assert not carries_credentials(url)

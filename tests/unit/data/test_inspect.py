@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from rich.cells import cell_len
 from typer.testing import CliRunner
 from validation_rows import collect_files
@@ -20,9 +21,9 @@ from rlhf_core.config.loading import check_params, parse_assignment
 from rlhf_core.data.inspection.describe import TokenLimit, TokenLimits, as_json_value, as_text, describe_sources
 from rlhf_core.data.lengths import SEQUENCE, TokenCounts, character_lengths, percentiles
 from rlhf_core.data.schema import tables_of
-from rlhf_core.errors import DataError, ModelError
+from rlhf_core.errors import DataError, ModelError, RlhfError
 from rlhf_core.models.starting.base import load_tokenizer, new_model, save_policy, train_tokenizer
-from rlhf_core.stages.token_lengths import local_token_limits, token_limits
+from rlhf_core.stages.token_lengths import load_counting_tokenizer, local_token_limits, token_limits
 from rlhf_core.storage.files import read_json
 
 PAIR = {"prompt": "what color is the sky?", "chosen": "the sky is blue.", "rejected": "no"}
@@ -63,18 +64,18 @@ def test_characters_are_counted_by_column_and_over_all_turns() -> None:
 
 
 def test_a_file_of_many_parts_is_described_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.data.collection.rows.CHUNK_RECORDS", 1000)
+    monkeypatch.setattr("rlhf_core.data.collection.rows.CHUNK_RECORDS", 200)
     monkeypatch.setattr("rlhf_core.data.inspection.describe.SAMPLED_ROWS", 10)
     odd = [PAIR | {"margin": "great"}] * 2
-    write(tmp_path, *[PAIR | {"chosen": "x" * (1 + i % 100), "source": f"s{i}"} for i in range(1500)], *odd)
+    write(tmp_path, *[PAIR | {"chosen": "x" * (1 + i % 100), "source": f"s{i}"} for i in range(300)], *odd)
     (file,) = describe_sources(["pairs.jsonl"], tmp_path, show=2).files
-    assert (file.counts.records, file.counts.kept, len(file.examples)) == (1502, 1500, 2)
+    assert (file.counts.records, file.counts.kept, len(file.examples)) == (302, 300, 2)
     (refused,) = file.counts.reasons.commonest()
-    assert (refused.reason, refused.rows, refused.first.position) == ("margin 'great' is not a number", 2, 1501)
+    assert (refused.reason, refused.rows, refused.first.position) == ("margin 'great' is not a number", 2, 301)
     assert file.characters["chosen"] == (50, 90, 99, 100)
-    # Every 128th row is left of those that were kept at first; the sample spreads over the whole file.
+    # Every 32nd row is left of those that were kept at first; the sample spreads over the whole file.
     kept = [row["source"] for row in file.sample.spread()]
-    assert len(kept) == 10 and kept[0] == "s0" and kept[-1] == "s1408"
+    assert len(kept) == 10 and kept[0] == "s0" and kept[-1] == "s288"
 
 
 def test_tokens_are_those_of_the_longest_sequence_that_training_sees() -> None:
@@ -330,3 +331,39 @@ def test_the_names_of_columns_are_cut(tmp_path: Path) -> None:
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": "once", "n" * 500: 1}))
     (file,) = describe_sources(["long.jsonl"], tmp_path).files
     assert list(file.counts.unused) == ["n" * 80]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("", "the name of the tokenizer is empty; give a model's folder, a .gguf file or a hub id"),
+        ("hub:owner/name", "hub:owner/name: hub: is for data sets; name the tokenizer as owner/name"),
+        ("two words", "the tokenizer 'two words' is no file here and no hub id (owner/name); give a"),
+        ("owner/no-such-name", "the tokenizer owner/no-such-name is not in the cache (HF_HUB_OFFLINE is set); give a"),
+        ("notes", "the folder notes has no tokenizer (tokenizer.json); give a"),
+        ("config-only", "the folder config-only has no tokenizer (tokenizer.json); give a"),
+        ("class-only", "the tokenizer in class-only has no vocabulary (tokenizer.json); give a complete folder"),
+        ("damaged", "damaged has no readable tokenizer: "),
+    ],
+)
+def test_a_tokenizer_that_is_none(source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for folder, file, text in (
+        ("notes", "notes.txt", "notes"),
+        ("config-only", "config.json", '{"model_type": "llama"}'),
+        ("class-only", "tokenizer_config.json", '{"tokenizer_class": "LlamaTokenizer"}'),
+        ("damaged", "tokenizer.json", "{"),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).write_text(text)
+    with pytest.raises(RlhfError) as caught:
+        load_counting_tokenizer(source, tmp_path)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_an_empty_option_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    result = CliRunner().invoke(app, ["data", "validate", "pairs.jsonl", "--tokenizer", ""])
+    assert isinstance(result.exception, RlhfError) and str(result.exception).startswith("--tokenizer is empty; give a")

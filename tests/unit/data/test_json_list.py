@@ -21,7 +21,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 )
-SMALL_CHUNKS = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SMALL_CHUNKS = settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def values_of(content: bytes) -> list[Any]:

@@ -48,7 +48,7 @@ def joint(tokenizer: PreTrainedTokenizerBase, messages: list[Message], reply: st
 
 
 @by_template
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25)
 @given(first=replies, answer=replies, second=replies, reply=replies)
 def test_prompt_and_reply_are_the_tokens_of_the_whole(
     real: RealTemplate, first: str, answer: str, second: str, reply: str
@@ -102,7 +102,7 @@ def test_a_reply_ends_at_its_closing_token_or_at_eos(real: RealTemplate) -> None
 
 
 @by_template
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(first=attacks, answer=attacks, second=attacks, reply=attacks)
 def test_special_tokens_in_a_text_are_text(
     real: RealTemplate, first: str, answer: str, second: str, reply: str
@@ -353,7 +353,7 @@ def test_dialogues_in_which_a_reply_begins_otherwise_are_refused_by_kind() -> No
 
 
 @by_template
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15)
 @given(drawn=st.lists(attacks, max_size=5))
 def test_replies_texts_and_prompts_of_a_batch_are_those_of_one(real: RealTemplate, drawn: list[str]) -> None:
     tokenizer = real.tokenizer

@@ -41,7 +41,7 @@ def streamed(path: Path) -> list[Record]:
     return list(stream_records(path))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LINES, st.sampled_from([".jsonl", ".csv", ".tsv", ".json"]), st.sampled_from([".gz", ".zst", ".xz"]))
 def test_a_compressed_text_file_is_read_as_the_text(
     tmp_path: Path, content: bytes, kind: str, compression: str

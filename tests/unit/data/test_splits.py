@@ -85,7 +85,7 @@ def test_no_group_spans_two_splits_in_any_kind() -> None:
 
 
 @given(st.integers(1, 60), st.integers(0, 50), st.floats(0.05, 0.9), st.floats(0.05, 0.9))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_each_pair_is_seen_by_one_of_three_models(n: int, seed: int, judge: float, referee: float) -> None:
     clean = tables(n)
     files = split_tables(clean, seed, SplitConfig(judge=judge, referee=referee))

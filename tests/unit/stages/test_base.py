@@ -66,17 +66,13 @@ def test_dialogues_that_a_template_does_not_take_are_reported(tmp_path: Path, ca
     assert tokenizer.init_kwargs["stop_tokens"] == ["<end_of_turn>", "<eos>"]
 
 
-def test_a_template_that_refuses_every_question_is_one_line() -> None:
-    closed = RealTemplate("closed", "{{ raise_exception('No.') }}", CHATML, "<|endoftext|>", "<|endoftext|>")
-    with pytest.raises(ModelError, match=r"^owner/model: the chat template refuses .*: No; leave") as error:
-        prepare_tokenizer(closed.tokenizer, "owner/model")
-    assert "\n" not in str(error.value)
-
-
-def test_a_broken_template_is_one_line() -> None:
-    broken = RealTemplate("broken", "{% for m in %}", CHATML, "<|endoftext|>", "<|endoftext|>")
-    with pytest.raises(ModelError, match=r"^owner/model: the chat template refuses"):
-        prepare_tokenizer(broken.tokenizer, "owner/model")
+@pytest.mark.parametrize(
+    ("template", "cause"), [("{{ raise_exception('No.') }}", ": No; leave"), ("{% for m in %}", "")]
+)
+def test_a_template_that_writes_no_question_is_one_line(template: str, cause: str) -> None:
+    useless = RealTemplate("useless", template, CHATML, "<|endoftext|>", "<|endoftext|>")
+    with pytest.raises(ModelError, match=rf"^owner/model: the chat template refuses[^\n]*{cause}[^\n]*$"):
+        prepare_tokenizer(useless.tokenizer, "owner/model")
 
 
 def test_a_vocabulary_beyond_the_embedding_is_refused_and_a_smaller_one_is_not(tmp_path: Path) -> None:

@@ -48,7 +48,6 @@ def test_world_gives_every_kind_and_is_repeatable(tmp_path: Path) -> None:
     for kind, cls in (("demonstrations", Demonstration), ("prompts", Prompt), ("pretrain", PretrainText)):
         assert all(len(row.id) == 16 for row in rows_of_table(read_table(raw / kind / "data.parquet"), cls))
     assert sha256_tree(run(WORLD, tmp_path / "b")[0]) == sha256_tree(raw)
-    assert sha256_tree(run(WORLD.model_copy(update={"seed": 2}), tmp_path / "c")[0]) != sha256_tree(raw)
 
 
 def test_limit_bounds_every_kind(tmp_path: Path) -> None:

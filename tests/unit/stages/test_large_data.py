@@ -104,9 +104,8 @@ def without_file_hash(value: dict[str, Any]) -> dict[str, Any]:
     return {name: item for name, item in value.items() if not (name == "sha256" and "derived_from" in value)}
 
 
-@pytest.mark.parametrize(
-    "case", [case if case == "limit" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_data_in_parts_is_what_it_was_in_one_piece(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_core.data.tables.ROW_GROUP_ROWS", 100)
     monkeypatch.setattr("rlhf_core.data.tables.CHUNK_ROWS", 37)

@@ -1,21 +1,28 @@
-"""What a stage's process is set to before it trains, and how its end is told where the disk is full."""
+"""A stage's process: its threads and memory, what it is set to before it trains, and how its end is told."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
+import platform
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 from sqlalchemy import create_engine, text
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
+from rlhf_core.config.operations import ComputeConfig
+from rlhf_core.errors import EXIT_USER_ERROR, ConfigError, RlhfError
 from rlhf_core.runtime.preemption import PreemptionSignal
-from rlhf_core.stages.runtime import runner
+from rlhf_core.stages.runtime import runner, threads
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.stages.runtime.threads import SPIN_ROUNDS, limit_threads, limit_threads_of
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.tracking.stage_run import METRICS_TAG, Tracker
 
@@ -96,3 +103,181 @@ def test_parameters_have_the_names_of_params_yaml() -> None:
     stage = runner.load_stage("critic")
     names = runner.named_parameters(stage, stage.config())
     assert {"seed", "critic.optimizer.lr", "ppo.max_new_tokens", "policy.method"} <= set(names)
+
+
+NAMES = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "RAYON_NUM_THREADS", "GOMP_SPINCOUNT")
+
+SMALLEST = {
+    "vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+}  # fmt: skip
+COMMANDS = {
+    "match": ["match", "--champion", "models/sft", "--challenger", "models/policy", "--output", "match.json"],
+    "chat": ["chat", "models/policy"],
+    "serve": ["serve", "--model", "models/policy", "--port", "0"],
+}
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+
+
+def test_the_environment_goes_before_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_threads(ComputeConfig(threads=3), parallel=1)
+    assert (os.environ["OMP_NUM_THREADS"], os.environ["RAYON_NUM_THREADS"]) == ("3", "3")
+    limit_threads(ComputeConfig(threads=2, spin=True), parallel=1)
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    limit_threads(ComputeConfig(spin=True), parallel=1)
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+
+
+def test_a_workspace_limits_the_threads_of_other_commands(tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_text("compute: {threads: 2}\nflow: {parallel: 3}\n")
+    limit_threads_of(tmp_path)
+    assert os.environ["OMP_NUM_THREADS"] == "2"
+    (tmp_path / "params.yaml").write_text("compute: {thread: 2}\n")
+    with pytest.raises(ConfigError, match="did you mean"):
+        limit_threads_of(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["match", "chat", "serve"])
+def test_pytorch_is_loaded_after_the_threads_are_limited(command: str, tmp_path: Path) -> None:
+    """OpenMP reads its settings once, when PyTorch loads it."""
+    program = f"""
+import sys
+from rlhf_core.stages.runtime import threads
+def limited(workspace):
+    print("loaded" if "torch" in sys.modules else "not loaded", workspace)
+    raise SystemExit(0)
+threads.limit_threads_of = limited
+from {"rlhf_core" if command == "match" else "flows"}.cli import app
+app({COMMANDS[command]!r})
+"""
+    for name in ("params.yaml", "dvc.yaml"):
+        (tmp_path / name).touch()
+    for name in ("sft", "policy"):
+        LlamaForCausalLM(LlamaConfig(**SMALLEST)).save_pretrained(tmp_path / "models" / name)
+    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.stdout.strip().splitlines()[-1:] == [f"not loaded {tmp_path}"], ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("threads", "parallel", "spin", "expected"),
+    [
+        (None, 1, True, str(SPIN_ROUNDS)),
+        (2, 2, True, str(SPIN_ROUNDS)),
+        (3, 2, True, None),
+        (None, 2, True, None),
+        (1, 1, False, None),
+    ],
+)
+def test_threads_spin_where_every_stage_has_cores_for_them(
+    threads: int | None, parallel: int, spin: bool, expected: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit_threads(ComputeConfig(threads=threads, spin=spin), parallel)
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert ("compute.spin is left out" in caplog.text) == (spin and expected is None)
+
+
+ROOT = Path(__file__).parents[3]
+# As activations do: blocks of changing sizes, with small ones between them that outlive them. The first block, freed,
+# raises glibc's own limit for mapping blocks. Prints how many MiB the process has more than at its start.
+CHANGING_SIZES = """
+import ctypes, sys
+from rlhf_core.stages.runtime.threads import return_freed_memory
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4 // 1024
+
+if sys.argv[1] == "return":
+    return_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+before = resident()
+libc.free(libc.malloc(30 << 20))
+for size in (5, 11, 7, 19, 23, 13):
+    blocks = []
+    for _ in range(4):
+        blocks.append(libc.malloc(size << 20))
+        ctypes.memset(blocks[-1], 1, size << 20)
+        libc.malloc(100_000)
+    for block in blocks:
+        libc.free(block)
+print(resident() - before)
+"""
+needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's allocator")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """An environment that names neither allocator nor cache, which the test may change."""
+    for name in (*threads.ALLOCATOR_VARIABLES, *threads.ONEDNN_VARIABLES, "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    monkeypatch.setattr(os, "environ", environment)
+    return environment
+
+
+def growth(mode: str, environment: dict[str, str]) -> int:
+    command = [sys.executable, "-c", CHANGING_SIZES, mode]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.slow
+@needs_glibc
+def test_blocks_of_changing_sizes_do_not_stay_with_the_process(environment: dict[str, str]) -> None:
+    assert growth("keep", environment) > 50  # what is to be avoided
+    assert growth("return", environment) < 10
+    # Whoever has set the allocator up keeps it so.
+    environment |= {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+    assert growth("return", environment) > 50
+
+
+@pytest.mark.parametrize(("system", "library"), [("linux", object()), ("darwin", None)], ids=["musl", "macOS"])
+def test_other_systems_are_left_as_they_are(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, system: str, library: Any
+) -> None:
+    def load(name: None) -> Any:
+        assert library is not None, "only Linux has what is looked for"
+        return library
+
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    threads.return_freed_memory()
+    assert environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == str(threads.ONEDNN_CAPACITY)
+
+
+@pytest.mark.parametrize("name", threads.ONEDNN_VARIABLES)
+def test_a_bound_of_the_environment_on_onednns_cache_stays(environment: dict[str, str], name: str) -> None:
+    environment[name] = "7"
+    threads.return_freed_memory()
+    assert {key: value for key, value in environment.items() if "CACHE_CAPACITY" in key} == {name: "7"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "expected"),
+    [
+        ("sft", "", True),
+        ("evaluate", "", True),
+        ("sft", "compute: {return_freed_memory: false}", False),
+        ("collect", "", False),
+    ],
+)
+def test_stages_that_run_models_return_it_unless_told_not_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, settings: str, expected: bool
+) -> None:
+    (tmp_path / "params.yaml").write_text(f"seed: 1\n{settings}\n")
+    calls: list[str] = []
+    monkeypatch.setattr(runner, "return_freed_memory", lambda: calls.append(stage))
+    monkeypatch.setattr(runner, "_inputs", lambda stage, workspace: Paths({}))
+    monkeypatch.setattr(runner, "_run_on_rank_zero", lambda run: {})
+    runner.run_stage(stage, tmp_path)
+    assert calls == ([stage] if expected else [])

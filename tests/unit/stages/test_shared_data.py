@@ -63,16 +63,6 @@ def require_reasons(folder: Path, *names: str) -> None:
         assert (file["records"], file["expanded"], file["dropped"], file["unused"]) == (written, 0, {}, {})
 
 
-def test_pairs_and_what_is_derived_of_them(tmp_path: Path) -> None:
-    assert clean_counts(tmp_path, preferences=(HH, EN, ZH)) == {
-        "preferences": (1000, 976),
-        "demonstrations": (983, 976),
-        "prompts": (983, 976),
-        "pretrain": (983, 976),
-    }
-    require_reasons(tmp_path, HH, EN, ZH)
-
-
 def test_demonstrations_and_prompts_of_their_own(tmp_path: Path) -> None:
     counts = clean_counts(tmp_path, preferences=(HH,), demonstrations=(ALPACA,), prompts=(MOSS,))
     assert counts == {
@@ -85,8 +75,7 @@ def test_demonstrations_and_prompts_of_their_own(tmp_path: Path) -> None:
     assert Counter(tuple(row["reasons"]) for row in rows if row["kind"] == "demonstrations") == {(COPY,): 14}
 
 
-@pytest.mark.slow
-def test_all_pairs_together(tmp_path: Path) -> None:
+def test_pairs_and_what_is_derived_of_them(tmp_path: Path) -> None:
     assert clean_counts(tmp_path, preferences=(HH, EVAL, EN, ZH)) == {
         "preferences": (11901, 11866),
         "demonstrations": (2992, 2982),

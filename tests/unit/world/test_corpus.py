@@ -1,4 +1,4 @@
-"""The datasets: pure in the seed, cut anywhere, split cleanly, labelled by honest and imperfect annotators."""
+"""The datasets: pure in the seed, split cleanly, labelled by imperfect annotators, with contrast pairs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rlhf_core.errors import DataError
 from rlhf_core.world import corpus, gold
 from rlhf_core.world.content import PREFIXES
 from rlhf_core.world.corpus import AnnotatorConfig, preference_probability
-from rlhf_core.world.questions import all_questions, content_of_group
-from rlhf_core.world.replies import MAX_WORDS, MODES, Draws, draw_draft
+from rlhf_core.world.questions import Kind, Question, all_questions, content_of_group, parse_reply
+from rlhf_core.world.replies import MAX_WORDS, MODES, Draft, Draws, contrast_pair, corrupt, draw_draft, right_core
 
 Row = dict[str, Any]
 MAKERS = [corpus.demonstrations, corpus.preferences, corpus.pretrain]
@@ -22,12 +22,12 @@ MAKERS = [corpus.demonstrations, corpus.preferences, corpus.pretrain]
 
 @pytest.fixture(scope="module")
 def demonstrations() -> list[Row]:
-    return corpus.demonstrations(7, 4000)
+    return corpus.demonstrations(7, 2000)
 
 
 @pytest.fixture(scope="module")
 def preferences() -> list[Row]:
-    return corpus.preferences(7, 6000)
+    return corpus.preferences(7, 3000)
 
 
 def text(row: Row) -> str:
@@ -94,19 +94,6 @@ def test_nearly_every_held_out_content_is_asked_for_in_training(seed: int) -> No
     asked = [q for q in all_questions() if q.category != "context"]  # context questions bring their facts along
     trained = {q.content for q in asked if split_of(q.group, seed) == "train"}
     assert len({q.content for q in asked} - trained) <= 1
-
-
-@pytest.mark.slow
-def test_columns_and_ids(demonstrations: list[Row], preferences: list[Row]) -> None:
-    assert list(demonstrations[0]) == ["id", "prompt", "reply", "category", "source", "group"]
-    names = ["id", "prompt", "chosen", "rejected", "margin", "category", "source", "group"]
-    assert list(preferences[0]) == names
-    assert list(corpus.prompts(0)[0]) == ["id", "prompt", "category", "source", "group"]
-    assert list(corpus.pretrain(0, 1)[0]) == ["id", "text", "category", "source", "group"]
-    assert len(demonstrations[0]["id"]) == 16
-    for rows in (demonstrations, preferences, corpus.pretrain(0, 4000)):
-        assert len({row["id"] for row in rows}) > 0.97 * len(rows)
-    assert {row["category"] for row in preferences} == {"fact", "context", "howto", "harmful"}
 
 
 def test_allowed_groups_restrict_the_prompts() -> None:
@@ -184,3 +171,55 @@ def test_preference_probability_by_hand() -> None:
     assert preference_probability(prompt, wrong, right, annotators) == pytest.approx(1 - 0.980544, abs=1e-6)
     assert preference_probability(prompt, right, wrong, AnnotatorConfig(1e6, 0.0)) == 1.0
     assert preference_probability(prompt, right, right, annotators) == 0.5
+
+
+CATEGORIES = ("fact", "context", "howto", "harmful")
+BY_CATEGORY = {name: [q for q in all_questions() if q.category == name] for name in CATEGORIES}
+
+
+def _corruptions(question: Question, n: int = 400) -> list[str]:
+    """``n`` corruptions of the bare right answer."""
+    corruptions = []
+    for index in range(n):
+        draws = Draws(3, "preferences", index)
+        corruptions.append(corrupt(question, Draft(right_core(question, draws)), draws))
+    return corruptions
+
+
+@pytest.mark.parametrize("category", sorted(BY_CATEGORY))
+def test_the_contrast_is_never_the_better_reply(category: str) -> None:
+    worse = 0
+    for index in range(300):
+        draws = Draws(5, "preferences", index)
+        question = draws.pick(BY_CATEGORY[category])
+        good, contrast = contrast_pair(question, BY_CATEGORY, draws)
+        difference = gold.score(question.text, good, True) - gold.score(question.text, contrast, True)
+        assert difference >= 0 or good == contrast
+        worse += difference > 0
+    assert worse > 0.9 * 300
+
+
+def test_a_fact_is_corrupted_in_its_value_its_thing_and_its_attribute() -> None:
+    question = next(q for q in BY_CATEGORY["fact"] if (q.subject, q.attribute) == ("lamp", "color"))
+    seen: Counter[str] = Counter()
+    for text in _corruptions(question):
+        first = next(iter(parse_reply(text).sentences), None)
+        if first is None:
+            continue
+        if first.kind is Kind.UNKNOWN:
+            seen["misfit"] += 1
+        elif first.kind is Kind.FACT:
+            attribute = "color" if text.startswith("the color") else "other attribute"
+            seen[attribute if first.subject == "lamp" else "other thing"] += 1
+    assert min(seen[kind] for kind in ("color", "other thing", "other attribute", "misfit")) >= 5
+
+
+def test_a_recipe_is_corrupted_by_another_recipe_as_a_whole() -> None:
+    question = next(q for q in BY_CATEGORY["howto"] if q.subject == "make tea")
+    strangers = Counter(
+        sum(s.kind is Kind.STEP and s.subject != "make tea" for s in parse_reply(text).sentences)
+        for text in _corruptions(question)
+    )
+    assert strangers[3] > 60
+    assert strangers[1] > 40
+    assert strangers[0] > 40

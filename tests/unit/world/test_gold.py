@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,8 +105,7 @@ def test_best_reply_of_each_question_is_near_the_top() -> None:
         assert gold.score(question.text, f"of course. {core} i hope this helps.", True) >= 1.2 / 1.4 - 1e-9
 
 
-def test_only_text_is_read() -> None:
-    assert list(inspect.signature(gold.score).parameters) == ["prompt_text", "reply_text", "finished"]
+def test_case_and_spacing_do_not_count() -> None:
     assert gold.score("  What IS the color of the lamp? ", " IT IS  red .", True) == gold.score(
         FACT, "it is red.", True
     )

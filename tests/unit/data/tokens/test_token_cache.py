@@ -1,4 +1,4 @@
-"""The token cache: the ids of a file, made once by one of several processes, never read half or damaged."""
+"""The token cache: ids made once by one of several processes, never read damaged; what ``rlhf gc`` removes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from ranks import run_ranks
 from transformers import PreTrainedTokenizerFast
 from unit.training.tiny import demonstrations, preferences, text
 
+from flows.commands.registry_output import clean_token_cache
 from rlhf_core.data import token_tables as token_cache
 from rlhf_core.data import token_tables as token_table
 from rlhf_core.data.encoding import encode_prompt, encode_reply
 from rlhf_core.data.schema import Demonstration, Preference, write_rows
-from rlhf_core.data.token_folder import RECORD
+from rlhf_core.data.token_folder import RECORD, TOKENS, unneeded_entries
 from rlhf_core.data.token_tables import STREAM, TokenTable, read_tokens
 from rlhf_core.errors import DataError
 from rlhf_core.models.starting.base import train_tokenizer
+from rlhf_core.storage.files import LockFile
 
 
 @pytest.fixture(scope="module")
@@ -211,3 +213,43 @@ def test_a_file_of_another_kind_or_none_is_refused(
         with pytest.raises(DataError, match="does not exist; run the stage that writes it"):
             read_tokens(folder, tmp_path / "none.parquet", Preference.KIND, tokenizer)
     assert not entries(tmp_path / "tokens"), "nothing is kept of a failure"
+
+
+def test_what_is_not_needed_goes_and_the_rest_stays(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer([text(i, 5) for i in range(20)], 300)
+    files = {name: tmp_path / f"{name}.parquet" for name in ("kept", "changed", "gone", "unread", "damaged")}
+    cache, entries = tmp_path / TOKENS, {}
+    for number, (name, path) in enumerate(files.items(), start=3):
+        write_rows(path, preferences(number))
+        before = set(cache.glob("*"))
+        read_tokens(cache, path, Preference.KIND, tokenizer)
+        (entries[name],) = {path for path in set(cache.glob("*")) - before if not path.name.endswith(".lock")}
+    assert clean_token_cache(tmp_path, delete=False) == []
+
+    write_rows(files["changed"], preferences(20))
+    files["gone"].unlink()
+    long_ago = time.time() - 31 * 86_400
+    os.utime(entries["unread"] / RECORD, (long_ago, long_ago))
+    (entries["damaged"] / RECORD).write_text("{")
+    (cache / ".abc.x.part").mkdir()
+    (cache / ".def.x.part").mkdir()
+    reasons = {entry.folder.name: entry.reason for entry in unneeded_entries(tmp_path)}
+    assert reasons == {
+        entries["changed"].name: "changed.parquet is other data now",
+        entries["gone"].name: f"{files['gone']} is gone",
+        entries["unread"].name: "not read for 30 days",
+        entries["damaged"].name: "damaged",
+        ".abc.x.part": "unfinished",
+        ".def.x.part": "unfinished",
+    }
+    listed = clean_token_cache(tmp_path, delete=False)
+    assert len(listed) == 7 and all("would be deleted" in line for line in listed[1:])
+    with LockFile(cache / ".def.lock") as lock:
+        lock.acquire()
+        clean_token_cache(tmp_path, delete=True)
+    assert sorted(path.name for path in cache.iterdir() if path.is_dir()) == sorted(
+        [entries["kept"].name, ".def.x.part"]
+    )
+    os.utime(entries["kept"] / RECORD, (long_ago, long_ago))
+    read_tokens(cache, files["kept"], Preference.KIND, tokenizer)
+    assert {entry.folder.name for entry in unneeded_entries(tmp_path)} == {".def.x.part"}, "reading says when"
