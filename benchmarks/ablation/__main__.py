@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.ablation.run import AblationRequest, ablate, listing, parse_names, parse_seeds
+from benchmarks.ablation.page import tables
+from benchmarks.ablation.run import AblationRequest, ablate, definition, listing, parse_names, parse_seeds
+from benchmarks.ablation.verdicts import read_csv
 from flows.commands.options import AnyFolder, CommandWithProfiles, profile_names
 from flows.workspace.folder import find_workspace
 
@@ -34,6 +36,9 @@ def study(
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side; default: one per core.")] = None,
     docs: Annotated[bool, typer.Option("--docs", help="Update benchmarks/results/ablation.md too.")] = False,
     only_list: Annotated[bool, typer.Option("--list", help="Show variants and figures, run nothing.")] = False,
+    tables_of: Annotated[
+        Path | None, typer.Option("--tables", help="Print the tables of a results.csv, run nothing.")
+    ] = None,
 ) -> None:
     """Train every variant of PPO with every seed, and check which of the paper's claims hold here.
 
@@ -46,6 +51,9 @@ def study(
     folder = find_workspace(workspace)
     if only_list:
         typer.echo(listing(folder, request))
+        return
+    if tables_of is not None:
+        typer.echo("\n\n".join(tables(definition(folder, request), read_csv(tables_of))))
         return
     raise typer.Exit(ablate(folder, request, jobs, docs))
 

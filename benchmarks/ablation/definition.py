@@ -45,6 +45,7 @@ METRICS = {
     "judge_win_rate": Metric("win rate by the judge", "share"),
     "judge_lc_win_rate": Metric("win rate by the judge at equal lengths", "share"),
     "kl": Metric("KL, nats per sequence", "ratio", floor=0.05),
+    "gold_per_nat": Metric("gold − SFT's, per nat"),
     "length": Metric("tokens per reply", "ratio"),
     "repetition": Metric("repeated trigrams", "share"),
     "missing_eos": Metric("missing end", "share"),
@@ -80,6 +81,10 @@ CURVES = {
 
 
 ABLATION_FILE = "ablation.yaml"
+LEVELS = ("gold_gain", "reward_gain", "gold_win_rate", "referee_win_rate", "kl", "length", "repetition", "missing_eos",
+          "entropy", "perplexity_reference")  # fmt: skip
+DIFFERENCES = ("gold", "reward_gain", "referee_win_rate", "kl", "length", "repetition", "missing_eos",
+               "perplexity_reference")  # fmt: skip
 
 
 class Variant(Strict):
@@ -135,7 +140,8 @@ class FigurePlan(Strict):
 
 class Ablation(Strict):
     """``reference`` is the variant that all are compared with. ``common`` holds for every variant: cost and watching,
-    never the method. A switch names the parameters that turn a part of the recipe off."""
+    never the method. A switch names the parameters that turn a part of the recipe off. ``levels`` and ``differences``
+    are the columns of the two tables."""
 
     seeds: tuple[int, ...] = Field(strict=False, min_length=1)
     reference: str
@@ -143,6 +149,8 @@ class Ablation(Strict):
     switches: dict[str, dict[str, Any]] = {}
     variants: tuple[Variant, ...] = Field(strict=False, min_length=1)
     figures: tuple[FigurePlan, ...] = Field(default=(), strict=False)
+    levels: tuple[str, ...] = Field(default=LEVELS, strict=False)
+    differences: tuple[str, ...] = Field(default=DIFFERENCES, strict=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -216,6 +224,8 @@ def _check_variants(ablation: Ablation) -> None:
 
 
 def _check_figures(ablation: Ablation) -> None:
+    for name in (*ablation.levels, *ablation.differences):
+        _known(name, METRICS, "levels, differences: metric", "metric")
     seen: set[str] = set()
     for figure in ablation.figures:
         where = f"figure '{figure.name}'"

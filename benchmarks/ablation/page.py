@@ -34,10 +34,6 @@ from rlhf_core.errors import DataError
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text
 
 BEGIN, END = "<!-- ablation: begin -->", "<!-- ablation: end -->"
-LEVELS = ("gold_gain", "reward_gain", "gold_win_rate", "referee_win_rate", "kl", "length", "repetition", "missing_eos",
-          "entropy", "perplexity_reference")  # fmt: skip
-DIFFERENCES = ("gold", "reward_gain", "referee_win_rate", "kl", "length", "repetition", "missing_eos",
-               "perplexity_reference")  # fmt: skip
 
 
 def write_page(
@@ -54,16 +50,25 @@ def write_page(
         verdicts: Verdicts by figure.
         pictures: Links by figure, relative to where the page will be.
     """
-    table = SeedTable(results)
-    variants = [name for name in ablation.names if any(result.run.variant == name for result in results)]
     parts = [_head(results, verdicts)]
     parts += [_figure_section(figure, verdicts[figure.name], pictures.get(figure.name)) for figure in ablation.figures]
-    parts += ["## Every variant", _level_table(ablation, variants, table)]
-    parts += [f"## Against {ablation.reference}", _difference_table(ablation, variants, table)]
+    parts += tables(ablation, results)
     if unfinished := [result.run for result in results if result.run.state != DONE]:
         lines = [f"- {run.variant}, seed {run.seed}: {run.state}. {run.message}".rstrip() for run in unfinished]
         parts += ["## Not finished", *lines]
     return "\n\n".join(parts) + "\n"
+
+
+def tables(ablation: Ablation, results: Sequence[RunResult]) -> list[str]:
+    """Return the table of every variant and that of the paired differences to the reference, each under its heading."""
+    table = SeedTable(results)
+    variants = [name for name in ablation.names if any(result.run.variant == name for result in results)]
+    return [
+        "## Every variant",
+        _level_table(ablation, variants, table),
+        f"## Against {ablation.reference}",
+        _difference_table(ablation, variants, table),
+    ]
 
 
 def insert(page: str, text: str, name: str) -> str:
@@ -108,19 +113,21 @@ def _figure_section(figure: FigurePlan, verdicts: Sequence[ClaimVerdict], pictur
 
 
 def _level_table(ablation: Ablation, variants: Sequence[str], table: SeedTable) -> str:
-    rows = [["variant", "what it is", *(METRICS[name].label for name in LEVELS)]]
+    rows = [["variant", "what it is", *(METRICS[name].label for name in ablation.levels)]]
     for name in variants:
-        cells = (level_cell(table.level(name, metric), METRICS[metric]) for metric in LEVELS)
+        cells = (level_cell(table.level(name, metric), METRICS[metric]) for metric in ablation.levels)
         rows.append([name, ablation.variant(name).about, *cells])
     return _markdown_table(rows)
 
 
 def _difference_table(ablation: Ablation, variants: Sequence[str], table: SeedTable) -> str:
-    kinds = {name: "factor" if METRICS[name].kind == "ratio" else "difference" for name in DIFFERENCES}
+    kinds = {name: "factor" if METRICS[name].kind == "ratio" else "difference" for name in ablation.differences}
     rows = [["variant", *(f"{METRICS[name].label}, {kind}" for name, kind in kinds.items())]]
     for name in variants:
         if name != ablation.reference:
-            differences = ((metric, table.difference(name, ablation.reference, metric)) for metric in DIFFERENCES)
+            differences = (
+                (metric, table.difference(name, ablation.reference, metric)) for metric in ablation.differences
+            )
             rows.append([name, *(difference_cell(found, METRICS[metric]) for metric, found in differences)])
     return "Bold: the interval excludes no difference.\n\n" + _markdown_table(rows)
 

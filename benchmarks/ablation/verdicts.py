@@ -35,6 +35,7 @@ from flows.commands.compare import sampled_tokens
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import PARAMS_FILE
 from rlhf_core.data.schema import read_table
+from rlhf_core.errors import DataError, first_line
 from rlhf_core.storage.files import atomic_write_text, read_json
 from rlhf_core.training.history import read_history
 
@@ -110,7 +111,7 @@ def end_values(evaluation: Mapping[str, Any], spread: Mapping[str, float]) -> di
             own unit means nothing and differs from seed to seed.
     """
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
-    comparison = evaluation.get("comparison", {})
+    comparison, kl = evaluation.get("comparison", {}), float(evaluation.get("kl", math.nan))
 
     def over_sft(name: str) -> float:
         return float(policy.get(name, math.nan) / sft.get(name, math.nan))
@@ -121,8 +122,9 @@ def end_values(evaluation: Mapping[str, Any], spread: Mapping[str, float]) -> di
     same_name = ("gold", "length", "repetition", "missing_eos", "distinct_2", "perplexity_reference")
     return {
         **{name: float(policy.get(name, math.nan)) for name in same_name},
-        "kl": float(evaluation.get("kl", math.nan)),
+        "kl": kl,
         "gold_gain": gain("gold"),
+        "gold_per_nat": gain("gold", kl),
         "gold_win_rate": float(comparison.get("gold", {}).get("win_rate", math.nan)),
         "referee_win_rate": float(comparison.get("referee", {}).get("win_rate", math.nan)),
         "judge_win_rate": float(comparison.get("judge", {}).get("win_rate", math.nan)),
@@ -179,6 +181,26 @@ def write_csv(path: Path, results: Sequence[RunResult]) -> None:
         values = [repr(result.values[name]) if name in result.values else "" for name in METRICS]
         writer.writerow([run.variant, run.seed, run.state, *values, run.message, run.workspace])
     atomic_write_text(path, stream.getvalue())
+
+
+def read_csv(path: Path) -> list[RunResult]:
+    """Read what :func:`write_csv` wrote; the history of a run is not in it.
+
+    Raises:
+        DataError: The file lacks a column or has a value that is no number.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as stream:
+            rows = list(csv.DictReader(stream))
+        return [
+            RunResult(
+                AblationRun(row["variant"], int(row["seed"]), Path(row["workspace"]), row["state"], row["message"]),
+                {name: float(row[name]) for name in METRICS if row[name]},
+            )
+            for row in rows
+        ]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is not the results.csv of an ablation: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)

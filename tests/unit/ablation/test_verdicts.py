@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.ablation.definition import METRICS, Claim, Expectation, load_ablation
-from benchmarks.ablation.page import BEGIN, END, curve, difference_cell, insert, level_cell, summarise
+from benchmarks.ablation.page import BEGIN, END, curve, difference_cell, insert, level_cell, summarise, tables
 from benchmarks.ablation.verdicts import (
     AblationRun,
     ClaimOutcome,
@@ -26,6 +26,7 @@ from benchmarks.ablation.verdicts import (
     examine,
     history_values,
     judge_claim,
+    read_csv,
     read_results,
     t_interval,
 )
@@ -244,7 +245,8 @@ def test_the_whole_summary(tmp_path: Path) -> None:
     runs += [AblationRun("b", seed, workspace(tmp_path / f"b{seed}", 0.1 + seed / 100, 9.0), "done") for seed in (1, 2)]
     runs.append(AblationRun("b", 3, workspace(tmp_path / "b3", -9.0, 1.0), "paused", "ppo: steps not finite"))
     out = tmp_path / "out"
-    summarise(load_ablation(tmp_path / "ablation.yaml"), runs, out, target)
+    ablation = load_ablation(tmp_path / "ablation.yaml")
+    summarise(ablation, runs, out, target)
 
     rows = list(csv.DictReader((out / "results.csv").open()))
     assert [(row["variant"], row["seed"], row["state"]) for row in rows[-2:]] == [
@@ -261,8 +263,20 @@ def test_the_whole_summary(tmp_path: Path) -> None:
     for picture in ("one", "two"):
         assert (out / "figures" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
         assert (tmp_path / "docs" / "images" / "ablation" / f"{picture}.png").is_file()
+    # The file of the results is enough to write the tables again.
+    assert "\n\n".join(tables(ablation, read_csv(out / "results.csv"))) in text
     page = target.read_text()
     assert "![The first](../../docs/images/ablation/one.png)" in page and page.startswith("# Page\n")
+
+
+@pytest.mark.parametrize("text", ["variant,seed\na,1\n", "", "variant,seed,state,message,workspace\na,x,done,,\n"])
+def test_a_file_without_results_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "other.csv").write_text(text)
+    if text:
+        with pytest.raises(DataError, match=r"other.csv is not the results.csv of an ablation"):
+            read_csv(tmp_path / "other.csv")
+    with pytest.raises(DataError, match=r"none.csv is not the results.csv of an ablation"):
+        read_csv(tmp_path / "none.csv")
 
 
 def test_a_run_that_is_not_done_has_no_values_whatever_lies_there(tmp_path: Path) -> None:
