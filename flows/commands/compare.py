@@ -252,13 +252,28 @@ def differing_settings(workspaces: Sequence[EvaluatedWorkspace]) -> dict[str, di
     settings: dict[str, dict[str, str]] = {}
     for workspace in workspaces:
         recorded = {name: value for stage in workspace.stages.values() for name, value in stage.params.items()}
-        values = flatten(recorded or yaml_text.plain(yaml_text.read(workspace.folder / PARAMS_FILE)))
+        values = _by_condition(flatten(recorded or yaml_text.plain(yaml_text.read(workspace.folder / PARAMS_FILE))))
         settings[workspace.name] = {
             k: value if isinstance(value, str) else json.dumps(value) for k, value in values.items()
         }
     names = sorted({name for values in settings.values() for name in values})
     rows = {name: {run: values.get(name, MISSING) for run, values in settings.items()} for name in names}
     return {name: row for name, row in rows.items() if len({*row.values()}) > 1}
+
+
+def _by_condition(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with a gate's list of conditions as one setting for each: ``gates.policy: kl``, ``at_most 6.0``."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if not (
+            isinstance(value, list) and value and all(isinstance(one, Mapping) and "metric" in one for one in value)
+        ):
+            found[name] = value
+            continue
+        for condition in value:
+            bounds = ((key, of) for key, of in condition.items() if key not in ("metric", "why") and of is not None)
+            found[f"{name}: {condition['metric']}"] = ", ".join(f"{key} {of}" for key, of in bounds)
+    return found
 
 
 def _differing(what: str, values: Mapping[str, str | None]) -> list[str]:

@@ -195,15 +195,16 @@ def test_settings_that_add_measurements_do_not_make_runs_incomparable(tmp_path: 
 def test_the_table_starts_with_the_settings_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, coefficient in (("a", 0.05), ("b", 0.1)):
-        workspace(tmp_path / name, params={"ppo": {"batch_size": 10, "kl": {"coefficient": coefficient}}})
+        conditions = [{"metric": "kl", "at_most": 100 * coefficient, "why": name}, {"metric": "length", "at_most": 9.0}]
+        params = {"ppo": {"batch_size": 10, "kl": {"coefficient": coefficient}}, "gates": {"policy": conditions}}
+        workspace(tmp_path / name, params=params)
     lines = command("a", "b").stdout.splitlines()
-    assert "".join(lines[1:3]).split() == ["ppo.kl.coefficient", "0.05", "0.1"] or lines[1].split()[1:] == [
-        "0.05",
-        "0.1",
-    ]
+    assert lines[1].split() == ["gates.policy:", "kl", "at_most", "5.0", "at_most", "10.0"]
+    assert lines[2].split()[-2:] == ["0.05", "0.1"]
     assert not any("batch_size" in line for line in lines)
     assert json.loads(command("a", "b", "--json").stdout)["settings"] == {
-        "ppo.kl.coefficient": {"a": "0.05", "b": "0.1"}
+        "gates.policy: kl": {"a": "at_most 5.0", "b": "at_most 10.0"},
+        "ppo.kl.coefficient": {"a": "0.05", "b": "0.1"},
     }
 
 
