@@ -36,6 +36,7 @@ from rlhf_core.ppo.critic_pretraining import CriticTrainer
 from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed, seed_everything
@@ -129,8 +130,9 @@ def train_critic(
         sampling = Sampling.for_rollouts(tokenizer, rollout)
         limits = rollout.micro_batch_size, run.launch.logits_bytes, rollout.micro_batch_tokens
         pair = ActorCriticPair(frozen_policy, critic, {"critic": engine}, sampling, *limits)
-        trainer = CriticTrainer(config, rollout, pair, reward_fn, encoded, run, frozen=frozen)
-        trainer.run()
+        with opened_sampler(rollout.sampler, run.work) as sampler:
+            trainer = CriticTrainer(config, rollout, pair, reward_fn, encoded, run, frozen=frozen, sampler=sampler)
+            trainer.run()
         history = trainer.history.rows()
     critic = finish(engine, critic)
     adapters = None

@@ -59,6 +59,7 @@ from rlhf_core.ppo.selection import CheckpointChoice, CheckpointSelector
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner, PtxData, PtxTexts
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.sampler import Sampler
 from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.storage.files import read_json
 from rlhf_core.training.engine.frozen import FrozenModels
@@ -67,6 +68,7 @@ from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
 
 DEFAULT_POLICY_LR, DEFAULT_CRITIC_LR = 1e-6, 5e-6
+MEASURED = -1  # the sampler's version of weights that the selection looks at; those of rollouts count from 0
 # The data sets that ``ppo.ptx.data`` names.
 PTX_KINDS = {
     "demonstrations": (Demonstration.KIND,),
@@ -180,8 +182,8 @@ def train_ppo(
     inputs.require_consistent()
     seed_everything(config.seed)
     with evaluating(model, inputs.reward, inputs.referee), run_context(context, "train_ppo", *inputs.identity()) as run:
-        trainer = assemble(inputs, run)
-        with opened_sampler(config.sampler, run.work) as trainer.sampler:
+        with opened_sampler(config.sampler, run.work) as sampler:
+            trainer = assemble(inputs, run, sampler)
             trainer.run()
         selector, health, choice = trainer.selector, trainer.health, None
         trained = trainer.learner.pair.release_policy()
@@ -254,14 +256,14 @@ class PpoInputs:
         require_type(self.critic, TrainedCritic, "critic")
         for name in RolloutConfig.model_fields:
             mine, pretrained = getattr(config, name), getattr(self.critic.rollout, name)
-            if mine != pretrained and "batch_size" not in name:
+            if mine != pretrained and "batch_size" not in name and name != "sampler":
                 raise ConfigError(
                     f"the critic was pre-trained with another {name} ({pretrained}) than this run's ({mine}); give "
                     "train_critic rollout=config.rollout"
                 )
 
 
-def assemble(inputs: PpoInputs, context: RunContext) -> Trainer:
+def assemble(inputs: PpoInputs, context: RunContext, sampler: Sampler) -> Trainer:
     """Build policy, reference and critic with their engines, the reward function, selection and health rules.
 
     The order matters where models come from folders: the device may have no room for reference and policy as loaded, so
@@ -277,7 +279,7 @@ def assemble(inputs: PpoInputs, context: RunContext) -> Trainer:
         assert judge is not None
         referee = reward_model_fn(judge, config.micro_batch_size, config.micro_batch_tokens)
         with frozen.on_device():
-            evaluator = _evaluator(inputs, reference, judge, reward_judge)
+            evaluator = _evaluator(inputs, reference, judge, reward_judge, sampler)
         selector = CheckpointSelector(evaluator, config.selection, context.work / "best")
     if adapted is not None:
         policy = adapted
@@ -302,6 +304,7 @@ def assemble(inputs: PpoInputs, context: RunContext) -> Trainer:
         health=HealthGuard(HealthMonitor(health_limits, rules_for(config)), config.health),
         referee=referee,
         frozen=frozen,
+        sampler=sampler,
     )
 
 
@@ -377,7 +380,7 @@ def _scorer(given: Any, frozen: FrozenModels) -> ReplyScorer | None:
 
 
 def _evaluator(
-    inputs: PpoInputs, reference: PreTrainedModel, referee: ReplyScorer, reward: ReplyScorer | None
+    inputs: PpoInputs, reference: PreTrainedModel, referee: ReplyScorer, reward: ReplyScorer | None, sampler: Sampler
 ) -> SelectionEvaluator:
     """Let ``referee`` compare replies to fixed prompts with those of ``reference``, sampled as PPO samples.
 
@@ -389,7 +392,10 @@ def _evaluator(
     prompts = [row.prompt for row in inputs.validation_prompts]
 
     def sample(policy: PreTrainedModel) -> OnPolicyReplies:
-        return on_policy_replies(policy, tokenizer, prompts, sampling, seed, together)
+        sampler.sync(policy, MEASURED)
+        replies = on_policy_replies(policy, tokenizer, prompts, sampling, seed, together, sampler)
+        sampler.release()
+        return replies
 
     judge = ModelJudge(referee, tokenizer, "referee", together)
     proxy = ModelJudge(reward, tokenizer, "reward", together) if reward is not None else None

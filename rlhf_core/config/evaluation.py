@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from rlhf_core.config.model import SamplingConfig, StageConfig, Strict, check_endpoint
-from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.ppo import LocalSamplerConfig, PpoConfig, SamplerConfig
 from rlhf_core.storage.file_patterns import is_url
 
 TEMPLATE_FIELDS = ("{conversation}", "{reply_a}", "{reply_b}")
@@ -207,6 +207,7 @@ class EvaluateConfig(StageConfig):
             interval where held-out prompts are few; bounds and tests still count different questions.
         best_of_n: Best of so many replies of SFT by the reward model, for judges to compare too; 0: off.
         sampling: Makes the replies that are judged.
+        sampler: Who samples all of these replies, in matches too.
         kl_samples: Unfiltered replies that KL and perplexity are measured on.
         batch_size: Replies sampled and judged together; it bounds memory and changes no reply.
         max_new_tokens: Longest of the unfiltered replies.
@@ -227,6 +228,7 @@ class EvaluateConfig(StageConfig):
     replies_per_prompt: PositiveInt = 1
     best_of_n: NonNegativeInt = 0
     sampling: SamplingConfig = SamplingConfig()
+    sampler: SamplerConfig = LocalSamplerConfig()
     kl_samples: PositiveInt = 256
     batch_size: PositiveInt = 64
     max_new_tokens: PositiveInt = 64
@@ -245,6 +247,11 @@ class EvaluateConfig(StageConfig):
     def _consistent(self) -> EvaluateConfig:
         if self.best_of_n == 1:
             raise ValueError("best_of_n 1 is SFT itself: use 2 or more, such as 16, or 0 to leave it out")
+        if self.sampler.kind != "local" and self.sampling.repetition_penalty != 1.0:
+            raise ValueError(
+                f"sampler.kind {self.sampler.kind} counts the prompt's tokens in its repetition penalty, which "
+                "sampling.repetition_penalty does not: set that to 1.0, or sampler.kind to local"
+            )
         names = [opponent.name for opponent in self.opponents]
         repeated = next((name for name in names if names.count(name) > 1), None)
         if repeated is not None:

@@ -332,7 +332,8 @@ class SelectionConfig(Strict):
 
 
 class RolloutConfig(Strict):
-    """Rollout settings shared by critic pre-training and PPO. All but the batch sizes fix the scale of returns.
+    """Rollout settings shared by critic pre-training and PPO. All but the batch sizes and the sampler fix the
+    scale of returns.
 
     Attributes:
         critic_mode: Two models and optimisers, or `shared`: a value head on the policy's backbone, loss = policy +
@@ -348,6 +349,7 @@ class RolloutConfig(Strict):
             in: padding_share_scoring, padding_share_update.
         sampling_batch_size: Replies sampled at once, which bounds the cache; null: all of a process. Shows in:
             seconds_generation.
+        sampler: Who samples the replies of rollouts and selection.
         kl: KL to the reference.
         reward: Sources and shaping of rewards.
         advantage: Advantages.
@@ -360,6 +362,7 @@ class RolloutConfig(Strict):
     micro_batch_size: PositiveInt | None = None
     micro_batch_tokens: PositiveInt | None = MICRO_BATCH_TOKENS
     sampling_batch_size: PositiveInt | None = None
+    sampler: SamplerConfig = LocalSamplerConfig()
     kl: KlConfig = KlConfig()
     reward: RewardShapingConfig = RewardShapingConfig()
     advantage: AdvantageConfig = AdvantageConfig()
@@ -391,7 +394,6 @@ class PpoConfig(RolloutConfig, StageConfig):
             new) above it, in nats per token; a separate critic makes all its steps. Shows in: early_stopped, steps.
         referee_every: The referee scores one of so many rollouts, for metrics alone. Shows in: referee_mean,
             reward_referee_correlation.
-        sampler: Who samples replies.
         surrogate: The policy's objective.
         importance_sampling_correction: Weights between sampler and trainer.
         entropy: Entropy in the loss.
@@ -420,7 +422,6 @@ class PpoConfig(RolloutConfig, StageConfig):
     gradient_norm: Literal["separate", "joint"] = "separate"
     target_kl_early_stop: PositiveFloat | None = None
     referee_every: PositiveInt = 1
-    sampler: SamplerConfig = LocalSamplerConfig()
     surrogate: SurrogateConfig = SurrogateConfig()
     importance_sampling_correction: ImportanceSamplingCorrectionConfig = ImportanceSamplingCorrectionConfig()
     entropy: EntropyConfig = EntropyConfig()

@@ -19,6 +19,7 @@ from rlhf_core.evaluation.replies import evaluation_replies
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.safety.prompts import HARMFUL_CATEGORY, is_chinese, safety_prompts
 from rlhf_core.evaluation.verifiable import VerifiablePrompts
+from rlhf_core.sampling.sampler import Sampler
 from rlhf_core.training.examples import Example
 from rlhf_core.world.questions import SOURCE as WORLD_SOURCE
 from rlhf_core.world.questions import is_world
@@ -144,11 +145,13 @@ def sample_sets(
     sets: FixedSets,
     config: EvaluateConfig,
     on_batch: Callable[[int], None] = lambda count: None,
+    sampler: Sampler | None = None,
 ) -> SetReplies:
     """Sample a model's replies; every model gets the same random numbers.
 
     Args:
         on_batch: Called with the number of replies of each finished batch.
+        sampler: Has the weights of ``model``; None samples with the model itself.
     """
     tokens = min(config.safety.max_new_tokens, config.sampling.max_new_tokens)
     shorter = config.sampling.model_copy(update={"max_new_tokens": tokens})
@@ -156,7 +159,8 @@ def sample_sets(
     def sampled(
         asked: Sequence[Sequence[Message]], each: int, sampling: SamplingConfig = config.sampling
     ) -> list[Reply]:
-        return evaluation_replies(model, tokenizer, asked, sampling, config.seed, on_batch, config.batch_size, each)
+        size = config.batch_size
+        return evaluation_replies(model, tokenizer, asked, sampling, config.seed, on_batch, size, each, sampler)
 
     judged, regression, safety = ([row.prompt for row in rows] for rows in (sets.judged, sets.regression, sets.safety))
     return SetReplies(

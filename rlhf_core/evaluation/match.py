@@ -19,9 +19,12 @@ from rlhf_core.evaluation.reply import measure_text
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.runtime.progress import Progress, progress
+from rlhf_core.sampling.sampler import Sampler
+from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.storage.files import sha256_tree
 
 CLEAN = Path("data") / "clean"
+WORK = Path("work") / "match"
 
 
 def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int = 0) -> dict[str, Any]:
@@ -49,8 +52,11 @@ def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int
         judges.append(GoldJudge())
     for folder in (champion, challenger):  # either may be of somebody else's
         require_openable(folder)
-    with progress(2 * sets.replies(config), "match") as bar:
-        old, new = (_sample(folder, sets, config, bar) for folder in (champion, challenger))
+    with (
+        opened_sampler(config.sampler, workspace / WORK) as sampler,
+        progress(2 * sets.replies(config), "match") as bar,
+    ):
+        old, new = (_sample(folder, sets, config, bar, sampler) for folder in (champion, challenger))
     evaluation = Evaluation(sets, old, new, config)
     for judge in judges:
         evaluation.score(judge)
@@ -67,7 +73,10 @@ def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int
     }
 
 
-def _sample(folder: Path, sets: FixedSets, config: EvaluateConfig, bar: Progress) -> EvaluatedModel:
+def _sample(folder: Path, sets: FixedSets, config: EvaluateConfig, bar: Progress, sampler: Sampler) -> EvaluatedModel:
     """Sample from the model in ``folder``, which is in memory only meanwhile."""
     model, tokenizer = load_policy(folder)
-    return EvaluatedModel(sample_sets(model, tokenizer, sets, config, bar.advance))
+    sampler.sync(model, 0)
+    evaluated = EvaluatedModel(sample_sets(model, tokenizer, sets, config, bar.advance, sampler))
+    sampler.release()
+    return evaluated

@@ -24,7 +24,7 @@ from rlhf_core.models.starting.base import fitting_length
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.generation import Rollout
-from rlhf_core.sampling.sampler import LocalSampler, PromptBatch
+from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, Sampler
 from rlhf_core.training.examples import by_length
 from rlhf_core.training.rng import derive_seed
 
@@ -57,6 +57,7 @@ def evaluation_replies(
     on_batch: Callable[[int], None] = lambda count: None,
     batch_size: int = BATCH,
     replies_per_prompt: int = 1,
+    sampler: Sampler | None = None,
 ) -> list[Reply]:
     """Sample replies with the evaluation filters (top-p, repetition penalty), those to one prompt in a row.
 
@@ -65,7 +66,9 @@ def evaluation_replies(
     Of several ranks each samples its share of the batches, and gets all replies, which have the same bits as those of
     one process; another batch size changes them by rounding, where that decides a draw.
 
-    ``on_batch`` is called with the number of replies of each finished batch, of all ranks together.
+    Args:
+        on_batch: Called with the number of replies of each finished batch, of all ranks together.
+        sampler: Has the weights of ``model``; None samples with the model itself.
 
     Raises:
         DataError: A prompt is as long as the model has positions, or longer.
@@ -82,8 +85,8 @@ def evaluation_replies(
     shared = list(whole_passes(order, batch_size))
     steps = replies_per_prompt * len(shared) * config.max_new_tokens
     draws: list[list[list[int]]] = []
-    sampler = LocalSampler.of(model)
-    with sampler.awake(0, max((len(rows) for rows, _ in shared), default=0), steps):
+    sampler = sampler or LocalSampler.of(model)
+    with sampler.awake(sampler.version, max((len(rows) for rows, _ in shared), default=0), steps):
         for number in range(replies_per_prompt):
             draw_seed = derive_seed(seed, "evaluation replies", number) if number else seed
             own: list[list[list[int]]] = []  # by batch
@@ -105,6 +108,7 @@ def on_policy_replies(
     sampling: Sampling,
     seed: int,
     batch_size: int = BATCH,
+    sampler: Sampler | None = None,
 ) -> OnPolicyReplies:
     """Sample one reply per prompt from the training distribution: the one that KL and checkpoint selection are about.
 
@@ -114,8 +118,8 @@ def on_policy_replies(
     rollouts, weights = [], []
     shared = list(whole_passes(list(range(len(prompts))), batch_size))
     largest = max((len(rows) for rows, _ in shared), default=0)
-    sampler = LocalSampler.of(model)
-    with sampler.awake(0, largest, len(shared) * sampling.max_new_tokens):
+    sampler = sampler or LocalSampler.of(model)
+    with sampler.awake(sampler.version, largest, len(shared) * sampling.max_new_tokens):
         for rows, weight in shared:
             ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
             rollouts.append(sampler.sample(PromptBatch(ids, rows, seed), sampling))

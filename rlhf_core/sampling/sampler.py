@@ -67,7 +67,7 @@ class Sampler(ABC):
         self.version = version
 
     @contextmanager
-    def awake(self, version: int, rows: int, steps: int) -> Iterator[None]:
+    def awake(self, version: int | None, rows: int, steps: int) -> Iterator[None]:
         """Be ready to sample inside the block; outside of it a sampler may give its memory back.
 
         Args:
@@ -88,6 +88,10 @@ class Sampler(ABC):
                 yield
             finally:
                 self._awake = False
+
+    def release(self) -> None:
+        """Let go of the model of the last :meth:`sync`, whose memory another one needs before the next."""
+        self.version = None
 
     def sample(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout:
         """Sample one reply per prompt (of which there may be none), for the calling rank alone.
@@ -120,6 +124,10 @@ class LocalSampler(Sampler):
         sampler = cls()
         sampler.sync(policy, 0)
         return sampler
+
+    def release(self) -> None:
+        super().release()
+        del self._policy
 
     def _take_over(self, policy: PreTrainedModel, version: int) -> None:
         self._policy = policy

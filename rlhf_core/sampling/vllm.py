@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from rlhf_core.config.ppo import SamplerConfig, VllmSamplerConfig
 from rlhf_core.data.encoding import left_pad
 from rlhf_core.errors import RlhfError
-from rlhf_core.models.adapters import adapted_layers, merged_weight
+from rlhf_core.models.adapters import WithoutAdapters, adapted_layers, merged_weight
 from rlhf_core.models.forward import probe_ids
 from rlhf_core.models.io import quiet
 from rlhf_core.models.precision import matmul_precision
@@ -95,7 +95,7 @@ class VllmServer:
         except OSError as error:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise RlhfError(
-                f"ppo.sampler.python {python} cannot be started ({error.strerror}); name the Python of an environment "
+                f"sampler.python {python} cannot be started ({error.strerror}); name the Python of an environment "
                 "that has vLLM"
             ) from error
 
@@ -159,17 +159,21 @@ class VllmClient:
             time.sleep(0.5)
         raise RlhfError(
             f"vLLM's server at {self.http.base_url} has not answered for {seconds:g} seconds; look at its log, or "
-            "raise ppo.sampler.start_seconds"
+            "raise sampler.start_seconds"
         )
 
-    def complete(self, prompt: Sequence[int], seed: int, sampling: Sampling, vocabulary: int) -> SampledTokens:
+    def complete(
+        self, prompt: Sequence[int], seed: int, distribution: TokenDistribution, vocabulary: int
+    ) -> SampledTokens:
         """Sample one reply to the ids ``prompt``, for a model of ``vocabulary`` logits; ``seed`` decides the draws."""
+        sampling = distribution.base
         forbidden = {*sampling.forbidden_ids, *range(sampling.vocabulary_size or vocabulary, vocabulary)}
         choice = self._complete(
             prompt,
             max_tokens=sampling.max_new_tokens,
             min_tokens=sampling.min_new_tokens,
             temperature=sampling.temperature,
+            top_p=1.0 if isinstance(distribution, Sampling) else distribution.top_p,
             seed=seed,
             logprobs=0,
             ignore_eos=True,  # what ends a reply is said by the trainer, not by files of the model
@@ -307,15 +311,14 @@ class VllmSampler(Sampler):
 
     def _draw(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout:
         """Send a request per prompt, all at once."""
-        if not isinstance(sampling, Sampling):
-            # vLLM's repetition penalty counts the prompt's tokens too, which ours does not.
-            raise RlhfError("vLLM samples from the training distribution only: sample for evaluation locally")
+        if not isinstance(sampling, Sampling) and sampling.repetition_penalty != 1.0:
+            raise RlhfError("vLLM's repetition penalty counts the prompt's tokens too, which this sampling does not")
         assert self._client is not None
         seeds = [request_seed(prompts.seed, stream) for stream in prompts.streams]
-        request = partial(self._client.complete, sampling=sampling, vocabulary=self._vocabulary)
+        request = partial(self._client.complete, distribution=sampling, vocabulary=self._vocabulary)
         with ThreadPoolExecutor(self.config.concurrent_requests) as pool:
             replies = list(pool.map(request, prompts.ids, seeds))
-        return rollout_of(prompts, replies, sampling)
+        return rollout_of(prompts, replies, sampling.base)
 
     def close(self) -> None:
         """Stop the server if this sampler started it, and remove the folder of weights."""
@@ -328,7 +331,10 @@ class VllmSampler(Sampler):
 
     def _load(self, policy: PreTrainedModel, version: int) -> None:
         """Hand the weights over and compare what the server computes with them, on rank 0."""
-        save_merged(policy, self._weights)
+        if isinstance(policy, WithoutAdapters):
+            policy.run(lambda: save_merged(policy, self._weights))
+        else:
+            save_merged(policy, self._weights)
         if self._client is None:
             if self.config.python is not None:
                 precision = str(policy.dtype).removeprefix("torch.")
@@ -370,7 +376,7 @@ class VllmSampler(Sampler):
             socket, token = address
             transport, url = httpx.HTTPTransport(uds=socket, limits=limits), "http://localhost"
         else:
-            token = bearer_token(self.config.token_env, "ppo.sampler")
+            token = bearer_token(self.config.token_env, "sampler")
             transport, url = httpx.HTTPTransport(limits=limits), str(self.config.url)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         http = httpx.Client(transport=transport, base_url=url, headers=headers, timeout=self.config.timeout_seconds)

@@ -23,6 +23,8 @@ from rlhf_core.models.starting.base import load_policy
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import Progress, progress
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.sampler import Sampler
+from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines, atomic_write_text
 from rlhf_core.training.rng import derive_seed
@@ -44,9 +46,10 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     questions = MultipleChoiceSet.load(config.multiple_choice, context.folder)
     texts = HeldOutText.read(inputs.clean, config.perplexity.rows)
     files = [read_opponent(opponent, sets.judged, context.folder) for opponent in config.opponents]
-    with progress(2 * sets.replies(config) + config.best_of_n * len(sets.judged), "evaluate") as bar:
+    replies = 2 * sets.replies(config) + config.best_of_n * len(sets.judged)
+    with opened_sampler(config.sampler, context.work) as sampler, progress(replies, "evaluate") as bar:
         sft, policy = (
-            evaluated_model(config, folder, sets, questions, texts, bar, best_of)
+            evaluated_model(config, folder, sets, questions, texts, bar, best_of, sampler)
             for folder, best_of in ((inputs.sft, config.best_of_n), (inputs.policy, 0))
         )
     evaluation = Evaluation(sets, sft, policy, config)
@@ -140,6 +143,7 @@ def evaluated_model(
     texts: HeldOutText,
     bar: Progress,
     best_of: int,
+    sampler: Sampler,
 ) -> EvaluatedModel:
     """Sample from the model in ``folder``, which is in memory only meanwhile; every model gets the same random numbers.
 
@@ -151,16 +155,18 @@ def evaluated_model(
         texts: Held-out text.
         bar: Advanced by one for each reply of the evaluation's sampling.
         best_of: How many further replies to sample to each prompt to be judged, with random numbers of their own.
+        sampler: Samples all replies; it lets go of the model again.
     """
     model, tokenizer = load_policy(folder)
+    sampler.sync(model, 0)
     sampling = Sampling.for_tokenizer(
         tokenizer, config.max_new_tokens, config.ppo.temperature, config.ppo.min_new_tokens
     )
     messages = [row.prompt for row in sets.judged]
-    return EvaluatedModel(
-        sets=sample_sets(model, tokenizer, sets, config, bar.advance),
+    evaluated = EvaluatedModel(
+        sets=sample_sets(model, tokenizer, sets, config, bar.advance, sampler),
         on_policy=on_policy_replies(
-            model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, config.batch_size
+            model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, config.batch_size, sampler
         ),
         perplexities=held_out_perplexities(model, tokenizer, texts, config.perplexity),
         answers=answer_questions(model, tokenizer, questions, config.batch_size),
@@ -173,7 +179,10 @@ def evaluated_model(
                 derive_seed(config.seed, "evaluate", "best_of_n", number),
                 bar.advance,
                 config.batch_size,
+                sampler=sampler,
             )
             for number in range(best_of)
         ],
     )
+    sampler.release()
+    return evaluated

@@ -27,6 +27,7 @@ from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.selection import CheckpointCandidate, choose
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.sampler import LocalSampler
 from rlhf_core.training.run_context import RunContext
 
 from .conftest import LengthJudge
@@ -123,7 +124,7 @@ def test_selection_samples_as_ppo_does(models: Path, prompts: list[Prompt], tmp_
         config, models / "sft", tokenizer, encoded, by_length, tmp_path / "critic", None, models / "referee",
         prompts[:4], {},
     )  # fmt: skip
-    trainer = assemble(inputs, RunContext(tmp_path / "work"))
+    trainer = assemble(inputs, RunContext(tmp_path / "work"), LocalSampler())
     assert trainer.selector is not None
     evaluate: Any = trainer.selector.measure
     sampling = evaluate.sample(load_policy(models / "sft")[0]).sampling

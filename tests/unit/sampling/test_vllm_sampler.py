@@ -79,7 +79,7 @@ def test_adapters_are_merged_into_the_weights_that_the_server_gets(tmp_path: Pat
 def test_a_python_without_vllm_is_named_in_one_line(tmp_path: Path) -> None:
     config = VllmSamplerConfig(kind="vllm", python=str(tmp_path / "python"))
     sampler = VllmSampler(config, tmp_path / "work")
-    with pytest.raises(RlhfError, match=r"ppo.sampler.python .* cannot be started .*has vLLM$"):
+    with pytest.raises(RlhfError, match=r"sampler.python .* cannot be started .*has vLLM$"):
         sampler.sync(contract_policy(), 1)
     sampler.close()
 

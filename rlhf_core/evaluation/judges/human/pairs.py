@@ -29,6 +29,7 @@ from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.statistics import cluster_of
 from rlhf_core.models.starting.base import load_policy
 from rlhf_core.runtime.progress import progress
+from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.storage.files import (
     atomic_write_json,
     atomic_write_lines,
@@ -268,13 +269,18 @@ def sampled_candidates(workspace: Path, count: int, replies_per_prompt: int = 1)
         raise DataError(f"{workspace / TRAINING_PROMPTS} has no rows")
     prompts = [row.prompt for row in rows]
     replies: dict[str, list[Reply]] = {}
-    with progress(2 * len(rows) * replies_per_prompt, "replies to training prompts") as bar:
+    with (
+        opened_sampler(config.sampler, workspace / "work" / "annotation") as sampler,
+        progress(2 * len(rows) * replies_per_prompt, "replies to training prompts") as bar,
+    ):
         for name in ("sft", "policy"):
             model, tokenizer = load_policy(workspace / MODELS / name)
+            sampler.sync(model, 0)
             seed, batch = config.seed, config.batch_size
             replies[name] = evaluation_replies(
-                model, tokenizer, prompts, config.sampling, seed, bar.advance, batch, replies_per_prompt
+                model, tokenizer, prompts, config.sampling, seed, bar.advance, batch, replies_per_prompt, sampler
             )
+            sampler.release()
             del model
     rows = [row for row in rows for _ in range(replies_per_prompt)]
     prompts = [row.prompt for row in rows]
