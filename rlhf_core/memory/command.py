@@ -52,7 +52,10 @@ def estimate_text(estimate: MemoryEstimate, advice: Sequence[MemoryAdvice] = ())
             f" It {'fits' if estimate.fits else 'DOES NOT FIT'}: {share:.0%} of the {gib(limit)} that tensors may"
         )
         verdict += f" take of {_gpu_memory(estimate)}"
-    stages = [_stage_text(stage, for_gpu=limit is not None) for stage in estimate.stages]
+    stages = [
+        "\n".join([_stage_text(stage, for_gpu=limit is not None), *_server_line(estimate, stage)])
+        for stage in estimate.stages
+    ]
     return "\n\n".join([heading, *stages, verdict, *map(_advice_text, advice)])
 
 
@@ -86,6 +89,7 @@ def estimate_json(estimate: MemoryEstimate, advice: Sequence[MemoryAdvice]) -> d
                 "peak": stage.peak,
                 "host": stage.host,
                 "process": stage.process,
+                "sampler_share": estimate.sampler_share(stage),
                 "roles": {
                     role.name: _use_json(role.footprint.held) | {"parameters": role.footprint.parameters}
                     for role in stage.roles
@@ -145,6 +149,12 @@ def _stage_text(stage: StageEstimate, *, for_gpu: bool) -> str:
         lines.append(f"on a CPU the whole process: {gib(stage.process)}")
         lines.append(f"  libraries {gib(PROCESS_BASE)}; freed memory kept {gib(stage.freed)}{allowance}")
     return "\n".join(lines)
+
+
+def _server_line(estimate: MemoryEstimate, stage: StageEstimate) -> list[str]:
+    """What is left to a vLLM server on the same GPU, as the server's own option; nothing where there is none."""
+    share = estimate.sampler_share(stage)
+    return [] if share is None else [f"vLLM on the same GPU: at most --gpu-memory-utilization {int(share * 100) / 100}"]
 
 
 def _advice_text(advice: MemoryAdvice) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,7 +16,14 @@ from rlhf_core.errors import ModelError
 from rlhf_core.memory.architecture import Architecture, architecture_of_file
 from rlhf_core.memory.dry_run import Head, MemoryUse, ModelVariant, Moments, largest, model_size
 from rlhf_core.memory.sequence_lengths import BatchShape, SequenceLengths
-from rlhf_core.memory.sharding import ModelFootprint, ParallelLayout, frozen_footprint, trained_footprint, usable_memory
+from rlhf_core.memory.sharding import (
+    GIB,
+    ModelFootprint,
+    ParallelLayout,
+    frozen_footprint,
+    trained_footprint,
+    usable_memory,
+)
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.runtime.threads import KEPT_AT_THE_END
 
@@ -211,6 +219,16 @@ class MemoryEstimate:
         """Bytes that tensors may take of one GPU; None where ``plan.gpu_memory_gb`` is not set."""
         memory = self.inputs.params.plan.gpu_memory_gb
         return usable_memory(memory) if memory is not None else None
+
+    def sampler_share(self, stage: StageEstimate) -> float | None:
+        """The share of its GPU that ``stage`` leaves to a vLLM server beside it; None where there is no such server, or
+        the GPU's memory is unknown. A server that sleeps meanwhile needs no room at the stage's peak."""
+        params = self.inputs.params
+        sampler = params.evaluate.sampler if stage.stage == "evaluate" else params.ppo.sampler
+        if self.limit is None or "generation" not in stage.phases or sampler.kind == "local":
+            return None
+        beside = stage.phases["generation"].total if sampler.sleep else stage.peak
+        return max(self.limit - beside, 0) / (params.plan.gpu_memory_gb or math.inf) / GIB
 
     @property
     def worst(self) -> StageEstimate:

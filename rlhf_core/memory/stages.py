@@ -209,6 +209,8 @@ def evaluate_stage(inputs: StageInputs) -> StageUse:
     generation = [*filtered, *passes.generation(model.variant, unfiltered_rows, prompt, unfiltered)]
     width = min(config.perplexity.max_tokens, inputs.lengths.pairs.width)
     text = BatchShape(ROWS_PER_PASS, width, min(ROWS_PER_PASS * width, POSITIONS_PER_CHUNK))
+    if config.sampler.kind != "local":
+        generation = []
     phases = {
         "generation": largest(generation) + whole(model),
         "perplexity": largest(passes.reply_loss(model.variant, text)) + whole(model),
@@ -295,7 +297,11 @@ def _rollout_phases(
     rows = inputs.layout.share(batch)
     together = min(inputs.params.ppo.sampling_batch_size or rows, rows)
     part = _pass_batch(inputs, rows)
-    generation = passes.generation(policy.variant, together, inputs.lengths.prompt, inputs.sampling)
+    generation = (
+        passes.generation(policy.variant, together, inputs.lengths.prompt, inputs.sampling)
+        if inputs.params.ppo.sampler.kind == "local"
+        else []  # in a server, to which the weights are given whole
+    )
     scoring = passes.reply_statistics(
         policy.variant.in_inference,
         part,
@@ -341,7 +347,8 @@ def _selection(inputs: StageInputs, policy: ModelRole, frozen: Sequence[ModelRol
     selection = inputs.params.ppo.selection
     rows = min(inputs.layout.share(selection.prompts), selection.batch_size)
     batch = inputs.rollout_batch(rows)
-    generation = passes.generation(policy.variant, rows, inputs.lengths.prompt, inputs.sampling)
+    local = inputs.params.ppo.sampler.kind == "local"
+    generation = passes.generation(policy.variant, rows, inputs.lengths.prompt, inputs.sampling) if local else []
     drift = passes.reply_statistics(inputs.variant("causal_lm"), batch, inputs.sampling)
     judging = passes.reply_scores(inputs.variant("scalar"), batch)
     return largest([*generation, largest([*drift, *judging]) + gathered_by_one(frozen)])

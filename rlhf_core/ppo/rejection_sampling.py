@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from rlhf_core.errors import DataError
 from rlhf_core.ppo.reward_sources.source import RewardFn
 from rlhf_core.ppo.rollout import TrainingPrompts
@@ -19,7 +17,7 @@ from rlhf_core.runtime import distributed
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.runtime.progress import progress
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
+from rlhf_core.sampling.sampler import PromptBatch, Sampler, sample_replies
 from rlhf_core.sampling.token_scoring import Tokens
 from rlhf_core.storage.files import atomic_write_json, read_json
 from rlhf_core.training.engine.frozen import FrozenModels
@@ -68,7 +66,7 @@ class RejectionSampler:
     """Samples and scores replies part by part; the parts of an interrupted run in ``work`` are not made again.
 
     Attributes:
-        policy: Whose replies are sampled.
+        sampler: Has the policy's weights as version 0.
         reward_fn: Their raw reward.
         prompts: The training prompts.
         sampling: The training distribution.
@@ -80,7 +78,7 @@ class RejectionSampler:
         preemption: Says between parts whether SIGTERM asks the run to stop.
     """
 
-    policy: PreTrainedModel
+    sampler: Sampler
     reward_fn: RewardFn
     prompts: TrainingPrompts
     sampling: Sampling
@@ -133,7 +131,7 @@ class RejectionSampler:
         streams = range(start * n, start * n + len(asked))
         batch = PromptBatch([list(self.prompts.ids[row]) for row in asked], streams, self.seed)
         with self.frozen.on_device():
-            rollout = sample_replies(LocalSampler.of(self.policy), 0, batch, self.sampling, self.batch_size)
+            rollout = sample_replies(self.sampler, 0, batch, self.sampling, self.batch_size)
             rewards = self.reward_fn(Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)).tolist()
         replies = rollout.replies()
         best = best_of_each_prompt(rewards, rollout.finished.tolist(), n)

@@ -18,6 +18,7 @@ from rlhf_core.models.starting.base import load_policy, save_policy
 from rlhf_core.ppo.rejection_sampling import BestReplies, RejectionSampler
 from rlhf_core.ppo.rollout import TrainingPrompts, require_room
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.stages.policy import POLICY_OUTPUTS, read_training_prompts
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
@@ -102,20 +103,22 @@ def sample_best(
 ) -> BestReplies:
     """Sample replies to the training prompts from ``policy``, and keep the best by ``ppo.reward.sources``."""
     settings, frozen = config.policy.rejection_sampling, FrozenModels(context.launch)
-    sampler = RejectionSampler(
-        policy=policy,
-        reward_fn=reward_fn_of(inputs.reward, config, prompts, tokenizer, frozen, context),
-        prompts=prompts,
-        sampling=Sampling.for_rollouts(tokenizer, config),
-        replies_per_prompt=settings.replies_per_prompt,
-        batch_size=config.sampling_batch_size,
-        seed=derive_seed(config.seed, NAME, "replies"),
-        frozen=frozen,
-        work=context.work / "best_replies",
-        preemption=context.preemption,
-    )
     order = epoch_order(len(prompts), derive_seed(config.seed, NAME, "prompts"), 0)
-    return sampler.best_replies(order[: settings.prompts])
+    with opened_sampler(config.sampler, context.work) as sampler:
+        sampler.sync(policy, 0)
+        rejection_sampler = RejectionSampler(
+            sampler=sampler,
+            reward_fn=reward_fn_of(inputs.reward, config, prompts, tokenizer, frozen, context),
+            prompts=prompts,
+            sampling=Sampling.for_rollouts(tokenizer, config),
+            replies_per_prompt=settings.replies_per_prompt,
+            batch_size=config.sampling_batch_size,
+            seed=derive_seed(config.seed, NAME, "replies"),
+            frozen=frozen,
+            work=context.work / "best_replies",
+            preemption=context.preemption,
+        )
+        return rejection_sampler.best_replies(order[: settings.prompts])
 
 
 def fine_tune_on(

@@ -189,3 +189,21 @@ def test_a_stage_that_is_up_to_date_needs_no_plan(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(preflight, "dvc_status", lambda *unused: {})
     monkeypatch.setattr(preflight, "run_module", refuse)
     assert memory_refusal(workspace(tmp_path, "plan: {gpu_memory_gb: 1.05}\n"), "ppo") is None
+
+
+def test_a_server_on_the_same_gpu_is_told_its_share(tmp_path: Path) -> None:
+    """Without sleeping it shares the GPU at the peak, else only while it samples; the trainer's own cache is gone."""
+    recipe = "seed: 1\nplan: {gpu_memory_gb: 24}\nppo: {importance_sampling_correction: {mode: always}, "
+    server = "sampler: {kind: vllm, python: python, sleep: %s}}\n"
+    local, awake, asleep = (
+        estimate_of(PlanRequest(workspace(tmp_path, recipe + rest), stages=("ppo",)))
+        for rest in ("sampler: {kind: local}}\n", server % "false", server % "true")
+    )
+    (own,), (beside,), (sleeping,) = local.stages, awake.stages, asleep.stages
+    assert own.phases["generation"].kv_cache > 0 == beside.phases["generation"].kv_cache
+    assert local.sampler_share(own) is None and awake.limit is not None
+    gpu = 24 * 2**30
+    assert awake.sampler_share(beside) == pytest.approx((awake.limit - beside.peak) / gpu)
+    assert asleep.sampler_share(sleeping) == pytest.approx((awake.limit - sleeping.phases["generation"].total) / gpu)
+    assert "at most --gpu-memory-utilization 0.9" in estimate_text(asleep)
+    assert estimate_json(awake, ())["stages"]["ppo"]["sampler_share"] == awake.sampler_share(beside)

@@ -22,6 +22,7 @@ from rlhf_core.ppo.rejection_sampling import RejectionSampler, best_of_each_prom
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.sampler import LocalSampler
 from rlhf_core.stages import policy_by_rejection_sampling
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.engine.frozen import FrozenModels
@@ -46,7 +47,7 @@ def sampler(workspace: Path, work: Path, new_tokens: int = 40) -> RejectionSampl
     policy, tokenizer = load_policy(workspace / "models/sft")
     turns = [[Message("user", text)] for text in ("red", "blue", "a tree is very big", "green")]
     return RejectionSampler(
-        policy=policy,
+        sampler=LocalSampler.of(policy),
         reward_fn=lambda batch: batch.response_mask.sum(dim=1).float(),
         prompts=TrainingPrompts(turns, [encode_prompt(tokenizer, turn) for turn in turns]),
         sampling=Sampling.for_tokenizer(tokenizer, new_tokens),
