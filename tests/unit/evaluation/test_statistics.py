@@ -17,6 +17,7 @@ from rlhf_core.evaluation.statistics import (
     level_of_attempt,
     share_difference_high,
     sign_test,
+    wilson_bounds,
 )
 
 CLUSTERS, REPLIES, RUNS = 150, 4, 3000
@@ -164,3 +165,12 @@ def test_prompts_that_challengers_were_made_for_break_the_budget_unless_sets_rot
         threshold = stats.binom.isf(level_of_attempt(BUDGET, attempt), PROMPTS, 0.5)
         promoted |= wins > threshold
     assert (promoted.mean() <= BUDGET) == within_budget
+
+
+@pytest.mark.parametrize(
+    ("wins", "n", "low", "high"),
+    # Wilson, 1927, by hand: (p + z²/2n ± z √(p(1 − p)/n + z²/4n²)) / (1 + z²/n), z = 1.959964.
+    [(8, 10, 0.490162, 0.943318), (5, 10, 0.236593, 0.763407), (12, 12, 0.757506, 1.0), (0, 12, 0.0, 0.242494)],
+)
+def test_wilson_bounds(wins: int, n: int, low: float, high: float) -> None:
+    assert wilson_bounds(wins / n, n) == pytest.approx((low, high), abs=1e-5)
