@@ -27,12 +27,12 @@ SAMPLING = Sampling(EOS, PAD, 9, 0.8, 2, FORBIDDEN, VOCABULARY - 2, (OTHER_STOP,
 PROMPTS = [[*[4, 6, 8][:length], 9 + number % 10] for number, length in enumerate([0, 3, 1, 2] * 4)]
 
 
-def contract_policy() -> LlamaForCausalLM:
+def contract_policy(tied: bool = False) -> LlamaForCausalLM:
     """The same model every time. Its heads have 32 dimensions, the fewest that vLLM has kernels for."""
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=64, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None, initializer_range=0.15,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa", tie_word_embeddings=tied,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)

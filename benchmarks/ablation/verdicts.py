@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 import pyarrow as pa
@@ -194,7 +194,13 @@ def read_csv(path: Path) -> list[RunResult]:
             rows = list(csv.DictReader(stream))
         return [
             RunResult(
-                AblationRun(row["variant"], int(row["seed"]), Path(row["workspace"]), row["state"], row["message"]),
+                AblationRun(
+                    row["variant"],
+                    int(row["seed"]),
+                    Path(row["workspace"]),
+                    cast(RunState, row["state"]),
+                    row["message"],
+                ),
                 {name: float(row[name]) for name in METRICS if row[name]},
             )
             for row in rows

@@ -21,7 +21,7 @@ import httpx
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import CONFIG_NAME, PreTrainedModel
 
 from rlhf_core.config.ppo import SamplerConfig, VllmSamplerConfig
 from rlhf_core.data.encoding import left_pad
@@ -36,7 +36,7 @@ from rlhf_core.sampling.agreement import LIMITS
 from rlhf_core.sampling.distribution import Sampling, TokenDistribution
 from rlhf_core.sampling.generation import Rollout, trimmed_rollout
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, Sampler
-from rlhf_core.storage.files import atomic_dir
+from rlhf_core.storage.files import atomic_dir, atomic_write_json, read_json
 
 MODEL = "policy"  # the name that requests give
 STOP_SECONDS, POLL_SECONDS = 30.0, 0.2
@@ -237,7 +237,9 @@ def request_seed(seed: int, stream: int) -> int:
 def save_merged(policy: PreTrainedModel, folder: Path) -> None:
     """Write config and weights of ``policy`` to ``folder``, which is replaced at once; the policy is left as it is.
 
-    Weights have the names that they have without adapters, which are merged in the weight's precision.
+    Weights have the names that they have without adapters, which are merged in the weight's precision. An unembedding
+    that is tied to the embedding is written as a matrix of its own: on CPUs a server that reloads tied weights goes on
+    with the packed copy that it made of the first ones.
     """
     weights: dict[str, Tensor] = policy.state_dict()
     for name, layer in adapted_layers(policy):
@@ -245,8 +247,18 @@ def save_merged(policy: PreTrainedModel, folder: Path) -> None:
         weights[f"{name}.weight"] = merged_weight(layer)
         if (bias := layer.get_base_layer().bias) is not None:
             weights[f"{name}.bias"] = bias
+    tied = bool(policy.config.get_text_config().tie_word_embeddings)
+    if tied:
+        unembedding = policy.get_output_embeddings()
+        name = next(name for name, module in policy.named_modules() if module is unembedding)
+        weights[f"{name}.weight"] = weights[f"{name}.weight"].clone()
     with atomic_dir(folder) as building, quiet():
         policy.save_pretrained(building, state_dict=weights)
+        if tied:
+            config = read_json(building / CONFIG_NAME)
+            for part in (config, config.get("text_config", {})):
+                part["tie_word_embeddings"] = False
+            atomic_write_json(building / CONFIG_NAME, config)
 
 
 class VllmSampler(Sampler):

@@ -53,9 +53,9 @@ def vllm(server_settings: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
         sampler.close()
 
 
-@pytest.fixture
-def policy() -> PreTrainedModel:
-    return contract_policy()
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def policy(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return contract_policy(request.param)
 
 
 class TestVllmSampler(SamplerContract):

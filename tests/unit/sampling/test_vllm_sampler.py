@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file
 from sampler_contract import EOS, FORBIDDEN, OTHER_STOP, PAD, SAMPLING, VOCABULARY, contract_policy
 from transformers import AutoModelForCausalLM
 
@@ -74,6 +75,19 @@ def test_adapters_are_merged_into_the_weights_that_the_server_gets(tmp_path: Pat
         assert not torch.allclose(expected, contract_policy()(input_ids=ids).logits, atol=0.1)
         torch.testing.assert_close(served, expected, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(policy(input_ids=ids).logits, expected, atol=0, rtol=0)
+
+
+def test_a_tied_unembedding_is_written_as_a_matrix_of_its_own(tmp_path: Path) -> None:
+    policy = contract_policy(tied=True)
+    save_merged(policy, tmp_path / "weights")
+    written = load_file(tmp_path / "weights" / "model.safetensors")
+    assert torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "weights")
+    assert served.lm_head.weight is not served.model.embed_tokens.weight
+    ids = torch.tensor([[4, 6, 8, 9]])
+    with torch.no_grad():
+        torch.testing.assert_close(served(input_ids=ids).logits, policy(input_ids=ids).logits, atol=0, rtol=0)
+    assert policy.config.tie_word_embeddings and policy.lm_head.weight is policy.model.embed_tokens.weight
 
 
 def test_a_python_without_vllm_is_named_in_one_line(tmp_path: Path) -> None:
