@@ -53,7 +53,8 @@ def study(
         typer.echo(listing(folder, request))
         return
     if tables_of is not None:
-        typer.echo("\n\n".join(tables(definition(folder, request), read_csv(tables_of))))
+        results = [r for r in read_csv(tables_of) if request.includes(r.run)]
+        typer.echo("\n\n".join(tables(definition(folder, request), results)))
         return
     raise typer.Exit(ablate(folder, request, jobs, docs))
 

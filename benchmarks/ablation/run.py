@@ -51,6 +51,10 @@ class AblationRequest:
         """The folder name of this ablation: the same for the same profile and overrides."""
         return workspace_name(self.profile or DEFAULT_PROFILE, self.sets)
 
+    def includes(self, run: AblationRun) -> bool:
+        """Whether a run is of the variants and seeds that are asked for."""
+        return (not self.variants or run.variant in self.variants) and (not self.seeds or run.seed in self.seeds)
+
     def is_part_of(self, ablation: Ablation) -> bool:
         """Whether variants or seeds of the file are left out; results of a part never replace those of the whole."""
         return bool(self.variants) or bool(self.seeds and set(ablation.seeds) - set(self.seeds))

@@ -32,6 +32,7 @@ from scipy import stats
 
 from benchmarks.ablation.definition import METRICS, Claim, Expectation, Metric
 from flows.commands.compare import sampled_tokens
+from flows.workspace.folder import display_path
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import PARAMS_FILE
 from rlhf_core.data.schema import read_table
@@ -179,7 +180,7 @@ def write_csv(path: Path, results: Sequence[RunResult]) -> None:
     for result in results:
         run = result.run
         values = [repr(result.values[name]) if name in result.values else "" for name in METRICS]
-        writer.writerow([run.variant, run.seed, run.state, *values, run.message, run.workspace])
+        writer.writerow([run.variant, run.seed, run.state, *values, run.message, display_path(run.workspace)])
     atomic_write_text(path, stream.getvalue())
 
 
