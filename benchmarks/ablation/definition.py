@@ -55,6 +55,7 @@ METRICS = {
     "perplexity_preferred": Metric("perplexity of preferred replies over SFT's", "ratio"),
     "perplexity_pretrain": Metric("perplexity of plain text over SFT's", "ratio"),
     "sampled_tokens": Metric("sampled tokens", "ratio"),
+    "gate_missed": Metric("conditions of the policy gate that fail"),
     "entropy": Metric("entropy, nats per token"),
     "explained_variance_early": Metric("explained variance, first iterations"),
     "reward_jitter_early": Metric("jitter of the reward, first third"),

@@ -100,6 +100,8 @@ def _read(run: AblationRun) -> RunResult:
     params = yaml_text.plain(yaml_text.read(run.workspace / PARAMS_FILE))
     sampled = sampled_tokens(history, params.get("policy", {}).get("method", "ppo"), params["ppo"])
     values = {**end_values(evaluation, spread), **history_values(history), "sampled_tokens": float(sampled or math.nan)}
+    if (gate := run.workspace / "gates" / "policy.json").is_file():
+        values["gate_missed"] = float(sum(not condition["passed"] for condition in read_json(gate)["conditions"]))
     return RunResult(run, {name: value for name, value in values.items() if math.isfinite(value)}, history)
 
 
