@@ -130,7 +130,11 @@ def check_tracked_params(workspace: Path) -> None:
     if not missing:
         return
     without_default = [path for path, value in missing.items() if value in (ABSENT, None, [])]
-    given = {path: {} if isinstance(value, dict) else value for path, value in missing.items()}
+    # Of a section the name is enough, and its kind where it is one of several.
+    given = {
+        path: {key: of for key, of in value.items() if key == "kind"} if isinstance(value, dict) else value
+        for path, value in missing.items()
+    }
     lines = overridden({}, {path: value for path, value in given.items() if path not in without_default})
     message = [f"{workspace / PARAMS_FILE} leaves out parameters that {DVC_FILE} names, so DVC would refuse its stages"]
     if lines:
