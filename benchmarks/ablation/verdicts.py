@@ -31,7 +31,7 @@ import pyarrow as pa
 from scipy import stats
 
 from benchmarks.ablation.definition import METRICS, Claim, Expectation, Metric
-from flows.commands.compare import sampled_tokens
+from flows.commands.compare import gate_standing, sampled_tokens
 from flows.workspace.folder import display_path
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import PARAMS_FILE
@@ -100,8 +100,9 @@ def _read(run: AblationRun) -> RunResult:
     params = yaml_text.plain(yaml_text.read(run.workspace / PARAMS_FILE))
     sampled = sampled_tokens(history, params.get("policy", {}).get("method", "ppo"), params["ppo"])
     values = {**end_values(evaluation, spread), **history_values(history), "sampled_tokens": float(sampled or math.nan)}
-    if (gate := run.workspace / "gates" / "policy.json").is_file():
-        values["gate_missed"] = float(sum(not condition["passed"] for condition in read_json(gate)["conditions"]))
+    gate = gate_standing(run.workspace)
+    if gate["decision"] not in ("not judged", "outdated"):
+        values["gate_missed"] = float(len(gate["failed"]))
     return RunResult(run, {name: value for name, value in values.items() if math.isfinite(value)}, history)
 
 

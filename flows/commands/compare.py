@@ -119,7 +119,7 @@ def _policy_results(
         },
         "cost": _training_cost(histories, method, ppo),
         "sampled_tokens_per_reply": None,
-        "gate": _gate_standing(folder),
+        "gate": gate_standing(folder),
         "registered": None
         if registered is None
         else {k: getattr(registered, k) for k in ("model", "version", "ungated")},
@@ -194,7 +194,7 @@ def _seconds(rows: Iterable[Values]) -> float | None:
     return sum(parts) + max(totals, default=0.0) if totals or parts else None
 
 
-def _gate_standing(folder: Path) -> RunResults:
+def gate_standing(folder: Path) -> RunResults:
     """What ``gates/policy.json`` says of the evaluation that is there, and the metrics whose bounds do not hold."""
     if not (folder / GATE).is_file():
         return {"decision": "not judged", "failed": ()}
@@ -254,7 +254,7 @@ def differing_settings(workspaces: Sequence[EvaluatedWorkspace]) -> dict[str, di
         recorded = {name: value for stage in workspace.stages.values() for name, value in stage.params.items()}
         values = _by_condition(flatten(recorded or yaml_text.plain(yaml_text.read(workspace.folder / PARAMS_FILE))))
         settings[workspace.name] = {
-            k: value if isinstance(value, str) else json.dumps(value) for k, value in values.items()
+            name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()
         }
     names = sorted({name for values in settings.values() for name in values})
     rows = {name: {run: values.get(name, MISSING) for run, values in settings.items()} for name in names}

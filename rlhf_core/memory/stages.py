@@ -297,11 +297,7 @@ def _rollout_phases(
     rows = inputs.layout.share(batch)
     together = min(inputs.params.ppo.sampling_batch_size or rows, rows)
     part = _pass_batch(inputs, rows)
-    generation = (
-        passes.generation(policy.variant, together, inputs.lengths.prompt, inputs.sampling)
-        if inputs.params.ppo.sampler.kind == "local"
-        else []  # in a server, to which the weights are given whole
-    )
+    generation = _generation(inputs, policy, together)
     scoring = passes.reply_statistics(
         policy.variant.in_inference,
         part,
@@ -318,6 +314,13 @@ def _rollout_phases(
         "scoring": largest(scoring) + gathered_by_one(references) + rollout_memory,
         "rewards": largest(rewards) + gathered_by_one(scorers) + rollout_memory,
     }
+
+
+def _generation(inputs: StageInputs, policy: ModelRole, rows: int) -> Sequence[MemoryUse]:
+    """What sampling takes here: nothing where a server samples, to which the weights are given whole."""
+    if inputs.params.ppo.sampler.kind != "local":
+        return []
+    return passes.generation(policy.variant, rows, inputs.lengths.prompt, inputs.sampling)
 
 
 def _pass_batch(inputs: StageInputs, rows: int) -> BatchShape:
@@ -347,8 +350,7 @@ def _selection(inputs: StageInputs, policy: ModelRole, frozen: Sequence[ModelRol
     selection = inputs.params.ppo.selection
     rows = min(inputs.layout.share(selection.prompts), selection.batch_size)
     batch = inputs.rollout_batch(rows)
-    local = inputs.params.ppo.sampler.kind == "local"
-    generation = passes.generation(policy.variant, rows, inputs.lengths.prompt, inputs.sampling) if local else []
+    generation = _generation(inputs, policy, rows)
     drift = passes.reply_statistics(inputs.variant("causal_lm"), batch, inputs.sampling)
     judging = passes.reply_scores(inputs.variant("scalar"), batch)
     return largest([*generation, largest([*drift, *judging]) + gathered_by_one(frozen)])
