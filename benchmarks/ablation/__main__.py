@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.ablation.page import tables
+from benchmarks.ablation.page import write_page
 from benchmarks.ablation.run import AblationRequest, ablate, definition, listing, parse_names, parse_seeds
 from benchmarks.ablation.verdicts import read_csv
 from flows.commands.options import AnyFolder, CommandWithProfiles, profile_names
@@ -34,10 +34,9 @@ def study(
     seeds: Annotated[str | None, typer.Option(help="These seeds, separated by commas; default: the file's.")] = None,
     iterations: Annotated[int | None, typer.Option(min=1, help="PPO iterations; default: the file's.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side; default: one per core.")] = None,
-    docs: Annotated[bool, typer.Option("--docs", help="Update benchmarks/results/ablation.md too.")] = False,
     only_list: Annotated[bool, typer.Option("--list", help="Show variants and figures, run nothing.")] = False,
     tables_of: Annotated[
-        Path | None, typer.Option("--tables", help="Print the tables of a results.csv, run nothing.")
+        Path | None, typer.Option("--tables", help="Print claims and tables of a results.csv, run nothing.")
     ] = None,
 ) -> None:
     """Train every variant of PPO with every seed, and check which of the paper's claims hold here.
@@ -54,9 +53,9 @@ def study(
         return
     if tables_of is not None:
         results = [r for r in read_csv(tables_of) if request.includes(r.run)]
-        typer.echo("\n\n".join(tables(definition(folder, request), results)))
+        typer.echo(write_page(definition(folder, request), results, {}), nl=False)
         return
-    raise typer.Exit(ablate(folder, request, jobs, docs))
+    raise typer.Exit(ablate(folder, request, jobs))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,62 +24,45 @@ from benchmarks.ablation.verdicts import (
     Interval,
     RunResult,
     SeedTable,
-    judge_claim,
+    judge_claims,
     read_results,
     write_csv,
 )
-from rlhf_core.errors import DataError
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text
 
-BEGIN, END = "<!-- ablation: begin -->", "<!-- ablation: end -->"
 
-
-def write_page(
-    ablation: Ablation,
-    results: Sequence[RunResult],
-    verdicts: Mapping[str, Sequence[ClaimVerdict]],
-    pictures: Mapping[str, str],
-) -> str:
-    """Return the whole page.
+def write_page(ablation: Ablation, results: Sequence[RunResult], pictures: Mapping[str, str]) -> str:
+    """Return the whole page: claims of the figures all of whose variants have results, every variant, and differences.
 
     Args:
         ablation: The definition.
         results: One per run.
-        verdicts: Verdicts by figure.
         pictures: Links by figure, relative to where the page will be.
     """
+    table = SeedTable(results)
+    verdicts = judge_figures(ablation, table)
+    variants = [name for name in ablation.names if any(result.run.variant == name for result in results)]
     parts = [_head(results, verdicts)]
-    parts += [_figure_section(figure, verdicts[figure.name], pictures.get(figure.name)) for figure in ablation.figures]
-    parts += tables(ablation, results)
+    parts += [
+        _figure_section(figure, verdicts[figure.name], pictures.get(figure.name))
+        for figure in ablation.figures
+        if figure.name in verdicts
+    ]
+    parts += ["## Every variant", _level_table(ablation, variants, table)]
+    parts += [f"## Against {ablation.reference}", _difference_table(ablation, variants, table)]
     if unfinished := [result.run for result in results if result.run.state != DONE]:
         lines = [f"- {run.variant}, seed {run.seed}: {run.state}. {run.message}".rstrip() for run in unfinished]
         parts += ["## Not finished", *lines]
     return "\n\n".join(parts) + "\n"
 
 
-def tables(ablation: Ablation, results: Sequence[RunResult]) -> list[str]:
-    """Return the table of every variant and that of the paired differences to the reference, each under its heading."""
-    table = SeedTable(results)
-    variants = [name for name in ablation.names if any(result.run.variant == name for result in results)]
-    return [
-        "## Every variant",
-        _level_table(ablation, variants, table),
-        f"## Against {ablation.reference}",
-        _difference_table(ablation, variants, table),
-    ]
-
-
-def insert(page: str, text: str, name: str) -> str:
-    """Return ``page`` with ``text`` between its two markers.
-
-    Raises:
-        DataError: ``page``, which messages call ``name``, lacks the markers.
-    """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise DataError(f"{name} lacks the lines {BEGIN} and {END}; add them where the results are to stand")
-    return f"{before}{BEGIN}\n{text}{END}{after}"
+def judge_figures(ablation: Ablation, table: SeedTable) -> dict[str, list[ClaimVerdict]]:
+    """The verdicts on the claims of each figure all of whose variants have results, by the figure's name."""
+    return {
+        figure.name: judge_claims(figure.claims, table)
+        for figure in ablation.figures
+        if all(name in table.variants for name in figure.variants)
+    }
 
 
 def _head(results: Sequence[RunResult], verdicts: Mapping[str, Sequence[ClaimVerdict]]) -> str:
@@ -94,7 +75,8 @@ def _head(results: Sequence[RunResult], verdicts: Mapping[str, Sequence[ClaimVer
         "\n\n"
         "Values are means over seeds with 95 % intervals (Student's t); KL, length and perplexity are geometric means "
         "and compared as factors. Differences are paired: the same seed, hence the same SFT model, reward model, "
-        "referee and held-out prompts."
+        "referee and held-out prompts. p is Holm's over the claims of a figure, one-sided: of the verdict, or of what "
+        "is nearer where it cannot tell; a verdict needs 0.025."
     )
 
 
@@ -104,11 +86,11 @@ def _figure_section(figure: FigurePlan, verdicts: Sequence[ClaimVerdict], pictur
         lines += [f"![{figure.title}]({picture})", ""]
     if not verdicts:
         return "\n".join(lines).rstrip()
-    lines += ["| claim | verdict | expected | measured |", "|---|---|---|---|"]
+    lines += ["| claim | verdict | p | expected | measured |", "|---|---|---|---|---|"]
     for verdict in verdicts:
         for row, item in enumerate(verdict.evidence):
-            says, outcome = (verdict.says, f"**{verdict.outcome}**") if row == 0 else ("", "")
-            lines.append(f"| {says} | {outcome} | {item.expected} | {item.measured} |")
+            first = (verdict.says, f"**{verdict.outcome}**", f"{verdict.p:.2g}") if row == 0 else ("", "", "")
+            lines.append(f"| {' | '.join(first)} | {item.expected} | {item.measured} |")
     return "\n".join(lines)
 
 
@@ -256,32 +238,23 @@ def _style_axes(panel: Axes) -> None:
 
 
 FIGURES = "figures"
-DOCS_FIGURES = Path("..") / ".." / "docs" / "images" / "ablation"  # seen from benchmarks/results
 
 
-def summarise(
-    ablation: Ablation, runs: Iterable[AblationRun], folder: Path, docs: Path | None = None
-) -> dict[str, list[ClaimVerdict]]:
-    """Write ``results.csv``, ``verdicts.json``, ``table.md`` and ``figures/`` into ``folder``.
+def summarise(ablation: Ablation, runs: Iterable[AblationRun], folder: Path) -> dict[str, list[ClaimVerdict]]:
+    """Write ``results.csv``, ``verdicts.json``, ``table.md`` and ``figures/`` into ``folder``; return the verdicts.
 
     Args:
         ablation: The definition.
         runs: All runs, finished or not.
         folder: Where the files go.
-        docs: A page two folders down that gets the same text between its markers; ``docs/images/ablation`` gets the
-            figures.
-
-    Returns:
-        The verdicts by figure.
     """
     results = read_results(runs)
-    table = SeedTable(results)
-    verdicts = {figure.name: [judge_claim(claim, table) for claim in figure.claims] for figure in ablation.figures}
-    drawn = []
+    verdicts = judge_figures(ablation, SeedTable(results))
+    links = {}
     for figure in ablation.figures:
         picture = folder / FIGURES / f"{figure.name}.png"
         if draw_figure(picture, figure, results):
-            drawn.append(figure.name)
+            links[figure.name] = f"{FIGURES}/{picture.name}"
         else:
             picture.unlink(missing_ok=True)
     write_csv(folder / "results.csv", results)
@@ -292,24 +265,13 @@ def summarise(
                 {
                     "claim": verdict.says,
                     "verdict": str(verdict.outcome),
-                    "evidence": [
-                        {"expected": item.expected, "measured": item.measured, "verdict": str(item.outcome)}
-                        for item in verdict.evidence
-                    ],
+                    "p": verdict.p,
+                    "evidence": [{"expected": item.expected, "measured": item.measured} for item in verdict.evidence],
                 }
                 for verdict in group
             ]
             for figure, group in verdicts.items()
         },
     )
-    links = {name: f"{FIGURES}/{name}.png" for name in drawn}
-    atomic_write_text(folder / "table.md", "# Ablation\n\n" + write_page(ablation, results, verdicts, links))
-    if docs is not None:
-        links = {name: (DOCS_FIGURES / f"{name}.png").as_posix() for name in drawn}
-        page = insert(docs.read_text(encoding="utf-8"), write_page(ablation, results, verdicts, links), str(docs))
-        for name, link in links.items():
-            target = Path(os.path.normpath(docs.parent / link))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder / FIGURES / f"{name}.png", target)
-        atomic_write_text(docs, page)
+    atomic_write_text(folder / "table.md", "# Ablation\n\n" + write_page(ablation, results, links))
     return verdicts

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ablation.definition import ABLATION_FILE, Ablation, check_recipes, load_ablation
-from benchmarks.ablation.page import insert, summarise
+from benchmarks.ablation.page import summarise
 from benchmarks.ablation.verdicts import DONE, SHARED, AblationRun, RunState
 from flows.dvc_repo.graph import read_graph
 from flows.dvc_repo.inputs import refresh_inputs
@@ -30,7 +30,7 @@ from flows.workspace.lock import locked
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import DEFAULT_PROFILE, PARAMS_FILE, merge, overlays_of, parse_assignment, workspace_name
 from rlhf_core.config.recipe import profiles_of
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, ConfigError, DataError, RlhfError
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, ConfigError, RlhfError
 
 FOLDER = "ablation"
 TRAINER, GOAL = "ppo", "evaluate"
@@ -246,7 +246,6 @@ def run_jobs(
 
 
 LOCK = "ablation.lock"
-PAGE = Path("benchmarks") / "results" / "ablation.md"
 REASON_LENGTH = 300
 
 
@@ -278,11 +277,8 @@ class ProgressLines:
         print(f"[{self.watch.seconds:7.1f} s] {text}", flush=True)
 
 
-def ablate(base: Path, request: AblationRequest, jobs: int | None = None, docs: bool = False) -> int:
+def ablate(base: Path, request: AblationRequest, jobs: int | None = None) -> int:
     """Run what the request names, ``jobs`` side by side (None: one per core), and write the results.
-
-    Args:
-        docs: Whether the results go into their page of the repository too.
 
     Returns:
         The exit status: 0 when every run is done; 1 when some failed or were paused by their own training, in which
@@ -293,13 +289,6 @@ def ablate(base: Path, request: AblationRequest, jobs: int | None = None, docs: 
     """
     signals.install()
     ablation = definition(base, request)
-    page = base / PAGE if docs else None
-    if page is not None:
-        if request.is_part_of(ablation):
-            raise RlhfError("--docs takes the whole ablation; leave out --variants and --seeds")
-        if not page.is_file():
-            raise DataError(f"{page} does not exist; --docs writes into that page of the workspace")
-        insert(page.read_text(encoding="utf-8"), "", str(page))  # it has the markers
     with locked(base, LOCK):
         ensure_dvc(base)
         (planned, results), cache = make_plan(base, request, ablation), cache_of(base)
@@ -312,13 +301,11 @@ def ablate(base: Path, request: AblationRequest, jobs: int | None = None, docs: 
         if signals.STOP.is_set():
             print("stopped; the next call resumes from here", file=sys.stderr)
             return EXIT_INTERRUPTED
-        verdicts = summarise(ablation, [run for run in runs if run.variant != SHARED], results, page)
+        verdicts = summarise(ablation, [run for run in runs if run.variant != SHARED], results)
         counts = Counter(str(verdict.outcome) for figure in verdicts.values() for verdict in figure)
         claims = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
         done = sum(run.state == DONE for run in runs)
         progress.line(f"{done} of {len(runs)} jobs done; claims: {claims or 'none'}")
         print(f"table:   {display_path(results / 'table.md')}")
         print(f"results: {display_path(results / 'results.csv')}")
-        if page is not None:
-            print(f"page:    {display_path(page)}")
         return int(done < len(runs))

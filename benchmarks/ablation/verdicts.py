@@ -4,15 +4,12 @@ The seed is the unit of replication: each brings its own world, SFT model, rewar
 every variant of a seed is judged on the same held-out prompts. Prompts within a seed are not independent trials of a
 training method, so they never narrow an interval here.
 
-Whether a claim holds is decided from intervals alone. With D the paired difference (for ratio metrics of logarithms)
-and its 95 % interval [low, high] over seeds:
+Whether an expectation holds is a one-sided t-test on D, the paired difference (for ratio metrics of logarithms), over
+seeds: ``higher by m`` of D > m, ``lower by m`` of -D > m, ``same within w`` of D > -w and of D < w, the worse of the
+two. That it does not hold is the test of the opposite: D < m, -D < m, and D > w or D < -w.
 
-* ``higher by m`` holds if low > m, does not hold if high <= m, otherwise it cannot be told;
-* ``lower by m`` is the same rule on -D;
-* ``same within w`` holds if -w <= low and high <= w, does not hold if low > w or high < -w, otherwise it cannot be
-  told.
-
-A claim holds if all its expectations do, does not hold if one of them does not, otherwise it cannot be told.
+A claim holds if all its expectations do (intersection-union), and does not hold if one of them does not (Bonferroni
+over them). A figure asks several claims, so its p values are Holm's over them, for either direction at :data:`LEVEL`.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -265,6 +262,11 @@ class SeedTable:
             if result.values:
                 self._values.setdefault(result.run.variant, {})[result.run.seed] = result.values
 
+    @property
+    def variants(self) -> Collection[str]:
+        """The variants that have results."""
+        return self._values
+
     def by_seed(self, variant: str, metric: str) -> dict[int, float]:
         """Return values on the scale of comparison, by seed; seeds without the metric are absent."""
         rows = self._values.get(variant, {})
@@ -284,8 +286,11 @@ class SeedTable:
         return t_interval([first[seed] - second[seed] for seed in first if seed in second])
 
 
+LEVEL = 0.025  # one-sided; an interval of 95 % leaves as much on either side
+
+
 class ClaimOutcome(StrEnum):
-    """What the data say about a claim or an expectation."""
+    """What the data say about a claim."""
 
     HOLDS = "holds"
     FAILS = "does not hold"
@@ -297,14 +302,16 @@ class Evidence:
     """One expectation and what was measured.
 
     Attributes:
-        outcome: What the data say about the expectation.
         expected: The expectation as a formula.
         interval: The measured interval in the reader's unit (factors for ratio metrics).
+        holds: p value of its opposite, so that a small one says that it holds; 1 for fewer than two seeds.
+        fails: p value of the expectation itself: a small one says that it does not hold.
     """
 
-    outcome: ClaimOutcome
     expected: str
     interval: Interval
+    holds: float = 1.0
+    fails: float = 1.0
 
     @property
     def measured(self) -> str:
@@ -317,24 +324,37 @@ class Evidence:
 
 @dataclass(frozen=True)
 class ClaimVerdict:
-    """A claim (``says``), its outcome, and the evidence for each of its expectations."""
+    """A claim (``says``), its outcome, its p value among its figure's claims, and the evidence for each expectation."""
 
     says: str
     outcome: ClaimOutcome
+    p: float
     evidence: tuple[Evidence, ...]
 
 
-def judge_claim(claim: Claim, table: SeedTable) -> ClaimVerdict:
-    """Apply the rule to every expectation of the claim."""
-    evidence = tuple(examine(expectation, table) for expectation in claim.expects)
-    return ClaimVerdict(claim.says, combine([item.outcome for item in evidence]), evidence)
+def judge_claims(claims: Sequence[Claim], table: SeedTable) -> list[ClaimVerdict]:
+    """Judge the claims of one figure together."""
+    evidence = [tuple(examine(expectation, table) for expectation in claim.expects) for claim in claims]
+    holds = holm([max(item.holds for item in items) for items in evidence])
+    fails = holm([min(1.0, len(items) * min(item.fails for item in items)) for items in evidence])
+    return [
+        ClaimVerdict(
+            claim.says,
+            ClaimOutcome.HOLDS if yes <= LEVEL else ClaimOutcome.FAILS if no <= LEVEL else ClaimOutcome.OPEN,
+            min(yes, no),
+            items,
+        )
+        for claim, yes, no, items in zip(claims, holds, fails, evidence, strict=True)
+    ]
 
 
-def combine(outcomes: Sequence[ClaimOutcome]) -> ClaimOutcome:
-    """Combine outcomes: all must hold, and one that does not hold decides."""
-    if ClaimOutcome.FAILS in outcomes:
-        return ClaimOutcome.FAILS
-    return ClaimOutcome.HOLDS if all(outcome is ClaimOutcome.HOLDS for outcome in outcomes) else ClaimOutcome.OPEN
+def holm(values: Sequence[float]) -> list[float]:
+    """Holm's p values: the smallest times their number, the next times one less …, none below the one before it."""
+    adjusted, largest = [1.0] * len(values), 0.0
+    for rank, index in enumerate(sorted(range(len(values)), key=lambda i: values[i])):
+        largest = max(largest, min(1.0, values[index] * (len(values) - rank)))
+        adjusted[index] = largest
+    return adjusted
 
 
 def examine(expectation: Expectation, table: SeedTable) -> Evidence:
@@ -346,19 +366,31 @@ def examine(expectation: Expectation, table: SeedTable) -> Evidence:
         reported = table.level(expectation.of, expectation.metric)
         than = to_comparison_scale(metric, expectation.than)
         difference = Interval(reported.mean - than, reported.low - than, reported.high - than, reported.n)
-    outcome = ClaimOutcome.OPEN if difference.n < 2 else decide(expectation, difference, metric)
-    return Evidence(outcome, formula(expectation, metric), reported.in_readers_unit(metric))
+    expected, interval = formula(expectation, metric), reported.in_readers_unit(metric)
+    if difference.n < 2:
+        return Evidence(expected, interval)
+    return Evidence(expected, interval, *p_values(expectation, difference, metric))
 
 
-def decide(expectation: Expectation, difference: Interval, metric: Metric) -> ClaimOutcome:
-    """Apply the rule to ``difference``, which is on the scale of comparison."""
-    low, high, margin = difference.low, difference.high, _margin(expectation, metric)
+def p_values(expectation: Expectation, difference: Interval, metric: Metric) -> tuple[float, float]:
+    """The p values of ``Evidence.holds`` and ``Evidence.fails``; ``difference`` is on the scale of comparison."""
+    margin = _margin(expectation, metric)
     if expectation.relation == "same":
-        holds, fails = -margin <= low and high <= margin, low > margin or high < -margin
-    else:
-        low, high = (-high, -low) if expectation.relation == "lower" else (low, high)
-        holds, fails = low > margin, high <= margin
-    return ClaimOutcome.HOLDS if holds else ClaimOutcome.FAILS if fails else ClaimOutcome.OPEN
+        inside = max(_p_above(difference, -margin), 1 - _p_above(difference, margin))
+        beyond = min(_p_above(difference, margin), 1 - _p_above(difference, -margin))
+        return inside, min(1.0, 2 * beyond)
+    if expectation.relation == "lower":
+        difference = Interval(-difference.mean, -difference.high, -difference.low, difference.n)
+    above = _p_above(difference, margin)
+    return above, 1 - above
+
+
+def _p_above(interval: Interval, bound: float) -> float:
+    """The p value of a true mean at or below ``bound``: small where the mean is surely above."""
+    error = (interval.high - interval.low) / 2 / float(stats.t.ppf(0.975, interval.n - 1))
+    if error == 0:
+        return float(interval.mean <= bound)
+    return float(stats.t.sf((interval.mean - bound) / error, interval.n - 1))
 
 
 def formula(expectation: Expectation, metric: Metric) -> str:

@@ -131,8 +131,6 @@ def test_a_job_of_the_real_pipeline_begins_in_a_workspace_of_its_own(tmp_path: P
         (("--variants", "aa"), "no variant 'aa'; did you mean 'a'?"),
         (("--seeds", "x"), "'x' is not a seed"),
         (("--set", "ppo.kl.coeficient=1"), "did you mean 'coefficient'?"),
-        (("--docs",), "benchmarks/results/ablation.md does not exist"),
-        (("--docs", "--variants", "a"), "--docs takes the whole ablation"),
         (("--file", "missing.yaml"), "missing.yaml does not exist"),
     ],
 )

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ablation.definition import Ablation, check_recipes, load_ablation
+from benchmarks.ablation.definition import METRICS, Ablation, Claim, check_recipes, load_ablation
+from benchmarks.ablation.verdicts import AblationRun, ClaimOutcome, RunResult, SeedTable, judge_claims
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import check_params, merge, overridden
 from rlhf_core.errors import ConfigError
@@ -47,7 +48,7 @@ def ablation() -> Ablation:
 
 @pytest.fixture(scope="module")
 def recipe() -> dict[str, Any]:
-    return yaml_text.plain(yaml_text.read(ROOT / "params.yaml"))
+    return dict(yaml_text.plain(yaml_text.read(ROOT / "params.yaml")))
 
 
 def load(folder: Path, old: str = "", new: str = "") -> Ablation:
@@ -108,19 +109,38 @@ def test_variants_differ_from_one_another(ablation: Ablation, recipe: dict[str, 
     assert all(a != b for i, a in enumerate(seen) for b in seen[:i])
 
 
-def test_with_every_part_added_vanilla_is_ppo_max_but_for_our_own_penalty(
-    ablation: Ablation, recipe: dict[str, Any]
-) -> None:
-    assert set(ablation.variant("vanilla").drop) == {*PARTS, "eos-penalty"}
+def test_with_every_part_added_vanilla_is_ppo_max(ablation: Ablation) -> None:
+    assert set(ablation.variant("vanilla").drop) == set(PARTS)
     for part in PARTS:
-        assert set(ablation.dropped(f"vanilla-with-{part}")) == {*PARTS, "eos-penalty"} - {part}
+        assert set(ablation.dropped(f"vanilla-with-{part}")) == {*PARTS} - {part}
         assert ablation.dropped(f"max-without-{part}") == (part,)
 
 
-def test_vanilla_is_the_vanilla_profile(ablation: Ablation, recipe: dict[str, Any]) -> None:
+def test_vanilla_without_our_own_penalty_is_the_vanilla_profile(ablation: Ablation, recipe: dict[str, Any]) -> None:
     text = merge((ROOT / "params.yaml").read_text(), [("v", (ROOT / "profiles" / "vanilla.yaml").read_text())])
     profile = overridden(yaml_text.plain(yaml_text.parse(text, "v")), ablation.common)
-    assert flatten(check_params(profile).model_dump(mode="json")) == effective(ablation, recipe, "vanilla")
+    assert flatten(check_params(profile).model_dump(mode="json")) == effective(
+        ablation, recipe, "vanilla-without-eos-penalty"
+    )
+
+
+def extremes(metric: str) -> tuple[float, float]:
+    """Two values that the metric can have, far apart. Gold of the world is between -1.79 and about 1."""
+    kind = METRICS[metric].kind
+    return (0.0, 1.0) if kind == "share" else (1.0, 20.0) if kind == "ratio" else (-1.0, 1.0)
+
+
+def test_every_expectation_can_hold_and_can_fail_by_values_that_can_be_measured(ablation: Ablation) -> None:
+    for expectation in (e for figure in ablation.figures for claim in figure.claims for e in claim.expects):
+        low, high = extremes(expectation.metric)
+        found = set()
+        for of, than in ((low, high), (high, low), (high, high)):
+            values = {expectation.of: of} | ({expectation.than: than} if isinstance(expectation.than, str) else {})
+            runs = [AblationRun(name, seed, Path(), "done") for name in values for seed in (1, 2)]
+            data = SeedTable([RunResult(run, {expectation.metric: values[run.variant]}) for run in runs])
+            claim = Claim(says="s", expects=(expectation,))
+            found |= {verdict.outcome for verdict in judge_claims([claim], data)}
+        assert found == {ClaimOutcome.HOLDS, ClaimOutcome.FAILS}, expectation
 
 
 def test_common_settings_leave_the_training_of_the_policy_alone_but_for_its_length(ablation: Ablation) -> None:

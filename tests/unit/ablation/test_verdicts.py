@@ -13,19 +13,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.ablation.definition import METRICS, Claim, Expectation, load_ablation
-from benchmarks.ablation.page import BEGIN, END, curve, difference_cell, insert, level_cell, summarise, tables
+from benchmarks.ablation.page import curve, difference_cell, level_cell, summarise, write_page
 from benchmarks.ablation.verdicts import (
     AblationRun,
     ClaimOutcome,
     Interval,
     RunResult,
     SeedTable,
-    combine,
-    decide,
     end_values,
     examine,
     history_values,
-    judge_claim,
+    holm,
+    judge_claims,
+    p_values,
     read_csv,
     read_results,
     t_interval,
@@ -103,57 +103,68 @@ def test_a_kl_below_its_floor_counts_as_the_floor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "low", "high", "outcome"),
+    ("fields", "values", "holds", "fails"),
     [
-        ({"is": "higher"}, 0.1, 0.5, ClaimOutcome.HOLDS),
-        ({"is": "higher"}, -0.1, 0.5, ClaimOutcome.OPEN),
-        ({"is": "higher"}, -0.5, -0.1, ClaimOutcome.FAILS),
-        ({"is": "higher"}, 0.0, 0.0, ClaimOutcome.FAILS),
-        ({"is": "higher", "by": 0.2}, 0.1, 0.5, ClaimOutcome.OPEN),
-        ({"is": "higher", "by": -0.1}, -0.05, 0.5, ClaimOutcome.HOLDS),
-        ({"is": "lower"}, -0.5, -0.1, ClaimOutcome.HOLDS),
-        ({"is": "lower"}, 0.1, 0.5, ClaimOutcome.FAILS),
-        ({"is": "lower", "by": 0.2}, -0.5, -0.3, ClaimOutcome.HOLDS),
-        ({"is": "lower", "by": 0.2}, -0.1, 0.5, ClaimOutcome.FAILS),
-        ({"is": "same", "within": 0.2}, -0.1, 0.2, ClaimOutcome.HOLDS),
-        ({"is": "same", "within": 0.2}, -0.1, 0.3, ClaimOutcome.OPEN),
-        ({"is": "same", "within": 0.2}, 0.25, 0.3, ClaimOutcome.FAILS),
-        ({"is": "same", "within": 0.2}, -0.3, -0.25, ClaimOutcome.FAILS),
+        # mean 2, standard error 1 / sqrt(3); of two degrees of freedom P(T > t) = (1 - t / sqrt(t^2 + 2)) / 2
+        ({"is": "higher"}, [1.0, 2.0, 3.0], 0.0370899, 0.9629101),
+        ({"is": "higher", "by": 2.0}, [1.0, 2.0, 3.0], 0.5, 0.5),
+        ({"is": "higher", "by": -1.0}, [1.0, 2.0, 3.0], 0.0175494, 0.9824506),
+        ({"is": "lower"}, [1.0, 2.0, 3.0], 0.9629101, 0.0370899),
+        ({"is": "lower", "by": 1.0}, [-3.0, -2.0, -1.0], 0.1127017, 0.8872983),
+        ({"is": "same", "within": 3.0}, [1.0, 2.0, 3.0], 0.1127017, 1.0),
+        ({"is": "same", "within": 1.0}, [1.0, 2.0, 3.0], 0.8872983, 2 * 0.1127017),
+        ({"is": "same", "within": 1.0}, [-3.0, -2.0, -1.0], 0.8872983, 2 * 0.1127017),
+        ({"is": "higher"}, [0.0, 0.0, 0.0], 1.0, 0.0),
+        ({"is": "same", "within": 1.0}, [0.0, 0.0, 0.0], 0.0, 1.0),
     ],
 )
-def test_the_rule(fields: dict[str, Any], low: float, high: float, outcome: ClaimOutcome) -> None:
+def test_p_values_by_hand(fields: dict[str, Any], values: list[float], holds: float, fails: float) -> None:
     wanted = expectation(metric="gold", of="b", than="a", **fields)
-    assert decide(wanted, Interval((low + high) / 2, low, high, 3), METRICS["gold"]) is outcome
+    assert p_values(wanted, t_interval(values), METRICS["gold"]) == pytest.approx((holds, fails), abs=1e-6)
 
 
 def test_margins_of_ratios_are_factors() -> None:
     wanted = expectation(metric="kl", of="b", than="a", **{"is": "same", "within": 2.0})
-    inside, outside = Interval(0.0, math.log(0.6), math.log(1.9), 3), Interval(1.0, math.log(2.1), math.log(9.0), 3)
-    assert decide(wanted, inside, METRICS["kl"]) is ClaimOutcome.HOLDS
-    assert decide(wanted, outside, METRICS["kl"]) is ClaimOutcome.FAILS
+    inside, outside = ([math.log(v) for v in values] for values in ((0.99, 1.0, 1.01), (2.9, 3.0, 3.1)))
+    assert p_values(wanted, t_interval(inside), METRICS["kl"])[0] < 0.001
+    assert p_values(wanted, t_interval(outside), METRICS["kl"])[1] < 0.01
 
 
-def test_all_expectations_must_hold_and_one_that_does_not_decides() -> None:
-    assert combine([ClaimOutcome.HOLDS, ClaimOutcome.HOLDS]) is ClaimOutcome.HOLDS
-    assert combine([ClaimOutcome.HOLDS, ClaimOutcome.OPEN]) is ClaimOutcome.OPEN
-    assert combine([ClaimOutcome.OPEN, ClaimOutcome.FAILS, ClaimOutcome.HOLDS]) is ClaimOutcome.FAILS
+def test_holm_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == []
 
 
-def test_a_claim_with_its_evidence_in_words() -> None:
+def claims(*expected: list[dict[str, Any]]) -> list[Claim]:
+    return [Claim.model_validate({"says": "s", "expects": fields}) for fields in expected]
+
+
+def test_a_claim_needs_all_its_expectations_and_one_that_does_not_hold_decides() -> None:
     data = table(a={"gold": [0.5, 0.6, 0.7], "kl": [1.0, 1.0, 1.0]}, b={"gold": [0.1, 0.2, 0.3], "kl": [3.0, 3.0, 3.0]})
-    fields = [{"metric": "gold", "of": "b", "is": "lower", "than": "a"},
-              {"metric": "kl", "of": "b", "is": "higher", "than": "a", "by": 2.0}]  # fmt: skip
-    verdict = judge_claim(Claim.model_validate({"says": "s", "expects": fields}), data)
-    assert verdict.outcome is ClaimOutcome.HOLDS
-    assert [item.expected for item in verdict.evidence] == ["gold score: b − a < 0", "KL, nats per sequence: b / a > 2"]
-    assert verdict.evidence[0].measured == "-0.4, 95 % -0.4 to -0.4, 3 seeds"
-    assert verdict.evidence[1].interval.mean == pytest.approx(3.0)
+    lower = {"metric": "gold", "of": "b", "is": "lower", "than": "a"}
+    drifts = {"metric": "kl", "of": "b", "is": "higher", "than": "a", "by": 2.0}
+    near = {"metric": "kl", "of": "b", "is": "lower", "than": "a"}
+    both, one, far = judge_claims(claims([lower, drifts], [lower, near], [drifts]), data)
+    assert [verdict.outcome for verdict in (both, one, far)] == ["holds", "does not hold", "holds"]
+    assert [item.expected for item in both.evidence] == ["gold score: b − a < 0", "KL, nats per sequence: b / a > 2"]
+    assert both.evidence[0].measured == "-0.4, 95 % -0.4 to -0.4, 3 seeds"
+    assert both.evidence[1].interval.mean == pytest.approx(3.0)
+
+
+def test_what_one_claim_shows_is_not_enough_among_ten() -> None:
+    # P(T > 4) of four degrees of freedom = 0.00807
+    data = table(a={"gold": [0.0] * 5}, b={"gold": [v + 4 * math.sqrt(0.5) for v in (-2.0, -1.0, 0.0, 1.0, 2.0)]})
+    higher = [{"metric": "gold", "of": "b", "is": "higher", "than": "a"}]
+    alone, *_ = judge_claims(claims(higher), data)
+    among, *_ = judge_claims(claims(*[higher] * 10), data)
+    assert (alone.outcome, among.outcome) == (ClaimOutcome.HOLDS, ClaimOutcome.OPEN)
+    assert (alone.p, among.p) == pytest.approx((0.0080650, 0.080650), rel=1e-4)
 
 
 def test_against_a_number_the_level_itself_is_shown() -> None:
     data = table(a={"kl": [2.0, 2.0, 2.0]})
     evidence = examine(expectation(metric="kl", of="a", than=6.0, **{"is": "lower"}), data)
-    assert (evidence.outcome, evidence.expected) == (ClaimOutcome.HOLDS, "KL, nats per sequence: a < 6")
+    assert (evidence.holds, evidence.expected) == (0.0, "KL, nats per sequence: a < 6")
     assert evidence.interval.mean == pytest.approx(2.0)
 
 
@@ -161,7 +172,7 @@ def test_against_a_number_the_level_itself_is_shown() -> None:
 def test_fewer_than_two_seeds_tell_nothing(seeds: list[float], measured: str) -> None:
     data = table(a={"gold": [0.5]}, b={"gold": seeds})
     evidence = examine(expectation(metric="gold", of="b", than="a", **{"is": "lower"}), data)
-    assert (evidence.outcome, evidence.measured) == (ClaimOutcome.OPEN, measured)
+    assert (evidence.holds, evidence.fails, evidence.measured) == (1.0, 1.0, measured)
 
 
 def test_end_values_by_hand() -> None:
@@ -213,13 +224,6 @@ def test_cells() -> None:
     assert difference_cell(t_interval([math.log(2.0)] * 2), METRICS["kl"]) == "**× 2.00 (2.00 to 2.00)**"
 
 
-def test_text_goes_between_the_markers_and_replaces_what_was_there() -> None:
-    page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    assert insert(page, "new\n", "p") == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
-    with pytest.raises(DataError, match="p lacks the lines"):
-        insert("nothing", "new", "p")
-
-
 def workspace(folder: Path, gold: float, kl: float) -> Path:
     """What the stages of one run leave."""
     for name in ("metrics", "history", "samples"):
@@ -236,9 +240,6 @@ def workspace(folder: Path, gold: float, kl: float) -> Path:
 
 def test_the_whole_summary(tmp_path: Path) -> None:
     (tmp_path / "ablation.yaml").write_text(DEFINITION)
-    target = tmp_path / "benchmarks" / "results" / "page.md"
-    target.parent.mkdir(parents=True)
-    target.write_text(f"# Page\n{BEGIN}\n{END}\n")
     runs = [
         AblationRun("a", seed, workspace(tmp_path / f"a{seed}", 0.6 + seed / 100, 1.0), "done") for seed in (1, 2, 3)
     ]
@@ -246,7 +247,7 @@ def test_the_whole_summary(tmp_path: Path) -> None:
     runs.append(AblationRun("b", 3, workspace(tmp_path / "b3", -9.0, 1.0), "paused", "ppo: steps not finite"))
     out = tmp_path / "out"
     ablation = load_ablation(tmp_path / "ablation.yaml")
-    summarise(ablation, runs, out, target)
+    summarise(ablation, runs, out)
 
     rows = list(csv.DictReader((out / "results.csv").open()))
     assert [(row["variant"], row["seed"], row["state"]) for row in rows[-2:]] == [
@@ -262,11 +263,16 @@ def test_the_whole_summary(tmp_path: Path) -> None:
     assert "- b, seed 3: paused. ppo: steps not finite" in text
     for picture in ("one", "two"):
         assert (out / "figures" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
-        assert (tmp_path / "docs" / "images" / "ablation" / f"{picture}.png").is_file()
-    # The file of the results is enough to write the tables again.
-    assert "\n\n".join(tables(ablation, read_csv(out / "results.csv"))) in text
-    page = target.read_text()
-    assert "![The first](../../docs/images/ablation/one.png)" in page and page.startswith("# Page\n")
+        assert f"![The {'first' if picture == 'one' else 'second'}](figures/{picture}.png)" in text
+    # The file of the results is enough to write all but the pictures again.
+    again = write_page(ablation, read_csv(out / "results.csv"), {})
+    assert set(again.splitlines()) == {line for line in text.splitlines() if line != "# Ablation" and "![" not in line}
+
+
+def test_a_figure_one_of_whose_variants_was_not_run_claims_nothing(tmp_path: Path) -> None:
+    (tmp_path / "ablation.yaml").write_text(DEFINITION)
+    runs = [AblationRun("a", seed, workspace(tmp_path / f"a{seed}", 0.6, 1.0), "done") for seed in (1, 2)]
+    assert summarise(load_ablation(tmp_path / "ablation.yaml"), runs, tmp_path / "out") == {}
 
 
 @pytest.mark.parametrize("text", ["variant,seed\na,1\n", "", "variant,seed,state,message,workspace\na,x,done,,\n"])
