@@ -39,9 +39,9 @@ def unit_of(nodeid: str) -> str:
 
 
 def sort_by_length(items: list[pytest.Item]) -> None:
-    """Order tests by file: the longest, those with servers or processes, those with the smoke run, what is left.
+    """Order tests by file: the longest, those with servers or processes, most others, those with the smoke run.
 
-    A file that reads the smoke run would only wait if it began while another worker makes it.
+    A worker whose file reads the smoke run would wait for minutes if it began while another makes it.
     """
     with_services = {unit_of(item.nodeid) for item in items if item.get_closest_marker("services")}
     with_smoke_run = {unit_of(item.nodeid) for item in items if SMOKE_RUN & {*getattr(item, "fixturenames", ())}}
@@ -50,6 +50,6 @@ def sort_by_length(items: list[pytest.Item]) -> None:
         unit = unit_of(item.nodeid)
         if unit in LONGEST:
             return 0, LONGEST.index(unit)
-        return (2 if unit in with_smoke_run else 1 if unit in with_services else 3), 0
+        return (3 if unit in with_smoke_run else 1 if unit in with_services else 2), 0
 
     items.sort(key=position)

@@ -7,12 +7,19 @@ followed is said in ``reach``, what of a definition counts in ``definitions``.
 
 from rlhf_core.fingerprint.modules import bare_code
 from rlhf_core.fingerprint.sources import write_sources
-from rlhf_core.fingerprint.stages import FOLDER, fingerprint, stage_module_name, write_fingerprints
+from rlhf_core.fingerprint.stages import (
+    FOLDER,
+    fingerprint,
+    remembered_fingerprints,
+    stage_module_name,
+    write_fingerprints,
+)
 
 __all__ = [
     "FOLDER",
     "bare_code",
     "fingerprint",
+    "remembered_fingerprints",
     "stage_module_name",
     "write_fingerprints",
     "write_sources",

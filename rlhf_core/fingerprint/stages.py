@@ -57,11 +57,10 @@ def fingerprint(stage: str, method: Method = "ppo") -> str:
         return package().digest(stage_module_name(stage, method), *ROOTS)
 
 
-def write_fingerprints(workspace: Path, stages: Iterable[str], method: Method = "ppo") -> None:
-    """Refresh ``.fingerprints/STAGE.txt``; a file whose content would not change is left alone.
+def remembered_fingerprints(workspace: Path, stages: Iterable[str], method: Method = "ppo") -> dict[str, str]:
+    """Give the :func:`fingerprint` of each stage; it takes seconds, so what was computed is kept in ``workspace``.
 
-    Digests are remembered in ``.rlhf/fingerprints.json`` as long as no file of the package has changed: they take
-    seconds.
+    ``.rlhf/fingerprints.json`` counts as long as no file of the package has changed.
     """
     memory = workspace / ".rlhf" / "fingerprints.json"
     known: dict[str, str] = {}
@@ -69,16 +68,18 @@ def write_fingerprints(workspace: Path, stages: Iterable[str], method: Method = 
     with suppress(OSError, ValueError):
         remembered = json.loads(memory.read_text(encoding="utf-8"))
         known = remembered["digests"] if remembered["state"] == state else {}
-    before = len(known)
-    for stage in stages:
+    digests = {stage: known.get(stage) or fingerprint(stage, method) for stage in stages}
+    if digests.keys() - known.keys():
+        atomic_write_text(memory, json.dumps({"state": state, "digests": known | digests}))
+    return digests
+
+
+def write_fingerprints(workspace: Path, stages: Iterable[str], method: Method = "ppo") -> None:
+    """Refresh ``.fingerprints/STAGE.txt``; a file whose content would not change is left alone."""
+    for stage, digest in remembered_fingerprints(workspace, stages, method).items():
         path = workspace / FOLDER / f"{stage}.txt"
-        if stage not in known:
-            known[stage] = fingerprint(stage, method)
-        text = known[stage] + "\n"
-        if not path.exists() or path.read_text() != text:
-            atomic_write_text(path, text)
-    if len(known) > before:
-        atomic_write_text(memory, json.dumps({"state": state, "digests": known}))
+        if not path.exists() or path.read_text() != f"{digest}\n":
+            atomic_write_text(path, f"{digest}\n")
 
 
 def _package_state(method: Method) -> str:

@@ -25,7 +25,7 @@ from rlhf_core.config.policy import Method
 from rlhf_core.config.problems import nearest
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.errors import ConfigError, DataError, RlhfError, first_line, is_full_disk
-from rlhf_core.fingerprint import fingerprint, stage_module_name, tracked_files
+from rlhf_core.fingerprint import remembered_fingerprints, stage_module_name, tracked_files
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import launcher
 from rlhf_core.stages.runtime.contract import Paths, Stage
@@ -140,7 +140,7 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
 def _run_on_rank_zero(run: _StageRun) -> dict[str, Any]:
     """Run the stage with its real outputs and remove its partial state afterwards."""
     stage, workspace = run.stage, run.workspace
-    work = workspace / "work" / stage.name / work_key(stage, run.config, run.inputs)
+    work = workspace / "work" / stage.name / work_key(run)
     work.parent.mkdir(parents=True, exist_ok=True)
     outputs = _outputs(stage, workspace)
     store = _checkpoint_store(run, work)
@@ -211,12 +211,13 @@ def _inputs(stage: Stage[Any], workspace: Path) -> Paths:
     return Paths({key: workspace / path for key, path in stage.inputs.items()})
 
 
-def work_key(stage: Stage[Any], config: StageConfig, inputs: Mapping[str, Path]) -> str:
+def work_key(run: _StageRun) -> str:
     """Key of a stage's partial state: a hash of its parameters, its inputs' contents and its code."""
+    stage, inputs = run.stage, sorted(run.inputs.items())
     parts = {
-        "config": config.model_dump(mode="json"),
-        "inputs": {key: sha256_tree(path) for key, path in sorted(inputs.items()) if path.exists()},
-        "code": fingerprint(stage.name, stage.method),
+        "config": run.config.model_dump(mode="json"),
+        "inputs": {key: sha256_tree(path) for key, path in inputs if path.exists()},
+        "code": remembered_fingerprints(run.workspace, [stage.name], stage.method)[stage.name],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
