@@ -70,13 +70,19 @@ def _head(results: Sequence[RunResult], verdicts: Mapping[str, Sequence[ClaimVer
     done = sum(result.run.state == DONE for result in results)
     counts = Counter(verdict.outcome for group in verdicts.values() for verdict in group)
     by_outcome = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ClaimOutcome)
+    claims = f" Of {counts.total()} claims: {by_outcome}." if counts else ""
     return (
-        f"{done} of {len(results)} runs, seeds {', '.join(map(str, seeds))}. Of {counts.total()} claims: {by_outcome}."
+        f"{done} of {len(results)} runs, seeds {', '.join(map(str, seeds))}.{claims}"
         "\n\n"
         "Values are means over seeds with 95 % intervals (Student's t); KL, length and perplexity are geometric means "
         "and compared as factors. Differences are paired: the same seed, hence the same SFT model, reward model, "
-        "referee and held-out prompts. p is Holm's over the claims of a figure, one-sided: of the verdict, or of what "
-        "is nearer where it cannot tell; a verdict needs 0.025."
+        "referee and held-out prompts."
+        + (
+            " p is Holm's over the claims of a figure, one-sided: of the verdict, or of what is nearer where it cannot "
+            "tell; a verdict needs 0.025."
+            if counts
+            else ""
+        )
     )
 
 
