@@ -5,23 +5,33 @@ from __future__ import annotations
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-# Folders whose files use the same servers, or the same estimates of large models, so that one worker runs them all.
-TOGETHER = ("tests/integration/registry", "tests/unit/memory")
+# Files and folders that use the same servers, the same estimates of large models, or one process to fork ranks from,
+# which imports for ten seconds: one worker runs them all.
+TOGETHER = {
+    "registry": ("tests/integration/registry/",),
+    "memory": ("tests/unit/memory/",),
+    "ranks": (
+        "tests/unit/engine/",
+        "tests/unit/evaluation/test_ranks.py",
+        "tests/unit/data/tokens/test_token_cache.py",
+        "tests/unit/training/test_checkpoint_manager.py",
+    ),
+}
 # Minutes long each: where one began last, the other workers would be idle until its end.
 LONGEST = (
     "tests/e2e/test_smoke_run.py",
-    "tests/unit/engine/test_deepspeed.py",
-    "tests/integration/registry",
+    "ranks",
+    "registry",
     "tests/faults/test_killed_processes.py",
     "tests/integration/test_flows_run.py",
     "tests/integration/test_remote_jobs.py",
-    "tests/unit/memory",
+    "memory",
 )
 SMOKE_RUN = {"smoke", "smoke_copy"}
 
 
 class LongestFirst(LoadFileScheduling):
-    """Give a worker one file, or one folder of :data:`TOGETHER`, at a time, in the order of the collected tests."""
+    """Give a worker one file, or one group of :data:`TOGETHER`, at a time, in the order of the collected tests."""
 
     def __init__(self, config: pytest.Config, log: object = None) -> None:
         # By default files with few tests come last, and the longest are among them.
@@ -33,9 +43,9 @@ class LongestFirst(LoadFileScheduling):
 
 
 def unit_of(nodeid: str) -> str:
-    """Return the file of a test, or the folder whose files stay together."""
+    """Return the group of a test whose files stay together, else its file."""
     file = nodeid.split("::", 1)[0]
-    return next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
+    return next((group for group, places in TOGETHER.items() if file.startswith(places)), file)
 
 
 def sort_by_length(items: list[pytest.Item]) -> None:
