@@ -46,7 +46,8 @@ def locked(
     would run beside this process.
 
     Args:
-        wait: wait for a live holder too, instead of failing; ``on_wait`` is given one line about the holder.
+        wait: wait for a live holder too, instead of failing.
+        on_wait: given one line about the holder; a command that passes it has the option ``--wait``.
 
     Raises:
         RlhfError: another process holds the lock, or the file cannot be written.
@@ -64,9 +65,8 @@ def locked(
             holder = _read_holder(path)
             alive = holder is None or start_token(holder.pid) is not None
             if alive and not wait:
-                raise RlhfError(
-                    f"{workspace} is in use by {holder or 'another rlhf process'}; wait for it with --wait, or stop it"
-                )
+                remedy = f"wait for it{' with --wait' if on_wait else ''}, or stop it"
+                raise RlhfError(f"{workspace} is in use by {holder or 'another rlhf process'}; {remedy}")
             if not announced and on_wait:
                 on_wait(f"waiting for {holder or 'another rlhf process'}{'' if alive else ' to be cleaned up'}")
                 announced = True

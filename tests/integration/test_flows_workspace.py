@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from flow_toys import CommandLine, environment, make_toy, rlhf, wait_until
 
+from flows.cli import app
 from flows.commands.summary import busy_seconds
 from flows.dvc_repo.graph import read_graph
 from flows.dvc_repo.root import cache_of, ensure_dvc
@@ -21,6 +25,7 @@ from flows.stage.run import StageSpec, run_stage
 from flows.workspace.cleanup import cleanup
 from flows.workspace.lock import locked
 
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 PIPELINE = """
 stages:
   gate-a: {cmd: 'true', deps: [x.txt, y.txt], outs: [z.txt]}
@@ -34,13 +39,17 @@ def command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     return CommandLine(monkeypatch, capsys)
 
 
-def test_a_second_holder_is_refused_in_one_line_with_pid_and_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["run", "up"])
+def test_a_second_holder_is_refused_in_one_line_with_pid_and_time(tmp_path: Path, command: str) -> None:
     toy = make_toy(tmp_path, PIPELINE)
     with locked(toy):
-        answer = rlhf("run", cwd=toy)
+        answer = rlhf(command, cwd=toy)
     assert answer.returncode == 2
     assert answer.stderr.count("\n") == 1
     assert f"pid {os.getpid()}" in answer.stderr and "since 2" in answer.stderr
+    options = {option for parameter in COMMANDS[command].params for option in parameter.opts}
+    advice = re.sub("`.*?`", "", answer.stderr)  # without the command of the holder
+    assert set(re.findall(r"--[a-z-]+", advice)) <= options, "what is advised can be done"
 
 
 @pytest.mark.slow
