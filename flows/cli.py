@@ -46,8 +46,8 @@ app = typer.Typer(
 
     To try other settings without editing the recipe: [bold]rlhf run --profile smoke[/bold]
 
-    Exit codes: 0 done, 1 crashed, 2 wrong input or settings, 3 a gate failed, 4 training paused, 5 not promoted,
-    75 preempted too often, 130 stopped.
+    Exit codes of every command: 0 done, 1 crashed, 2 wrong input or settings, 130 stopped. The help of a command
+    names its others.
 
     Add [bold]--debug[/bold] to any command for a traceback.""",
 )
@@ -93,6 +93,9 @@ def run(
 
     With --profile or --set the run has a workspace of its own under workspaces/ (the same for the same settings).
 
+    Exit codes: 0 done, 1 a stage crashed or nothing could be registered, 2 wrong input or settings, 3 a gate failed,
+    4 training paused, 75 preempted too often, 130 stopped.
+
     Examples:
     $ rlhf run
     $ rlhf run --profile smoke
@@ -119,6 +122,8 @@ def up(
 ) -> None:
     """Keep the Prefect server, workers and the MLflow UI running until Ctrl-C, so that schedules fire.
 
+    Exit codes: 0 stopped by SIGTERM, 130 by Ctrl-C, 2 a service cannot be started or kept running.
+
     Example: rlhf up --port 4200 --mlflow-port 5000
     """
     from flows.commands.up import up as stay_up
@@ -134,7 +139,7 @@ def init(
     data: Annotated[
         list[str] | None, typer.Option(help="Files with pairs of replies (collect.files.preferences); may be repeated.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="The starting model: a folder, a hub id (base.source).")] = None,
+    model: Annotated[str | None, typer.Option(help="The starting model: a folder, .gguf file or hub id.")] = None,
     cache: Annotated[Path | None, typer.Option(help="A DVC cache to share with other workspaces.")] = None,
 ) -> None:
     """Create a workspace: params.yaml with its comments, dvc.yaml, a DVC root.
@@ -179,7 +184,9 @@ def export(
     version: Annotated[str | None, typer.Option("--version", help="The version; default: the champion.")] = None,
     push: Annotated[str | None, typer.Option("--push", help="Push to owner/name on a hub; needs HF_TOKEN.")] = None,
     public: Annotated[bool, typer.Option("--public", help="Make a new repository public.")] = False,
-    license_id: Annotated[str | None, typer.Option("--license", help="License on the card, as in apache-2.0.")] = None,
+    license_id: Annotated[
+        str | None, typer.Option("--license", help="License on the card, such as apache-2.0.")
+    ] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter that was trained, for PEFT.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Release an ungated version; needs --reason.")] = False,
     reason: Reason = None,
@@ -187,7 +194,7 @@ def export(
 ) -> None:
     """Write a registered policy as a Hugging Face folder, with a card of its gates, judges, lineage and limits.
 
-    Exit codes: 0 done, 3 the version's gates did not pass, 2 it could not be written or pushed.
+    Exit codes: 0 done, 3 its gates did not pass or it was rolled back or declined, 2 it could not be written or pushed.
 
     Examples:
     $ rlhf export my-model
@@ -206,7 +213,9 @@ def export(
 
 @app.command()
 def chat(
-    model: Annotated[Path | None, typer.Argument(help="Model folder (models/sft); default: the champion.")] = None,
+    model: Annotated[
+        Path | None, typer.Argument(help="Model folder, such as models/sft; default: the champion.")
+    ] = None,
     workspace: AnyFolder = None,
     temperature: Annotated[float, typer.Option(help="Sampling temperature: above 1 more varied, below 1 less.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 0.9,
@@ -253,7 +262,7 @@ def status(workspace: Workspace = NEAREST, as_json: JsonOption = False) -> None:
 
 @app.command()
 def logs(
-    stage: Annotated[str, typer.Argument(help="A stage, or server, flow, worker-POOL.")],
+    stage: Annotated[str, typer.Argument(help="A stage, or server, flow, match, mlflow, worker-POOL.")],
     workspace: Workspace = NEAREST,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many of the last lines.")] = 40,
 ) -> None:
@@ -268,7 +277,10 @@ def logs(
 
 @app.command()
 def doctor(workspace: AnyFolder = None, as_json: JsonOption = False) -> None:
-    """Check the installation and the workspace, and say what is missing or misconfigured."""
+    """Check the installation and the workspace, and say what is missing or misconfigured.
+
+    Exit codes: 0 no check failed (warnings do not count), 2 one did.
+    """
     with busy("checking the machine, the services and the workspace"):
         from dataclasses import asdict
 

@@ -20,16 +20,16 @@ app.add_typer(annotate_commands.app, name="annotate")
 
 @app.command()
 def stage(
-    name: Annotated[str, typer.Argument(help="Stage name, such as sft or gate-reward; an unknown one lists them all.")],
+    name: Annotated[str, typer.Argument(help="Stage name, such as sft or gate-reward; `rlhf status` lists them.")],
     workspace: WorkspaceOption = None,
 ) -> None:
-    """Run one stage here and now, in this process, whether it is up to date or not.
+    """Run one stage here and now, whether it is up to date or not.
 
     `dvc repro NAME` runs the same command when something it depends on has changed.
 
-    Exit codes: 0 done, 2 wrong parameter or input, 3 a gate's conditions do not hold, 4 training paused by a health
-    rule, 75 preempted (SIGTERM: training finishes its step and saves its state), 130 interrupted. Run again, a training
-    stage goes on from its last checkpoint.
+    Exit codes: 0 done, 1 crashed, 2 wrong parameter or input, 3 a gate's conditions do not hold, 4 training paused by a
+    health rule, 75 preempted (SIGTERM: training finishes its step and saves its state), 130 interrupted. Run again, a
+    training stage goes on from its last checkpoint.
     """
     from rlhf_core.stages.runtime.runner import run_stage
     from rlhf_core.storage.garbage_collection import collect_rarely
@@ -127,7 +127,8 @@ def check_pairs(workspace: WorkspaceOption = None) -> None:
 @app.command()
 def config(
     path: Annotated[
-        str | None, typer.Argument(help="A setting or section, such as ppo.kl; ppo.clip is all of ppo that end so.")
+        str | None,
+        typer.Argument(help="A setting or section, such as ppo.kl; ppo.clip finds all of ppo that end in clip."),
     ] = None,
     workspace: WorkspaceOption = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the page of parameters.", hidden=True)] = False,
@@ -173,8 +174,8 @@ def plan(
     """Estimate memory per GPU by model and phase of every training stage, and what to change when it does not fit.
 
     The passes of each stage run on shapes alone: no weights are downloaded or loaded. Options stand for settings of
-    every stage that is planned; those left out are as in params.yaml. Lengths come from the workspace's data, else from
-    the limits of the settings.
+    every stage that is planned; those left out are as in params.yaml. Lengths come from the workspace's data; before
+    there are any, and with --profile, --set or --config, from the limits of the settings.
 
     Exit codes: 0 it fits or nothing is known against it, 2 it does not fit, or the settings are wrong.
 

@@ -16,7 +16,7 @@ from rlhf_core.config.recipe import profile_headers, profiles_of, recipe_folder
 from rlhf_core.errors import RlhfError
 
 OPTION = ("--workspace", "-w")
-OPTION_HELP = "Folder with params.yaml; default: the current one."
+OPTION_HELP = "The workspace; default: the nearest at or above the current folder."
 AnyFolder = Annotated[Path | None, typer.Option(*OPTION, help=OPTION_HELP)]
 Workspace = Annotated[Path, typer.Option(*OPTION, help=OPTION_HELP, callback=find_workspace)]
 NEAREST: Any = None  # the default of a ``Workspace``: the nearest one at or above the current folder

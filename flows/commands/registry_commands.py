@@ -81,7 +81,8 @@ def promote(
 
     With registry.approval it then waits for `rlhf approve`.
 
-    Exit codes: 0 it is champion now (in a dry run: it would be), 5 not promoted, 2 it could not be decided.
+    Exit codes: 0 it is champion now (in a dry run: it would be), 5 not promoted, or not before it is approved, 2 it
+    could not be decided.
 
     Examples:
     $ rlhf promote --dry-run --explain
@@ -202,9 +203,10 @@ def gc(
 ) -> None:
     """List the registered versions and matches that registry.retention does not keep, and why the others stay.
 
-    Nothing that an alias, a rollback or an approval needs is deleted. The runs that registered the deleted versions
-    stay, with metrics, gates and reports, and the deletion is an entry of `rlhf history`. Token ids that are kept of
-    data that changed, or that no stage has read for 30 days, are listed too.
+    registry.retention.versions says how many of the newest stay; it must be set. Nothing that an alias, a rollback or
+    an approval needs is deleted. The runs that registered the deleted versions stay, with metrics, gates and reports,
+    and the deletion is an entry of `rlhf history`. Token ids that are kept of data that changed, or that no stage has
+    read for 30 days, are listed too.
 
     Examples:
     $ rlhf registry gc
@@ -255,7 +257,8 @@ def gate(
         bool, typer.Option("--explain", help="Show every condition with its reason, and what it was read from.")
     ] = False,
     power: Annotated[
-        bool, typer.Option("--power", help="Say which margins the last evaluation is large enough to show.")
+        bool,
+        typer.Option("--power", help="Say which margins of policy gate and promotion the last evaluation can show."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -315,7 +318,7 @@ def serve(
     When the alias moves, the new version is loaded beside the old one and takes over; replies in flight are finished.
     With RLHF_SERVE_TOKEN in the environment requests need it as bearer token.
 
-    Exit codes: 0 stopped by SIGTERM, 2 it could not be served, 130 stopped by Ctrl-C.
+    Exit codes: 0 stopped by SIGTERM or SIGHUP, 2 it could not be served, 130 stopped by Ctrl-C; with --vllm, vLLM's.
 
     Examples:
     $ rlhf serve

@@ -151,7 +151,7 @@ def describe_retention(plan: RetentionPlan, *, deleted: bool) -> str:
     elif plan.deleted:
         lines.append(f"nothing was deleted; `rlhf registry gc --delete` deletes {counts}")
     else:
-        lines.append("nothing to delete")
+        lines.append("no version to delete")
     return "\n".join(lines)
 
 

@@ -139,6 +139,9 @@ def describe_terms(workspace: Path) -> str:
         f"every judge's lower 95 % bound of the win rate above {config.promote_win_rate_low95:g}",
         f"error budget {config.error_budget:g} over all attempts on the same prompts",
     ]
+    margins = config.non_inferiority.model_dump(exclude={"min_refusals", "min_category_prompts"}, exclude_none=True)
+    held = ", ".join(f"{name} {margin:g}" for name, margin in margins.items())
+    lines += [f"worse than the champion by less than: {held}"] if held else []
     lines += ["a person approves each promotion (`rlhf approve`)"] if config.approval else []
     for name, conditions in gate_conditions(workspace).items():
         bounds = [f"{condition.metric} {describe_bound(condition)}" for condition in conditions]

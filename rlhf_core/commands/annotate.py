@@ -11,7 +11,8 @@ from rlhf_core.errors import RlhfError
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 WorkspaceOption = Annotated[
-    Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml; default: the current one.")
+    Path | None,
+    typer.Option("--workspace", "-w", help="The workspace; default: the nearest at or above the current folder."),
 ]
 
 
@@ -24,7 +25,8 @@ def annotate() -> None:
 def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.")],
     prompts: Annotated[
-        int | None, typer.Option(min=1, help="Sample replies to so many training prompts; default: the evaluation's.")
+        int | None,
+        typer.Option(min=1, help="Sample replies to so many training prompts; default: take the evaluation's."),
     ] = None,
     replies: Annotated[int, typer.Option(min=1, help="With --prompts: replies of each model to a prompt.")] = 1,
     bad_cases: Annotated[int | None, typer.Option(min=0, help="At most so many bad cases; default: all.")] = None,

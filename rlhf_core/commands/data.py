@@ -80,7 +80,7 @@ def inspect(
     system_prompts: SystemPromptsOption = False,
     workspace: Annotated[
         Path | None,
-        typer.Option("--workspace", "-w", help="Whose tokenizer and max_tokens to measure with; default: the current."),
+        typer.Option("--workspace", "-w", help="Whose tokenizer and max_tokens to measure with; default: the nearest."),
     ] = None,
     tokenizer: TokenizerOption = None,
     as_json: JsonOption = False,
@@ -117,7 +117,7 @@ def validate(
     system_prompts: SystemPromptsOption = False,
     workspace: Annotated[
         Path | None,
-        typer.Option("--workspace", "-w", help="Whose section validate holds; default: the current, or the defaults."),
+        typer.Option("--workspace", "-w", help="Whose section validate holds; default: the nearest, or the defaults."),
     ] = None,
     sets: Annotated[
         list[str] | None, typer.Option("--set", "-s", help="validate.key=value over it; may be repeated.")

@@ -52,6 +52,32 @@ def test_a_help_fills_its_lines_and_shows_flags_without_type(command: tuple[str,
             assert len(line.rstrip()) + 1 + len(following.split()[0]) > 79, line
 
 
+# What a command can end with besides 0, 1, 2 and 130, which the help of the whole says of all.
+EXIT_CODES = {
+    "run": (3, 4, 75),
+    "stage": (3, 4, 75),
+    "data validate": (3,),
+    "gate": (3,),
+    "export": (3,),
+    "promote": (5,),
+}
+
+
+def named_codes(help_text: str) -> set[int]:
+    """The numbers that the sentence on exit codes names."""
+    sentence = re.search(r"Exit codes[^:]*:(.*?)(\n\n|\Z)", help_text, re.DOTALL)
+    return {int(number) for number in re.findall(r"(?<![\w.])\d+(?![\w.])", sentence[1])} if sentence else set()
+
+
+def test_a_help_names_every_exit_code_of_its_command() -> None:
+    assert {0, 1, 2, 130} <= named_codes(TREE.help)
+    for words, codes in EXIT_CODES.items():
+        command = TREE
+        for word in words.split():
+            command = command.commands[word]
+        assert {0, *codes} <= named_codes(command.help), words
+
+
 def test_every_command_of_a_panel_is_shown_and_old_names_still_work() -> None:
     screen = shown("--help")
     listed = [name for names in PANELS.values() for name in names]

@@ -13,6 +13,7 @@ from flows.registry.promote import promote
 from flows.registry.session import describe_terms
 from flows.registry.workspace import OWNER_TAG
 from rlhf_core.config.gates import Condition
+from rlhf_core.config.operations import NonInferiorityConfig
 
 from .conftest import GATES, MODEL, PARAMS, Registry, ScriptedMatch
 
@@ -46,6 +47,9 @@ def test_another_workspace_becomes_the_owner_once_the_tag_is_deleted(registry: R
     assert promote(second, play=ScriptedMatch(0.156)).promoted
     terms = describe_terms(second)
     assert "owned by this workspace" in terms and "win rate above 0" in terms and "gates.policy: kl" in terms
+    margins = NonInferiorityConfig().model_dump(exclude={"min_refusals", "min_category_prompts"}, exclude_none=True)
+    assert margins and all(f"{name} {margin:g}" in terms for name, margin in margins.items())
+    assert "verifiable" not in terms, "what has no margin is not required"
     registry.add_version()
     assert f"is owned by {second}" in promote(contest, play=ScriptedMatch(0.9)).reason
 
