@@ -61,6 +61,28 @@ def test_the_bound_of_a_share_covers_what_it_says() -> None:
     assert missed == pytest.approx(0.05, abs=0.012)
 
 
+def test_a_percentile_is_widened_by_the_number_of_clusters_by_hand() -> None:
+    # sqrt(5 / 4) · t(.025, 4) = 1.118034 · -2.776445 = -3.104160; the normal distribution below it: 0.00095410
+    grid = np.linspace(0, 1, 1_000_001)
+    assert statistics.percentile(grid, 0.025, 5) == pytest.approx(0.00095410, abs=1e-7)
+    assert statistics.percentile(grid, 0.975, 5) == pytest.approx(1 - 0.00095410, abs=1e-7)
+
+
+def test_a_mean_of_unequal_clusters_by_hand() -> None:
+    # Deviations from 0.5 add up to -0.5 and 0.5: sqrt((0.25 + 0.25) · 2 / 1) / 4; t(.95, 1) = 6.313752
+    values, clusters = np.array([1.0, 0.0, 0.0, 1.0]), np.array([0, 0, 0, 1])
+    assert statistics.standard_error(values, clusters) == (pytest.approx(0.25), 2)
+    assert statistics.mean_high(values, clusters) == pytest.approx(0.5 + 6.313752 * 0.25, abs=1e-6)
+
+
+@pytest.mark.parametrize("replies", [1, 4])
+def test_one_lost_question_of_forty_is_bounded_by_wilson_however_many_replies_it_has(replies: int) -> None:
+    # p = 1/40, z = 1.644854: (p + z²/80 + z · sqrt(p (1 - p) / 40 + z² / 6400)) / (1 + z² / 40)
+    lost = np.repeat(np.arange(40) == 0, replies).astype(float)
+    clusters = np.repeat(np.arange(40), replies)
+    assert statistics.share_difference_high(lost, 0 * lost, clusters) == pytest.approx(0.104588, abs=1e-5)
+
+
 def test_rare_losses_are_bounded_by_prompts_and_not_by_replies() -> None:
     none = np.zeros(CLUSTERS * REPLIES)
     assert share_difference_high(none, none, CLUSTER) == pytest.approx(1.645**2 / (CLUSTERS + 1.645**2), rel=1e-3)
