@@ -39,6 +39,8 @@ METRICS = {
     "gold_gain": Metric("gold − SFT's"),
     "gold_win_rate": Metric("win rate by gold", "share"),
     "reward_gain": Metric("reward − SFT's, SD"),
+    "gold_gain_cut": Metric("gold − SFT's, replies that do not end"),
+    "reward_gain_cut": Metric("reward − SFT's, SD, replies that do not end"),
     "referee_gain": Metric("referee's score − SFT's, SD"),
     "referee_win_rate": Metric("win rate by the referee", "share"),
     "judge_gain": Metric("judge's score − SFT's, SD"),

@@ -25,6 +25,7 @@ from typing import Any, Final, Literal, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from scipy import stats
 
 from benchmarks.ablation.definition import METRICS, Claim, Expectation, Metric
@@ -94,9 +95,15 @@ def _read(run: AblationRun) -> RunResult:
     comparisons = read_table(run.workspace / "samples" / "comparisons.parquet")
     sft_scores = [f.name for f in comparisons.schema if f.name.startswith("sft_") and pa.types.is_floating(f.type)]
     spread = {name.removeprefix("sft_"): float(np.std(comparisons.column(name).to_numpy())) for name in sft_scores}
+    cut = comparisons.filter(pc.invert(comparisons.column("policy_finished")))
     params = yaml_text.plain(yaml_text.read(run.workspace / PARAMS_FILE))
     sampled = sampled_tokens(history, params.get("policy", {}).get("method", "ppo"), params["ppo"])
     values = {**end_values(evaluation, spread), **history_values(history), "sampled_tokens": float(sampled or math.nan)}
+    for judge in ("gold", "reward"):
+        unit = 1.0 if judge == "gold" else spread.get(judge, math.nan)
+        if cut.num_rows and f"policy_{judge}" in cut.column_names and unit:
+            gain = np.mean(cut.column(f"policy_{judge}")) - np.mean(comparisons.column(f"sft_{judge}"))
+            values[f"{judge}_gain_cut"] = float(gain / unit)
     gate = gate_standing(run.workspace)
     if gate["decision"] not in ("not judged", "outdated"):
         values["gate_missed"] = float(len(gate["failed"]))
@@ -188,7 +195,7 @@ def read_csv(path: Path) -> list[RunResult]:
     """Read what :func:`write_csv` wrote; the history of a run is not in it.
 
     Raises:
-        DataError: The file lacks a column or has a value that is no number.
+        DataError: The file lacks a column that names a run, or has a value that is no number.
     """
     try:
         with path.open(encoding="utf-8", newline="") as stream:
@@ -202,7 +209,7 @@ def read_csv(path: Path) -> list[RunResult]:
                     cast(RunState, row["state"]),
                     row["message"],
                 ),
-                {name: float(row[name]) for name in METRICS if row[name]},
+                {name: float(row[name]) for name in METRICS if row.get(name)},
             )
             for row in rows
         ]

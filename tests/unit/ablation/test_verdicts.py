@@ -233,7 +233,8 @@ def workspace(folder: Path, gold: float, kl: float) -> Path:
     (folder / "metrics" / "evaluation.json").write_text(json.dumps(evaluation))
     rows = [{"iteration": i, "kl": kl * i, "win_rate": 0.5, "reward_mean": 0.1 * i, "length": 5.0} for i in (1, 2, 3)]
     (folder / "history" / "ppo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    columns = {"id": ["x", "y"], "sft_reply": ["a", "b"], "sft_finished": [True, True], "sft_reward": [0.0, 2.0]}
+    columns = {"id": ["x", "y"], "sft_reply": ["a", "b"], "sft_finished": [True, True], "sft_reward": [0.0, 2.0],
+               "policy_finished": [True, False], "policy_reward": [9.0, 3.0]}  # fmt: skip
     pq.write_table(pa.table(columns), folder / "samples" / "comparisons.parquet")
     return folder
 
@@ -255,6 +256,7 @@ def test_the_whole_summary(tmp_path: Path) -> None:
         ("b", "3", "paused"),
     ]
     assert float(rows[0]["sampled_tokens"]) == 4 * 3 * 5
+    assert float(rows[0]["reward_gain_cut"]) == 2.0 and rows[0]["gold_gain_cut"] == ""
     assert float(rows[0]["reward_gain"]) == 1.0 and rows[-1]["gold"] == "" and rows[0]["referee_gain"] == ""
     verdicts = json.loads((out / "verdicts.json").read_text())
     assert [item["verdict"] for item in verdicts["one"]] == ["holds", "holds"]
