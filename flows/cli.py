@@ -25,9 +25,8 @@ from flows.commands.options import (
 )
 from rlhf_core import __version__
 from rlhf_core import cli as core
-from rlhf_core.commands.data import JsonOption
+from rlhf_core.commands.data import JsonOption, print_json
 from rlhf_core.commands.data import app as data_app
-from rlhf_core.commands.output import print_json
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, GateFailed, RlhfError, first_line, is_full_disk
 from rlhf_core.redaction import redacted
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlhf_core
 from benchmarks.ppo_iteration.workload import EndOfInput, Stopwatch
-from rlhf_core.api.run_folder import run_context
+from rlhf_core.api.inputs import run_context
 from rlhf_core.config.policy import DpoConfig
 from rlhf_core.config.reward import PairBatchConfig
 from rlhf_core.data.encoding import pad_id

@@ -19,9 +19,11 @@ from rlhf_core.commands.data import (
     PairsOption,
     SystemPromptsOption,
     TemplateOption,
+    print_json,
+    print_text,
     read_options,
+    terminal_width,
 )
-from rlhf_core.commands.output import print_json, print_text, terminal_width
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.storage.file_patterns import expand, is_url
 

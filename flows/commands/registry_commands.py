@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from flows.commands.options import NEAREST, AnyFolder, Reason, Workspace, busy
-from rlhf_core.commands.data import JsonOption
-from rlhf_core.commands.output import print_json, terminal_width
+from rlhf_core.commands.data import JsonOption, print_json, terminal_width
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
 
 app = typer.Typer(add_completion=False)
@@ -328,7 +327,7 @@ def serve(
     with busy("looking up the model"):
         from flows.commands.serve import PolicyChoice, ServeOptions
         from flows.commands.serve import serve as run_server
-        from rlhf_core.serving.limits import ServingLimits
+        from rlhf_core.serving.protocol import ServingLimits
 
     limits = ServingLimits(max_prompt_tokens, max_new_tokens, max_concurrent, timeout)
     options = ServeOptions(host, port, limits, watch_seconds, vllm, vllm_args)

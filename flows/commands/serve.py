@@ -24,9 +24,8 @@ from rlhf_core.config.loading import load_section
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
-from rlhf_core.serving.limits import ServingLimits
 from rlhf_core.serving.policy_source import FolderSource, PolicySource, sampling_of_folder
-from rlhf_core.serving.protocol.access import TOKEN_VARIABLE, checked_token
+from rlhf_core.serving.protocol import TOKEN_VARIABLE, ServingLimits, checked_token
 from rlhf_core.stages.runtime.threads import limit_threads_of
 
 if TYPE_CHECKING:

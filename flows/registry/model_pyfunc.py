@@ -24,11 +24,9 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.serving.completions import accept_request
-from rlhf_core.serving.limits import ServingLimits
 from rlhf_core.serving.policy import LoadedPolicy
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
-from rlhf_core.serving.protocol.access import ApiError
-from rlhf_core.serving.protocol.chat import parse_chat_request
+from rlhf_core.serving.protocol import ApiError, ServingLimits, parse_chat_request
 from rlhf_core.storage.files import sha256_tree
 
 LIMITS = ServingLimits(max_new_tokens=sys.maxsize)  # the model's context alone limits a reply

@@ -32,7 +32,7 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
-from rlhf_core.serving.protocol.chat import CompletionId, token_usage
+from rlhf_core.serving.protocol import CompletionId, token_usage
 from rlhf_core.storage.files import atomic_dir, sha256_tree
 from rlhf_core.tracking.stage_run import tracking_uri
 

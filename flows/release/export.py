@@ -19,7 +19,8 @@ from flows.release.model_card import DATA_CARD_FILE, ReleaseEvidence, card_data,
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import GateFailed, RlhfError, first_line, named_line
-from rlhf_core.models.adapters import ADAPTER_CONFIG, ADAPTER_FOLDER
+from rlhf_core.models.adapters import ADAPTER_FOLDER
+from rlhf_core.models.io import ADAPTER_CONFIG
 from rlhf_core.storage.files import atomic_dir
 
 TOKEN_VARIABLE = "HF_TOKEN"

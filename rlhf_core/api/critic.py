@@ -19,9 +19,9 @@ from rlhf_core.api.inputs import (
     require_loadable,
     require_type,
     reward_fn_of,
+    run_context,
 )
 from rlhf_core.api.reward_model import TrainedRewardModel
-from rlhf_core.api.run_folder import run_context
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.policy import CriticConfig
 from rlhf_core.config.ppo import RolloutConfig

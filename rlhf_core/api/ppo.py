@@ -23,10 +23,10 @@ from rlhf_core.api.inputs import (
     reward_fn_of,
     reward_folder,
     rows_of,
+    run_context,
     token_table,
 )
 from rlhf_core.api.reward_model import TrainedRewardModel
-from rlhf_core.api.run_folder import run_context
 from rlhf_core.config.loading import rules_for
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig, PtxConfig, RolloutConfig
@@ -216,7 +216,7 @@ class PpoInputs:
     texts: Mapping[str, TokenTable]
 
     def identity(self) -> tuple[Any, ...]:
-        """Everything that the run depends on, for :func:`~rlhf_core.api.run_folder.run_context`."""
+        """Everything that the run depends on, for :func:`~rlhf_core.api.inputs.run_context`."""
         critic = self.critic.model if isinstance(self.critic, TrainedCritic) else self.critic
         texts = [self.texts[kind] for kind in sorted(self.texts)]
         models = (self.reward, self.referee, self.model, self.base, critic)

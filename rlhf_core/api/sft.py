@@ -12,8 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.inputs import checked_tokenizer, held_out, require_loadable, require_type, rows_of
-from rlhf_core.api.run_folder import run_context
+from rlhf_core.api.inputs import checked_tokenizer, held_out, require_loadable, require_type, rows_of, run_context
 from rlhf_core.config.base import SftConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.data.encoding import pad_id

@@ -58,14 +58,16 @@ def export(
 
     skip_last_collection()
     root = workspace_root(workspace)
-    from rlhf_core.evaluation.judges.human import pairs
+    from rlhf_core.evaluation.judges import human_pairs
 
     candidates, bad = (
-        pairs.evaluated_candidates(root) if prompts is None else pairs.sampled_candidates(root, prompts, replies)
+        human_pairs.evaluated_candidates(root)
+        if prompts is None
+        else human_pairs.sampled_candidates(root, prompts, replies)
     )
-    exported = pairs.blinded_export(candidates, bad[:bad_cases], control, seed)
+    exported = human_pairs.blinded_export(candidates, bad[:bad_cases], control, seed)
     exported.save_key(root)
-    pairs.write_forms(exported.pairs, folder)
+    human_pairs.write_forms(exported.pairs, folder)
     counts = [sum(pair.bad_case for pair in exported.pairs), sum(pair.control for pair in exported.pairs)]
     typer.echo(f"{len(exported.pairs)} pairs in {folder}: {counts[0]} bad cases, {counts[1]} of the control")
     typer.echo(f"the answers come back with: rlhf annotate import FILE... (export {exported.name})")
@@ -96,7 +98,7 @@ def import_(
     from rlhf_core.stages.runtime.runner import workspace_root
 
     root = workspace_root(workspace)
-    from rlhf_core.evaluation.judges.human.answers import as_text, import_answers
+    from rlhf_core.evaluation.judges.human_answers import as_text, import_answers
 
     imported = import_answers(root, files, annotator, replace)
     if as_json:

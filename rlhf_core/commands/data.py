@@ -1,11 +1,14 @@
 """The commands ``rlhf data …``: inspect, validate and convert data files, outside any pipeline.
 
-Heavy imports wait until a command runs, and until its arguments are known to be right.
+Heavy imports wait until a command runs, and until its arguments are known to be right. No control character of the data
+reaches a terminal, be it printed as text or as JSON.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 from typer.core import TyperGroup
 
-from rlhf_core.commands.output import print_json, print_text, terminal_width
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_OK, ConfigError, RlhfError
 
 if TYPE_CHECKING:
     from rlhf_core.config.data import ReadOptions, ValidateConfig
     from rlhf_core.data.inspection.describe import TokenLimits
+
 
 SHORT_FORM = "inspect"
 HELP_OPTIONS = ("-h", "--help")
@@ -302,3 +305,27 @@ def read_options(
         return ReadOptions.model_validate(values | {"system_prompts": system_prompts})
     except ValidationError as error:
         raise ConfigError(describe("options", error, ReadOptions, "")) from error
+
+
+PIPE_WIDTH = 120
+
+
+def terminal_width() -> int:
+    """Return the columns that output may take: those of the terminal, or ``PIPE_WIDTH`` where it goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
+
+
+def print_text(text: str) -> None:
+    """Print lines that quote data, with control characters of the data as their escapes."""
+    from rlhf_core.data.text import for_terminal
+
+    typer.echo(for_terminal(text))
+
+
+def print_json(value: Any) -> None:
+    """Print ``value`` as indented JSON; control characters that JSON allows in a text are escaped too."""
+    import json
+    import re
+
+    text = json.dumps(value, ensure_ascii=False, indent=2)
+    typer.echo(re.sub(r"[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", text))

@@ -2,7 +2,7 @@
 
 A stage's code dependency in dvc.yaml is `.fingerprints/STAGE.txt`. It changes when a function, class or module-level
 assignment changes that the stage reaches by name, and not when unreached code in the same file does. How names are
-followed is said in ``reach``, what of a definition counts in ``definitions``.
+followed, and what of a definition counts, is said in ``reach``.
 """
 
 from rlhf_core.fingerprint.modules import bare_code

@@ -25,8 +25,7 @@ from rlhf_core.config.reward_sources import (
     RewardSources,
 )
 from rlhf_core.fingerprint import bare_code, write_sources
-from rlhf_core.fingerprint.modules import Module, imports_in, targets_executed
-from rlhf_core.fingerprint.names import packages_of
+from rlhf_core.fingerprint.modules import Module, imports_in, packages_of, targets_executed
 from rlhf_core.storage.files import sha256_file
 
 NAME = "reward_sources"

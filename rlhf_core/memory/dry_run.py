@@ -30,8 +30,7 @@ from rlhf_core.errors import ModelError, first_line
 from rlhf_core.memory.architecture import Architecture
 from rlhf_core.models.adapters import add_adapters
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.io import quiet
-from rlhf_core.models.own_files import attention_of
+from rlhf_core.models.io import attention_of, quiet
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.training.engine.base import MasterWeights, build_adamw
 from rlhf_core.training.engine.factory import recomputing

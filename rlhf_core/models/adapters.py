@@ -180,7 +180,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     model.eval()
 
 
-ADAPTER_FOLDER, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter", "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FOLDER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # of parameters in PEFT's files
 
 

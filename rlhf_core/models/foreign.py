@@ -20,8 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_core import hub
 from rlhf_core.errors import ModelError, first_line
-from rlhf_core.models.io import empty_model, hub_files, is_local
-from rlhf_core.models.own_files import SHARD, require_own_files
+from rlhf_core.models.io import SHARD, empty_model, hub_files, is_local, require_own_files
 from rlhf_core.models.starting.gguf import gguf_config, is_gguf, load_gguf_tokenizer
 from rlhf_core.runtime.limited_call import CallLimits, limit_reached
 

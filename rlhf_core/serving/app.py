@@ -17,16 +17,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from rlhf_core.serving.completions import Completions
-from rlhf_core.serving.limits import MAX_BODY_BYTES
 from rlhf_core.serving.metrics import ServingMetrics
-from rlhf_core.serving.protocol.access import (
+from rlhf_core.serving.protocol import (
     CLIENT_CLOSED_REQUEST,
+    ECHOED_CHARACTERS,
+    MAX_BODY_BYTES,
     ApiError,
     internal_error,
+    model_entry,
+    parse_chat_request,
     require_access,
     require_loopback_name,
+    shown,
 )
-from rlhf_core.serving.protocol.chat import ECHOED_CHARACTERS, model_entry, parse_chat_request, shown
 
 JSON = "application/json"
 # Proxies would otherwise keep pieces back until a buffer is full.

@@ -14,11 +14,23 @@ from typing import Any
 
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.sampling.reply import SampledReply
-from rlhf_core.serving.limits import MAX_TOKEN_CHARACTERS, RETRY_AFTER_SECONDS, ServingLimits
 from rlhf_core.serving.metrics import ServingMetrics
 from rlhf_core.serving.policy import LoadedPolicy, PolicyWatch, ReplySettings
-from rlhf_core.serving.protocol.access import CLIENT_CLOSED_REQUEST, ApiError, internal_error
-from rlhf_core.serving.protocol.chat import END_OF_STREAM, SEEDS, ChatRequest, CompletionId, event, shown, token_usage
+from rlhf_core.serving.protocol import (
+    CLIENT_CLOSED_REQUEST,
+    END_OF_STREAM,
+    MAX_TOKEN_CHARACTERS,
+    RETRY_AFTER_SECONDS,
+    SEEDS,
+    ApiError,
+    ChatRequest,
+    CompletionId,
+    ServingLimits,
+    event,
+    internal_error,
+    shown,
+    token_usage,
+)
 
 logger = logging.getLogger(__name__)
 

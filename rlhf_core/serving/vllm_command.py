@@ -14,8 +14,8 @@ from jinja2 import TemplateError
 from rlhf_core.data.chat_template import probe_dialogues, render_turns
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.starting.base import load_tokenizer
-from rlhf_core.serving.limits import ServingLimits
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
+from rlhf_core.serving.protocol import ServingLimits
 
 # Dialogues in which a template that grows with turns, words or tools reaches its limits, if it ever does.
 TURNS, WORDS = 64, 100_000

@@ -25,8 +25,7 @@ from rlhf_core.data.validation.stored_rows import count_tokens, write_quarantine
 from rlhf_core.data.validation.suites import FOLDER, read_suites
 from rlhf_core.data.validation.tables import Validated, read_raw, validate
 from rlhf_core.errors import GateFailed
-from rlhf_core.evaluation.data_card.build import CardSources, build_card
-from rlhf_core.evaluation.data_card.card import write_card
+from rlhf_core.evaluation.data_card.card import CardSources, build_card, write_card
 from rlhf_core.gates import GateDecision, decide
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.token_lengths import load_counting_tokenizer

@@ -1,4 +1,7 @@
-"""The MLflow run of one stage: every call is a record in a journal, which somebody delivers while the stage goes on."""
+"""The MLflow run of one stage: every call is a record in a journal, which somebody delivers while the stage goes on.
+
+It also samples the use of the machine, under the names that MLflow's page "System metrics" shows.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ import logging
 import math
 import os
 import sqlite3
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
+
+import psutil
 
 from rlhf_core.errors import ConfigError, Preempted, RlhfError, first_line, is_full_disk
 from rlhf_core.git import git_revision
@@ -28,7 +34,6 @@ from rlhf_core.tracking.delivery import (
     deliver_waiting,
 )
 from rlhf_core.tracking.journal import Journal, JournalRecord, RunHeader
-from rlhf_core.tracking.machine_use import MachineUse
 
 logger = logging.getLogger(__name__)
 DELIVERY_SECONDS = 1.0
@@ -306,3 +311,55 @@ def _begun(journal: Journal, workspace: Path, uri: str) -> JournalTracker:
         if tracker.begin():
             deliver_waiting(client, own_experiment, workspace, uri)
     return tracker
+
+
+VARIABLE = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"  # MLflow's own, for runs that it samples itself
+INTERVAL_VARIABLE = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"
+SECONDS = 10.0
+MEGABYTE = 1e6
+
+
+class MachineUse:
+    """Samples processors, memory and GPUs beside a stage's own metrics, so that both have the same steps.
+
+    Nothing is sampled unless :data:`VARIABLE` is ``true``. MLflow's own sampler needs the run's server, which a stage
+    does not talk to while another process delivers its records.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.enabled = os.environ.get(VARIABLE, "").lower() in ("true", "1")
+        self.interval = float(os.environ.get(INTERVAL_VARIABLE) or SECONDS)
+        self._next = clock()
+        if self.enabled:
+            psutil.cpu_percent()  # the next call says how much since this one
+
+    def sample(self) -> dict[str, float]:
+        """The metrics, empty until the interval since the last sample is over."""
+        if not self.enabled or self.clock() < self._next:
+            return {}
+        self._next = self.clock() + self.interval
+        memory = psutil.virtual_memory()
+        return {
+            "system/cpu_utilization_percentage": psutil.cpu_percent(),
+            "system/system_memory_usage_megabytes": memory.used / MEGABYTE,
+            "system/system_memory_usage_percentage": memory.percent,
+            **_gpu_use(),
+        }
+
+
+def _gpu_use() -> dict[str, float]:
+    """Memory and load of the GPUs that this process may use; the load where ``nvidia-ml-py`` is installed."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    use: dict[str, float] = {}
+    for number in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(number)
+        use[f"system/gpu_{number}_memory_usage_megabytes"] = (total - free) / MEGABYTE
+        use[f"system/gpu_{number}_memory_usage_percentage"] = 100 * (total - free) / total
+        try:
+            use[f"system/gpu_{number}_utilization_percentage"] = float(torch.cuda.utilization(number))
+        except (ImportError, RuntimeError):
+            continue
+    return use

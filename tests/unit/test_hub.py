@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from flows.prefect_server.services import free_port
 from rlhf_core import hub
-from rlhf_core.data.collection.hub import load_hub_records
+from rlhf_core.data.collection.sources import load_hub_records
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.starting.base import load_policy
 

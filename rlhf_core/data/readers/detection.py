@@ -10,11 +10,10 @@ from typing import Any
 from rlhf_core.config.data import ReadOptions
 from rlhf_core.data.readers.columns import listed, mapped, require_columns
 from rlhf_core.data.readers.content import Record
-from rlhf_core.data.readers.dialogue_in_text import dialogue_as_json
 from rlhf_core.data.readers.formats import COMPARISONS, GENERAL, REPLY_NAMES, Format
 from rlhf_core.data.readers.labels import words_of
 from rlhf_core.data.readers.rankings import MESSAGE_TREES, RANKINGS
-from rlhf_core.data.readers.turns import is_missing
+from rlhf_core.data.readers.turns import dialogue_as_json, is_missing
 from rlhf_core.data.tables import bytes_in_memory, chunked
 from rlhf_core.errors import DataError
 

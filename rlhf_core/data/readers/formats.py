@@ -11,7 +11,6 @@ from typing import Any
 
 from rlhf_core.config.data import ReadOptions
 from rlhf_core.data.readers.content import Record
-from rlhf_core.data.readers.dialogue_in_text import transcript_in
 from rlhf_core.data.readers.turns import (
     Refusal,
     Turn,
@@ -23,6 +22,7 @@ from rlhf_core.data.readers.turns import (
     split_reply,
     split_transcript,
     text_of,
+    transcript_in,
     transcript_turns,
     turns_of,
 )

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from rlhf_core.data.readers.dialogue_in_text import ROLE_MARKERS, SPECIAL_TOKEN, dialogue_in, markup_in, transcript_in
 from rlhf_core.data.readers.formats import Parsed
 from rlhf_core.data.readers.labels import TEXT_ALONE
-from rlhf_core.data.readers.turns import Refusal
+from rlhf_core.data.readers.turns import ROLE_MARKERS, SPECIAL_TOKEN, Refusal, dialogue_in, markup_in, transcript_in
 
 # What chat templates, and servers, end a reply with. As text it would be learned as characters before the real end.
 END_MARKERS = (

@@ -1,17 +1,13 @@
-"""Turns of a dialogue, in the spellings that data sets use, as ``{"role", "content"}`` dictionaries."""
+"""Turns of a dialogue, in the spellings that data sets use, as ``{"role", "content"}`` dictionaries.
+
+A whole dialogue may stand in one text: rendered by a chat template, as a transcript, or as JSON.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from rlhf_core.data.readers.dialogue_in_text import (
-    OPEN_REPLY,
-    ROLE_NAMES,
-    TRANSCRIPT_TURN,
-    dialogue_in,
-    markup_in,
-    transcript_in,
-)
 from rlhf_core.data.text import has_visible_text
 
 Turn = dict[str, str]
@@ -192,3 +188,162 @@ def transcript_turns(text: str) -> list[Turn]:
         {"role": names[speaker], "content": turn.removeprefix(" ")}
         for speaker, turn in zip(parts[::2], parts[1::2], strict=True)
     ]
+
+
+ROLE_NAMES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
+# Byte order marks and zero-width spaces, which copied texts begin with.
+INVISIBLE = "\ufeff\u200b\u2060"
+LEADING = rf"[\s{INVISIBLE}]*"
+EMPTY_LINE = r"(?:\r\n\r\n|\n\n)"
+TRANSCRIPT_TURN = re.compile(rf"{EMPTY_LINE}(Human|Assistant):")
+OPEN_REPLY = re.compile(rf"{EMPTY_LINE}Assistant:\s*\Z")
+# A transcript whose empty line before the first turn was cut off or has spaces around it.
+STRIPPED_TRANSCRIPT = re.compile(rf"{LEADING}(?=Human:.*?{EMPTY_LINE}Assistant:)", re.DOTALL)
+# One whose turns are not set apart by empty lines.
+DENSE_TRANSCRIPT = re.compile(rf"{LEADING}Human:.*?\n[ \t]*Assistant:", re.DOTALL)
+
+# Tokens that begin a sequence, and are written out only where a tokenizer's template rendered the text.
+BEGINNINGS = r"<s>|<bos>|<BOS_TOKEN>|<\|begin_of_text\|>|<\|startoftext\|>|<｜begin▁of▁sentence｜>|\[gMASK\]"
+ROLE_MARKERS = "|".join(
+    (
+        r"<\|(?:im_start|start_header_id|header_start|start_of_role|START_OF_TURN_TOKEN)\|>",
+        r"<\|start\|>(?=\w)",
+        r"<\|(?i:user|human|prompter|system|assistant|bot)\|>",
+        r"<｜(?:User|Assistant|System)｜>",
+        r"<start_of_turn>|<<SYS>>|\[(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS)\]",
+        r"<extra_id_[01]>(?=System|User|Assistant)|\[Round \d+\]\s+问[:：]",
+    )
+)
+# <|endoftext|> begins the texts of some models, and ends those of others.
+RENDERED = re.compile(rf"{LEADING}((?:{BEGINNINGS}|<sop>|<\|endoftext\|>(?=\s*<\|)|{ROLE_MARKERS}|\s)+)")
+SPECIAL_TOKEN = r"<\|[^<>|\s]{1,40}\|>|<｜[^<>｜\s]{1,40}｜>"
+# A template that is not known by its first marker: the text begins with one, and another follows.
+FIRST_TOKEN, ANY_TOKEN = re.compile(rf"{LEADING}({SPECIAL_TOKEN})"), re.compile(SPECIAL_TOKEN)
+ALPACA_TEMPLATE = re.compile(rf"{LEADING}(?:Below is an instruction that describes a task|### Instruction:)")
+ALPACA_REPLY = "\n### Response:"
+# The header of a reply that is still to be written, at the end of a text.
+REPLY_HEADER = re.compile(
+    r"(?:^|(?<=>))(<\|im_start\|>assistant|<\|assistant\|>|<\|(?:start_header_id|header_start)\|>assistant<\|\w+\|>"
+    r"|<\|start_of_role\|>assistant<\|end_of_role\|>|<start_of_turn>model)\s*\Z|(<｜Assistant｜>)\s*\Z",
+    re.MULTILINE,
+)
+LONGEST_HEADER = 80
+
+USER_NAMES = ("human", "user", "用户", "人类")
+ASSISTANT_NAMES = ("assistant", "ai", "bot", "chatbot", "chatgpt", "助手")
+SPEAKER = re.compile(
+    rf"(?:^[ \t{INVISIBLE}]*(?:#+[ \t]*|\*\*)?|###[ \t]*)"
+    rf"((?P<user>{'|'.join(USER_NAMES)})|(?:{'|'.join(ASSISTANT_NAMES)}))[:：]",
+    re.MULTILINE | re.IGNORECASE,
+)
+ASSISTANT_LINES = tuple(f"{name}{colon}" for name in ASSISTANT_NAMES for colon in ":：")
+# Vicuna's transcript, which is one line, and HH-RLHF's without its line breaks.
+INLINE = (
+    (re.compile(r"\bUSER: "), re.compile(r"\bASSISTANT:")),
+    (re.compile(rf"\A{LEADING}Human: "), re.compile(r"[.?!\s]Assistant:")),
+)
+
+# A turn or a list of turns, written out as JSON or as Python writes it into a CSV file.
+TURNS_AS_TEXT = re.compile(
+    rf"""{LEADING}(?:\[\s*\{{.*\}}\s*\]|\{{\s*["'](?:role|from|content|value)["']\s*:.*\}})\s*\Z""", re.DOTALL
+)
+ROLE_AS_TEXT = re.compile(r"""["'](?:role|from)["']\s*:\s*["'](\w+)["']""")
+CONTENT_AS_TEXT = re.compile(r"""["'](?:content|value)["']\s*:""")
+
+
+def transcript_in(text: str) -> str | None:
+    """Return an HH-RLHF transcript with an empty line before its first turn; None if ``text`` is no transcript.
+
+    The published texts begin with that line; copies lack it or have other white space there.
+    """
+    bare = text.lstrip(INVISIBLE)
+    if TRANSCRIPT_TURN.match(bare):
+        return bare
+    stripped = STRIPPED_TRANSCRIPT.match(text)
+    return None if stripped is None else f"\n\n{text[stripped.end() :]}"
+
+
+def markup_in(text: str) -> str | None:
+    """Say how ``text`` is a dialogue in the markup of a chat template or as JSON; None if it is neither.
+
+    A marker that stands alone is a text about it.
+    """
+    rendered = RENDERED.match(text)
+    if rendered and rendered[1].strip() and text[rendered.end() :].strip():
+        return _rendered_by(rendered[1])
+    unknown = FIRST_TOKEN.match(text)
+    if unknown and ANY_TOKEN.search(text, unknown.end()):
+        return _rendered_by(unknown[1])
+    if ALPACA_TEMPLATE.match(text) and ALPACA_REPLY in text:
+        return _rendered_by(ALPACA_REPLY)
+    return dialogue_as_json(text)
+
+
+def dialogue_as_json(text: str) -> str | None:
+    """Say that ``text`` is a dialogue, or a turn, as JSON or Python writes it; None if it is not."""
+    is_list = TURNS_AS_TEXT.match(text) and CONTENT_AS_TEXT.search(text)
+    if is_list and any(role.lower() in ROLE_NAMES for role in ROLE_AS_TEXT.findall(text)):
+        return "is a dialogue written out as text; save the rows as JSON lines or parquet instead"
+    return None
+
+
+def dialogue_in(text: str, answered: bool = False) -> str | None:
+    """Say how ``text`` is a dialogue and no single turn of the user; None if it is an ordinary text.
+
+    HH-RLHF's transcripts count too (see :func:`transcript_in`), so ask for these first where they are read.
+
+    Args:
+        answered: The text holds the reply too, so that the last speaker is the assistant.
+    """
+    reason = markup_in(text)
+    if reason is not None:
+        return reason
+    header = REPLY_HEADER.search(text[-LONGEST_HEADER:])
+    if header:
+        return _rendered_by(header[1] or header[2])
+    if DENSE_TRANSCRIPT.match(text):
+        return "is a transcript without empty lines between its turns; give messages instead"
+    speakers = _transcript_speakers(text, answered)
+    return f"is a transcript of lines by {' and '.join(speakers)}; give messages instead" if speakers else None
+
+
+def _rendered_by(markers: str) -> str:
+    return f"is rendered by a chat template ({' '.join(markers.split())}); give messages instead"
+
+
+def _transcript_speakers(text: str, answered: bool) -> tuple[str, ...]:
+    """Return the names of the first two speakers of a transcript; none for a text that only quotes one.
+
+    A text is a transcript if it begins with the user's line and has one of the assistant, or if it ends where the
+    assistant is to speak. One that begins with a line of other text is a transcript if the speakers alternate from the
+    user to the user (to the assistant where it is ``answered``).
+    """
+    for user, assistant in INLINE:
+        inline = user.search(text)
+        replies = list(assistant.finditer(text, inline.end())) if inline else []
+        if inline and replies and (answered or not text[replies[-1].end() :].strip()):
+            return inline[0].strip(), replies[-1][0].strip(".?! \n")
+    lowered = text.lower()
+    if not any(line in lowered for line in ASSISTANT_LINES):
+        return ()
+    lines = list(SPEAKER.finditer(text))
+    are_users = [line["user"] is not None for line in lines]
+    if not any(are_users) or all(are_users):
+        return ()
+    is_open = not are_users[-1] and not text[lines[-1].end() :].strip("*# \t\r\n")
+    preamble = [line for line in text[: lines[0].start()].splitlines() if line.strip(f"{INVISIBLE} \t")]
+    begins = are_users[0] and not preamble
+    alternate = are_users == [number % 2 == 0 for number in range(len(lines))]
+    if is_open or begins or (len(preamble) == 1 and alternate and are_users[-1] != answered):
+        return tuple(f"{line[1]}:" for line in lines[:2])
+    return ()

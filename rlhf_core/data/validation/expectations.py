@@ -26,8 +26,7 @@ from great_expectations.expectations.metrics.map_metric_provider import (
     multicolumn_condition_partial,
 )
 
-from rlhf_core.data.safe_text import SECRETS
-from rlhf_core.data.text import comparable, has_visible_text
+from rlhf_core.data.text import SECRETS, comparable, has_visible_text
 
 Flags = npt.NDArray[np.bool_]
 REPEATED_CHARS = 20  # a shorter prompt, as a greeting, is what a reply may well begin with

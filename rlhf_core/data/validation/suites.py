@@ -27,8 +27,8 @@ import pandas as pd
 
 from rlhf_core.config.data import SET_RULES, Severity, ValidateConfig
 from rlhf_core.config.problems import nearest
-from rlhf_core.data.safe_text import excerpt, safe_text
 from rlhf_core.data.schema import CONTENT_FIELDS, ROW_TYPES
+from rlhf_core.data.text import excerpt, safe_text
 from rlhf_core.data.validation.columns import column_names
 from rlhf_core.errors import ConfigError, first_line
 from rlhf_core.storage.garbage_collection import paused_collector

@@ -27,9 +27,9 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.data.chat_template import STOP_TOKENS
 from rlhf_core.data.encoding import stop_token_ids
 from rlhf_core.errors import ConfigError, ModelError
-from rlhf_core.models.adapters import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, PeftAdapter
+from rlhf_core.models.adapters import ADAPTER_FOLDER, ADAPTER_WEIGHTS, PeftAdapter
 from rlhf_core.models.forward import embedding_weight, probe_ids
-from rlhf_core.models.io import load_model, reading, require_room_for, require_same, save_folder
+from rlhf_core.models.io import ADAPTER_CONFIG, load_model, reading, require_room_for, require_same, save_folder
 from rlhf_core.models.precision import float32_unembedding, use_float32_unembedding, weights_precision
 
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")

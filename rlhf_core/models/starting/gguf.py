@@ -36,8 +36,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from rlhf_core.errors import ModelError, first_line
 from rlhf_core.models.forward import embedding_weight
-from rlhf_core.models.io import quiet, require_room_for
-from rlhf_core.models.own_files import attention_of
+from rlhf_core.models.io import attention_of, quiet, require_room_for
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.runtime import distributed
 

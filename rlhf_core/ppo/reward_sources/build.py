@@ -132,7 +132,7 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
         function = load_function(source.target, context.workspace, who, SIGNATURE)
         return RankShared(PythonFunction(function, f"{who} ({source.target})"))
     assert isinstance(source, HttpSource)
-    from rlhf_core.ppo.reward_sources.http_scorer import HttpScorer
+    from rlhf_core.ppo.reward_sources.source import HttpScorer
 
     return RankShared(HttpScorer(source, f"{who} ({source.url})"))
 

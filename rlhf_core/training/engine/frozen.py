@@ -105,8 +105,7 @@ class ShardedModel:
     """
 
     def __init__(self, model: nn.Module, launch: LaunchConfig) -> None:
-        from rlhf_core.training.engine.deepspeed import Root, load_deepspeed
-        from rlhf_core.training.engine.zero_config import frozen_config
+        from rlhf_core.training.engine.deepspeed import Root, frozen_config, load_deepspeed
 
         self.model = model
         if isinstance(model, PreTrainedModel):

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.data.collection.rows import FileRows, read_records
 from rlhf_core.data.encoding import encode_dialogue
 from rlhf_core.data.readers.content import Record
-from rlhf_core.data.readers.dialogue_in_text import dialogue_in, transcript_in
+from rlhf_core.data.readers.turns import dialogue_in, transcript_in
 from rlhf_core.data.schema import Message
 from rlhf_core.models.starting.base import train_tokenizer
 

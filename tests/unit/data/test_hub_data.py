@@ -14,7 +14,7 @@ import pytest
 from commands import command_environment
 from hub_stand_in import hub_stand_in
 
-from rlhf_core.data.collection.hub import HubId, parse_hub_id
+from rlhf_core.data.collection.sources import HubId, parse_hub_id
 from rlhf_core.errors import DataError
 
 OLD, NEW = "a" * 40, "b" * 40

@@ -19,22 +19,28 @@ from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
 from rlhf_core.data.dataset import data_metrics, write_clean
 from rlhf_core.data.lengths import character_lengths
 from rlhf_core.data.row_counts import READABLE, RowFinding
-from rlhf_core.data.safe_text import EXCERPT, TAKEN_OUT, excerpt
 from rlhf_core.data.schema import arrow_schema, write_table
+from rlhf_core.data.text import EXCERPT, TAKEN_OUT, excerpt
 from rlhf_core.data.validation.set_rules import SetFindings, apply_set_rules, check_set
 from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, count_tokens, findings_table
 from rlhf_core.data.validation.suites import NOT_DERIVED, Checkpoints
 from rlhf_core.data.validation.tables import RawData, Validated, validate
-from rlhf_core.evaluation.data_card.build import (
+from rlhf_core.evaluation.data_card.card import (
     CardSources,
+    CardTable,
+    DataCard,
+    Histogram,
+    breakable,
     build_card,
+    is_long,
     length_section,
+    markdown,
     refused_section,
     rules_section,
     source_section,
     spread_over_reasons,
+    write_card,
 )
-from rlhf_core.evaluation.data_card.card import CardTable, DataCard, Histogram, breakable, is_long, markdown, write_card
 from rlhf_core.evaluation.figures import bar_chart
 from rlhf_core.models.starting.base import train_tokenizer
 from rlhf_core.stages import collect

@@ -22,7 +22,7 @@ from rlhf_core.models.starting.base import save_policy, train_tokenizer
 from rlhf_core.serving.completions import accept_request
 from rlhf_core.serving.policy import LoadedPolicy
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
-from rlhf_core.serving.protocol.chat import ChatRequest
+from rlhf_core.serving.protocol import ChatRequest
 from rlhf_core.storage.files import sha256_tree
 
 JUDGED = SamplingConfig(max_new_tokens=8, temperature=1.3, top_p=0.6, repetition_penalty=2.0)

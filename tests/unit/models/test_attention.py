@@ -12,8 +12,7 @@ from transformers import PretrainedConfig as Config
 from rlhf_core.memory.architecture import Architecture
 from rlhf_core.memory.dry_run import ModelVariant, model_size
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.io import load_model
-from rlhf_core.models.own_files import attention_of
+from rlhf_core.models.io import attention_of, load_model
 
 SIZES = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

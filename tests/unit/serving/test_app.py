@@ -13,7 +13,7 @@ from unit.serving.conftest import CONTEXT, JUDGED, Served
 
 from rlhf_core.chat.session import ChatSession
 from rlhf_core.data.schema import Message
-from rlhf_core.serving.limits import MAX_BODY_BYTES, MAX_TOKEN_CHARACTERS, ServingLimits
+from rlhf_core.serving.protocol import MAX_BODY_BYTES, MAX_TOKEN_CHARACTERS, ServingLimits
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "the sky"}

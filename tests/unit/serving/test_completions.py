@@ -10,9 +10,7 @@ import pytest
 from unit.serving.conftest import Served
 
 from rlhf_core.serving.completions import ReplyInProgress
-from rlhf_core.serving.limits import ServingLimits
-from rlhf_core.serving.protocol.access import ApiError
-from rlhf_core.serving.protocol.chat import parse_chat_request
+from rlhf_core.serving.protocol import ApiError, ServingLimits, parse_chat_request
 
 
 async def held_reply(served: Served, **fields: object) -> ReplyInProgress:

@@ -10,9 +10,9 @@ from architecture.glossary import undocumented
 from ranks import exit_code_of
 from unit.training.tiny import run_and_die, run_stage, without_clock
 
+from rlhf_core.stages.reward import KEPT
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.history import read_history
-from rlhf_core.training.reward.results import KEPT
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rlhf_core.commands.annotate import app
 from rlhf_core.data.schema import write_rows, write_table
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.evaluation.judges.human.pairs import (
+from rlhf_core.evaluation.judges.human_pairs import (
     COLUMNS,
     AnnotationExport,
     Candidate,

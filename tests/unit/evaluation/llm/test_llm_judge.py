@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from rlhf_core.config.evaluation import LlmJudgeConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.evaluation.judges.llm.endpoint import RateLimiter
 from rlhf_core.evaluation.judges.llm.judge import (
     LlmJudge,
+    RateLimiter,
     Verdict,
     built_in_template,
     question_text,

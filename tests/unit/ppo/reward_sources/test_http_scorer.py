@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_core.config.reward_sources import HttpSource
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.ppo.reward_sources.http_scorer import HttpScorer
+from rlhf_core.ppo.reward_sources.source import HttpScorer
 
 from .conftest import Place, Scorer
 

@@ -20,7 +20,7 @@ from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.text import writable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare_outcomes
-from rlhf_core.evaluation.judges.human.pairs import EXPORTS, AnnotationExport, AnnotationPair
+from rlhf_core.evaluation.judges.human_pairs import EXPORTS, AnnotationExport, AnnotationPair
 from rlhf_core.evaluation.statistics import cluster_codes
 from rlhf_core.storage.files import LockFile, atomic_write_json, atomic_write_lines, split_json_lines
 

@@ -1,20 +1,158 @@
-"""Chat requests and responses as OpenAI's clients write and read them."""
+"""Chat requests and responses as OpenAI's clients write and read them: who may ask, at most what, and for what.
+
+Whoever has the bearer token may ask; without one, programs on the machine that address it as loopback.
+"""
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
 import json
 import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, PositiveInt, ValidationError
 
 from rlhf_core.config.model import Strict
 from rlhf_core.data.schema import Message
 from rlhf_core.data.text import has_visible_text
-from rlhf_core.serving.protocol.access import ApiError
+from rlhf_core.errors import ConfigError
+
+# Bytes of a request: room for a prompt of 100,000 tokens and more. Larger bodies are not read.
+MAX_BODY_BYTES = 4 * 2**20
+# Characters that no token of a common vocabulary has. Messages with more of them for each token that fits are refused
+# before they are tokenised, which takes a second per million characters and holds up other requests.
+MAX_TOKEN_CHARACTERS = 256
+# What a refused client waits before it asks again.
+RETRY_AFTER_SECONDS = 1
+
+
+@dataclass(frozen=True)
+class ServingLimits:
+    """Limits of each request and of all of them together.
+
+    Attributes:
+        max_prompt_tokens: Tokens of the messages as the chat template writes them; None: what the model takes.
+        max_new_tokens: Tokens of a reply that a request may ask for.
+        max_concurrent: Replies that are sampled at the same time. Further requests get status 429.
+        timeout_seconds: After so many seconds a request ends with an error, checked at every token.
+    """
+
+    max_prompt_tokens: int | None = None
+    max_new_tokens: int = 1024
+    max_concurrent: int = 8
+    timeout_seconds: float = 120.0
+
+
+INVALID_REQUEST = "invalid_request_error"
+CLIENT_CLOSED_REQUEST = 499
+
+
+class ApiError(Exception):
+    """A request that is not answered.
+
+    Attributes:
+        status: The HTTP status.
+        message: What is wrong and what to do, in one line.
+        param: The parameter that is wrong, as in ``messages[0].role``.
+        code: A short name of the error for programs.
+        kind: OpenAI's class of errors.
+        headers: Further headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = INVALID_REQUEST,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.kind = status, message, param, code, kind
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the response."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def internal_error() -> ApiError:
+    """The error of a request that failed for a reason that only the server's log tells."""
+    return ApiError(500, "the server failed on this request; its log says why", code="internal", kind="server_error")
+
+
+TOKEN_VARIABLE = "RLHF_SERVE_TOKEN"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` can be reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def checked_token(token: str | None, host: str) -> str | None:
+    """Return the token that clients must send to a server on ``host``, None if they need none.
+
+    Raises:
+        ConfigError: ``host`` is not a loopback address and there is no token, or the token cannot be sent in a header.
+    """
+    if not token:
+        if is_loopback(host):
+            return None
+        raise ConfigError(
+            f"--host {host} lets other machines ask; set {TOKEN_VARIABLE} to a secret that clients must send "
+            "(openssl rand -hex 24), or leave --host out"
+        )
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(f"{TOKEN_VARIABLE} has spaces or characters that a header cannot hold; use letters, digits")
+    return token
+
+
+def require_loopback_name(host: str | None) -> None:
+    """Raise ``ApiError`` unless the ``Host`` header is a loopback name."""
+    name = host or ""
+    try:
+        parts = urlsplit(f"//{name}")
+        if parts.netloc == name and "@" not in name:  # a user or a path belongs to no Host header
+            name = parts.hostname or ""
+    except ValueError:  # such as an IPv6 address that lacks a bracket
+        pass
+    if not is_loopback(name):
+        message = (
+            f"the server answers on loopback only, not as {name[:100]!r}; set {TOKEN_VARIABLE} to allow other names"
+        )
+        raise ApiError(403, message, code="host_not_allowed")
+
+
+def require_access(token: str | None, authorization: str | None, host: str | None) -> None:
+    """Raise ``ApiError`` unless a request may be answered.
+
+    Without a token the ``Host`` header must be a loopback name: a web page that has its own name resolved to this
+    machine (DNS rebinding) could read the replies otherwise.
+
+    Args:
+        token: What clients must send; None for nothing.
+        authorization: The header of that name.
+        host: The ``Host`` header.
+    """
+    if token is None:
+        return require_loopback_name(host)
+    scheme, _, given = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
+        message = "send the token of this server: Authorization: Bearer TOKEN"
+        raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
 
 MAX_STOP_STRINGS = 4
 SEEDS = 2**63  # random streams take any of them
