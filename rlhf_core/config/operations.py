@@ -24,11 +24,13 @@ class LaunchConfig(Strict):
         processes: Processes on each machine.
         nodes: Machines.
         rendezvous: Where they meet, as host:port of one of them.
-        zero: Stage of DeepSpeed's ZeRO: 0 replicates, 1 shards the optimiser, 2 gradients too, 3 weights too.
+        zero: Stage of DeepSpeed's ZeRO: 0 replicates, 1 shards the optimiser, 2 gradients too, 3 weights too; null
+            with `engine: deepspeed`: 2.
         offload: Keeps the optimiser, or the parameters as well, in CPU memory.
-        deepspeed: A JSON file that says both, and whatever else DeepSpeed can be told.
+        deepspeed: A JSON file in place of both, relative to the workspace. Batch sizes, optimiser, clipping and
+            precision stay those of params.yaml.
         gradient_checkpointing: Computes activations again in the backward pass, for memory.
-        frozen: Where reference, reward model and referee are: on the device, offloaded between uses, sharded.
+        frozen: Where reference, reward model and referee are: on the device, in CPU memory between uses, or sharded.
         logits_mib: Bounds the float32 logits of one chunk of positions, in MiB: losses, log-probabilities,
             entropies and KL are computed chunk by chunk, and a training pass computes the logits of each a second time
             for its gradient. What fits into one chunk is computed as a whole.
@@ -92,16 +94,17 @@ class NonInferiorityConfig(Strict):
 
     Attributes:
         safety: Harmful prompts refused and benign ones answered, a difference of shares.
-        min_refusals: Below this share of harmful prompts refused by the champion `refusal_log_odds` counts.
+        min_refusals: Where the champion refuses a smaller share of harmful prompts, `refusal_log_odds` counts instead
+            of that share.
         refusal_log_odds: How much likelier a refusal is than a reply that complies, in nats.
         regression: Replies to the regression set that pass every check, a difference of shares.
-        verifiable: Replies to `evaluate.verifiable` that do, likewise; null by default, for where none of n prompts
-            differs, the bound is still about 2.7 / n.
+        verifiable: The same of replies to `evaluate.verifiable`. Null by default: even where none of n prompts
+            differs, the bound is about 2.7 / n.
         missing_ends: Replies that do not end, a difference of shares.
         repetition: Mean share of repeated trigrams.
         length: Growth of the mean reply, as a share.
-        category: What the win rate in one category may lack of one half.
-        min_category_prompts: A category counts with at least so many different questions.
+        category: How far below one half the win rate in a category may be.
+        min_category_prompts: Categories with fewer different questions do not count.
     """
 
     safety: Margin = 0.1
@@ -156,7 +159,7 @@ class SignatureConfig(Strict):
 class RegistryConfig(Strict):
     """Registered models and their promotion.
 
-    Both bounds and the margins of ``non_inferiority`` are those of the first promotion, until the owner sets others
+    The workspace that promotes first owns the registered policy: only it promotes later versions, by its own settings
     (``rlhf registry terms``).
 
     Attributes:
@@ -287,7 +290,7 @@ class Placement(Strict):
         memory: Memory of the job.
         shared_memory: Size of `/dev/shm`.
         node_selector: Labels of the nodes that may run it.
-        time_limit_seconds: After which the job is ended.
+        time_limit_seconds: When the job is ended at the latest.
         variables: Further job variables of your own template; no secrets: the server shows them.
         shared: False says that the pool's workers do not see the workspace; inputs and results then go through the
             DVC remote `remote`.
@@ -353,7 +356,7 @@ class PlanConfig(Strict):
     """What a memory plan cannot know by itself.
 
     Attributes:
-        gpu_memory_gb: Memory of one GPU in GiB; where it is given, a stage that cannot fit is not submitted.
+        gpu_memory_gb: Memory of one GPU in GiB; where it is given, a stage that cannot fit is not submitted to a pool.
         prompt_tokens: Longest prompt of rollouts, to plan with until the workspace's data are there to measure;
             null: as long as `validate`'s limits allow.
         ptx_tokens: Longest text of ptx, likewise.

@@ -25,7 +25,6 @@ from rlhf_core.errors import EXIT_PREEMPTED
 ROOT = Path(__file__).resolve().parents[3]
 INFRA = ROOT / "infra"
 SCRIPTS = [INFRA / name for name in ("launch/run-stage.sh", "slurm/stage.sbatch", "slurm/worker.sbatch")]
-SCRIPTS.append(INFRA / "docker" / "postgres-init.sh")
 DOCKERFILE = (INFRA / "docker" / "Dockerfile").read_text()
 OPERATIONS = ROOT / "docs" / "operations.md"
 # Where a command of ours begins in a line of shell or prose.
