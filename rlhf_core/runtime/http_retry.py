@@ -14,7 +14,7 @@ import httpx
 
 from rlhf_core.errors import ConfigError, RlhfError
 
-RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+RETRIED = frozenset({408, 425, 429})  # and every error of a server; gateways have their own beyond 504
 FIRST_WAIT, LONGEST_WAIT, LONGEST_REQUESTED_WAIT = 0.5, 30.0, 60.0  # seconds
 DESCRIBED_CHARACTERS = 120
 OF_THE_TRANSFER = frozenset({"content-encoding", "content-length", "transfer-encoding"})
@@ -38,7 +38,7 @@ class RetriesExhausted(RlhfError):
 
 def is_final(answer: httpx.Response) -> bool:
     """Return whether the status of ``answer`` is one that another attempt would hardly change."""
-    return answer.status_code not in RETRIED
+    return answer.status_code < 500 and answer.status_code not in RETRIED
 
 
 def post_json(

@@ -40,6 +40,12 @@ def test_errors_of_the_server_are_retried_with_growing_waits(place: Place, score
     assert waits == [0.5, 7.0, 2.0] and len(scorer.requests) == 4
 
 
+@pytest.mark.parametrize("status", [408, 425, 502, 507, 522, 529], ids=str)  # 522 and 529 are those of gateways
+def test_a_status_of_passing_trouble_is_retried(place: Place, scorer: Scorer, status: int) -> None:
+    scorer.script = [(status, "busy")]
+    assert client(scorer).rewards(place.replies(["red"])).tolist() == [3.0]
+
+
 def test_waits_are_bounded(place: Place, scorer: Scorer) -> None:
     scorer.script = [(503, "", {"Retry-After": "86400"})] + [(500, "")] * 8
     waits: list[float] = []
