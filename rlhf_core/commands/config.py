@@ -148,7 +148,7 @@ def _missing(field: FieldInfo) -> str:
 def as_yaml(value: Any) -> str:
     """A value on one line, as params.yaml would have it."""
     if isinstance(value, BaseModel):
-        value = value.model_dump(exclude_defaults=True) or {"kind": getattr(value, "kind", None)}
+        value = value.model_dump(exclude_defaults=True) or value.model_dump(include={"kind"})
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {as_yaml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -47,6 +47,8 @@ def test_a_default_is_that_of_the_section_that_holds_it(known: dict[str, Setting
     assert known["sft.optimizer.lr"].default == "0.003"
     assert known["ppo.reward.sources"].default == "[{kind: model}]"
     assert known["evaluate.llm_judge.model"].default == "(a text)"
+    whole = {setting.path: setting.default for setting in settings(Params, seen={})}
+    assert whole["referee"] == whole["evaluate.sampling"] == "{}"
 
 
 def test_one_setting_is_printed_with_the_value_of_the_workspace(tmp_path: Path) -> None:
