@@ -78,13 +78,6 @@ class HostCopies:
         buffer = self._buffers.get(name)
         return buffer is not None and buffer.shape == values.shape and buffer.dtype == values.dtype
 
-    def _new_bytes(self, name: str, values: Tensor) -> int:
-        """What a copy of ``values`` takes; PyTorch rounds pinned memory up to powers of two."""
-        size = values.numel() * values.element_size()
-        if not values.is_cuda or size == 0:
-            return size
-        return 0 if self._fits_buffer(name, values) else 1 << (size - 1).bit_length()
-
     def _copied(self, name: str, values: Tensor) -> Tensor | None:
         """The copy; None if its memory is refused, by a limit of the process or of what may be pinned."""
         try:
