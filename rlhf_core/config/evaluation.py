@@ -213,7 +213,8 @@ class EvaluateConfig(StageConfig):
         max_new_tokens: Longest of the unfiltered replies.
         tie_margin: Difference of judge scores, as a share of the spread of SFT's, up to which a pair is a tie; the
             gold judge has a unit and a margin of its own.
-        bad_cases: Prompts with the worst replies that are written down.
+        bad_cases: At most so many cases are written down in which the reward model prefers the policy's reply and the
+            judge, or gold where there is one, SFT's.
         bootstrap: Resamples of an interval.
         perplexity: Perplexity of held-out text.
         safety: Safety prompts.

@@ -63,7 +63,7 @@ class CheckpointConfig(Strict):
 
 
 class SamplingConfig(Strict):
-    """Sampling at evaluation (paper, section 3.1 and appendix): never used for rollouts.
+    """Sampling at evaluation (paper, section 6.1): never used for rollouts.
 
     Attributes:
         temperature: Divides the logits.

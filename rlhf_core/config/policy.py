@@ -73,8 +73,9 @@ class PolicyConfig(Strict):
     """How the policy is trained. Evaluation, gates and registration are the same for all methods.
 
     Attributes:
-        method: Decides which sections are read: `ppo` that of PPO; `dpo` its own here and of `ppo` only
-            `policy_lora`; `rejection_sampling` also how `ppo` samples and rewards.
+        method: Decides which sections are read: `ppo` that of PPO; `dpo` its own here, of `ppo` only
+            `policy_lora` and, for sample replies, `max_new_tokens`; `rejection_sampling` also how `ppo` samples and
+            rewards.
         dpo: Of method `dpo`.
         rejection_sampling: Of method `rejection_sampling`.
     """

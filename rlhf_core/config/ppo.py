@@ -202,8 +202,8 @@ MICRO_BATCH_TOKENS = 4096
 
 
 class RewardShapingConfig(Strict):
-    """Raw scores, scaled or normalised by running moments, then clipped; penalties are in standard deviations of
-    reward.
+    """Raw scores, scaled or normalised by running moments, then clipped; penalties are in units of the result: standard
+    deviations of reward, unless ``transform`` is ``none``.
 
     Attributes:
         sources: Where raw scores come from, mixed by weights. Paper: one reward model (4). Shows in: reward_mean,
@@ -212,7 +212,8 @@ class RewardShapingConfig(Strict):
             not help; normalisation and clip stabilise (5.3.1). Shows in: reward_treated, moments_std.
         clip: Clips the transformed score to ± this; null: off. Paper: advises a relaxed clip (5.3.1); PPO-max.
             Shows in: reward_treated, kl.
-        missing_eos_penalty: Subtracted where a reply does not end, in SD of reward. Shows in: missing_eos.
+        missing_eos_penalty: Subtracted where a reply does not end, in SD of reward; with transform `none` in its own
+            unit. Shows in: missing_eos.
         length_penalty: Subtracted in proportion to length, whole at `ppo.max_new_tokens`. Paper: its reward model
             prefers long replies (4.3). Shows in: length, reward_length_correlation.
     """

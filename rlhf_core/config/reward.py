@@ -23,14 +23,14 @@ CategoryShares = Annotated[dict[str, float], AfterValidator(_leave_room)]
 
 
 class PairBatchConfig(Strict):
-    """Dynamic batches (paper, section 4.1): as many pairs as fit ``token_budget``, between two bounds.
+    """Dynamic batches (paper, section 4.2): as many pairs as fit ``token_budget``, between two bounds.
 
     Attributes:
         token_budget: Positions of a batch, padding included.
         min_pairs: Fewest pairs of a batch, even beyond the budget.
         max_pairs: Most pairs of a batch.
-        group_prompts: Puts all pairs of a prompt into one batch, where sequences that they share are computed once.
-        prefix_sharing: Computes a prompt once for all replies to it in a batch.
+        group_prompts: Puts the pairs of a prompt into one batch as far as they fit, and computes what they share once.
+        prefix_sharing: Computes a prompt once for up to four replies to it in a batch.
         max_padding: Largest share of padding: rows of a batch over it are computed in micro-batches of similar
             length, of which the loss is taken together. With 1 every batch is padded as a whole.
     """
@@ -55,7 +55,7 @@ class RewardConfig(StageConfig):
     Attributes:
         init: Starts as the SFT model, or as the base model.
         layers: Keeps only so many decoder layers, from the embedding up; null: all.
-        pooling: What the head reads of a reply: its `last` token (paper, section 4.1), or the `mean` of all.
+        pooling: What the head reads of a reply: its `last` token (paper, section 3.1), or the `mean` of all.
         linear_probe: Fits the head to frozen features first, with this L2 penalty; then `steps` may be 0.
         steps: Optimiser steps.
         batch: The batches of pairs.

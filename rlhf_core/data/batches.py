@@ -61,7 +61,7 @@ def token_budget_batches(
     epoch: int,
     rows: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Return an epoch of dynamic batches (paper, section 4.1): as many pairs as fit ``budget`` tokens after padding.
+    """Return an epoch of dynamic batches (paper, section 4.2): as many pairs as fit ``budget`` tokens after padding.
 
     A batch of b pairs costs ``2 * b * max(length)``. Pairs of similar length share a batch: the shuffled epoch is
     sorted by length within windows, and the batches are shuffled again, so that length does not follow the step number.
