@@ -85,9 +85,9 @@ def require_recorded(graph: Mapping[str, StageNode], stale: Mapping[str, Any], s
 
 
 def gate_conditions(workspace: Path) -> dict[str, Sequence[Condition]]:
-    """The conditions of each gate by the settings of ``workspace``."""
+    """The conditions of each gate by the settings of ``workspace``; none of the data gate, which has limits instead."""
     config = load_section(workspace, "gates", GatesConfig)
-    return {name: getattr(config, name) for name in GATES}
+    return {name: getattr(config, name, ()) for name in GATES}
 
 
 def short_conditions(gates: Mapping[str, Sequence[Condition]]) -> dict[str, list[dict[str, Any]]]:

@@ -66,11 +66,10 @@ PERPLEXITY_HOLDS = Condition(
 
 class GatesConfig(StageConfig):
     """Conditions by gate. A gate without conditions vouches for nothing, so it fails; an empty list is refused in
-    ``enforce`` mode.
+    ``enforce`` mode. The data gate's are the limits of section ``validate`` and the expectations of whole tables.
 
     Attributes:
         mode: `report` records decisions without enforcing them.
-        data: Conditions on the clean data.
         sft: Conditions on the SFT model.
         reward: Conditions on reward model, referee and judge.
         policy: Conditions on the policy.
@@ -80,7 +79,6 @@ class GatesConfig(StageConfig):
     """
 
     mode: Literal["enforce", "report"] = "enforce"
-    data: tuple[Condition, ...] = Field(default=(), strict=False)
     sft: tuple[Condition, ...] = Field(default=(PERPLEXITY_HOLDS,), strict=False)
     reward: tuple[Condition, ...] = Field(default=(), strict=False)
     policy: tuple[Condition, ...] = Field(default=(), strict=False)

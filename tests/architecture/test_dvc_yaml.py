@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 
 from rlhf_core.cli import fingerprint
 from rlhf_core.config import yaml_text
+from rlhf_core.config.gates import GatesConfig
 from rlhf_core.config.policy import Method
 from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.stages.runtime.runner import STAGES, load_stage
@@ -69,6 +70,14 @@ def test_critic_pretraining_runs_again_when_the_units_change_that_it_shares_with
     listed = {param.removeprefix("ppo.") for param in stages()["critic"]["params"] if param.startswith("ppo.")}
     # Batches within a rollout change no number.
     assert listed == set(RolloutConfig.model_fields) - {"micro_batch_size", "micro_batch_tokens", "sampling_batch_size"}
+
+
+def test_every_list_of_conditions_is_decided_by_a_stage() -> None:
+    lists = {
+        f"gates.{name}" for name, field in GatesConfig.model_fields.items() if get_origin(field.annotation) is tuple
+    }
+    listed = {param for stage in stages().values() for param in stage.get("params", [])}
+    assert lists and not lists - listed, "conditions that nothing decides would count as passed"
 
 
 def test_the_evaluation_runs_again_when_the_training_distribution_changes() -> None:
