@@ -440,13 +440,13 @@ class PpoConfig(RolloutConfig, StageConfig):
     def _critic_settings_have_a_critic(self) -> PpoConfig:
         critic_free, estimator = self.advantage.critic_free, self.advantage.estimator
         if critic_free:
-            unread = changed_field(self, "critic_mode", "critic_lora", "vf_loss_weight")
-            optional = (name for name in ("critic_optimizer", "value_clip") if getattr(self, name) is not None)
-            unread = unread or next((name for name in optional if changed_field(self, name)), "")
-            if unread:
+            unread = changed_field(self, "critic_mode", "vf_loss_weight")
+            optional = ("critic_lora", "critic_optimizer", "value_clip")
+            given = (name for name in optional if getattr(self, name) is not None and changed_field(self, name))
+            if unread := unread or next(given, ""):
+                remedy = "set it to null" if unread in optional else "leave it at its default"
                 raise ValueError(
-                    f"{unread} is about the critic, and advantage.estimator {estimator} has none: leave it at its "
-                    "default"
+                    f"{unread} is about the critic, and advantage.estimator {estimator} has none: {remedy}"
                 )
             if self.gradient_norm == "joint":
                 raise ValueError(
