@@ -18,13 +18,13 @@ class BaseConfig(StageConfig):
     Attributes:
         source: `scratch` makes a tokenizer and a tiny Llama; anything else is a folder, a `.gguf` file or a hub id.
         revision: Commit, tag or branch of a hub id.
-        allow_high_learning_rates: Allows learning rates far beyond those that suit a pretrained model.
-        vocab_size: Of the tokenizer that `scratch` trains.
-        hidden_size: Of the Llama that `scratch` makes.
+        allow_high_learning_rates: Allows a pretrained model learning rates over 20 times 1e-5 (adapters: 1e-4).
+        vocab_size: Most entries of the tokenizer that `scratch` trains.
+        hidden_size: Width of the Llama that `scratch` makes.
         intermediate_size: Width of its feed-forward layers.
         layers: Its decoder layers.
         heads: Its attention heads.
-        max_positions: Longest sequence that it takes.
+        max_positions: Longest sequence that it takes, in tokens.
         dtype: Precision of the weights; `auto` is bfloat16 where the device multiplies it natively, else float32.
     """
 
@@ -60,7 +60,7 @@ class SftConfig(StageConfig):
         micro_batch_size: Demonstrations of one pass, which changes no gradient; null: all of a step.
         max_tokens: Longest prompt and reply together; longer demonstrations are dropped and counted, never cut.
         eval_every: Steps between measurements of held-out perplexity.
-        samples: Sample replies to held-out prompts.
+        samples: How many sample replies to held-out prompts are kept.
         optimizer: Its optimiser.
         checkpoint: Its checkpoints, in steps.
         sampling: How the sample replies are made.

@@ -65,7 +65,7 @@ class WorldConfig(Strict):
         pretrain: Plain texts.
         contrast_share: Share of pairs that differ in one fact, needlessly refuse, or answer another prompt.
         label_sharpness: How surely annotators prefer the better reply (Bradley–Terry).
-        length_bias: What a word is worth to them, whatever it says.
+        length_bias: What each word adds to a reply's worth in their eyes, whatever it says.
     """
 
     demonstrations: PositiveInt = 8000
@@ -191,10 +191,10 @@ class SourceOptions(ReadOptions):
     """How a source is read, and how much of it is taken.
 
     Attributes:
-        weight: The share of ``collect.limit`` that each file of the source gives, relative to the others'.
+        weight: The share of ``collect.limit`` that each file of the source gives, relative to other files.
         cap: At most so many rows of each file of the source are taken.
         licence: The licence of the source, for manifest and data card; by default ``collect.licence``.
-        derive: The kinds that are derived from the source, of those that are derived at all; null: all of them.
+        derive: Which of the derived kinds the source gives; null: all of them.
     """
 
     weight: float = Field(default=1.0, ge=1e-9, le=1e9)
@@ -236,12 +236,12 @@ def with_options(sources: Any) -> Any:
 
 class FileSources(Strict):
     """Paths, globs, URLs or hub ids, each alone or with options, by kind. Empty kinds are derived where possible:
-    demonstrations from preferred replies, prompts from preferences, pretraining text from demonstrations.
+    demonstrations from preferred replies, prompts from both, pretraining text from demonstrations.
 
     Attributes:
         preferences: Preference pairs.
         demonstrations: Demonstrations; derived from preferred replies where there are none.
-        prompts: Prompts; derived from preferences where there are none.
+        prompts: Prompts; derived from preferences and demonstrations where there are none.
         pretrain: Plain texts; derived from demonstrations where there are none.
     """
 
@@ -284,7 +284,7 @@ class CollectConfig(StageConfig):
 
     Attributes:
         source: The synthetic `world`, or `files`.
-        world: Of the synthetic world.
+        world: Sizes and annotators of the synthetic world.
         files: By kind the files, globs, URLs or hub ids.
         also_derive: Kinds that are derived although files of them are given; of equal rows the file's stays.
         annotations: Path or glob of preference pairs that people made of the workspace's own replies (`rlhf
@@ -340,10 +340,12 @@ class NearDuplicatesConfig(Strict):
     Attributes:
         search: Whether rows are compared at all, which takes longer than all other checks together; ``auto``: where no
             kind has more than 10,000 clean rows, or where a rule about it refuses rows or fails the set.
-        similarity: From which Jaccard similarity of their runs of words on two texts count as nearly the same.
+        similarity: Jaccard similarity of their runs of words at which two texts count as nearly the same.
         shingle_words: Words of a run.
-        permutations: Length of a signature; the estimate of the similarity is off by up to ``0.5 / sqrt`` of it.
-        max_rows: At most so many rows of a kind are compared, the first ones: the index takes about 4 kB for each.
+        permutations: Length of a signature; the standard error of the estimated similarity is at most ``0.5 / sqrt``
+            of it.
+        max_rows: At most so many rows of a kind, and distinct prompts, are compared, the first ones: the index takes
+            about 4 kB for each.
     """
 
     search: bool | Literal["auto"] = "auto"
@@ -365,20 +367,21 @@ class ValidateConfig(StageConfig):
 
     Attributes:
         split: Shares of the splits.
-        min_rows: Fewest clean rows of a kind.
+        min_rows: Fewest clean rows of a kind; of pretraining text one will do.
         max_prompt_chars: Longest prompt, in characters.
         max_reply_chars: Longest reply, in characters.
         max_turns: Most turns of a prompt.
-        max_quarantined: Share of refused rows above which the stage stops.
-        secrets: Whether rows are searched for passwords and keys.
+        max_quarantined: Share of faulty rows of a kind above which the stage stops.
+        secrets: Whether rows are searched for access keys and private keys.
         rules: By rule of the project's suites, what becomes of rows that break it, in place of what the suite says:
             ``refuse`` puts them into the quarantine, ``warn`` keeps and counts them, ``fail`` refuses them and stops
             the stage at the data gate.
         near_duplicates: The search for texts that are nearly the same.
-        evaluation_files: Prompts of evaluations that no row may overlap with, given and read as ``collect.files`` are.
-        languages: The languages (``en``, ``zh``) that rows are expected in; none: they are not looked at.
-        tokenizer: The folder, GGUF file or hub id whose tokenizer the data card counts tokens with, that of
-            ``base.source`` as a rule; None: lengths are in characters only.
+        evaluation_files: Prompts of evaluations that no row should overlap with, given and read as ``collect.files``
+            are.
+        languages: The languages (``en``, ``zh``) that rows are expected in; none: languages are not identified.
+        tokenizer: The folder, GGUF file or hub id whose tokenizer the data card counts tokens with, usually that of
+            ``base.source``; null: lengths are in characters only.
     """
 
     split: SplitConfig = SplitConfig()
