@@ -209,7 +209,7 @@ class EvaluateConfig(StageConfig):
         sampling: Makes the replies that are judged.
         sampler: Who samples all of these replies, in matches too.
         kl_samples: Unfiltered replies that KL and perplexity are measured on.
-        batch_size: Replies sampled and judged together; it bounds memory and changes no reply.
+        batch_size: Replies sampled and judged together; it bounds memory, and changes replies by rounding alone.
         max_new_tokens: Longest of the unfiltered replies.
         tie_margin: Difference of judge scores, as a share of the spread of SFT's, up to which a pair is a tie; the
             gold judge has a unit and a margin of its own.

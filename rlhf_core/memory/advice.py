@@ -56,10 +56,10 @@ class MemoryAdvice:
 def advise(estimate: MemoryEstimate) -> tuple[MemoryAdvice, ...]:
     """For every stage that does not fit, the settings that make it fit, or come nearest.
 
-    Smaller batches of sampling and of passes change no result; gradient checkpointing costs time; sharding and
-    offloading cost communication; smaller optimiser steps and adapters change what is learned and come last. A change
-    that turns out not to lower the peak, or not to be needed, is left out again, dear ones first. What is claimed is
-    computed from the very list that is returned.
+    Smaller batches of sampling and of passes change results by rounding; gradient checkpointing costs time; sharding
+    and offloading cost communication; smaller optimiser steps and adapters change what is learned and come last. A
+    change that turns out not to lower the peak, or not to be needed, is left out again, dear ones first. What is
+    claimed is computed from the very list that is returned.
     """
     limit = estimate.limit
     if limit is None:
