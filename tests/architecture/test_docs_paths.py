@@ -59,6 +59,14 @@ def test_links_to_files_resolve(page: Path) -> None:
     assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_tables_and_lists_begin_a_block(page: Path) -> None:
+    """Within a paragraph the site shows them as its text."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    pairs = re.findall(r"^(?![-*|#<!] ?|\d+\. | )(.+)\n(\| .*|[-*] .*)$", text, flags=re.MULTILINE)
+    assert not pairs
+
+
 def rlhf_commands(text: str) -> Iterator[list[str]]:
     """The words of each ``rlhf …`` command in code blocks and in code within a line."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
