@@ -12,6 +12,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
 HALF_PAIR = "holds half of a surrogate pair, which is no valid Unicode"
 
@@ -251,17 +252,25 @@ SECRETS = "|".join(
 )
 TAKEN_OUT = "[taken out: looks like a key]"
 EXCERPT = 160
-# A private key to its end, or all that follows where that is missing.
-_PRIVATE_KEY = r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z0-9 ]*-----|\Z)"
-# In JSON a line break before a key is written as a backslash and a letter, so that the key begins within a word.
-_BEGIN = r"(?:\b|(?<=\\[bfnrt])|(?<=\\u[0-9a-f]{4}))"
-_KEYS = SECRETS.replace(r"\b", _BEGIN)
-_KEY = re.compile(f"{_PRIVATE_KEY}|{_KEYS}", re.DOTALL)
+
+
+@cache
+def _key() -> re.Pattern[str]:
+    """The pattern of everything that looks like a key, compiled when it is first asked for.
+
+    What ran here on import would count for every stage that imports this module, and a new key cost a training run.
+    """
+    # A private key to its end, or all that follows where that is missing.
+    private = r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z0-9 ]*-----|\Z)"
+    # In JSON a line break before a key is written as a backslash and a letter, so that the key begins within a word.
+    begin = r"(?:\b|(?<=\\[bfnrt])|(?<=\\u[0-9a-f]{4}))"
+    keys = SECRETS.replace(r"\b", begin)
+    return re.compile(f"{private}|{keys}", re.DOTALL)
 
 
 def without_keys(text: str) -> str:
     """Return a text, or JSON as text, without anything that looks like an access key or a private key."""
-    return _KEY.sub(TAKEN_OUT, text)
+    return _key().sub(TAKEN_OUT, text)
 
 
 def shortened(text: str, characters: int) -> str:
