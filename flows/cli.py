@@ -228,7 +228,7 @@ def chat(
     $ rlhf chat models/sft
     $ echo "what color is the lamp?" | rlhf chat models/policy
     """
-    from flows.workspace.folder import require_model_folder
+    from flows.workspace import require_model_folder
 
     if model is not None:
         require_model_folder(model)  # before seconds of imports
@@ -286,7 +286,7 @@ def doctor(workspace: AnyFolder = None, as_json: JsonOption = False) -> None:
         from flows.commands.doctor import doctor as check
         from flows.commands.doctor import doctor_text, failures
         from flows.commands.text import fitted, without_secrets
-        from flows.workspace.folder import find_workspace
+        from flows.workspace import find_workspace
 
         try:
             folder: Path | None = find_workspace(workspace)

@@ -77,8 +77,12 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     from rlhf_core.config.loading import load_params
     from rlhf_core.data.collection.sources import collected_paths, require_kept
     from rlhf_core.fingerprint import write_fingerprints, write_sources
-    from rlhf_core.fingerprint.sources import tokenizer_patterns, write_starting_model
-    from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs, write_tracked_files
+    from rlhf_core.fingerprint.tracked_files import (
+        tokenizer_patterns,
+        write_evaluation_inputs,
+        write_starting_model,
+        write_tracked_files,
+    )
     from rlhf_core.stages.runtime.runner import STAGES, workspace_root
 
     root = workspace_root(workspace)

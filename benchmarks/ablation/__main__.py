@@ -11,7 +11,7 @@ from benchmarks.ablation.page import write_page
 from benchmarks.ablation.run import AblationRequest, ablate, definition, listing, parse_names, parse_seeds
 from benchmarks.ablation.verdicts import read_csv
 from flows.commands.options import AnyFolder, CommandWithProfiles, profile_names
-from flows.workspace.folder import find_workspace
+from flows.workspace import find_workspace
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 

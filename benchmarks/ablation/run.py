@@ -20,13 +20,11 @@ from flows.dvc_repo.graph import read_graph
 from flows.dvc_repo.inputs import refresh_inputs
 from flows.dvc_repo.recipe import TRIALS, merged_params, write_recipe
 from flows.dvc_repo.root import cache_of, ensure_dvc
-from flows.stage.outcome import FINAL_CODES, clear_reports, load_reports
+from flows.stage import FINAL_CODES, clear_reports, load_reports
 from flows.supervision import signals
 from flows.supervision.processes import child_environment, dvc_errors, run_supervised
 from flows.supervision.signals import STOP, Stopwatch
-from flows.workspace.cleanup import cleanup
-from flows.workspace.folder import display_path, private_path
-from flows.workspace.lock import locked
+from flows.workspace import cleanup, display_path, locked, private_path
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import DEFAULT_PROFILE, PARAMS_FILE, merge, overlays_of, parse_assignment, workspace_name
 from rlhf_core.config.recipe import profiles_of

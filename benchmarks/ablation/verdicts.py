@@ -30,7 +30,7 @@ from scipy import stats
 
 from benchmarks.ablation.definition import METRICS, Claim, Expectation, Metric
 from flows.commands.compare import gate_standing, sampled_tokens
-from flows.workspace.folder import display_path
+from flows.workspace import display_path
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import PARAMS_FILE
 from rlhf_core.data.schema import read_table

@@ -18,8 +18,8 @@ from rich.text import Text
 from flows.commands.text import format_seconds
 from flows.dvc_repo.lock_file import RecordedStage, recorded_stages
 from flows.registry.workspace import read_registered
-from flows.stage.outcome import condition_rows
-from flows.workspace.folder import display_path, is_workspace
+from flows.stage import condition_rows
+from flows.workspace import display_path, is_workspace
 from rlhf_core.config import yaml_text
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import PARAMS_FILE

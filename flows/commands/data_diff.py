@@ -78,7 +78,7 @@ def diff(
             compared = [file_state([spec], Path.cwd(), options, Path(scratch, state), kind) for spec, state in states]
         else:
             _require_no_file(before, after)
-            from flows.workspace.folder import find_workspace
+            from flows.workspace import find_workspace
 
             folder = find_workspace(workspace)
             compared = [

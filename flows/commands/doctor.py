@@ -14,7 +14,7 @@ from pathlib import Path
 from flows.dvc_repo.recipe import check_tracked_params
 from flows.prefect_server.services import LOOPBACK, free_port
 from flows.registry.client import knock
-from flows.workspace.lock import lock_holder
+from flows.workspace import lock_holder
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.runtime.machine import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flows.dvc_repo.recipe import TRIALS, merged_params, write_recipe
 from flows.dvc_repo.root import cache_of, ensure_dvc
-from flows.workspace.folder import display_path, is_workspace
+from flows.workspace import display_path, is_workspace
 from rlhf_core.config import yaml_text
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.data import CollectConfig

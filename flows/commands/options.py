@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-from flows.workspace.folder import find_workspace
+from flows.workspace import find_workspace
 from rlhf_core.config.recipe import profile_headers, profiles_of, recipe_folder
 from rlhf_core.errors import RlhfError
 

@@ -20,7 +20,7 @@ from flows.registry.evidence import GATES
 from flows.registry.history import read_history, version_words
 from flows.registry.retention import RetentionPlan
 from flows.registry.workspace import printed_line
-from flows.stage.outcome import condition_rows
+from flows.stage import condition_rows
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.data.token_folder import remove_entries, unneeded_entries

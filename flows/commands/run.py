@@ -39,9 +39,7 @@ from flows.supervision.processes import (
     ownership_tag,
     start_supervised,
 )
-from flows.workspace.cleanup import cleanup, running_services
-from flows.workspace.folder import cannot_write, private_path
-from flows.workspace.lock import LOCK_HELD_VARIABLE, locked
+from flows.workspace import LOCK_HELD_VARIABLE, cannot_write, cleanup, locked, private_path, running_services
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, RlhfError
 from rlhf_core.storage.garbage_collection import skip_last_collection
@@ -100,7 +98,7 @@ def _check_remote_pools(workspace: Path, params: Params) -> None:
             f"the work pool {remote_pools[0]} is served by other hosts (shared: false), which need a lasting server: "
             "start one and set PREFECT_API_URL (docs/operations.md)"
         )
-    from flows.jobs.remote_client import check_remotes  # loads Prefect
+    from flows.jobs.remote import check_remotes  # loads Prefect
 
     check_remotes(workspace, params)
 

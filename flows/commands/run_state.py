@@ -23,9 +23,9 @@ from flows.pipeline.events import (
     events_file,
 )
 from flows.pipeline.verdict import describe_failure
-from flows.stage.outcome import RESUMED, LoggedProgress, StageOutcome, progress_lines
+from flows.stage import RESUMED, LoggedProgress, StageOutcome, progress_lines
 from flows.supervision.processes import LogReader
-from flows.workspace.folder import PRIVATE
+from flows.workspace import PRIVATE
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.verdict import judge_results
 from rlhf_core.storage.files import read_json

@@ -18,7 +18,7 @@ from flows.registry.evidence import TrainingSource, source_of_version, source_of
 from flows.registry.promote import promotion_obstacle
 from flows.registry.stored_models import AliasSource, VersionSource, policy_with_alias, version_of_run
 from flows.supervision import signals
-from flows.workspace.folder import display_path, find_workspace, is_workspace, require_model_folder
+from flows.workspace import display_path, find_workspace, is_workspace, require_model_folder
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.model import SamplingConfig

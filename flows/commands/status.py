@@ -24,7 +24,7 @@ from flows.registry.release_page import (
     release_sentences,
 )
 from flows.registry.workspace import known_workspace_id
-from flows.workspace.lock import LockHolder, lock_holder
+from flows.workspace import LockHolder, lock_holder
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.yaml_text import plain, read

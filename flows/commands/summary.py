@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flows.pipeline.events import PipelineEvent, StageEnded
 from flows.pipeline.verdict import RunVerdict
-from flows.workspace.folder import display_path
+from flows.workspace import display_path
 from rlhf_core.config.loading import PARAMS_FILE, load_params, profile_names
 from rlhf_core.evaluation.verdict import Standing
 

@@ -17,8 +17,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flows.stage.outcome import condition_rows
-from flows.workspace.folder import PRIVATE
+from flows.stage import condition_rows
+from flows.workspace import PRIVATE
 from rlhf_core.data.text import for_terminal
 from rlhf_core.errors import DataError, GateFailed, RlhfError
 from rlhf_core.redaction import redacted

@@ -21,8 +21,7 @@ from flows.prefect_server.services import (
 )
 from flows.supervision import signals
 from flows.supervision.processes import OWNER_VARIABLE, ownership_tag
-from flows.workspace.cleanup import forget_services, record_services
-from flows.workspace.lock import locked
+from flows.workspace import forget_services, locked, record_services
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
 

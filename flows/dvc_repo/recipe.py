@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.dvc_repo.inputs import EXPECTATIONS, with_sources
-from flows.workspace.folder import cannot_write
+from flows.workspace import cannot_write
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import (
     PARAMS_FILE,

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from flows.supervision.processes import run_module
-from flows.workspace.folder import cannot_write
+from flows.workspace import cannot_write
 from rlhf_core.errors import RlhfError
 
 IGNORED = "/config.local\n/tmp\n/cache\n"  # as `dvc init` writes it within git

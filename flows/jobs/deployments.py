@@ -12,7 +12,7 @@ from prefect.utilities.callables import parameter_schema
 from flows.jobs.job import JOB_FLOW, job_name
 from flows.prefect_server.pools import apply_pools
 from flows.supervision.processes import run_module
-from flows.workspace.folder import private_path, workspace_slug
+from flows.workspace import private_path, workspace_slug
 from rlhf_core.config.loading import Params
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.errors import ConfigError, RlhfError

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.prefect_server.pools import GPU_POOL
-from flows.stage.run import StageSpec
-from flows.workspace.folder import workspace_slug
+from flows.stage import StageSpec
+from flows.workspace import workspace_slug
 from rlhf_core.config.operations import Placement
 
 JOB_FLOW = "rlhf-stage"

@@ -15,14 +15,13 @@ from prefect.states import Cancelled, Cancelling, State
 
 from flows.dvc_repo.graph import StageNode
 from flows.jobs.job import Job, job_deployment
-from flows.jobs.remote_client import prepare_remote_job, receive_result
+from flows.jobs.remote import prepare_remote_job, receive_result
 from flows.jobs.stage_job import PREEMPTED, preempted_state
 from flows.jobs.transfer import LogFollower, TransferFailed, restore_result, transfer_outcome
-from flows.stage.outcome import StageOutcome, clear_outcome, load_outcome, load_report
-from flows.stage.run import stage_log
+from flows.stage import StageOutcome, clear_outcome, load_outcome, load_report, stage_log
 from flows.supervision import signals
 from flows.supervision.signals import StopRequested
-from flows.workspace.folder import job_label
+from flows.workspace import job_label
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 POLL_SECONDS = 0.5

@@ -1,7 +1,7 @@
 """The flow that runs one stage on a worker of a pool.
 
 Where the workers share the workspace (one machine, or NFS), the stage runs in place and leaves its outcome there. Where
-they do not, ``flows.jobs.remote_host`` rebuilds the workspace on the worker's host.
+they do not, ``flows.jobs.remote`` rebuilds the workspace on the worker's host.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from prefect.exceptions import Abort, TerminationSignal
 from prefect.states import Cancelled, Completed, Crashed, Failed, State
 
 from flows.jobs.job import JOB_FLOW, Handoff
-from flows.stage.run import StageSpec, logged_progress, run_stage
+from flows.stage import StageSpec, logged_progress, run_stage
 from flows.supervision import signals
-from flows.workspace.folder import job_label
+from flows.workspace import job_label
 
 PREEMPTED = "Preempted"
 
@@ -48,7 +48,7 @@ def stage_job(
             with logged_progress(spec.workspace, stage, get_run_logger().info):
                 outcome = run_stage(spec)
         else:
-            from flows.jobs.remote_host import run_remote_job
+            from flows.jobs.remote import run_remote_job
 
             outcome = run_remote_job(Handoff(**handoff), spec)
     except TerminationSignal:

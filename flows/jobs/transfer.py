@@ -21,11 +21,10 @@ from prefect.client.schemas.sorting import LogSort
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.types import DateTime
 
-from flows.stage.outcome import StageOutcome
-from flows.stage.run import StageSpec, run_stage
+from flows.stage import StageOutcome, StageSpec, run_stage
 from flows.supervision.processes import child_environment, dvc_errors, run_module, run_supervised
 from flows.supervision.signals import STOP, StopRequested, retry
-from flows.workspace.folder import private_path
+from flows.workspace import private_path
 from rlhf_core.errors import EXIT_USER_ERROR
 
 # Options of a remote that another host needs and that are no secret; the others are set on each host.

@@ -27,10 +27,9 @@ from flows.registry.client import (
     mlflow_address,
     run_page,
 )
-from flows.stage.outcome import StageOutcome, condition_rows, last_progress
-from flows.stage.run import stage_log
+from flows.stage import StageOutcome, condition_rows, last_progress, stage_log
 from flows.supervision.processes import LogReader
-from flows.workspace.folder import workspace_slug
+from flows.workspace import workspace_slug
 from rlhf_core.storage.files import read_json
 
 TAIL_BYTES = 8192

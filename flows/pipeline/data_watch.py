@@ -19,11 +19,10 @@ from prefect.client.orchestration import get_client
 from prefect.states import Completed, State
 
 from flows.dvc_repo.lock_file import recorded_stages
-from flows.workspace.folder import private_path
-from flows.workspace.lock import lock_holder
+from flows.workspace import lock_holder, private_path
 from rlhf_core.config.loading import load_params
 from rlhf_core.data.collection.sources import collected_paths
-from rlhf_core.fingerprint.sources import SOURCES_FILE, describe_sources
+from rlhf_core.fingerprint.tracked_files import SOURCES_FILE, describe_sources
 from rlhf_core.storage.files import atomic_write_text
 
 EVENT = "rlhf.data.added"

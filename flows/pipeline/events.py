@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flows.pipeline.verdict import RunVerdict
-from flows.stage.outcome import StageOutcome
-from flows.workspace.folder import PRIVATE, private_path
+from flows.stage import StageOutcome
+from flows.workspace import PRIVATE, private_path
 
 EVENTS_VARIABLE = "RLHF_EVENTS"
 EVENTS_FILE = "events.jsonl"

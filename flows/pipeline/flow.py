@@ -51,13 +51,10 @@ from flows.pipeline.registration import MATCH_LOG, follow_request, promote_task,
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans
 from flows.registry.client import delivered_records, end_pipeline_run, start_pipeline_run, without_delivery
-from flows.stage.outcome import StageOutcome
-from flows.stage.run import StageSpec, logged_progress, run_stage, stage_log
+from flows.stage import StageOutcome, StageSpec, logged_progress, run_stage, stage_log
 from flows.supervision import signals
 from flows.supervision.processes import OWNER_VARIABLE, ownership_tag
-from flows.workspace.cleanup import cleanup
-from flows.workspace.folder import run_label, run_tags
-from flows.workspace.lock import LOCK_HELD_VARIABLE, locked_unless_inherited
+from flows.workspace import LOCK_HELD_VARIABLE, cleanup, locked_unless_inherited, run_label, run_tags
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import FlowConfig, Placement
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError

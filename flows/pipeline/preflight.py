@@ -22,7 +22,7 @@ from flows.pipeline.verdict import RegistrationResult, RunVerdict, reach_verdict
 from flows.registry.client import has_record
 from flows.registry.promote import promote
 from flows.registry.register import register
-from flows.stage.outcome import StageOutcome
+from flows.stage import StageOutcome
 from flows.supervision.processes import run_module
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError

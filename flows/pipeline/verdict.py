@@ -11,7 +11,7 @@ from typing import Any
 from flows.registry.client import RELEASE_PAGE, REPORT_PAGE
 from flows.registry.decisions import PromotionDecision
 from flows.registry.release_page import RunNotes, current_page, release_sentences, try_release_page
-from flows.stage.outcome import StageOutcome, failed_conditions
+from flows.stage import StageOutcome, failed_conditions
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
 from rlhf_core.evaluation.verdict import JudgeResult, Standing, alarms, judge_results, standing_of
 from rlhf_core.storage.files import read_json

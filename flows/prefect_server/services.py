@@ -22,8 +22,7 @@ from flows.supervision.processes import (
     no_proxy_hosts,
     start_supervised,
 )
-from flows.workspace.cleanup import running_services
-from flows.workspace.folder import private_path
+from flows.workspace import private_path, running_services
 from rlhf_core.config.loading import load_params
 from rlhf_core.errors import RlhfError, named_line
 

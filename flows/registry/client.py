@@ -21,8 +21,7 @@ from filelock import FileLock
 from flows.dvc_repo.lock_file import recorded_hash
 from flows.registry.aliases import registry_errors
 from flows.registry.workspace import repair_moved, workspace_id
-from flows.workspace.cleanup import running_addresses
-from flows.workspace.folder import private_path, run_tags
+from flows.workspace import private_path, run_tags, running_addresses
 from rlhf_core.config.loading import PARAMS_FILE, load_params, load_section
 from rlhf_core.config.operations import RegistryConfig, TrackingConfig
 from rlhf_core.config.yaml_text import plain, read

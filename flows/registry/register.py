@@ -29,7 +29,7 @@ from flows.registry.session import RegistrySession, registry_session
 from flows.registry.signing import SIGNER_TAG, Signer, require_signer, sign_version
 from flows.registry.stored_models import COMPLETE_TAG, CONTENT_TAG, known_version, log_model
 from flows.registry.workspace import RegisteredHere, write_registered
-from flows.workspace.folder import SEPARATOR, run_label
+from flows.workspace import SEPARATOR, run_label
 from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import GateFailed, RlhfError

@@ -18,8 +18,8 @@ from flows.registry.history import DECLINE, ApprovalRequest, Entry, latest_reque
 from flows.registry.promote import DECLINED_TAG, promotion_obstacle
 from flows.registry.session import not_the_owner
 from flows.registry.workspace import RegisteredHere, read_registered
-from flows.stage.outcome import SIGNS, condition_rows
-from flows.workspace.folder import PRIVATE, private_path
+from flows.stage import SIGNS, condition_rows
+from flows.workspace import PRIVATE, private_path
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import DataError, RlhfError
@@ -317,7 +317,7 @@ def write_release_page(workspace: Path, notes: RunNotes | None = None) -> Releas
     Raises:
         RlhfError: The registry does not answer. A page of the same report stays.
     """
-    from rlhf_core.evaluation.report.render import with_release
+    from rlhf_core.evaluation.report.view import with_release
 
     report, page = workspace / REPORT_PAGE, workspace / RELEASE_PAGE
     if current_page(workspace) is None:

@@ -21,7 +21,7 @@ from flows.registry.decisions import commit, finish_interrupted
 from flows.registry.evidence import gate_conditions
 from flows.registry.history import Entry
 from flows.registry.workspace import OWNER_TAG, workspace_id
-from flows.workspace.lock import locked
+from flows.workspace import locked
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.gates import describe_bound

@@ -13,7 +13,7 @@ from flows.registry.aliases import registry_errors
 from flows.registry.client import connect, fluent
 from flows.registry.evidence import GATES, TrainingSource, read_data_card, source_of_version
 from flows.registry.stored_models import stored_sampling
-from flows.stage.outcome import condition_rows
+from flows.stage import condition_rows
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import SELECTED_BY, TRAINED_ON
 from rlhf_core.evaluation.verdict import judge_results

@@ -59,7 +59,7 @@ if ((node == 0)); then
     exit 2
   fi
   rm -f ".rlhf/outcomes/$stage.json"
-  python -m flows.workspace.cleanup .
+  python -m flows.workspace .
 fi
 
 rlhf fingerprint

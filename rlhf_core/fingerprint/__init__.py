@@ -6,7 +6,6 @@ followed, and what of a definition counts, is said in ``reach``.
 """
 
 from rlhf_core.fingerprint.modules import bare_code
-from rlhf_core.fingerprint.sources import write_sources
 from rlhf_core.fingerprint.stages import (
     FOLDER,
     fingerprint,
@@ -14,6 +13,7 @@ from rlhf_core.fingerprint.stages import (
     stage_module_name,
     write_fingerprints,
 )
+from rlhf_core.fingerprint.tracked_files import write_sources
 
 __all__ = [
     "FOLDER",

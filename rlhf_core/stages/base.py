@@ -14,7 +14,7 @@ from rlhf_core.data.chat_template import refused_dialogues
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, read_rows
 from rlhf_core.data.splits import PairUser
 from rlhf_core.errors import ModelError
-from rlhf_core.fingerprint import sources as starting_model
+from rlhf_core.fingerprint.tracked_files import STARTING_MODEL_FILE
 from rlhf_core.models.foreign import find_hub_model, require_openable
 from rlhf_core.models.io import is_local
 from rlhf_core.models.precision import weights_precision
@@ -78,7 +78,7 @@ STAGE = Stage(
     config=BaseStageConfig,
     beside=("ppo",),
     run=run,
-    inputs={"clean": "data/clean", "source": starting_model.FILE},
+    inputs={"clean": "data/clean", "source": STARTING_MODEL_FILE},
     outputs={"model": "models/base"},
     optional_inputs=frozenset({"source"}),
 )

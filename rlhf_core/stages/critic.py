@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_core.api.critic import train_critic
 from rlhf_core.config.policy import CriticStageConfig
-from rlhf_core.fingerprint import tracked_files
+from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE
 from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.stages.policy import read_training_prompts
 from rlhf_core.stages.runtime.contract import Paths, Stage
@@ -53,7 +53,7 @@ STAGE = Stage(
         "sft": "models/sft",
         "reward": "models/reward",
         "pass_": "gates/reward.pass",
-        "reward_sources": tracked_files.FILE,
+        "reward_sources": REWARD_SOURCES_FILE,
     },
     outputs={"model": "models/critic", "metrics": "metrics/critic.json", "history": "history/critic.jsonl"},
     optional_inputs=frozenset({"reward_sources"}),

@@ -12,7 +12,7 @@ from rlhf_core.config.policy import Method, PolicyStageConfig
 from rlhf_core.data.batches import epoch_order
 from rlhf_core.data.encoding import decode_reply, pad_id
 from rlhf_core.errors import DataError
-from rlhf_core.fingerprint import tracked_files
+from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE
 from rlhf_core.models.adapters import PeftAdapter, add_adapters, merge_adapters, peft_adapter
 from rlhf_core.models.starting.base import load_policy, save_policy
 from rlhf_core.ppo.rejection_sampling import BestReplies, RejectionSampler
@@ -85,7 +85,7 @@ STAGE = Stage(
         "sft": "models/sft",
         "reward": "models/reward",
         "pass_": "gates/reward.pass",
-        "reward_sources": tracked_files.FILE,
+        "reward_sources": REWARD_SOURCES_FILE,
     },
     outputs=POLICY_OUTPUTS,
     optional_inputs=frozenset({"reward_sources"}),

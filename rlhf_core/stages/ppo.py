@@ -13,7 +13,7 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.schema import Demonstration, PretrainText, Prompt, read_rows
 from rlhf_core.data.token_tables import TokenTable, read_tokens
 from rlhf_core.errors import DataError, TrainingPaused
-from rlhf_core.fingerprint import tracked_files
+from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE
 from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.ppo.checkpoints import abandoned_rows
 from rlhf_core.ppo.selection import CheckpointChoice
@@ -70,7 +70,7 @@ STAGE = Stage(
         "referee": "models/referee",
         "critic": "models/critic",
         "pass_": "gates/reward.pass",
-        "reward_sources": tracked_files.FILE,
+        "reward_sources": REWARD_SOURCES_FILE,
     },
     outputs=POLICY_OUTPUTS,
     optional_inputs=frozenset({"reward_sources"}),

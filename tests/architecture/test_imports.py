@@ -63,15 +63,15 @@ FLOWS_MAY_ALSO_USE = {
     "flows.release.export": {"models.adapters.ADAPTER_FOLDER", "models.io.ADAPTER_CONFIG"},
     "flows.pipeline.data_watch": {
         "data.collection.sources.collected_paths",
-        "fingerprint.sources.SOURCES_FILE",
-        "fingerprint.sources.describe_sources",
+        "fingerprint.tracked_files.SOURCES_FILE",
+        "fingerprint.tracked_files.describe_sources",
     },
     "flows.pipeline.verdict": {"evaluation.verdict.alarms", "evaluation.verdict"},
     "flows.commands.run_state": {"evaluation.verdict.judge_results"},
     "flows.commands.status": {"evaluation.report.headline.ReleaseDecision"},
     "flows.commands.summary": {"evaluation.verdict.Standing"},
     "flows.registry.decisions": {"evaluation.promotion.Criterion"},
-    "flows.registry.release_page": {"evaluation.report.headline", "evaluation.report.render.with_release"},
+    "flows.registry.release_page": {"evaluation.report.headline", "evaluation.report.view.with_release"},
     "flows.dvc_repo.inputs": {"data.collection.sources.collected_paths"},
     "flows.registry.match": {
         "evaluation.judges.names.JUDGE",
@@ -89,7 +89,7 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.judges.names.TRAINED_ON",
         "evaluation.verdict",
     },
-    "flows.jobs.remote_client": {
+    "flows.jobs.remote": {
         "fingerprint.tracked_files.function_files",
         "fingerprint.tracked_files.verifiable_functions",
     },

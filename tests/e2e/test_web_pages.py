@@ -18,7 +18,7 @@ from browser import Browser, find_chromium
 from commands import SmokeRun, command_environment
 
 from flows.registry.client import MODEL_TRAINING, run_page
-from flows.stage.outcome import condition_rows
+from flows.stage import condition_rows
 from rlhf_core.storage.files import read_json
 
 CHROMIUM = find_chromium()

@@ -15,7 +15,7 @@ from dvc.lock import make_lock
 from toys import make_toy, wait_until
 
 from flows.dvc_repo.root import ensure_dvc
-from flows.stage.run import StageSpec, run_stage
+from flows.stage import StageSpec, run_stage
 
 pytestmark = pytest.mark.services
 GIB = 2**30

@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from toys import assert_nothing_held, begin, environment, rlhf, rows, training_toy, wait_until
 
-from flows.workspace.folder import workspace_slug
+from flows.workspace import workspace_slug
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(3600)]
 SOURCE = Path(__file__).resolve().with_name("shifted_clock.c")

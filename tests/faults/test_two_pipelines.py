@@ -22,7 +22,7 @@ from toys import (
 )
 
 from flows.dvc_repo.root import ensure_dvc
-from flows.stage.run import StageSpec, run_stage
+from flows.stage import StageSpec, run_stage
 
 pytestmark = pytest.mark.services
 SLOW_STAGE = "stages:\n  ppo: {cmd: 'echo x >> started && sleep 2 && echo p > policy.txt', outs: [policy.txt]}\n"
@@ -84,4 +84,4 @@ def test_an_attempt_waits_until_the_supervisor_of_a_killed_job_has_ended_everyth
 
 def _job(toy: Path) -> str:
     call = f"run_stage(StageSpec(Path({str(toy)!r}), 'ppo', grace=2.0))"
-    return f"from pathlib import Path; from flows.stage.run import StageSpec, run_stage; {call}"
+    return f"from pathlib import Path; from flows.stage import StageSpec, run_stage; {call}"

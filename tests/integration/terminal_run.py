@@ -11,7 +11,7 @@ from flows.commands.display import Display, open_display
 from flows.commands.summary import print_verdict
 from flows.pipeline.events import PhaseStarted, RunEnded, RunPlanned, StageEnded, StageStarted
 from flows.pipeline.verdict import KlEstimate, RunVerdict
-from flows.stage.outcome import StageOutcome
+from flows.stage import StageOutcome
 from rlhf_core.evaluation.verdict import JudgeResult, Standing
 
 STAGES = ("collect", "validate", "base", "sft", "reward", "referee", "gate-reward", "critic", "ppo", "evaluate")

@@ -20,7 +20,7 @@ from flows.jobs.deployments import JOB_SETTINGS, deploy_all, deploy_jobs
 from flows.jobs.job import Job
 from flows.jobs.run_on_pool import submit
 from flows.prefect_server.pools import ensure_deployed_pools
-from flows.stage.run import StageSpec
+from flows.stage import StageSpec
 from rlhf_core.config.loading import Params, check_params
 from rlhf_core.errors import ConfigError, RlhfError
 

@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from flow_toys import begin, environment, make_toy, processes_of, rlhf, wait_until
 
-from flows.workspace.folder import workspace_slug as slug
+from flows.workspace import workspace_slug as slug
 
 pytestmark = pytest.mark.services
 EVIDENCE = '{"passed": false, "conditions": [{"metric": "accuracy", "value": 0.5, "bound": 0.6, "passed": false}]}'

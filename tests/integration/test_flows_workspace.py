@@ -20,10 +20,8 @@ from flows.cli import app
 from flows.commands.summary import busy_seconds
 from flows.dvc_repo.graph import read_graph
 from flows.dvc_repo.root import cache_of, ensure_dvc
-from flows.stage.outcome import StageOutcome
-from flows.stage.run import StageSpec, run_stage
-from flows.workspace.cleanup import cleanup
-from flows.workspace.lock import locked
+from flows.stage import StageOutcome, StageSpec, run_stage
+from flows.workspace import cleanup, locked
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 PIPELINE = """
@@ -122,7 +120,7 @@ def test_a_killed_dvc_does_not_stop_the_next(tmp_path: Path, content: str) -> No
 def test_a_killed_holder_is_waited_for_until_its_supervisors_have_ended(tmp_path: Path) -> None:
     toy = make_toy(tmp_path, PIPELINE)
     code = (
-        "import os, sys, pathlib, time; from flows.workspace.lock import locked\n"
+        "import os, sys, pathlib, time; from flows.workspace import locked\n"
         "from flows.supervision.processes import start_supervised\n"
         f"toy = pathlib.Path({str(toy)!r})\n"
         'stubborn = \'import signal, time; signal.signal(15, signal.SIG_IGN); open("began", "w"); time.sleep(300)\'\n'

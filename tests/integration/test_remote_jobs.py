@@ -16,7 +16,7 @@ from flow_toys import processes_of, rlhf
 from remote_toys import Host, caller_environment, make_clone, params, prefect_server
 
 from flows.jobs.transfer import restore_result
-from flows.stage.run import StageSpec
+from flows.stage import StageSpec
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(1500), pytest.mark.slow]
 PATIENCE = 480

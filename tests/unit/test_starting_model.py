@@ -9,12 +9,12 @@ import pytest
 
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import rebase_sources
-from rlhf_core.fingerprint.sources import FILE, tokenizer_patterns, write_starting_model
+from rlhf_core.fingerprint.tracked_files import STARTING_MODEL_FILE, tokenizer_patterns, write_starting_model
 
 
 def recorded(workspace: Path, source: str) -> str:
     write_starting_model(workspace, source)
-    return (workspace / FILE).read_text()
+    return (workspace / STARTING_MODEL_FILE).read_text()
 
 
 @pytest.mark.parametrize("source", ["own/model", "own/model/weights.gguf", "own/m[1]~/weights.gguf"])

@@ -25,7 +25,8 @@ from rlhf_core.config.policy import Method
 from rlhf_core.config.problems import nearest
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.errors import ConfigError, DataError, RlhfError, first_line, is_full_disk
-from rlhf_core.fingerprint import remembered_fingerprints, stage_module_name, tracked_files
+from rlhf_core.fingerprint import remembered_fingerprints, stage_module_name
+from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE, write_tracked_files
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import launcher
 from rlhf_core.stages.runtime.contract import Paths, Stage
@@ -113,9 +114,9 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
     limit_threads(params.compute, params.flow.parallel)
     stage = load_stage(name, params.policy.method)
     config = load_section(workspace, stage.section, stage.config, stage.beside)
-    if tracked_files.FILE in stage.inputs.values() and launcher.rank() == 0:
+    if REWARD_SOURCES_FILE in stage.inputs.values() and launcher.rank() == 0:
         # What was edited since DVC last looked must not go on from partial state of before.
-        tracked_files.write_tracked_files(workspace, params.ppo.reward.sources)
+        write_tracked_files(workspace, params.ppo.reward.sources)
     inputs = _inputs(stage, workspace)
     launches: dict[str, LaunchConfig] = {str(key): value for key, value in params.compute.launch.items()}
     launch = launches.get(name, LaunchConfig())

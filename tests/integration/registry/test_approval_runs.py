@@ -38,9 +38,9 @@ from flows.prefect_server.flow_runs import HEARTBEAT, zombie_automation
 from flows.registry.client import connect
 from flows.registry.promote import decline, promote
 from flows.registry.stored_models import verified_folder
-from flows.stage.outcome import StageOutcome
+from flows.stage import StageOutcome
 from flows.supervision.processes import OWNER_VARIABLE
-from flows.workspace.lock import LOCK_HELD_VARIABLE
+from flows.workspace import LOCK_HELD_VARIABLE
 from rlhf_core.errors import RlhfError
 
 pytestmark = [pytest.mark.services, pytest.mark.parametrize("backend", ["sqlite"], indirect=True), pytest.mark.slow]

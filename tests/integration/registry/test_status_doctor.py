@@ -19,8 +19,8 @@ from flows.prefect_server.services import free_port
 from flows.registry.client import end_pipeline_run, start_pipeline_run
 from flows.registry.promote import promote
 from flows.registry.register import register
-from flows.stage.outcome import StageOutcome
-from flows.workspace.lock import locked
+from flows.stage import StageOutcome
+from flows.workspace import locked
 
 
 def checked(folder: Path) -> tuple[str, int]:

@@ -20,7 +20,7 @@ from flows.registry.retention import apply_retention
 from flows.registry.stored_models import verified_folder
 from flows.supervision import signals
 from flows.supervision.processes import OWNER_VARIABLE
-from flows.workspace.lock import LOCK_HELD_VARIABLE
+from flows.workspace import LOCK_HELD_VARIABLE
 from rlhf_core.errors import RlhfError
 
 pytestmark = pytest.mark.slow

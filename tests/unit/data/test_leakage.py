@@ -16,8 +16,13 @@ from rlhf_core.config.data import NearDuplicatesConfig, ValidateConfig
 from rlhf_core.config.loading import check_params, rebase_sources
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.splits import PairUser
-from rlhf_core.data.validation.set_rows import beginning_hashes, prefix_leakage
-from rlhf_core.data.validation.set_rules import check_set, contamination, similar_prompts
+from rlhf_core.data.validation.set_rules import (
+    beginning_hashes,
+    check_set,
+    contamination,
+    prefix_leakage,
+    similar_prompts,
+)
 from rlhf_core.errors import DataError
 
 CONFIG = NearDuplicatesConfig(search=True)

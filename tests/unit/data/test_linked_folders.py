@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_core.data.collection.sources import source_files
 from rlhf_core.errors import DataError
-from rlhf_core.fingerprint.sources import write_sources
+from rlhf_core.fingerprint.tracked_files import write_sources
 from rlhf_core.storage.file_patterns import expand
 
 PAIR = {"prompt": "Q?", "chosen": "a", "rejected": "b"}

@@ -25,13 +25,13 @@ from rlhf_core.evaluation.report.headline import (
     conclude,
     headline_metrics,
 )
-from rlhf_core.evaluation.report.render import with_release
 from rlhf_core.evaluation.report.view import (
     category_charts,
     flatten,
     format_number,
     sft_beside_policy,
     spread_over_categories,
+    with_release,
 )
 from rlhf_core.gates import decide
 from rlhf_core.stages import report

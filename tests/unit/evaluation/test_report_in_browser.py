@@ -11,7 +11,7 @@ import pytest
 from browser import Browser, find_chromium
 
 from rlhf_core.evaluation.report.headline import ReleaseDecision, UnmetCondition
-from rlhf_core.evaluation.report.render import with_release
+from rlhf_core.evaluation.report.view import with_release
 
 from .test_report import ATTACK, fill, fill_sections, render, write
 

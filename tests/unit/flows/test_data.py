@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from flows.dvc_repo.revision import check_out
 from flows.pipeline.data_watch import ANNOUNCED, EVENT, find_new_data
-from flows.workspace.folder import private_path
+from flows.workspace import private_path
 from rlhf_core.config.data import CollectConfig, FileSources
 from rlhf_core.config.loading import load_params
 from rlhf_core.data.collection.sources import collected_paths

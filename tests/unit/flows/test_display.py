@@ -16,7 +16,7 @@ from flows.commands.display import StageTable, counted
 from flows.commands.run_state import RESULTS, RunState, StageProgress, describe_result, describe_stage
 from flows.commands.text import format_metrics, format_rate, format_seconds
 from flows.pipeline.events import RunPlanned, StageEnded, StageRetried, StageStarted
-from flows.stage.outcome import StageOutcome, last_progress
+from flows.stage import StageOutcome, last_progress
 from flows.supervision.signals import Stopwatch
 
 STAGES = tuple(f"stage-{number:02}" for number in range(13))

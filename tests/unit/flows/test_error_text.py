@@ -14,7 +14,7 @@ import pytest
 
 from flows import cli
 from flows.commands.text import print_error, print_failed_gates, print_gate_failure
-from flows.stage.outcome import ConditionRow, condition_rows
+from flows.stage import ConditionRow, condition_rows
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, GateFailed
 
 WHY = "below this the proxy misleads PPO more than it guides it"

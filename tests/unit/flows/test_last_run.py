@@ -32,7 +32,7 @@ from flows.pipeline.events import (
     read_last_run,
 )
 from flows.pipeline.verdict import RunVerdict
-from flows.stage.outcome import StageOutcome
+from flows.stage import StageOutcome
 from rlhf_core.evaluation.report.headline import ReleaseDecision
 
 EVENTS: list[PipelineEvent] = [

@@ -9,7 +9,7 @@ import pytest
 from commands import ROOT
 
 from flows.commands import init
-from flows.workspace.folder import job_label, run_label, run_tags
+from flows.workspace import job_label, run_label, run_tags
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 

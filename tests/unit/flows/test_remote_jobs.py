@@ -22,13 +22,11 @@ from unit.flows.test_retry_and_clock import FakeClock
 
 from flows.jobs import run_on_pool, stage_job, transfer
 from flows.jobs.job import Handoff, Job
-from flows.jobs.remote_client import CARRIED_BYTES, _untracked_inputs, read_carried_files
-from flows.jobs.remote_host import code_difference, rebuild_workspace
+from flows.jobs.remote import CARRIED_BYTES, _untracked_inputs, code_difference, read_carried_files, rebuild_workspace
 from flows.jobs.transfer import LogFollower, LogShipper, TransferFailed, describe_remote
-from flows.stage.outcome import StageOutcome
-from flows.stage.run import StageSpec
+from flows.stage import StageOutcome, StageSpec
 from flows.supervision.processes import SupervisedResult
-from flows.workspace.folder import private_path
+from flows.workspace import private_path
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import Placement
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED

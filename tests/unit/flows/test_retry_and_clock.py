@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import flows.supervision.signals  # noqa: F401
-from flows.stage.outcome import load_gate_file
+from flows.stage import load_gate_file
 from flows.supervision.signals import StopRequested, Stopwatch, WallClock, retry
 
 RETRY = sys.modules["flows.supervision.signals"]

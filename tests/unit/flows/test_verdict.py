@@ -18,8 +18,8 @@ from flows.pipeline.artifacts import publish_gate_tables, publish_report, publis
 from flows.pipeline.verdict import RegistrationResult, RunVerdict, markdown_text, reach_verdict, verdict_markdown
 from flows.registry.client import mlflow_address, run_page
 from flows.registry.decisions import PromotionDecision
-from flows.stage.outcome import StageOutcome
-from flows.workspace.cleanup import record_services
+from flows.stage import StageOutcome
+from flows.workspace import record_services
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
 from rlhf_core.evaluation.verdict import JudgeResult, Standing, judge_results, standing_of
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
-from rlhf_core.fingerprint.tracked_files import FILE, write_tracked_files
+from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE, write_tracked_files
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def seen(workspace: Path, *values: dict[str, Any]) -> str:
     """What DVC would compare."""
     sources = TypeAdapter(RewardSources).validate_python(list(values)) if values else DEFAULT_SOURCES
     write_tracked_files(workspace, sources)
-    return (workspace / FILE).read_text()
+    return (workspace / REWARD_SOURCES_FILE).read_text()
 
 
 MODEL, FUNCTION = {"kind": "model", "path": "extra/rm"}, {"kind": "function", "target": "rules:f"}

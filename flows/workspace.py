@@ -1,0 +1,273 @@
+"""Workspace folders: finding one, its private files and names, its locks, and the cleanup of what a dead run left.
+
+One pipeline run at a time has a workspace, and one attempt at a time a stage. ``python -m flows.workspace WORKSPACE``
+does the cleanup for a command that holds the workspace's lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from flows.supervision.processes import OWNER_VARIABLE, start_token
+from flows.supervision.signals import STOP
+from rlhf_core.errors import ModelError, RlhfError
+
+PRIVATE = ".rlhf"
+
+
+def find_workspace(folder: Path | None = None) -> Path:
+    """Return the absolute path of the workspace ``folder``, by default the nearest one at or above the current folder.
+
+    Raises:
+        RlhfError: ``folder`` is not a workspace, or there is none at or above the current folder.
+    """
+    if folder is not None:
+        if not is_workspace(folder):
+            raise RlhfError(
+                f"{folder} is not a workspace (it has no params.yaml and dvc.yaml); make one with: "
+                f"rlhf init {shlex.quote(str(folder))}"
+            )
+        return folder.resolve()
+    current = Path.cwd().resolve()
+    for candidate in (current, *current.parents):
+        if is_workspace(candidate):
+            return candidate
+    raise RlhfError(
+        f"there is no workspace at or above {current}; make one with `rlhf init DIR`, or name one with --workspace DIR"
+    )
+
+
+def is_workspace(folder: Path) -> bool:
+    """Whether ``folder`` holds params.yaml and dvc.yaml."""
+    return (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file()
+
+
+def private_path(workspace: Path, *parts: str) -> Path:
+    """Return a path under the workspace's own ``.rlhf`` folder, whose parent folder is created.
+
+    Raises:
+        RlhfError: the workspace cannot be written to.
+    """
+    path = workspace.joinpath(PRIVATE, *parts)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(workspace, error) from error
+    return path
+
+
+def cannot_write(folder: Path, error: OSError) -> RlhfError:
+    """Return the one-line error for a folder that cannot be written to."""
+    return RlhfError(f"cannot write to {folder} ({error.strerror}); make it writable or choose another workspace")
+
+
+def display_path(path: Path) -> str:
+    """Return a path as a person would type it in the current folder."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("../..") else relative
+
+
+def require_model_folder(path: Path) -> None:
+    """Raise :class:`ModelError` where ``path`` is no model folder."""
+    if not (path / "config.json").is_file():
+        adapter = ", only an adapter, to be merged into its model" if (path / "adapter_config.json").is_file() else ""
+        raise ModelError(
+            f"no model at {path} (it has no config.json{adapter}); name a model folder such as models/sft, or none "
+            "to talk to the champion"
+        )
+
+
+SEPARATOR = " · "
+
+
+def workspace_slug(workspace: Path) -> str:
+    """Return the name of the workspace as names on a server carry it: lowercase letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", workspace.resolve().name.lower()).strip("-") or "workspace"
+
+
+def run_label(workspace: Path, profile: str, started: datetime) -> str:
+    """Return ``WORKSPACE · PROFILE · TIME``; the profile is left out where it is unknown or the workspace's name."""
+    name = workspace.resolve().name
+    parts = [name, profile if profile != name else "", f"{started:%Y-%m-%d %H:%M:%S}"]
+    return SEPARATOR.join(part for part in parts if part)
+
+
+def job_label(workspace: str, stage: str) -> str:
+    """Return the name of a flow run that computes one stage: ``WORKSPACE · STAGE``."""
+    return SEPARATOR.join([Path(workspace).name, stage])
+
+
+def run_tags(workspace: Path, profile: str) -> Mapping[str, str]:
+    """Return what a person looks for a run by."""
+    return {"workspace": workspace.resolve().name} | ({"profile": profile} if profile else {})
+
+
+LOCK_HELD_VARIABLE = "RLHF_LOCK_HELD"
+WORKSPACE_LOCK = "lock"
+POLL_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class LockHolder:
+    """The command that holds a lock, as it is recorded in the lock file; ``since`` is a local time."""
+
+    pid: int
+    since: str
+    command: str
+
+    def __str__(self) -> str:
+        return f"`{self.command}` (pid {self.pid}, since {self.since})"
+
+
+@contextmanager
+def locked(
+    workspace: Path, name: str = WORKSPACE_LOCK, *, wait: bool = False, on_wait: Callable[[str], None] | None = None
+) -> Iterator[int]:
+    """Hold the lock ``.rlhf/NAME`` for the block; yield its file descriptor.
+
+    The lock belongs to this process and to every supervisor that inherits the descriptor. The kernel frees it when the
+    last of them has ended. A holder that has died is therefore always waited for: what its supervisors still stop
+    would run beside this process.
+
+    Args:
+        wait: wait for a live holder too, instead of failing.
+        on_wait: given one line about the holder; a command that passes it has the option ``--wait``.
+
+    Raises:
+        RlhfError: another process holds the lock, or the file cannot be written.
+        KeyboardInterrupt: the stop flag was raised while waiting.
+    """
+    path = private_path(workspace, name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise cannot_write(workspace, error) from error
+    with handle:
+        announced = False
+        while not _try_lock(handle):
+            holder = _read_holder(path)
+            alive = holder is None or start_token(holder.pid) is not None
+            if alive and not wait:
+                remedy = f"wait for it{' with --wait' if on_wait else ''}, or stop it"
+                raise RlhfError(f"{workspace} is in use by {holder or 'another rlhf process'}; {remedy}")
+            if not announced and on_wait:
+                on_wait(f"waiting for {holder or 'another rlhf process'}{'' if alive else ' to be cleaned up'}")
+                announced = True
+            if STOP.wait(POLL_SECONDS):
+                raise KeyboardInterrupt
+        command = " ".join(["rlhf", *sys.argv[1:]])
+        holder = LockHolder(os.getpid(), datetime.now().isoformat(timespec="seconds"), command)
+        handle.truncate(0)
+        handle.write(json.dumps(asdict(holder)))
+        handle.flush()
+        try:
+            yield handle.fileno()
+        finally:
+            handle.truncate(0)
+
+
+def _try_lock(handle: IO[str]) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def locked_unless_inherited(workspace: Path) -> Iterator[None]:
+    """Hold the workspace lock for the block, unless the command that started this process holds it already."""
+    holder_tag = os.environ.get(LOCK_HELD_VARIABLE, "")
+    if holder_tag and holder_tag == os.environ.get(OWNER_VARIABLE) and holder_tag.endswith(f":{workspace}"):
+        yield
+        return
+    with locked(workspace, wait=True):
+        yield
+
+
+def lock_holder(workspace: Path) -> LockHolder | None:
+    """Return the live command that holds the workspace, None if there is none. The lock itself is not touched."""
+    holder = _read_holder(workspace / PRIVATE / WORKSPACE_LOCK)
+    return holder if holder is not None and start_token(holder.pid) is not None else None
+
+
+def _read_holder(path: Path) -> LockHolder | None:
+    try:
+        return LockHolder(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+SERVICES_FILE = "services.json"
+
+
+def record_services(workspace: Path, api_url: str, addresses: dict[str, str]) -> None:
+    """Record that this process runs a Prefect server at ``api_url``, and user interfaces at ``addresses``."""
+    from rlhf_core.storage.files import atomic_write_json  # with hashlib, for which every command would wait
+
+    pid = os.getpid()
+    record = {"pid": pid, "start_token": start_token(pid), "api_url": api_url, "addresses": addresses}
+    atomic_write_json(private_path(workspace, SERVICES_FILE), record)
+
+
+def running_services(workspace: Path) -> str | None:
+    """Return the Prefect API address of the live ``rlhf up`` of this workspace, None if there is none."""
+    record = _live_record(workspace)
+    return str(record["api_url"]) if record else None
+
+
+def running_addresses(workspace: Path) -> Mapping[str, str]:
+    """Return the addresses of the user interfaces of the live ``rlhf up``, by name; empty if there is none."""
+    record = _live_record(workspace)
+    return dict(record.get("addresses", {})) if record else {}
+
+
+def _live_record(workspace: Path) -> Mapping[str, Any] | None:
+    """Return the record of a process that still runs, else None."""
+    try:
+        record: Mapping[str, Any] = json.loads((workspace / PRIVATE / SERVICES_FILE).read_text(encoding="utf-8"))
+        alive = start_token(int(record["pid"])) == record["start_token"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return record if alive else None
+
+
+def forget_services(workspace: Path) -> None:
+    """Remove the record made by :func:`record_services`."""
+    (workspace / PRIVATE / SERVICES_FILE).unlink(missing_ok=True)
+
+
+def cleanup(workspace: Path) -> list[str]:
+    """Remove what DVC and ``rlhf up`` could not, and return a line on each. The caller holds the workspace's lock.
+
+    DVC takes over the locks of dead processes itself, but refuses every command while ``.dvc/tmp/rwlock`` is no JSON.
+    It writes that file in place, so that a DVC that is killed may leave it empty.
+    """
+    report = []
+    locks = workspace / ".dvc" / "tmp" / "rwlock"
+    try:
+        json.loads(locks.read_text(encoding="utf-8"))
+    except OSError:
+        pass
+    except ValueError:
+        locks.unlink(missing_ok=True)
+        report.append("removed DVC's table of locks, which a killed DVC had left empty")
+    if running_services(workspace) is None:
+        forget_services(workspace)
+    return report
+
+
+if __name__ == "__main__":
+    cleanup(Path(sys.argv[1]))
