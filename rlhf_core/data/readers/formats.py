@@ -310,13 +310,6 @@ def _is_orca(record: Any) -> bool:
     )
 
 
-def _orca(record: Any, kind: str, options: ReadOptions) -> Parsed | Sequence[Parsed]:
-    """Read a pair; in distilabel's edition ``status`` is ``tie`` where its judge rated both replies alike."""
-    if record.get("status") == "tie":
-        raise Undecided("neither reply is preferred", prompt_of(record[_question(record)]))
-    return pair(prompt_in(_question(record)))(record, kind, options)
-
-
 def _is_open_orca(record: Any) -> bool:
     return has(record, question=str, response=str) and not OTHER_PROMPTS & record.keys()
 
@@ -537,7 +530,13 @@ COMPARISONS = (
         note="its replies are rated, the worst of them too; HelpSteer2's comparisons are in its folder preference",
     ),
     Format("shp", PAIRS, Needs("labels", history=str, human_ref_A=str, human_ref_B=str), _shp, "domain"),
-    Format("orca-dpo", PAIRS, _is_orca, _orca, "question input status chosen rejected"),
+    Format(
+        "orca-dpo",
+        PAIRS,
+        _is_orca,
+        pair(lambda record: prompt_of(record[_question(record)])),
+        "question input status chosen rejected",
+    ),
     Format("open-orca", REPLIES, _is_open_orca, _open_orca, "system_prompt question response"),
     Format(
         "ultrafeedback-ratings",

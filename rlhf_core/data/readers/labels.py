@@ -49,7 +49,9 @@ SKIP = _keys(
 )
 # What became of a row where it was annotated.
 STATUSES = _keys("status annotation_status review review_status review_result moderation")
-OUT = frozenset(_words("discarded discard deleted removed rejected invalid failed failure cancelled canceled skipped"))
+OUT = frozenset(
+    _words("discarded discard deleted removed rejected invalid failed failure cancelled canceled skipped tie")
+)
 IN = frozenset(_words("submitted accepted approved completed complete validated valid published active done ok passed"))
 # Verdicts of people on a single reply: up or down, good or bad.
 VERDICTS = _keys(

@@ -22,6 +22,7 @@ from rlhf_core.stages.checked_files import as_text, check_files
 TURN = {"role": "assistant", "content": "Rivers flow."}
 SINGLE = {"prompt": "Why?", "response": "Because."}
 PAIR = {"prompt": "Why?", "chosen": "Because.", "rejected": "No."}
+ORCA = {"input": "Why?", "chosen": "Because.", "rejected": "No."}
 
 
 def dialogue(**flags: Any) -> dict[str, Any]:
@@ -124,10 +125,20 @@ def test_a_flag_that_cannot_be_read_is_named_loudly(extra: dict[str, Any], tmp_p
     assert checked.as_dict()["files"][0]["unused"].keys() == {name, name.partition(".")[0]}
 
 
-@pytest.mark.parametrize("name", ["tie", "is_tie", "discarded", "is_deleted"])
-def test_a_pair_that_is_not_to_be_learned_is_dropped(name: str) -> None:
-    result = read("preferences", PAIR | {name: True}, PAIR | {name: False})
+@pytest.mark.parametrize("pair", [PAIR, ORCA], ids=["standard", "orca"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *({name: (True, False)} for name in ("tie", "is_tie", "discarded", "is_deleted")),
+        {"status": ("Tie", "accepted")},
+    ],
+    ids=lambda flags: next(iter(flags)),
+)
+def test_a_pair_that_is_not_to_be_learned_is_dropped(pair: dict[str, Any], flags: dict[str, Any]) -> None:
+    ((name, (no, yes)),) = flags.items()
+    result = read("preferences", pair | {name: no}, pair | {name: yes})
     assert result.positions == [2] and result.counts.dropped.total() == 1 and not result.counts.unused
+    assert len(read("prompts", pair | {name: no}).rows) == 1
 
 
 @pytest.mark.parametrize(
