@@ -126,5 +126,5 @@ $(BENCH_VENV)/.installed: requirements-bench.lock
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(BENCH_VENV) site htmlcov .coverage work workspaces ablation .rlhf .fingerprints data/raw data/clean data/docs data/quarantine.parquet \
-	  models metrics gates plots history samples report.html release.html mlflow.db mlartifacts
+	rm -rf $(VENV) $(DOCS_VENV) $(BENCH_VENV) site htmlcov .coverage work workspaces ablation .rlhf .fingerprints data/raw data/clean data/docs data/card data/quarantine.parquet \
+	  models metrics gates plots dvc_plots history samples report.html release.html mlflow.db mlartifacts

@@ -92,3 +92,11 @@ def test_every_listed_parameter_is_in_params_yaml(name: str) -> None:
         for part in path.split("."):
             assert part in place, f"DVC stops at {path}"
             place = place[part]
+
+
+def test_make_clean_removes_every_output() -> None:
+    removed = set((ROOT / "Makefile").read_text().partition("\nclean:\n")[2].split())
+    outputs = set().union(
+        *(names(stage.get(key, [])) for stage in stages().values() for key in ("outs", "metrics", "plots"))
+    )
+    assert outputs and not {out for out in outputs if not {out, out.split("/")[0]} & removed}
