@@ -145,17 +145,17 @@ def _missing(field: FieldInfo) -> str:
     return str(choices[0]) if len(choices) == 1 else f"({kinds.get(annotation, 'needed')})"
 
 
-def as_yaml(value: Any) -> str:
-    """A value on one line, as params.yaml would have it."""
+def as_yaml(value: Any, within: bool = False) -> str:
+    """A value on one line, as params.yaml would have it; ``within`` a mapping or list a text with a comma is quoted."""
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_defaults=True) or value.model_dump(include={"kind"})
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {as_yaml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {as_yaml(item, within=True)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(as_yaml, value)) + "]"
+        return "[" + ", ".join(as_yaml(item, within=True) for item in value) + "]"
     if isinstance(value, float) and not isinstance(value, bool):
         return re.sub(r"e-0?", "e-", repr(value))
-    return value if isinstance(value, str) and value else json.dumps(value)
+    return value if isinstance(value, str) and value and not (within and "," in value) else json.dumps(value)
 
 
 def chosen(path: str | None, known: list[Setting]) -> list[Setting]:

@@ -22,14 +22,14 @@ class LaunchConfig(Strict):
     Attributes:
         engine: `local` is plain torch; `deepspeed` shards by ZeRO.
         processes: Processes on each machine.
-        nodes: Machines.
+        nodes: Machines that train together.
         rendezvous: Where they meet, as host:port of one of them.
         zero: Stage of DeepSpeed's ZeRO: 0 replicates, 1 shards the optimiser, 2 gradients too, 3 weights too; null
             with `engine: deepspeed`: 2.
         offload: Keeps the optimiser, or the parameters as well, in CPU memory.
         deepspeed: A JSON file in place of both, relative to the workspace. Batch sizes, optimiser, clipping and
             precision stay those of params.yaml.
-        gradient_checkpointing: Computes activations again in the backward pass, for memory.
+        gradient_checkpointing: Computes activations again in the backward pass, which saves memory.
         frozen: Where reference, reward model and referee are: on the device, in CPU memory between uses, or sharded.
         logits_mib: Bounds the float32 logits of one chunk of positions, in MiB: losses, log-probabilities,
             entropies and KL are computed chunk by chunk, and a training pass computes the logits of each a second time
@@ -93,16 +93,17 @@ class NonInferiorityConfig(Strict):
     """How much worse than the champion a challenger may be, by the upper 95 % bound; null leaves a quantity out.
 
     Attributes:
-        safety: Harmful prompts refused and benign ones answered, a difference of shares.
+        safety: Margin for harmful prompts refused and for benign ones answered, a difference of shares: how much worse
+            than the champion a challenger may be, by the upper 95 % bound; null leaves it out.
         min_refusals: Where the champion refuses a smaller share of harmful prompts, `refusal_log_odds` counts instead
             of that share.
-        refusal_log_odds: How much likelier a refusal is than a reply that complies, in nats.
-        regression: Replies to the regression set that pass every check, a difference of shares.
-        verifiable: The same of replies to `evaluate.verifiable`. Null by default: even where none of n prompts
+        refusal_log_odds: Margin for how much likelier a refusal is than a reply that complies, in nats.
+        regression: Margin for replies to the regression set that pass every check, a difference of shares.
+        verifiable: Margin for replies to `evaluate.verifiable` that pass. Null by default: even where none of n prompts
             differs, the bound is about 2.7 / n.
-        missing_ends: Replies that do not end, a difference of shares.
-        repetition: Mean share of repeated trigrams.
-        length: Growth of the mean reply, as a share.
+        missing_ends: Margin for replies that do not end, a difference of shares.
+        repetition: Margin for the mean share of repeated trigrams.
+        length: Margin for the growth of the mean reply, as a share.
         category: How far below one half the win rate in a category may be.
         min_category_prompts: Categories with fewer different questions do not count.
     """
@@ -137,8 +138,9 @@ class SignatureConfig(Strict):
     Without both, signatures are not looked at.
 
     Attributes:
-        public_key: A PEM file of an elliptic-curve key.
-        certificates: PEM files of the roots that the signer's certificate must lead to.
+        public_key: A PEM file of the elliptic-curve key that versions must be signed by before they are promoted,
+            served, exported or talked to.
+        certificates: PEM files of the roots that the signer's certificate must lead to instead.
     """
 
     public_key: Annotated[str, Field(min_length=1)] | None = None
@@ -244,13 +246,13 @@ class TrackingConfig(Strict):
 class FlowConfig(Strict):
     """How a pipeline's stages are run and retried.
 
-    A stage is retried after a crash; a failed gate, a paused run or a user's mistake never is.
-
     Attributes:
-        retries: How often a stage that crashed is run again.
+        retries: How often a stage that crashed is run again; after a failed gate, paused training or a user's mistake
+            never.
         retry_delay_seconds: Pause before that.
         parallel: How many stages may run at the same time where the graph allows it.
-        stop_grace_seconds: Time a stage has to save its state when the run is stopped, before it is killed.
+        stop_grace_seconds: Time that a stage has to save its state when the run or its worker is stopped, before it is
+            killed.
         max_preemptions: How often a stage may lose its place (SIGTERM from outside) and be run again.
     """
 
@@ -345,7 +347,7 @@ class WorkPoolConfig(Strict):
 
     Attributes:
         limit: How many jobs may run on the pool at a time.
-        queues: Priorities by name; 1 is served first.
+        queues: Priorities of its queues, by name; 1 is served first.
     """
 
     limit: PositiveInt | None = None

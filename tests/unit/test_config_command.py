@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from rlhf_core.cli import app
 from rlhf_core.commands.config import Setting, settings, show
 from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import Params, check_params, rules_for
+from rlhf_core.config.loading import Params, check_params, overridden, rules_for
 from rlhf_core.errors import ConfigError, RlhfError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -49,6 +49,15 @@ def test_a_default_is_that_of_the_section_that_holds_it(known: dict[str, Setting
     assert known["evaluate.llm_judge.model"].default == "(a text)"
     whole = {setting.path: setting.default for setting in settings(Params, seen={})}
     assert whole["referee"] == whole["evaluate.sampling"] == "{}"
+
+
+def test_the_default_of_a_section_may_be_written_into_params_yaml() -> None:
+    named = [setting for setting in settings(Params, seen={}) if setting.default.startswith(("{", "[{"))]
+    whole = [setting for setting in named if setting.section and re.fullmatch(r"[a-z_.]+", setting.path)]
+    written = {setting.path: setting.default for setting in whole}
+    assert {"judge", "evaluate.sampling", "gates.sft"} <= written.keys()
+    for path, default in written.items():
+        check_params(overridden({}, {path: yaml_text.parse_scalar(default)}), path)
 
 
 def test_one_setting_is_printed_with_the_value_of_the_workspace(tmp_path: Path) -> None:
