@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rlhf_core.config.reward import RewardConfig as RewardConfig
     from rlhf_core.errors import RlhfError as RlhfError
     from rlhf_core.errors import TrainingPaused as TrainingPaused
+    from rlhf_core.models.causal_lm import load_policy as load_policy
     from rlhf_core.models.heads import ScalarModel as ScalarModel
-    from rlhf_core.models.starting.base import load_policy as load_policy
     from rlhf_core.training.run_context import RunContext as RunContext
 
 __version__ = "0.2.0"
@@ -53,7 +53,7 @@ _MODULES = {
     "TrainedPolicy": "api.ppo",
     "TrainedRewardModel": "api.reward_model",
     "TrainingPaused": "errors",
-    "load_policy": "models.starting.base",
+    "load_policy": "models.causal_lm",
     "train_critic": "api.critic",
     "train_ppo": "api.ppo",
     "train_reward_model": "api.reward_model",

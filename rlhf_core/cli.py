@@ -105,7 +105,7 @@ def open_model(workspace: WorkspaceOption = None) -> None:
     Exit codes: 0 the base stage may load it, 2 it would refuse it.
     """
     from rlhf_core.config.loading import load_params
-    from rlhf_core.models.starting.starting_model import open_starting_model
+    from rlhf_core.models.foreign import open_starting_model
     from rlhf_core.stages.runtime.runner import workspace_root
 
     root = workspace_root(workspace)

@@ -20,8 +20,8 @@ from benchmarks.harness import in_turn, worker
 from benchmarks.ppo_iteration.__main__ import SIZES
 from benchmarks.ppo_iteration.workload import ANSWER
 from rlhf_core.config.base import BaseConfig
+from rlhf_core.models.causal_lm import new_model, train_tokenizer
 from rlhf_core.models.io import quiet
-from rlhf_core.models.starting.base import new_model, train_tokenizer
 from rlhf_core.world.corpus import demonstrations, preferences
 
 METHODS = ("sft", "reward", "dpo")

@@ -260,7 +260,7 @@ def base_model_check(workspace: Path, source: str, revision: str | None) -> Doct
     """Check that the starting model can be opened; its weights are not loaded."""
     if source == "scratch":
         return DoctorCheck(OK, "base model", "made from nothing")
-    from rlhf_core.models.starting.starting_model import open_starting_model
+    from rlhf_core.models.foreign import open_starting_model
 
     try:
         opened = open_starting_model(workspace, source, revision)

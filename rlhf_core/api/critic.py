@@ -28,9 +28,9 @@ from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.data.schema import Prompt
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.adapters import merge_adapters
+from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.shared_base import SETTINGS, TENSORS, Adapters, adapters_of
-from rlhf_core.models.starting.base import load_policy
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.critic_pretraining import CriticTrainer
 from rlhf_core.ppo.rewards import RunningMeanStd

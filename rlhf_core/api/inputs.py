@@ -28,12 +28,12 @@ from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainTe
 from rlhf_core.data.text import has_visible_text
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import ConfigError, DataError, ModelError, RlhfError
+from rlhf_core.models.causal_lm import fitting_length, with_stop_tokens
 from rlhf_core.models.computed_buffers import require_computed_buffers
+from rlhf_core.models.foreign import prepare_tokenizer
 from rlhf_core.models.forward import embedding_weight
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.precision import float32_unembedding
-from rlhf_core.models.starting.base import fitting_length, with_stop_tokens
-from rlhf_core.models.starting.starting_model import prepare_tokenizer
 from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
 from rlhf_core.ppo.reward_sources.source import (
     PromptReader,

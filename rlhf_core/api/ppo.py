@@ -45,10 +45,10 @@ from rlhf_core.models.adapters import (
     pack_linear_layers,
     peft_adapter,
 )
+from rlhf_core.models.causal_lm import load_policy, save_policy
 from rlhf_core.models.heads import ReplyScorer, ScalarModel
 from rlhf_core.models.io import load_weights
 from rlhf_core.models.shared_base import SETTINGS, SharedBase
-from rlhf_core.models.starting.base import load_policy, save_policy
 from rlhf_core.ppo.actor_critic import build_actor_critic
 from rlhf_core.ppo.checkpoints import load_best
 from rlhf_core.ppo.health import HealthGuard, HealthMonitor

@@ -14,8 +14,8 @@ from rlhf_core.api.inputs import checked_tokenizer, held_out, require_loadable, 
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.schema import Preference
+from rlhf_core.models.causal_lm import fitting_length
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.starting.base import fitting_length
 from rlhf_core.training.reward.run import RewardModelRun, Split, split_of, train_scalar
 from rlhf_core.training.run_context import RunContext
 

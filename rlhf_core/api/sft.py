@@ -19,8 +19,8 @@ from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Demonstration
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError
+from rlhf_core.models.causal_lm import fitting_length, save_policy
 from rlhf_core.models.precision import use_float32_unembedding
-from rlhf_core.models.starting.base import fitting_length, save_policy
 from rlhf_core.training import loop
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.examples import fitting_examples

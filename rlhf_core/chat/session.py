@@ -13,8 +13,8 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message, Prompt, read_rows
 from rlhf_core.errors import DataError
+from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.models.foreign import require_openable
-from rlhf_core.models.starting.base import load_policy
 from rlhf_core.sampling.decoding import decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms
 from rlhf_core.sampling.reply import OnText, sample_reply

@@ -16,8 +16,8 @@ from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.judges.names import JUDGE, MODELS
 from rlhf_core.evaluation.judges.pairwise import Judge
 from rlhf_core.evaluation.reply import measure_text
+from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.models.foreign import require_openable
-from rlhf_core.models.starting.base import load_policy
 from rlhf_core.runtime.progress import Progress, progress
 from rlhf_core.sampling.sampler import Sampler
 from rlhf_core.sampling.vllm import opened_sampler

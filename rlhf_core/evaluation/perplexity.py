@@ -26,8 +26,8 @@ from rlhf_core.data.schema import Preference, PretrainText, read_rows
 from rlhf_core.evaluation.regression import fixed_subset
 from rlhf_core.evaluation.replies import OnPolicyReplies
 from rlhf_core.evaluation.statistics import one_each, standard_error
+from rlhf_core.models.causal_lm import fitting_length
 from rlhf_core.models.forward import lazy_logits, right_padded
-from rlhf_core.models.starting.base import fitting_length
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout

@@ -20,7 +20,7 @@ from rlhf_core.data.encoding import (
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.reply import Reply
-from rlhf_core.models.starting.base import fitting_length
+from rlhf_core.models.causal_lm import fitting_length
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.generation import Rollout

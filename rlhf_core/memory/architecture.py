@@ -15,9 +15,9 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import ModelError, first_line
 from rlhf_core.models import foreign
 from rlhf_core.models.adapters import limit_layers
+from rlhf_core.models.causal_lm import require_decoder_only, scratch_config
+from rlhf_core.models.gguf import gguf_config, is_gguf
 from rlhf_core.models.io import require_no_adapter
-from rlhf_core.models.starting.base import require_decoder_only, scratch_config
-from rlhf_core.models.starting.gguf import gguf_config, is_gguf
 from rlhf_core.runtime.limited_call import limit_reached
 
 GIVE_FOLDER = "give a complete model folder"

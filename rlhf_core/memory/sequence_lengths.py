@@ -13,7 +13,7 @@ from rlhf_core.config.loading import Params
 from rlhf_core.data.splits import PairUser
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.data.token_tables import read_tokens
-from rlhf_core.models.starting.base import load_tokenizer
+from rlhf_core.models.causal_lm import load_tokenizer
 
 # English text in a byte-pair vocabulary has about four characters per token; three is on the safe side.
 CHARACTERS_PER_TOKEN = 3

@@ -20,8 +20,8 @@ from rlhf_core.data.chat_template import reply_format
 from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ModelError, named_line
+from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.models.foreign import require_openable
-from rlhf_core.models.starting.base import load_policy
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.decoding import decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms

@@ -12,8 +12,8 @@ from pathlib import Path
 from jinja2 import TemplateError
 
 from rlhf_core.data.chat_template import probe_dialogues, render_turns
+from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.models.foreign import require_openable
-from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.serving.protocol import ServingLimits
 

@@ -15,12 +15,11 @@ from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainTe
 from rlhf_core.data.splits import PairUser
 from rlhf_core.errors import ModelError
 from rlhf_core.fingerprint.tracked_files import STARTING_MODEL_FILE
-from rlhf_core.models.foreign import find_hub_model, require_openable
+from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer, with_stop_tokens
+from rlhf_core.models.foreign import find_hub_model, prepare_tokenizer, require_openable, require_trainable
+from rlhf_core.models.gguf import is_gguf, load_gguf
 from rlhf_core.models.io import is_local
 from rlhf_core.models.precision import weights_precision
-from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer, with_stop_tokens
-from rlhf_core.models.starting.gguf import is_gguf, load_gguf
-from rlhf_core.models.starting.starting_model import prepare_tokenizer, require_trainable
 from rlhf_core.sampling.agreement import require_replies_as_scored
 from rlhf_core.stages.policy import require_room_for_replies
 from rlhf_core.stages.runtime.contract import Paths, Stage

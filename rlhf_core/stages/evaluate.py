@@ -19,7 +19,7 @@ from rlhf_core.evaluation.judges.gold import load_judge
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
 from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities, measure_drift
 from rlhf_core.evaluation.replies import evaluation_replies, on_policy_replies
-from rlhf_core.models.starting.base import load_policy
+from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import Progress, progress
 from rlhf_core.sampling.distribution import Sampling

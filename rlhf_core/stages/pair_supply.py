@@ -9,7 +9,7 @@ from rlhf_core.data.batches import length_balanced_rows
 from rlhf_core.data.splits import PairUser
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.errors import DataError
-from rlhf_core.models.starting.base import fitting_length, load_tokenizer
+from rlhf_core.models.causal_lm import fitting_length, load_tokenizer
 from rlhf_core.stages import base, validate
 from rlhf_core.training.reward.evaluation import FEWEST_BALANCED_PAIRS
 from rlhf_core.training.reward.run import metric_prefix, read_split, require_balanced_pairs

@@ -14,7 +14,7 @@ from rlhf_core.data.schema import Demonstration, PretrainText, Prompt, read_rows
 from rlhf_core.data.token_tables import TokenTable, read_tokens
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE
-from rlhf_core.models.starting.base import load_tokenizer
+from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.ppo.checkpoints import abandoned_rows
 from rlhf_core.ppo.selection import CheckpointChoice
 from rlhf_core.runtime import distributed

@@ -6,7 +6,7 @@ from rlhf_core.api.sft import fine_tune
 from rlhf_core.config.base import SftConfig
 from rlhf_core.data.schema import Demonstration, read_rows
 from rlhf_core.data.token_tables import read_tokens
-from rlhf_core.models.starting.base import load_policy
+from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
 from rlhf_core.training.rng import derive_seed

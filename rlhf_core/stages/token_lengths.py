@@ -36,10 +36,9 @@ def load_counting_tokenizer(source: str, base: Path) -> PreTrainedTokenizerBase:
             f"{source}: {HUB_PREFIX} is for data sets; name the tokenizer as {source.removeprefix(HUB_PREFIX)}"
         )
     # Imported here: these load torch and transformers, which takes seconds and is for nothing without a tokenizer.
-    from rlhf_core.models.foreign import require_openable
+    from rlhf_core.models.foreign import prepare_tokenizer, require_openable
+    from rlhf_core.models.gguf import is_gguf, load_gguf_tokenizer
     from rlhf_core.models.io import is_local
-    from rlhf_core.models.starting.gguf import is_gguf, load_gguf_tokenizer
-    from rlhf_core.models.starting.starting_model import prepare_tokenizer
 
     if not path.exists() and (is_local(source) or is_gguf(source)):
         raise ModelError(f"the tokenizer {source} does not exist; {WANTED}")
@@ -76,7 +75,7 @@ def _load_from_hub(source: str) -> PreTrainedTokenizerBase:
     from huggingface_hub import is_offline_mode
     from huggingface_hub.errors import HFValidationError
 
-    from rlhf_core.models.starting.base import load_tokenizer
+    from rlhf_core.models.causal_lm import load_tokenizer
 
     try:
         return load_tokenizer(source)
@@ -138,8 +137,8 @@ def model_positions(path: Path) -> int | None:
     """
     from transformers import AutoConfig
 
+    from rlhf_core.models.gguf import gguf_config, is_gguf
     from rlhf_core.models.io import quiet
-    from rlhf_core.models.starting.gguf import gguf_config, is_gguf
 
     if path.is_file() and is_gguf(path):
         config = gguf_config(path)

@@ -55,7 +55,7 @@ FLOWS_MAY_ALSO_USE = {
     },
     "flows.commands.text": {"data.text"},
     "flows.commands.registry_output": {"data.token_folder"},
-    "flows.commands.doctor": {"runtime.machine", "models.starting.starting_model.open_starting_model"},
+    "flows.commands.doctor": {"runtime.machine", "models.foreign.open_starting_model"},
     "flows.commands.serve": {"serving", "stages.runtime.threads.limit_threads_of"},
     "flows.registry.stored_models": {"serving.policy_source", "serving.protocol"},
     # What a registered model is answered by, wherever it is loaded.

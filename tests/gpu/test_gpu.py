@@ -14,8 +14,8 @@ from unit.api.recipe import PPO, QUESTIONS, by_length
 from unit.training.tiny import SHAPE, text
 
 import rlhf_core as rlhf
+from rlhf_core.models.causal_lm import new_model, train_tokenizer
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.starting.base import new_model, train_tokenizer
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies

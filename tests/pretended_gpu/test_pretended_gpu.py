@@ -22,10 +22,10 @@ import rlhf_core as rlhf
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.data.schema import Message
+from rlhf_core.models.causal_lm import new_model, save_policy, train_tokenizer
 from rlhf_core.models.forward import right_padded
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.precision import use_float32_unembedding
-from rlhf_core.models.starting.base import new_model, save_policy, train_tokenizer
 from rlhf_core.ppo.actor_critic import build_actor_critic
 from rlhf_core.ppo.advantages import estimate_advantages, gae
 from rlhf_core.ppo.experience import Experience

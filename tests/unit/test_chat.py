@@ -15,7 +15,7 @@ from rlhf_core.chat.session import HELP, ChatSession, ReplyStream, converse, one
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message, Prompt, write_rows
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.models.starting.base import train_tokenizer
+from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.sampling import reply as reply_sampling
 from rlhf_core.sampling.generation import Rollout
 

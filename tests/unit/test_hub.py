@@ -13,7 +13,7 @@ from flows.prefect_server.services import free_port
 from rlhf_core import hub
 from rlhf_core.data.collection.sources import load_hub_records
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.models.starting.base import load_policy
+from rlhf_core.models.causal_lm import load_policy
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from rich.table import Table
 from rlhf_core.data.chat_template import render_turns
 from rlhf_core.errors import ConfigError, DataError, RlhfError, named_line
 from rlhf_core.evaluation.figures import format_number
+from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.models.foreign import require_openable
-from rlhf_core.models.starting.base import load_policy
 
 MISSING = "lm-eval is not installed: pip install 'rlhf-pipeline[lm-eval]'"
 STDERR = "_stderr"

@@ -21,7 +21,7 @@ from rlhf_core.data.text import has_visible_text, language_tag
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.perplexity import reply_log_likelihoods
 from rlhf_core.evaluation.statistics import paired_difference_bounds
-from rlhf_core.models.starting.base import fitting_length
+from rlhf_core.models.causal_lm import fitting_length
 from rlhf_core.storage.file_patterns import expand
 from rlhf_core.training.examples import Example
 

@@ -27,7 +27,7 @@ from rlhf_core.evaluation.regression import fixed_subset
 from rlhf_core.evaluation.replies import evaluation_replies
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.statistics import cluster_of
-from rlhf_core.models.starting.base import load_policy
+from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.runtime.progress import progress
 from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.storage.files import (

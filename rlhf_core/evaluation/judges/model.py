@@ -12,8 +12,8 @@ from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id, vocabul
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.reply import Reply
+from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.models.heads import ReplyScorer, ScalarModel
-from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.runtime import distributed
 from rlhf_core.training.examples import values_of_sequences
 

@@ -24,10 +24,10 @@ from rlhf_core.config.reward_sources import (
 from rlhf_core.data.encoding import encode_dialogue, encode_reply, left_pad, pad_id, right_pad
 from rlhf_core.data.schema import Demonstration, Message, read_rows
 from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import is_local
-from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.ppo.reward_sources.source import (
     SIGNATURE,
     PromptReader,

@@ -19,8 +19,8 @@ from flows.commands.serve import PolicyChoice, served_source
 from flows.prefect_server.services import free_port
 from flows.registry.promote import promote
 from flows.registry.register import register
-from rlhf_core.models.starting.base import save_policy, with_stop_tokens
-from rlhf_core.models.starting.gguf import load_gguf
+from rlhf_core.models.causal_lm import save_policy, with_stop_tokens
+from rlhf_core.models.gguf import load_gguf
 
 __all__ = ["finished"]  # the fixture of a finished workspace
 # With so small a nucleus only the most likely token is left; vLLM's own default would sample from all of them.

@@ -19,7 +19,7 @@ from flows.registry.register import register
 from flows.release.export import ExportRequest, export
 from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message
-from rlhf_core.models.starting.base import load_policy, load_tokenizer, save_policy
+from rlhf_core.models.causal_lm import load_policy, load_tokenizer, save_policy
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import generate
 

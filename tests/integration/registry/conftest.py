@@ -28,7 +28,7 @@ from flows.supervision.processes import child_environment
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.data.schema import Message, Prompt, write_rows
-from rlhf_core.models.starting.base import load_tokenizer, train_tokenizer
+from rlhf_core.models.causal_lm import load_tokenizer, train_tokenizer
 from rlhf_core.storage.files import sha256_file
 
 BACKENDS = ["sqlite", pytest.param("server", marks=pytest.mark.slow)]

@@ -19,7 +19,7 @@ from flows.release.export import ExportRequest, export
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import EXIT_USER_ERROR, GateFailed, ModelError, RlhfError
 from rlhf_core.models.adapters import add_adapters, merge_adapters, peft_adapter
-from rlhf_core.models.starting.base import load_policy, save_policy
+from rlhf_core.models.causal_lm import load_policy, save_policy
 from rlhf_core.storage.files import sha256_file
 
 JUDGED = {"win_rate": 0.67, "win_rate_low95": 0.63, "win_rate_high95": 0.71, "prompts": 8, "clusters": 8}

@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from unit.training.tiny import SHAPE, text
 
-from rlhf_core.models.starting.base import new_model, train_tokenizer
+from rlhf_core.models.causal_lm import new_model, train_tokenizer
 
 
 @pytest.fixture(scope="module")

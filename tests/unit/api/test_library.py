@@ -17,7 +17,7 @@ from unit.ppo.tiny import Interrupting
 from unit.training.tiny import demonstrations, preferences, prompts
 
 import rlhf_core as rlhf
-from rlhf_core.models.starting.base import save_policy
+from rlhf_core.models.causal_lm import save_policy
 
 ROOT = Path(__file__).resolve().parents[3]
 

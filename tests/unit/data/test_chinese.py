@@ -17,7 +17,7 @@ from rlhf_core.data import text as stats
 from rlhf_core.data.encoding import decode_reply, encode_dialogue
 from rlhf_core.data.schema import Message, Preference, Prompt, write_rows
 from rlhf_core.data.text import language_shares, language_tag
-from rlhf_core.models.starting.base import train_tokenizer
+from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.sampling.reply import sample_reply
 from rlhf_core.training.reward.evaluation import bag_of_words_accuracy
 

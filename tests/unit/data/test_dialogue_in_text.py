@@ -12,7 +12,7 @@ from rlhf_core.data.encoding import encode_dialogue
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.turns import dialogue_in, transcript_in
 from rlhf_core.data.schema import Message
-from rlhf_core.models.starting.base import train_tokenizer
+from rlhf_core.models.causal_lm import train_tokenizer
 
 RENDERED, TRANSCRIPT = "is rendered by a chat template", "is a transcript"
 

@@ -22,7 +22,7 @@ from rlhf_core.data.inspection.describe import TokenLimit, TokenLimits, as_json_
 from rlhf_core.data.lengths import SEQUENCE, TokenCounts, character_lengths, percentiles
 from rlhf_core.data.schema import tables_of
 from rlhf_core.errors import DataError, ModelError, RlhfError
-from rlhf_core.models.starting.base import load_tokenizer, new_model, save_policy, train_tokenizer
+from rlhf_core.models.causal_lm import load_tokenizer, new_model, save_policy, train_tokenizer
 from rlhf_core.stages.token_lengths import load_counting_tokenizer, local_token_limits, token_limits
 from rlhf_core.storage.files import read_json
 

@@ -10,8 +10,8 @@ import pytest
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.data.schema import Message, Prompt, content_id
 from rlhf_core.evaluation.reply import Reply
+from rlhf_core.models.causal_lm import new_model, save_policy, train_tokenizer
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.starting.base import new_model, save_policy, train_tokenizer
 from rlhf_core.world.questions import all_questions
 
 QUESTIONS = [q for q in all_questions() if q.category in ("fact", "harmful")][::37]

@@ -42,7 +42,7 @@ from rlhf_core.evaluation.data_card.card import (
     write_card,
 )
 from rlhf_core.evaluation.figures import bar_chart
-from rlhf_core.models.starting.base import train_tokenizer
+from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext

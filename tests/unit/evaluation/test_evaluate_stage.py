@@ -30,7 +30,7 @@ from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
 from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.gates import check
-from rlhf_core.models.starting.base import load_policy
+from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext

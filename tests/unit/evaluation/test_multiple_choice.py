@@ -24,7 +24,7 @@ from rlhf_core.evaluation.benchmarks.multiple_choice import (
 )
 from rlhf_core.evaluation.perplexity import reply_log_likelihoods
 from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs
-from rlhf_core.models.starting.base import load_policy
+from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.training.examples import Example
 
 HEADER = "id,question,A,B,C,D,answer,explanation"

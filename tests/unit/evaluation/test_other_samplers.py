@@ -19,7 +19,7 @@ from rlhf_core.data.schema import Prompt, write_rows
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.human_pairs import TRAINING_PROMPTS, sampled_candidates
 from rlhf_core.evaluation.match import run_match
-from rlhf_core.models.starting.base import load_policy, load_tokenizer
+from rlhf_core.models.causal_lm import load_policy, load_tokenizer
 from rlhf_core.sampling.sampler import LocalSampler
 
 from .conftest import made_prompt

@@ -16,7 +16,7 @@ from rlhf_core.evaluation import perplexity
 from rlhf_core.evaluation.fixed_sets import COMPLYING, REFUSING, refusal_log_odds
 from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities, reply_perplexity
 from rlhf_core.evaluation.safety.prompts import is_chinese, safety_prompts
-from rlhf_core.models.starting.base import load_policy
+from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.training.examples import Example
 from rlhf_core.training.sft import mean_reply_loss
 

@@ -17,7 +17,7 @@ from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, rea
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.perplexity import measure_drift, reply_perplexity
 from rlhf_core.evaluation.replies import evaluation_replies, on_policy_replies
-from rlhf_core.models.starting.base import load_policy
+from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.runtime.runner import run_stage

@@ -21,8 +21,8 @@ from rlhf_core.evaluation.perplexity import measure_drift
 from rlhf_core.evaluation.replies import evaluation_replies, on_policy_replies
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.selection import SelectionEvaluator
+from rlhf_core.models.causal_lm import load_policy, load_tokenizer
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.starting.base import load_policy, load_tokenizer
 from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.selection import CheckpointCandidate, choose

@@ -21,7 +21,7 @@ from flows.registry.evidence import TrainingSource, source_of_version, source_of
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data import template_process
 from rlhf_core.errors import ConfigError, RlhfError
-from rlhf_core.models.starting.base import train_tokenizer
+from rlhf_core.models.causal_lm import train_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.reply import Reply
-from rlhf_core.models.starting.base import save_policy, train_tokenizer
+from rlhf_core.models.causal_lm import save_policy, train_tokenizer
 from rlhf_core.serving.completions import accept_request
 from rlhf_core.serving.policy import LoadedPolicy
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision

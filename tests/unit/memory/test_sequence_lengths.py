@@ -13,7 +13,7 @@ from rlhf_core.data.batches import token_budget_batches
 from rlhf_core.data.encoding import encode_dialogue, encode_prompt
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, Prompt, write_rows
 from rlhf_core.memory.sequence_lengths import LongestSequences, lengths_from_limits, lengths_of_workspace
-from rlhf_core.models.starting.base import new_model, save_policy, train_tokenizer
+from rlhf_core.models.causal_lm import new_model, save_policy, train_tokenizer
 
 SHAPE = BaseConfig(vocab_size=280, hidden_size=16, intermediate_size=32, layers=1, heads=2, max_positions=128)
 

@@ -9,8 +9,8 @@ import pytest
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from unit.training.tiny import SHAPE, text
 
+from rlhf_core.models.causal_lm import new_model, train_tokenizer
 from rlhf_core.models.io import save_folder
-from rlhf_core.models.starting.base import new_model, train_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -26,8 +26,8 @@ from rlhf_core import hub
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import EXIT_USER_ERROR, ModelError
 from rlhf_core.memory.architecture import starting_architecture
+from rlhf_core.models.causal_lm import load_policy, new_model, train_tokenizer
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.starting.base import load_policy, new_model, train_tokenizer
 
 
 def require_one_line(source: Path, message: str, target: Path) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from unit.ppo.tiny import make_tiny
 
 from rlhf_core.config.base import BaseConfig
+from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.models.forward import hidden_states, selected_logits
 from rlhf_core.models.heads import ActorCritic, ScalarModel
 from rlhf_core.models.precision import (
@@ -20,7 +21,6 @@ from rlhf_core.models.precision import (
     use_float32_unembedding,
     weights_precision,
 )
-from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.sampling.token_scoring import Tokens, logits_and_values, response_logits
 
 IDS, MASK = torch.arange(12).view(2, 6), torch.ones(2, 6, dtype=torch.long)

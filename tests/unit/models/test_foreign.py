@@ -29,9 +29,9 @@ from rlhf_core.config.reward_sources import ClassifierSource
 from rlhf_core.data import template_process
 from rlhf_core.errors import ModelError
 from rlhf_core.models import foreign
+from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import load_model
-from rlhf_core.models.starting.base import load_policy
 from rlhf_core.ppo.reward_sources.classifier import load_classifier
 from rlhf_core.runtime.limited_call import GIB, CallLimits, limit_reached
 from rlhf_core.serving.policy import LoadedPolicy

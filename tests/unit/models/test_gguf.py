@@ -18,8 +18,8 @@ from rlhf_core.data.encoding import encode_dialogue, encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ModelError
 from rlhf_core.memory.architecture import starting_architecture
-from rlhf_core.models.starting.base import load_policy
-from rlhf_core.models.starting.gguf import load_gguf
+from rlhf_core.models.causal_lm import load_policy
+from rlhf_core.models.gguf import load_gguf
 
 
 @pytest.fixture(scope="module")

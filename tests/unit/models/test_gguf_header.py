@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import EXIT_USER_ERROR, ModelError
-from rlhf_core.models.starting.gguf import read_gguf_header
+from rlhf_core.models.gguf import read_gguf_header
 
 UINT32, FLOAT32, STRING, ARRAY = 4, 6, 8, 9
 Q4_1, UNKNOWN = 3, 999

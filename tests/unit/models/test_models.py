@@ -18,9 +18,9 @@ from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.memory.dry_run import TensorMemory
+from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.models.forward import last_token_indices, position_ids_from_mask, selected_logits
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer
 
 SHAPE = BaseConfig(vocab_size=280, hidden_size=16, intermediate_size=24, layers=2, heads=2, max_positions=64)
 TEXTS = ["the sky is blue", "the tree is green", "what is the sky like"]

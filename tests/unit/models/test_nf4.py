@@ -15,7 +15,7 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.adapters import NF4Linear, add_adapters, merge_adapters, packed
-from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer
+from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer
 
 pytestmark = needs_bitsandbytes
 # QLoRA (Dettmers et al. 2023), appendix E: the sixteen values of NormalFloat 4.

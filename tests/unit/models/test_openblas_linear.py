@@ -19,10 +19,10 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.models import openblas_linear
 from rlhf_core.models.adapters import adapted_layers, add_adapters, is_linear
+from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.models.forward import probe_ids
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.openblas_linear import OpenBlasLinear, default_products, is_plain_linear, use_openblas
-from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.sampling.decoding import decoding_layers
 
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 
 from rlhf_core.api.inputs import checked_tokenizer
 from rlhf_core.data.encoding import special_token_ids, stop_token_ids
-from rlhf_core.models.starting.base import load_policy, save_policy, with_stop_tokens
+from rlhf_core.models.causal_lm import load_policy, save_policy, with_stop_tokens
 
 
 def template(name: str) -> RealTemplate:

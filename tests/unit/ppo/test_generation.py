@@ -15,7 +15,7 @@ from unit.ppo.tiny import EOS, PAD, Tiny
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.models.starting.base import train_tokenizer
+from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.kl import kl_estimate
 from rlhf_core.ppo.rollout import logprob_differences, predict_tokens, require_agreement

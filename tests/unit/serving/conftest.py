@@ -16,7 +16,7 @@ from tiny_llama import tiny_config
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.models.starting.base import train_tokenizer
+from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.sampling.reply import Check, OnText, SampledReply
 from rlhf_core.serving.app import create_app
 from rlhf_core.serving.completions import Completions

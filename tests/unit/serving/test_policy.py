@@ -17,7 +17,7 @@ from unit.serving.conftest import JUDGED, HeldPolicy, Served
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.models.starting.base import save_policy
+from rlhf_core.models.causal_lm import save_policy
 from rlhf_core.serving.metrics import ServingMetrics
 from rlhf_core.serving.policy import RETRY_SECONDS, LoadedPolicy, PolicyWatch, ReplyPieces, ReplySettings
 from rlhf_core.serving.policy_source import FolderSource, PolicyFiles, PolicyRevision, sampling_of_folder

@@ -16,9 +16,9 @@ from unit.models.test_stop_tokens import tiny_model
 from rlhf_core.data.encoding import decode_reply, encode_dialogue, encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, ModelError
+from rlhf_core.models.causal_lm import load_tokenizer, save_policy
+from rlhf_core.models.foreign import prepare_tokenizer
 from rlhf_core.models.io import save_folder
-from rlhf_core.models.starting.base import load_tokenizer, save_policy
-from rlhf_core.models.starting.starting_model import prepare_tokenizer
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages import base
 

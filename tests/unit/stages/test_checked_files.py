@@ -16,7 +16,7 @@ from rlhf_core.commands import data as data_commands
 from rlhf_core.config.data import ReadOptions, ValidateConfig
 from rlhf_core.data.collection.sources import best_kind, source_files, sources_by_kind
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.models.starting.base import train_tokenizer
+from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.stages.checked_files import CheckedFiles, as_text, check_files
 from rlhf_core.storage.files import read_json
 

@@ -19,7 +19,7 @@ from rlhf_core.config.policy import CriticStageConfig, DpoConfig, PolicyStageCon
 from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.data.schema import Preference, read_rows
-from rlhf_core.models.starting.base import load_policy
+from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.stages import critic, policy_by_dpo
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.tracking import Tracker

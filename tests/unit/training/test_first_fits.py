@@ -13,8 +13,8 @@ from sklearn.linear_model import LogisticRegression
 
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.pairs import TokenisedPair
+from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.starting.base import load_policy
 from rlhf_core.training.reward.first_fits import (
     LengthExpert,
     LengthExperts,

@@ -14,7 +14,7 @@ from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.schema import Message, Preference
 from rlhf_core.errors import DataError
 from rlhf_core.gates import decide
-from rlhf_core.models.starting.base import new_model, train_tokenizer
+from rlhf_core.models.causal_lm import new_model, train_tokenizer
 
 CONFIG = RewardConfig(
     steps=40,

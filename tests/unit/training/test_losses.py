@@ -14,9 +14,9 @@ from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.batches import partitions
 from rlhf_core.data.encoding import left_pad, right_pad
 from rlhf_core.data.pairs import TokenisedPair
+from rlhf_core.models.causal_lm import new_model, train_tokenizer
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.starting.base import new_model, train_tokenizer
 from rlhf_core.training.device_scalars import read_scalars
 from rlhf_core.training.examples import Example, LengthBucketedBatches, collate
 from rlhf_core.training.losses import StepTotals, centering_loss, pairwise_loss, token_cross_entropy

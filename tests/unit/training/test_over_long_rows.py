@@ -13,7 +13,7 @@ from rlhf_core.config.base import SftConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.data.schema import Demonstration, Message
 from rlhf_core.data.token_tables import TokenTable
-from rlhf_core.models.starting.base import fitting_length, load_policy
+from rlhf_core.models.causal_lm import fitting_length, load_policy
 from rlhf_core.training.run_context import RunContext
 
 

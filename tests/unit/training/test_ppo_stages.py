@@ -23,8 +23,8 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import PretrainText, write_rows
 from rlhf_core.errors import DataError, TrainingPaused
+from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.models.heads import Pooling, ScalarModel
-from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.ppo.rollout import require_room
 from rlhf_core.ppo.update import PtxData
 from rlhf_core.stages import critic, ppo

@@ -10,7 +10,7 @@ from rlhf_core.api.reward_model import train_reward_model
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.models.starting.base import new_model, train_tokenizer
+from rlhf_core.models.causal_lm import new_model, train_tokenizer
 
 TOKENIZER = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
 PAIRS = preferences(60)

@@ -16,7 +16,7 @@ from rlhf_core.config.policy import PolicyStageConfig
 from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
-from rlhf_core.models.starting.base import load_policy
+from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.ppo import rejection_sampling
 from rlhf_core.ppo.rejection_sampling import RejectionSampler, best_of_each_prompt
 from rlhf_core.ppo.rollout import TrainingPrompts

@@ -20,9 +20,9 @@ from rlhf_core.config.policy import CriticStageConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.adapters import add_adapters, merge_adapters, pack_linear_layers
+from rlhf_core.models.causal_lm import load_policy, load_tokenizer, save_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.shared_base import Adapters, SharedBase, adapters_of, stacked
-from rlhf_core.models.starting.base import load_policy, load_tokenizer, save_policy
 from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.engine.frozen import FrozenModels

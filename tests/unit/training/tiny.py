@@ -16,8 +16,8 @@ from rlhf_core.config.policy import CriticStageConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt, write_rows
+from rlhf_core.models.causal_lm import new_model, save_policy, train_tokenizer
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.starting.base import new_model, save_policy, train_tokenizer
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages import critic, reward, sft
 from rlhf_core.stages.runtime.contract import Paths, Stage

@@ -23,7 +23,7 @@ from rlhf_core.data.schema import Demonstration, Preference, write_rows
 from rlhf_core.data.token_folder import RECORD, TOKENS, unneeded_entries
 from rlhf_core.data.token_tables import STREAM, TokenTable, read_tokens
 from rlhf_core.errors import DataError
-from rlhf_core.models.starting.base import train_tokenizer
+from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.storage.files import LockFile
 
 

@@ -1,1 +1,0 @@
-"""Starting models: from nothing, a folder, a hub or a GGUF file, checked before they are loaded."""
