@@ -66,7 +66,7 @@ def train_sft(
 
     Args:
         model: Any causal language model. It is left as it is.
-        tokenizer: Its tokenizer. Without a chat template, prompt and reply follow each other as plain text.
+        tokenizer: Its tokenizer. One without a chat template gets a plain one ("User: … Assistant: …").
         demonstrations: Records such as ``{"prompt": ..., "completion": ...}``; see docs/data-formats.md.
         validation: Held-out records; by default every twentieth demonstration.
         config: Settings; by default one epoch with a peak learning rate of 1e-5.
