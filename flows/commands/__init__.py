@@ -1,1 +1,1 @@
-"""The commands that operate the pipeline: run, up, init, status and doctor."""
+"""The commands that operate pipeline and models, from init, run and status to promote and serve."""

@@ -128,7 +128,7 @@ def decline(
     version: VersionLookedAt = None,
     workspace: Workspace = NEAREST,
 ) -> None:
-    """Refuse the version that waits for approval. The champion stays, and only force asks for approval again.
+    """Refuse the version that waits for approval. The champion stays; only `rlhf promote --force` asks again.
 
     Example: rlhf decline --reason "refuses too much"
     """

@@ -1,1 +1,1 @@
-"""Process control: a supervisor that stops every descendant, stop signals, file locks, retries, ports and clocks."""
+"""Process control: a supervisor that stops every descendant, stop signals, retries and clocks."""
