@@ -25,7 +25,7 @@ from rlhf_core.commands.data import (
     terminal_width,
 )
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.storage.file_patterns import expand, is_url
+from rlhf_core.storage.data_files import expand, is_url
 
 if TYPE_CHECKING:
     from rlhf_core.config.data import ReadOptions

@@ -18,7 +18,7 @@ from flows.workspace import lock_holder
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.runtime.machine import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels
-from rlhf_core.storage.file_patterns import expand, is_url
+from rlhf_core.storage.data_files import expand, is_url
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 GIB = 2**30

@@ -24,7 +24,7 @@ from rlhf_core.config.loading import (
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.storage.file_patterns import expand, is_url
+from rlhf_core.storage.data_files import expand, is_url
 
 
 def initialise(folder: Path, profile: str | None, sets: Sequence[str], cache: Path | None = None) -> Path:

@@ -19,7 +19,7 @@ from flows.supervision.processes import run_module
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.data.collection.sources import collected_paths
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.storage.file_patterns import expand, is_url
+from rlhf_core.storage.data_files import expand, is_url
 from rlhf_core.storage.files import atomic_write_text
 
 DVC_FILE = "dvc.yaml"

@@ -226,6 +226,10 @@ def run_remote_job(handoff: Handoff, spec: StageSpec) -> StageOutcome:
 
     ``spec`` is that of the pipeline, whose workspace does not exist here. A second job for the same computation on this
     host waits for the first one and then finds its result.
+
+    ``RLHF_HOST_FOLDER`` (default ``~/.rlhf``) holds the rebuilt workspaces and the DVC cache that they share, which may
+    be deleted at any time: everything in it is in the DVC remote too, but for results that a job reports as kept. A
+    workspace is kept until its result has been pushed, so that the next attempt finds partial state and result.
     """
     started = time.time()
     host = Path(os.environ.get(HOST_FOLDER_VARIABLE) or Path.home() / ".rlhf").expanduser().resolve()

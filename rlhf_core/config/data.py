@@ -13,8 +13,7 @@ from rlhf_core.config.base import SCRATCH
 from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.problems import SECRET, nearest
 from rlhf_core.errors import DataError
-from rlhf_core.storage.file_patterns import is_url
-from rlhf_core.storage.remote_files import require_no_credentials
+from rlhf_core.storage.data_files import is_url, require_no_credentials
 
 Severity = Literal["refuse", "warn", "fail"]
 

@@ -17,7 +17,7 @@ from pydantic import (
 
 from rlhf_core.config.model import SamplingConfig, StageConfig, Strict, check_endpoint
 from rlhf_core.config.ppo import LocalSamplerConfig, PpoConfig, SamplerConfig
-from rlhf_core.storage.file_patterns import is_url
+from rlhf_core.storage.data_files import is_url
 
 TEMPLATE_FIELDS = ("{conversation}", "{reply_a}", "{reply_b}")
 

@@ -36,7 +36,7 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.problems import describe, nearest
 from rlhf_core.config.reward import JudgeConfig, RefereeConfig, RewardConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.storage.file_patterns import is_url
+from rlhf_core.storage.data_files import is_url
 
 PROFILE = "pretrained"
 FULL_LR, ADAPTER_LR = 1e-5, 1e-4

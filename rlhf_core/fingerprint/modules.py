@@ -208,7 +208,15 @@ class Reach:
 
 
 class Names:
-    """The modules of package ``name``, whose folder lies in ``root``; names lead to nothing in ``neutral`` ones."""
+    """The modules of package ``name``, whose folder lies in ``root``; names lead to nothing in ``neutral`` ones.
+
+    Where a name does not say enough, more is taken than may be needed:
+
+    - a module used as a value (``getattr(module, name)``), or an attribute that it does not define, stands for all that
+      the module defines, and a package used so for all modules in it;
+    - a string that names a module of the package, or begins such a name (an entry point, a table of lazy imports),
+      stands for all that the module defines.
+    """
 
     def __init__(self, root: Path, name: str, neutral: Collection[str] = ()) -> None:
         self.root, self.name, self.neutral = root, name, frozenset(neutral)

@@ -57,7 +57,13 @@ class Encoded:
 
 
 def encode(definition: Definition, names: Names) -> Encoded:
-    """Encode ``definition``, whose names mean what ``names`` says."""
+    """Encode the syntax tree of ``definition``, whose names mean what ``names`` says, with each reference for a name.
+
+    A reference is written as the name of what it leads to, however the module was imported, and imports inside
+    functions are left out. So a definition that moves to another module stays what it was, and so do those that use it.
+    The encoding names fields and leaves out empty ones, so that it is the same for every version of Python that parses
+    the code alike.
+    """
     encoder = _Encoder(names.holder(definition), names)
     for statement in definition.statements:
         encoder.enter(statement)

@@ -31,9 +31,8 @@ from rlhf_core.config.reward_sources import (
 from rlhf_core.errors import DataError
 from rlhf_core.fingerprint.modules import Module, bare_code, imports_in, packages_of, targets_executed
 from rlhf_core.fingerprint.stages import FOLDER
-from rlhf_core.storage.file_patterns import expand, is_url, spelled
+from rlhf_core.storage.data_files import expand, expand_url, is_url, spelled, url_checksum
 from rlhf_core.storage.files import atomic_write_text, sha256_file
-from rlhf_core.storage.remote_files import expand_url, url_checksum
 
 SOURCES_FILE = f"{FOLDER}/sources.txt"
 

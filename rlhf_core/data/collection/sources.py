@@ -22,9 +22,16 @@ from rlhf_core.data.readers.detection import PROBE, first_records, format_named,
 from rlhf_core.data.readers.stream import stream_records, uncounted
 from rlhf_core.data.readers.table_records import OnRead
 from rlhf_core.errors import DataError, first_line
-from rlhf_core.storage.file_patterns import expand, is_url, spelled
+from rlhf_core.storage.data_files import (
+    expand,
+    expand_url,
+    is_url,
+    local_copy,
+    local_path,
+    require_no_credentials,
+    spelled,
+)
 from rlhf_core.storage.files import sha256_file
-from rlhf_core.storage.remote_files import expand_url, local_copy, local_path, require_no_credentials
 
 COLLECT_FILES = "collect.files"
 ARGUMENTS = "the command"

@@ -1,6 +1,7 @@
 """Turns of a dialogue, in the spellings that data sets use, as ``{"role", "content"}`` dictionaries.
 
-A whole dialogue may stand in one text: rendered by a chat template, as a transcript, or as JSON.
+A whole dialogue may stand in one text: rendered by a chat template, as a transcript, or as JSON. Texts whose role is
+given by their format are not looked at: there, markup is what somebody wrote.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation.perplexity import reply_log_likelihoods
 from rlhf_core.evaluation.statistics import paired_difference_bounds
 from rlhf_core.models.causal_lm import fitting_length
-from rlhf_core.storage.file_patterns import expand
+from rlhf_core.storage.data_files import expand
 from rlhf_core.training.examples import Example
 
 LETTERS = ("A", "B", "C", "D")

@@ -28,7 +28,7 @@ from rlhf_core.evaluation.comparisons.policy_vs_sft import SIDES, Evaluation
 from rlhf_core.evaluation.judges.pairwise import Judge
 from rlhf_core.evaluation.reply import Reply, measure_text, prompt_of
 from rlhf_core.evaluation.statistics import clusters_of
-from rlhf_core.storage.file_patterns import expand
+from rlhf_core.storage.data_files import expand
 
 if TYPE_CHECKING:
     from rlhf_core.evaluation.judges.llm.judge import LlmJudge

@@ -288,9 +288,11 @@ RESUMES = "start it and run again: training goes on from its last checkpoint"
 
 
 class HttpScorer:
-    """Posts replies to a scorer and reads their scores.
+    """Posts replies to a scorer in batches and reads their scores; retries back off, and ``wait`` sleeps between them.
 
-    ``wait`` sleeps between attempts.
+    Request: ``POST url`` with JSON ``{"items": [{"prompt": [{"role", "content"}, ...], "reply": text, "finished":
+    bool}, ...]}``. Answer: status 200 with JSON ``{"scores": [number, ...]}``, one finite number per item, in the same
+    order.
     """
 
     def __init__(self, config: HttpSource, who: str, wait: Callable[[float], None] = time.sleep) -> None:

@@ -14,7 +14,7 @@ import pytest
 from rlhf_core.data.collection.sources import source_files
 from rlhf_core.errors import DataError
 from rlhf_core.fingerprint.tracked_files import write_sources
-from rlhf_core.storage.file_patterns import expand
+from rlhf_core.storage.data_files import expand
 
 PAIR = {"prompt": "Q?", "chosen": "a", "rejected": "b"}
 
@@ -113,7 +113,7 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pyt
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         return scandir(path)
 
-    monkeypatch.setattr("rlhf_core.storage.file_patterns.os.scandir", refusing)  # modes do not bind root
+    monkeypatch.setattr("rlhf_core.storage.data_files.os.scandir", refusing)  # modes do not bind root
     with pytest.raises(DataError, match=r"Permission denied in .*closed"):
         expand("**/*.jsonl", tmp_path)
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.fingerprint import write_sources
-from rlhf_core.storage.file_patterns import expand, spelled
+from rlhf_core.storage.data_files import expand, spelled
 
 ROW = '{"prompt": "Q?", "chosen": "a", "rejected": "%s"}\n'
 
