@@ -120,7 +120,9 @@ def validate(
     system_prompts: SystemPromptsOption = False,
     workspace: Annotated[
         Path | None,
-        typer.Option("--workspace", "-w", help="Whose section validate holds; default: the nearest, or the defaults."),
+        typer.Option(
+            "--workspace", "-w", help="Whose limits and expectations hold; default: the nearest, or the defaults."
+        ),
     ] = None,
     sets: Annotated[
         list[str] | None, typer.Option("--set", "-s", help="validate.key=value over it; may be repeated.")
@@ -157,7 +159,7 @@ def validate(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "data").mkdir()  # so that no other command writes there at the same time
-            checked = check_files(sources, Path.cwd(), config, folder)
+            checked = check_files(sources, Path.cwd(), config, folder, _root_of(workspace))
         except FileExistsError as error:
             raise RlhfError(f"another command writes to {folder} already; name a new or empty folder") from error
         except OSError as error:
@@ -231,18 +233,24 @@ def _only_named(workspace: Path | None) -> Iterator[None]:
             raise
 
 
+def _root_of(workspace: Path | None) -> Path | None:
+    """Return the workspace that is named, else the one that the current folder is in; None where it is in none."""
+    from rlhf_core.stages.runtime.runner import workspace_root
+
+    with _only_named(workspace):
+        return workspace_root(workspace)
+    return None
+
+
 def _token_limits(workspace: Path | None, tokenizer: str | None) -> TokenLimits | None:
     """Return what to measure tokens with; None without ``tokenizer`` outside a workspace, or where that has no model.
 
     Outside a workspace, the limits are those of the default parameters.
     """
     from rlhf_core.config.loading import check_params, load_params
-    from rlhf_core.stages.runtime.runner import workspace_root
     from rlhf_core.stages.token_lengths import local_token_limits, token_limits
 
-    root: Path | None = None
-    with _only_named(workspace):
-        root = workspace_root(workspace)
+    root = _root_of(workspace)
     if tokenizer is not None:
         return token_limits(check_params({}) if root is None else load_params(root), tokenizer, Path.cwd())
     with _only_named(workspace):
@@ -260,7 +268,6 @@ def _validate_config(workspace: Path | None, sets: Sequence[str], tokenizer: str
 
     from rlhf_core.config import yaml_text
     from rlhf_core.config.loading import PARAMS_FILE, check_params, overlaid, rebase_sources
-    from rlhf_core.stages.runtime.runner import workspace_root
 
     other = [given for given in sets if not given.startswith(("validate.", "seed="))]
     if other:
@@ -270,10 +277,10 @@ def _validate_config(workspace: Path | None, sets: Sequence[str], tokenizer: str
             raise ConfigError("--tokenizer is empty; give a model's folder, a .gguf file or a hub id")
         path = Path(tokenizer).expanduser()
         sets = [*sets, f"validate.tokenizer={json.dumps(str(path.absolute()) if path.exists() else tokenizer)}"]
-    text = ""
-    with _only_named(workspace):
-        root = workspace_root(workspace)
-        text = rebase_sources((root / PARAMS_FILE).read_text(encoding="utf-8"), root, Path.cwd())
+    text, root = "", _root_of(workspace)
+    if root is not None:
+        with _only_named(workspace):
+            text = rebase_sources((root / PARAMS_FILE).read_text(encoding="utf-8"), root, Path.cwd())
     params = check_params(yaml_text.parse(overlaid(text, sets=sets), PARAMS_FILE))
     return params.validate_.model_copy(update={"seed": params.seed}).with_absolute_paths(Path.cwd())
 

@@ -74,7 +74,9 @@ class CheckedFiles:
         }
 
 
-def check_files(sources: FileSources, base: Path, config: ValidateConfig, folder: Path) -> CheckedFiles:
+def check_files(
+    sources: FileSources, base: Path, config: ValidateConfig, folder: Path, workspace: Path | None = None
+) -> CheckedFiles:
     """Collect and validate files as the pipeline would; all that the stages write is left in ``folder``.
 
     Where there are preferences, missing kinds are derived from them, as the pipeline does. Without them, conditions of
@@ -83,6 +85,7 @@ def check_files(sources: FileSources, base: Path, config: ValidateConfig, folder
     Args:
         base: The folder that relative paths start at.
         folder: An empty folder, in which the paths are those of a workspace.
+        workspace: Whose expectations hold; by default those in ``base``, else the project's.
 
     Raises:
         DataError: A file is missing or of an unknown format.
@@ -96,7 +99,7 @@ def check_files(sources: FileSources, base: Path, config: ValidateConfig, folder
     with suppress(GateFailed):  # which is a result
         validate.run(
             config,
-            Paths({"raw": raw, "expectations": expectations_of(base)}),
+            Paths({"raw": raw, "expectations": expectations_of(workspace or base)}),
             outputs,
             RunContext(folder / "work"),
             kinds,

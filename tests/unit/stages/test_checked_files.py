@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from rlhf_core.cli import app
 from rlhf_core.commands import data as data_commands
 from rlhf_core.config.data import ReadOptions, ValidateConfig
+from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.data.collection.sources import best_kind, source_files, sources_by_kind
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.models.causal_lm import train_tokenizer
@@ -165,6 +167,22 @@ def test_paths_of_evaluation_files_start_where_they_are_given(tmp_path: Path, mo
         assert done.exit_code == 0, done.exception
         name = (current if options else workspace).name
         assert f"{name}.jsonl | 5 | 0 |" in (current / f"out{number}/data/card/card.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("current", "more"), [("ws/inside", []), ("beside", ["-w", "../ws"])], ids=["within", "named"])
+def test_the_expectations_of_the_workspace_decide(
+    current: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / current).mkdir(parents=True)
+    shutil.copytree(recipe_folder() / "expectations", tmp_path / "ws/expectations")
+    (tmp_path / "ws/params.yaml").write_text("seed: 1\n")
+    no_two = {"type": "expect_column_values_to_not_match_regex", "kwargs": {"column": "chosen", "regex": "good 2"}}
+    own = {"expectations": [no_two | {"meta": {"rule": "no_two", "reason": "it is two"}}]}
+    (tmp_path / "ws/expectations/preferences.own.json").write_text(json.dumps(own))
+    monkeypatch.chdir(tmp_path / current)
+    done = CliRunner().invoke(app, ["data", "validate", write(Path.cwd(), rows(4)), "--json", *more])
+    assert [row["reasons"] for row in json.loads(done.stdout)["refused"]] == [["it is two"]]
 
 
 def test_the_kind_of_a_file_is_the_best_that_it_serves_as(tmp_path: Path) -> None:
