@@ -28,7 +28,8 @@ def test_metrics_are_finite_numbers_and_those_that_an_ablation_compares(smoke: S
         values = numbers(json.loads((smoke.workspace / f"metrics/{name}.json").read_text()))
         assert values and all(math.isfinite(v) for v in values), name
     (result,) = read_results([AblationRun("ppo-max", 1, smoke.workspace, "done")])
-    assert set(result.values) == set(METRICS)
+    # All replies of this run end.
+    assert set(result.values) == set(METRICS) - {"gold_gain_cut", "reward_gain_cut"}
     assert {name for row in result.history for name in row} >= set(CURVES)
 
 

@@ -177,8 +177,8 @@ FILES = [
         )
         for name, value in (("int", 5), ("NoneType", None), ("bool", True))
     ),
-    after(orca, "orca-tie", orca("ot", status="tie"), dropped("neither reply is preferred")),
-    after(orca, "orca-tie-imitated", orca("oti", status="tie"), dropped("neither reply is"), **DEMONSTRATIONS),
+    after(orca, "orca-tie", orca("ot", status="tie"), dropped("is not to be learned")),
+    after(orca, "orca-tie-imitated", orca("oti", status="tie"), dropped("is not to be learned"), **DEMONSTRATIONS),
     after(orca, "orca-tie-prompt", orca("otp", status="tie"), RowsRead(13), **PROMPTS),
     after(orca, "orca-swapped", orca("os", status="swapped"), RowsRead(13)),
     after(turn_list, "turn-list-number", ["a", 5], "does not match", **DEMONSTRATIONS),
