@@ -32,7 +32,7 @@ from rlhf_core.storage.files import atomic_write_json, atomic_write_text
 
 
 def write_page(ablation: Ablation, results: Sequence[RunResult], pictures: Mapping[str, str]) -> str:
-    """Return the whole page: claims of the figures all of whose variants have results, every variant, and differences.
+    """Return the whole page: claims of the figures that were measured, every variant, and differences.
 
     Args:
         ablation: The definition.
@@ -57,12 +57,17 @@ def write_page(ablation: Ablation, results: Sequence[RunResult], pictures: Mappi
 
 
 def judge_figures(ablation: Ablation, table: SeedTable) -> dict[str, list[ClaimVerdict]]:
-    """The verdicts on the claims of each figure all of whose variants have results, by the figure's name."""
-    return {
-        figure.name: judge_claims(figure.claims, table)
-        for figure in ablation.figures
-        if all(name in table.variants for name in figure.variants)
-    }
+    """The verdicts on the claims of each figure one of whose claims was measured, by the figure's name.
+
+    Claims that were not measured count among a figure's claims all the same, so that what is asked later costs nothing.
+    A figure without claims has an empty list.
+    """
+    verdicts = {figure.name: judge_claims(figure.claims, table) for figure in ablation.figures}
+
+    def measured(verdict: ClaimVerdict) -> bool:
+        return all(item.interval.n > 1 for item in verdict.evidence)
+
+    return {name: group for name, group in verdicts.items() if not group or any(map(measured, group))}
 
 
 def _head(results: Sequence[RunResult], verdicts: Mapping[str, Sequence[ClaimVerdict]]) -> str:

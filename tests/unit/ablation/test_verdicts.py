@@ -271,10 +271,10 @@ def test_the_whole_summary(tmp_path: Path) -> None:
     assert set(again.splitlines()) == {line for line in text.splitlines() if line != "# Ablation" and "![" not in line}
 
 
-def test_a_figure_one_of_whose_variants_was_not_run_claims_nothing(tmp_path: Path) -> None:
+def test_a_figure_none_of_whose_claims_was_measured_claims_nothing(tmp_path: Path) -> None:
     (tmp_path / "ablation.yaml").write_text(DEFINITION)
     runs = [AblationRun("a", seed, workspace(tmp_path / f"a{seed}", 0.6, 1.0), "done") for seed in (1, 2)]
-    assert summarise(load_ablation(tmp_path / "ablation.yaml"), runs, tmp_path / "out") == {}
+    assert summarise(load_ablation(tmp_path / "ablation.yaml"), runs, tmp_path / "out") == {"two": []}
 
 
 @pytest.mark.parametrize("text", ["variant,seed\na,1\n", "", "variant,seed,state,message,workspace\na,x,done,,\n"])
