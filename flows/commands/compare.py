@@ -122,7 +122,7 @@ def _policy_results(
         "gate": gate_standing(folder),
         "registered": None
         if registered is None
-        else {k: getattr(registered, k) for k in ("model", "version", "ungated")},
+        else {field_name: getattr(registered, field_name) for field_name in ("model", "version", "ungated")},
     }
 
 
@@ -266,13 +266,17 @@ def _by_condition(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
         if not (
-            isinstance(value, list) and value and all(isinstance(one, Mapping) and "metric" in one for one in value)
+            isinstance(value, list)
+            and value
+            and all(isinstance(entry, Mapping) and "metric" in entry for entry in value)
         ):
             found[name] = value
             continue
         for condition in value:
-            bounds = ((key, of) for key, of in condition.items() if key not in ("metric", "why") and of is not None)
-            found[f"{name}: {condition['metric']}"] = ", ".join(f"{key} {of}" for key, of in bounds)
+            bounds = (
+                (key, bound) for key, bound in condition.items() if key not in ("metric", "why") and bound is not None
+            )
+            found[f"{name}: {condition['metric']}"] = ", ".join(f"{key} {bound}" for key, bound in bounds)
     return found
 
 

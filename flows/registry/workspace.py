@@ -52,11 +52,11 @@ def workspace_id(workspace: Path) -> str:
     path = private_path(workspace, ID_FILE)
     try:
         known, folder = _read_id(workspace)
-        here = str(workspace.resolve())
-        if known is None or folder != here:
-            copied = folder is not None and folder != here and _read_id(Path(folder))[0] == known
+        own_address = str(workspace.resolve())
+        if known is None or folder != own_address:
+            copied = folder is not None and folder != own_address and _read_id(Path(folder))[0] == known
             known = uuid4().hex if known is None or copied else known
-            atomic_write_text(path, f"{known}\n{here}\n")
+            atomic_write_text(path, f"{known}\n{own_address}\n")
         return known
     except OSError as error:
         raise cannot_write(workspace, error) from error
@@ -93,12 +93,12 @@ def write_registered(workspace: Path, versions: Mapping[str, RegisteredHere]) ->
     """Record the version of each model folder, with the hash that dvc.lock has for the folder."""
     kept = {
         folder: {
-            "model": of.model,
-            "version": of.version,
-            "ungated": of.ungated,
+            "model": registered.model,
+            "version": registered.version,
+            "ungated": registered.ungated,
             "dvc": recorded_hash(workspace, folder),
         }
-        for folder, of in versions.items()
+        for folder, registered in versions.items()
     }
     atomic_write_json(private_path(workspace, FILE), kept)
 

@@ -68,26 +68,35 @@ def settings(
         key = field.alias or name
         if name == "seed" and path:
             continue
-        here = f"{path}.{key}" if path else key
+        setting_path = f"{path}.{key}" if path else key
         value = getattr(defaults, name) if defaults is not None else field.get_default(call_default_factory=True)
-        inside = list(_inside(field.annotation, key))
-        whole, whose = isinstance(value, BaseModel), tuple(inside[0][1].model_fields) if len(inside) == 1 else ()
-        first = seen.get(whose) if seen is not None else None
+        submodels = list(_inside(field.annotation, key))
+        is_section, setting_names = (
+            isinstance(value, BaseModel),
+            tuple(submodels[0][1].model_fields) if len(submodels) == 1 else (),
+        )
+        listed_under = seen.get(setting_names) if seen is not None else None
         meaning, paper, shows_in = _parts(meanings.get(key, "").replace("``", "`"))
         if key == "kind" and not _choices(field.annotation):  # tells the members of a union apart
             meaning = inspect.cleandoc(model.__doc__ or "").partition("\n\n")[0].replace("``", "`").replace("\n", " ")
         if field.is_required() and defaults is None:
             default = _missing(field)
         else:
-            default = as_yaml(value) if not whole or first else ""
+            default = as_yaml(value) if not is_section or listed_under else ""
         choices = _choices(field.annotation)
-        meaning += f" One of {choices}." if choices else f" Its settings are those of `{first}`." if first else ""
-        yield Setting(here, default, meaning, paper, shows_in, bool(inside))
-        for suffix, of in inside if not first else ():
-            if seen is not None and whose:
-                seen[whose] = here + suffix
-            given = value if whole and isinstance(value, of) else None
-            yield from settings(of, here + suffix, given or _default_of(of), seen)
+        meaning += (
+            f" One of {choices}."
+            if choices
+            else f" Its settings are those of `{listed_under}`."
+            if listed_under
+            else ""
+        )
+        yield Setting(setting_path, default, meaning, paper, shows_in, bool(submodels))
+        for suffix, submodel in submodels if not listed_under else ():
+            if seen is not None and setting_names:
+                seen[setting_names] = setting_path + suffix
+            section_values = value if is_section and isinstance(value, submodel) else None
+            yield from settings(submodel, setting_path + suffix, section_values or _default_of(submodel), seen)
 
 
 def _default_of(model: type[BaseModel]) -> BaseModel | None:
@@ -166,23 +175,27 @@ def chosen(path: str | None, known: list[Setting]) -> list[Setting]:
     """
     if path is None:
         return known
-    plain = [re.sub(r"\[\w*\]", "", setting.path) for setting in known]
-    named = list(zip(known, plain, strict=True))
-    below = [setting for setting, name in named if path in (name, setting.path) or name.startswith(f"{path}.")]
+    plain_paths = [re.sub(r"\[\w*\]", "", setting.path) for setting in known]
+    with_plain_paths = list(zip(known, plain_paths, strict=True))
+    below = [
+        setting for setting, name in with_plain_paths if path in (name, setting.path) or name.startswith(f"{path}.")
+    ]
     if below:
         return below
     first, _, last = path.rpartition(".")
-    alike = [setting for setting, name in named if f".{name}".endswith(f".{last}") and name.startswith(first)]
-    if alike:
-        return alike
-    raise ConfigError(f"no setting '{path}'; {nearest(path, plain)}")
+    similar_paths = [
+        setting for setting, name in with_plain_paths if f".{name}".endswith(f".{last}") and name.startswith(first)
+    ]
+    if similar_paths:
+        return similar_paths
+    raise ConfigError(f"no setting '{path}'; {nearest(path, plain_paths)}")
 
 
 def as_text(setting: Setting, given: Mapping[str, str], width: int) -> str:
     """A setting with everything that is known of it; ``given`` are the values of params.yaml that are not defaults."""
     value = setting.default or "(a section)"
-    here = f"   here: {given[setting.path]}" if setting.path in given else ""
-    lines = [f"{setting.path}: {value}{here}"]
+    value_here = f"   here: {given[setting.path]}" if setting.path in given else ""
+    lines = [f"{setting.path}: {value}{value_here}"]
     notes = [setting.meaning, f"Paper: {setting.paper}." if setting.paper else ""]
     notes.append(f"Shows in: {setting.shows_in}" if setting.shows_in else "")
     for note in filter(None, notes):

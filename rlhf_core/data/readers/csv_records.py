@@ -100,8 +100,8 @@ def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]
     lines = CsvLines(name, stream)
     given = iter(lines)
     begin = [next(given, "")]
-    if told := SEPARATOR_LINE.fullmatch(begin[0]):
-        delimiter = told[1]
+    if separator_line := SEPARATOR_LINE.fullmatch(begin[0]):
+        delimiter = separator_line[1]
         begin = ["\n", next(given, "")]  # an empty line, so that lines are counted as they are in the file
     delimiter, is_spaced = _separator(begin[-1], delimiter)
     rows = csv.reader(chain(begin, given), delimiter=delimiter, strict=True, skipinitialspace=is_spaced)

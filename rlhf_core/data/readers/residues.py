@@ -210,19 +210,25 @@ def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
         for turn in turns
     ]
     texts = {name: clean(given, f"the end of {name}") for name, given in texts.items()}
-    said = {
-        (name, what) for name, text in texts.items() for what in _residues(text, "text" if name == "text" else "reply")
+    residues_found = {
+        (name, residue)
+        for name, text in texts.items()
+        for residue in _residues(text, "text" if name == "text" else "reply")
     }
-    asked = turns[-1]["content"].strip() if turns else ""
-    said |= {(name, f"is the prompt again{AS_TEXT}") for name, text in texts.items() if asked and text.strip() == asked}
+    prompt_text = turns[-1]["content"].strip() if turns else ""
+    residues_found |= {
+        (name, f"is the prompt again{AS_TEXT}")
+        for name, text in texts.items()
+        if prompt_text and text.strip() == prompt_text
+    }
     reply = texts.get("reply", "").strip()
-    if len(asked) >= REPEATED and reply.startswith(asked) and reply != asked:
-        said.add(("reply", f"begins with the prompt{AS_TEXT}"))
-    said |= {
-        ("a user's turn", what)
+    if len(prompt_text) >= REPEATED and reply.startswith(prompt_text) and reply != prompt_text:
+        residues_found.add(("reply", f"begins with the prompt{AS_TEXT}"))
+    residues_found |= {
+        ("a user's turn", residue)
         for turn in turns
         if turn["role"] == "user"
-        for what in _residues(turn["content"], "user")
+        for residue in _residues(turn["content"], "user")
     }
-    noticed.update(f"{name} {what}" for name, what in sorted(said))
+    noticed.update(f"{name} {residue}" for name, residue in sorted(residues_found))
     return replace(parsed, prompt=prompt, **texts)

@@ -380,24 +380,26 @@ def similar_prompts(rows: SetRows, config: NearDuplicatesConfig) -> Iterator[Row
             if len(distinct) == config.max_rows:
                 continue
             distinct[row.turns] = PromptUses(row.id, signer.signature("\n".join(row.turns)))
-        for use in row.parts.items():
-            distinct[row.turns].rows.setdefault(use, []).append((row.kind, row.number, row.id))
+        for named_part in row.parts.items():
+            distinct[row.turns].rows.setdefault(named_part, []).append((row.kind, row.number, row.id))
     prompts = list(distinct.values())
     for order, parts in PARTS.items():
         index = SimilarTexts(config)
         part_of: dict[int, int] = {}
         for part in range(len(parts)):
-            new = {key: uses for key, uses in enumerate(prompts) if (order, part) in uses.rows and key not in part_of}
-            for uses in new.values():
+            new_prompts = {
+                key: uses for key, uses in enumerate(prompts) if (order, part) in uses.rows and key not in part_of
+            }
+            for uses in new_prompts.values():
                 if (similar := index.most_similar(uses.signature)) is None:
                     continue
                 key, similarity = similar
                 reason, other = f"the prompt is nearly the same as one of {parts[part_of[key]]}", prompts[key].id
                 for kind, number, row_id in uses.rows[order, part]:
                     origin = rows.clean[kind].origin(number)
-                    named = RowFinding(SIMILAR_PROMPTS, kind, reason, **origin, id=row_id, number=number)
-                    yield replace(named, other=other, similarity=similarity)
-            for number, uses in new.items():
+                    named_finding = RowFinding(SIMILAR_PROMPTS, kind, reason, **origin, id=row_id, number=number)
+                    yield replace(named_finding, other=other, similarity=similarity)
+            for number, uses in new_prompts.items():
                 part_of[number] = part
                 index.add(number, uses.signature)
 
@@ -480,7 +482,10 @@ def contamination(
     records = [(file.counts.source, position) for file in files for position in file.positions]
     index = EvaluationIndex(prompts, config)
     counted = [file.counts for file in files]
-    overlaps = {of.source: EvaluationOverlap(of.source, of.kept, of.refused) for of in counted}
+    overlaps = {
+        file_counts.source: EvaluationOverlap(file_counts.source, file_counts.kept, file_counts.refused)
+        for file_counts in counted
+    }
     overlap_of: dict[int, tuple[int, str, float | None] | None] = {}  # by the hash of the turns: most prompts repeat
     breaches = []
     for kind in rows.clean:
@@ -538,9 +543,11 @@ def check_set(
 
     def add(breaches: Iterable[RowFinding], kinds: Collection[str], *rules: str) -> None:
         named = [(breach, suites.severity(breach.kind, breach.rule)) for breach in breaches]
-        known = [replace(breach, severity=severity) for breach, severity in named if severity is not None]
-        order = list(dict.fromkeys(breach.rule for breach in known))
-        findings.breaches += sorted(known, key=lambda breach: (order.index(breach.rule), filled.index(breach.kind)))
+        earlier_findings = [replace(breach, severity=severity) for breach, severity in named if severity is not None]
+        order = list(dict.fromkeys(breach.rule for breach in earlier_findings))
+        findings.breaches += sorted(
+            earlier_findings, key=lambda breach: (order.index(breach.rule), filled.index(breach.kind))
+        )
         for kind in kinds:
             findings.checked.setdefault(kind, []).extend(rules)
 
@@ -549,9 +556,9 @@ def check_set(
     severities = {suites.severity(kind, rule) for kind in filled for rule in (NEAR_DUPLICATES, SIMILAR_PROMPTS)}
     decides = not severities <= {"warn", None}
     if config.near_duplicates.searches(max((clean[kind].num_rows for kind in filled), default=0), decides):
-        given = [kind for kind in filled if kind not in derived]
-        duplicates, compared = near_duplicates(rows, given, config.near_duplicates)
-        add(duplicates, given, NEAR_DUPLICATES)
+        given_kinds = [kind for kind in filled if kind not in derived]
+        duplicates, compared = near_duplicates(rows, given_kinds, config.near_duplicates)
+        add(duplicates, given_kinds, NEAR_DUPLICATES)
         for kind, count in compared.items():
             findings.counts.setdefault(kind, {})["near_duplicates_compared"] = float(count)
         add(similar_prompts(rows, config.near_duplicates), prompted, SIMILAR_PROMPTS)

@@ -103,7 +103,10 @@ def _section(section: CardSection) -> Iterator[str]:
         yield "\n".join(f"- {_text(note)}" for note in section.notes)
     yield from (_table(table) for table in section.tables)
     if section.histograms:
-        rows = [(h.title, f"{h.edges[0]} to {h.edges[-1]}", _bars(h)) for h in section.histograms]
+        rows = [
+            (histogram.title, f"{histogram.edges[0]} to {histogram.edges[-1]}", _bars(histogram))
+            for histogram in section.histograms
+        ]
         yield _table(CardTable(("histogram", "bins, in powers of two", ""), rows))
 
 
@@ -220,8 +223,8 @@ def _token_notes(tokens: CountedTokens) -> Iterator[str]:
             yield f"{kind}: tokens of {tally.looked_at} of {tally.rows} rows were counted, spread evenly."
         for count in ReasonCounts.of(tally.unwritable).commonest():
             where = "" if count.first.source is None else f" (first: {count.first.where})"
-            have = "rows have" if count.rows > 1 else "row has"
-            yield f"{kind}: {count.rows} {have} no tokens, since {count.reason}{where}."
+            rows_have = "rows have" if count.rows > 1 else "row has"
+            yield f"{kind}: {count.rows} {rows_have} no tokens, since {count.reason}{where}."
 
 
 EXAMPLES_OF_A_RULE = 3
@@ -329,7 +332,7 @@ def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
     sections = [
         source_section(sources.manifest),
         _rows(sources.metrics, kinds),
-        length_section({kind: of.all_lengths() for kind, of in sources.statistics.items()}, sources.tokens),
+        length_section({kind: of_kind.all_lengths() for kind, of_kind in sources.statistics.items()}, sources.tokens),
         _balance(sources),
         rules_section(sources.metrics, kinds, sources.validated.checkpoints.suites),
         _leakage(sources, examples, config.near_duplicates),
@@ -451,7 +454,10 @@ def _leakage(sources: CardSources, examples: Sequence[Example], config: NearDupl
         notes.append("No evaluation files were given (validate.evaluation_files).")
     if examples:
         notes.append("Examples are below; data/card/findings.parquet has all findings.")
-        listed = [(of.rule, of.kind, of.where, of.reason, other, of.similarity) for of, _, other, _ in examples]
+        listed = [
+            (leaked.rule, leaked.kind, leaked.where, leaked.reason, other, leaked.similarity)
+            for leaked, _, other, _ in examples
+        ]
         tables.append(CardTable(("rule", "kind", "row", "finding", "other", "similarity"), listed))
     return CardSection("Leakage and near duplicates", notes, tables)
 
