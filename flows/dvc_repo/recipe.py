@@ -132,7 +132,7 @@ def check_tracked_params(workspace: Path) -> None:
     without_default = [path for path, value in missing.items() if value in (ABSENT, None, [])]
     # Of a section the name is enough, and its kind where it is one of several.
     given = {
-        path: {key: of for key, of in value.items() if key == "kind"} if isinstance(value, dict) else value
+        path: {key: entry for key, entry in value.items() if key == "kind"} if isinstance(value, dict) else value
         for path, value in missing.items()
     }
     lines = overridden({}, {path: value for path, value in given.items() if path not in without_default})

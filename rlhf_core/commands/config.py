@@ -71,10 +71,8 @@ def settings(
         setting_path = f"{path}.{key}" if path else key
         value = getattr(defaults, name) if defaults is not None else field.get_default(call_default_factory=True)
         submodels = list(_inside(field.annotation, key))
-        is_section, setting_names = (
-            isinstance(value, BaseModel),
-            tuple(submodels[0][1].model_fields) if len(submodels) == 1 else (),
-        )
+        is_section = isinstance(value, BaseModel)
+        setting_names = tuple(submodels[0][1].model_fields) if len(submodels) == 1 else ()
         listed_under = seen.get(setting_names) if seen is not None else None
         meaning, paper, shows_in = _parts(meanings.get(key, "").replace("``", "`"))
         if key == "kind" and not _choices(field.annotation):  # tells the members of a union apart
@@ -84,13 +82,10 @@ def settings(
         else:
             default = as_yaml(value) if not is_section or listed_under else ""
         choices = _choices(field.annotation)
-        meaning += (
-            f" One of {choices}."
-            if choices
-            else f" Its settings are those of `{listed_under}`."
-            if listed_under
-            else ""
-        )
+        if choices:
+            meaning += f" One of {choices}."
+        elif listed_under:
+            meaning += f" Its settings are those of `{listed_under}`."
         yield Setting(setting_path, default, meaning, paper, shows_in, bool(submodels))
         for suffix, submodel in submodels if not listed_under else ():
             if seen is not None and setting_names:

@@ -218,7 +218,7 @@ def work_key(run: _StageRun) -> str:
     parts = {
         "config": run.config.model_dump(mode="json"),
         "inputs": {key: sha256_tree(path) for key, path in inputs if path.exists()},
-        "code": remembered_fingerprints(run.workspace, [stage.name], stage.method)[stage.name],
+        "code": remembered_fingerprints(run.workspace, [stage.name], run.params.policy.method)[stage.name],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -18,7 +18,9 @@ from sqlalchemy import create_engine, text
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config.operations import ComputeConfig
+from rlhf_core.config.policy import Method
 from rlhf_core.errors import EXIT_USER_ERROR, ConfigError, RlhfError
+from rlhf_core.fingerprint import write_fingerprints
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import runner, threads
 from rlhf_core.stages.runtime.contract import Paths
@@ -75,6 +77,19 @@ def test_a_training_stage_allows_tf32_as_the_parameters_say(
     monkeypatch.setattr(runner, "_run_on_rank_zero", lambda run: {})
     runner.run_stage("sft", tmp_path)
     assert calls == [allowed]
+
+
+@pytest.mark.parametrize("method", ["ppo", "dpo", "rejection_sampling"])
+def test_a_stage_reads_the_fingerprint_that_its_run_has_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Method
+) -> None:
+    (tmp_path / "params.yaml").write_text(f"policy: {{method: {method}}}\n")
+    write_fingerprints(tmp_path, ["gate-sft", "gate-policy"], method)
+    remembered = (tmp_path / ".rlhf/fingerprints.json").read_bytes()
+    monkeypatch.setattr(runner, "_inputs", lambda stage, workspace: Paths({}))
+    monkeypatch.setattr(runner, "_run_on_rank_zero", lambda run: {"key": runner.work_key(run)})
+    assert runner.run_stage("gate-sft", tmp_path)["key"]
+    assert (tmp_path / ".rlhf/fingerprints.json").read_bytes() == remembered
 
 
 class NotedTracker(Tracker):
