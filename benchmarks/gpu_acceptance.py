@@ -1,7 +1,8 @@
 """``python -m benchmarks.gpu_acceptance``: whether all works on the GPU of this machine, in at most nine minutes.
 
-Every step is a process of its own on random models. What it found goes to ``gpu-acceptance.json`` as soon as it has
-ended, and one table at the end says pass or fail. With ``--dry`` no GPU is needed: stages and tests run on the
+Every step is a process of its own on random models. Those that measure no speed run side by side, as many as the cores
+allow. What a step found goes to ``gpu-acceptance.json`` as soon as it has ended, and one table at the end says pass or
+fail. With ``--dry`` no GPU is needed: stages and tests run on the
 pretended one of ``tests/pretended_gpu``, the rest on the CPU at tiny sizes, and speed is not judged.
 """
 
@@ -16,9 +17,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +53,9 @@ ADAPTERS = (
     "base.dtype=bfloat16", "reward.lora.rank=4", "critic.lora.rank=4", "ppo.policy_lora.rank=4",
     "ppo.critic_lora.rank=4",
 )  # fmt: skip
+LARGE_BATCH = ("ppo.batch_size=256", "ppo.minibatches=1", "ppo.micro_batch_tokens=16384")
+DATA = "data"  # the workspace whose data all others take
+SIDE_BY_SIDE = max(len(os.sched_getaffinity(0)) // 3, 1)
 LLAMA = {"model_type": "llama", "max_position_embeddings": 2048, "tie_word_embeddings": False}
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -73,13 +80,15 @@ class Acceptance:
         dry: Whether there is no GPU.
         vllm: The Python of an environment with vLLM, if there is one.
         ends: When the time is up, by the monotonic clock.
-        faults: What the current step found wrong.
+        making_data: Held while the data of all workspaces are made.
+        faults: What the step found wrong.
     """
 
     work: Path
     dry: bool
     vllm: Path | None
     ends: float
+    making_data: threading.Lock = field(default_factory=threading.Lock)
     faults: list[str] = field(default_factory=list)
 
     def python(self, *words: str | Path, pretended: bool = True, expected: int = 0, **extra: str) -> str:
@@ -107,7 +116,8 @@ class Acceptance:
     def started(self, *words: str | Path, pretended: bool = True, **extra: str) -> subprocess.Popen[str]:
         """Start a Python module, or the program after ``-c``."""
         how = [str(PRETENDED)] if self.dry and pretended else [] if words[0] == "-c" else ["-m"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"} | extra
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"} | extra
         return subprocess.Popen(
             [sys.executable, *how, *map(str, words)], cwd=ROOT, env=environment, text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -128,13 +138,21 @@ class Acceptance:
             self.faults.append(fault)
 
     def workspace(self, name: str, *settings: str) -> Path:
-        """A workspace of the smoke profile, made smaller."""
+        """A workspace of the smoke profile, made smaller, with validated data."""
         folder = self.work / name
+        if name != DATA:
+            with self.making_data:
+                if not (self.work / DATA).is_dir():
+                    made = self.workspace(DATA)
+                    for stage in CPU_STAGES:
+                        self.stage(stage, made)
         words = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
         self.python("flows.cli", "init", folder, "--profile", "smoke", *words, pretended=False)
         (folder / "gates").mkdir(exist_ok=True)
         for gate in ("sft", "reward"):  # a few steps make no model that passes one
             (folder / f"gates/{gate}.pass").touch()
+        if name != DATA:
+            shutil.copytree(self.work / DATA / "data", folder / "data", dirs_exist_ok=True)
         return folder
 
     def stage(self, name: str, workspace: Path, pretended: bool = True, expected: int = 0) -> None:
@@ -177,7 +195,7 @@ def gpu_tests(run: Acceptance) -> dict[str, Any]:
 def stages_float32(run: Acceptance) -> dict[str, Any]:
     """All stages from the data to the evaluation in float32."""
     workspace = run.workspace("float32")
-    for name in (*CPU_STAGES, *GPU_STAGES):
+    for name in GPU_STAGES:
         run.stage(name, workspace)
     found = json.loads((workspace / "metrics/ppo.json").read_text(encoding="utf-8"))
     return {"iterations": found["iterations"], "skipped_steps": found["skipped_steps"]}
@@ -186,12 +204,6 @@ def stages_float32(run: Acceptance) -> dict[str, Any]:
 def stages_adapters(run: Acceptance) -> dict[str, Any]:
     """The same in bfloat16 with adapters; PPO gets a SIGTERM after its first checkpoint, and goes on from there."""
     workspace = run.workspace("adapters", *ADAPTERS)
-    data = run.work / "float32/data"
-    if (data / "clean").is_dir():
-        shutil.copytree(data, workspace / "data", dirs_exist_ok=True)
-    else:
-        for name in CPU_STAGES:
-            run.stage(name, workspace)
     for name in GPU_STAGES[: GPU_STAGES.index("ppo")]:
         run.stage(name, workspace)
     words = ("rlhf_core", "stage", "ppo", "--workspace", workspace)
@@ -213,18 +225,17 @@ def stages_adapters(run: Acceptance) -> dict[str, Any]:
 
 def deepspeed(run: Acceptance) -> dict[str, Any]:
     """SFT by DeepSpeed's three stages in bfloat16, with a checkpoint, and the model released and saved at the end."""
-    workspace, seconds = run.work / "adapters", dict[str, float]()
-    if not (workspace / "models/base").is_dir():
-        raise StepFailed("there is no base model: the stages before failed")
-    for zero in (1, 2, 3):
+
+    def trained(zero: int) -> float:
         engine = ("compute.launch.sft.engine=deepspeed", f"compute.launch.sft.zero={zero}", "sft.checkpoint.every=4")
         target = run.workspace(f"zero{zero}", "base.dtype=bfloat16", *engine)
-        shutil.copytree(workspace / "data", target / "data", dirs_exist_ok=True)
-        shutil.copytree(workspace / "models/base", target / "models/base")
+        run.stage("base", target, pretended=False)
         began = time.monotonic()
         run.stage("sft", target, pretended=False)
-        seconds[f"zero {zero}"] = round(time.monotonic() - began, 1)
-    return {"seconds": seconds}
+        return round(time.monotonic() - began, 1)
+
+    with ThreadPoolExecutor(min(3, SIDE_BY_SIDE)) as pool:
+        return {"seconds": dict(zip(("zero 1", "zero 2", "zero 3"), pool.map(trained, (1, 2, 3)), strict=True))}
 
 
 def memory(run: Acceptance) -> dict[str, Any]:
@@ -249,13 +260,13 @@ def throughput(run: Acceptance) -> dict[str, Any]:
             continue
         config, output = run.work / f"{name}.json", run.work / f"{name}-shares.json"
         config.write_text(json.dumps(LLAMA | dict(zip(SIZES, sizes, strict=True))))
-        batch = ("ppo.batch_size=4", "ppo.max_new_tokens=8") if run.dry else ("ppo.batch_size=64", "ppo.minibatches=1")
+        batch = ("ppo.batch_size=4", "ppo.max_new_tokens=8") if run.dry else LARGE_BATCH
         dtype = "base.dtype=float32" if run.dry else "base.dtype=bfloat16"
         words = [word for each in (dtype, *batch) for word in ("--set", each)]
         tokens = "8" if run.dry else "256"
         run.python(
             "benchmarks.ppo_throughput", "--config", config, "--output", output,
-            "--iterations", "1" if run.dry else "2", "--prompt", tokens, "--reply", tokens, *words, pretended=False,
+            "--iterations", "1", "--prompt", tokens, "--reply", tokens, *words, pretended=False,
         )  # fmt: skip
         each = json.loads(output.read_text())
         generation, update = each["roofline_shares"]["generation"], each["matmul_shares"]["update"]
@@ -282,17 +293,45 @@ def sampling(run: Acceptance) -> dict[str, Any]:
     return {"tokens_per_second": found}
 
 
-STEPS: dict[str, Callable[[Acceptance], dict[str, Any]]] = {
+Step = Callable[[Acceptance], dict[str, Any]]
+CORRECT: dict[str, Step] = {
     "doctor and driver": doctor,
-    "limits of the device": limits,
     "tests marked gpu": gpu_tests,
     "stages in float32": stages_float32,
     "stages in bfloat16 with adapters, one SIGTERM": stages_adapters,
     "DeepSpeed ZeRO 1, 2, 3": deepspeed,
     "memory against the plan": memory,
+}
+MEASURED: dict[str, Step] = {
+    "limits of the device": limits,
     "PPO throughput": throughput,
     "sampling": sampling,
 }
+STEPS = CORRECT | MEASURED
+
+
+@dataclass
+class Results:
+    """What the steps found, in the order of :data:`STEPS`, written to a file after each."""
+
+    output: Path
+    dry: bool
+    steps: dict[str, Any] = field(default_factory=dict)
+    writing: threading.Lock = field(default_factory=threading.Lock)
+
+    def of(self, name: str, run: Acceptance) -> None:
+        """Run a step."""
+        own, started, found = replace(run, faults=[]), time.monotonic(), dict[str, Any]()
+        try:
+            found = STEPS[name](own)
+        except (StepFailed, OSError, KeyError, ValueError) as error:
+            own.faults.append(f"{type(error).__name__}: {error}")
+        taken = round(time.monotonic() - started, 1)
+        with self.writing:
+            self.steps[name] = {"passed": not own.faults, "seconds": taken, "faults": own.faults, "found": found}
+            self.steps = {each: self.steps[each] for each in STEPS if each in self.steps}
+            atomic_write_json(self.output, {"dry": self.dry, "steps": self.steps})
+            print(f"{name}: {'pass' if not own.faults else 'FAIL'} after {taken} s", flush=True)
 
 
 def main() -> int:
@@ -305,23 +344,18 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="after which steps are broken off: 540, and an hour with --dry")
     given = parser.parse_args()
     seconds = given.seconds or (3600.0 if given.dry else SECONDS)
-    results: dict[str, Any] = {}
-    began = time.monotonic()
+    asked, results, began = given.only or STEPS, Results(given.output, given.dry), time.monotonic()
     with tempfile.TemporaryDirectory() as work:
         run = Acceptance(Path(work), given.dry, given.vllm_python, began + seconds)
-        for name in given.only or STEPS:
-            run.faults, started, found = [], time.monotonic(), dict[str, Any]()
-            try:
-                found = STEPS[name](run)
-            except (StepFailed, OSError, KeyError, ValueError) as error:
-                run.faults.append(f"{type(error).__name__}: {error}")
-            taken = round(time.monotonic() - started, 1)
-            results[name] = {"passed": not run.faults, "seconds": taken, "faults": run.faults, "found": found}
-            atomic_write_json(given.output, {"dry": given.dry, "steps": results})
-            print(f"{name}: {'pass' if not run.faults else 'FAIL'} after {taken} s", flush=True)
-    Console().print(_table(results, given.dry))
+        # Without a GPU one after another, since a step may need what others have made.
+        with ThreadPoolExecutor(1 if given.dry else SIDE_BY_SIDE) as pool:
+            list(pool.map(partial(results.of, run=run), [name for name in CORRECT if name in asked]))
+        for name in MEASURED:
+            if name in asked:
+                results.of(name, run)
+    Console().print(_table(results.steps, given.dry))
     print(f"{time.monotonic() - began:.0f} s; all that was found: {given.output}")
-    return 0 if all(each["passed"] for each in results.values()) else 1
+    return 0 if all(each["passed"] for each in results.steps.values()) else 1
 
 
 def _table(results: dict[str, Any], dry: bool) -> Table:

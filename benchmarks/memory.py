@@ -18,7 +18,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
+# The plan counts work space of libraries (32 MiB for each thread and stream) with the context, not with the phases.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 
 from benchmarks.memory_phases import Subject, measure, new_meter
 from rlhf_core.config.loading import check_params, load_params, load_section, overridden

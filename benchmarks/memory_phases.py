@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -51,11 +52,16 @@ EOS, PAD = 3, 0
 
 
 class CudaMemory(nullcontext[None]):
-    """What the CUDA allocator reports, with the interface of ``TensorMemory``: the highest peak of each phase."""
+    """What the CUDA allocator reports, with the interface of ``TensorMemory``: the highest peak of each phase.
+
+    What was there before does not count.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.peaks: dict[str, int] = {}
+        gc.collect()
+        self.before = torch.cuda.memory_allocated()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -63,7 +69,7 @@ class CudaMemory(nullcontext[None]):
         torch.cuda.reset_peak_memory_stats()
         yield
         torch.cuda.synchronize()
-        self.peaks[name] = max(torch.cuda.max_memory_allocated(), self.peaks.get(name, 0))
+        self.peaks[name] = max(torch.cuda.max_memory_allocated() - self.before, self.peaks.get(name, 0))
 
 
 Meter = CudaMemory | TensorMemory

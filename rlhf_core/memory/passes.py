@@ -23,9 +23,7 @@ from rlhf_core.sampling.decoding import decoding_layers
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,
     Sampling,
-    evaluation_distribution,
     inverse_cdf,
-    log_distribution,
 )
 from rlhf_core.sampling.generation import BlockCache
 from rlhf_core.sampling.token_scoring import Tokens, response_logits, response_values, token_statistics
@@ -141,7 +139,7 @@ def generation(model: ModelVariant, rows: int, prompt: int, sampling: Sampling |
 
     With :class:`EvaluationSampling` the evaluation's filters apply.
     """
-    reply = (sampling.base if isinstance(sampling, EvaluationSampling) else sampling).max_new_tokens
+    reply = sampling.base.max_new_tokens
 
     def run(memory: TensorMemory, policy: PreTrainedModel) -> tuple[Tensor, ...]:
         response, logprobs = torch.zeros(rows, reply, dtype=torch.long), torch.zeros(rows, reply)
@@ -153,11 +151,7 @@ def generation(model: ModelVariant, rows: int, prompt: int, sampling: Sampling |
             cache = CountedCache(memory, policy.config)
             cache.fill(model, rows, prompt + reply - 1)
             logits = _decode(policy, tokens[:, -1:], mask, cache)
-            if isinstance(sampling, EvaluationSampling):
-                log_probabilities = evaluation_distribution(logits, tokens[:, prompt:], sampling)
-            else:
-                log_probabilities = log_distribution(logits.unsqueeze(1), sampling, reply - 1).squeeze(1)
-            inverse_cdf(log_probabilities, uniforms[:, -1])
+            inverse_cdf(sampling.next_token(logits, tokens[:, prompt:], torch.tensor([reply - 1])), uniforms[:, -1])
         return response, logprobs
 
     return run_pass(run, [model.in_inference])

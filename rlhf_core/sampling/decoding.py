@@ -11,7 +11,8 @@ Attention of one new token in bfloat16 or float16, where several query heads sha
 that share a head as so many positions, which is the same sum: PyTorch's kernel treats each head by itself and takes up
 to eight times as long. In float32, and where a mask is passed, it is as fast either way or transformers does so itself
 (Ainslie et al., 2023, "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints"). On a GPU
-norms are one launch each.
+norms are one launch each, and attention of one token to a buffer of keys is two batched products with the softmax
+between: PyTorch's kernel for masks takes longer, and those without look at the whole buffer.
 """
 
 from __future__ import annotations
@@ -48,6 +49,28 @@ def grouped_attention(
     return attended.reshape(batch, 1, heads, width), None
 
 
+def attention_by_products(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+) -> tuple[Tensor, None]:
+    """(B, H, 1, D) queries, (B, K, L, D) keys and values, a mask (B, 1, 1, L) that is added to scores -> (B, 1, H, D).
+
+    Scores and weights are float32 until the weights meet the values. Anything else as transformers computes it.
+    """
+    batch, heads, positions, width = query.shape
+    added = attention_mask is not None and attention_mask.is_floating_point() and attention_mask.shape[1] == 1
+    special = any(settings.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux"))
+    if positions > 1 or not added or special or query.dtype != torch.bfloat16:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+    assert attention_mask is not None
+    shared = batch * key.shape[1]
+    keys, values = key.reshape(shared, -1, width), value.reshape(shared, -1, value.shape[-1])
+    scores = torch.bmm(query.reshape(shared, -1, width), keys.mT, out_dtype=torch.float32)
+    scaling = settings.get("scaling") or width**-0.5
+    weights = torch.add(attention_mask, scores.view(batch, key.shape[1], -1, keys.shape[1]), alpha=scaling)
+    weights = torch.softmax(weights, dim=-1).to(values.dtype)
+    return torch.bmm(weights.view(shared, -1, keys.shape[1]), values).view(batch, 1, heads, -1), None
+
+
 @contextmanager
 def decoding_attention(model: PreTrainedModel) -> Iterator[None]:
     """Decode inside the block with grouped attention on a CPU, and on a GPU with masks that nothing waits for."""
@@ -57,7 +80,7 @@ def decoding_attention(model: PreTrainedModel) -> Iterator[None]:
     if changed:
         AttentionInterface.register(CPU_NAME, grouped_attention)
         AttentionMaskInterface.register(CPU_NAME, sdpa_mask)
-        AttentionInterface.register(GPU_NAME, sdpa_attention_forward)
+        AttentionInterface.register(GPU_NAME, attention_by_products)
         AttentionMaskInterface.register(GPU_NAME, mask_without_look)
     try:
         for config in changed:

@@ -23,6 +23,7 @@ from rlhf_core.data.encoding import pad_id, special_token_ids, stop_token_ids
 
 # Finite, because -inf minus -inf would turn an exact KL into NaN; exp of it is exactly zero all the same.
 FORBIDDEN = -1e9
+NOT_DRAWN = torch.iinfo(torch.long).max  # stands for a token after the last one of a reply in the making
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,12 @@ class Sampling:
         """Itself: there are no filters."""
         return self
 
-    def next_token(self, logits: Tensor, generated: Tensor) -> Tensor:
-        """Log-probabilities (B, V) of the token after the reply tokens ``generated`` (B, t), from its logits (B, V)."""
-        return log_distribution(logits.unsqueeze(1), self, generated.shape[1]).squeeze(1)
+    def next_token(self, logits: Tensor, drawn: Tensor, position: Tensor) -> Tensor:
+        """Log-probabilities (B, V) of the reply's token at ``position`` (1,), from its logits (B, V).
+
+        ``drawn`` (B, t) are the reply's tokens so far; ids that the vocabulary does not have are none.
+        """
+        return log_distribution_at(logits.unsqueeze(1), position, self).squeeze(1)
 
     @classmethod
     def for_tokenizer(
@@ -102,9 +106,9 @@ class EvaluationSampling:
         base = Sampling.for_tokenizer(tokenizer, config.max_new_tokens, config.temperature)
         return cls(base, config.top_p, config.repetition_penalty)
 
-    def next_token(self, logits: Tensor, generated: Tensor) -> Tensor:
-        """Filtered log-probabilities (B, V) of the next token; see :func:`evaluation_distribution`."""
-        return evaluation_distribution(logits, generated, self)
+    def next_token(self, logits: Tensor, drawn: Tensor, position: Tensor) -> Tensor:
+        """Filtered log-probabilities (B, V) of the token at ``position``; see :func:`evaluation_distribution`."""
+        return evaluation_distribution(logits, drawn, position, self)
 
 
 TokenDistribution = Sampling | EvaluationSampling
@@ -179,19 +183,21 @@ def philox_uniforms(seed: int, streams: Sequence[int], length: int) -> Tensor:
     return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, length, dtype=torch.float64)
 
 
-def evaluation_distribution(logits: Tensor, generated: Tensor, sampling: EvaluationSampling) -> Tensor:
-    """Filtered log-probabilities (B, V) of the next token: repetition penalty, ``sampling.base``, then top-p.
+def evaluation_distribution(logits: Tensor, drawn: Tensor, position: Tensor, sampling: EvaluationSampling) -> Tensor:
+    """Filtered log-probabilities (B, V) at ``position`` (1,): repetition penalty, ``sampling.base``, then top-p.
 
-    ``generated`` (B, t) are the reply's tokens so far: the penalty divides positive and multiplies negative logits of
-    tokens that were generated before, not of those in the prompt (Keskar et al. 2019; paper, section 6.1). Top-p keeps
-    the smallest set of tokens whose probability reaches ``top_p`` (Holtzman et al. 2020).
+    ``drawn`` (B, t) are the reply's tokens so far, and :data:`NOT_DRAWN` after them: the penalty divides positive and
+    multiplies negative logits of tokens that were generated before, not of those in the prompt (Keskar et al. 2019;
+    paper, section 6.1). Top-p keeps the smallest set of tokens whose probability reaches ``top_p`` (Holtzman et al.
+    2020).
     """
     logits = logits.float()
     if sampling.repetition_penalty != 1.0:
         penalty = sampling.repetition_penalty
-        occurred = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, generated, True)
+        vocabulary = logits.shape[1]  # one more column takes what was not drawn
+        occurred = logits.new_zeros(len(logits), vocabulary + 1, dtype=torch.bool)
+        occurred = occurred.scatter_(1, drawn.clamp(max=vocabulary), True)[:, :vocabulary]
         logits = torch.where(occurred, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-    position = torch.full((1,), generated.shape[1], device=logits.device)
     logits = _constrained_logits(logits.unsqueeze(1), position, sampling.base).squeeze(1)
     if sampling.top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True)

@@ -2,9 +2,11 @@
 
 Shapes: B sequences, P prompt width (left-padded), T response width (right-padded), V vocabulary.
 
-A key-value cache that writes new tokens into buffers allocated in advance, instead of copying itself at each token.
+A key-value cache that writes new tokens into buffers allocated in advance, instead of copying itself at each token. On
+a GPU a decoding step is captured once as a CUDA graph and launched as a whole from then on: one by one its hundreds of
+kernels take longer to launch than to run.
 
-Shapes: B sequences, K key-value heads, L tokens held so far, D head width.
+Shapes of the cache: B sequences, K key-value heads, L tokens held so far, D head width.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,7 +24,8 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 
 from rlhf_core.data.encoding import left_pad
 from rlhf_core.models.forward import arguments_of, position_ids_from_mask
-from rlhf_core.sampling.distribution import TokenDistribution, inverse_cdf
+from rlhf_core.models.precision import LOW_PRECISION
+from rlhf_core.sampling.distribution import NOT_DRAWN, TokenDistribution, inverse_cdf
 
 # Tokens by which buffers grow: short replies allocate little, and a long one is copied once in so many tokens.
 BLOCK = 64
@@ -33,6 +37,7 @@ class BlockLayer(DynamicLayer):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._buffers: tuple[Tensor, Tensor] | None = None
+        self._slot: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Begin empty, as transformers does, but without a copy of nothing to the device, which the host waits for."""
@@ -41,7 +46,10 @@ class BlockLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values (B, K, new, D); return all of them."""
+        """Append keys and values (B, K, new, D); return all. A fixed layer writes one token and returns its buffers."""
+        if self._slot is not None and self._buffers is not None:
+            keys, values = self._buffers
+            return keys.index_copy_(2, self._slot, key_states), values.index_copy_(2, self._slot, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
@@ -54,6 +62,20 @@ class BlockLayer(DynamicLayer):
         self.keys, self.values = keys[:, :, :end], values[:, :, :end]
         return self.keys, self.values
 
+    def fix(self, slot: Tensor, length: int) -> None:
+        """Write the token that follows at ``slot`` (1,) of buffers of ``length`` tokens, zero where nothing is held."""
+        assert self.keys is not None and self.values is not None
+        held = self.get_seq_length()
+        self._slot = slot
+        self._buffers = keys, values = _longer(self.keys, self.keys, length), _longer(self.values, self.values, length)
+        keys[:, :, held:], values[:, :, held:] = 0, 0  # masked, and yet a NaN would pass
+
+    def unfix(self, length: int) -> None:
+        """Append again, to the ``length`` tokens that were written."""
+        assert self._buffers is not None
+        self._slot = None
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given sequences only."""
         if self._buffers is not None:
@@ -65,7 +87,7 @@ class BlockLayer(DynamicLayer):
 def _longer(held: Tensor, new: Tensor, length: int) -> Tensor:
     """A buffer for ``length`` tokens or more, beginning with those of ``held``."""
     batch, heads, _, width = new.shape
-    buffer = new.new_empty(batch, heads, -(-length // BLOCK) * BLOCK, width)
+    buffer = new.new_empty(batch, heads, _blocks(length), width)
     if held.numel():
         buffer[:, :, : held.shape[-2]] = held
     return buffer
@@ -99,6 +121,28 @@ COMPACT_BELOW = 0.75
 LOOK_EVERY = {"cpu": 1, "cuda": 16}
 
 
+def cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
+    """Capture what ``work`` launches, without running it; the result runs it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may copy meanwhile
+        work()
+    return partial(_replay, graph, work)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, work: Callable[[], None]) -> None:
+    """Launch a graph; ``work`` holds the tensors that it reads, whose memory would be taken by others."""
+    graph.replay()
+
+
+# How a device captures work that is to be launched again and again. Where others drop a quarter of the rows, a graph
+# waits for half, since it must be captured anew, and it is left out for the last few steps.
+GRAPHS: dict[str, Callable[[Callable[[], None]], Callable[[], None]]] = {"cuda": cuda_graph}
+GRAPH_STEPS = 32
+GRAPH_COMPACT_BELOW = 0.5
+GRAPH_LENGTH = 128  # tokens by which buffers of a graph grow: attention reads them all, and a capture takes 15 ms
+_WORKS = "_rlhf_decodes_as_graph"  # attribute of a model that was asked; copies keep it
+
+
 @dataclass(frozen=True)
 class Rollout:
     """Sampled replies. ``logprobs`` are the sampler's own; the end marker is part of the response."""
@@ -122,41 +166,174 @@ class Rollout:
 
 
 @dataclass
-class _Active:
-    """The rows still being written: their numbers in the batch, cache, last logits and tokens so far.
+class _Rows:
+    """Replies in the making, one per row (b), and what decides their next tokens.
 
     Attributes:
-        cache_name: What the model's forward calls its cache.
-        needs_mask: Whether the model has to see ``mask``. On a GPU rows without padding need none: attention is
-            faster without.
+        numbers: Numbers of the rows in the batch (b,).
+        uniforms: (b, T) float64.
+        drawn: Tokens (b, T), and :data:`NOT_DRAWN` after those drawn so far.
+        logprobs: (b, T) of these.
+        lengths: Tokens of each reply (b,).
+        finished: Whether it has ended (b,).
+        positions: Of the token that the model sees next (b, 1).
+        mask: (b, P+T) long: of it the model sees the columns held.
     """
 
-    rows: Tensor
-    cache: Any
-    tokens: Tensor
+    numbers: Tensor
+    uniforms: Tensor
+    drawn: Tensor
+    logprobs: Tensor
+    lengths: Tensor
+    finished: Tensor
+    positions: Tensor
     mask: Tensor
-    logits: Tensor
-    cache_name: str
-    needs_mask: bool
 
-    def forward(self, model: PreTrainedModel, ids: Tensor, position_ids: Tensor) -> None:
+    def kept(self, kept: Tensor) -> _Rows:
+        """Some of the rows."""
+        return _Rows(**{name: own[kept] for name, own in vars(self).items()})
+
+    def take(self, rows: _Rows) -> None:
+        """Take over what was drawn for some of these rows."""
+        for name in ("drawn", "logprobs", "lengths", "finished") if rows is not self else ():
+            getattr(self, name)[rows.numbers] = getattr(rows, name)
+
+
+class _Decoding:
+    """A generation under way, on the device of the model: its rows, cache and last logits.
+
+    Args:
+        needs_mask: Whether the model has to see the mask. On a GPU rows without padding need none: attention is faster
+            without.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, sampling: TokenDistribution, rows: _Rows, width: int, needs_mask: bool
+    ) -> None:
+        self.model, self.sampling, self.rows, self.needs_mask = model, sampling, rows, needs_mask
+        self.cache, self.cache_name = BlockCache(model.config), cache_argument(model)
+        self.stop_ids = rows.drawn.new_tensor(sampling.base.stop_ids)
+        self.held, self.step = width, rows.drawn.new_zeros(1)
+        self.picked = rows.drawn.new_zeros(len(rows.drawn))
+        self.logits: Tensor
+        self._replay: Callable[[], None] | None = None
+        self._fixed_length = 0
+
+    def read(self, ids: Tensor, position_ids: Tensor, mask: Tensor | None) -> None:
+        """Pass tokens (b, L) through the model; its logits of the last one stay."""
         given = {
-            "attention_mask": self.mask if self.needs_mask else None,
-            "position_ids": position_ids,
-            self.cache_name: self.cache,
-            "logits_to_keep": 1,
-        }
-        self.logits = model(**arguments_of(model, use_cache=True, input_ids=ids, **given)).logits[:, -1]
+            "attention_mask": mask, "position_ids": position_ids, self.cache_name: self.cache, "logits_to_keep": 1,
+        }  # fmt: skip
+        self.logits = self.model(**arguments_of(self.model, use_cache=True, input_ids=ids, **given)).logits[:, -1]
 
-    def append(self, picked: Tensor) -> None:
-        """Add the sampled tokens (b,)."""
-        self.tokens = torch.cat([self.tokens, picked.unsqueeze(1)], dim=1)
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(picked), 1)], dim=1)
+    def draw(self) -> None:
+        """Draw the token of each row at ``step``."""
+        rows, step = self.rows, self.step
+        log_probabilities = self.sampling.next_token(self.logits, rows.drawn, step)
+        picked = inverse_cdf(log_probabilities, rows.uniforms.index_select(1, step).squeeze(1))
+        sampled = log_probabilities.gather(1, picked.unsqueeze(1)).float()
+        writing = ~rows.finished
+        rows.drawn.index_copy_(1, step, picked.unsqueeze(1))
+        rows.logprobs.index_copy_(1, step, sampled.where(writing.unsqueeze(1), 0.0))
+        rows.lengths += writing
+        rows.finished |= torch.isin(picked, self.stop_ids)
+        self.picked.copy_(picked)
+
+    def advance(self, steps_left: int) -> None:
+        """Pass the drawn tokens through the model, and draw the next ones."""
+        if self.held == self._fixed_length:
+            self.release()
+        works = getattr(self.model, _WORKS, None) if self._may_be_captured and steps_left >= GRAPH_STEPS else False
+        if works and self._replay is None:
+            self._capture(steps_left)
+        self.held += 1
+        if self._replay is not None:
+            return self._replay()
+        self.step += 1
+        self.rows.positions += 1
+        self._read_last()
+        if works is None:
+            self._check()
+        self.draw()
+
+    def _read_last(self) -> None:
+        mask = self.rows.mask[:, : self.held] if self.needs_mask else None
+        self.read(self.picked.unsqueeze(1), self.rows.positions, mask)
+
+    def release(self) -> None:
+        """Go on without the graph."""
+        if self._replay is not None:
+            self._replay = None
+            self._unfix(self.held)
 
     def keep(self, kept: Tensor) -> None:
-        """Drop finished rows, in the cache too."""
-        self.rows, self.tokens, self.mask = self.rows[kept], self.tokens[kept], self.mask[kept]
+        """Drop the other rows, in the cache too."""
+        self.release()
+        self.rows, self.picked = self.rows.kept(kept), self.picked[kept]
         self.cache.batch_select_indices(kept)
+
+    @property
+    def compact_below(self) -> float:
+        """The share of rows still being written at which the others are dropped."""
+        return COMPACT_BELOW if self._replay is None else GRAPH_COMPACT_BELOW
+
+    @property
+    def _may_be_captured(self) -> bool:
+        return self.model.device.type in GRAPHS and all(type(layer) is BlockLayer for layer in self.cache.layers)
+
+    def _fix(self, held: int, length: int) -> tuple[Tensor, Tensor]:
+        """Fix the cache, of which ``held`` tokens are written; the slot (1,) of the last, and a mask (b, 1, 1, L)."""
+        slot = self.step.new_full((1,), held - 1)
+        for layer in self.cache.layers:
+            cast(BlockLayer, layer).fix(slot, length)
+        # Added to scores of attention: nothing at tokens held, and almost -inf elsewhere.
+        dtype = self.model.dtype
+        seen = slot.new_full((len(self.rows.mask), 1, 1, length), torch.finfo(dtype).min, dtype=dtype)
+        seen[..., :held].masked_fill_(self.rows.mask[:, None, None, :held].bool(), 0.0)
+        return slot, seen
+
+    def _unfix(self, length: int) -> None:
+        for layer in self.cache.layers:
+            cast(BlockLayer, layer).unfix(length)
+
+    def _check(self) -> None:
+        """Note in the model whether reading the last token anew as a graph would read it gives the same logits."""
+        logits = self.logits
+        _, seen = self._fix(self.held, _blocks(self.held))
+        try:
+            self.read(self.picked.unsqueeze(1), self.rows.positions, seen)
+            near = 0.05 if seen.dtype in LOW_PRECISION else 1e-3
+            works = bool((self.logits - logits).abs().max() <= near * logits.abs().max())
+        except (RuntimeError, TypeError, ValueError):  # the model takes no such mask
+            works = False
+        setattr(self.model, _WORKS, works)
+        self.logits = logits
+        self._unfix(self.held if works else self.held - 1)
+        if not works:
+            self._read_last()  # since what the cache holds of it may be wrong
+
+    def _capture(self, steps_left: int) -> None:
+        """Capture a step, or note in the model that it cannot be captured."""
+        length = _blocks(self.held + min(steps_left, GRAPH_LENGTH))
+        slot, seen = self._fix(self.held, length)
+
+        def advance() -> None:
+            for counter in (slot, self.step, self.rows.positions):
+                counter.add_(1)
+            seen.index_fill_(3, slot, 0.0)
+            self.read(self.picked.unsqueeze(1), self.rows.positions, seen)
+            self.draw()
+
+        try:
+            self._replay, self._fixed_length = GRAPHS[self.model.device.type](advance), length
+        except RuntimeError:  # it waits for the device
+            setattr(self.model, _WORKS, False)
+            self._unfix(self.held)
+
+
+def _blocks(length: int) -> int:
+    """``length`` tokens or more, in whole blocks."""
+    return -(-length // BLOCK) * BLOCK
 
 
 @torch.inference_mode()
@@ -182,50 +359,58 @@ def generate(
     prompts, prompt_mask = left_pad(prompt_ids, base.pad_id, width)
     prompts, prompt_mask = prompts.to(model.device), prompt_mask.to(model.device)
     count, steps = len(prompt_ids), base.max_new_tokens
-    response = prompts.new_full((count, steps), base.pad_id)
-    # Loading a model sets the default type of the whole process meanwhile.
-    logprobs = torch.zeros(count, steps, dtype=torch.float32, device=model.device)
-    lengths = torch.full((count,), steps, device=model.device)
-    finished = torch.zeros(count, dtype=torch.bool, device=model.device)
-    if count == 0:
-        return trimmed_rollout(prompts, prompt_mask, response, logprobs, lengths, finished)
-    uniforms = uniforms.to(model.device)
-    stop_ids = prompts.new_tensor(base.stop_ids)
-    look_every = 1 if on_tokens is not None else LOOK_EVERY.get(model.device.type, 1)
-    padded = any(len(prompt) < prompts.shape[1] for prompt in prompt_ids)
-    active = _Active(
-        rows=torch.arange(count, device=model.device),
-        cache=BlockCache(model.config),
-        tokens=prompts,
-        mask=prompt_mask,
-        logits=prompts.new_empty(0),
-        cache_name=cache_argument(model),
-        needs_mask=padded or model.device.type == "cpu",
+    whole = _Rows(
+        numbers=torch.arange(count, device=model.device),
+        uniforms=uniforms.to(model.device),
+        drawn=prompts.new_full((count, steps), NOT_DRAWN),
+        # Loading a model sets the default type of the whole process meanwhile.
+        logprobs=torch.zeros(count, steps, dtype=torch.float32, device=model.device),
+        lengths=prompts.new_zeros(count),
+        finished=torch.zeros(count, dtype=torch.bool, device=model.device),
+        positions=prompt_mask.sum(dim=1, keepdim=True) - 1,
+        mask=torch.cat([prompt_mask, prompt_mask.new_ones(count, steps)], dim=1),
     )
-    active.forward(model, prompts, position_ids_from_mask(prompt_mask))
-    for t in range(steps):
-        log_probabilities = sampling.next_token(active.logits, active.tokens[:, prompts.shape[1] :])
-        picked = inverse_cdf(log_probabilities, uniforms[active.rows, t])
-        rows, writing = active.rows, ~finished[active.rows]
-        response[rows, t] = picked.where(writing, response[rows, t])
-        sampled = log_probabilities.gather(1, picked.unsqueeze(1)).squeeze(1).float()
-        logprobs[rows, t] = sampled.where(writing, 0.0)
-        if on_tokens is not None:
-            on_tokens(picked[writing])
-        ended = writing & torch.isin(picked, stop_ids)
-        finished[rows] |= ended
-        lengths[rows] = lengths[rows].masked_fill(ended, t + 1)
-        if t + 1 == steps:
-            break
-        active.append(picked)
-        if (t + 1) % look_every == 0:
-            kept = (~finished[rows]).nonzero().squeeze(1)
-            if not len(kept):
+    if count:
+        padded = any(len(prompt) < prompts.shape[1] for prompt in prompt_ids)
+        _write(model, prompts, sampling, whole, padded or model.device.type == "cpu", on_tokens)
+    columns = torch.arange(steps, device=model.device)
+    response = whole.drawn.masked_fill(columns >= whole.lengths.unsqueeze(1), base.pad_id)
+    return trimmed_rollout(prompts, prompt_mask, response, whole.logprobs, whole.lengths, whole.finished)
+
+
+def _write(
+    model: PreTrainedModel,
+    prompts: Tensor,
+    sampling: TokenDistribution,
+    whole: _Rows,
+    needs_mask: bool,
+    on_tokens: OnTokens | None,
+) -> None:
+    """Draw the replies of ``whole`` to prompts (B, P), token by token."""
+    width, steps = prompts.shape[1], sampling.base.max_new_tokens
+    prompt_mask = whole.mask[:, :width]
+    decoding = _Decoding(model, sampling, whole, width, needs_mask)
+    look_every = 1 if on_tokens is not None else LOOK_EVERY.get(model.device.type, 1)
+    try:
+        decoding.read(prompts, position_ids_from_mask(prompt_mask), prompt_mask if needs_mask else None)
+        decoding.draw()
+        for step in range(1, steps + 1):
+            if on_tokens is not None:
+                on_tokens(decoding.picked[decoding.rows.lengths == step])
+            if step == steps:
                 break
-            if len(kept) <= COMPACT_BELOW * len(rows):
-                active.keep(kept)
-        active.forward(model, active.tokens[:, -1:], active.mask.sum(dim=1, keepdim=True) - 1)
-    return trimmed_rollout(prompts, prompt_mask, response, logprobs, lengths, finished)
+            if step % look_every == 0:
+                rows = decoding.rows
+                kept = (~rows.finished).nonzero().squeeze(1)
+                if not len(kept):
+                    break
+                if len(kept) <= decoding.compact_below * len(rows.numbers):
+                    whole.take(rows)
+                    decoding.keep(kept)
+            decoding.advance(steps - step)
+    finally:
+        decoding.release()  # a graph and its tensors hold each other
+    whole.take(decoding.rows)
 
 
 def trimmed_rollout(

@@ -16,8 +16,9 @@ from unit.training.tiny import SHAPE, text
 import rlhf_core as rlhf
 from rlhf_core.models.causal_lm import new_model, train_tokenizer
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.sampling import generation
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.generation import Rollout
+from rlhf_core.sampling.generation import Rollout, cuda_graph
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
 from rlhf_core.sampling.token_scoring import MicroBatchLimits, Tokens, response_logits, response_values
 
@@ -42,14 +43,23 @@ def model() -> PreTrainedModel:
     return new_model(SHAPE.model_copy(update={"layers": 2}), tokenizer, seed=1)
 
 
-def replies(model: PreTrainedModel) -> Rollout:
-    return sample_replies(LocalSampler.of(model), 0, PROMPTS, SAMPLING)
+def replies(model: PreTrainedModel, sampling: Sampling = SAMPLING) -> Rollout:
+    return sample_replies(LocalSampler.of(model), 0, PROMPTS, sampling)
 
 
-def test_a_gpu_samples_what_the_cpu_samples(model: PreTrainedModel) -> None:
-    own, other = replies(copy.deepcopy(model).to("cuda")), replies(model)
-    assert own.tokens.is_cuda and torch.equal(own.tokens.cpu(), other.tokens)
-    assert torch.allclose(own.logprobs.cpu(), other.logprobs, atol=1e-4)
+@pytest.mark.parametrize("tokens", [12, 80], ids=["one by one", "as a graph"])
+def test_a_gpu_samples_what_the_cpu_samples(
+    model: PreTrainedModel, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = list[bool]()
+    monkeypatch.setitem(generation.GRAPHS, "cuda", lambda work: (captured.append(True), cuda_graph(work))[1])
+    sampling = replace(SAMPLING, max_new_tokens=tokens, min_new_tokens=tokens // 2)
+    placed, other = copy.deepcopy(model).to("cuda"), replies(model, sampling)
+    for _ in range(2):
+        own = replies(placed, sampling)
+        assert own.tokens.is_cuda and torch.equal(own.tokens.cpu(), other.tokens)
+        assert torch.allclose(own.logprobs.cpu(), other.logprobs, atol=1e-4)
+    assert bool(captured) == (tokens == 80)
 
 
 @pytest.mark.parametrize("tokens", [None, 64], ids=["padded on both sides", "without a mask"])

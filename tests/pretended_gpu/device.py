@@ -20,7 +20,7 @@ import runpy
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -312,6 +312,10 @@ class Translated(TorchFunctionMode):
             COUNTS.add("launches", name)
             with COUNTS.uncounted():
                 return func(*args, **kwargs)
+        if name == "bmm" and (dtype := kwargs.pop("out_dtype", None)) is not None:  # of which a CPU has no kernel
+            COUNTS.add("launches", name)
+            with COUNTS.uncounted():
+                return func(*(each.to(dtype) for each in args), **kwargs)
         if name == "is_pinned":
             return getattr(args[0], "_pinned", False)
         if name == "pin_memory":
@@ -416,10 +420,25 @@ def _swapped(one: torch.Tensor, other: torch.Tensor, swap: Any = torch.utils.swa
         swap(one, other)
 
 
+def _captured(work: Callable[[], None]) -> Callable[[], None]:
+    """A CUDA graph: work that counts as one launch, and in which the host must not wait."""
+
+    def replay() -> None:
+        with COUNTS.named("graph"):
+            work()
+        COUNTS.launches.pop("graph")
+        COUNTS.add("launches", "graph")
+        if waits := COUNTS.waits.pop("graph", None):
+            raise AssertionError(f"the host waits in a graph: {dict(waits)}")
+
+    return replay
+
+
 @contextmanager
 def pretended_gpu() -> Iterator[Counts]:
     """Have a GPU inside the block, in threads that begin there too; the counts begin at zero."""
     from rlhf_core.ppo.trainer import PhaseClock
+    from rlhf_core.sampling.generation import GRAPHS
 
     run_thread, phase = threading.Thread.run, PhaseClock.phase
 
@@ -438,6 +457,7 @@ def pretended_gpu() -> Iterator[Counts]:
         for name, value in _cuda().items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
+        stack.enter_context(mock.patch.dict(GRAPHS, {"cuda": _captured}))
         # bitsandbytes asks for it when peft imports it.
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0, create=True))
         stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _swapped))

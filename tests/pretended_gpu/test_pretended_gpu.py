@@ -15,6 +15,7 @@ from architectures import tiny_config
 from commands import ROOT, run
 from pretended_gpu.device import Counts, pretended_gpu
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from unit.api.recipe import PPO, QUESTIONS, by_length
 from unit.training.tiny import SHAPE, demonstrations, preferences, text
 
@@ -32,7 +33,7 @@ from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.rewards import RunningMeanStd, with_rewards
 from rlhf_core.ppo.rollout import score_rollout
 from rlhf_core.ppo.update import Learner, update
-from rlhf_core.sampling.decoding import FusedRMSNorm, decoding_layers
+from rlhf_core.sampling.decoding import FusedRMSNorm, attention_by_products, decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, TokenDistribution
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
 from rlhf_core.serving.policy import LoadedPolicy, ReplySettings
@@ -134,6 +135,31 @@ def test_a_layer_launches_few_kernels_for_a_token(counts: Counts) -> None:
     first, second = [(many - few) / 2 for few, many in of_layers]
     assert second - first <= 28, "40 with the norms of transformers"
     assert first - (second - first) <= 80, "what a step launches beside its layers"
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_a_long_reply_is_one_launch_for_a_token(counts: Counts, name: str) -> None:
+    (few, _), (many, waits) = (decode(counts, DECODED[name], layers=1, tokens=tokens) for tokens in (34, 44))
+    assert counts.launches[""]["graph"] == 44 - 2, "all but the first token and the one that is compared"
+    assert many - few <= 10 + 8, "a launch for a token, and looks at what has ended"
+    assert waits <= 16
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_attention_by_products_is_that_of_transformers(counts: Counts, kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(3, 6, 1, 4, generator=generator).bfloat16()
+    key, value = torch.randn(2, 3, kv_heads, 7, 4, generator=generator).bfloat16()
+    mask = torch.zeros(3, 1, 1, 7, dtype=torch.bfloat16)
+    mask[1, ..., :3] = mask[..., 6:] = torch.finfo(mask.dtype).min
+    layer = torch.nn.Module()
+    layer.num_key_value_groups = 6 // kv_heads  # type: ignore[assignment]
+    for settings in ({"scaling": 0.3}, {}):
+        exact = (query.float(), key.float(), value.float(), mask.float())
+        expected, _ = sdpa_attention_forward(layer, *exact, **settings)
+        found, _ = attention_by_products(layer, *(each.cuda() for each in (query, key, value, mask)), **settings)
+        torch.testing.assert_close(found.cpu().float(), expected, atol=0.02, rtol=0.02)
+    assert counts.launches[""]["bmm"] == 4
 
 
 @pytest.mark.parametrize(("name", "fused"), [("llama", 5), ("gemma", 0)])

@@ -5,10 +5,14 @@ Packed layers are one product for layers of the same input, whatever order and t
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import fields
+from functools import partial
 from threading import Barrier
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -158,6 +162,94 @@ def test_looking_for_ended_replies_less_often_changes_nothing(
     filtered = EvaluationSampling(tiny.sampling)
     streamed = generate(tiny.policy, tiny.prompts[:1], uniforms[:1], filtered, lambda ids: written.extend(ids.tolist()))
     assert written == streamed.replies()[0]
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Steps are captured on a CPU too, where each launch runs them again; returned are the buffers' shapes."""
+    shapes: list[torch.Size] = []
+    fix = BlockLayer.fix
+
+    def fixed(layer: BlockLayer, slot: Tensor, length: int) -> None:
+        fix(layer, slot, length)
+        assert layer._buffers is not None
+        shapes.append(layer._buffers[0].shape)
+
+    monkeypatch.setattr(BlockLayer, "fix", fixed)
+    monkeypatch.setitem(generation.GRAPHS, "cpu", lambda work: work)
+    monkeypatch.setattr(generation, "GRAPH_STEPS", 3)
+    return shapes
+
+
+FILTERED = EvaluationSampling(SAMPLING, top_p=0.9, repetition_penalty=1.3)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, FILTERED], ids=["training", "filtered"])
+@pytest.mark.parametrize("prompts", [PROMPTS, [PROMPTS[1]] * 8], ids=["padded", "equally long"])
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[1], CONFIGS[4]], ids=lambda config: config.model_type)
+def test_captured_steps_draw_the_same_replies(
+    config: PretrainedConfig,
+    prompts: list[list[int]],
+    sampling: Sampling | EvaluationSampling,
+    captured: list[torch.Size],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over borders of the buffers, with rows dropped between, and with the tokens of each step told."""
+    model = build(config)
+    uniforms, told = philox_uniforms(5, range(len(prompts)), STEPS), list[int]()
+    monkeypatch.setattr(generation, "GRAPH_LENGTH", BLOCK // 4)
+    monkeypatch.setattr(generation, "BLOCK", BLOCK // 4)
+    rollout = generate(model, prompts, uniforms, sampling, lambda ids: told.append(len(ids)))
+    rows, lengths = {shape[0] for shape in captured}, {shape[2] for shape in captured}
+    assert len(rows) > 1 and len(lengths) > 1
+    monkeypatch.delitem(generation.GRAPHS, "cpu")
+    plain = generate(model, prompts, uniforms, sampling)
+    for name in ("tokens", "attention_mask", "response_mask", "finished"):
+        assert torch.equal(getattr(rollout, name), getattr(plain, name)), name
+    torch.testing.assert_close(rollout.logprobs, plain.logprobs, atol=2e-5, rtol=1e-5)
+    assert told == plain.response_mask.sum(dim=0).tolist()
+
+
+def test_a_graph_holds_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: nullcontext())
+    read = torch.ones(3)
+    seen = weakref.ref(read)
+    launch = generation.cuda_graph(partial(torch.sum, read))
+    del read
+    launch()
+    assert seen() is not None, "its memory would be another's"
+    del launch
+    assert seen() is None
+
+
+def test_what_cannot_be_captured_is_decoded_step_by_step(
+    captured: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waits(work: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    deaf, windowed = build(CONFIGS[0]), build(CONFIGS[2])
+    own = deaf.model.forward
+
+    def forward(**given: Any) -> Any:
+        """A model that does not understand masks for attention: it sees what is not there."""
+        mask = given.pop("attention_mask")
+        return own(attention_mask=mask if mask is None or mask.dim() == 2 else torch.zeros_like(mask), **given)
+
+    deaf.model.forward = forward
+    expected = [sample_of(model, PROMPTS[1:3]) for model in (build(CONFIGS[0]), windowed)]
+    for model, plain in zip((deaf, windowed), expected, strict=True):
+        captured.clear()
+        for _ in range(2):
+            assert torch.equal(sample_of(model, PROMPTS[1:3]).tokens, plain.tokens)
+            assert len(captured) == (2 if model is deaf else 0), "two layers, tried once"
+    monkeypatch.setitem(generation.GRAPHS, "cpu", waits)
+    busy = build(CONFIGS[0])
+    captured.clear()
+    for _ in range(2):
+        assert torch.equal(sample_of(busy, PROMPTS[1:3]).tokens, expected[0].tokens)
+        assert len(captured) == 4, "compared once, and captured once in vain"
 
 
 def adapted(dtype: torch.dtype = torch.float32, quantize: Any = None) -> Any:
