@@ -83,6 +83,7 @@ def _measured(given: argparse.Namespace, work: Path) -> dict[str, Any]:
         "seconds": {"iteration": times.iteration, **times.phases},
         "tokens_per_second": iteration.tokens / times.iteration,
         "peak_bytes": times.peak_bytes,
+        "sampler_against_trainer": times.agreement,
         "matmul_shares": _matmul_shares(iteration, device, times),
         "roofline_shares": {name: least / times.phases[name] for name, least in iteration.roofline(device).items()},
     }

@@ -32,11 +32,17 @@ ENDLESS = 1_000_000  # iterations: more than are made
 
 @dataclass(frozen=True)
 class Times:
-    """Median seconds of an iteration, and of its phases; ``peak_bytes`` is the memory of the GPU, if there is one."""
+    """Median seconds of an iteration, and of its phases.
+
+    Attributes:
+        peak_bytes: The memory of the GPU, if there is one.
+        agreement: By how much log-probabilities of sampler and trainer differed in the last iteration.
+    """
 
     iteration: float
     phases: dict[str, float]
     peak_bytes: int | None
+    agreement: dict[str, float]
 
 
 def subject_of(params: Params, architecture: Architecture, prompt: int, reply: int) -> Subject:
@@ -64,12 +70,14 @@ def measure(subject: Subject, iterations: int, work: Path) -> Times:
         laps, phases = [], []
         for _ in range(iterations):
             started = time.perf_counter()
-            phases.append(trainer.iterate().seconds)
+            record = trainer.iterate()
+            phases.append(record.seconds)
             laps.append(time.perf_counter() - started)
     return Times(
         statistics.median(laps),
         {name: statistics.median(row[f"seconds_{name}"] for row in phases) for name in PHASES},
         torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+        {name: value for name, value in record.metrics.items() if name.startswith("sampl")},
     )
 
 

@@ -12,6 +12,7 @@ Shapes of the cache: B sequences, K key-value heads, L tokens held so far, D hea
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -121,10 +122,14 @@ COMPACT_BELOW = 0.75
 LOOK_EVERY = {"cpu": 1, "cuda": 16}
 
 
+_capturing = threading.Lock()
+
+
 def cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
     """Capture what ``work`` launches, without running it; the result runs it."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may copy meanwhile
+    # Other threads may copy or sample meanwhile, but not capture.
+    with _capturing, torch.cuda.graph(graph, capture_error_mode="thread_local"):
         work()
     return partial(_replay, graph, work)
 

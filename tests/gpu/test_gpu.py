@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from unit.api.recipe import PPO, QUESTIONS, by_length
 from unit.training.tiny import SHAPE, text
 
 import rlhf_core as rlhf
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.data.schema import Message
 from rlhf_core.models.causal_lm import new_model, train_tokenizer
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.sampling import generation
@@ -21,6 +25,7 @@ from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout, cuda_graph
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
 from rlhf_core.sampling.token_scoring import MicroBatchLimits, Tokens, response_logits, response_values
+from rlhf_core.serving.policy import LoadedPolicy, ReplySettings
 
 pytestmark = pytest.mark.gpu
 
@@ -60,6 +65,19 @@ def test_a_gpu_samples_what_the_cpu_samples(
         assert own.tokens.is_cuda and torch.equal(own.tokens.cpu(), other.tokens)
         assert torch.allclose(own.logprobs.cpu(), other.logprobs, atol=1e-4)
     assert bool(captured) == (tokens == 80)
+
+
+def test_threads_that_sample_at_the_same_time_get_their_own_replies(model: PreTrainedModel) -> None:
+    tokenizer = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
+    policy = LoadedPolicy(Any, model.to("cuda"), tokenizer, SamplingConfig(max_new_tokens=90))
+    asked = [policy.encode([Message("user", text(row, 3 + row))]) for row in range(4)]
+
+    def reply(row: int) -> str:
+        return policy.reply(asked[row % 4], ReplySettings(1.0, 1.0, 1.0, 90, seed=row)).text
+
+    alone = [reply(row) for row in range(12)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(reply, range(12))) == alone
 
 
 @pytest.mark.parametrize("tokens", [None, 64], ids=["padded on both sides", "without a mask"])

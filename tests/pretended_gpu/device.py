@@ -426,7 +426,7 @@ def _captured(work: Callable[[], None]) -> Callable[[], None]:
     def replay() -> None:
         with COUNTS.named("graph"):
             work()
-        COUNTS.launches.pop("graph")
+        COUNTS.launches.pop("graph", None)
         COUNTS.add("launches", "graph")
         if waits := COUNTS.waits.pop("graph", None):
             raise AssertionError(f"the host waits in a graph: {dict(waits)}")
