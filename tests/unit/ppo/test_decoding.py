@@ -16,6 +16,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from architectures import tiny_causal_lm
+from recorded_graph import recorded_graph
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -166,7 +168,7 @@ def test_looking_for_ended_replies_less_often_changes_nothing(
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """Steps are captured on a CPU too, where each launch runs them again; returned are the buffers' shapes."""
+    """Steps are captured on a CPU too; returned are the buffers' shapes."""
     shapes: list[torch.Size] = []
     fix = BlockLayer.fix
 
@@ -176,7 +178,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         shapes.append(layer._buffers[0].shape)
 
     monkeypatch.setattr(BlockLayer, "fix", fixed)
-    monkeypatch.setitem(generation.GRAPHS, "cpu", lambda work: work)
+    monkeypatch.setitem(generation.GRAPHS, "cpu", recorded_graph)
     monkeypatch.setattr(generation, "GRAPH_STEPS", 3)
     return shapes
 
@@ -208,6 +210,25 @@ def test_captured_steps_draw_the_same_replies(
         assert torch.equal(getattr(rollout, name), getattr(plain, name)), name
     torch.testing.assert_close(rollout.logprobs, plain.logprobs, atol=2e-5, rtol=1e-5)
     assert told == plain.response_mask.sum(dim=0).tolist()
+
+
+CAPTURED = ("gpt_neox", "gptj", "opt", "falcon", "stablelm", "qwen3_moe", "cohere", "glm4")
+
+
+@pytest.mark.parametrize("name", [*CAPTURED, "bloom", "gemma3_text", "mamba"])
+def test_architectures_are_captured_where_nothing_changes(
+    name: str, captured: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bloom's attention takes positions from the mask, Gemma's layers see windows, Mamba's have states."""
+    model, uniforms = tiny_causal_lm(name), philox_uniforms(1, range(4), STEPS)
+    prompts = [prompt[: 3 + row] for row, prompt in enumerate(PROMPTS[4:])]
+    rollout = generate(model, prompts, uniforms, SAMPLING)
+    fixed = len(captured) // model.config.num_hidden_layers
+    assert fixed >= 2 if name in CAPTURED else fixed == (name == "bloom"), "compared, and then captured"
+    monkeypatch.delitem(generation.GRAPHS, "cpu")
+    plain = generate(model, prompts, uniforms, SAMPLING)
+    assert torch.equal(rollout.tokens, plain.tokens)
+    torch.testing.assert_close(rollout.logprobs, plain.logprobs, atol=1e-4, rtol=1e-4)
 
 
 def test_a_graph_holds_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
