@@ -306,8 +306,9 @@ def left(*_: Any) -> StageOutcome:
 
 @pytest.mark.parametrize("stage", [terminated, stopped, left])
 def test_the_job_itself_reports_its_final_state(
-    stage: Callable[..., StageOutcome], monkeypatch: pytest.MonkeyPatch
+    stage: Callable[..., StageOutcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    workspace = str(tmp_path / "w")
     monkeypatch.setattr(stage_job, "run_stage", stage)
     monkeypatch.setattr(stage_job.signals, "install", lambda *_: None)
     monkeypatch.setattr(stage_job, "runtime", SimpleNamespace(flow_run=SimpleNamespace(id=0)))
@@ -316,13 +317,13 @@ def test_the_job_itself_reports_its_final_state(
     handler = signal.getsignal(signal.SIGTERM)
     try:
         server.states = [Running()]
-        state = stage_job.stage_job.fn("w", "sft", [], {})
+        state = stage_job.stage_job.fn(workspace, "sft", [], {})
         assert state.name == "Preempted" and state.is_crashed()
         assert ("made step 7 of 9" if stage is left else "stopped by a signal") in str(state.message)
         server.states = [Cancelling()]
-        assert stage_job.stage_job.fn("w", "sft", [], {}).is_cancelled()
+        assert stage_job.stage_job.fn(workspace, "sft", [], {}).is_cancelled()
         server.states = [Scheduled()]  # Prefect's supervisor has put it back
         with pytest.raises(Abort):
-            stage_job.stage_job.fn("w", "sft", [], {})
+            stage_job.stage_job.fn(workspace, "sft", [], {})
     finally:
         signal.signal(signal.SIGTERM, handler)
