@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import queue
+import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 from integration.flow_toys import environment, make_toy
+from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.events import emit_event
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Completed, Failed
 from prefect_database import prefect_server
 
 from flows.jobs.deployments import JOB_SETTINGS, deploy_all, deploy_jobs
@@ -35,6 +44,7 @@ PARAMS = {
     "work_pools": {"cluster": {"limit": 3, "queues": {"long": 2, "default": 5}}},
 }
 VARIABLES = {name: {} for name in (*ASKED, "image", "cpus", "shared_memory", "env", "command", "name", "labels")}
+MANUAL = ROOT / "docs" / "operations.md"
 NAMES = ("pipeline", "data-watch", "promotion", "gpu-job")
 
 
@@ -113,3 +123,35 @@ def _named(name: str):  # type: ignore[no-untyped-def]
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
 
     return DeploymentFilter(name=DeploymentFilterName(any_=[name]))
+
+
+def test_the_alerts_of_the_manual_tell_of_failed_runs_requests_and_champions(client: SyncPrefectClient) -> None:
+    (script,) = [code for code in re.findall(r"```python\n(.*?)```", MANUAL.read_text(), re.S) if "rlhf-alerts" in code]
+    told: queue.Queue[str] = queue.Queue()
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.put(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(200)
+            self.end_headers()
+
+    ends = {
+        "rlhf-pipeline": 'the policy gate failed: "kl" is 3, bound <= 2',
+        "rlhf-stage": "a job's own end",
+        "other": "",
+    }
+    with HTTPServer(("127.0.0.1", 0), Hook) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            exec(script.replace("https://hooks.slack.com/services/…", f"http://127.0.0.1:{server.server_port}/"), {})
+            for name, message in ends.items():
+                flow(name=name)(lambda message=message: Failed(name="GateFailed", message=message))(return_state=True)
+            flow(name="rlhf-pipeline")(lambda: Completed())()
+            for event in ("rlhf.approval.requested", "rlhf.approval.declined", "rlhf.champion.changed"):
+                resource = {"prefect.resource.id": "rlhf.registered-model.m", "prefect.resource.name": "m"}
+                emit_event(event, resource, payload={"version": "3"})
+            texts = sorted(told.get(timeout=120).partition(": ")[2] for _ in range(3))
+        finally:
+            server.shutdown()
+    failed = f"GateFailed: {ends['rlhf-pipeline']}"
+    assert texts == sorted([failed, "rlhf.approval.requested", "rlhf.champion.changed"]) and told.empty()
