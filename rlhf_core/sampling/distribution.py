@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import torch
@@ -154,7 +154,7 @@ def _forbidden_mask(positions: Tensor, width: int, sampling: Sampling) -> Tensor
     return never | (stops & (positions < sampling.min_new_tokens).unsqueeze(1))
 
 
-@lru_cache(maxsize=32)
+@cache  # for good: a captured graph reads them where they are
 def _marked(ids: tuple[int, ...], vocabulary: int, width: int, device: torch.device) -> Tensor:
     """Bool (1, ``width``): true at ``ids`` and from ``vocabulary`` on. Made once, since a GPU waits for indices."""
     with torch.inference_mode(False):  # a backward pass may keep it

@@ -20,6 +20,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
@@ -30,6 +32,10 @@ from rlhf_core.sampling.distribution import NOT_DRAWN, TokenDistribution, invers
 
 # Tokens by which buffers grow: short replies allocate little, and a long one is copied once in so many tokens.
 BLOCK = 64
+
+
+# The value of a token that is not written yet, far beyond those of models.
+UNSEEN = 1000.0
 
 
 class BlockLayer(DynamicLayer):
@@ -43,7 +49,7 @@ class BlockLayer(DynamicLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Begin empty, as transformers does, but without a copy of nothing to the device, which the host waits for."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -55,21 +61,19 @@ class BlockLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
-        if self._buffers is None or end > self._buffers[0].shape[-2]:
-            assert self.keys is not None and self.values is not None
-            self._buffers = _longer(self.keys, key_states, end), _longer(self.values, value_states, end)
-        keys, values = self._buffers
+        keys, values = self._reserve(end)
         keys[:, :, start:end], values[:, :, start:end] = key_states, value_states
         self.keys, self.values = keys[:, :, :end], values[:, :, :end]
         return self.keys, self.values
 
     def fix(self, slot: Tensor, length: int) -> None:
-        """Write the token that follows at ``slot`` (1,) of buffers of ``length`` tokens, zero where nothing is held."""
-        assert self.keys is not None and self.values is not None
-        held = self.get_seq_length()
-        self._slot = slot
-        self._buffers = keys, values = _longer(self.keys, self.keys, length), _longer(self.values, self.values, length)
-        keys[:, :, held:], values[:, :, held:] = 0, 0  # masked, and yet a NaN would pass
+        """Write the token that follows at ``slot`` (1,) of buffers of ``length`` tokens, whatever the model is told.
+
+        What is not written yet is masked. Its values are large, so that a model that sees them all the same is found.
+        """
+        keys, values = self._reserve(length)
+        held, self._slot = self.get_seq_length(), slot
+        keys[:, :, held:], values[:, :, held:] = 0.0, UNSEEN
 
     def unfix(self, length: int) -> None:
         """Append again, to the ``length`` tokens that were written."""
@@ -81,16 +85,24 @@ class BlockLayer(DynamicLayer):
         """Keep the given sequences only."""
         if self._buffers is not None:
             length = self.get_seq_length()
-            keys, values = self._buffers = self._buffers[0][indices], self._buffers[1][indices]
-            self.keys, self.values = keys[:, :, :length], values[:, :, :length]
+            self._buffers = self._buffers[0][indices], self._buffers[1][indices]
+            self.unfix(length)
+
+    def _reserve(self, length: int) -> tuple[Tensor, Tensor]:
+        """Buffers for ``length`` tokens or more, which begin with those held."""
+        assert self.keys is not None and self.values is not None
+        if self._buffers is None or length > self._buffers[0].shape[-2]:
+            held = self.get_seq_length()
+            self._buffers = _longer(self.keys, length), _longer(self.values, length)
+            self.unfix(held)  # which lets the shorter ones go
+        return self._buffers
 
 
-def _longer(held: Tensor, new: Tensor, length: int) -> Tensor:
-    """A buffer for ``length`` tokens or more, beginning with those of ``held``."""
-    batch, heads, _, width = new.shape
-    buffer = new.new_empty(batch, heads, _blocks(length), width)
-    if held.numel():
-        buffer[:, :, : held.shape[-2]] = held
+def _longer(held: Tensor, length: int) -> Tensor:
+    """A buffer for ``length`` tokens or more, beginning with those held (B, K, L, D)."""
+    batch, heads, count, width = held.shape
+    buffer = held.new_empty(batch, heads, _blocks(length), width)
+    buffer[:, :, :count] = held
     return buffer
 
 
@@ -128,8 +140,12 @@ _capturing = threading.Lock()
 def cuda_graph(work: Callable[[], None]) -> Callable[[], None]:
     """Capture what ``work`` launches, without running it; the result runs it."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads may copy or sample meanwhile, but not capture.
-    with _capturing, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # A capture that fails does not leave its stream. Other threads may copy or sample meanwhile, but not capture.
+    with (
+        _capturing,
+        torch.cuda.stream(torch.cuda.current_stream()),
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
         work()
     return partial(_replay, graph, work)
 
@@ -139,13 +155,37 @@ def _replay(graph: torch.cuda.CUDAGraph, work: Callable[[], None]) -> None:
     graph.replay()
 
 
+WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises ``RuntimeError`` where the host waits for a device's values, or copies to it, which no graph can.
+
+    A capture would fail there, after which PyTorch goes on taking memory as if it still captured.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = (
+            [each for each in tree_leaves(values) if isinstance(each, Tensor)] for values in ((args, kwargs), result)
+        )
+        looks = func is torch.ops.aten.is_nonzero.default or not WAITING.isdisjoint(func.tags)
+        if func is torch.ops.aten.index.Tensor:
+            looks = any(each.dtype == torch.bool for each in given[1:])
+        numbers_too = {each.device for each in given}
+        mixed = len({each.device for each in given if each.dim()}) > 1
+        if looks or mixed or (given and any(each.device not in numbers_too for each in made)):
+            raise RuntimeError(f"the host waits in {func}")
+        return result
+
+
 # How a device captures work that is to be launched again and again. That takes as long as two or three steps without it
 # (H100, 28 layers), so it is left out for the last few, and half of the rows must have ended before others are dropped.
 GRAPHS: dict[str, Callable[[Callable[[], None]], Callable[[], None]]] = {"cuda": cuda_graph}
 GRAPH_STEPS = 8
 GRAPH_COMPACT_BELOW = 0.5
 GRAPH_LENGTH = 128  # tokens by which buffers of a graph grow: attention reads them all, and a capture takes 15 ms
-_WORKS = "_rlhf_decodes_as_graph"  # attribute of a model that was asked; copies keep it
+_WORKS = "_rlhf_decodes_as_graph"  # attribute of a model that was compared; copies keep it
 
 
 @dataclass(frozen=True)
@@ -205,7 +245,7 @@ class _Rows:
 
 
 class _Decoding:
-    """A generation under way, on the device of the model: its rows, cache and last logits.
+    """A generation under way, on the device of the model: its rows, its cache and the tokens drawn last.
 
     Args:
         needs_mask: Whether the model has to see the mask. On a GPU rows without padding need none: attention is faster
@@ -220,21 +260,21 @@ class _Decoding:
         self.stop_ids = rows.drawn.new_tensor(sampling.base.stop_ids)
         self.held, self.step = width, rows.drawn.new_zeros(1)
         self.picked = rows.drawn.new_zeros(len(rows.drawn))
-        self.logits: Tensor
         self._replay: Callable[[], None] | None = None
         self._fixed_length = 0
 
-    def read(self, ids: Tensor, position_ids: Tensor, mask: Tensor | None) -> None:
-        """Pass tokens (b, L) through the model; its logits of the last one stay."""
+    def read(self, ids: Tensor, position_ids: Tensor, mask: Tensor | None) -> Tensor:
+        """Logits (b, V) of the token that follows ``ids`` (b, L)."""
         given = {
             "attention_mask": mask, "position_ids": position_ids, self.cache_name: self.cache, "logits_to_keep": 1,
         }  # fmt: skip
-        self.logits = self.model(**arguments_of(self.model, use_cache=True, input_ids=ids, **given)).logits[:, -1]
+        logits: Tensor = self.model(**arguments_of(self.model, use_cache=True, input_ids=ids, **given)).logits
+        return logits[:, -1]
 
-    def draw(self) -> None:
+    def draw(self, logits: Tensor) -> None:
         """Draw the token of each row at ``step``."""
         rows, step = self.rows, self.step
-        log_probabilities = self.sampling.next_token(self.logits, rows.drawn, step)
+        log_probabilities = self.sampling.next_token(logits, rows.drawn, step)
         picked = inverse_cdf(log_probabilities, rows.uniforms.index_select(1, step).squeeze(1))
         sampled = log_probabilities.gather(1, picked.unsqueeze(1)).float()
         writing = ~rows.finished
@@ -248,28 +288,25 @@ class _Decoding:
         """Pass the drawn tokens through the model, and draw the next ones."""
         if self.held == self._fixed_length:
             self.release()
-        works = getattr(self.model, _WORKS, None) if self._may_be_captured and steps_left >= GRAPH_STEPS else False
-        if works and self._replay is None:
-            self._capture(steps_left)
-        self.held += 1
+        if self._replay is None and steps_left >= GRAPH_STEPS and self._may_be_captured:
+            self._capture(_blocks(self.held + min(steps_left, GRAPH_LENGTH)))
         if self._replay is not None:
-            return self._replay()
-        self.step += 1
-        self.rows.positions += 1
-        self._read_last()
-        if works is None:
-            self._check()
-        self.draw()
+            self._replay()
+        else:
+            self.step += 1
+            self.rows.positions += 1
+            self.draw(self._read_drawn(self.rows.positions))
+        self.held += 1
 
-    def _read_last(self) -> None:
-        mask = self.rows.mask[:, : self.held] if self.needs_mask else None
-        self.read(self.picked.unsqueeze(1), self.rows.positions, mask)
+    def _read_drawn(self, positions: Tensor) -> Tensor:
+        mask = self.rows.mask[:, : self.held + 1] if self.needs_mask else None
+        return self.read(self.picked.unsqueeze(1), positions, mask)
 
     def release(self) -> None:
         """Go on without the graph."""
         if self._replay is not None:
             self._replay = None
-            self._unfix(self.held)
+            self._unfix()
 
     def keep(self, kept: Tensor) -> None:
         """Drop the other rows, in the cache too."""
@@ -285,56 +322,68 @@ class _Decoding:
 
     @property
     def _may_be_captured(self) -> bool:
-        return self.model.device.type in GRAPHS and all(type(layer) is BlockLayer for layer in self.cache.layers)
+        device, layers = self.model.device, self.cache.layers
+        if device.type not in GRAPHS or not getattr(self.model, _WORKS, True):
+            return False
+        # Only what is launched on the current device is captured.
+        own = device.index is None or device.index == torch.cuda.current_device()
+        return own and all(type(layer) is BlockLayer for layer in layers)
 
-    def _fix(self, held: int, length: int) -> tuple[Tensor, Tensor]:
-        """Fix the cache, of which ``held`` tokens are written; the slot (1,) of the last, and a mask (b, 1, 1, L)."""
-        slot = self.step.new_full((1,), held - 1)
+    def _capture(self, length: int) -> None:
+        """Capture steps of a cache of ``length`` tokens, unless the model cannot be captured, which is noted in it."""
+        if not hasattr(self.model, _WORKS):
+            setattr(self.model, _WORKS, self._reads_the_same(length))
+        if not getattr(self.model, _WORKS):
+            return
+        slot, seen = self._fix(length)
+
+        def advance() -> None:
+            self.step.add_(1)
+            self.rows.positions.add_(1)
+            self.draw(self._read_fixed(self.rows.positions, slot, seen))
+
+        try:
+            self._replay, self._fixed_length = GRAPHS[self.model.device.type](advance), length
+        except RuntimeError:
+            setattr(self.model, _WORKS, False)
+            self._unfix()
+
+    def _reads_the_same(self, length: int) -> bool:
+        """Whether the model gives the same logits where it reads the drawn tokens as a graph does."""
+        positions = self.rows.positions + 1
+        plain = self._read_drawn(positions)
+        self._unfix()
+        slot, seen = self._fix(length)
+        try:
+            with NoWaiting():  # type: ignore[no-untyped-call]
+                fixed = self._read_fixed(positions, slot, seen)
+        except Exception:  # whatever an architecture does with a mask that others take
+            return False
+        finally:
+            self._unfix()
+        near = 0.05 if seen.dtype in LOW_PRECISION else 1e-3
+        return bool((fixed - plain).abs().max() <= near * plain.abs().max())
+
+    def _read_fixed(self, positions: Tensor, slot: Tensor, seen: Tensor) -> Tensor:
+        """Read the drawn tokens into the slot (1,) that follows, which the mask (b, 1, 1, L) shows from then on."""
+        slot.add_(1)
+        seen.index_fill_(3, slot, 0.0)
+        return self.read(self.picked.unsqueeze(1), positions, seen)
+
+    def _fix(self, length: int) -> tuple[Tensor, Tensor]:
+        """Fix the cache; returned are the slot (1,) of its last token, and the mask (b, 1, 1, L) of all."""
+        slot = self.step.new_full((1,), self.held - 1)
         for layer in self.cache.layers:
             cast(BlockLayer, layer).fix(slot, length)
         # Added to scores of attention: nothing at tokens held, and almost -inf elsewhere.
         dtype = self.model.dtype
         seen = slot.new_full((len(self.rows.mask), 1, 1, length), torch.finfo(dtype).min, dtype=dtype)
-        seen[..., :held].masked_fill_(self.rows.mask[:, None, None, :held].bool(), 0.0)
+        seen[..., : self.held].masked_fill_(self.rows.mask[:, None, None, : self.held].bool(), 0.0)
         return slot, seen
 
-    def _unfix(self, length: int) -> None:
+    def _unfix(self) -> None:
         for layer in self.cache.layers:
-            cast(BlockLayer, layer).unfix(length)
-
-    def _check(self) -> None:
-        """Note in the model whether reading the last token anew as a graph would read it gives the same logits."""
-        logits = self.logits
-        _, seen = self._fix(self.held, _blocks(self.held))
-        try:
-            self.read(self.picked.unsqueeze(1), self.rows.positions, seen)
-            near = 0.05 if seen.dtype in LOW_PRECISION else 1e-3
-            works = bool((self.logits - logits).abs().max() <= near * logits.abs().max())
-        except (RuntimeError, TypeError, ValueError):  # the model takes no such mask
-            works = False
-        setattr(self.model, _WORKS, works)
-        self.logits = logits
-        self._unfix(self.held if works else self.held - 1)
-        if not works:
-            self._read_last()  # since what the cache holds of it may be wrong
-
-    def _capture(self, steps_left: int) -> None:
-        """Capture a step, or note in the model that it cannot be captured."""
-        length = _blocks(self.held + min(steps_left, GRAPH_LENGTH))
-        slot, seen = self._fix(self.held, length)
-
-        def advance() -> None:
-            for counter in (slot, self.step, self.rows.positions):
-                counter.add_(1)
-            seen.index_fill_(3, slot, 0.0)
-            self.read(self.picked.unsqueeze(1), self.rows.positions, seen)
-            self.draw()
-
-        try:
-            self._replay, self._fixed_length = GRAPHS[self.model.device.type](advance), length
-        except RuntimeError:  # it waits for the device
-            setattr(self.model, _WORKS, False)
-            self._unfix(self.held)
+            cast(BlockLayer, layer).unfix(self.held)
 
 
 def _blocks(length: int) -> int:
@@ -398,8 +447,8 @@ def _write(
     decoding = _Decoding(model, sampling, whole, width, needs_mask)
     look_every = 1 if on_tokens is not None else LOOK_EVERY.get(model.device.type, 1)
     try:
-        decoding.read(prompts, position_ids_from_mask(prompt_mask), prompt_mask if needs_mask else None)
-        decoding.draw()
+        positions = position_ids_from_mask(prompt_mask)
+        decoding.draw(decoding.read(prompts, positions, prompt_mask if needs_mask else None))
         for step in range(1, steps + 1):
             if on_tokens is not None:
                 on_tokens(decoding.picked[decoding.rows.lengths == step])

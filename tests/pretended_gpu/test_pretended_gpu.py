@@ -35,6 +35,7 @@ from rlhf_core.ppo.rollout import score_rollout
 from rlhf_core.ppo.update import Learner, update
 from rlhf_core.sampling.decoding import FusedRMSNorm, attention_by_products, decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, TokenDistribution
+from rlhf_core.sampling.generation import NoWaiting
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
 from rlhf_core.serving.policy import LoadedPolicy, ReplySettings
 from rlhf_core.training.examples import Example
@@ -140,9 +141,37 @@ def test_a_layer_launches_few_kernels_for_a_token(counts: Counts) -> None:
 @pytest.mark.parametrize("name", DECODED)
 def test_a_long_reply_is_one_launch_for_a_token(counts: Counts, name: str) -> None:
     (few, _), (many, waits) = (decode(counts, DECODED[name], layers=1, tokens=tokens) for tokens in (34, 44))
-    assert counts.launches[""]["graph"] == 44 - 2, "all but the first token and the one that is compared"
+    assert counts.launches[""]["graph"] == 44 - 1, "all but the first token"
     assert many - few <= 10 + 8, "a launch for a token, and looks at what has ended"
     assert waits <= 16
+
+
+def test_on_a_gpu_that_is_not_the_current_one_steps_are_not_captured(
+    counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    decode(counts, DECODED["rollout"], layers=1, tokens=44)
+    assert "graph" not in counts.launches[""]
+
+
+def test_no_graph_holds_a_copy_between_host_and_device(counts: Counts) -> None:
+    device, host = torch.ones(2, device="cuda"), torch.ones(2)
+    copies: dict[str, Callable[[], Any]] = {
+        "to the device": lambda: host.to("cuda"),
+        "a number": lambda: torch.tensor(2.0).to("cuda"),
+        "into a tensor": lambda: device.copy_(host),
+        "to the host": device.cpu,
+        "a value": lambda: float(device.sum()),
+        "a condition": lambda: bool(device.any()),
+    }
+    with torch.inference_mode():
+        for name, copied in copies.items():
+            with pytest.raises(RuntimeError, match="waits"), NoWaiting():
+                copied()
+                pytest.fail(f"{name} was not refused")
+        with NoWaiting():
+            device * torch.tensor(2.0), device[torch.zeros(3, dtype=torch.long, device="cuda")], device.sum() + 1
+            torch.arange(3, device="cuda"), device.new_zeros(2)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])

@@ -5,14 +5,16 @@ Packed layers are one product for layers of the same input, whatever order and t
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import fields
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
 from functools import partial
 from threading import Barrier
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -36,7 +38,7 @@ from unit.models.adapted import needs_bitsandbytes, needs_peft
 from unit.ppo.tiny import EOS, Tiny
 
 from rlhf_core.config.model import LoraConfig
-from rlhf_core.models.adapters import NF4Linear, add_adapters
+from rlhf_core.models.adapters import NF4Linear, adapted_layers, add_adapters
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.sampling import decoding as layers
 from rlhf_core.sampling import generation
@@ -49,8 +51,16 @@ from rlhf_core.sampling.decoding import (
     grouped_attention,
     packing_pays,
 )
-from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, inverse_cdf, log_distribution, philox_uniforms
+from rlhf_core.sampling.distribution import (
+    EvaluationSampling,
+    Sampling,
+    _forbidden_mask,
+    inverse_cdf,
+    log_distribution,
+    philox_uniforms,
+)
 from rlhf_core.sampling.generation import BLOCK, BlockCache, BlockLayer, Rollout, generate
+from rlhf_core.sampling.sampler import LocalSampler, PromptBatch
 
 V, STEPS = 29, 40
 SAMPLING = Sampling(
@@ -233,7 +243,8 @@ def test_architectures_are_captured_where_nothing_changes(
 
 def test_a_graph_holds_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: nullcontext())
+    for name in ("graph", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
     read = torch.ones(3)
     seen = weakref.ref(read)
     launch = generation.cuda_graph(partial(torch.sum, read))
@@ -244,33 +255,200 @@ def test_a_graph_holds_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen() is None
 
 
+def test_masks_stay_where_a_graph_reads_them() -> None:
+    forbidden = partial(_forbidden_mask, torch.zeros(1, dtype=torch.long), sampling=replace(SAMPLING, min_new_tokens=0))
+    own = forbidden(width=V)
+    for width in range(V + 1, V + 100):
+        forbidden(width=width)
+    assert forbidden(width=V) is own
+
+
+def test_a_capture_that_fails_leaves_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = ["default"]
+
+    @contextmanager
+    def stream(other: str) -> Iterator[None]:
+        streams.append(other)
+        try:
+            yield
+        finally:
+            streams[:] = streams[: streams.index(other, 1)]
+
+    class Graph(nullcontext[None]):
+        """As PyTorch's: where the end of the capture raises, the stream is not left."""
+
+        def __init__(self, graph: object, **_: Any) -> None:
+            super().__init__()
+
+        def __enter__(self) -> None:
+            streams.append("capture")
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    for name, value in {"CUDAGraph": Mock, "graph": Graph, "stream": stream, "current_stream": lambda: "own"}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    with pytest.raises(RuntimeError, match="previous error"):
+        generation.cuda_graph(lambda: None)
+    assert streams == ["default"]
+
+
+def test_a_fixed_layer_holds_its_tokens_once() -> None:
+    layer, slot = BlockLayer(), torch.tensor([4])
+    written = torch.arange(2 * 5 * 4.0).view(1, 2, 5, 4)
+    layer.update(written, -written)
+    for length in (3 * BLOCK, 3 * BLOCK, 5 * BLOCK):
+        layer.fix(slot, length)
+        assert layer._buffers is not None and layer.keys is not None and layer.values is not None
+        assert layer._buffers[0].shape[-2] == length and layer.get_seq_length() == 5
+        for own, buffer in zip((layer.keys, layer.values), layer._buffers, strict=True):
+            assert own.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        assert torch.equal(layer.keys, written) and torch.equal(layer.values, -written)
+        layer.unfix(5)
+
+
+def sample_plainly(prompts: list[list[int]]) -> Rollout:
+    with patch.dict(generation.GRAPHS, clear=True):
+        return sample_of(build(CONFIGS[0]), prompts)
+
+
+def with_forward(change: Any) -> Any:
+    """A model that calls ``change`` with the mask of attention, which a graph gives four dimensions."""
+    model = build(CONFIGS[0])
+    own = model.model.forward
+
+    def forward(attention_mask: Any = None, **given: Any) -> Any:
+        return own(attention_mask=change(attention_mask) if attention_mask is not None else None, **given)
+
+    model.model.forward = forward
+    return model
+
+
+def seen_anyway(mask: Tensor) -> Tensor:
+    """Of a model that does not understand masks for attention: it sees what is not there."""
+    return mask if mask.dim() == 2 else torch.zeros_like(mask)
+
+
+def refused(kind: type[Exception]) -> Any:
+    def change(mask: Tensor) -> Tensor:
+        if mask.dim() == 4:
+            raise kind("attention_mask")
+        return mask
+
+    return change
+
+
+def looks(look: Any) -> Any:
+    def change(mask: Tensor) -> Tensor:
+        look(mask)
+        return mask
+
+    return change
+
+
+WAITS = {
+    "item": lambda mask: mask.sum().item(),
+    "if": lambda mask: 1 if mask.any() else 0,
+    "nonzero": lambda mask: mask.nonzero(),
+    "index by a mask": lambda mask: mask[mask == 0],
+    "unique": lambda mask: mask.unique(),
+}
+NOT_CAPTURED = {
+    **{f"sees all, {count} tokens held": (seen_anyway, count) for count in (BLOCK - 2, BLOCK - 1, BLOCK, 5)},
+    **{kind.__name__: (refused(kind), 5) for kind in (AttributeError, IndexError, KeyError, ValueError, RuntimeError)},
+    **{f"waits: {name}": (looks(look), 5) for name, look in WAITS.items()},
+}
+
+
+@pytest.mark.parametrize("name", NOT_CAPTURED)
+def test_what_a_graph_cannot_hold_is_decoded_step_by_step(
+    name: str, captured: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, tokens = NOT_CAPTURED[name]
+    prompts = [[4 + (row + column) % 23 for column in range(tokens)] for row in range(2)]
+    monkeypatch.setitem(generation.GRAPHS, "cpu", Mock(side_effect=AssertionError("captured")))
+    model, expected = with_forward(change), sample_plainly(prompts)
+    for _ in range(2):
+        assert torch.equal(sample_of(model, prompts).tokens, expected.tokens)
+        assert len(captured) == 2, "two layers, compared once"
+
+
 def test_what_cannot_be_captured_is_decoded_step_by_step(
     captured: list[torch.Size], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def waits(work: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    deaf, windowed = build(CONFIGS[0]), build(CONFIGS[2])
-    own = deaf.model.forward
-
-    def forward(**given: Any) -> Any:
-        """A model that does not understand masks for attention: it sees what is not there."""
-        mask = given.pop("attention_mask")
-        return own(attention_mask=mask if mask is None or mask.dim() == 2 else torch.zeros_like(mask), **given)
-
-    deaf.model.forward = forward
-    expected = [sample_of(model, PROMPTS[1:3]) for model in (build(CONFIGS[0]), windowed)]
-    for model, plain in zip((deaf, windowed), expected, strict=True):
-        captured.clear()
-        for _ in range(2):
-            assert torch.equal(sample_of(model, PROMPTS[1:3]).tokens, plain.tokens)
-            assert len(captured) == (2 if model is deaf else 0), "two layers, tried once"
+    windowed, busy, expected = build(CONFIGS[2]), build(CONFIGS[0]), sample_plainly(PROMPTS[1:3])
+    sample_of(windowed, PROMPTS[1:3])
+    assert not captured
     monkeypatch.setitem(generation.GRAPHS, "cpu", waits)
-    busy = build(CONFIGS[0])
-    captured.clear()
     for _ in range(2):
-        assert torch.equal(sample_of(busy, PROMPTS[1:3]).tokens, expected[0].tokens)
+        assert torch.equal(sample_of(busy, PROMPTS[1:3]).tokens, expected.tokens)
         assert len(captured) == 4, "compared once, and captured once in vain"
+
+
+def moved(model: Any) -> None:
+    """Weights come back from elsewhere to other addresses, as after a turn in host memory."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def trained(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+
+
+def doubled(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
+
+
+def off(model: Any) -> None:
+    for _, layer in adapted_layers(model):
+        layer.enable_adapters(False)
+
+
+BETWEEN: dict[str, Any] = {
+    "weights trained in place": trained,
+    "weights at other addresses": moved,
+    "weights of another precision": doubled,
+    "adapters off": off,
+    "the model for a copy": lambda model: None,
+}
+
+
+@needs_peft
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_changes_between_two_samplings_is_seen(
+    name: str, captured: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, adapters, prompts, lengths, temperature and draws."""
+    model = adapted()
+    rounds = ((lambda model: None, PROMPTS, 1.0, 5), (BETWEEN[name], PROMPTS[2:6], 0.7, 6))
+    for change, prompts, temperature, seed in rounds:
+        change(model)
+        sampling = replace(SAMPLING, temperature=temperature, max_new_tokens=STEPS - seed)
+        batch, found = PromptBatch(prompts, range(len(prompts)), seed), []
+        for graphs in ({"cpu": recorded_graph}, {}):
+            monkeypatch.setattr(generation, "GRAPHS", graphs)
+            sampler = LocalSampler.of(copy.deepcopy(model) if name == "the model for a copy" else model)
+            captured.clear()
+            with sampler.awake(0, len(prompts), STEPS):
+                found.append(sampler.sample(batch, sampling))
+            assert bool(captured) == bool(graphs)
+        assert torch.equal(found[0].tokens, found[1].tokens)
+        torch.testing.assert_close(found[0].logprobs, found[1].logprobs, atol=2e-5, rtol=1e-5)
+
+
+def test_threads_capture_their_own_steps(captured: list[torch.Size]) -> None:
+    """Two models, each in two threads."""
+    models = [build(CONFIGS[0]), build(CONFIGS[1])] * 2
+    alone = [sample_of(model, PROMPTS[row : row + 2]).tokens for row, model in enumerate(models)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda row: sample_of(models[row], PROMPTS[row : row + 2]).tokens, range(4)))
+    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
 
 
 def adapted(dtype: torch.dtype = torch.float32, quantize: Any = None) -> Any:
