@@ -71,16 +71,16 @@ def cache_of(workspace: Path) -> Path:
 
 def _scm_options(workspace: Path) -> list[str]:
     """Choose how ``dvc init`` relates to git; where git ignores the folder, DVC would refuse its pipeline file."""
-    if shutil.which("git") is None:
-        return ["--no-scm"]
-    top = _git(workspace, "rev-parse", "--show-toplevel")
-    if top is None or _git(workspace, "check-ignore", "-q", str(workspace)) is not None:
+    top = git_output(workspace, "rev-parse", "--show-toplevel")
+    if top is None or git_output(workspace, "check-ignore", "-q", str(workspace)) is not None:
         return ["--no-scm"]
     return [] if Path(top).resolve() == workspace.resolve() else ["--subdir"]
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Return the output of a git command, None if it fails."""
+def git_output(folder: Path, *arguments: str) -> str | None:
+    """Return the output of a git command; None if it fails or there is no git."""
+    if shutil.which("git") is None:
+        return None
     process = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
     return process.stdout.strip() if process.returncode == 0 else None
 
