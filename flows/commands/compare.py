@@ -87,7 +87,12 @@ def read_workspace(folder: Path) -> EvaluatedWorkspace:
                 "kl": kl,
                 "kl_is_bound": True,
                 "perplexity_tax": {},
-                "cost": _cost({} if seconds is None else {"reward": seconds}, seconds),
+                "cost": {
+                    "seconds": {} if seconds is None else {"reward": seconds},
+                    "sampled_tokens": None,
+                    "trained_tokens": None,
+                    "total_seconds": seconds,
+                },
                 "sampled_tokens_per_reply": best["sampled_tokens_per_reply"],
                 "gate": None,
                 "registered": None,
@@ -151,16 +156,23 @@ def _estimate(values: Values, name: str) -> dict[str, float | None] | None:
 
 
 def _training_cost(histories: Mapping[str, Sequence[Values]], method: Method, ppo: Values) -> RunResults:
-    """Sum up the histories of the stages that ``method`` needs."""
+    """Return what training cost, by the histories of the stages that ``method`` needs; None is what they do not say.
+
+    ``seconds`` are those of the training loops by stage: without start-up, loading and saving. ``trained_tokens`` are
+    those that supervised steps of the policy were made on, padding not counted.
+    """
     rows = [*histories["ppo"], *histories["ppo_abandoned"]]
     selects = (ppo.get("selection") or {}).get("method", "referee") == "referee"  # else PPO needs no referee
     of_stage = {"policy": _seconds(rows)} | {
         stage: _seconds(histories[stage]) for stage in UPSTREAM[method] if selects or stage != "referee"
     }
     seconds = {stage: value for stage, value in of_stage.items() if value is not None}
-    trained = max((row["tokens"] for row in rows if "tokens" in row), default=None)
-    total = sum(seconds.values()) if "policy" in seconds else None
-    return _cost(seconds, total, sampled_tokens(rows, method, ppo), trained)
+    return {
+        "seconds": seconds,
+        "sampled_tokens": sampled_tokens(rows, method, ppo),
+        "trained_tokens": max((row["tokens"] for row in rows if "tokens" in row), default=None),
+        "total_seconds": sum(seconds.values()) if "policy" in seconds else None,
+    }
 
 
 def sampled_tokens(history: Iterable[Values], method: Method, ppo: Values) -> int | None:
@@ -170,20 +182,6 @@ def sampled_tokens(history: Iterable[Values], method: Method, ppo: Values) -> in
     if method == "ppo" and lengths:
         return round(int(ppo.get("batch_size", PpoConfig().batch_size)) * sum(lengths))
     return max((int(row["sampled_tokens"]) for row in rows if "sampled_tokens" in row), default=None)
-
-
-def _cost(
-    seconds: Mapping[str, float], total: float | None, sampled: int | None = None, trained: int | None = None
-) -> RunResults:
-    """What training cost; None, or left out, is what the histories do not say.
-
-    Args:
-        seconds: Time of the training loops by stage, that of the policy first: without start-up, loading and saving.
-        total: None where the time of what the method is named after is not known.
-        sampled: Reply tokens that were generated to train the policy.
-        trained: Tokens that supervised steps of the policy were made on, padding not counted.
-    """
-    return {"seconds": seconds, "sampled_tokens": sampled, "trained_tokens": trained, "total_seconds": total}
 
 
 def _seconds(rows: Iterable[Values]) -> float | None:

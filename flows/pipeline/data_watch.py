@@ -36,19 +36,14 @@ class DataChange:
     """Source files as they are now, where the last run has read others.
 
     Attributes:
-        before: Digest of the paths and contents of the source files that the last run has read.
-        digest: That of the files as they are.
+        key: Digests of the paths and contents of the source files that the last run has read, and of those of now.
+        digest: That of now.
         files: Those that are new, changed or gone, each as params.yaml spells it.
     """
 
-    before: str
+    key: str
     digest: str
     files: Sequence[str]
-
-    @property
-    def key(self) -> str:
-        """The change in one line."""
-        return f"{self.before} {self.digest}\n"
 
     def as_request(self, workspace: Path) -> dict[str, Any]:
         """The event as Prefect's API expects it; the same change has the same id."""
@@ -102,11 +97,11 @@ def find_new_data(workspace: Path) -> DataChange | None:
         return None
     current = describe_sources(workspace, collected_paths(load_params(workspace).collect, workspace))
     digest = hashlib.md5(current.encode(), usedforsecurity=False).hexdigest()  # DVC's hash of a file
-    change = DataChange(recorded.inputs.get(SOURCES_FILE, ""), digest, _changed_files(workspace, current))
-    announced = private_path(workspace, ANNOUNCED)
-    if change.before == digest or (announced.is_file() and announced.read_text(encoding="utf-8") == change.key):
+    before, announced = recorded.inputs.get(SOURCES_FILE, ""), private_path(workspace, ANNOUNCED)
+    key = f"{before} {digest}\n"
+    if before == digest or (announced.is_file() and announced.read_text(encoding="utf-8") == key):
         return None
-    return change
+    return DataChange(key, digest, _changed_files(workspace, current))
 
 
 def _changed_files(workspace: Path, current: str) -> list[str]:
