@@ -10,22 +10,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from flows.supervision.processes import LogReader, SupervisedResult, child_environment, dvc_errors, run_supervised
+from flows.supervision.processes import CommandResult, LogReader, child_environment, dvc_errors, start_supervised
 from flows.supervision.signals import STOP, Stopwatch
-from flows.workspace import PRIVATE, locked, private_path
+from flows.workspace import locked, private_path
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
+from rlhf_core.stages.runtime.launcher import OUTCOMES, StageExit, outcome_path
 from rlhf_core.storage.files import atomic_write_json
 
-OUTCOMES = "outcomes"
 # Exit codes that a retry would not change. A preempted stage is run again without using up a retry.
 FINAL_CODES = {EXIT_USER_ERROR, EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_PREEMPTED, EXIT_INTERRUPTED}
-PROGRESS = re.compile(r"^(?P<what>[^:\r\n]{1,60}): (?P<done>\d+)/(?P<total>\d+)\b(?P<rest>[^\r\n]*)", re.MULTILINE)
+PROGRESS = re.compile(
+    r"^(?P<what>[^:\r\n]{1,60}): (?P<done>\d+)/(?P<total>\d+)\b(?: (?P<seconds>\d+(?:\.\d+)?) s\b)?(?P<rest>[^\r\n]*)",
+    re.MULTILINE,
+)
 RESUMED = re.compile(r"^[^:\r\n]{1,60}: (resumed at \d+/\d+)$", re.MULTILINE)
-PROGRESS_DETAILS = re.compile(r": \d+/\d+ (?P<seconds>\d+(\.\d+)?) s\b(?P<metrics>.*)$")
 METRIC = re.compile(r"(\S+) ([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|inf|nan))(?=\s|$)")
 
 Action = Literal["ran", "cached", "failed", "stopped", "skipped"]
@@ -33,10 +36,11 @@ Action = Literal["ran", "cached", "failed", "stopped", "skipped"]
 
 @dataclass(frozen=True)
 class StageOutcome:
-    """How a stage ended. Times are seconds since the epoch; use the class methods to make one.
+    """How a stage ended. Times are seconds since the epoch.
 
     Attributes:
-        action: ``ran``, ``cached`` (was up to date), ``failed``, ``stopped`` (with the run) or ``skipped``.
+        action: ``ran``, ``cached`` (was up to date), ``failed``, ``stopped`` (with the run) or
+            ``skipped`` (not started, because another stage failed or the run was stopped).
         work_seconds: the time of the stage's own command where it is known, else that of the whole task.
     """
 
@@ -47,16 +51,6 @@ class StageOutcome:
     started: float = 0.0
     ended: float = 0.0
     work_seconds: float = 0.0
-
-    @classmethod
-    def ran(cls, stage: str, started: float, ended: float, work_seconds: float) -> StageOutcome:
-        """Return the outcome of a stage whose command succeeded."""
-        return cls(stage, "ran", 0, "", started, ended, work_seconds)
-
-    @classmethod
-    def cached(cls, stage: str, started: float, ended: float) -> StageOutcome:
-        """Return the outcome of a stage that was up to date, or whose result came out of the cache."""
-        return cls(stage, "cached", 0, "", started, ended)
 
     @classmethod
     def failed(
@@ -79,11 +73,6 @@ class StageOutcome:
         """Return the outcome of a stage that ended because its run was stopped; times as for :meth:`failed`."""
         return cls.failed(stage, "stopped", EXIT_INTERRUPTED, action="stopped", **times)
 
-    @classmethod
-    def skipped(cls, stage: str) -> StageOutcome:
-        """Return the outcome of a stage that was not started, because another one failed or the run was stopped."""
-        return cls(stage, "skipped")
-
     @property
     def ok(self) -> bool:
         """Whether the outputs of the stage are there and up to date."""
@@ -101,75 +90,42 @@ class StageOutcome:
 
     def save(self, workspace: Path) -> None:
         """Write the outcome to where :func:`load_outcome` reads it."""
-        atomic_write_json(private_path(workspace, OUTCOMES, f"{self.stage}.task.json"), asdict(self))
-
-
-@dataclass(frozen=True)
-class StageReport:
-    """What ``rlhf stage`` itself reported at its end (``StageExit`` of the core); times are seconds since the epoch."""
-
-    stage: str
-    exit_code: int
-    message: str
-    started: float
-    ended: float
-    seconds: float
+        atomic_write_json(workspace / OUTCOMES / f"{self.stage}.task.json", asdict(self))
 
 
 @dataclass(frozen=True)
 class LoggedProgress:
-    """A progress line of a stage: ``done`` steps of ``total``."""
+    """A progress line of a stage: ``done`` steps of ``total``.
 
+    Attributes:
+        description: What is counted, such as ``sft``.
+        seconds: The time since the loop started, None if the line does not say.
+        metrics: What the line ends with, such as ``loss 0.41``; empty without a time.
+    """
+
+    line: str
+    description: str
     done: int
     total: int
-    line: str
-
-    @property
-    def description(self) -> str:
-        """What is counted, such as ``sft``."""
-        return self.line.partition(":")[0]
-
-    @property
-    def seconds(self) -> float | None:
-        """The time since the loop started, None if the line does not say."""
-        match = PROGRESS_DETAILS.search(self.line)
-        return float(match["seconds"]) if match else None
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The metrics that the line ends with, such as ``loss 0.41``."""
-        match = PROGRESS_DETAILS.search(self.line)
-        return {name: float(value) for name, value in METRIC.findall(match["metrics"])} if match else {}
+    seconds: float | None
+    metrics: Mapping[str, float]
 
 
 def clear_outcome(workspace: Path, stage: str) -> None:
     """Delete the outcome and the report of an earlier run of the stage."""
     for name in (f"{stage}.task.json", f"{stage}.json"):
-        (workspace / PRIVATE / OUTCOMES / name).unlink(missing_ok=True)
+        (workspace / OUTCOMES / name).unlink(missing_ok=True)
 
 
 def load_outcome(workspace: Path, stage: str) -> StageOutcome | None:
     """Return the saved outcome, None if the task died before it could write one."""
-    record = _read_record(workspace / PRIVATE / OUTCOMES / f"{stage}.task.json")
+    record = _read_record(workspace / OUTCOMES / f"{stage}.task.json")
     return StageOutcome(**record) if record else None
 
 
-def load_report(workspace: Path, stage: str) -> StageReport | None:
+def load_report(workspace: Path, stage: str) -> StageExit | None:
     """Return the report of ``rlhf stage``, None if it was killed or the stage runs another command."""
-    record = _read_record(workspace / PRIVATE / OUTCOMES / f"{stage}.json")
-    return StageReport(**record) if record else None
-
-
-def clear_reports(workspace: Path) -> None:
-    """Delete the outcomes and reports of all stages."""
-    for path in (workspace / PRIVATE / OUTCOMES).glob("*.json"):
-        path.unlink(missing_ok=True)
-
-
-def load_reports(workspace: Path) -> list[StageReport]:
-    """Return the reports of all stages that have left one."""
-    names = [path.stem for path in sorted((workspace / PRIVATE / OUTCOMES).glob("*.json")) if "." not in path.stem]
-    return [report for name in names if (report := load_report(workspace, name)) is not None]
+    return StageExit.load(outcome_path(workspace / OUTCOMES, stage))
 
 
 def load_gate_file(workspace: Path, outputs: tuple[str, ...]) -> tuple[Mapping[str, Any], tuple[int, ...]] | None:
@@ -194,9 +150,13 @@ def failed_conditions(decision: Mapping[str, Any]) -> str:
 
 def progress_lines(log_text: str) -> list[LoggedProgress]:
     """Return all progress lines in the text of a stage's log."""
-    return [
-        LoggedProgress(int(line["done"]), int(line["total"]), line[0].strip()) for line in PROGRESS.finditer(log_text)
-    ]
+    found = []
+    for match in PROGRESS.finditer(log_text):
+        done, total = int(match["done"]), int(match["total"])
+        seconds = float(match["seconds"]) if match["seconds"] else None
+        metrics = {} if seconds is None else {name: float(value) for name, value in METRIC.findall(match["rest"])}
+        found.append(LoggedProgress(match[0].strip(), match["what"], done, total, seconds, metrics))
+    return found
 
 
 def last_progress(log_text: str) -> LoggedProgress | None:
@@ -290,8 +250,11 @@ def stage_log(workspace: Path, stage: str) -> Path:
 
 
 @contextmanager
-def logged_progress(workspace: Path, stage: str, log: Callable[[str], None]) -> Iterator[None]:
-    """Give the stage's newest progress line to ``log`` while the block runs, every ten seconds if it has changed."""
+def shown_progress(workspace: Path, stage: str, show: Callable[[LoggedProgress], None]) -> Iterator[None]:
+    """Give the stage's newest progress line to ``show`` while the block runs, every ten seconds if it has changed.
+
+    It is called in another thread, in the context of this one.
+    """
     reader = LogReader(stage_log(workspace, stage))
     ended = threading.Event()
 
@@ -302,11 +265,11 @@ def logged_progress(workspace: Path, stage: str, log: Callable[[str], None]) -> 
             progress = last_progress(reader.text(PROGRESS_BYTES))
             if progress is not None and progress != said:
                 said = progress
-                log(progress.line)
+                show(progress)
             if last:
                 return
 
-    thread = threading.Thread(target=follow, name=f"progress-{stage}", daemon=True)
+    thread = threading.Thread(target=copy_context().run, args=(follow,), name=f"progress-{stage}", daemon=True)
     thread.start()
     try:
         yield
@@ -336,7 +299,7 @@ def _run_locked(spec: StageSpec, lock: int) -> StageOutcome:
     # The flag belongs before `repro`: without it a stage that ends while another caches its output fails.
     repro = (sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", spec.name)
     pull = ("--pull",) if spec.pull else ()
-    result = run_supervised(
+    process = start_supervised(
         spec.command or (*repro, *pull),
         name=spec.name,
         cwd=spec.workspace,
@@ -345,6 +308,7 @@ def _run_locked(spec: StageSpec, lock: int) -> StageOutcome:
         grace=spec.grace,
         inherited_descriptors=[lock],
     )
+    result = process.result()
     gate = load_gate_file(spec.workspace, spec.outputs)
     outcome = _outcome(spec, result, gate[0] if gate is not None and gate != gate_before else None, watch)
     outcome.save(spec.workspace)
@@ -352,17 +316,16 @@ def _run_locked(spec: StageSpec, lock: int) -> StageOutcome:
 
 
 def _outcome(
-    spec: StageSpec, result: SupervisedResult, gate_decision: Mapping[str, object] | None, watch: Stopwatch
+    spec: StageSpec, result: CommandResult, gate_decision: Mapping[str, object] | None, watch: Stopwatch
 ) -> StageOutcome:
     """Tell from the exit status, the stage's own report and a gate decision made meanwhile how the stage ended."""
     started, ended = watch.started, watch.now
     report = load_report(spec.workspace, spec.name)
-    work_seconds = report.seconds if report is not None else ended - started
+    work_seconds = report.ended - report.started if report is not None else ended - started
     if result.exit_code == 0:
-        ran = spec.command or report is not None or f"Running stage '{spec.name}'" in result.output
-        if ran:
-            return StageOutcome.ran(spec.name, started, ended, work_seconds)
-        return StageOutcome.cached(spec.name, started, ended)
+        if spec.command or report is not None or f"Running stage '{spec.name}'" in result.stdout:
+            return StageOutcome(spec.name, "ran", started=started, ended=ended, work_seconds=work_seconds)
+        return StageOutcome(spec.name, "cached", started=started, ended=ended)
     if STOP.is_set():
         return StageOutcome.stopped(spec.name, started=started, ended=ended, work_seconds=work_seconds)
     if report is not None and report.exit_code:
@@ -374,11 +337,11 @@ def _outcome(
     return StageOutcome.failed(spec.name, message, exit_code, started=started, ended=ended, work_seconds=work_seconds)
 
 
-def _dvc_failure(result: SupervisedResult) -> tuple[int, str]:
+def _dvc_failure(result: CommandResult) -> tuple[int, str]:
     """Return exit code and message for a stage that left no report: DVC was killed, or failed itself."""
     if result.exit_code - 128 in set(signal.Signals):
         return result.exit_code, f"dvc was killed ({signal.Signals(result.exit_code - 128).name})"
-    errors = dvc_errors(result.output)
+    errors = dvc_errors(result.stdout)
     if not errors:
         return 1, f"dvc exited with status {result.exit_code}"
     crashed = any("failed to run" in error or "is busy" in error for error in errors)

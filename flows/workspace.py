@@ -6,20 +6,18 @@ does the cleanup for a command that holds the workspace's lock.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
 
-from flows.supervision.processes import OWNER_VARIABLE, start_token
+from flows.supervision.processes import start_token
 from flows.supervision.signals import STOP
 from rlhf_core.errors import ModelError, RlhfError
 
@@ -113,7 +111,7 @@ def run_tags(workspace: Path, profile: str) -> Mapping[str, str]:
     return {"workspace": workspace.resolve().name} | ({"profile": profile} if profile else {})
 
 
-LOCK_HELD_VARIABLE = "RLHF_LOCK_HELD"
+LOCK_HELD_VARIABLE = "RLHF_LOCK_HELD"  # names the workspace whose lock the command holds that started this process
 WORKSPACE_LOCK = "lock"
 POLL_SECONDS = 0.3
 
@@ -148,16 +146,16 @@ def locked(
         RlhfError: another process holds the lock, or the file cannot be written.
         KeyboardInterrupt: the stop flag was raised while waiting.
     """
-    path = private_path(workspace, name)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = path.open("a+", encoding="utf-8")
-    except OSError as error:
-        raise cannot_write(workspace, error) from error
-    with handle:
+    from rlhf_core.storage.files import LockFile  # with hashlib, for which every command would wait
+
+    with ExitStack() as stack:
+        try:
+            lock = stack.enter_context(LockFile(private_path(workspace, name)))
+        except OSError as error:
+            raise cannot_write(workspace, error) from error
         announced = False
-        while not _try_lock(handle):
-            holder = _read_holder(path)
+        while not lock.try_acquire():
+            holder = _read_holder(lock.path)
             alive = holder is None or start_token(holder.pid) is not None
             if alive and not wait:
                 remedy = f"wait for it{' with --wait' if on_wait else ''}, or stop it"
@@ -169,32 +167,13 @@ def locked(
                 raise KeyboardInterrupt
         command = " ".join(["rlhf", *sys.argv[1:]])
         holder = LockHolder(os.getpid(), datetime.now().isoformat(timespec="seconds"), command)
-        handle.truncate(0)
-        handle.write(json.dumps(asdict(holder)))
-        handle.flush()
+        lock.stream.truncate(0)
+        lock.stream.write(json.dumps(asdict(holder)))
+        lock.stream.flush()
         try:
-            yield handle.fileno()
+            yield lock.stream.fileno()
         finally:
-            handle.truncate(0)
-
-
-def _try_lock(handle: IO[str]) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-@contextmanager
-def locked_unless_inherited(workspace: Path) -> Iterator[None]:
-    """Hold the workspace lock for the block, unless the command that started this process holds it already."""
-    holder_tag = os.environ.get(LOCK_HELD_VARIABLE, "")
-    if holder_tag and holder_tag == os.environ.get(OWNER_VARIABLE) and holder_tag.endswith(f":{workspace}"):
-        yield
-        return
-    with locked(workspace, wait=True):
-        yield
+            lock.stream.truncate(0)
 
 
 def lock_holder(workspace: Path) -> LockHolder | None:
@@ -213,35 +192,23 @@ def _read_holder(path: Path) -> LockHolder | None:
 SERVICES_FILE = "services.json"
 
 
-def record_services(workspace: Path, api_url: str, addresses: dict[str, str]) -> None:
-    """Record that this process runs a Prefect server at ``api_url``, and user interfaces at ``addresses``."""
-    from rlhf_core.storage.files import atomic_write_json  # with hashlib, for which every command would wait
+def record_services(workspace: Path, api_url: str, mlflow_url: str) -> None:
+    """Record that this process runs a Prefect server at ``api_url``, and MLflow's user interface at ``mlflow_url``."""
+    from rlhf_core.storage.files import atomic_write_json
 
     pid = os.getpid()
-    record = {"pid": pid, "start_token": start_token(pid), "api_url": api_url, "addresses": addresses}
+    record = {"pid": pid, "start_token": start_token(pid), "api_url": api_url, "mlflow_url": mlflow_url}
     atomic_write_json(private_path(workspace, SERVICES_FILE), record)
 
 
-def running_services(workspace: Path) -> str | None:
-    """Return the Prefect API address of the live ``rlhf up`` of this workspace, None if there is none."""
-    record = _live_record(workspace)
-    return str(record["api_url"]) if record else None
-
-
-def running_addresses(workspace: Path) -> Mapping[str, str]:
-    """Return the addresses of the user interfaces of the live ``rlhf up``, by name; empty if there is none."""
-    record = _live_record(workspace)
-    return dict(record.get("addresses", {})) if record else {}
-
-
-def _live_record(workspace: Path) -> Mapping[str, Any] | None:
-    """Return the record of a process that still runs, else None."""
+def running_services(workspace: Path) -> Mapping[str, str]:
+    """Return ``api_url`` and ``mlflow_url`` of the live ``rlhf up`` of this workspace; empty if there is none."""
     try:
-        record: Mapping[str, Any] = json.loads((workspace / PRIVATE / SERVICES_FILE).read_text(encoding="utf-8"))
+        record = json.loads((workspace / PRIVATE / SERVICES_FILE).read_text(encoding="utf-8"))
         alive = start_token(int(record["pid"])) == record["start_token"]
+        return {name: str(record[name]) for name in ("api_url", "mlflow_url")} if alive else {}
     except (OSError, ValueError, KeyError):
-        return None
-    return record if alive else None
+        return {}
 
 
 def forget_services(workspace: Path) -> None:
@@ -264,7 +231,7 @@ def cleanup(workspace: Path) -> list[str]:
     except ValueError:
         locks.unlink(missing_ok=True)
         report.append("removed DVC's table of locks, which a killed DVC had left empty")
-    if running_services(workspace) is None:
+    if not running_services(workspace):
         forget_services(workspace)
     return report
 

@@ -20,15 +20,16 @@ from flows.dvc_repo.graph import read_graph
 from flows.dvc_repo.inputs import refresh_inputs
 from flows.dvc_repo.recipe import TRIALS, merged_params, write_recipe
 from flows.dvc_repo.root import cache_of, ensure_dvc
-from flows.stage import FINAL_CODES, clear_reports, load_reports
+from flows.stage import FINAL_CODES, load_report
 from flows.supervision import signals
-from flows.supervision.processes import child_environment, dvc_errors, run_supervised
+from flows.supervision.processes import child_environment, dvc_errors, start_supervised
 from flows.supervision.signals import STOP, Stopwatch
 from flows.workspace import cleanup, display_path, locked, private_path
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import DEFAULT_PROFILE, PARAMS_FILE, merge, overlays_of, parse_assignment, workspace_name
 from rlhf_core.config.recipe import profiles_of
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, ConfigError, RlhfError
+from rlhf_core.stages.runtime.launcher import OUTCOMES
 
 FOLDER = "ablation"
 TRAINER, GOAL = "ppo", "evaluate"
@@ -174,20 +175,23 @@ def run_job(base: Path, profile: str | None, job: AblationJob, cache: Path) -> A
 
 
 def _reproduce(job: AblationJob, watch: Stopwatch) -> AblationRun:
-    clear_reports(job.workspace)
+    reports = job.workspace / OUTCOMES
+    for path in reports.glob("*.json"):
+        path.unlink()
     # Stages record to MLflow only where a server is named: hundreds of workspaces with a database each help nobody.
     tracking = {} if os.environ.get("MLFLOW_TRACKING_URI") else {"RLHF_TRACKING": "off"}
-    result = run_supervised(
+    result = start_supervised(
         [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *job.targets],
         name=job.workspace.name,
         cwd=job.workspace,
         env=child_environment(job.workspace, **tracking),
         log=private_path(job.workspace, "logs", "ablation.log"),
         grace=GRACE_SECONDS,
-    )
+    ).result()
     state: RunState = "crashed"
-    message = [f"dvc exited with status {result.exit_code}", *dvc_errors(result.output)][-1]
-    report = next((report for report in load_reports(job.workspace) if report.exit_code), None)
+    message = [f"dvc exited with status {result.exit_code}", *dvc_errors(result.stdout)][-1]
+    ended = (load_report(job.workspace, path.stem) for path in sorted(reports.glob("*.json")))
+    report = next((report for report in ended if report is not None and report.exit_code), None)
     if result.exit_code == 0 or STOP.is_set():
         state, message = "stopped" if result.exit_code else "done", ""
     elif report is not None:
@@ -197,7 +201,7 @@ def _reproduce(job: AblationJob, watch: Stopwatch) -> AblationRun:
         # The other two come by a signal from outside, not by this run.
         elif report.exit_code in FINAL_CODES - {EXIT_INTERRUPTED, EXIT_PREEMPTED}:
             state = "failed"
-    return job.ended(state, message, watch.seconds, f"Running stage '{TRAINER}'" in result.output)
+    return job.ended(state, message, watch.seconds, f"Running stage '{TRAINER}'" in result.stdout)
 
 
 POLL_SECONDS = 0.2

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO
 
 from rich.console import Console, RenderableType
 from rich.progress import Progress, ProgressColumn, Task
@@ -19,7 +19,7 @@ from rich.text import Text
 
 from flows.commands.run_state import RunState, StageProgress, StageState
 from flows.commands.text import format_metrics, format_rate, format_seconds
-from flows.pipeline.events import PipelineEvent, RegistryUpdated, StageEnded, StagePreempted, StageRetried, StageStarted
+from flows.pipeline.events import PipelineEvent, RegistryUpdated, StageEnded, StageRepeated, StageStarted
 from flows.supervision.signals import Stopwatch
 
 PROGRESS_EVERY_SECONDS = 10.0
@@ -56,9 +56,7 @@ class Display:
             case StageEnded(outcome) if outcome.action != "skipped":
                 result = f"  {self.state.stages[outcome.stage].result}".rstrip()
                 self.line(f"{outcome.stage:<12} {outcome.action:<8} {outcome.ended - outcome.started:6.1f} s{result}")
-            case StageRetried(stage, message, delay_seconds):
-                self.line(f"{stage:<12} {message}; trying again in {delay_seconds:g} s")
-            case StagePreempted(stage, message):
+            case StageRepeated(stage, message):
                 self.line(f"{stage:<12} {message}")
             case RegistryUpdated(message):
                 self.line(message)
@@ -219,13 +217,8 @@ class LiveDisplay(Display):
         """Show one event of the pipeline process."""
         self.state.apply(event)
         self.table.sync()
-        match event:
-            case StageRetried(stage, message, delay_seconds):
-                self.line(f"{stage}: {message}; trying again in {delay_seconds:g} s")
-            case StagePreempted(stage, message):
-                self.line(f"{stage}: {message}")
-            case _:
-                pass
+        if isinstance(event, StageRepeated):
+            self.line(f"{event.stage}: {event.message}")
 
     def tick(self) -> None:
         """Read the logs of running stages, now and then."""
@@ -242,9 +235,9 @@ class LiveDisplay(Display):
 
 
 @contextmanager
-def open_display(workspace: Path, phase: str, stream: TextIO | None = None) -> Iterator[Display]:
-    """Show progress on ``stream`` (stdout by default) for the block, which begins with ``phase``."""
-    stream, state = stream or sys.stdout, RunState(workspace)
+def open_display(workspace: Path, phase: str) -> Iterator[Display]:
+    """Show progress on standard output for the block, which begins with ``phase``."""
+    stream, state = sys.stdout, RunState(workspace)
     plain = not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown")
     display = Display(state, stream) if plain else LiveDisplay(state, Console(file=stream, highlight=False))
     try:

@@ -16,30 +16,19 @@ from flows.dvc_repo.inputs import refresh_inputs
 from flows.dvc_repo.recipe import check_tracked_params
 from flows.dvc_repo.root import ensure_dvc
 from flows.pipeline.events import (
-    EVENTS_VARIABLE,
-    EventReader,
-    EventWriter,
-    PipelineEvent,
-    RunEnded,
-    VerdictReached,
+    EventLog,
     new_events_file,
 )
 from flows.pipeline.preflight import SCRATCH, find_unchanged, open_starting_model
 from flows.prefect_server.services import (
     Services,
+    known_url,
     open_services,
-    use_server_of_workspace,
     wait_for_server,
 )
 from flows.supervision import signals
-from flows.supervision.processes import (
-    OWNER_VARIABLE,
-    SupervisedProcess,
-    child_environment,
-    ownership_tag,
-    start_supervised,
-)
-from flows.workspace import LOCK_HELD_VARIABLE, cannot_write, cleanup, locked, private_path, running_services
+from flows.supervision.processes import SupervisedProcess
+from flows.workspace import LOCK_HELD_VARIABLE, cannot_write, cleanup, locked, private_path
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, RlhfError
 from rlhf_core.storage.garbage_collection import skip_last_collection
@@ -69,7 +58,6 @@ def run(workspace: Path, promote: bool = True, wait: bool = False, port: int | N
             locked(workspace, wait=wait, on_wait=display.phase) as lock,
         ):
             display.phase("preparing the workspace")
-            os.environ[OWNER_VARIABLE] = os.environ[LOCK_HELD_VARIABLE] = ownership_tag(workspace)
             ensure_dvc(workspace)
             require_ready(workspace)
             _check_remote_pools(workspace, params)
@@ -93,23 +81,24 @@ def _check_remote_pools(workspace: Path, params: Params) -> None:
     remote_pools = params.pools_away()
     if not remote_pools:
         return
-    if not os.environ.get("PREFECT_API_URL") and running_services(workspace) is None:
+    url = known_url(workspace)
+    if not url:
         raise RlhfError(
             f"the work pool {remote_pools[0]} is served by other hosts (shared: false), which need a lasting server: "
             "start one and set PREFECT_API_URL (docs/operations.md)"
         )
-    from flows.jobs.remote import check_remotes  # loads Prefect
+    os.environ["PREFECT_API_URL"] = url  # which Prefect reads when it is loaded
+    from flows.jobs.remote import check_remotes
 
     check_remotes(workspace, params)
 
 
 class PipelineRun:
-    """One run of the pipeline: the services and the flow process that it started, and the events received so far."""
+    """One run of the pipeline: the services and the flow process that it started, whose events it shows."""
 
     def __init__(self, workspace: Path, params: Params, promote: bool, display: Display, lock: int) -> None:
         self.workspace, self.params, self.promote, self.display, self.lock = workspace, params, promote, display, lock
-        self.events: list[PipelineEvent] = []
-        self.reader = EventReader(new_events_file(workspace))
+        self.events = EventLog(new_events_file(workspace))
         self.flow: SupervisedProcess | None = None
         self.problem: str | None = None
 
@@ -119,7 +108,7 @@ class PipelineRun:
         If there is nothing to do, no service is started, and neither Prefect nor MLflow gets a run.
         """
         if (unchanged := find_unchanged(self.workspace, promotes=self.promote)) is not None:
-            unchanged.emit(EventWriter(str(self.reader.path)))
+            unchanged.emit(self.events)
             self._show_new_events()
             return self._print_result(stopped=False)
         if self.params.base.source != SCRATCH:
@@ -127,7 +116,6 @@ class PipelineRun:
             if note := open_starting_model(self.workspace, self.params):
                 self.display.line(note)
         self.display.phase("starting Prefect")
-        use_server_of_workspace(self.workspace, signals.STOP.is_set)
         services = open_services(self.workspace, port, self.display.line, self.lock)
         if services.embedded:
             self.display.line(f"Prefect UI {services.ui_url} (while this runs)")
@@ -148,18 +136,16 @@ class PipelineRun:
         """Wait for the server, then set up work pools, deployments and workers."""
         # Imported here: loading Prefect takes a second, while the server starts.
         from flows.jobs.deployments import deploy_jobs
-        from flows.prefect_server.flow_runs import end_stale_runs, try_zombie_automation
+        from flows.prefect_server.flow_runs import end_stale_runs, ensure_zombie_automation
         from flows.prefect_server.monitor import ServiceMonitor
         from flows.prefect_server.pools import idle_workers
 
         if services.embedded:
-            wait_for_server(services, signals.STOP.is_set)
+            wait_for_server(services)
             if ended := end_stale_runs():
                 self.display.line(f"marked {ended} unfinished Prefect runs of an earlier run as ended")
-        elif not try_zombie_automation():
-            self.display.line(
-                "this Prefect server accepts no automations: a run whose machine dies keeps its pool slot"
-            )
+        else:
+            ensure_zombie_automation(self.display.line)
         self.display.phase("starting workers" if self.params.pools else "setting up the pipeline")
         deploy_jobs(self.workspace, self.params)
         pools = self.params.pool_names()
@@ -174,16 +160,9 @@ class PipelineRun:
     def _start_flow(self, services: Services) -> SupervisedProcess:
         """Start the process of the flow."""
         command = [sys.executable, "-m", "flows.pipeline.flow", str(self.workspace)]
-        variables = {LOCK_HELD_VARIABLE: os.environ[LOCK_HELD_VARIABLE], EVENTS_VARIABLE: str(self.reader.path)}
-        return start_supervised(
-            command if self.promote else [*command, "--no-promote"],
-            name="flow",
-            cwd=self.workspace,
-            env=child_environment(self.workspace, **variables, **services.client_settings),
-            log=private_path(self.workspace, "logs", "flow.log"),
-            grace=FLOW_GRACE,
-            inherited_descriptors=[self.lock],
-        )
+        variables = {LOCK_HELD_VARIABLE: str(self.workspace), **services.client_settings}
+        command += [] if self.promote else ["--no-promote"]
+        return services.launch("flow", command, FLOW_GRACE, "TERM", **variables)
 
     def _watch(self, flow: SupervisedProcess, monitor: ServiceMonitor) -> None:
         """Show events and keep the services running until the flow ends, a problem occurs or the run is stopped."""
@@ -194,12 +173,8 @@ class PipelineRun:
         self._show_new_events()
 
     def _show_new_events(self) -> None:
-        for event in self.reader.read_new():
-            self.events.append(event)
+        for event in self.events.read_new():
             self.display.event(event)
-
-    def _end(self) -> RunEnded | None:
-        return next((event for event in reversed(self.events) if isinstance(event, RunEnded)), None)
 
     def _stop(self, services: Services, stopped: bool) -> None:
         self.display.phase("stopping" if stopped else "stopping the services")
@@ -209,7 +184,7 @@ class PipelineRun:
 
                 status = self.flow.stop()
                 self._show_new_events()
-                if not stopped and not self.problem and self._end() is None:
+                if not stopped and not self.problem and self.display.state.end is None:
                     log = private_path(self.workspace, "logs", "flow.log")
                     self.problem = f"the pipeline process exited without a result (status {status}); see {log}"
                 message = "stopped by a signal" if stopped else "the pipeline process has ended"
@@ -221,22 +196,21 @@ class PipelineRun:
     def _print_result(self, stopped: bool) -> int:
         """Print summary, final state and verdict; return the exit status."""
         self.display.close()
-        for line in summary(self.workspace, self.events, self.display.watch.seconds):
+        state = self.display.state
+        for line in summary(state, self.display.watch.seconds):
             print(line, flush=True)
-        end = self._end()
         if stopped:
             code = EXIT_INTERRUPTED
             print("cancelled; the next `rlhf run` resumes from here", file=sys.stderr, flush=True)
-        elif self.problem or end is None:
+        elif self.problem or state.end is None:
             code = 1
             print(f"rlhf: {self.problem}; `rlhf run` resumes from the last checkpoint", file=sys.stderr, flush=True)
         else:
-            code = EXIT_CODES.get(end.state, 1)
-            result = f"{end.state}: {end.message}"
+            code = EXIT_CODES.get(state.end.state, 1)
+            result = f"{state.end.state}: {state.end.message}"
             print(result if code == 0 else f"rlhf: {result}", file=sys.stdout if code == 0 else sys.stderr, flush=True)
             if code == EXIT_GATE_FAILED:
                 print_failed_gates(self.workspace, sys.stderr)
-        verdict = next((event.verdict for event in self.events if isinstance(event, VerdictReached)), None)
-        if verdict is not None:
-            print_verdict(verdict, self.workspace)
+        if state.verdict is not None:
+            print_verdict(state.verdict, self.workspace)
         return code

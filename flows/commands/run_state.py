@@ -11,18 +11,18 @@ from typing import Any
 
 from flows.commands.text import format_metrics, format_seconds
 from flows.pipeline.events import (
-    EventReader,
+    EventLog,
     PhaseStarted,
     PipelineEvent,
     RunEnded,
     RunPlanned,
     StageEnded,
-    StagePreempted,
-    StageRetried,
+    StageRepeated,
     StageStarted,
+    VerdictReached,
     events_file,
 )
-from flows.pipeline.verdict import describe_failure
+from flows.pipeline.verdict import RunVerdict, describe_failure
 from flows.stage import RESUMED, LoggedProgress, StageOutcome, progress_lines
 from flows.supervision.processes import LogReader
 from flows.workspace import PRIVATE
@@ -169,14 +169,22 @@ class StageState:
 
 
 class RunState:
-    """The stages of a run and the phase that it is in."""
+    """The stages of a run, the phase that it is in, and its end.
 
-    def __init__(self, workspace: Path, phase: str = "") -> None:
+    Attributes:
+        verdict: None as long as the run has not reached one.
+        end: None while it runs, or if its process was gone before it could report an end.
+        started: When the first event was written, and ``last_event`` the last; of a run that was read from its file.
+    """
+
+    def __init__(self, workspace: Path) -> None:
         self.workspace = workspace
-        self.phase = phase
+        self.phase = ""
         self.phase_progress: StageProgress | None = None
         self.stages: dict[str, StageState] = {}
-        self.ended = False
+        self.verdict: RunVerdict | None = None
+        self.end: RunEnded | None = None
+        self.started = self.last_event = datetime.now()
 
     def apply(self, event: PipelineEvent) -> None:
         """Update the state with the next event."""
@@ -190,16 +198,18 @@ class RunState:
                 self.stages[name] = StageState(name, progress, started, note=note)
             case StageEnded(outcome):
                 self._end_stage(outcome)
-            case StageRetried(name, message, delay_seconds):
-                first_line = message.strip().partition("\n")[0]
-                self._restart(name, f"{first_line}; trying again in {delay_seconds:g} s")
-            case StagePreempted(name, message):
-                self._restart(name, message)
+            case StageRepeated(name, message):
+                stage = self._stage(name)
+                stage.note = message
+                if stage.progress is not None:
+                    stage.progress.restart()
             case PhaseStarted(phase, log):
                 self.enter_phase(phase)
                 self.phase_progress = StageProgress(self._log(log), 0) if log else None
+            case VerdictReached(verdict):
+                self.verdict = verdict
             case RunEnded():
-                self.ended = True
+                self.end = event
                 self.enter_phase("")
             case _:
                 pass
@@ -222,15 +232,24 @@ class RunState:
         return [stage for stage in self.stages.values() if stage.progress is not None and stage.outcome is None]
 
     @property
+    def ran(self) -> int:
+        """How many stages were computed."""
+        return sum(outcome.action == "ran" for outcome in self.outcomes)
+
+    @property
     def done(self) -> int:
         """How many stages are up to date."""
-        return sum(stage.outcome is not None and stage.outcome.ok for stage in self.stages.values())
+        return sum(outcome.ok for outcome in self.outcomes)
 
-    def _restart(self, name: str, note: str) -> None:
-        stage = self._stage(name)
-        stage.note = note
-        if stage.progress is not None:
-            stage.progress.restart()
+    @property
+    def outcomes(self) -> list[StageOutcome]:
+        """How the stages ended that have ended."""
+        return [stage.outcome for stage in self.stages.values() if stage.outcome is not None]
+
+    @property
+    def final_state(self) -> str:
+        """The name of the state that the run ended in; empty if it reported none."""
+        return self.end.state if self.end is not None else ""
 
     def _end_stage(self, outcome: StageOutcome) -> None:
         stage = self._stage(outcome.stage)
@@ -250,19 +269,21 @@ class RunState:
         return self.workspace / PRIVATE / "logs" / f"{name}.log"
 
 
-def read_run_state(workspace: Path, since: datetime) -> RunState | None:
-    """Return the state of the run that holds the workspace ``since`` then, None if it has not written events.
+def read_run_state(workspace: Path) -> RunState | None:
+    """Return the state of the last run, or of the one under way; None if there was none or another version wrote it.
 
     Nothing is changed: this is for a process that looks on.
     """
-    path = events_file(workspace)
-    if not path.is_file() or path.stat().st_mtime < since.timestamp():
+    log, state = EventLog(events_file(workspace)), RunState(workspace)
+    try:
+        events = log.read_new()
+    except (LookupError, TypeError, ValueError):
         return None
-    state = RunState(workspace)
-    for event in EventReader(path).read_new():
+    for event in events:
         state.apply(event)
     state.refresh()
-    return state
+    state.started, state.last_event = datetime.fromtimestamp(log.first), datetime.fromtimestamp(log.last)
+    return state if events else None
 
 
 def describe_stage(stage: StageState, now: float) -> str:

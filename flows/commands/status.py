@@ -9,12 +9,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flows.commands.run_state import describe_stage, read_run_state
+from flows.commands.run_state import RunState, describe_stage, read_run_state
 from flows.commands.summary import command_for, verdict_rows
 from flows.commands.text import INDENT, format_age, format_seconds
 from flows.dvc_repo.graph import describe_changes, dvc_status
 from flows.dvc_repo.inputs import refresh_inputs
-from flows.pipeline.events import LastRun, read_last_run
+from flows.dvc_repo.lock_file import recorded_stages
+from flows.pipeline.events import COMPLETED
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
 from flows.registry.client import PIPELINE_TAG, REPORT_PAGE, WORKSPACE_ID_TAG, connect, has_record
 from flows.registry.release_page import (
@@ -98,7 +99,7 @@ NOT_OF_VERDICT = ("report", "next")  # what is said once, at the end
 class StagesStatus:
     """What each stage's state is, how many have never run or are not up to date, and ``note`` on all of them."""
 
-    states: Mapping[str, str]
+    stages: Mapping[str, str]
     not_run: int = 0
     stale: int = 0
     note: str = ""
@@ -106,8 +107,8 @@ class StagesStatus:
     @property
     def lines(self) -> list[str]:
         """The note, and one line per stage."""
-        width = max(map(len, self.states), default=0)
-        return [*([self.note] if self.note else []), *(f"{n.ljust(width)}  {s}" for n, s in self.states.items())]
+        width = max(map(len, self.stages), default=0)
+        return [*([self.note] if self.note else []), *(f"{n.ljust(width)}  {s}" for n, s in self.stages.items())]
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class WorkspaceStatus:
     Attributes:
         gates: Of each gate that was judged: name, whether it passed, its mode, and the conditions that failed.
         resumable: The stages with saved partial state.
-        last: The last run as its events tell it, None while one is under way.
+        last: The last run, None while one is under way.
         recorded: The lines on the newest run in MLflow, or why it does not answer.
         next: The command to type next, and what it is for.
     """
@@ -127,7 +128,7 @@ class WorkspaceStatus:
     stages: StagesStatus
     gates: Sequence[Mapping[str, Any]]
     resumable: Sequence[str]
-    last: LastRun | None
+    last: RunState | None
     recorded: Sequence[str]
     registry: RegistryStatus
     next: tuple[str, str]
@@ -153,16 +154,22 @@ class WorkspaceStatus:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same for a program."""
+        last = self.last
         return {
             "workspace": str(self.workspace),
             "in_use_by": None if self.holder is None else asdict(self.holder),
-            "stages": {**self.stages.states},
-            "note": self.stages.note,
-            "stale": self.stages.stale,
-            "not_run": self.stages.not_run,
+            **asdict(self.stages),
             "gates": [*self.gates],
             "resumable": [*self.resumable],
-            "last_run": None if self.last is None else asdict(self.last),
+            "last_run": None
+            if last is None
+            else {
+                "started": last.started,
+                "last_event": last.last_event,
+                "state": last.final_state,
+                "ran": last.ran,
+                "verdict": None if last.verdict is None else asdict(last.verdict),
+            },
             "registry": asdict(self.registry),
             "report": str(self.report) if self.report.is_file() else None,
             "next": {"command": self.next[0], "hint": self.next[1]},
@@ -185,7 +192,7 @@ def status(workspace: Path) -> WorkspaceStatus:
     params = load_params(workspace)
     holder = lock_holder(workspace)
     stages = stages_status(workspace) if holder is None else running_stages(workspace, holder)
-    last = None if holder else read_last_run(workspace)
+    last = None if holder else read_run_state(workspace)
     # MLflow out of reach does not hide the rest.
     try:
         recorded = recorded_run(workspace, params.tracking.experiment, holder is not None, last)
@@ -206,13 +213,15 @@ def status(workspace: Path) -> WorkspaceStatus:
     return WorkspaceStatus(workspace, holder, stages, gates, resumable, last, recorded, registry, step)
 
 
-def next_step(stages: StagesStatus, resumable: bool, last: LastRun | None, registry: RegistryStatus) -> tuple[str, str]:
+def next_step(
+    stages: StagesStatus, resumable: bool, last: RunState | None, registry: RegistryStatus
+) -> tuple[str, str]:
     """Return the command to type next in an idle workspace, and what it is for."""
     if registry.interrupted:
         return "rlhf promote", f"completes the {registry.interrupted} that was interrupted"
-    if last is not None and not last.completed and last.verdict is not None:
+    if last is not None and last.final_state != COMPLETED and last.verdict is not None:
         return last.verdict.next_command, last.verdict.next_hint
-    if resumable or (last is not None and not last.state):
+    if resumable or (last is not None and not last.final_state):
         return "rlhf run", "resumes from the last checkpoint"
     if stages.not_run or stages.stale:
         counts = [f"{stages.stale} stale", f"{stages.not_run} that have not run"]
@@ -230,8 +239,7 @@ def next_step(stages: StagesStatus, resumable: bool, last: LastRun | None, regis
 def stages_status(workspace: Path) -> StagesStatus:
     """Return one line per stage of dvc.yaml: up to date, not run yet, or stale and why."""
     stages = plain(read(workspace / "dvc.yaml")).get("stages") or {}
-    lock = workspace / "dvc.lock"
-    recorded = (plain(read(lock)) or {}).get("stages") or {} if lock.is_file() else {}
+    recorded = recorded_stages(workspace)
     try:
         with suppress(OSError):  # a workspace that cannot be written to is described as it is
             refresh_inputs(workspace)
@@ -250,8 +258,8 @@ def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
     DVC, which a stage keeps locked, is not asked.
     """
     since = datetime.fromisoformat(holder.since)
-    state = read_run_state(workspace, since)
-    if state is None or state.ended or not state.stages:
+    state = read_run_state(workspace)
+    if state is None or state.last_event < since or state.end is not None or not state.stages:
         message = "a command has just started, or does not report its stages; it keeps DVC from telling their state"
         return StagesStatus({}, note=message)
     now = datetime.now()
@@ -298,11 +306,11 @@ def partial_work(workspace: Path) -> list[str]:
     return lines
 
 
-def last_run_lines(workspace: Path, last: LastRun, now: datetime) -> list[str]:
+def last_run_lines(workspace: Path, last: RunState, now: datetime) -> list[str]:
     """Describe the last run: when it started, how it ended and how long it took, and its verdict with the numbers."""
     age = format_age((now - last.last_event).total_seconds())
-    took = format_seconds(last.duration.total_seconds())
-    state = ENDINGS.get(last.state, last.state.lower())
+    took = format_seconds((last.last_event - last.started).total_seconds())
+    state = ENDINGS.get(last.final_state, last.final_state.lower())
     lines = [f"{last.started:%Y-%m-%d %H:%M:%S}  {state} after {took}, {age}; stages computed: {last.ran}"]
     if last.verdict is not None:
         rows = verdict_rows(last.verdict, workspace)
@@ -310,7 +318,7 @@ def last_run_lines(workspace: Path, last: LastRun, now: datetime) -> list[str]:
     return lines
 
 
-def recorded_run(workspace: Path, experiment: str, in_use: bool, last: LastRun | None) -> list[str]:
+def recorded_run(workspace: Path, experiment: str, in_use: bool, last: RunState | None) -> list[str]:
     """Describe the newest pipeline run in MLflow: when it started, how it ended, its id; of ``last`` the id only."""
     if not has_record(workspace):
         return []

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flows.pipeline.events import PipelineEvent, StageEnded
+from flows.commands.run_state import RunState
+from flows.pipeline.events import COMPLETED, FAILED_STATES
 from flows.pipeline.verdict import RunVerdict
 from flows.workspace import display_path
 from rlhf_core.config.loading import PARAMS_FILE, load_params, profile_names
+from rlhf_core.errors import EXIT_INTERRUPTED
 from rlhf_core.evaluation.verdict import Standing
 
 STYLES = {Standing.BETTER: "bold green", Standing.WORSE: "bold red"}
@@ -19,14 +21,7 @@ TOY = (
     '"Better" is about SFT, by the judges above; "promoted" is about the champion, and a first version has none to beat'
 )
 # The exit status of ``rlhf run`` by the final state of the flow; 1 for any other.
-EXIT_CODES = {
-    "Completed": 0,
-    "GateFailed": 3,
-    "TrainingPaused": 4,
-    "UserError": 2,
-    "Preempted": 75,
-    "Cancelled": 130,
-}
+EXIT_CODES = {COMPLETED: 0, "Cancelled": EXIT_INTERRUPTED, **{name: code for code, name in FAILED_STATES.items()}}
 
 
 def busy_seconds(spans: Sequence[tuple[float, float]]) -> float:
@@ -38,14 +33,14 @@ def busy_seconds(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def summary(workspace: Path, events: Sequence[PipelineEvent], total: float) -> list[str]:
+def summary(state: RunState, total: float) -> list[str]:
     """Return the lines to print at the end of a run that lasted ``total`` seconds."""
-    outcomes = [event.outcome for event in events if isinstance(event, StageEnded)]
+    outcomes = state.outcomes
     actions = [outcome.action for outcome in outcomes]
     counts = [f"{actions.count(a)} {a}" for a in ("ran", "cached", "failed", "stopped") if a in actions]
     busy = busy_seconds([(o.ended - o.work_seconds, o.ended) for o in outcomes if o.work_seconds > 0])
     times = f"{total:.1f} s in all, of which {busy:.1f} s in stages"
-    return [f"stages: {', '.join(counts) or 'none'}; {times}", f"logs:   {workspace / '.rlhf' / 'logs'}"]
+    return [f"stages: {', '.join(counts) or 'none'}; {times}", f"logs:   {state.workspace / '.rlhf' / 'logs'}"]
 
 
 def verdict_rows(verdict: RunVerdict, workspace: Path) -> list[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -20,7 +19,6 @@ from flows.prefect_server.services import (
     wait_for_server,
 )
 from flows.supervision import signals
-from flows.supervision.processes import OWNER_VARIABLE, ownership_tag
 from flows.workspace import forget_services, locked, record_services
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
@@ -53,7 +51,6 @@ def up(workspace: Path, port: int | None = None, mlflow_port: int | None = None)
         with locked(workspace):  # a run that is under way has services of its own
             pass
         with locked(workspace, "services.lock") as lock:
-            os.environ[OWNER_VARIABLE] = ownership_tag(workspace)
             return _serve(open_services(workspace, port, display.line, lock), params, mlflow_port, display)
 
 
@@ -91,16 +88,16 @@ def _start_services(services: Services, params: Params, mlflow_port: int, displa
     workspace = services.workspace
     mlflow_url = _start_mlflow(services, mlflow_port)
     if services.embedded:
-        wait_for_server(services, signals.STOP.is_set)
+        wait_for_server(services)
         end_stale_runs()
     deploy_jobs(workspace, params)
     ensure_deployed_pools(params)
     deploy_all(workspace)
-    ensure_zombie_automation()
+    ensure_zombie_automation(display.line)
     pools = [*params.pool_names(), PIPELINES_POOL]
     monitor = ServiceMonitor(services, params, pools, display.line, WORKER_RESTARTS)
     monitor.start_missing()
-    record_services(workspace, services.api_url, {"prefect": services.ui_url, "mlflow": mlflow_url})
+    record_services(workspace, services.api_url, mlflow_url)
     for line in deep_links(workspace, services.ui_url):
         display.line(line)
     display.line("up: scheduled runs start by themselves, `rlhf run` here uses this server; Ctrl-C stops everything")

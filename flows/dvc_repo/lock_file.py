@@ -40,7 +40,7 @@ def recorded_stages(workspace: Path) -> dict[str, RecordedStage]:
 @lru_cache(maxsize=4)
 def _recorded_stages(lock: Path, _: tuple[int, ...]) -> Mapping[str, RecordedStage]:
     """Read a file of that inode, size and time. It is read several times in a registration, and slowly: 0.2 s."""
-    stages = plain(read(lock)).get("stages") or {}
+    stages = (plain(read(lock)) or {}).get("stages") or {}
     return {
         name: RecordedStage(
             _hashes(stage.get("deps")), _hashes(stage.get("outs")), (stage.get("params") or {}).get("params.yaml") or {}

@@ -86,13 +86,8 @@ def deploy_all(workspace: Path) -> None:
     """
     own = workspace / PREFECT_FILE
     file = own if own.is_file() else recipe_folder() / PREFECT_FILE
-    prefect_settings = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_")}
-    result = run_module(
-        workspace,
-        "prefect",
-        *("--no-prompt", "deploy", "--all", "--prefect-file", str(file)),
-        env={"PWD": str(workspace), **prefect_settings},
-    )
+    arguments = ("--no-prompt", "deploy", "--all", "--prefect-file", str(file))
+    result = run_module(workspace, "prefect", *arguments, PWD=str(workspace))
     if result.exit_code:
         log = private_path(workspace, "logs", "deploy.log")
         log.write_text(result.stdout + result.stderr, encoding="utf-8")

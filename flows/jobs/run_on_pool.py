@@ -30,9 +30,7 @@ REPORT_POLLS = 10
 FALSE_STARTS = 2
 
 
-def run_on_remote_pool(
-    job: Job, node: StageNode, on_poll: Callable[[], None], on_preempted: Callable[[str], None]
-) -> StageOutcome:
+def run_on_remote_pool(job: Job, node: StageNode, on_preempted: Callable[[str], None]) -> StageOutcome:
     """Run :func:`run_on_pool` for a pool whose workers do not see the workspace."""
     started = time.time()
     try:
@@ -42,19 +40,16 @@ def run_on_remote_pool(
     except (TransferFailed, StopRequested) as error:
         context = f"the stage cannot be submitted to the work pool {job.placement.pool}"
         return transfer_outcome(job.spec.name, error, context, started)
-    return run_on_pool(remote_job, on_poll, on_preempted)
+    return run_on_pool(remote_job, on_preempted)
 
 
-def run_on_pool(
-    job: Job, on_poll: Callable[[], None], on_preempted: Callable[[str], None] = lambda message: None
-) -> StageOutcome:
+def run_on_pool(job: Job, on_preempted: Callable[[str], None]) -> StageOutcome:
     """Submit ``job`` to its pool and return its outcome; a failing stage does not raise.
 
     A job whose process ended before it began is submitted again, ``FALSE_STARTS`` times at most: a new process gives up
     at once where the server does not answer its first request.
 
     Args:
-        on_poll: called while waiting.
         on_preempted: given a message each time the job is about to be submitted again.
     """
     started = time.time()
@@ -66,7 +61,7 @@ def run_on_pool(
             repeats = preemptions + false_starts
             attempt = f"{job.attempt}:{repeats}" if repeats else job.attempt
             run = submit(replace(job, attempt=attempt))
-            state = _await_end(client, run.id, on_poll, job, follower)
+            state = _await_end(client, run.id, job, follower)
             if state is None:
                 return StageOutcome.stopped(job.spec.name, started=started)
             if _was_preempted(job, state):
@@ -114,9 +109,7 @@ def submit(job: Job) -> FlowRun:
     return run
 
 
-def _await_end(
-    client: SyncPrefectClient, run: UUID, on_poll: Callable[[], None], job: Job, follower: LogFollower | None
-) -> State[Any] | None:
+def _await_end(client: SyncPrefectClient, run: UUID, job: Job, follower: LogFollower | None) -> State[Any] | None:
     """Wait for the run's final state; None after a stop signal, when the job is cancelled and waited for briefly.
 
     If the stage of the job has reported its preemption, the job has a while to end by itself. Its process may have
@@ -131,10 +124,8 @@ def _await_end(
             polls_left -= 1
             if polls_left <= 0:
                 client.set_flow_run_state(run, preempted_state(f"{job.spec.name}: its worker is gone"), force=True)
-        if not signals.STOP.wait(POLL_SECONDS):
-            if follower is not None:
-                follower.fetch(client, run)
-            on_poll()
+        if not signals.STOP.wait(POLL_SECONDS) and follower is not None:
+            follower.fetch(client, run)
     cancel_and_wait(client, run)
     return None
 

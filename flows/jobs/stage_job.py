@@ -16,7 +16,7 @@ from prefect.exceptions import Abort, TerminationSignal
 from prefect.states import Cancelled, Completed, Crashed, Failed, State
 
 from flows.jobs.job import JOB_FLOW, Handoff
-from flows.stage import StageSpec, logged_progress, run_stage
+from flows.stage import StageSpec, run_stage, shown_progress
 from flows.supervision import signals
 from flows.workspace import job_label
 
@@ -45,7 +45,8 @@ def stage_job(
     spec = StageSpec(Path(workspace), stage, tuple(outputs), environment, grace)
     try:
         if handoff is None:
-            with logged_progress(spec.workspace, stage, get_run_logger().info):
+            logger = get_run_logger()
+            with shown_progress(spec.workspace, stage, lambda progress: logger.info(progress.line)):
                 outcome = run_stage(spec)
         else:
             from flows.jobs.remote import run_remote_job

@@ -22,7 +22,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.types import DateTime
 
 from flows.stage import StageOutcome, StageSpec, run_stage
-from flows.supervision.processes import child_environment, dvc_errors, run_module, run_supervised
+from flows.supervision.processes import child_environment, dvc_errors, run_module, start_supervised
 from flows.supervision.signals import STOP, StopRequested, retry
 from flows.workspace import private_path
 from rlhf_core.errors import EXIT_USER_ERROR
@@ -55,11 +55,12 @@ def dvc_transfer(
     command = [sys.executable, "-m", "dvc", "--wait-for-lock", *arguments]
 
     def attempt() -> None:
-        result = run_supervised(command, name=arguments[0], cwd=workspace, env=child_environment(workspace), log=log)
+        environment = child_environment(workspace)
+        result = start_supervised(command, name=arguments[0], cwd=workspace, env=environment, log=log).result()
         if STOP.is_set():
             raise StopRequested
         if result.exit_code:
-            errors = dvc_errors(result.output)
+            errors = dvc_errors(result.stdout)
             raise TransferFailed(errors[0] if errors else f"dvc exited with status {result.exit_code}; see {log}")
 
     retry(attempt, seconds, is_transient=lambda error: isinstance(error, TransferFailed), report=report)

@@ -27,12 +27,10 @@ from flows.registry.client import (
     mlflow_address,
     run_page,
 )
-from flows.stage import StageOutcome, condition_rows, last_progress, stage_log
-from flows.supervision.processes import LogReader
+from flows.stage import LoggedProgress, StageOutcome, condition_rows
 from flows.workspace import workspace_slug
 from rlhf_core.storage.files import read_json
 
-TAIL_BYTES = 8192
 # What Markdown would read as markup, and what looks like it.
 LOOK_ALIKES = {">=": "≥", "<=": "≤", "<": "‹", ">": "›", "*": "∗", "`": "ˋ", "](": "] ("}
 
@@ -124,22 +122,16 @@ def publish_run(
 
 
 class ProgressArtifact:
-    """A progress artifact that follows the progress lines in the log of a stage."""
+    """A progress artifact of a stage, made when there is progress to show."""
 
     def __init__(self, workspace: Path, stage: str) -> None:
         self.key = artifact_key(workspace, "progress", stage)
-        self.appended = LogReader(stage_log(workspace, stage))
         self.artifact: UUID | None = None
-        self.percent = -1.0
 
-    def update(self) -> None:
-        """Create the artifact, or update it when the log shows progress."""
-        progress = last_progress(self.appended.text(TAIL_BYTES))
-        if progress is None:
-            return
+    def show(self, progress: LoggedProgress) -> None:
+        """Create or update the artifact."""
         percent = min(100.0, 100.0 * progress.done / max(progress.total, 1))
         if self.artifact is None:
             self.artifact = cast(UUID, create_progress_artifact(percent, key=self.key, description=progress.line))
-        elif percent != self.percent:
+        else:
             update_progress_artifact(self.artifact, percent, description=progress.line)
-        self.percent = percent

@@ -7,16 +7,25 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
+
+from pydantic import TypeAdapter
 
 from flows.pipeline.verdict import RunVerdict
 from flows.stage import StageOutcome
 from flows.workspace import PRIVATE, private_path
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
 
-EVENTS_VARIABLE = "RLHF_EVENTS"
 EVENTS_FILE = "events.jsonl"
+COMPLETED = "Completed"  # the final state of a run that brought everything up to date
+# The final state of a run that failed, by the exit code of the stage that ended it.
+FAILED_STATES = {
+    EXIT_GATE_FAILED: "GateFailed",
+    EXIT_TRAINING_PAUSED: "TrainingPaused",
+    EXIT_USER_ERROR: "UserError",
+    EXIT_PREEMPTED: "Preempted",
+}
 _lock = threading.Lock()
 
 
@@ -48,17 +57,8 @@ class StageEnded:
 
 
 @dataclass(frozen=True)
-class StageRetried:
-    """A stage crashed and is tried again after ``delay_seconds``."""
-
-    stage: str
-    message: str
-    delay_seconds: float
-
-
-@dataclass(frozen=True)
-class StagePreempted:
-    """A stage was preempted and is run again."""
+class StageRepeated:
+    """A stage crashed or was preempted and is run again; ``message`` says why, in one line."""
 
     stage: str
     message: str
@@ -95,57 +95,30 @@ class RunEnded:
 
 
 PipelineEvent = (
-    RunPlanned
-    | StageStarted
-    | StageEnded
-    | StageRetried
-    | StagePreempted
-    | PhaseStarted
-    | RegistryUpdated
-    | VerdictReached
-    | RunEnded
+    RunPlanned | StageStarted | StageEnded | StageRepeated | PhaseStarted | RegistryUpdated | VerdictReached | RunEnded
 )
-KINDS: dict[str, type[PipelineEvent]] = {event_type.__name__: event_type for event_type in get_args(PipelineEvent)}
+KINDS = {kind.__name__: TypeAdapter[PipelineEvent](kind) for kind in get_args(PipelineEvent)}
 
 
-def _decode(line: bytes) -> tuple[float, PipelineEvent]:
-    fields: dict[str, Any] = json.loads(line)
-    event_type, written = KINDS[fields.pop("kind")], float(fields.pop("time"))
-    if event_type is StageEnded:
-        return written, StageEnded(StageOutcome(**fields["outcome"]))
-    if event_type is VerdictReached:
-        return written, VerdictReached(RunVerdict.from_dict(fields["verdict"]))
-    return written, event_type(**fields)
+class EventLog:
+    """A file of events. One process appends them, another reads what is new.
 
-
-class EventWriter:
-    """Appends events to a file; does nothing without one."""
-
-    def __init__(self, path: str | None) -> None:
-        self.path = Path(path) if path else None
-
-    def emit(self, event: PipelineEvent) -> None:
-        """Append ``event`` with the current time."""
-        if self.path is None:
-            return
-        line = json.dumps({"kind": type(event).__name__, "time": time.time(), **asdict(event)})
-        with _lock, self.path.open("a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
-
-
-class EventReader:
-    """Reads the events that were appended since the last call."""
+    ``first`` and ``last`` are when the first and the last event that was read was written, in seconds since the epoch.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.offset = 0
+        self.first = self.last = 0.0
+
+    def emit(self, event: PipelineEvent) -> None:
+        """Append ``event`` with the current time."""
+        line = json.dumps({"kind": type(event).__name__, "time": time.time(), **asdict(event)})
+        with _lock, self.path.open("a", encoding="utf-8") as stream:
+            stream.write(line + "\n")
 
     def read_new(self) -> list[PipelineEvent]:
         """Return the complete events that have not been returned yet."""
-        return [event for _, event in self.read_new_timed()]
-
-    def read_new_timed(self) -> list[tuple[float, PipelineEvent]]:
-        """Return the same, each with when it was written in seconds since the epoch."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as stream:
@@ -153,7 +126,13 @@ class EventReader:
             data = stream.read()
         complete = data[: data.rfind(b"\n") + 1]
         self.offset += len(complete)
-        return [_decode(line) for line in complete.splitlines()]
+        events = []
+        for line in complete.splitlines():
+            fields = json.loads(line)
+            self.last = float(fields["time"])
+            self.first = self.first or self.last
+            events.append(KINDS[fields["kind"]].validate_python(fields))
+        return events
 
 
 def events_file(workspace: Path) -> Path:
@@ -166,56 +145,3 @@ def new_events_file(workspace: Path) -> Path:
     path = private_path(workspace, EVENTS_FILE)
     path.write_text("", encoding="utf-8")
     return path
-
-
-COMPLETED = "Completed"
-
-
-@dataclass(frozen=True)
-class LastRun:
-    """A run that is over.
-
-    Attributes:
-        started: When the pipeline process began.
-        last_event: When it reported last, which is its end unless it was killed.
-        state: Its final state; empty if its process was gone before it could report one.
-        ran: How many stages it computed.
-        verdict: None if the run did not get as far as to reach one.
-    """
-
-    started: datetime
-    last_event: datetime
-    state: str
-    ran: int
-    verdict: RunVerdict | None
-
-    @property
-    def completed(self) -> bool:
-        """Whether the run brought everything up to date."""
-        return self.state == COMPLETED
-
-    @property
-    def duration(self) -> timedelta:
-        """From the start to the last event."""
-        return self.last_event - self.started
-
-
-def read_last_run(workspace: Path) -> LastRun | None:
-    """Read the last run of ``workspace``; None if there was none, or it was recorded by another version.
-
-    The events are those of the current run while one is under way.
-    """
-    try:
-        recorded = EventReader(events_file(workspace)).read_new_timed()
-    except (LookupError, TypeError, ValueError):
-        return None
-    if not recorded:
-        return None
-    events = [event for _, event in recorded]
-    return LastRun(
-        started=datetime.fromtimestamp(recorded[0][0]),
-        last_event=datetime.fromtimestamp(recorded[-1][0]),
-        state=next((event.state for event in events if isinstance(event, RunEnded)), ""),
-        ran=sum(isinstance(event, StageEnded) and event.outcome.action == "ran" for event in events),
-        verdict=next((event.verdict for event in events if isinstance(event, VerdictReached)), None),
-    )

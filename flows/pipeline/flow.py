@@ -7,11 +7,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
+from httpx import HTTPError
 from prefect import flow, get_run_logger, runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
@@ -27,17 +29,17 @@ from flows.jobs.job import Job
 from flows.jobs.run_on_pool import run_on_pool, run_on_remote_pool
 from flows.pipeline.artifacts import ProgressArtifact, publish_run
 from flows.pipeline.events import (
-    EVENTS_VARIABLE,
-    EventWriter,
+    FAILED_STATES,
+    EventLog,
     PhaseStarted,
     RegistryUpdated,
     RunEnded,
     RunPlanned,
     StageEnded,
-    StagePreempted,
-    StageRetried,
+    StageRepeated,
     StageStarted,
     VerdictReached,
+    events_file,
     new_events_file,
 )
 from flows.pipeline.preflight import (
@@ -51,25 +53,18 @@ from flows.pipeline.registration import MATCH_LOG, follow_request, promote_task,
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans
 from flows.registry.client import delivered_records, end_pipeline_run, start_pipeline_run, without_delivery
-from flows.stage import StageOutcome, StageSpec, logged_progress, run_stage, stage_log
+from flows.stage import LoggedProgress, StageOutcome, StageSpec, run_stage, shown_progress, stage_log
 from flows.supervision import signals
-from flows.supervision.processes import OWNER_VARIABLE, ownership_tag
-from flows.workspace import LOCK_HELD_VARIABLE, cleanup, locked_unless_inherited, run_label, run_tags
+from flows.workspace import LOCK_HELD_VARIABLE, cleanup, locked, run_label, run_tags
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import FlowConfig, Placement
-from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
+from rlhf_core.errors import RlhfError
 from rlhf_core.storage.garbage_collection import skip_last_collection
 
 PIPELINE_FLOW = "rlhf-pipeline"
 # Tasks wait in threads for those before them; ``flow.parallel`` limits how many stages run.
 RUNNER = cast("TaskRunner[PrefectFuture[Any]]", ThreadPoolTaskRunner(max_workers=64))
 PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
-STATE_NAMES = {
-    EXIT_GATE_FAILED: "GateFailed",
-    EXIT_TRAINING_PAUSED: "TrainingPaused",
-    EXIT_USER_ERROR: "UserError",
-    EXIT_PREEMPTED: "Preempted",
-}
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,7 @@ class PipelineContext:
     pools: Mapping[str, Placement]
     flow: FlowConfig
     environment: Mapping[str, str]
-    events: EventWriter
+    events: EventLog
     slots: threading.BoundedSemaphore
     outcomes: dict[str, StageOutcome] = field(default_factory=dict)
 
@@ -146,16 +141,15 @@ def rlhf_pipeline(workspace: str = ".", promote: bool = True, profile: str = "",
     answered = follow_request(folder) if was_suspended() else None
     if answered is not None and not answered.is_completed():
         return answered
-    with locked_unless_inherited(folder):
-        events_file = os.environ.get(EVENTS_VARIABLE)
-        if not os.environ.get(LOCK_HELD_VARIABLE):
-            os.environ[OWNER_VARIABLE] = ownership_tag(folder)
+    started_by_command = os.environ.pop(LOCK_HELD_VARIABLE, "") == str(folder)  # not for this process's children
+    with nullcontext() if started_by_command else locked(folder, wait=True):
+        if not started_by_command:
             cleanup(folder)
-            events_file = events_file or str(new_events_file(folder))  # `rlhf status` reads it
-        return _run_pipeline(folder, promote, EventWriter(events_file), answered)
+        events = EventLog(events_file(folder) if started_by_command else new_events_file(folder))
+        return _run_pipeline(folder, promote, events, answered)
 
 
-def _run_pipeline(workspace: Path, promote: bool, events: EventWriter, answered: State[Any] | None) -> State[Any]:
+def _run_pipeline(workspace: Path, promote: bool, events: EventLog, answered: State[Any] | None) -> State[Any]:
     """Run the stages and what follows them; after an approval was ``answered`` only what is up to date is shown."""
     params = load_params(workspace)
     refresh_inputs(workspace)
@@ -227,7 +221,7 @@ def _run_stages(graph: Mapping[str, StageNode], context: PipelineContext) -> dic
         future.wait()
         if name not in context.outcomes and (future.state.is_crashed() or future.state.is_failed()):
             context.end(StageOutcome.failed(name, future.state.message or "its task failed"))
-    return {name: context.outcomes.get(name) or StageOutcome.skipped(name) for name in graph}
+    return {name: context.outcomes.get(name) or StageOutcome(name, "skipped") for name in graph}
 
 
 def _may_retry(task: Any, _: Any, state: State[Any]) -> bool:
@@ -247,10 +241,18 @@ def stage_task(context: PipelineContext, node: StageNode) -> StageOutcome | Stat
     attempt, placement = prefect_context.task_run.run_count, context.pools.get(node.name)
     with context.slots:
         if attempt == 1 and context.starts_no_more:
-            return Cancelled(message="not started", data=StageOutcome.skipped(node.name))
+            return Cancelled(message="not started", data=StageOutcome(node.name, "skipped"))
         if attempt == 1:
             context.start(node, placement)
-        with logged_progress(context.workspace, node.name, get_run_logger().info):
+        logger, artifact = get_run_logger(), ProgressArtifact(context.workspace, node.name)
+
+        def show(progress: LoggedProgress) -> None:
+            logger.info(progress.line)
+            if placement is not None:
+                with suppress(HTTPError):  # of a server that is away: what follows tells the same and more
+                    artifact.show(progress)
+
+        with shown_progress(context.workspace, node.name, show):
             refused = pairs_refusal(context.workspace, node.name)
             if placement is None:
                 outcome = refused or _run_here(context, node)
@@ -258,9 +260,11 @@ def stage_task(context: PipelineContext, node: StageNode) -> StageOutcome | Stat
                 attempt_id = f"{prefect_context.task_run.id}:{attempt}"
                 refused = refused or memory_refusal(context.workspace, node.name)
                 outcome = refused or _run_as_job(context, node, placement, attempt_id)
-    get_run_logger().info("%s: %s %s", node.name, outcome.action, outcome.message)
+    logger.info("%s: %s %s", node.name, outcome.action, outcome.message)
     if outcome.retryable and attempt <= context.flow.retries and not signals.STOP.is_set():
-        context.events.emit(StageRetried(node.name, outcome.message, context.flow.retry_delay_seconds))
+        reason = outcome.message.strip().partition("\n")[0]
+        again = f"trying again in {context.flow.retry_delay_seconds:g} s"
+        context.events.emit(StageRepeated(node.name, f"{reason}; {again}"))
     else:
         context.end(outcome)
     if outcome.ok:
@@ -274,28 +278,24 @@ def _run_here(context: PipelineContext, node: StageNode) -> StageOutcome:
     for _ in range(context.flow.max_preemptions):
         if not outcome.preempted or signals.STOP.is_set():
             break
-        context.events.emit(StagePreempted(node.name, "preempted, resuming from its checkpoint"))
+        context.events.emit(StageRepeated(node.name, "preempted, resuming from its checkpoint"))
         outcome = run_stage(context.spec(node))
     return outcome
 
 
 def _run_as_job(context: PipelineContext, node: StageNode, placement: Placement, attempt_id: str) -> StageOutcome:
     """Run the stage as a job of its pool."""
-    progress = ProgressArtifact(context.workspace, node.name)
     spec = context.spec(node)
     if not placement.shared:
         spec = replace(spec, environment=without_delivery(spec.environment))
     job = Job(spec, placement, attempt_id, context.flow.max_preemptions)
 
     def on_preempted(message: str) -> None:
-        context.events.emit(StagePreempted(node.name, f"{message} of {placement.pool}"))
+        context.events.emit(StageRepeated(node.name, f"{message} of {placement.pool}"))
 
     if placement.shared:
-        outcome = run_on_pool(job, progress.update, on_preempted)
-    else:
-        outcome = run_on_remote_pool(job, node, progress.update, on_preempted)
-    progress.update()
-    return outcome
+        return run_on_pool(job, on_preempted)
+    return run_on_remote_pool(job, node, on_preempted)
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)
@@ -312,7 +312,7 @@ def _final_state(outcomes: Mapping[str, StageOutcome], failed: StageOutcome | No
         return Cancelled(message="stopped by a signal; the next run resumes from here")
     if failed is None:
         return Completed(message=f"{sum(o.action == 'ran' for o in outcomes.values())} stages ran")
-    return Failed(name=STATE_NAMES.get(failed.exit_code, "StageFailed"), message=f"{failed.stage}: {failed.message}")
+    return Failed(name=FAILED_STATES.get(failed.exit_code, "StageFailed"), message=f"{failed.stage}: {failed.message}")
 
 
 def _register(context: PipelineContext, run_id: str, promote: bool) -> RegistrationResult:
@@ -329,7 +329,8 @@ def _register(context: PipelineContext, run_id: str, promote: bool) -> Registrat
         if because := undecided_because(promote, config.auto_promote):
             return RegistrationResult(registered, undecided_because=because)
         context.events.emit(PhaseStarted("promotion", log=MATCH_LOG))
-        decision = promote_task(context.workspace, challenger)
+        # The version that this run registered, whatever has become challenger from elsewhere since.
+        decision = promote_task(context.workspace, version=challenger)
         verb = "promoted to" if decision.promoted else "not promoted to"
         described = decision.describe() if decision.awaiting_approval else f"{verb} @champion: {decision.reason}"
         context.events.emit(RegistryUpdated(described))

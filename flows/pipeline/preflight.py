@@ -11,7 +11,7 @@ from typing import NoReturn
 from flows.dvc_repo.graph import StageNode, dvc_status, read_graph
 from flows.pipeline.events import (
     COMPLETED,
-    EventWriter,
+    EventLog,
     RegistryUpdated,
     RunEnded,
     RunPlanned,
@@ -100,7 +100,7 @@ class UnchangedWorld:
     verdict: RunVerdict
     message: str
 
-    def emit(self, events: EventWriter) -> None:
+    def emit(self, events: EventLog) -> None:
         """Write the events of a run in which every stage was up to date."""
         events.emit(RunPlanned(tuple(self.outcomes)))
         for outcome in self.outcomes.values():
@@ -136,7 +136,7 @@ def find_unchanged(workspace: Path, *, promotes: bool) -> UnchangedWorld | None:
     if registration is None:
         return None
     now = time.time()
-    outcomes = {name: StageOutcome.cached(name, now, now) for name in graph}
+    outcomes = {name: StageOutcome(name, "cached", started=now, ended=now) for name in graph}
     verdict, _ = reach_verdict(workspace, outcomes, registration)
     message = f"nothing to do: every stage is up to date, {registration.registered}; {verdict.promotion}"
     return UnchangedWorld(outcomes, verdict, message)

@@ -30,7 +30,7 @@ from flows.registry.client import connect
 from flows.registry.decisions import PromotionDecision
 from flows.registry.history import APPROVE, DECLINE, Entry, latest_request, read_history
 from flows.registry.promote import approve, decline, open_request, promote
-from flows.registry.register import Registration, register
+from flows.registry.register import register
 from flows.registry.release_page import try_release_page
 from flows.registry.session import registry_session
 from flows.registry.workspace import ACTOR_VARIABLE
@@ -43,16 +43,8 @@ ANSWER_SECONDS, POLL_SECONDS = 300.0, 0.5
 LOGGER = logging.getLogger(__name__)
 
 
-@task(name="register", task_run_name="register", persist_result=False, cache_policy=NO_CACHE)
-def register_task(workspace: Path, run_id: str) -> Registration:
-    """Register the models of the workspace that passed their gates."""
-    return register(workspace, run_id)
-
-
-@task(name="promote", task_run_name="promote", persist_result=False, cache_policy=NO_CACHE)
-def promote_task(workspace: Path, version: str) -> PromotionDecision:
-    """Decide on the version that this run registered, whatever has become challenger from elsewhere since."""
-    return promote(workspace, version=version)
+register_task = task(name="register", task_run_name="register", persist_result=False, cache_policy=NO_CACHE)(register)
+promote_task = task(name="promote", task_run_name="promote", persist_result=False, cache_policy=NO_CACHE)(promote)
 
 
 class Approval(RunInput):

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from flows.registry.client import RELEASE_PAGE, REPORT_PAGE
 from flows.registry.decisions import PromotionDecision
@@ -83,20 +82,6 @@ class RunVerdict:
         if self.standing is Standing.NOT_COMPARED:
             return f"no verdict: {self.not_compared_because}"
         return f"{self.standing} than {self.opponent}"
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> RunVerdict:
-        """Rebuild a verdict from the result of ``dataclasses.asdict``, also after a round trip through JSON."""
-        kl = fields["kl"]
-        return cls(
-            **{
-                **fields,
-                "standing": Standing(fields["standing"]),
-                "judges": tuple(JudgeResult(**judge) for judge in fields["judges"]),
-                "kl": None if kl is None else KlEstimate(**kl),
-                "alarms": tuple(fields["alarms"]),
-            }
-        )
 
 
 def reach_verdict(

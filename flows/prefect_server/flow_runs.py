@@ -134,21 +134,18 @@ def zombie_automation(within: timedelta = timedelta(seconds=90)) -> AutomationCo
     )
 
 
-def ensure_zombie_automation() -> None:
-    """Create :func:`zombie_automation` on the server; one that knows other last events is replaced."""
-    with get_client(sync_client=True) as client:
-        standing = client.read_automations_by_name(ZOMBIES)
-        if any(getattr(automation.trigger, "expect", None) == {HEARTBEAT, *LAST_EVENTS} for automation in standing):
-            return
-        client.create_automation(zombie_automation())
-        for automation in standing:
-            client.delete_automation(automation.id)
+def ensure_zombie_automation(report: Callable[[str], None]) -> None:
+    """Create :func:`zombie_automation` on the server; one that knows other last events is replaced.
 
-
-def try_zombie_automation() -> bool:
-    """Try to create :func:`zombie_automation`; return False where the server accepts no automations."""
+    ``report`` is given a line where the server accepts no automations.
+    """
     try:
-        ensure_zombie_automation()
+        with get_client(sync_client=True) as client:
+            standing = client.read_automations_by_name(ZOMBIES)
+            if any(getattr(automation.trigger, "expect", None) == {HEARTBEAT, *LAST_EVENTS} for automation in standing):
+                return
+            client.create_automation(zombie_automation())
+            for automation in standing:
+                client.delete_automation(automation.id)
     except httpx.HTTPStatusError:
-        return False
-    return True
+        report("this Prefect server accepts no automations: a run whose machine dies keeps its pool slot")

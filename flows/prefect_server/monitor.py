@@ -11,7 +11,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelled, Crashed
 
 from flows.prefect_server import flow_runs
-from flows.prefect_server.pools import is_served, needs_worker
+from flows.prefect_server.pools import needs_worker, online_workers
 from flows.prefect_server.services import SERVER, WORKER_PREFIX, Services, restart_server, worker_name
 from flows.supervision.processes import SupervisedProcess
 from flows.supervision.signals import STOP, WallClock
@@ -62,7 +62,7 @@ class ServiceMonitor:
             RlhfError: a pool has no worker, and one here could not replace it.
         """
         for pool in self.params.pools_away():
-            if not is_served(pool):
+            if not online_workers(pool):
                 raise RlhfError(
                     f"no worker serves the work pool {pool}, and one here could not replace it (shared: false): "
                     "start one on a host of that pool, with PREFECT_API_URL set to this server (docs/operations.md)"
@@ -99,7 +99,7 @@ class ServiceMonitor:
         self.server_restarts -= 1
         self.report(f"{reason}; restarting it")
         try:
-            restart_server(self.services, STOP.is_set)
+            restart_server(self.services)
         except RlhfError as error:
             return str(error)
         return None

@@ -81,31 +81,29 @@ def check_requests(pool: WorkPool, params: Params) -> None:
             )
 
 
-def has_worker(client: SyncPrefectClient, pool: str) -> bool:
-    """Whether a worker of ``pool`` has sent a heartbeat lately."""
-    return any(worker.status == WorkerStatus.ONLINE for worker in client.read_workers_for_work_pool(pool))
+def online_workers(pool: str) -> int:
+    """Count the workers of ``pool`` that have sent a heartbeat lately."""
+    with get_client(sync_client=True) as client:
+        return sum(worker.status == WorkerStatus.ONLINE for worker in client.read_workers_for_work_pool(pool))
+
+
+def pool_on_server(pool: str) -> WorkPool:
+    """Read a work pool from the server of this process's settings."""
+    with get_client(sync_client=True) as client:
+        return client.read_work_pool(pool)
 
 
 def idle_workers(params: Params) -> list[str]:
     """Say for which pools the limit on the server leaves some of their workers without a job."""
     lines = []
-    with get_client(sync_client=True) as client:
-        for name in params.pool_names():
-            limit = client.read_work_pool(name).concurrency_limit
-            workers = client.read_workers_for_work_pool(name)
-            online = sum(worker.status == WorkerStatus.ONLINE for worker in workers)
-            if limit is not None and online > limit:
-                lines.append(
-                    f"the work pool {name} has {online} workers, but its limit lets {limit} job(s) run at a time; set "
-                    f"work_pools.{name}.limit in params.yaml to the number that may"
-                )
+    for name in params.pool_names():
+        limit, online = pool_on_server(name).concurrency_limit, online_workers(name)
+        if limit is not None and online > limit:
+            lines.append(
+                f"the work pool {name} has {online} workers, but its limit lets {limit} job(s) run at a time; set "
+                f"work_pools.{name}.limit in params.yaml to the number that may"
+            )
     return lines
-
-
-def is_served(pool: str) -> bool:
-    """Apply :func:`has_worker` to the server of this process's settings."""
-    with get_client(sync_client=True) as client:
-        return has_worker(client, pool)
 
 
 def needs_worker(pool: str) -> bool:
@@ -114,10 +112,9 @@ def needs_worker(pool: str) -> bool:
     Raises:
         RlhfError: the pool has no worker, and its type is not process, so that none can be started here.
     """
-    with get_client(sync_client=True) as client:
-        if has_worker(client, pool):
-            return False
-        pool_type = client.read_work_pool(pool).type
+    if online_workers(pool):
+        return False
+    pool_type = pool_on_server(pool).type
     if pool_type != PROCESS:
         raise RlhfError(f"no worker serves the work pool {pool} (type {pool_type}); start one where its jobs can run")
     return True

@@ -22,6 +22,7 @@ from flows.supervision.processes import (
     no_proxy_hosts,
     start_supervised,
 )
+from flows.supervision.signals import STOP
 from flows.workspace import private_path, running_services
 from rlhf_core.config.loading import load_params
 from rlhf_core.errors import RlhfError, named_line
@@ -97,15 +98,19 @@ class Services:
         return self.api_url.removesuffix("/api")
 
     def start(self, name: str, command: list[str], grace: float = STOP_GRACE, **env: str) -> None:
-        """Start a service under a supervisor; its output goes to ``.rlhf/logs/NAME.log``."""
-        self.running[name] = start_supervised(
+        """Start a service, to be stopped with the others."""
+        self.running[name] = self.launch(name, command, grace, "INT", **env)
+
+    def launch(self, name: str, command: list[str], grace: float, stop_signal: str, **env: str) -> SupervisedProcess:
+        """Start a process under a supervisor; its output goes to ``.rlhf/logs/NAME.log``."""
+        return start_supervised(
             command,
             name=name,
             cwd=self.workspace,
             env=child_environment(self.workspace, **env),
             log=private_path(self.workspace, "logs", f"{name}.log"),
             grace=grace,
-            stop_signal="INT",
+            stop_signal=stop_signal,
             inherited_descriptors=[] if self.lock is None else [self.lock],
         )
 
@@ -137,20 +142,6 @@ def worker_name(pool: str) -> str:
     return f"{WORKER_PREFIX}{pool}"
 
 
-def use_server_of_workspace(workspace: Path, stopping: Callable[[], bool]) -> None:
-    """Set ``PREFECT_API_URL`` to the server of a running ``rlhf up`` in this workspace, unless the variable is set.
-
-    If that server has just died, up to a minute is left for ``rlhf up`` to restart it.
-    """
-    url = running_services(workspace)
-    if url is None or os.environ.get("PREFECT_API_URL", "").strip():
-        return
-    os.environ["PREFECT_API_URL"] = url
-    deadline = time.monotonic() + RESTART_SECONDS
-    while connection_problem(url, seconds=1.0) and not stopping() and time.monotonic() < deadline:
-        time.sleep(0.2)
-
-
 def check_port_option(port: int | None) -> None:
     """Raise ``RlhfError`` if a port for the embedded server is given although ``PREFECT_API_URL`` names another."""
     if port is not None and os.environ.get("PREFECT_API_URL"):
@@ -160,19 +151,24 @@ def check_port_option(port: int | None) -> None:
 def open_services(
     workspace: Path, port: int | None, report: Callable[[str], None], lock: int | None = None
 ) -> Services:
-    """Use the server of ``PREFECT_API_URL`` if that is set, else start an embedded one on ``port``.
+    """Use the server of ``PREFECT_API_URL`` or of a running ``rlhf up`` here, else start an embedded one on ``port``.
 
-    The embedded one is not waited for; this process's Prefect settings point at it.
+    A server of ``rlhf up`` that has just died has up to a minute to be restarted. The embedded one is not waited for.
+    This process's Prefect settings point at whichever it is.
 
     Raises:
-        RlhfError: nothing answers at ``PREFECT_API_URL``, or the port cannot be used.
+        RlhfError: nothing answers at the address, or the port cannot be used.
     """
-    if url := os.environ.get("PREFECT_API_URL", "").strip().rstrip("/"):
-        if problem := connection_problem(url):
-            raise RlhfError(
-                f"no Prefect server answers at PREFECT_API_URL={url} ({problem}); start it or unset the variable"
-            )
-        os.environ.update(CHILD_SETTINGS, NO_PROXY=no_proxy_hosts(), no_proxy=no_proxy_hosts())
+    if url := known_url(workspace):
+        own = url == running_services(workspace).get("api_url")
+        deadline = time.monotonic() + (RESTART_SECONDS if own else 0.0)
+        while problem := connection_problem(url):
+            if STOP.is_set() or time.monotonic() >= deadline:
+                raise RlhfError(
+                    f"no Prefect server answers at PREFECT_API_URL={url} ({problem}); start it or unset the variable"
+                )
+            time.sleep(0.2)
+        os.environ.update(CHILD_SETTINGS, NO_PROXY=no_proxy_hosts(), no_proxy=no_proxy_hosts(), PREFECT_API_URL=url)
         report(f"Prefect server {url}")
         return Services(workspace, url, embedded=False, lock=lock)
     port = claim_port(port, "the Prefect server")
@@ -194,33 +190,38 @@ def open_services(
     return services
 
 
-def restart_server(services: Services, stopping: Callable[[], bool]) -> None:
+def restart_server(services: Services) -> None:
     """Restart the embedded server on its port and database, and wait until it answers.
 
     Flows, jobs and workers repeat their requests for about a minute before they give up.
     """
     services.running[SERVER].stop()
     services.start(SERVER, [*SERVE, str(urllib.parse.urlsplit(services.api_url).port)])
-    wait_for_server(services, stopping)
+    wait_for_server(services)
 
 
-def wait_for_server(services: Services, stopping: Callable[[], bool]) -> None:
+def wait_for_server(services: Services) -> None:
     """Wait until the embedded server answers.
 
     Raises:
         RlhfError: the server exits or takes too long; the message names its log.
-        KeyboardInterrupt: ``stopping`` became true.
+        KeyboardInterrupt: the stop flag was raised.
     """
     log = private_path(services.workspace, "logs", f"{SERVER}.log")
     deadline = time.monotonic() + START_SECONDS
     while connection_problem(services.api_url, seconds=1.0):
-        if stopping():
+        if STOP.is_set():
             raise KeyboardInterrupt
         if services.running[SERVER].poll() is not None:
             raise RlhfError(f"the Prefect server exited while starting; see {log}")
         if time.monotonic() > deadline:
             raise RlhfError(f"the Prefect server did not answer within {START_SECONDS:.0f} s; see {log}")
         time.sleep(0.1)
+
+
+def known_url(workspace: Path) -> str:
+    """Return the address at ``PREFECT_API_URL``, else of ``rlhf up`` in ``workspace``; empty where there is neither."""
+    return os.environ.get("PREFECT_API_URL", "").strip().rstrip("/") or running_services(workspace).get("api_url", "")
 
 
 def connection_problem(url: str, seconds: float = 5.0) -> str | None:
@@ -244,7 +245,7 @@ def known_server(workspace: Path) -> Iterator[SyncPrefectClient | None]:
     Raises:
         RlhfError: There is one, and it does not answer or refuses a request of the block.
     """
-    url = os.environ.get("PREFECT_API_URL", "").strip().rstrip("/") or running_services(workspace)
+    url = known_url(workspace)
     if not url:
         yield None
         return

@@ -21,7 +21,7 @@ from filelock import FileLock
 from flows.dvc_repo.lock_file import recorded_hash
 from flows.registry.aliases import registry_errors
 from flows.registry.workspace import repair_moved, workspace_id
-from flows.workspace import private_path, run_tags, running_addresses
+from flows.workspace import private_path, run_tags, running_services
 from rlhf_core.config.loading import PARAMS_FILE, load_params, load_section
 from rlhf_core.config.operations import RegistryConfig, TrackingConfig
 from rlhf_core.config.yaml_text import plain, read
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 
-MLFLOW_SERVICE = "mlflow"
 # Without it the UI shows its pages on generative AI, traces and judges, until one has chosen model training.
 MODEL_TRAINING = "?workflowType=machine_learning"
 
@@ -60,7 +59,7 @@ def mlflow_address(workspace: Path) -> str | None:
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI", "").strip()
     if not uri:
-        return running_addresses(workspace).get(MLFLOW_SERVICE)
+        return running_services(workspace).get("mlflow_url")
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https"):
         return None

@@ -33,7 +33,30 @@ class LogReader:
             return stream.read().decode("utf-8", errors="replace")
 
 
-OWNER_VARIABLE = "RLHF_OWNER"
+ERROR_PREFIX = "ERROR: "
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """Exit status and output of a command that has ended; the log of a supervised one, ``stdout``, holds both."""
+
+    exit_code: int
+    stdout: str
+    stderr: str = ""
+
+    @property
+    def error_line(self) -> str:
+        """The line that explains a failure: DVC's last ``ERROR:`` line, else the last line of stderr or stdout."""
+        lines = [line.strip() for line in [*self.stdout.splitlines(), *self.stderr.splitlines()] if line.strip()]
+        return [f"exit code {self.exit_code}", *lines, *dvc_errors(self.stderr)][-1]
+
+
+def dvc_errors(output: str) -> list[str]:
+    """Return the lines in which DVC reports errors, without their prefix ``ERROR:``."""
+    return [line.removeprefix(ERROR_PREFIX) for line in output.splitlines() if line.startswith(ERROR_PREFIX)]
+
+
+OWNER_VARIABLE = "RLHF_OWNER"  # marks every process of a workspace
 SUPERVISOR_SLACK_SECONDS = 6.0
 POLL_SECONDS = 0.1
 
@@ -42,12 +65,13 @@ POLL_SECONDS = 0.1
 class SupervisedProcess:
     """A command that runs under ``flows.supervision.supervisor``.
 
-    ``grace`` is the number of seconds between the stop signal and SIGKILL.
+    ``grace`` is the number of seconds between the stop signal and SIGKILL; ``appended`` reads the command's output.
     """
 
     name: str
     process: subprocess.Popen[bytes]
     grace: float
+    appended: LogReader
 
     def poll(self) -> int | None:
         """Return the exit status of the command (128 + signal if a signal ended it), or None while it runs."""
@@ -69,26 +93,18 @@ class SupervisedProcess:
             self.process.wait()
         return self.poll() or 0
 
-    def wait_or_stop(self) -> int:
-        """Wait for the command, or stop it once the stop flag is raised; return the exit status.
+    def result(self) -> CommandResult:
+        """Wait for the command, or stop it once the stop flag is raised; return its exit status and output.
 
         The command never outlives this call, not even when the call is interrupted by an exception.
         """
         try:
             while (code := self.poll()) is None and not STOP.wait(POLL_SECONDS):
                 pass
-            return code if code is not None else self.stop()
+            return CommandResult(code if code is not None else self.stop(), self.appended.text())
         except BaseException:
             self.stop()
             raise
-
-
-@dataclass(frozen=True)
-class SupervisedResult:
-    """Exit status of a supervised command, and the output that it added to its log."""
-
-    exit_code: int
-    output: str
 
 
 def start_supervised(
@@ -108,6 +124,7 @@ def start_supervised(
     ended: a file lock among them is held for that long.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+    appended = LogReader(log)
     supervisor = [sys.executable, "-m", "flows.supervision.supervisor", "--parent", str(os.getpid())]
     supervisor += ["--grace", str(grace), "--stop-signal", stop_signal, "--"]
     with log.open("ab") as output:
@@ -121,26 +138,7 @@ def start_supervised(
             start_new_session=True,
             pass_fds=tuple(inherited_descriptors),
         )
-    return SupervisedProcess(name, process, grace)
-
-
-def run_supervised(
-    command: Sequence[str],
-    *,
-    name: str,
-    cwd: Path,
-    env: Mapping[str, str],
-    log: Path,
-    grace: float = 5.0,
-    inherited_descriptors: Sequence[int] = (),
-) -> SupervisedResult:
-    """Run ``command`` under a supervisor until it ends or the stop flag is raised."""
-    appended = LogReader(log)
-    process = start_supervised(
-        command, name=name, cwd=cwd, env=env, log=log, grace=grace, inherited_descriptors=inherited_descriptors
-    )
-    exit_code = process.wait_or_stop()
-    return SupervisedResult(exit_code, appended.text())
+    return SupervisedProcess(name, process, grace, appended)
 
 
 def start_token(pid: int) -> str | None:
@@ -158,11 +156,6 @@ def start_token(pid: int) -> str | None:
             return f"{psutil.Process(pid).create_time():.0f}"
         except psutil.Error:
             return None
-
-
-def ownership_tag(workspace: Path) -> str:
-    """Return the tag that marks, in their environment, the processes this process starts for ``workspace``."""
-    return f"{os.getpid()}:{start_token(os.getpid())}:{workspace}"
 
 
 CHILD_SETTINGS = {
@@ -191,7 +184,7 @@ def no_proxy_hosts() -> str:
 
 
 def child_environment(workspace: Path, **extra: str) -> dict[str, str]:
-    """Return this process's environment with :data:`CHILD_SETTINGS`, the workspace's ownership tag, and ``extra``."""
+    """Return this process's environment with :data:`CHILD_SETTINGS`, the mark of the workspace, and ``extra``."""
     source = str(Path(__file__).resolve().parents[2])
     python_path = [source, *[p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != source]]
     scripts = str(Path(sys.executable).parent)
@@ -203,43 +196,20 @@ def child_environment(workspace: Path, **extra: str) -> dict[str, str]:
         "PATH": path if path.split(os.pathsep)[0] == scripts else os.pathsep.join([scripts, path]),
         "NO_PROXY": no_proxy_hosts(),
         "no_proxy": no_proxy_hosts(),
-        OWNER_VARIABLE: ownership_tag(workspace),
+        OWNER_VARIABLE: str(workspace),
         **extra,
     }
 
 
-ERROR_PREFIX = "ERROR: "
-
-
-@dataclass(frozen=True)
-class ModuleResult:
-    """Exit status and output of a module that has ended."""
-
-    exit_code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def error_line(self) -> str:
-        """The line that explains a failure: DVC's last ``ERROR:`` line, else the last line of stderr or stdout."""
-        lines = [line.strip() for line in [*self.stdout.splitlines(), *self.stderr.splitlines()] if line.strip()]
-        return [f"exit code {self.exit_code}", *lines, *dvc_errors(self.stderr)][-1]
-
-
-def dvc_errors(output: str) -> list[str]:
-    """Return the lines in which DVC reports errors, without their prefix ``ERROR:``."""
-    return [line.removeprefix(ERROR_PREFIX) for line in output.splitlines() if line.startswith(ERROR_PREFIX)]
-
-
-def run_module(workspace: Path, module: str, *arguments: str, env: Mapping[str, str] | None = None) -> ModuleResult:
+def run_module(workspace: Path, module: str, *arguments: str, **env: str) -> CommandResult:
     """Run ``python -m MODULE ARGUMENTS`` in ``workspace``, detached from the terminal, with ``env`` on top."""
     process = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=workspace,
-        env={**child_environment(workspace), **(env or {})},
+        env=child_environment(workspace, **env),
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
-    return ModuleResult(process.returncode, process.stdout, process.stderr)
+    return CommandResult(process.returncode, process.stdout, process.stderr)

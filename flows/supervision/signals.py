@@ -36,12 +36,6 @@ def last() -> int | None:
     return _received[-1] if _received else None
 
 
-def reset() -> None:
-    """Forget earlier signals, for a new run in the same process."""
-    _received.clear()
-    STOP.clear()
-
-
 SET_BACK_SECONDS = 60.0
 
 

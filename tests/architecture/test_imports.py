@@ -54,6 +54,7 @@ FLOWS_MAY_ALSO_USE = {
         "stages.runtime.threads.limit_threads_of",
     },
     "flows.commands.text": {"data.text"},
+    "flows.stage": {"stages.runtime.launcher"},
     "flows.commands.registry_output": {"data.token_folder"},
     "flows.commands.doctor": {"runtime.machine", "models.foreign.open_starting_model"},
     "flows.commands.serve": {"serving", "stages.runtime.threads.limit_threads_of"},

@@ -108,12 +108,12 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
 
 
 def processes_of(workspace: Path) -> list[psutil.Process]:
-    """Return every live process that has the ownership tag of ``workspace`` in its environment."""
+    """Return every live process that ``rlhf`` has started for ``workspace``."""
     processes = []
     for process in psutil.process_iter():
         try:
-            tag = process.environ().get("RLHF_OWNER", "")
-            if tag.endswith(f":{workspace}") and process.status() != psutil.STATUS_ZOMBIE:
+            owner = process.environ().get("RLHF_OWNER")
+            if owner == str(workspace) and process.status() != psutil.STATUS_ZOMBIE:
                 processes.append(process)
         except (psutil.Error, OSError):
             continue

@@ -39,9 +39,8 @@ def steps(workspace: Path, display: Display) -> Iterator[None]:
     display.event(RunPlanned(STAGES))
     for number, stage in enumerate(STAGES[:-2]):
         display.event(StageStarted(stage, None, 1000.0 + number))
-        outcome = (
-            StageOutcome.ran(stage, 1000.0, 1051.0, 40.0) if number else StageOutcome.cached(stage, 1000.0, 1002.0)
-        )
+        action = "ran" if number else "cached"
+        outcome = StageOutcome(stage, action, started=1000.0, ended=1051.0 if number else 1002.0, work_seconds=40.0)
         display.event(StageEnded(outcome))
     display.event(StageStarted("ppo", "gpu-pool", time.time()))
     yield
@@ -49,7 +48,7 @@ def steps(workspace: Path, display: Display) -> Iterator[None]:
         with (logs / "ppo.log").open("a") as log:
             log.write(PROGRESS.format(iteration, iteration + 3))
     yield
-    display.event(StageEnded(StageOutcome.ran("ppo", 1000.0, 1099.0, 90.0)))
+    display.event(StageEnded(StageOutcome("ppo", "ran", started=1000.0, ended=1099.0, work_seconds=90.0)))
     display.event(StageEnded(StageOutcome.failed("evaluate", "a message that is long " * 10, 1)))
     display.event(PhaseStarted("promotion", log="match"))
     (logs / "match.log").write_text("match: 34/640 5 s\n")

@@ -203,5 +203,5 @@ def test_a_raised_stop_flag_starts_nothing_more() -> None:
     try:
         ended = run_jobs(jobs, 1, run, lambda _: None)
     finally:
-        signals.reset()
+        signals.STOP.clear()
     assert [e.state for e in ended] == ["stopped"] * 3

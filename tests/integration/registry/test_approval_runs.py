@@ -39,7 +39,6 @@ from flows.registry.client import connect
 from flows.registry.promote import decline, promote
 from flows.registry.stored_models import verified_folder
 from flows.stage import StageOutcome
-from flows.supervision.processes import OWNER_VARIABLE
 from flows.workspace import LOCK_HELD_VARIABLE
 from rlhf_core.errors import RlhfError
 
@@ -119,13 +118,12 @@ def cached_pipeline(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every stage of a pipeline be up to date, and the pipeline run as `rlhf run` runs it."""
 
     def every_stage_is_cached(graph: Mapping[str, Any], _: object) -> dict[str, StageOutcome]:
-        return {name: StageOutcome.cached(name, 0.0, 0.0) for name in graph}
+        return {name: StageOutcome(name, "cached", started=0.0, ended=0.0) for name in graph}
 
     monkeypatch.setenv("RLHF_ACTOR", "")  # restored afterwards
     monkeypatch.setattr(pipeline, "_run_stages", every_stage_is_cached)
     monkeypatch.setattr(pipeline.signals, "install", lambda: None)
-    for variable in (OWNER_VARIABLE, LOCK_HELD_VARIABLE):  # as `rlhf run` sets them, which holds the lock
-        monkeypatch.setenv(variable, f"test:{workspace}")
+    monkeypatch.setenv(LOCK_HELD_VARIABLE, str(workspace))  # as `rlhf run` does, which holds the lock
 
 
 def command(*words: str) -> None:

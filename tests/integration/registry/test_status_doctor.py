@@ -14,7 +14,7 @@ from integration.registry.conftest import policy_name
 
 from flows.commands.doctor import FAIL, OK, check_package, doctor, doctor_text, failures
 from flows.commands.status import status
-from flows.pipeline.events import EventWriter, RunPlanned, StageEnded, StageStarted, new_events_file
+from flows.pipeline.events import EventLog, RunPlanned, StageEnded, StageStarted, new_events_file
 from flows.prefect_server.services import free_port
 from flows.registry.client import end_pipeline_run, start_pipeline_run
 from flows.registry.promote import promote
@@ -105,13 +105,13 @@ def test_status_while_a_run_is_under_way_shows_its_progress_without_dvc(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flows.commands.status.dvc_status", lambda *_: pytest.fail("DVC is locked by the run"))
-    writer = EventWriter(str(new_events_file(workspace)))
+    writer = EventLog(new_events_file(workspace))
     log = workspace / ".rlhf" / "logs" / "ppo.log"
     log.parent.mkdir(exist_ok=True)
     log.write_text("ppo: 90/90 96 s\n")  # of an earlier run
     started = time.time() - 62
     writer.emit(RunPlanned(("fingerprint", "ppo", "report")))
-    writer.emit(StageEnded(StageOutcome.ran("fingerprint", started, started + 2.0, 1.0)))
+    writer.emit(StageEnded(StageOutcome("fingerprint", "ran", started=started, ended=started + 2.0, work_seconds=1.0)))
     writer.emit(StageStarted("ppo", "gpu-pool", started, log_start=log.stat().st_size))
     with locked(workspace):
         assert "ppo          running for 1:0" in status(workspace).as_text()
@@ -126,9 +126,8 @@ def test_status_while_a_run_is_under_way_shows_its_progress_without_dvc(
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_status_does_not_take_the_events_of_an_earlier_run_for_this_one(workspace: Path) -> None:
-    path = new_events_file(workspace)
-    EventWriter(str(path)).emit(RunPlanned(("fingerprint", "ppo")))
-    os.utime(path, (1.0, 1.0))
+    earlier = {"kind": "RunPlanned", "time": 1.0, "stages": ["fingerprint", "ppo"]}
+    new_events_file(workspace).write_text(json.dumps(earlier) + "\n")
     with locked(workspace):
         screen = status(workspace).as_text()
     assert "waiting" not in screen and "it keeps DVC from telling their state" in screen

@@ -9,7 +9,7 @@ from integration.registry.conftest import make_policy, policy_name
 from integration.registry.test_promotion import ScriptedMatch, aliases
 
 from flows.commands.run import run
-from flows.pipeline.events import read_last_run
+from flows.commands.run_state import read_run_state
 from flows.pipeline.preflight import find_unchanged
 from flows.registry.aliases import get_version
 from flows.registry.client import connect, experiment_id
@@ -19,8 +19,6 @@ from flows.registry.register import register
 from flows.registry.retention import apply_retention
 from flows.registry.stored_models import verified_folder
 from flows.supervision import signals
-from flows.supervision.processes import OWNER_VARIABLE
-from flows.workspace import LOCK_HELD_VARIABLE
 from rlhf_core.errors import RlhfError
 
 pytestmark = pytest.mark.slow
@@ -63,14 +61,12 @@ def test_nothing_to_do_until_something_changes(
     assert unchanged is not None and "version 3 is the champion" in unchanged.verdict.promotion
     before = records(contest)
     monkeypatch.setattr(signals, "install", lambda: None)
-    for variable in (OWNER_VARIABLE, LOCK_HELD_VARIABLE):  # the command sets them
-        monkeypatch.setenv(variable, "")
     assert run(contest) == 0
     printed = capsys.readouterr().out
     assert "Completed: nothing to do: every stage is up to date, rlhf-reward-model version 1 (as before)" in printed
     assert "stages: 10 cached" in printed and "Prefect" not in printed and records(contest) == before
-    last = read_last_run(contest)
-    assert last is not None and last.completed and last.ran == 0
+    last = read_run_state(contest)
+    assert last is not None and last.final_state == "Completed" and last.ran == 0
     (contest / "metrics" / "ppo.json").write_text("{}")
     assert find_unchanged(contest, promotes=True) is None, "a stage is stale"
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from flows.commands.display import StageTable, counted
 from flows.commands.run_state import RESULTS, RunState, StageProgress, describe_result, describe_stage
 from flows.commands.text import format_metrics, format_rate, format_seconds
-from flows.pipeline.events import RunPlanned, StageEnded, StageRetried, StageStarted
+from flows.pipeline.events import RunPlanned, StageEnded, StageRepeated, StageStarted
 from flows.stage import StageOutcome, last_progress
 from flows.supervision.signals import Stopwatch
 
@@ -138,7 +138,7 @@ def running_state(workspace: Path) -> RunState:
     for name in STAGES[:8]:
         state.apply(StageStarted(name, None, 40.0))
     for name in STAGES[:6]:
-        state.apply(StageEnded(StageOutcome.ran(name, 40.0, 91.0, 50.0)))
+        state.apply(StageEnded(StageOutcome(name, "ran", started=40.0, ended=91.0, work_seconds=50.0)))
     progress_of(workspace / ".rlhf" / "logs" / f"{STAGES[6]}.log", "x: 1/9 5 s", "x: 3/9 10 s reward 0.25 kl 1.5")
     state.refresh()
     return state
@@ -173,11 +173,11 @@ def test_a_stage_whose_loop_is_over_is_finishing(tmp_path: Path) -> None:
     assert any("9/9  finishing" in row for row in drawn(state, 80))
 
 
-def test_a_retried_stage_says_why_it_waits(tmp_path: Path) -> None:
+def test_a_repeated_stage_says_why_it_waits(tmp_path: Path) -> None:
     state = RunState(tmp_path)
     state.apply(RunPlanned(("ppo", "report")))
     state.apply(StageStarted("ppo", "gpu-pool", 40.0))
-    state.apply(StageRetried("ppo", "its job was killed\ntrace", 5))
+    state.apply(StageRepeated("ppo", "its job was killed; trying again in 5 s"))
     lines = [describe_stage(stage, now=50.0) for stage in state.stages.values()]
     assert lines == ["running for 0:10, its job was killed; trying again in 5 s", "waiting"]
 

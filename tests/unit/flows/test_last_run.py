@@ -11,25 +11,22 @@ from pathlib import Path
 import pytest
 from unit.flows.verdicts import VERDICT
 
+from flows.commands.run_state import RunState, read_run_state
 from flows.commands.status import RegistryStatus, StagesStatus, last_run_lines, next_step, status
 from flows.commands.text import fit_line, format_age
 from flows.pipeline.events import (
     KINDS,
-    EventReader,
-    EventWriter,
-    LastRun,
+    EventLog,
     PhaseStarted,
     PipelineEvent,
     RegistryUpdated,
     RunEnded,
     RunPlanned,
     StageEnded,
-    StagePreempted,
-    StageRetried,
+    StageRepeated,
     StageStarted,
     VerdictReached,
     new_events_file,
-    read_last_run,
 )
 from flows.pipeline.verdict import RunVerdict
 from flows.stage import StageOutcome
@@ -38,8 +35,7 @@ from rlhf_core.evaluation.report.headline import ReleaseDecision
 EVENTS: list[PipelineEvent] = [
     RunPlanned(["collect", "ppo"]),
     StageStarted("ppo", "gpu-pool", started=1.5, log_start=64),
-    StagePreempted("ppo", "preempted, waiting for a worker of gpu-pool"),
-    StageRetried("ppo", "its job was killed", 5),
+    StageRepeated("ppo", "preempted, waiting for a worker of gpu-pool"),
     StageEnded(StageOutcome.failed("ppo", "no: step 3", 4, started=1.0, ended=2.5, work_seconds=1.25)),
     PhaseStarted("promotion", log="match"),
     RegistryUpdated("rlhf-policy version 3"),
@@ -50,17 +46,17 @@ EVENTS: list[PipelineEvent] = [
 
 def test_every_kind_of_event_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = new_events_file(tmp_path)
-    writer, reader = EventWriter(str(path)), EventReader(path)
+    writer, reader = EventLog(path), EventLog(path)
     for event in EVENTS:
         writer.emit(event)
-    assert {type(event) for event in EVENTS} == set(KINDS.values())
+    assert {type(event).__name__ for event in EVENTS} == set(KINDS)
     assert reader.read_new() == EVENTS and reader.read_new() == []
 
 
 def test_half_a_line_is_left_for_the_next_call(tmp_path: Path) -> None:
     path = new_events_file(tmp_path)
-    reader = EventReader(path)
-    EventWriter(str(path)).emit(StageStarted("sft"))
+    reader = EventLog(path)
+    EventLog(path).emit(StageStarted("sft"))
     line = path.read_text()
     path.write_text(line[:10])
     assert reader.read_new() == []
@@ -68,35 +64,36 @@ def test_half_a_line_is_left_for_the_next_call(tmp_path: Path) -> None:
     assert reader.read_new() == [StageStarted("sft")]
 
 
-@pytest.mark.parametrize("path", [None, ""])
-def test_without_a_file_nothing_is_written(path: str | None) -> None:
-    EventWriter(path).emit(StageStarted("sft"))
-
-
 STARTED = datetime(2026, 3, 4, 5, 6, 7)
 RELEASED = ReleaseDecision("good", "Released", "", "", (), "", "", "rlhf chat", "talk to the champion", "")
 FRESH, IDLE = StagesStatus({}), RegistryStatus([], champion="3", release=RELEASED)
 
 
-def run_of(state: str = "Completed", verdict: RunVerdict | None = VERDICT) -> LastRun:
-    return LastRun(STARTED, STARTED + timedelta(minutes=5, seconds=57), state, 13, verdict)
+def run_of(state: str = "Completed", verdict: RunVerdict | None = VERDICT) -> RunState:
+    run = RunState(Path())
+    for number in range(13):
+        run.apply(StageEnded(StageOutcome(f"stage-{number}", "ran", started=0.0, ended=1.0, work_seconds=1.0)))
+    if verdict is not None:
+        run.apply(VerdictReached(verdict))
+    if state:
+        run.apply(RunEnded(state, ""))
+    run.started, run.last_event = STARTED, STARTED + timedelta(minutes=5, seconds=57)
+    return run
 
 
 def stopped(command: str, hint: str) -> RunVerdict:
-    return RunVerdict.from_dict(
-        {**VERDICT.__dict__, "judges": [], "kl": None, "next_command": command, "next_hint": hint}
-    )
+    return replace(VERDICT, judges=(), kl=None, next_command=command, next_hint=hint)
 
 
 def emit(workspace: Path, *events: RunPlanned | StageEnded | VerdictReached | RunEnded) -> None:
-    writer = EventWriter(str(new_events_file(workspace)))
+    log = EventLog(new_events_file(workspace))
     for event in events:
-        writer.emit(event)
+        log.emit(event)
 
 
 def test_the_last_run_is_read_from_its_events(tmp_path: Path) -> None:
-    assert read_last_run(tmp_path) is None
-    outcomes = [StageOutcome.ran("sft", 0.0, 1.0, 1.0), StageOutcome.skipped("ppo")]
+    assert read_run_state(tmp_path) is None
+    outcomes = [StageOutcome("sft", "ran", started=0.0, ended=1.0, work_seconds=1.0), StageOutcome("ppo", "skipped")]
     emit(
         tmp_path,
         RunPlanned(("sft", "ppo")),
@@ -105,22 +102,22 @@ def test_the_last_run_is_read_from_its_events(tmp_path: Path) -> None:
         RunEnded("Failed", ""),
     )
     lines = [json.loads(line) for line in (tmp_path / ".rlhf" / "events.jsonl").read_text().splitlines()]
-    last = read_last_run(tmp_path)
-    assert last is not None and (last.state, last.ran, last.verdict, last.completed) == ("Failed", 1, VERDICT, False)
+    last = read_run_state(tmp_path)
+    assert last is not None and (last.final_state, last.ran, last.verdict) == ("Failed", 1, VERDICT)
     assert last.started.timestamp() == pytest.approx(lines[0]["time"], abs=1e-3)
     assert last.last_event.timestamp() == pytest.approx(lines[-1]["time"], abs=1e-3)
 
 
 def test_a_run_without_an_end_was_interrupted(tmp_path: Path) -> None:
     emit(tmp_path, RunPlanned(("sft",)))
-    last = read_last_run(tmp_path)
-    assert last is not None and last.state == "" and not last.completed
+    last = read_run_state(tmp_path)
+    assert last is not None and last.final_state == ""
     assert "interrupted (its process is gone; the next run resumes)" in last_run_lines(tmp_path, last, STARTED)[0]
 
 
 def test_events_of_another_version_are_no_run(tmp_path: Path) -> None:
     new_events_file(tmp_path).write_text('{"kind": "StageEnded", "time": 1.0, "stage": "sft", "action": "ran"}\n')
-    assert read_last_run(tmp_path) is None
+    assert read_run_state(tmp_path) is None
 
 
 def test_the_last_run_is_described_with_its_numbers_and_its_decision(tmp_path: Path) -> None:
@@ -169,7 +166,7 @@ PROMOTE = stopped("rlhf promote", "decide on the challenger")
     ],
 )
 def test_the_next_command(
-    stages: StagesStatus, resumable: bool, last: LastRun | None, registry: RegistryStatus, command: str, hint: str
+    stages: StagesStatus, resumable: bool, last: RunState | None, registry: RegistryStatus, command: str, hint: str
 ) -> None:
     assert next_step(stages, resumable, last, registry)[0] == command
     assert hint in next_step(stages, resumable, last, registry)[1]

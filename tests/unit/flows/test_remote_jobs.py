@@ -25,7 +25,7 @@ from flows.jobs.job import Handoff, Job
 from flows.jobs.remote import CARRIED_BYTES, _untracked_inputs, code_difference, read_carried_files, rebuild_workspace
 from flows.jobs.transfer import LogFollower, LogShipper, TransferFailed, describe_remote
 from flows.stage import StageOutcome, StageSpec
-from flows.supervision.processes import SupervisedResult
+from flows.supervision.processes import CommandResult
 from flows.workspace import private_path
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import Placement
@@ -127,11 +127,11 @@ def test_a_transfer_is_tried_again_while_the_remote_is_out_of_reach(
 ) -> None:
     calls: list[str] = []
 
-    def unreachable(command: list[str], **_: Any) -> SupervisedResult:
+    def unreachable(command: list[str], **_: Any) -> Any:
         calls.append(command[-2])
-        return SupervisedResult(1, "ERROR: no route to host\n")
+        return SimpleNamespace(result=lambda: CommandResult(1, "ERROR: no route to host\n"))
 
-    monkeypatch.setattr(transfer, "run_supervised", unreachable)
+    monkeypatch.setattr(transfer, "start_supervised", unreachable)
     clock = FakeClock(monkeypatch)
     reported: list[str] = []
     with pytest.raises(TransferFailed):
@@ -231,7 +231,6 @@ def use(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_job, "get_client", client)
     monkeypatch.setattr(stage_job, "get_run_logger", lambda: logging.getLogger("job"))
     monkeypatch.setattr(run_on_pool, "submit", server.submit)
-    monkeypatch.setattr(run_on_pool, "POLL_SECONDS", 0)
 
 
 def becomes(state: Callable[[], State[Any]]) -> Turn:
@@ -250,7 +249,7 @@ def reports(seconds: float) -> Turn:
 
 
 def completes(server: Server) -> None:
-    StageOutcome.ran("sft", 0.0, 0.0, 0.0).save(server.workspace)
+    StageOutcome("sft", "ran", started=0.0, ended=0.0, work_seconds=0.0).save(server.workspace)
     server.set_flow_run_state(-1, Completed())
 
 
@@ -286,7 +285,9 @@ def test_a_job_is_submitted_again_as_long_as_that_may_help(
     server = Server(tmp_path, *turns)
     use(server, monkeypatch)
     job = Job(StageSpec(tmp_path, "sft"), Placement(pool="gpu-pool"), "a:1", max_preemptions=2)
-    outcome = run_on_pool.run_on_pool(job, lambda: server.turns.pop(0)(server), server.messages.append)
+    stop = SimpleNamespace(is_set=lambda: False, wait=lambda _: server.turns.pop(0)(server))
+    monkeypatch.setattr(run_on_pool.signals, "STOP", stop)
+    outcome = run_on_pool.run_on_pool(job, server.messages.append)
     assert (outcome.exit_code, outcome.ok, outcome.retryable) == (exit_code, exit_code == 0, exit_code == 1)
     assert says in outcome.message and server.messages == messages
     assert server.attempts == ["a:1", "a:1:1", "a:1:2"][: 1 + len(messages)]

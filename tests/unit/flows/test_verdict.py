@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 from unit.flows.verdicts import VERDICT
 
 from flows.commands.summary import verdict_rows
@@ -23,7 +24,9 @@ from flows.workspace import record_services
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
 from rlhf_core.evaluation.verdict import JudgeResult, Standing, judge_results, standing_of
 
-EVALUATED = {name: StageOutcome.ran(name, 0.0, 1.0, 1.0) for name in ("evaluate", "report")}
+EVALUATED = {
+    name: StageOutcome(name, "ran", started=0.0, ended=1.0, work_seconds=1.0) for name in ("evaluate", "report")
+}
 
 
 def interval(low: float, rate: float, high: float) -> dict[str, float]:
@@ -90,7 +93,7 @@ def test_evaluation_and_report_of_an_earlier_run_do_not_count(
 ) -> None:
     workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
     (tmp_path / "report.html").touch()
-    outcomes = {"sft": StageOutcome.failed("sft", message, code), "evaluate": StageOutcome.skipped("evaluate")}
+    outcomes = {"sft": StageOutcome.failed("sft", message, code), "evaluate": StageOutcome("evaluate", "skipped")}
     verdict = reached(tmp_path, outcomes, RegistrationResult())
     failure = f"sft failed: {message.partition(chr(10))[0]}"
     assert verdict.standing is Standing.NOT_COMPARED and verdict.kl is None and verdict.report is None
@@ -133,7 +136,7 @@ def test_alarming_figures_are_part_of_the_verdict_everywhere_and_survive_json(tm
     sentence = "harmful requests refused 0.31 (SFT 0.28)"
     assert verdict.alarms == (sentence,) and ("alarms", sentence) in verdict_rows(verdict, tmp_path)
     assert f"- **Read before release:** {sentence}" in verdict_markdown(verdict)
-    assert RunVerdict.from_dict(json.loads(json.dumps(asdict(verdict)))) == verdict
+    assert TypeAdapter(RunVerdict).validate_json(json.dumps(asdict(verdict))) == verdict
 
 
 @pytest.fixture
@@ -213,7 +216,7 @@ def test_the_mlflow_pages_are_those_of_the_server_that_is_set(
 
 def test_the_mlflow_pages_are_those_of_a_running_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    record_services(tmp_path, "http://127.0.0.1:4200/api", {"mlflow": "http://127.0.0.1:5000"})
+    record_services(tmp_path, "http://127.0.0.1:4200/api", "http://127.0.0.1:5000")
     assert mlflow_address(tmp_path) == "http://127.0.0.1:5000"
     of_plot = "#/experiments/1/runs/ab/artifacts/plots/kl%201.png?workflowType=machine_learning"
     assert run_page("1", "ab", "plots/kl 1.png") == of_plot

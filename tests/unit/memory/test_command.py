@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from flows.pipeline import preflight
 from flows.pipeline.preflight import memory_refusal
-from flows.supervision.processes import ModuleResult
+from flows.supervision.processes import CommandResult
 from rlhf_core.cli import app
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
@@ -159,12 +159,12 @@ def test_a_missing_package_for_adapters_is_no_reason_to_refuse_a_job(
         estimate_of(PlanRequest(adapted, stages=["reward"]))
 
 
-def in_this_process(workspace: Path, module: str, *arguments: str) -> ModuleResult:
+def in_this_process(workspace: Path, module: str, *arguments: str) -> CommandResult:
     """`rlhf plan` without another interpreter; the real one is in tests/integration/test_flows_run.py."""
     assert module == "flows.cli"
     result = CliRunner().invoke(app, arguments)
     error = f"rlhf: {result.exception}" if isinstance(result.exception, RlhfError) else ""
-    return ModuleResult(EXIT_USER_ERROR if error else result.exit_code, result.stdout, error)
+    return CommandResult(EXIT_USER_ERROR if error else result.exit_code, result.stdout, error)
 
 
 @pytest.mark.slow

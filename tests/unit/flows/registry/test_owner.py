@@ -99,7 +99,7 @@ def test_a_run_promotes_the_version_that_it_registered(
     own = registry.aliases()["challenger"]
     registry.add_version()  # another workspace registers before this run promotes
     monkeypatch.setitem(registration.promote.__kwdefaults__, "play", ScriptedMatch())
-    decision = registration.promote_task.fn(contest, own)
+    decision = registration.promote_task.fn(contest, version=own)
     assert (decision.challenger, decision.promoted) == (own, True)
     assert registry.aliases()["champion"] == own
 
