@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,11 @@ def nonfinite_as_none(value: Any) -> Any:
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """Read a history file. A last line cut short by a crash is left out; a missing file has no rows."""
+    """Read a history file. A line cut short by a crash is left out; a missing file has no rows."""
     rows: list[dict[str, Any]] = []
     if not path.is_file():
         return rows
     for line in split_json_lines(path.read_text(encoding="utf-8")):
-        try:
+        with suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
     return rows

@@ -6,7 +6,6 @@ Whatever is missing stays missing and is named; nothing is guessed.
 from __future__ import annotations
 
 import base64
-import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -21,8 +20,9 @@ from rlhf_core.config import yaml_text
 from rlhf_core.data.schema import read_table
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.git import git_revision
-from rlhf_core.storage.files import read_json, sha256_file, split_json_lines
-from rlhf_core.tracking import PARENT_RUN_VARIABLE
+from rlhf_core.storage.files import read_json, sha256_file
+from rlhf_core.tracking.stage_run import PARENT_RUN_VARIABLE
+from rlhf_core.training.history import read_history
 
 STAGES = ("data", "sft", "reward", "referee", "judge", "critic", "ppo", "evaluation")
 GATES = ("data", "sft", "reward", "policy")
@@ -141,6 +141,10 @@ def load_sources(inputs: Mapping[str, Path], params: Path, lineage: JsonObject) 
         if GATES.index(name) > GATES.index(str(failed)):
             del gates[name]
             missing[f"{name} gate"] = stale[name]
+
+    def rows(name: str, stage: str) -> list[JsonObject]:
+        return read_history(inputs[name]) if name in inputs and stage not in stale else []
+
     comparisons: list[JsonObject] = []
     table = inputs.get("comparisons")
     if "evaluation" not in stale and table is not None and table.is_file():
@@ -151,10 +155,10 @@ def load_sources(inputs: Mapping[str, Path], params: Path, lineage: JsonObject) 
     return ReportSources(
         metrics=metrics,
         gates=gates,
-        histories={name: [] if name in stale else _read_lines(inputs.get(f"{name}_history")) for name in HISTORIES},
+        histories={name: rows(f"{name}_history", name) for name in HISTORIES},
         comparisons=comparisons,
-        bad_cases=[] if "evaluation" in stale else _read_lines(inputs.get("bad_cases")),
-        mistakes=[] if "reward" in stale else _read_lines(inputs.get("reward_mistakes")),
+        bad_cases=rows("bad_cases", "evaluation"),
+        mistakes=rows("reward_mistakes", "reward"),
         images=[] if "reward" in stale else _read_images(inputs.get("reward_plots")),
         hashes={f"{path.parent.name}/{path.name}": sha256_file(path) for path in inputs.values() if path.is_file()},
         params=params.read_text(encoding="utf-8") if params.is_file() else "",
@@ -194,21 +198,6 @@ def _read_objects(
         else:
             objects[name] = content
     return objects
-
-
-def _read_lines(path: Path | None) -> list[JsonObject]:
-    """Objects of a JSON-lines file; a last line cut short by a crash is left out."""
-    if path is None or not path.is_file():
-        return []
-    rows = []
-    for line in split_json_lines(path.read_text(encoding="utf-8")):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
 
 
 def _read_images(folder: Path | None) -> list[tuple[str, str]]:

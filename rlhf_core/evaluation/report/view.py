@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from difflib import SequenceMatcher
 from functools import cache
 from importlib.resources import files
@@ -15,7 +14,6 @@ from markupsafe import Markup, escape
 
 from rlhf_core.config import yaml_text
 from rlhf_core.config.base import SCRATCH
-from rlhf_core.config.health import DEFAULT_RULES
 from rlhf_core.config.policy import METHOD_NAMES, Method
 from rlhf_core.data.text import language_tag
 from rlhf_core.errors import RlhfError
@@ -169,9 +167,8 @@ def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
         balanced = reward.get("test_accuracy_length_balanced")
         beside = f"; {format_number(balanced, 2)} on length-balanced ones" if balanced is not None else ""
         known.append(("reward model accuracy", reward["accuracy"], f"held-out pairs{beside}"))
-    selected = next((ppo[k] for k in ("selected_iteration", "selected") if isinstance(ppo.get(k), int | float)), None)
-    if selected is not None:
-        known.append(("selected iteration", int(selected), str(ppo.get("selection_reason", ""))))
+    if "selected_iteration" in ppo:
+        known.append(("selected iteration", ppo["selected_iteration"], ""))
     return [{"label": label, "value": format_number(value, 2), "note": note} for label, value, note in known]
 
 
@@ -229,9 +226,8 @@ def findings(history: Sequence[JsonObject]) -> list[JsonObject]:
     """Return the findings of the health monitor in PPO's history; those that stopped the run come first.
 
     There is one per rule, with its first iteration, ``last`` and ``times``; each rollback is one of its own, with what
-    was ``returned`` to. In the history a finding is an object, or a rule's name, which the default rules explain.
+    was ``returned`` to.
     """
-    rules = {rule.name: rule for rule in DEFAULT_RULES}
     entries: dict[Any, JsonObject] = {}
     for number, row in enumerate(history, start=1):
         iteration = row.get("iteration", number)
@@ -243,10 +239,6 @@ def findings(history: Sequence[JsonObject]) -> list[JsonObject]:
             once = {"iteration": rollback["from"], "last": rollback["from"], "times": 1, "returned": returned}
             entries["rollback", len(entries)] = rollback["finding"] | once
         for finding in row.get("findings") or []:
-            if isinstance(finding, str):
-                if finding not in rules:
-                    continue
-                finding = asdict(rules[finding]) | {"rule": finding, "evidence": ()}
             entry = entries.setdefault(finding["rule"], finding | {"iteration": iteration, "times": 0, "returned": ""})
             entry.update(last=iteration, times=entry["times"] + 1)
     return sorted(entries.values(), key=lambda entry: (entry["action"] == "warn", entry["iteration"]))

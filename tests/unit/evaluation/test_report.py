@@ -96,7 +96,16 @@ def fill(root: Path, gate_mode: str = "enforce", reward_bound: float = 0.5) -> N
     )
     rows = [{"iteration": i, "reward_mean": 0.1 * i, "reward_p05": -1.0, "reward_p95": 1.0, "kl": i, "findings": []}
             for i in range(1, 6)]  # fmt: skip
-    rows[2]["findings"] = ["kl_over_budget"]
+    rows[2]["findings"] = [
+        {
+            "rule": "kl_over_budget",
+            "action": "warn",
+            "symptom": "far",
+            "cause": "drift",
+            "evidence": [],
+            "remedy": "wait",
+        }
+    ]
     write(root / "history/ppo.jsonl", "\n".join(map(json.dumps, rows)) + '\n{"iteration": 6, "rew')
     rule = Condition(metric="accuracy", at_least=reward_bound, why=ATTACK)
     decide("reward", [rule], {"accuracy": 0.8}, mode=gate_mode).save(root / "gates/reward.json")
