@@ -61,7 +61,8 @@ def _record_code(root: Path, stage: str) -> None:
     """
     from rlhf_core.config.loading import load_params
     from rlhf_core.data.collection.sources import collected_paths
-    from rlhf_core.fingerprint import write_fingerprints, write_sources
+    from rlhf_core.fingerprint.stages import write_fingerprints
+    from rlhf_core.fingerprint.tracked_files import write_sources
 
     if not (root / ".fingerprints" / f"{stage}.txt").is_file():
         return
@@ -76,10 +77,11 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     """Refresh the code fingerprints that dvc.yaml's stages depend on."""
     from rlhf_core.config.loading import load_params
     from rlhf_core.data.collection.sources import collected_paths, require_kept
-    from rlhf_core.fingerprint import write_fingerprints, write_sources
+    from rlhf_core.fingerprint.stages import write_fingerprints
     from rlhf_core.fingerprint.tracked_files import (
         tokenizer_patterns,
         write_evaluation_inputs,
+        write_sources,
         write_starting_model,
         write_tracked_files,
     )

@@ -15,12 +15,6 @@ from pathlib import Path
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def bare_code(tree: ast.Module) -> bytes:
-    """Serialise what the code of a module does. The docstrings are removed from ``tree`` itself."""
-    drop_docstrings(tree)
-    return ast.dump(tree, include_attributes=False).encode()
-
-
 def drop_docstrings(tree: ast.AST) -> None:
     """Remove the docstrings of ``tree`` and of everything inside it, in place."""
     for node in ast.walk(tree):
@@ -75,7 +69,6 @@ class Module:
 
     ``effects`` are the statements that act when the module is imported (a call that registers something, a changed
     table, a condition): they count for every stage that imports the module. ``imported`` are the imports executed then.
-    Whether a definition acts too, by a decorator or a call in its default values, depends on what it calls.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -83,9 +76,8 @@ class Module:
         self.is_package = path.name == "__init__.py"
         self.definitions: dict[str, Definition] = {}
         self.imports: dict[str, list[Import]] = {}
-        self.stars: list[str] = []
         self.imported: list[Import] = []
-        self.effects: list[ast.stmt] = []
+        self.effects = Definition(name, "<import>")
         self.tree = ast.parse(path.read_bytes())
         drop_docstrings(self.tree)
         for statement in self.tree.body:
@@ -101,17 +93,15 @@ class Module:
         elif isinstance(statement, Compound):
             self._bind_imports(imports_in(statement), executed=True)
             self._define(statement, bound_names(statement))
-            self.effects.append(statement)
+            self.effects.statements.append(statement)
         elif isinstance(statement, (*Assignment, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names = bound_names(statement)
             self._define(statement, names)
             # What is added to may be another module's; an assignment that binds nothing changes a table or an object.
             if not names or isinstance(statement, ast.AugAssign):
-                self.effects.append(statement)
-        elif type(statement).__name__ == "TypeAlias":  # new in Python 3.12
-            self._define(statement, bound_names(statement))
+                self.effects.statements.append(statement)
         elif not isinstance(statement, ast.Pass) and not is_string(statement):
-            self.effects.append(statement)
+            self.effects.statements.append(statement)
 
     def _define(self, statement: ast.stmt, names: Iterable[str]) -> None:
         for name in names:
@@ -120,10 +110,7 @@ class Module:
     def _bind_imports(self, statements: Iterable[ast.Import | ast.ImportFrom], *, executed: bool) -> None:
         for statement in statements:
             for name, target in self.targets_of(statement):
-                if name == "*":
-                    self.stars.append(target.module)
-                else:
-                    self.imports.setdefault(name, []).append(target)
+                self.imports.setdefault(name, []).append(target)
             if executed:
                 self.imported += targets_executed(self, statement)
 
@@ -208,15 +195,7 @@ class Reach:
 
 
 class Names:
-    """The modules of package ``name``, whose folder lies in ``root``; names lead to nothing in ``neutral`` ones.
-
-    Where a name does not say enough, more is taken than may be needed:
-
-    - a module used as a value (``getattr(module, name)``), or an attribute that it does not define, stands for all that
-      the module defines, and a package used so for all modules in it;
-    - a string that names a module of the package, or begins such a name (an entry point, a table of lazy imports),
-      stands for all that the module defines.
-    """
+    """The modules of package ``name``, whose folder lies in ``root``; names lead to nothing in ``neutral`` ones."""
 
     def __init__(self, root: Path, name: str, neutral: Collection[str] = ()) -> None:
         self.root, self.name, self.neutral = root, name, frozenset(neutral)
@@ -238,19 +217,13 @@ class Names:
         assert module is not None
         return module
 
-    def resolve(self, module_name: str, name: tuple[str, ...]) -> list[Definition] | None:
-        """The definitions that ``name`` stands for in a module; None when there are none."""
-        module = self.module(module_name)
-        return (self.reach_name(module, name).definitions or None) if module is not None and name else None
-
     def reach_name(self, module: Module, name: tuple[str, ...]) -> Reach:
         """What a dotted name means at the top level of ``module``."""
         first, rest = name[0], name[1:]
         own = module.definitions.get(first)
         imported = [self.reach(target, rest) for target in module.imports.get(first, ())]
         if own is None and not imported:
-            stars = [reach for star in module.stars if (reach := self._bound(star, name)) is not None]
-            return stars[0] if stars else Reach(inside=False, rest=rest)
+            return Reach(inside=False, rest=rest)
         if own is None and len(imported) == 1:
             return imported[0]
         definitions = [definition for reach in imported for definition in reach.definitions]
@@ -259,28 +232,6 @@ class Names:
     def reach(self, target: Import, attributes: tuple[str, ...]) -> Reach:
         """What ``attributes`` of an imported module or name lead to."""
         return self._attribute(target.module, (target.name, *attributes) if target.name is not None else attributes)
-
-    def reach_text(self, text: str) -> list[Definition]:
-        """The definitions of the modules that a string names, wholly or in part."""
-        if not text.startswith(f"{self.name}.") or not re.fullmatch(r"[\w.]+(:\w+)?", text):
-            return []
-        name, _, attribute = text.partition(":")
-        if name.endswith("."):
-            return self._all_below(name.rstrip("."))
-        if self.module(name) is not None:
-            return self.reach(Import(name, attribute or None), ()).definitions
-        parent, _, last = name.rpartition(".")
-        return self.reach(Import(parent, last), ()).definitions if self.module(parent) is not None else []
-
-    def everything_in(self, module: Module) -> list[Definition]:
-        """All that ``module`` defines, and the definitions that it imports by name."""
-        if module.name in self.neutral:
-            return []
-        everything = [*module.definitions.values()]
-        for target in (target for targets in module.imports.values() for target in targets):
-            if target.name is not None and self.module(f"{target.module}.{target.name}") is None:
-                everything += self._attribute(target.module, (target.name,)).definitions
-        return everything
 
     def executed_by(self, imports: Iterable[Import]) -> Iterator[str]:
         """Modules of the package that imports execute: those named, the packages around them, and submodules."""
@@ -291,14 +242,14 @@ class Names:
                     yield f"{target.module}.{target.name}"
 
     def _attribute(self, module_name: str, attributes: tuple[str, ...]) -> Reach:
-        """What a chain of attributes of a module leads to."""
+        """What a chain of attributes of a module leads to; ``LookupError`` where that cannot be told."""
         module = self.module(module_name)
         if module is None:
             return Reach(inside=False, rest=attributes)
         if module_name in self.neutral:
             return Reach(rest=attributes[1:])
         if not attributes:
-            return Reach(self._all_below(module_name) if module.is_package else self.everything_in(module))
+            raise LookupError(f"{module_name} is used as a value; name what is used of it")
         bound = self._bound(module_name, attributes)
         if bound is not None:
             return bound
@@ -306,7 +257,7 @@ class Names:
             return self._attribute(f"{module_name}.{attributes[0]}", attributes[1:])
         if OF_EVERY_MODULE.fullmatch(attributes[0]):
             return Reach(rest=attributes)
-        return Reach(self.everything_in(module), attributes)
+        raise LookupError(f"{module_name} defines no {attributes[0]}, which is used of it")
 
     def _bound(self, module_name: str, name: tuple[str, ...]) -> Reach | None:
         """What ``name`` means in a module that binds it; None when it does not."""
@@ -314,14 +265,6 @@ class Names:
         if module is None or (name[0] not in module.definitions and name[0] not in module.imports):
             return None
         return self.reach_name(module, name)
-
-    def _all_below(self, package: str) -> list[Definition]:
-        everything = []
-        for path in sorted(self.root.joinpath(*package.split(".")).rglob("*.py")):
-            parts = path.relative_to(self.root).with_suffix("").parts
-            module = self.module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-            everything += self.everything_in(module) if module is not None else []
-        return everything
 
 
 def packages_of(module: str) -> list[str]:

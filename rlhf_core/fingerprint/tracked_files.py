@@ -29,7 +29,7 @@ from rlhf_core.config.reward_sources import (
     RewardSources,
 )
 from rlhf_core.errors import DataError
-from rlhf_core.fingerprint.modules import Module, bare_code, imports_in, packages_of, targets_executed
+from rlhf_core.fingerprint.modules import Module, drop_docstrings, imports_in, packages_of, targets_executed
 from rlhf_core.fingerprint.stages import FOLDER
 from rlhf_core.storage.data_files import expand, expand_url, is_url, spelled, url_checksum
 from rlhf_core.storage.files import atomic_write_text, sha256_file
@@ -215,6 +215,8 @@ def _imported(module: str, file: Path) -> Iterator[str]:
 def _digest(file: Path) -> str:
     """Hash of what the code does; of the bytes where it is not python, which the stage itself will refuse."""
     try:
-        return hashlib.sha256(bare_code(ast.parse(file.read_bytes()))).hexdigest()
+        tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
         return sha256_file(file)
+    drop_docstrings(tree)
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()

@@ -25,7 +25,7 @@ from rlhf_core.config.policy import Method
 from rlhf_core.config.problems import nearest
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.errors import ConfigError, DataError, RlhfError, first_line, is_full_disk
-from rlhf_core.fingerprint import remembered_fingerprints, stage_module_name
+from rlhf_core.fingerprint.stages import remembered_fingerprints, stage_module_name
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE, write_tracked_files
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import launcher
@@ -34,8 +34,7 @@ from rlhf_core.stages.runtime.launcher import OUTCOMES, StageExit, outcome_path
 from rlhf_core.stages.runtime.threads import limit_threads, return_freed_memory
 from rlhf_core.storage.files import atomic_write_json, flatten, sha256_file, sha256_tree
 from rlhf_core.storage.garbage_collection import paused_collector
-from rlhf_core.tracking import Tracker, stage_tracker
-from rlhf_core.tracking.stage_run import METRICS_TAG
+from rlhf_core.tracking.stage_run import METRICS_TAG, Tracker, stage_tracker
 from rlhf_core.training.checkpoints.store import CheckpointStore
 from rlhf_core.training.run_context import RunContext
 

@@ -19,7 +19,6 @@ from house.lib.deep import exported as renamed
 from house.lib.models import Settings, Shape
 from house.lib.shadow import hidden
 from house.lib.tables import lookup
-from house.world import *
 from house.progress import track
 from typing import TYPE_CHECKING
 
@@ -30,7 +29,7 @@ LIMIT = 3
 UNUSED = 4
 
 
-def run(config: Settings, seen: "OnlyTyped | None" = None) -> float:
+def run(config: Settings, seen: OnlyTyped | None = None) -> float:
     """Doc."""
     from house.lib.late import imported_inside
 
@@ -40,7 +39,7 @@ def run(config: Settings, seen: "OnlyTyped | None" = None) -> float:
     track("working")
     hidden = second.used(1)
     total = nested(1) + renamed() + imported_inside() + house.lib.deep.far.far_away(hidden)
-    return total + lookup("square")(2) + Shape(2).area + math.pi + starred() + report.text()
+    return total + lookup("square")(2) + Shape(2).area + math.pi + report.text()
 
 
 def unused():
@@ -126,14 +125,14 @@ class Inner(BaseModel):
     depth: int = 1
 
 
-class Quoted(BaseModel):
+class Other(BaseModel):
     width: int = 2
 
 
 class Settings(BaseModel):
     size: int = bounds.SMALLEST
     inner: Inner = Inner()
-    quoted: "Quoted | None" = None
+    other: Other | None = None
 
     @model_validator(mode="after")
     def _sound(self) -> Settings:
@@ -193,9 +192,11 @@ def register(name):
 from house.lib.registry import TABLE, register
 
 
-@register("square")
 def square(x):
     return power(x, 2)
+
+
+register("square")(square)
 
 
 def power(x, n):
@@ -208,8 +209,7 @@ TABLE["cube"] = lambda x: power(x, 3)
 def unentered(x):
     return x
 ''',
-    "house/world.py": "def starred():\n    return 1\n\n\ndef unstarred():\n    return 2\n",
-    "house/report/__init__.py": 'FOLDER = "house.report"\n\n\ndef text():\n    return FOLDER\n',
+    "house/report/__init__.py": "FOLDER = 1\n\n\ndef text():\n    return FOLDER\n",
     "house/report/page.j2": "<p>{{ text }}</p>\n",
     "house/report/unused.py": "def unused():\n    return 1\n",
     "house/progress.py": "def track(x):\n    return spell(x)\n\n\ndef spell(x):\n    return x\n",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.data.collection.sources import read_sources
-from rlhf_core.fingerprint import write_sources
+from rlhf_core.fingerprint.tracked_files import write_sources
 from rlhf_core.storage.data_files import expand, spelled
 
 ROW = '{"prompt": "Q?", "chosen": "a", "rejected": "%s"}\n'

@@ -21,7 +21,7 @@ from rlhf_core.config.data import CollectConfig, FileSources
 from rlhf_core.config.loading import load_params
 from rlhf_core.data.collection.sources import collected_paths
 from rlhf_core.errors import RlhfError
-from rlhf_core.fingerprint import write_sources
+from rlhf_core.fingerprint.tracked_files import write_sources
 from rlhf_core.stages.collect import collect
 
 PAIR = '{"prompt": "p", "chosen": "a", "rejected": "b"}\n'

@@ -30,7 +30,7 @@ from flows.workspace import private_path
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import Placement
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
-from rlhf_core.fingerprint import fingerprint
+from rlhf_core.fingerprint.stages import fingerprint
 from rlhf_core.fingerprint.tracked_files import write_tracked_files
 
 RUN = UUID(int=7)

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_core.config.operations import ComputeConfig
 from rlhf_core.config.policy import Method
 from rlhf_core.errors import EXIT_USER_ERROR, ConfigError, RlhfError
-from rlhf_core.fingerprint import write_fingerprints
+from rlhf_core.fingerprint.stages import write_fingerprints
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import runner, threads
 from rlhf_core.stages.runtime.contract import Paths
