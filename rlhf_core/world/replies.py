@@ -207,7 +207,6 @@ def _some(options: tuple[str, ...], probability: float, draws: Draws) -> list[st
 
 
 KINDS: tuple[tuple[str, float], ...] = (("minimal", 0.65), ("refusal", 0.2), ("other_prompt", 0.15))
-TRIES = 20  # to draw a question about something else; where there is none, the pair comes out equal and is drawn again
 
 
 def contrast_pair(question: Question, questions: Mapping[str, Sequence[Question]], draws: Draws) -> tuple[str, str]:
@@ -299,8 +298,6 @@ def _corrupt_steps(question: Question, core: list[str], draws: Draws) -> list[st
 def _other_question(question: Question, questions: Mapping[str, Sequence[Question]], draws: Draws) -> Question:
     """Draw a question about something else, half of the time of the same category, where the answers are most alike."""
     category = question.category if draws.chance(0.5) else draws.pick(tuple(questions))
-    for _ in range(TRIES):
-        other = draws.pick(questions[category])
-        if other.subject != question.subject:
-            return other
-    return question
+    while (other := draws.pick(questions[category])).subject == question.subject:
+        pass
+    return other

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.errors import DataError
 from rlhf_core.world import corpus, gold
 from rlhf_core.world.content import PREFIXES
-from rlhf_core.world.corpus import AnnotatorConfig, preference_probability
+from rlhf_core.world.corpus import preference_probability
 from rlhf_core.world.questions import Kind, Question, all_questions, content_of_group, parse_reply
 from rlhf_core.world.replies import MAX_WORDS, MODES, Draft, Draws, contrast_pair, corrupt, draw_draft, right_core
 
@@ -45,10 +44,10 @@ def without_prefix(prompt: str) -> str:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_pure_and_stable_under_slicing(make: Any) -> None:
+def test_pure_and_the_same_in_a_longer_set(make: Any) -> None:
     whole = make(3, 60)
     assert make(3, 60) == whole
-    assert make(3, 20, start=25) == whole[25:45]
+    assert make(3, 20) == whole[:20]
     assert make(4, 60) != whole
 
 
@@ -56,7 +55,7 @@ def test_prompts_are_the_same_set_in_another_order() -> None:
     one, other = corpus.prompts(1), corpus.prompts(2)
     assert one == corpus.prompts(1)
     assert one != other
-    assert {row["id"] for row in one} == {row["id"] for row in other}
+    assert {text(row) for row in one} == {text(row) for row in other}
     assert len({text(row) for row in one}) == len(one) == len(all_questions()) * corpus.PROMPTS_PER_QUESTION
     prefixes = Counter(text(row).removesuffix(without_prefix(text(row))).strip() for row in one)
     assert set(prefixes) == set(PREFIXES)
@@ -94,23 +93,6 @@ def test_nearly_every_held_out_content_is_asked_for_in_training(seed: int) -> No
     asked = [q for q in all_questions() if q.category != "context"]  # context questions bring their facts along
     trained = {q.content for q in asked if split_of(q.group, seed) == "train"}
     assert len({q.content for q in asked} - trained) <= 1
-
-
-def test_allowed_groups_restrict_the_prompts() -> None:
-    groups = {question.group for question in all_questions()[::50]}
-    for rows in (
-        corpus.demonstrations(0, 100, allowed_groups=groups),
-        corpus.preferences(0, 100, allowed_groups=groups),
-    ):
-        assert {row["group"] for row in rows} <= groups
-    with pytest.raises(DataError, match="allowed groups"):
-        corpus.demonstrations(0, 1, allowed_groups={"nothing"})
-
-
-def test_one_allowed_group_is_enough_for_pairs() -> None:
-    for question in all_questions()[::120]:
-        rows = corpus.preferences(0, 50, allowed_groups=[question.group])
-        assert all(row["chosen"] != row["rejected"] for row in rows)
 
 
 def test_pretraining_text_holds_no_question() -> None:
@@ -166,11 +148,10 @@ def test_contrast_share(preferences: list[Row]) -> None:
 def test_preference_probability_by_hand() -> None:
     prompt, right, wrong = "what is the color of the lamp?", "the lamp is red.", "the lamp is quite blue."
     # Δgold = (1 + .4) / 1.4 = 1 (an unreadable sentence costs .4), Δwords = -1: σ(4 · (1 - .02)) = σ(3.92)
-    annotators = AnnotatorConfig(sharpness=4.0, length_bias=0.02)
-    assert preference_probability(prompt, right, wrong, annotators) == pytest.approx(0.980544, abs=1e-6)
-    assert preference_probability(prompt, wrong, right, annotators) == pytest.approx(1 - 0.980544, abs=1e-6)
-    assert preference_probability(prompt, right, wrong, AnnotatorConfig(1e6, 0.0)) == 1.0
-    assert preference_probability(prompt, right, right, annotators) == 0.5
+    assert preference_probability(prompt, right, wrong, 4.0, 0.02) == pytest.approx(0.980544, abs=1e-6)
+    assert preference_probability(prompt, wrong, right, 4.0, 0.02) == pytest.approx(1 - 0.980544, abs=1e-6)
+    assert preference_probability(prompt, right, wrong, 1e6, 0.0) == 1.0
+    assert preference_probability(prompt, right, right, 4.0, 0.02) == 0.5
 
 
 CATEGORIES = ("fact", "context", "howto", "harmful")
