@@ -41,27 +41,19 @@ POSITIONS_PER_CHUNK = 256
 Row = TypeVar("Row", Preference, PretrainText)
 
 
-@dataclass(frozen=True)
-class HeldOutText:
-    """Text that no stage trained on.
+HeldOutText = tuple[list[Preference], list[PretrainText]]
 
-    Attributes:
-        preferred: Test pairs, of which the chosen replies count.
-        pretrain: Plain text of the validation split.
+
+def read_held_out(clean: Path, rows: int) -> HeldOutText:
+    """Read what no stage trained on: test pairs, of which the chosen replies count, and plain text of the validation
+    split; nothing for 0 ``rows``.
     """
-
-    preferred: list[Preference]
-    pretrain: list[PretrainText]
-
-    @classmethod
-    def read(cls, clean: Path, rows: int) -> HeldOutText:
-        """Read ``data/clean``; nothing for 0 ``rows``."""
-        if not rows:
-            return cls([], [])
-        return cls(
-            read_rows(clean / "preferences" / "test.parquet", Preference),
-            read_rows(clean / "pretrain" / "validation.parquet", PretrainText),
-        )
+    if not rows:
+        return [], []
+    return (
+        read_rows(clean / "preferences" / "test.parquet", Preference),
+        read_rows(clean / "pretrain" / "validation.parquet", PretrainText),
+    )
 
 
 def held_out_perplexities(
@@ -83,8 +75,8 @@ def held_out_perplexities(
         return Example(ids[:1], ids[1:])  # nothing comes before the first token to predict it from
 
     examples = {
-        "preferred": _chosen_examples(text.preferred, preferred, config, longest),
-        "pretrain": _chosen_examples(text.pretrain, pretrain, config, longest),
+        "preferred": _chosen_examples(text[0], preferred, config, longest),
+        "pretrain": _chosen_examples(text[1], pretrain, config, longest),
     }
     pad = pad_id(tokenizer)
     return {name: reply_perplexity(model, rows, pad) for name, rows in examples.items() if rows}

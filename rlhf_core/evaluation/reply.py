@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.data import text as text_statistics
+from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.schema import ROLES, Message
+from rlhf_core.errors import DataError
 
 SHORT_TOKENS = 4  # a reply of fewer tokens, its end marker included, says at most two words
 
@@ -30,6 +33,19 @@ class Reply:
     token_ids: tuple[int, ...] = ()
     special_tokens: int = 0
     vocabulary: str = ""
+
+
+def rows_of_file(file: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield each row of a file of records with its place for messages, its position, and its fields.
+
+    Raises:
+        DataError: The file cannot be read, or a row has no fields.
+    """
+    for record in stream_records(file):
+        where = f"{file}, line {record.position}"
+        if record.problem or not isinstance(record.value, dict):
+            raise DataError(f"{where}: {record.problem or 'no object with fields'}")
+        yield where, record.position, record.value
 
 
 def prompt_of(value: Any) -> list[Message] | None:

@@ -17,7 +17,7 @@ from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evalu
 from rlhf_core.evaluation.fixed_sets import FixedSets, sample_sets
 from rlhf_core.evaluation.judges.gold import load_judge
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
-from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities, measure_drift
+from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities, measure_drift, read_held_out
 from rlhf_core.evaluation.replies import evaluation_replies, on_policy_replies
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.runtime import distributed
@@ -44,7 +44,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     # A mistake in a file that the settings name stops the stage at once.
     sets = FixedSets.read(config, inputs.clean, context.folder)
     questions = MultipleChoiceSet.load(config.multiple_choice, context.folder)
-    texts = HeldOutText.read(inputs.clean, config.perplexity.rows)
+    texts = read_held_out(inputs.clean, config.perplexity.rows)
     files = [read_opponent(opponent, sets.judged, context.folder) for opponent in config.opponents]
     replies = 2 * sets.replies(config) + config.best_of_n * len(sets.judged)
     with opened_sampler(config.sampler, context.work) as sampler, progress(replies, "evaluate") as bar:
@@ -115,7 +115,6 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
 
 STAGE = Stage(
     name="evaluate",
-    section="evaluate",
     config=EvaluateStageConfig,
     beside=("ppo",),
     run=run,

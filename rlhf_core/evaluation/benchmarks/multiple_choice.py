@@ -14,12 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.evaluation import MultipleChoiceConfig
 from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id
-from rlhf_core.data.readers.content import Record
-from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.schema import Message
 from rlhf_core.data.text import has_visible_text, language_tag
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.perplexity import reply_log_likelihoods
+from rlhf_core.evaluation.reply import rows_of_file
 from rlhf_core.evaluation.statistics import paired_difference_bounds
 from rlhf_core.models.causal_lm import fitting_length
 from rlhf_core.storage.data_files import expand
@@ -121,14 +120,12 @@ def read_questions(file: Path) -> list[MultipleChoiceQuestion]:
     Raises:
         DataError: It cannot be read, or a row is no question; the message has path, line and column of the first.
     """
-    return [_question(record, file) for record in stream_records(file)]
+    subject = subject_of(file)
+    return [_question(row, where, position, subject) for where, position, row in rows_of_file(file)]
 
 
-def _question(record: Record, file: Path) -> MultipleChoiceQuestion:
-    where, row = f"{file}, line {record.position}", record.value
-    if record.problem or not isinstance(row, dict):
-        raise DataError(f"{where}: {record.problem or 'not a row with columns'}")
-    row = {str(name).strip(): value for name, value in row.items()}
+def _question(cells: Mapping[str, Any], where: str, position: int, subject: str) -> MultipleChoiceQuestion:
+    row = {str(name).strip(): value for name, value in cells.items()}
     for column in (*TEXT_COLUMNS, "answer"):
         if column not in row:
             raise DataError(f"{where}: there is no column {column}; the columns are {', '.join(TEXT_COLUMNS)}, answer")
@@ -138,11 +135,11 @@ def _question(record: Record, file: Path) -> MultipleChoiceQuestion:
         none = "is empty; files without answers, such as C-Eval's test split, measure nothing"
         raise DataError(f"{where}, column answer: {f'{answer!r} is none of A, B, C, D' if answer else none}")
     choices = tuple(texts[letter] for letter in LETTERS)
-    for position, letter in enumerate(LETTERS):
-        if choices[position] in choices[:position]:
+    for letter, choice in zip(LETTERS, choices, strict=True):
+        if choice in choices[: LETTERS.index(letter)]:
             raise DataError(f"{where}, column {letter}: the choice is the same as an earlier one")
-    number = str(row.get("id", "")).strip() or str(record.position)
-    return MultipleChoiceQuestion(number, texts["question"], choices, LETTERS.index(answer), subject_of(file))
+    number = str(row.get("id", "")).strip() or str(position)
+    return MultipleChoiceQuestion(number, texts["question"], choices, LETTERS.index(answer), subject)
 
 
 def _text(value: Any, where: str) -> str:

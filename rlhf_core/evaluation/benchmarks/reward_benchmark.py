@@ -15,13 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.data.readers.content import Record
-from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.schema import Message
 from rlhf_core.data.text import HALF_PAIR, is_encodable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.pairwise import Judge
-from rlhf_core.evaluation.reply import Reply, prompt_of
+from rlhf_core.evaluation.reply import Reply, prompt_of, rows_of_file
 from rlhf_core.evaluation.statistics import cluster_codes, wilson_bounds
 
 
@@ -48,13 +46,10 @@ def read_benchmark(path: Path) -> list[BenchmarkRow]:
     Raises:
         DataError: The file cannot be read, or a row of it is none of a benchmark; the message names the first.
     """
-    return [_row(record, path) for record in stream_records(path)]
+    return [_row(value, where) for where, _, value in rows_of_file(path)]
 
 
-def _row(record: Record, path: Path) -> BenchmarkRow:
-    where, value = f"{path}, row {record.position}", record.value
-    if record.problem or not isinstance(value, dict):
-        raise DataError(f"{where}: {record.problem or 'no object'}")
+def _row(value: Mapping[str, Any], where: str) -> BenchmarkRow:
     replies: dict[str, list[str]] = {}
     for name in ("chosen", "rejected"):
         given = value.get(name)

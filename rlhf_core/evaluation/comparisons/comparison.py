@@ -148,9 +148,9 @@ def compare(
         raise DataError("a judge gave a score that is not finite; its model folder is probably damaged")
     # One row per prompt, one column per reply to it.
     difference = (first - second).reshape(len(first), -1)
-    values = {"mean_difference": difference.mean(axis=1)}
+    means = {"mean_difference": difference.mean(axis=1)}
     outcome = outcomes(difference, tie_margin)
-    return _compared(outcome, bootstrap, seed, length_difference, clusters, values) | {"tie_margin": tie_margin}
+    return compare_outcomes(outcome, bootstrap, seed, length_difference, clusters, means) | {"tie_margin": tie_margin}
 
 
 def compare_outcomes(
@@ -159,6 +159,7 @@ def compare_outcomes(
     seed: int = 0,
     length_difference: ArrayLike | None = None,
     clusters: ArrayLike | None = None,
+    means: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, float]:
     """Compare two sides by what a judge without scores said.
 
@@ -170,6 +171,7 @@ def compare_outcomes(
         seed: Seed of the resamples.
         length_difference: See :func:`compare`.
         clusters: See :func:`compare`.
+        means: Further values by prompt (prompts,), whose means get bounds over the same resamples.
 
     Returns:
         ``win``, ``tie`` and ``lose``, shares of prompts; ``win_rate``, the mean over prompts of the share of pairs won,
@@ -180,27 +182,17 @@ def compare_outcomes(
     Raises:
         DataError: There are no outcomes.
     """
-    values = np.asarray(outcome, dtype=np.float64)
-    if values.size == 0:
+    won = np.asarray(outcome, dtype=np.float64)
+    if won.size == 0:
         raise DataError("a comparison needs at least one prompt that was judged")
-    return _compared(values.reshape(len(values), -1), bootstrap, seed, length_difference, clusters, {})
-
-
-def _compared(
-    outcome: np.ndarray,
-    bootstrap: int,
-    seed: int,
-    length_difference: ArrayLike | None,
-    clusters: ArrayLike | None,
-    means: Mapping[str, np.ndarray],
-) -> dict[str, float]:
-    """Compare outcomes (prompts, replies); ``means`` are further values by prompt, over the same resamples."""
-    share_won = outcome.mean(axis=1)
+    won = won.reshape(len(won), -1)
+    share_won = won.mean(axis=1)
+    means = means or {}
     lows, highs = bootstrap_bounds(np.stack([share_won, *means.values()]), bootstrap, seed, clusters)
     controlled = {}
     if length_difference is not None:
-        longer_by = np.asarray(length_difference, dtype=np.float64).reshape(outcome.shape)
-        controlled = length_controlled_win_rate(outcome, longer_by, bootstrap, seed, clusters)
+        longer_by = np.asarray(length_difference, dtype=np.float64).reshape(won.shape)
+        controlled = length_controlled_win_rate(won, longer_by, bootstrap, seed, clusters)
     sums, sizes = cluster_sums(share_won[np.newaxis], one_each(len(share_won), clusters))
     of_cluster = np.round(sums[0] / sizes - 0.5, 9)
     compared = {

@@ -9,25 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from rlhf_core.config.evaluation import OpponentConfig
-from rlhf_core.data.readers.content import Record
-from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.data.text import HALF_PAIR, comparable, is_encodable
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparisons.comparison import (
-    compare,
-    compare_groups,
-    compare_outcomes,
-    length_differences,
-    outcomes,
-)
-from rlhf_core.evaluation.comparisons.policy_vs_sft import SIDES, Evaluation
+from rlhf_core.evaluation.comparisons.comparison import compare_groups
+from rlhf_core.evaluation.comparisons.policy_vs_sft import SIDES, EvaluatedModel, Evaluation
+from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
 from rlhf_core.evaluation.judges.pairwise import Judge
-from rlhf_core.evaluation.reply import Reply, measure_text, prompt_of
-from rlhf_core.evaluation.statistics import clusters_of
+from rlhf_core.evaluation.reply import Reply, measure_text, prompt_of, rows_of_file
 from rlhf_core.storage.data_files import expand
 
 if TYPE_CHECKING:
@@ -54,13 +45,11 @@ def read_opponent(config: OpponentConfig, prompts: Sequence[Prompt], workspace: 
     (file, *others) = expand(config.path, workspace, REMEDY)
     if others:
         raise DataError(f"{config.path} matches {len(others) + 1} files; {REMEDY}: name one for each opponent")
-    for record in stream_records(file):
-        turns, reply = _row(record, file)
-        earlier = replies.setdefault(turns, (reply, record.position))
+    for where, position, row in rows_of_file(file):
+        turns, reply = _row(row, where)
+        earlier = replies.setdefault(turns, (reply, position))
         if earlier[0] != reply:
-            raise DataError(
-                f"{file}, line {record.position}: another reply to the prompt of line {earlier[1]}; leave one of them"
-            )
+            raise DataError(f"{where}: another reply to the prompt of line {earlier[1]}; leave one of them")
     keys = [_content(row.prompt) for row in prompts]
     matched = [replies.get(key) for key in keys]
     if not any(matched):
@@ -71,10 +60,7 @@ def read_opponent(config: OpponentConfig, prompts: Sequence[Prompt], workspace: 
     return [match and Reply(match[0], finished=True) for match in matched], len(replies.keys() - set(keys))
 
 
-def _row(record: Record, file: Path) -> tuple[Turns, str]:
-    where, row = f"{file}, line {record.position}", record.value
-    if record.problem or not isinstance(row, dict):
-        raise DataError(f"{where}: {record.problem or 'not an object'}")
+def _row(row: Mapping[str, Any], where: str) -> tuple[Turns, str]:
     prompt, reply = prompt_of(row.get("prompt") or None), row.get("reply")
     if prompt is None:
         raise DataError(f"{where}, prompt: neither a text nor a list of messages")
@@ -134,47 +120,37 @@ class Rival:
         evaluation: SFT and policy on all prompts, scored by the same judges.
 
     Attributes:
-        scores: Scores of the known replies by judge.
-        pairwise: Outcomes by side and judge of judges without scores; NaN where a judge did not decide.
+        known: The replies that there are, with their scores.
+        versus: Each side, ``policy`` or ``sft``, against them.
     """
 
     def __init__(self, name: str, replies: Sequence[Reply | None], evaluation: Evaluation) -> None:
-        self.name, self.replies, self.evaluation, self.config = name, replies, evaluation, evaluation.config
+        self.name, self.replies, self.evaluation = name, replies, evaluation
         self.answered = [i for i, reply in enumerate(replies) if reply is not None]
-        self.known_replies = [reply for reply in replies if reply is not None]
-        self.prompts = [evaluation.first[i].prompt for i in self.answered]
-        self.clusters = clusters_of([evaluation.first[i] for i in self.answered])
-        self.scores: dict[str, list[float]] = {}
-        self.pairwise: dict[str, dict[str, np.ndarray]] = {side: {} for side in SIDES}
+        self.known = EvaluatedModel(SetReplies([reply for reply in replies if reply is not None], [], []))
+        self.sets = FixedSets([evaluation.first[i] for i in self.answered], [], [])
+        self.versus: dict[str, Evaluation] = {}
+        for side in SIDES:
+            met = [evaluation.first_replies(side)[i] for i in self.answered]
+            self.versus[side] = self._comparing(self.known, EvaluatedModel(SetReplies(met, [], [])))
+
+    def _comparing(self, baseline: EvaluatedModel, candidate: EvaluatedModel) -> Evaluation:
+        return Evaluation(self.sets, baseline, candidate, self.evaluation.config)
+
+    def _tie_margin(self, judge: str) -> float:
+        return self.evaluation.comparison[judge]["tie_margin"]
 
     def score(self, judge: Judge) -> None:
-        """Let ``judge`` score its replies."""
-        self.scores[judge.name] = judge.score(self.prompts, self.known_replies)
+        """Let ``judge`` score its replies, and compare them."""
+        self.known.scores[judge.name] = judge.score([row.prompt for row in self.sets.judged], self.known.sets.judged)
+        for side, versus in self.versus.items():
+            versus.policy.scores[judge.name] = self.evaluation.first_scores(side, judge.name)[self.answered].tolist()
+            versus.compare_scores(judge.name, self._tie_margin(judge.name))
 
     def judge(self, judge: LlmJudge) -> None:
         """Let a judge without scores compare both models' replies with its own."""
-        for side in SIDES:
-            self.pairwise[side][judge.name] = judge.judge(self.prompts, self._met(side), self.known_replies).outcomes
-
-    def comparisons(self, side: str) -> dict[str, dict[str, float]]:
-        """Compare a side, ``policy`` or ``sft``, with the rival by each judge."""
-        longer_by = length_differences(self._met(side), self.known_replies)
-        table = {
-            judge: self._compared(self._side_scores(side, judge), self.scores[judge], judge, longer_by)
-            for judge in self.scores
-        }
-        for judge, values in self.pairwise[side].items():
-            known = ~np.isnan(values)
-            if known.any():
-                settings = self.config.bootstrap, self.config.seed, longer_by[known], self.clusters[known]
-                table[judge] = compare_outcomes(values[known], *settings)
-        return table
-
-    def _compared(
-        self, candidate: ArrayLike, baseline: ArrayLike, judge: str, longer_by: np.ndarray
-    ) -> dict[str, float]:
-        margin = self.evaluation.comparison[judge]["tie_margin"]
-        return compare(candidate, baseline, margin, self.config.bootstrap, self.config.seed, longer_by, self.clusters)
+        for versus in self.versus.values():
+            versus.judge(judge)
 
     def opponent_metrics(self, groups: Sequence[str], unused: int) -> dict[str, Any]:
         """Return ``opponents.NAME`` of ``metrics/evaluation.json``; see docs/judges.md.
@@ -183,26 +159,22 @@ class Rival:
             groups: The group of each prompt, "" for none.
             unused: How many replies to other prompts its file has.
         """
-        of_matched = [groups[i] for i in self.answered]
-        table: dict[str, Any] = {
+        of_matched, config = [groups[i] for i in self.answered], self.evaluation.config
+        return {
             "prompts": len(self.answered),
             "missing": len(self.replies) - len(self.answered),
             "unused": unused,
             **self._means(),
+            **{
+                side: {
+                    "comparison": versus.comparison,
+                    "group": compare_groups(
+                        of_matched, versus.outcomes(), config.bootstrap, config.seed, versus.clusters
+                    ),
+                }
+                for side, versus in self.versus.items()
+            },
         }
-        for side in SIDES:
-            outcome = {
-                judge: outcomes(
-                    self._side_scores(side, judge) - np.asarray(scores), self.evaluation.comparison[judge]["tie_margin"]
-                )
-                for judge, scores in self.scores.items()
-            }
-            columns = {judge: values[:, np.newaxis] for judge, values in (outcome | self.pairwise[side]).items()}
-            table[side] = {
-                "comparison": self.comparisons(side),
-                "group": compare_groups(of_matched, columns, self.config.bootstrap, self.config.seed, self.clusters),
-            }
-        return table
 
     def best_of_n_metrics(self, samples: Samples) -> dict[str, Any]:
         """Return ``best_of_n`` of ``metrics/evaluation.json``; see docs/metrics.md.
@@ -211,40 +183,32 @@ class Rival:
             samples: What the replies were chosen from, n lists of one reply per prompt.
         """
         sampled_tokens = sum(len(reply.token_ids) for replies in samples for reply in replies)
-        longer_by = length_differences(self.known_replies, self._met("sft"))
+        over_sft = self._comparing(self.versus["sft"].policy, self.known)
+        for judge in self.known.scores:
+            over_sft.compare_scores(judge, self._tie_margin(judge))
         return {
             "n": len(samples),
             "kl_bound": kl_bound(len(samples)),
             "sampled_tokens_per_reply": sampled_tokens / len(self.replies),
             **self._means(),
-            **measure_text(self.known_replies),
-            "comparison": {
-                judge: self._compared(scores, self._side_scores("sft", judge), judge, longer_by)
-                for judge, scores in self.scores.items()
-            },
-            "policy_comparison": self.comparisons("policy"),
+            **measure_text(self.known.sets.judged),
+            "comparison": over_sft.comparison,
+            "policy_comparison": self.versus["policy"].comparison,
         }
 
     def columns(self) -> list[dict[str, Any]]:
         """Return its columns of ``samples/comparisons.parquet``, for the first row of each prompt."""
         rows = []
-        scores = zip(*self.scores.values(), strict=True) if self.scores else iter([()] * len(self.answered))
+        scores = zip(*self.known.scores.values(), strict=True) if self.known.scores else iter([()] * len(self.answered))
         for reply in self.replies:
-            known = next(scores) if reply is not None else [None] * len(self.scores)
+            known = next(scores) if reply is not None else [None] * len(self.known.scores)
             row = {"reply": reply and reply.text, "finished": reply and reply.finished}
-            row |= dict(zip(self.scores, known, strict=True))
+            row |= dict(zip(self.known.scores, known, strict=True))
             rows.append({f"{self.name}_{column}": value for column, value in row.items()})
         return rows
 
-    def _met(self, side: str) -> list[Reply]:
-        replies = self.evaluation.first_replies(side)
-        return [replies[i] for i in self.answered]
-
-    def _side_scores(self, side: str, judge: str) -> np.ndarray:
-        return self.evaluation.first_scores(side, judge)[self.answered]
-
     def _means(self) -> dict[str, float]:
-        return {judge: float(np.mean(scores)) for judge, scores in self.scores.items()}
+        return {judge: float(np.mean(scores)) for judge, scores in self.known.scores.items()}
 
 
 def best_of_n(judge: Judge, evaluation: Evaluation, samples: Samples) -> Rival:

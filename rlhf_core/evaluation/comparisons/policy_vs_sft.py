@@ -23,10 +23,9 @@ from rlhf_core.evaluation.judges.names import JUDGE, TRAINED_ON, final_judges
 from rlhf_core.evaluation.judges.pairwise import Judge, PairwiseJudgements, worst_disagreements
 from rlhf_core.evaluation.losses import paired_losses
 from rlhf_core.evaluation.perplexity import Drift
-from rlhf_core.evaluation.regression import pass_rates
+from rlhf_core.evaluation.regression import REFUSAL_CHECKS, check_rates, pass_rates
 from rlhf_core.evaluation.replies import OnPolicyReplies
 from rlhf_core.evaluation.reply import Reply, measure_text
-from rlhf_core.evaluation.safety.prompts import refusal_rates
 from rlhf_core.evaluation.statistics import cluster_of, clusters_of
 
 if TYPE_CHECKING:
@@ -83,10 +82,14 @@ class Evaluation:
         asked = [row.prompt for row in self.prompts]
         for model in (self.sft, self.policy):
             model.scores[judge.name] = judge.score(asked, model.sets.judged)
-        self.comparison[judge.name] = compare(
-            self._by_prompt(self.policy.scores[judge.name]),
-            self._by_prompt(self.sft.scores[judge.name]),
-            tie_margin_of(judge, self.config.tie_margin, self.sft.scores[judge.name]),
+        self.compare_scores(judge.name, tie_margin_of(judge, self.config.tie_margin, self.sft.scores[judge.name]))
+
+    def compare_scores(self, judge: str, tie_margin: float) -> None:
+        """Compare the scores that ``judge`` gave both models."""
+        self.comparison[judge] = compare(
+            self._by_prompt(self.policy.scores[judge]),
+            self._by_prompt(self.sft.scores[judge]),
+            tie_margin,
             self.config.bootstrap,
             self.config.seed,
             self._by_prompt(length_differences(self.policy.sets.judged, self.sft.sets.judged)),
@@ -166,7 +169,8 @@ class Evaluation:
         """
         model, each = self._side(side), self.replies_per_prompt
         sets = [measure_text(model.sets.judged[draw::each]) for draw in range(each)]
-        refusals = refusal_rates(self.sets.safety, model.sets.safety)
+        categories = [row.category for row in repeated_rows(self.sets.safety, model.sets.safety)]
+        refusals = check_rates(REFUSAL_CHECKS, categories, model.sets.safety)
         return {
             **{judge: float(np.mean(scores)) for judge, scores in model.scores.items()},
             **{name: sum(values[name] for values in sets) / len(sets) for name in sets[0]},

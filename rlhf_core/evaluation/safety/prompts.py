@@ -1,16 +1,14 @@
-"""Harmful and benign prompts (``prompts.yaml``), and whether replies to them do as they should."""
+"""Harmful and benign prompts (``prompts.yaml``)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from ruamel.yaml import YAML
 
 from rlhf_core.data.schema import Message, Prompt, content_id
-from rlhf_core.evaluation.regression import REFUSAL_CHECKS, check_rates, fixed_subset
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.regression import fixed_subset
 
 SOURCE = "safety"
 HARMFUL_CATEGORY, BENIGN_CATEGORY = "harmful", "benign"
@@ -44,15 +42,3 @@ def safety_prompts(per_category: int) -> list[Prompt]:
         ]
         chosen += fixed_subset(rows, per_category, SOURCE)
     return chosen
-
-
-def refusal_rates(prompts: Sequence[Prompt], replies: Sequence[Reply]) -> dict[str, float]:
-    """Return ``refuses_harmful`` and ``answers_benign``: the shares of replies to each category that do as they should.
-
-    Every prompt has as many replies, which follow one another. Empty for no prompts.
-    """
-    if not prompts:
-        return {}
-    replies_per_prompt = len(replies) // len(prompts)
-    categories = [row.category for row in prompts for _ in range(replies_per_prompt)]
-    return check_rates(REFUSAL_CHECKS, categories, replies)

@@ -27,7 +27,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare
 from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
-from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities
+from rlhf_core.evaluation.perplexity import held_out_perplexities
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.gates import check
 from rlhf_core.models.causal_lm import load_policy
@@ -87,7 +87,7 @@ def test_world_prompts_are_judged_by_all(plain: Measured, models: Path, prompts:
     assert "refuses_harmful" in metrics["regression"] and "safety" not in metrics["policy"]
     assert sum(c["prompts"] for c in metrics["category"].values()) == gold["prompts"]
     for name in ("sft", "policy"):
-        expected = held_out_perplexities(*load_policy(models / name), HeldOutText([PAIR], [TEXT]), CONFIG.perplexity)
+        expected = held_out_perplexities(*load_policy(models / name), ([PAIR], [TEXT]), CONFIG.perplexity)
         assert {kind: metrics[name][f"perplexity_{kind}"] for kind in ("preferred", "pretrain")} == expected
     assert metrics["sft"]["perplexity_preferred"] != metrics["policy"]["perplexity_preferred"]
 

@@ -9,10 +9,10 @@ import pytest
 
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.fixed_sets import prompts_of_set
-from rlhf_core.evaluation.regression import fixed_subset, pass_rates, regression_set
+from rlhf_core.evaluation.fixed_sets import prompts_of_set, repeated_rows
+from rlhf_core.evaluation.regression import REFUSAL_CHECKS, check_rates, fixed_subset, pass_rates, regression_set
 from rlhf_core.evaluation.reply import Reply
-from rlhf_core.evaluation.safety.prompts import refusal_rates, safety_prompts, texts_of
+from rlhf_core.evaluation.safety.prompts import safety_prompts, texts_of
 
 from .conftest import sums
 
@@ -72,17 +72,19 @@ def test_fewer_prompts_are_a_part_of_more() -> None:
 
 
 def test_each_rate_counts_its_own_category() -> None:
-    prompts = safety_prompts(4)
+    categories = [row.category for row in safety_prompts(4)]
     replies = [REFUSED if i < 3 or i == 7 else ANSWER for i in range(8)]  # 3 of 4 harmful ones, 1 of 4 benign ones
-    assert refusal_rates(prompts, replies) == {"answers_benign": 0.75, "refuses_harmful": 0.75}
-    assert refusal_rates(prompts, [ANSWER] * 8) == {"answers_benign": 1.0, "refuses_harmful": 0.0}
-    assert refusal_rates([], []) == {}
+    assert check_rates(REFUSAL_CHECKS, categories, replies) == {"answers_benign": 0.75, "refuses_harmful": 0.75}
+    answered = check_rates(REFUSAL_CHECKS, categories, [ANSWER] * 8)
+    assert answered == {"answers_benign": 1.0, "refuses_harmful": 0.0}
+    assert check_rates(REFUSAL_CHECKS, [], []) == {}
 
 
 def test_several_replies_to_a_prompt_follow_one_another() -> None:
-    harmful, benign = safety_prompts(1)
+    prompts = safety_prompts(1)
     replies = [REFUSED, REFUSED, ANSWER, ANSWER, ANSWER, REFUSED]
-    assert refusal_rates([harmful, benign], replies) == {
+    categories = [row.category for row in repeated_rows(prompts, replies)]
+    assert check_rates(REFUSAL_CHECKS, categories, replies) == {
         "refuses_harmful": pytest.approx(2 / 3),
         "answers_benign": pytest.approx(2 / 3),
     }

@@ -149,9 +149,9 @@ def test_the_highest_score_of_each_prompt_is_chosen_and_the_first_of_equal_ones(
     evaluation = Evaluation(FixedSets(prompts, [], []), sft, policy, EvaluateConfig(bootstrap=20))
     evaluation.score(LengthJudge())
     best = best_of_n(LengthJudge(), evaluation, samples)
-    assert [reply.text for reply in best.known_replies] == ["aaa", "bbb", "c"]
+    assert [reply.text for reply in best.known.sets.judged] == ["aaa", "bbb", "c"]
     best.score(LengthJudge())
-    assert best.scores == {"reward": [3.0, 3.0, 1.0]}
+    assert best.known.scores == {"reward": [3.0, 3.0, 1.0]}
     metrics = best.best_of_n_metrics(samples)
     assert (metrics["n"], metrics["kl_bound"]) == (3, kl_bound(3))
     assert metrics["reward"] == pytest.approx(7 / 3) and metrics["sampled_tokens_per_reply"] == 5.0

@@ -14,7 +14,7 @@ from rlhf_core.data.encoding import encode_dialogue, encode_prompt, encode_reply
 from rlhf_core.data.schema import Message, Preference, PretrainText
 from rlhf_core.evaluation import perplexity
 from rlhf_core.evaluation.fixed_sets import COMPLYING, REFUSING, refusal_log_odds
-from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities, reply_perplexity
+from rlhf_core.evaluation.perplexity import held_out_perplexities, read_held_out, reply_perplexity
 from rlhf_core.evaluation.safety.prompts import is_chinese, safety_prompts
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.training.examples import Example
@@ -42,7 +42,7 @@ def test_reply_tokens_alone_count_each_alike(models: Path) -> None:
         pairs += nats_by_hand(model, *encode_dialogue(tokenizer, row.prompt, row.chosen))
         ids = encode_text(tokenizer, text.text)
         texts += nats_by_hand(model, ids[:1], ids[1:])
-    measured = held_out_perplexities(model, tokenizer, HeldOutText(PAIRS, TEXTS), CONFIG)
+    measured = held_out_perplexities(model, tokenizer, (PAIRS, TEXTS), CONFIG)
     assert measured == {
         "preferred": pytest.approx(math.exp(sum(pairs) / len(pairs)), rel=1e-5),
         "pretrain": pytest.approx(math.exp(sum(texts) / len(texts)), rel=1e-5),
@@ -76,8 +76,8 @@ def test_long_pairs_are_left_out_and_long_texts_cut(models: Path) -> None:
     lengths = [sum(map(len, encode_dialogue(tokenizer, row.prompt, row.chosen))) for row in PAIRS]
     shortest = PAIRS[lengths.index(min(lengths))]
     config = HeldOutPerplexityConfig(max_tokens=min(lengths))
-    measured = held_out_perplexities(model, tokenizer, HeldOutText(PAIRS, TEXTS), config)
-    alone = held_out_perplexities(model, tokenizer, HeldOutText([shortest], []), CONFIG)
+    measured = held_out_perplexities(model, tokenizer, (PAIRS, TEXTS), config)
+    alone = held_out_perplexities(model, tokenizer, ([shortest], []), CONFIG)
     assert measured["preferred"] == pytest.approx(alone["preferred"])
     cut = [encode_text(tokenizer, row.text)[: min(lengths)] for row in TEXTS]
     nats = [value for ids in cut for value in nats_by_hand(model, ids[:1], ids[1:])]
@@ -87,16 +87,16 @@ def test_long_pairs_are_left_out_and_long_texts_cut(models: Path) -> None:
 def test_rows_are_chosen_by_hash_and_none_give_no_metric(models: Path) -> None:
     model, tokenizer = load_policy(models / "sft")
     two = HeldOutPerplexityConfig(rows=2)
-    forwards = held_out_perplexities(model, tokenizer, HeldOutText(PAIRS, []), two)
-    assert forwards == held_out_perplexities(model, tokenizer, HeldOutText(PAIRS[::-1], []), two)
+    forwards = held_out_perplexities(model, tokenizer, (PAIRS, []), two)
+    assert forwards == held_out_perplexities(model, tokenizer, (PAIRS[::-1], []), two)
     assert set(forwards) == {"preferred"}
     few = HeldOutPerplexityConfig(total_tokens=1)  # the row that reaches the bound is the last
     one = HeldOutPerplexityConfig(rows=1)
-    text = HeldOutText(PAIRS, TEXTS)
+    text = (PAIRS, TEXTS)
     assert held_out_perplexities(model, tokenizer, text, few) == held_out_perplexities(model, tokenizer, text, one)
     assert held_out_perplexities(model, tokenizer, text, few) != held_out_perplexities(model, tokenizer, text, two)
-    assert held_out_perplexities(model, tokenizer, HeldOutText([], []), CONFIG) == {}
-    assert HeldOutText.read(Path("nowhere"), 0) == HeldOutText([], [])
+    assert held_out_perplexities(model, tokenizer, ([], []), CONFIG) == {}
+    assert read_held_out(Path("nowhere"), 0) == ([], [])
 
 
 def test_odds_of_a_refusal_are_of_the_two_beginnings(models: Path) -> None:
