@@ -13,17 +13,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.api.inputs import checked_tokenizer, held_out, require_loadable, require_type, rows_of, run_context
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
+from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Preference
 from rlhf_core.models.causal_lm import fitting_length
-from rlhf_core.models.heads import ScalarModel
-from rlhf_core.training.reward.run import RewardModelRun, Split, split_of, train_scalar
+from rlhf_core.training.reward.run import Split, TrainedScalar, quality_metrics, split_of, train_scalar
+from rlhf_core.training.reward.trainer import PairScores, score_pairs
 from rlhf_core.training.run_context import RunContext
 
 DEFAULT_LR = 1e-5
 
 
-@dataclass(frozen=True)
-class TrainedRewardModel:
+@dataclass(frozen=True, kw_only=True)
+class TrainedRewardModel(TrainedScalar):
     """A reward model, or a referee.
 
     Attributes:
@@ -31,19 +32,16 @@ class TrainedRewardModel:
         tokenizer: Its tokenizer.
         metrics: Accuracy, margins and biases on the validation pairs, and on the test pairs under names that begin with
             ``test_``; pairs used and dropped.
-        history: The records of training, oldest first.
-        run: The training with the rewards of all held-out pairs.
+        scores: Rewards of the held-out pairs, by the name of their split.
     """
 
-    model: ScalarModel
-    tokenizer: PreTrainedTokenizerBase
     metrics: dict[str, Any]
-    history: list[dict[str, Any]]
-    run: RewardModelRun
+    scores: Mapping[str, PairScores]
 
-    def save(self, path: str | Path) -> None:
-        """Save it as a Hugging Face sequence-classification folder, after checking that the copy computes the same."""
-        self.run.trained.save(Path(path))
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The records of training, oldest first."""
+        return self.result.history
 
 
 def train_reward_model(
@@ -94,8 +92,12 @@ def train_reward_model(
     with run_context(context, f"train_reward_model {name}", config, pairs.tokens, held.tokens, model) as run:
         trained = train_scalar(config, name, model, tokenizer, pairs, held, run)
     splits = {"validation": held} | ({"test": test} if test is not None else {})
-    evaluated = RewardModelRun.evaluated(trained, pairs, splits, config.seed, name)
-    return TrainedRewardModel(trained.model, tokenizer, evaluated.metrics(), trained.result.history, evaluated)
+    scores = {
+        split: score_pairs(trained.model, each.pairs, pad_id(tokenizer), f"{name}, scoring {split} pairs")
+        for split, each in splits.items()
+    }
+    metrics = quality_metrics(trained, pairs, splits, scores, config.seed)
+    return TrainedRewardModel(**vars(trained), metrics=metrics, scores=scores)
 
 
 def default_reward_config(rows: int, model: PreTrainedModel | Path) -> RewardConfig:

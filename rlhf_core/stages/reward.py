@@ -20,19 +20,19 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from rlhf_core.api.reward_model import train_reward_model
+from rlhf_core.api.reward_model import TrainedRewardModel, train_reward_model
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.splits import PairUser
 from rlhf_core.models.causal_lm import fitting_length, load_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, atomic_write_lines
 from rlhf_core.training.reward.evaluation import bag_of_words_accuracy, calibration_bins
-from rlhf_core.training.reward.run import RewardModelRun, Split, metric_prefix, read_split, write_scores
+from rlhf_core.training.reward.run import Split, metric_prefix, read_split, write_scores
 from rlhf_core.training.reward.trainer import PairScores
 from rlhf_core.training.run_context import RunContext
 
-# Further metrics of a finished run, and files that describe it.
-Describe = Callable[[RewardModelRun, Paths, RunContext], dict[str, float]]
+# Further metrics of a trained model and the splits that it was trained and scored on, and files that describe it.
+Describe = Callable[[TrainedRewardModel, Mapping[str, Split], Paths, RunContext], dict[str, float]]
 
 
 def run_reward_stage(
@@ -64,28 +64,37 @@ def run_reward_stage(
         split: read_split(inputs.clean / folder / f"{split}.parquet", tokenizer, longest, context.tokens)
         for split, folder in folders.items()
     }
-    train = splits.pop("train")
-    trained = train_reward_model(init, tokenizer, train, **splits, config=config, context=context, name=name)
+    trained = train_reward_model(
+        init,
+        tokenizer,
+        splits["train"],
+        validation=splits["validation"],
+        test=splits["test"],
+        config=config,
+        context=context,
+        name=name,
+    )
     trained.save(outputs.model)
     atomic_write_lines(outputs.history, trained.history)
-    write_scores(outputs.scores, trained.run.scores["test"], splits["test"])
-    described = describe(trained.run, outputs, context) if describe is not None else {}
+    write_scores(outputs.scores, trained.scores["test"], splits["test"])
+    described = describe(trained, splits, outputs, context) if describe is not None else {}
     metrics = trained.metrics | described
     atomic_write_json(outputs.metrics, metrics)
     return metrics
 
 
-def plots_and_baseline(run: RewardModelRun, outputs: Paths, context: RunContext) -> dict[str, float]:
+def plots_and_baseline(
+    trained: TrainedRewardModel, splits: Mapping[str, Split], outputs: Paths, context: RunContext
+) -> dict[str, float]:
     """Draw margins and calibration, write the worst mistakes on the test pairs, and return what a bag of words
     reaches on the same pairs.
     """
-    atomic_write_lines(outputs.mistakes, worst_mistakes(run.scores["test"], run.held_out["test"]))
+    atomic_write_lines(outputs.mistakes, worst_mistakes(trained.scores["test"], splits["test"]))
     with atomic_dir(outputs.plots) as plots:
-        margins = {name: scored.margins for name, scored in run.scores.items()}
-        draw_reward_plots(plots, margins)
+        draw_reward_plots(plots, {name: scored.margins for name, scored in trained.scores.items()})
     for plot in sorted(outputs.plots.glob("*.svg")):
         context.tracker.log_artifact(plot, "plots")
-    accuracies = bag_of_words_accuracy(run.train.rows, {name: split.rows for name, split in run.held_out.items()})
+    accuracies = bag_of_words_accuracy(splits["train"].rows, {name: splits[name].rows for name in trained.scores})
     return {f"{metric_prefix(name)}baseline_bow": accuracy for name, accuracy in accuracies.items()}
 
 
@@ -105,7 +114,6 @@ def reward_stage(
     }
     return Stage(
         name=name,
-        section=name,
         config=config,
         run=partial(run_reward_stage, name=name, pairs=pairs, describe=describe),
         inputs={"clean": "data/clean", "sft": "models/sft", "base": "models/base", "pass_": "gates/sft.pass"},

@@ -26,7 +26,7 @@ from rlhf_core.models.prefix_sharing import require_prefix_sharing
 from rlhf_core.models.shared_base import Adapters, adapters_of
 from rlhf_core.storage.files import atomic_write_json
 from rlhf_core.training import loop
-from rlhf_core.training.engine import Engine
+from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.loop import LoopResult
 from rlhf_core.training.reward.evaluation import (
     FEWEST_BALANCED_PAIRS,
@@ -36,7 +36,7 @@ from rlhf_core.training.reward.evaluation import (
     fitted_temperature,
 )
 from rlhf_core.training.reward.first_fits import LengthExperts, fit_linear_probe
-from rlhf_core.training.reward.trainer import PairScores, RewardTask, rows_of_epoch, score_pairs
+from rlhf_core.training.reward.trainer import PairScores, RewardTask, rows_of_epoch
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 
@@ -62,7 +62,11 @@ class Split:
 
 @dataclass(frozen=True)
 class TrainedScalar:
-    """A trained scalar model with its tokenizer and the record of its training."""
+    """A trained scalar model with its tokenizer and the record of its training.
+
+    Attributes:
+        adapters: What was trained, where that were adapters on the weights of a folder.
+    """
 
     model: ScalarModel
     tokenizer: PreTrainedTokenizerBase
@@ -70,11 +74,12 @@ class TrainedScalar:
     adapters: Adapters | None = None
     length_experts: LengthExperts | None = None
 
-    def save(self, path: Path) -> None:
-        """Write the model's folder, with its adapters where only those were trained."""
+    def save(self, path: str | Path) -> None:
+        """Save it as a Hugging Face sequence-classification folder, after checking that the copy computes the same."""
         own = self.adapters
-        json_files = {} if own is None else {shared_base.SETTINGS: own.settings()}
-        self.model.save(path, self.tokenizer, json_files, {} if own is None else {shared_base.TENSORS: own.tensors})
+        settings = {} if own is None else {shared_base.SETTINGS: own.settings()}
+        tensors = {} if own is None else {shared_base.TENSORS: own.tensors}
+        self.model.save(Path(path), self.tokenizer, settings, tensors)
 
 
 def read_split(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int, tokens: Path | None = None) -> Split:
@@ -177,67 +182,51 @@ def pairs_of_balanced_epoch(train: Split) -> int:
     return len(length_balanced_epoch([pair.length_difference for pair in train.pairs], seed=0, epoch=0))
 
 
-@dataclass(frozen=True)
-class RewardModelRun:
-    """A trained scalar model with the rewards that it gives to held-out splits, by split name.
+def quality_metrics(
+    trained: TrainedScalar,
+    train: Split,
+    held_out: Mapping[str, Split],
+    scores: Mapping[str, PairScores],
+    seed: int,
+) -> dict[str, object]:
+    """Size and speed of training, and the quality on each held-out split; names of ``test`` begin with that.
 
-    ``seed`` draws the length-balanced pairs of each split: models of one seed are measured on the same ones.
+    Args:
+        held_out: Splits by name, ``validation`` among them.
+        scores: Rewards of their pairs.
+        seed: Draws the length-balanced pairs of each split: models of one seed are measured on the same ones.
     """
-
-    trained: TrainedScalar
-    train: Split
-    held_out: Mapping[str, Split]
-    scores: Mapping[str, PairScores]
-    seed: int
-
-    @classmethod
-    def evaluated(
-        cls, trained: TrainedScalar, train: Split, held_out: Mapping[str, Split], seed: int, name: str
-    ) -> RewardModelRun:
-        """The run with all held-out pairs scored. The progress is shown under the ``name`` of the model."""
-        pad = pad_id(trained.tokenizer)
-        scores = {
-            split: score_pairs(trained.model, pairs.pairs, pad, f"{name}, scoring {split} pairs")
-            for split, pairs in held_out.items()
-        }
-        return cls(trained, train, held_out, scores, seed)
-
-    def metrics(self) -> dict[str, object]:
-        """Size and speed of training, and the quality on each held-out split; names of ``test`` begin with that."""
-        result, train = self.trained.result, self.train
-        padding = result.mean("padding_share")
-        metrics: dict[str, object] = {
-            "train_pairs": float(len(train.pairs)),
-            "train_length_balanced_pairs": float(pairs_of_balanced_epoch(train)),
-            "dropped_over_long": float(train.dropped["over_long"]),
-            "dropped_identical": float(train.dropped["identical"]),
-            "over_long_identical_if_cut": float(train.dropped["identical_if_cut"]),
-            "tokens_per_second": result.tokens_per_second,
-            "skipped_steps": float(result.skipped_steps),
-        }
-        if padding is not None:
-            metrics["padding_share"] = padding
-        temperature = fitted_temperature(self.scores["validation"].margins) if "validation" in self.scores else None
-        if temperature is not None:
-            metrics["temperature"] = temperature
-        for name, split in self.held_out.items():
-            scores, prefix, lengths = self.scores[name], metric_prefix(name), reply_lengths(split.pairs)
-            seed = derive_seed(self.seed, "length_balanced", name)
-            # The temperature was fitted on the validation pairs.
-            fitted = None if name == "validation" else temperature
-            quality = evaluate_scores(scores.chosen, scores.rejected, *lengths, seed, fitted)
-            if "accuracy_length_balanced" not in quality:
-                logger.warning(
-                    "%s pairs: %d can be balanced by length and %d are needed; %saccuracy_length_balanced is left out",
-                    name, quality["length_balanced_pairs"], FEWEST_BALANCED_PAIRS, prefix,
-                )  # fmt: skip
-            metrics |= {f"{prefix}{key}": value for key, value in quality.items()}
-            categories = [row.category for row in split.rows]
-            if self.trained.length_experts is not None:
-                log_odds = self.trained.length_experts.log_odds(*lengths, categories)
-                metrics[f"{prefix}accuracy_with_length_expert"] = accuracy(scores.margins + log_odds)
-            metrics[f"{prefix}category"] = accuracy_by_category(scores.margins, categories)
-        return metrics
+    result, temperature = trained.result, fitted_temperature(scores["validation"].margins)
+    padding = result.mean("padding_share")
+    metrics: dict[str, object] = {
+        "train_pairs": float(len(train.pairs)),
+        "train_length_balanced_pairs": float(pairs_of_balanced_epoch(train)),
+        "dropped_over_long": float(train.dropped["over_long"]),
+        "dropped_identical": float(train.dropped["identical"]),
+        "over_long_identical_if_cut": float(train.dropped["identical_if_cut"]),
+        "tokens_per_second": result.tokens_per_second,
+        "skipped_steps": float(result.skipped_steps),
+        **({} if padding is None else {"padding_share": padding}),
+        "temperature": temperature,
+    }
+    for name, split in held_out.items():
+        rewards, prefix, lengths = scores[name], metric_prefix(name), reply_lengths(split.pairs)
+        # The temperature was fitted on the validation pairs.
+        fitted = None if name == "validation" else temperature
+        balancing = derive_seed(seed, "length_balanced", name)
+        quality = evaluate_scores(rewards.chosen, rewards.rejected, *lengths, balancing, fitted)
+        if "accuracy_length_balanced" not in quality:
+            logger.warning(
+                "%s pairs: %d can be balanced by length and %d are needed; %saccuracy_length_balanced is left out",
+                name, quality["length_balanced_pairs"], FEWEST_BALANCED_PAIRS, prefix,
+            )  # fmt: skip
+        metrics |= {f"{prefix}{key}": value for key, value in quality.items()}
+        categories = [row.category for row in split.rows]
+        if trained.length_experts is not None:
+            log_odds = trained.length_experts.log_odds(*lengths, categories)
+            metrics[f"{prefix}accuracy_with_length_expert"] = accuracy(rewards.margins + log_odds)
+        metrics[f"{prefix}category"] = accuracy_by_category(rewards.margins, categories)
+    return metrics
 
 
 def metric_prefix(split: str) -> str:
