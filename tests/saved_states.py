@@ -10,15 +10,14 @@ from torch import Tensor
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.checkpoint import Checkpoint
 from rlhf_core.training.checkpoints.manager import CheckpointManager
-from rlhf_core.training.engine import Engine
+from rlhf_core.training.engine.base import Engine
 
 
 def saved(engine: Engine) -> Checkpoint:
     """The checkpoint of an engine's state; its folder is gone when this returns, but its tensors can be read."""
     with tempfile.TemporaryDirectory() as folder:
         manager = CheckpointManager(Path(folder, "checkpoints"))
-        state = engine.state()
-        manager.save(0, state.pieces, state.meta, keep=1)
+        manager.save(0, *engine.state(), keep=1)
         checkpoint = manager.load_latest()
         distributed.any_rank(False)  # nobody reads from the folder any more
     assert checkpoint is not None

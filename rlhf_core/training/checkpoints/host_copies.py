@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,19 +19,6 @@ MARGIN = 0.1
 STREAM_BYTES = 2**29
 
 
-@dataclass(frozen=True)
-class HostCopy:
-    """A state, of which host memory may have had no room for all.
-
-    Attributes:
-        pieces: The copies. Those of GPU tensors are valid until the next state is copied.
-        uncopied: Pieces themselves, in groups small enough to be brought to host memory one after another.
-    """
-
-    pieces: dict[str, Piece]
-    uncopied: list[dict[str, Piece]]
-
-
 class HostCopies:
     """Makes the copies. GPU tensors go to pinned buffers, which are kept and filled again for every checkpoint.
 
@@ -43,8 +30,13 @@ class HostCopies:
         self._needed = 0
         self._last_copied = 0
 
-    def copy(self, pieces: Mapping[str, Piece]) -> HostCopy:
-        """Copy the pieces that host memory has room for."""
+    def copy(self, pieces: Mapping[str, Piece]) -> tuple[dict[str, Piece], list[dict[str, Piece]]]:
+        """Copy the pieces that host memory has room for.
+
+        Returns:
+            The copies, of which those of GPU tensors are valid until the next state is copied; and all other pieces
+            themselves, in groups small enough to be brought to host memory one after another.
+        """
         room = self._room()
         copies: dict[str, Piece] = {}
         uncopied: dict[str, Piece] = {}
@@ -61,7 +53,7 @@ class HostCopies:
         if self._buffers:
             torch.cuda.current_stream().synchronize()
         self._last_copied = sum(bytes_of(piece) for name, piece in copies.items() if name not in self._buffers)
-        return HostCopy(copies, _in_groups(uncopied))
+        return copies, _in_groups(uncopied)
 
     def _room(self) -> int:
         """Bytes of host memory that copies of this rank may take.

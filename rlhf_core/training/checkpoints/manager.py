@@ -29,7 +29,7 @@ from rlhf_core.training.checkpoints import checkpoint
 from rlhf_core.training.checkpoints.checkpoint import BUILDING, MANIFEST, META, Checkpoint, Piece, write_pieces
 from rlhf_core.training.checkpoints.host_copies import BackgroundWriter, HostCopies, bytes_of
 from rlhf_core.training.checkpoints.store import CheckpointStore
-from rlhf_core.training.engine import Engine
+from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.history import History
 from rlhf_core.training.rng import rng_state, set_rng_state
 
@@ -147,10 +147,10 @@ class CheckpointManager:
         earlier = [number for number in saved if number < step]
         candidates = [*(number for number in earlier if number not in spare), step]
         outdated = [number for number in candidates[:-keep] if keep_from is None or number < keep_from]
-        copy = self._copies.copy(pieces)
+        copies, uncopied = self._copies.copy(pieces)
         pending = PendingCheckpoint(
             step,
-            copy.pieces,
+            copies,
             json.dumps({"step": step, "meta": meta}, allow_nan=False),
             keep,
             lines,
@@ -158,8 +158,8 @@ class CheckpointManager:
             outdated + [number for number in earlier if number in spare],
             self._attached,
         )
-        if copy.uncopied:
-            self._write_uncopied(pending, copy.uncopied)
+        if uncopied:
+            self._write_uncopied(pending, uncopied)
         pending.result = self.writer.submit(lambda: self._write(pending))
         # Only now: whoever is interrupted waits for what is pending.
         self._pending, self._attached = pending, None
@@ -365,9 +365,8 @@ class RunCheckpoints:
         pieces = {name: Piece.whole(tensor) for name, tensor in tensors.items()}
         engines: dict[str, Any] = {}
         for name, engine in self.engines.items():
-            state = engine.state()
-            engines[name] = state.meta
-            pieces |= {f"{name}/{key}": piece for key, piece in state.pieces.items()}
+            own, engines[name] = engine.state()
+            pieces |= {f"{name}/{key}": piece for key, piece in own.items()}
         content = {
             "run": dict(meta),
             "rng": generators,

@@ -35,31 +35,16 @@ WITH_FOLDERS = frozenset({"file", "local", "memory", "sftp", "ssh", "smb", "ftp"
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
-@dataclass(frozen=True)
-class StoreLocation:
-    """``root`` on the fsspec file system ``fs``. Names are relative to it, with slashes."""
+@dataclass
+class CheckpointStore:
+    """The partial state of one computation (a stage with its key) in the folder ``root`` of the fsspec file system
+    ``fs``. Names are relative to it, with slashes; ``failures`` counts failed uploads.
+    """
 
     fs: Any
     root: str
-
-    @classmethod
-    def at(cls, url: str, workspace: Path, *parts: str) -> StoreLocation:
-        """Locate the folder ``parts`` under ``url``.
-
-        Raises:
-            CheckpointError: The scheme is unknown, or needs a package that is not installed.
-        """
-        from fsspec.core import url_to_fs
-
-        try:
-            fs, root = url_to_fs(url if "://" in url else str((workspace / Path(url).expanduser()).resolve()))
-        except ImportError as error:
-            extra = EXTRAS.get(url.partition("://")[0])
-            install = f"pip install 'rlhf-pipeline[{extra}]'" if extra else str(error)
-            raise CheckpointError(f"checkpoints.store {url} needs a package that is missing: {install}") from error
-        except Exception as error:
-            raise CheckpointError(f"checkpoints.store {url} cannot be used: {error}") from error
-        return cls(fs, posixpath.join(root, *parts))
+    failures: int = 0
+    _known: dict[tuple[str, int, int], str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return str(self.fs.unstrip_protocol(self.root))
@@ -113,15 +98,6 @@ class StoreLocation:
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(self.path(name))
 
-
-@dataclass
-class CheckpointStore:
-    """The partial state of one computation (a stage with its key); ``failures`` counts failed uploads."""
-
-    location: StoreLocation
-    failures: int = 0
-    _known: dict[tuple[str, int, int], str] = field(default_factory=dict)
-
     def publish(self, work: Path, step: int, keep: int) -> None:
         """Upload the state after ``step`` steps, then delete all but the newest ``keep`` and those of later steps.
 
@@ -135,29 +111,29 @@ class CheckpointStore:
             logger.warning(
                 "the checkpoint of step %d did not reach %s (%s; failed uploads so far: %d); training goes on, and the "
                 "next checkpoint is uploaded with all that is missing",
-                step, self.location, named_line(error), self.failures,
+                step, self, named_line(error), self.failures,
             )  # fmt: skip
 
     def _upload(self, work: Path, step: int) -> None:
-        stored = self.location.sizes(FILES)
+        stored = self.sizes(FILES)
         table = {}
         for path in state_files(work):
             digest, size = self._uploaded(path, stored)
             table[path.relative_to(work).as_posix()] = {"sha256": digest, "size": size}
-        self.location.write(f"step-{step:06d}.json", json.dumps({"step": step, "files": table}, indent=1).encode())
+        self.write(f"step-{step:06d}.json", json.dumps({"step": step, "files": table}, indent=1).encode())
 
     def _uploaded(self, path: Path, stored: Mapping[str, int]) -> tuple[str, int]:
         """Digest and size of a file that is in the store now."""
         if path.suffix == WEIGHTS:
             digest, size = self._digest(path), path.stat().st_size
             if stored.get(digest) != size:
-                self.location.put(path, f"{FILES}/{digest}")
+                self.put(path, f"{FILES}/{digest}")
             return digest, size
         # Training goes on and may write lines meanwhile: what is hashed must be what is uploaded.
         content = path.read_bytes()
         digest = hashlib.sha256(content).hexdigest()
         if stored.get(digest) != len(content):
-            self.location.write(f"{FILES}/{digest}", content)
+            self.write(f"{FILES}/{digest}", content)
         return digest, len(content)
 
     def _digest(self, path: Path) -> str:
@@ -177,9 +153,9 @@ class CheckpointStore:
         contents = {number: self._named(number) for number in steps}
         kept = set().union(*(contents[number] for number in steps if number not in dropped))
         for number in sorted(dropped):
-            self.location.remove(f"step-{number:06d}.json")
+            self.remove(f"step-{number:06d}.json")
             for digest in contents[number] - kept:
-                self.location.remove(f"{FILES}/{digest}")
+                self.remove(f"{FILES}/{digest}")
 
     def _named(self, step: int) -> set[str]:
         try:
@@ -208,10 +184,10 @@ class CheckpointStore:
             except Exception as error:
                 # Exit code 1, as after a crash: another attempt may reach the store.
                 raise RlhfError(
-                    f"the state in {self.location} could not be fetched ({named_line(error)}); run the stage again",
+                    f"the state in {self} could not be fetched ({named_line(error)}); run the stage again",
                     exit_code=1,
                 ) from error
-            logger.warning("the state after step %d was fetched from %s", step, self.location)
+            logger.warning("the state after step %d was fetched from %s", step, self)
             return step
         return None
 
@@ -219,34 +195,34 @@ class CheckpointStore:
         target = building / name
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self.location.fs.get_file(self.location.path(f"{FILES}/{entry['sha256']}"), str(target))
+            self.fs.get_file(self.path(f"{FILES}/{entry['sha256']}"), str(target))
         except FileNotFoundError as error:
-            raise CheckpointError(f"the checkpoint in {self.location} is incomplete: {name} is missing") from error
+            raise CheckpointError(f"the checkpoint in {self} is incomplete: {name} is missing") from error
         if sha256_file(target) != entry["sha256"]:
-            raise CheckpointError(f"the checkpoint in {self.location} is broken: {name} does not have its sha256")
+            raise CheckpointError(f"the checkpoint in {self} is broken: {name} does not have its sha256")
 
     def clear(self) -> None:
         """Delete the partial state of a finished computation."""
         try:
             with contextlib.suppress(FileNotFoundError):
-                self.location.fs.rm(self.location.root, recursive=True)
+                self.fs.rm(self.root, recursive=True)
         except Exception as error:
-            logger.warning("the partial state of a finished stage is left in %s (%s)", self.location, named_line(error))
+            logger.warning("the partial state of a finished stage is left in %s (%s)", self, named_line(error))
 
     def _steps(self) -> list[int]:
-        return sorted(int(match[1]) for name in self.location.sizes() if (match := MANIFEST.fullmatch(name)))
+        return sorted(int(match[1]) for name in self.sizes() if (match := MANIFEST.fullmatch(name)))
 
     def _manifest(self, step: int) -> dict[str, dict[str, Any]]:
         """The files of a state by name; ``CheckpointError`` if the manifest is damaged."""
         name = f"step-{step:06d}.json"
         try:
-            table = json.loads(self.location.fs.cat_file(self.location.path(name)))["files"]
+            table = json.loads(self.fs.cat_file(self.path(name)))["files"]
             inside = all(posixpath.normpath(file) == file and file[:1] not in "./" for file in table)
             if not inside or not all(re.fullmatch("[0-9a-f]{64}", entry["sha256"]) for entry in table.values()):
                 raise ValueError("it names files that are not of a checkpoint")
             return dict(table)
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{name} in {self.location} is broken ({named_line(error)})") from error
+            raise CheckpointError(f"{name} in {self} is broken ({named_line(error)})") from error
 
 
 def state_files(work: Path) -> list[Path]:
@@ -266,16 +242,26 @@ def open_store(url: str, workspace: Path, *parts: str) -> CheckpointStore:
         parts: Stage and key of the computation.
 
     Raises:
-        CheckpointError: It cannot be written (scheme, package or credentials).
+        CheckpointError: Its scheme is unknown, it needs a package that is not installed, or it cannot be written.
     """
-    location = StoreLocation.at(url, workspace, *parts)
+    from fsspec.core import url_to_fs
+
+    try:
+        fs, root = url_to_fs(url if "://" in url else str((workspace / Path(url).expanduser()).resolve()))
+    except ImportError as error:
+        extra = EXTRAS.get(url.partition("://")[0])
+        install = f"pip install 'rlhf-pipeline[{extra}]'" if extra else str(error)
+        raise CheckpointError(f"checkpoints.store {url} needs a package that is missing: {install}") from error
+    except Exception as error:
+        raise CheckpointError(f"checkpoints.store {url} cannot be used: {error}") from error
+    store = CheckpointStore(fs, posixpath.join(root, *parts))
     probe = f".probe-{uuid.uuid4().hex}"
     try:
-        location.write(probe, b"")
-        location.remove(probe)
+        store.write(probe, b"")
+        store.remove(probe)
     except Exception as error:
         raise CheckpointError(
             f"checkpoints.store {url} cannot be used ({named_line(error)}); check the address and the credentials in "
             "the environment, or set it to null"
         ) from error
-    return CheckpointStore(location)
+    return store

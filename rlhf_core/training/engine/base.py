@@ -78,21 +78,6 @@ class StepResult:
     lr: float
 
 
-@dataclass(frozen=True)
-class EngineState:
-    """All that a resumed run needs, under names that are the same for every engine and number of ranks.
-
-    Attributes:
-        pieces: This rank's pieces of the weights (``weights.NAME``) and AdamW moments (``optimizer.NAME.SLOT``) of the
-            parameters that are trained, in float32 where the engine keeps them so. The ranks' pieces make up each
-            tensor once. They are the engine's own memory: copy them before it goes on.
-        meta: Counters, as JSON.
-    """
-
-    pieces: dict[str, Piece]
-    meta: dict[str, Any]
-
-
 COUNTERS = ("steps", "skipped_steps", "passed_over_steps", "nonfinite_in_a_row")
 
 
@@ -155,8 +140,14 @@ class Engine(ABC):
         return nullcontext()
 
     @abstractmethod
-    def state(self) -> EngineState:
-        """This rank's part of weights and optimiser state, and the counters."""
+    def state(self) -> tuple[dict[str, Piece], dict[str, Any]]:
+        """All that a resumed run needs, under names that are the same for every engine and number of ranks.
+
+        Returns:
+            This rank's pieces of the weights (``weights.NAME``) and AdamW moments (``optimizer.NAME.SLOT``) of the
+            parameters that are trained, in float32 where the engine keeps them so; the ranks' pieces make up each
+            tensor once, and are the engine's own memory: copy them before it goes on. And the counters, as JSON.
+        """
 
     @abstractmethod
     def load_state(self, tensors: SavedTensors, meta: dict[str, Any]) -> None:
@@ -353,7 +344,7 @@ class LocalEngine(Engine):
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
 
-    def state(self) -> EngineState:
+    def state(self) -> tuple[dict[str, Piece], dict[str, Any]]:
         tensors = {}
         for name, parameter in trained_parameters(self.model).items():
             updated = self.masters.of(parameter)
@@ -361,7 +352,7 @@ class LocalEngine(Engine):
             for slot, value in self.optimizer.state.get(updated, {}).items():
                 if slot in OPTIMIZER_SLOTS:
                     tensors[f"optimizer.{name}.{slot}"] = value.detach()
-        return EngineState(pieces_of_rank(tensors), self.counters())
+        return pieces_of_rank(tensors), self.counters()
 
     def load_state(self, tensors: SavedTensors, meta: dict[str, Any]) -> None:
         self._clear()

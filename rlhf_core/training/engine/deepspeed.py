@@ -31,7 +31,6 @@ from rlhf_core.storage.files import read_json
 from rlhf_core.training.checkpoints.checkpoint import Piece, SavedTensors, pieces_of_rank
 from rlhf_core.training.engine.base import (
     Engine,
-    EngineState,
     OptimizerBuilder,
     Result,
     StepResult,
@@ -108,7 +107,7 @@ class Shards:
         """This rank's piece of a parameter's float32 weight and, after ``steps`` > 0 updates, of its moments.
 
         Returns:
-            Pieces under the keys of ``EngineState``, with NAME in place of the parameter's name. They are DeepSpeed's
+            Pieces under the keys of ``Engine.state``, with NAME in place of the parameter's name. They are DeepSpeed's
             own memory.
         """
         if self.stage == 0:
@@ -363,12 +362,12 @@ class DeepSpeedEngine(Engine):
     def gathered_parameters(self) -> AbstractContextManager[None]:
         return self.shards.gathered(self.model)  # with DeepSpeed's hooks removed
 
-    def state(self) -> EngineState:
+    def state(self) -> tuple[dict[str, Piece], dict[str, Any]]:
         pieces: dict[str, Piece] = {}
         for name, parameter in trained_parameters(self.model).items():
             parts = self.shards.pieces(parameter, self.optimizer_steps)
             pieces |= {key.replace("NAME", name): piece for key, piece in parts.items()}
-        return EngineState(pieces, self.counters())
+        return pieces, self.counters()
 
     def load_state(self, tensors: SavedTensors, meta: dict[str, Any]) -> None:
         parameters = self.parameters_of(tensors)

@@ -27,8 +27,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.models.adapters import WithoutAdapters, add_adapters, merge_adapters
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.checkpoint import SavedTensors
-from rlhf_core.training.engine import Engine, LocalEngine
-from rlhf_core.training.engine.base import OptimizerBuilder, build_adamw
+from rlhf_core.training.engine.base import Engine, LocalEngine, OptimizerBuilder, build_adamw
 from rlhf_core.training.engine.deepspeed import zero_config
 from rlhf_core.training.engine.factory import recomputing
 from rlhf_core.training.engine.frozen import FrozenModels
@@ -197,7 +196,7 @@ def with_adam(folder: Path, key: str, make: cases.MakeEngine, root: Path) -> Non
     what is released in the end."""
     engine = make(make_tiny().policy, ADAM, "policy")
     norms = steps(engine, range(4))
-    meta = engine.state().meta
+    _, meta = engine.state()
     cases.write_result(folder, f"state-{key}", whole_state(engine), meta | norms)
     handed = root / "1" / "state-local.safetensors"
     tensors = SavedTensors([handed]) if handed.exists() else saved(engine).tensors

@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_core.config.loading import check_params
 from rlhf_core.errors import EXIT_USER_ERROR, CheckpointError, ConfigError
-from rlhf_core.training.checkpoints.store import CheckpointStore, StoreLocation, open_store, state_files
+from rlhf_core.training.checkpoints.store import CheckpointStore, open_store, state_files
 
 
 def write_state(work: Path, step: int) -> None:
@@ -81,12 +81,12 @@ def test_what_one_machine_has_saved_another_gets(make: Callable[[], CheckpointSt
         make().publish(here, step, keep=2)
     assert make()._steps() == [3, 4]
     # Contents are kept once, and only those that a state names: the weights of 2, 3 and 4, two histories, the best.
-    assert len(make().location.sizes("files")) == 6
+    assert len(make().sizes("files")) == 6
     assert make().fetch(elsewhere, beyond=-1) == 4
     assert contents(elsewhere) == contents(here)
     assert ".building-000099" not in str(contents(elsewhere))
     make().clear()
-    assert make()._steps() == [] and make().location.sizes("files") == {}
+    assert make()._steps() == [] and make().sizes("files") == {}
     assert make().fetch(elsewhere, beyond=-1) is None
 
 
@@ -111,22 +111,22 @@ def test_the_manifest_comes_last_and_an_upload_that_broke_off_changes_nothing(
     write_state(work, 2)
     order: list[str] = []
     breaking_at = 99
-    original_put, original_write = StoreLocation.put, StoreLocation.write
+    original_put, original_write = CheckpointStore.put, CheckpointStore.write
 
-    def put(location: StoreLocation, path: Path, name: str) -> None:
+    def put(location: CheckpointStore, path: Path, name: str) -> None:
         if len(order) == breaking_at:
             raise OSError("the line went dead")
         order.append(name)
         original_put(location, path, name)
 
-    def write(location: StoreLocation, name: str, content: bytes) -> None:
+    def write(location: CheckpointStore, name: str, content: bytes) -> None:
         if len(order) == breaking_at:
             raise OSError("the line went dead")
         order.append(name)
         original_write(location, name, content)
 
-    monkeypatch.setattr(StoreLocation, "put", put)
-    monkeypatch.setattr(StoreLocation, "write", write)
+    monkeypatch.setattr(CheckpointStore, "put", put)
+    monkeypatch.setattr(CheckpointStore, "write", write)
     # Two files are new, the weights of 2 and the history: it breaks before the first, the second and the manifest.
     for attempt, moment in enumerate((0, 1, 1)):
         breaking_at = moment
@@ -151,9 +151,9 @@ def test_a_damaged_newest_state_is_passed_over_loudly(
     for step in (1, 2):
         write_state(work, step)
         store.publish(work, step, keep=2)
-    manifest = Path(store.location.root) / "step-000002.json"
+    manifest = Path(store.root) / "step-000002.json"
     table = json.loads(manifest.read_text())
-    newest = Path(store.location.root) / "files" / table["files"]["history.jsonl"]["sha256"]
+    newest = Path(store.root) / "files" / table["files"]["history.jsonl"]["sha256"]
     match damage:
         case "flip":
             newest.write_bytes(b"?" + newest.read_bytes()[1:])
@@ -176,7 +176,7 @@ def test_an_upload_that_was_cut_short_is_made_whole_by_the_next(store: Checkpoin
     work = tmp_path / "here"
     write_state(work, 1)
     store.publish(work, 1, keep=2)
-    for path in (Path(store.location.root) / "files").iterdir():
+    for path in (Path(store.root) / "files").iterdir():
         path.write_bytes(path.read_bytes()[:-1])
     store.publish(work, 1, keep=2)
     assert store.fetch(tmp_path / "elsewhere", beyond=-1) == 1

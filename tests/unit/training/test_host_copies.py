@@ -27,11 +27,11 @@ def test_what_training_takes_between_checkpoints_is_left_to_it(monkeypatch: pyte
     monkeypatch.setattr(host_memory, "peak_above_now", lambda: next(peaks))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     copies, state = HostCopies(), whole(w=torch.ones(100), v=torch.ones(50))
-    copied = [sorted(copies.copy(state).pieces) for _ in range(3)]
+    copied = [sorted(copies.copy(state)[0]) for _ in range(3)]
     assert copied == [["v", "w"], ["v", "w"], ["w"]]  # 600 bytes are just enough, 400 are not
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(host_memory, "peak_above_now", lambda: 0)
-    assert copies.copy(state).pieces == {}  # 450 - 500
+    assert copies.copy(state)[0] == {}  # 450 - 500
 
 
 def test_memory_that_is_refused_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,9 +39,9 @@ def test_memory_that_is_refused_is_no_room(monkeypatch: pytest.MonkeyPatch) -> N
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(torch.Tensor, "clone", refused)
-    copy = HostCopies().copy(whole(w=torch.ones(2)))
-    assert copy.pieces == {} and [list(group) for group in copy.uncopied] == [["w"]]
-    assert host_copies.bytes_of(copy.uncopied[0]["w"]) == 8
+    copied, uncopied = HostCopies().copy(whole(w=torch.ones(2)))
+    assert copied == {} and [list(group) for group in uncopied] == [["w"]]
+    assert host_copies.bytes_of(uncopied[0]["w"]) == 8
 
 
 def test_pieces_that_must_be_copied_to_be_written_are_in_small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,10 +49,10 @@ def test_pieces_that_must_be_copied_to_be_written_are_in_small_groups(monkeypatc
     monkeypatch.setattr(HostCopies, "_room", lambda self: -1)
     transposed = torch.ones(2, 2).t()  # 16 bytes each
     state = whole(a=transposed, b=torch.ones(100), c=transposed, d=transposed, e=torch.ones(3), f=torch.ones(6, 7).t())
-    copy = HostCopies().copy(state)
-    assert [list(group) for group in copy.uncopied] == [["a", "b", "c"], ["d", "e"], ["f"]]
+    _, uncopied = HostCopies().copy(state)
+    assert [list(group) for group in uncopied] == [["a", "b", "c"], ["d", "e"], ["f"]]
 
 
 def test_an_empty_tensor_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostCopies, "_room", lambda self: -1)
-    assert list(HostCopies().copy(whole(empty=torch.ones(0))).pieces) == ["empty"]
+    assert list(HostCopies().copy(whole(empty=torch.ones(0)))[0]) == ["empty"]
