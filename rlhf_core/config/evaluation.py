@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -15,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from rlhf_core.config.model import SamplingConfig, StageConfig, Strict, check_endpoint
+from rlhf_core.config.model import FunctionName, SamplingConfig, StageConfig, Strict, check_endpoint
 from rlhf_core.config.ppo import LocalSamplerConfig, PpoConfig, SamplerConfig
 from rlhf_core.storage.data_files import is_url
 
@@ -145,9 +144,6 @@ class OpponentConfig(Strict):
     path: str = Field(min_length=1)
 
 
-FUNCTION = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
-
-
 class VerifiableConfig(Strict):
     """Prompts whose replies are checked by rules.
 
@@ -159,15 +155,8 @@ class VerifiableConfig(Strict):
     """
 
     path: str = Field(min_length=1)
-    functions: dict[str, str] = {}
+    functions: dict[str, FunctionName] = {}
     timeout_seconds: PositiveFloat = 60.0
-
-    @model_validator(mode="after")
-    def _written_as_module_and_function(self) -> VerifiableConfig:
-        wrong = [target for target in self.functions.values() if not re.fullmatch(FUNCTION, target)]
-        if wrong:
-            raise ValueError(f"a function is written package.module:function, not {wrong[0]!r}")
-        return self
 
 
 class HeldOutPerplexityConfig(Strict):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 
 class Strict(BaseModel):
@@ -119,6 +119,14 @@ class LoraConfig(Strict):
             quantize=self.quantize,
         )
 
+
+def _module_and_function(target: str) -> str:
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", target):
+        raise ValueError(f"a function is written package.module:function, not {target!r}")
+    return target
+
+
+FunctionName = Annotated[str, AfterValidator(_module_and_function)]
 
 SECRET_PARAMETER = re.compile(r"(^|&)[^=&]*(key|token|secret|passw|signature|auth)[^=&]*=", re.IGNORECASE)
 

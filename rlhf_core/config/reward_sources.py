@@ -7,7 +7,6 @@ pipeline trained. docs/how-to.md, "Use other reward sources", shows each kind at
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from typing import Annotated, Literal
 
@@ -21,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from rlhf_core.config.model import Strict, check_endpoint
+from rlhf_core.config.model import FunctionName, Strict, check_endpoint
 
 OWN_MODEL = "models/reward"
 TEMPLATES = ("chat", "pair", "reply")
@@ -122,13 +121,7 @@ class FunctionSource(SourceConfig):
     """
 
     kind: Literal["function"] = "function"
-    target: str
-
-    @model_validator(mode="after")
-    def _written_as_module_and_function(self) -> FunctionSource:
-        if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", self.target):
-            raise ValueError(f"target is written package.module:function, not {self.target!r}")
-        return self
+    target: FunctionName
 
 
 class HttpSource(SourceConfig):
