@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -114,7 +114,7 @@ def create_app(completions: Completions, token: str | None = None, watch_seconds
     @app.get("/metrics")
     async def exposition(request: Request) -> Response:
         admit(request)
-        return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     _answer_errors(app, metrics)
     return app

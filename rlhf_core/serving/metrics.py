@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
@@ -49,7 +49,3 @@ class ServingMetrics:
         """Note that ``revision`` alone is served from now on."""
         self.policy.clear()
         self.policy.labels(revision).set(1)
-
-    def exposition(self) -> bytes:
-        """All metrics as Prometheus reads them."""
-        return generate_latest(self.registry)

@@ -50,13 +50,10 @@ class ReplyPieces:
         lengths = (
             n for ending in self.endings for n in range(1, min(len(ending), len(text)) + 1) if text.endswith(ending[:n])
         )
-        return self._piece(text[: len(text) - max(lengths, default=0)])
+        return self.rest(text[: len(text) - max(lengths, default=0)])
 
-    def rest(self, reply: str) -> str:
-        """The last piece of the whole ``reply``."""
-        return self._piece(reply)
-
-    def _piece(self, text: str) -> str:
+    def rest(self, text: str) -> str:
+        """The last piece of the whole reply, or the piece up to where ``text`` ends."""
         # A tokenizer may decode a beginning otherwise when it knows more; the text goes on where both agree again.
         if not text.startswith(self.sent):
             return ""

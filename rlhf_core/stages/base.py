@@ -11,8 +11,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from rlhf_core.config.base import BaseStageConfig
 from rlhf_core.data.chat_template import refused_dialogues
-from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, read_rows
+from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, Prompt, read_rows
 from rlhf_core.data.splits import PairUser
+from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.errors import ModelError
 from rlhf_core.fingerprint.tracked_files import STARTING_MODEL_FILE
 from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer, with_stop_tokens
@@ -20,8 +21,8 @@ from rlhf_core.models.foreign import find_hub_model, prepare_tokenizer, require_
 from rlhf_core.models.gguf import is_gguf, load_gguf
 from rlhf_core.models.io import is_local
 from rlhf_core.models.precision import weights_precision
+from rlhf_core.ppo.rollout import require_room
 from rlhf_core.sampling.agreement import require_replies_as_scored
-from rlhf_core.stages.policy import require_room_for_replies
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
@@ -66,14 +67,16 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
         tokenizer = with_stop_tokens(tokenizer, model)
         for dialogue, reason in refused_dialogues(tokenizer).items():
             logger.warning("the chat template of %s does not take %s: %s", config.source, dialogue, reason)
-    require_room_for_replies(inputs.clean, tokenizer, model, config.ppo.max_new_tokens, context.tokens)
+    positions = getattr(model.config, "max_position_embeddings", None)
+    for split in ("train", "validation", "test"):  # the stages from critic to evaluate would stop after hours
+        table = read_tokens(context.tokens, inputs.clean / "prompts" / f"{split}.parquet", Prompt.KIND, tokenizer)
+        require_room(table.column("prompt"), config.ppo.max_new_tokens, positions, "ppo.max_new_tokens")
     save_policy(outputs.model, model, tokenizer)
     return {"parameters": float(sum(p.numel() for p in model.parameters())), "vocabulary": float(len(tokenizer))}
 
 
 STAGE = Stage(
     name="base",
-    section="base",
     config=BaseStageConfig,
     beside=("ppo",),
     run=run,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def collect(config: CollectConfig, base: Path, raw: Path) -> dict[str, float]:
     return metrics if config.source == "world" else metrics | {"cut_rows": float(sum(collected.cut.values()))}
 
 
-STAGE = Stage(name="collect", section="collect", config=CollectConfig, run=run, outputs={"raw": "data/raw"})
+STAGE = Stage(name="collect", config=CollectConfig, run=run, outputs={"raw": "data/raw"})
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,11 @@ def _from_world(config: CollectConfig, base: Path, folder: Path) -> Collected:
             rows[kind] = make()
             bar.advance()
     annotated = list(read_sources(annotation_sources(config.annotations, base), "preferences", base))
-    rows["preferences"] = [
-        *(row | {"group": _group_of(row) or row["group"]} for part in annotated for row in part.rows),
-        *rows["preferences"],
-    ]
+    given = [row for part in annotated for row in part.rows]
+    for row in given:  # an annotated pair is in the split of its prompt
+        question = parse_prompt(row["prompt"][-1]["content"])
+        row["group"] = question.group if question else row["group"]
+    rows["preferences"] = given + rows["preferences"]
     for kind in KINDS:
         listed = [row | {"id": content_id(kind, row)} for row in rows[kind][: config.limit]]
         write_dicts(folder / kind / "data.parquet", kind, listed)
@@ -128,15 +129,6 @@ def _from_world(config: CollectConfig, base: Path, folder: Path) -> Collected:
     sources: dict[str, list[CountedSource]] = {kind: [] for kind in KINDS}
     sources["preferences"] = [CountedSource(part.counts) for part in annotated]
     return Collected(counts, dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, ""), sources)
-
-
-def _group_of(row: Mapping[str, Any]) -> str | None:
-    """Return the world's group of a row's prompt, so that an annotated pair is in the split of its prompt.
-
-    None for a prompt that is not of the world.
-    """
-    question = parse_prompt(row["prompt"][-1]["content"])
-    return question.group if question else None
 
 
 def _from_files(config: CollectConfig, base: Path, folder: Path) -> Collected:

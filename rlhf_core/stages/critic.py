@@ -44,7 +44,6 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, context: RunCo
 
 STAGE = Stage(
     name="critic",
-    section="critic",
     config=CriticStageConfig,
     beside=("ppo", "policy"),
     run=run,

@@ -27,7 +27,6 @@ def run(config: GatesConfig, inputs: Paths, outputs: Paths, context: RunContext)
 
 STAGE = Stage(
     name="gate-policy",
-    section="gates",
     config=GatesConfig,
     run=run,
     inputs={"metrics": "metrics/evaluation.json", "ppo_metrics": "metrics/ppo.json"},

@@ -35,7 +35,6 @@ def run(config: GatesConfig, inputs: Paths, outputs: Paths, context: RunContext)
 
 STAGE = Stage(
     name="gate-reward",
-    section="gates",
     config=GatesConfig,
     run=run,
     inputs={

@@ -23,7 +23,6 @@ def run(config: GatesConfig, inputs: Paths, outputs: Paths, context: RunContext)
 
 STAGE = Stage(
     name="gate-sft",
-    section="gates",
     config=GatesConfig,
     run=run,
     inputs={"metrics": "metrics/sft.json"},

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Prompt, read_rows
 from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.errors import DataError
-from rlhf_core.ppo.rollout import TrainingPrompts, require_room
+from rlhf_core.ppo.rollout import TrainingPrompts
 
 POLICY_OUTPUTS = {
     "model": "models/policy",
@@ -36,24 +36,3 @@ def read_training_prompts(
         raise DataError(f"{path} holds no prompts; the validate stage writes them")
     table = read_tokens(tokens, path, Prompt.KIND, tokenizer)
     return TrainingPrompts([row.prompt for row in rows], table.column("prompt"))
-
-
-def require_room_for_replies(
-    clean: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    model: PreTrainedModel,
-    max_new_tokens: int,
-    tokens: Path | None = None,
-) -> None:
-    """Check that a reply of ``max_new_tokens`` fits the model beside the prompts of every split.
-
-    Critic pre-training, PPO and the evaluation would stop at one that does not, after hours. What is tokenised here is
-    in the cache ``tokens`` for them. Of several ranks all must call it.
-
-    Raises:
-        DataError: A prompt leaves no such room, or the tokenizer cannot write it.
-    """
-    positions = getattr(model.config, "max_position_embeddings", None)
-    for split in ("train", "validation", "test"):
-        table = read_tokens(tokens, clean / "prompts" / f"{split}.parquet", Prompt.KIND, tokenizer)
-        require_room(table.column("prompt"), max_new_tokens, positions, "ppo.max_new_tokens")

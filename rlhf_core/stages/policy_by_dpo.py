@@ -46,7 +46,6 @@ def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunCo
 
 STAGE = Stage(
     name="ppo",
-    section="ppo",
     config=PolicyStageConfig,
     beside=("policy",),
     run=run,

@@ -23,7 +23,7 @@ from rlhf_core.stages.policy import POLICY_OUTPUTS, read_training_prompts
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
 from rlhf_core.training import loop
-from rlhf_core.training.engine import Engine
+from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.examples import Example
 from rlhf_core.training.loop import LoopResult
@@ -76,7 +76,6 @@ def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunCo
 
 STAGE = Stage(
     name="ppo",
-    section="ppo",
     config=PolicyStageConfig,
     beside=("policy",),
     run=run,

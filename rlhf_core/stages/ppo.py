@@ -59,7 +59,6 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, context: RunContext) -
 
 STAGE = Stage(
     name="ppo",
-    section="ppo",
     config=PpoConfig,
     run=run,
     inputs={

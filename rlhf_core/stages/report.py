@@ -45,7 +45,6 @@ def run(config: ReportConfig, inputs: Paths, outputs: Paths, context: RunContext
 
 STAGE = Stage(
     name="report",
-    section="report",
     config=ReportConfig,
     run=run,
     inputs=_INPUTS,

@@ -34,7 +34,6 @@ def run(config: SftConfig, inputs: Paths, outputs: Paths, context: RunContext) -
 
 STAGE = Stage(
     name="sft",
-    section="sft",
     config=SftConfig,
     run=run,
     inputs={"clean": "data/clean", "base": "models/base"},

@@ -95,7 +95,6 @@ def run(
 
 STAGE = Stage(
     name="validate",
-    section="validate",
     config=ValidateConfig,
     run=run,
     inputs={"raw": "data/raw", "expectations": FOLDER},

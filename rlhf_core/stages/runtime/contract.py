@@ -28,8 +28,7 @@ class Stage(Generic[Config]):
     """One stage of the pipeline. dvc.yaml lists the same paths; a contract test compares the two.
 
     Attributes:
-        section: Its section of params.yaml.
-        config: The model that checks this section.
+        config: The model that checks its section.
         beside: Further sections that ``config`` has as fields.
         run: Called with the parameters, input paths, output paths and the run's context; returns metrics. It writes
             the outputs.
@@ -40,7 +39,6 @@ class Stage(Generic[Config]):
     """
 
     name: str
-    section: str
     config: type[Config]
     run: Callable[[Config, Paths, Paths, RunContext], Mapping[str, Any]]
     inputs: Mapping[str, str] = field(default_factory=dict)
@@ -48,3 +46,8 @@ class Stage(Generic[Config]):
     optional_inputs: frozenset[str] = frozenset()
     beside: tuple[str, ...] = ()
     method: Method = "ppo"
+
+    @property
+    def section(self) -> str:
+        """Its section of params.yaml, which ``config`` checks."""
+        return "gates" if self.name.startswith("gate-") else self.name
