@@ -14,7 +14,7 @@ from benchmarks.sampling import sample_ours, sample_theirs
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.models.causal_lm import new_model, train_tokenizer
-from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.engine.base import LocalEngine
 from rlhf_core.training.examples import Example
 from rlhf_core.training.sft import example_batch, reply_loss
 from rlhf_core.world.corpus import demonstrations

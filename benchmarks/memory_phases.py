@@ -41,7 +41,7 @@ from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
 from rlhf_core.sampling.token_scoring import Tokens
-from rlhf_core.training.engine import Engine, joint_step
+from rlhf_core.training.engine.base import Engine, joint_step
 from rlhf_core.training.engine.factory import build_engine
 from rlhf_core.training.examples import Example
 from rlhf_core.training.reward.trainer import RewardTask

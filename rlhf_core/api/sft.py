@@ -22,7 +22,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.models.causal_lm import fitting_length, save_policy
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.training import loop
-from rlhf_core.training.engine import Engine
+from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.examples import fitting_examples
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import SftTask

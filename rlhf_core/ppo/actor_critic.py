@@ -31,7 +31,7 @@ from rlhf_core.sampling.token_scoring import (
     token_statistics,
 )
 from rlhf_core.training.device_scalars import Scalar, Share, gradient_shares
-from rlhf_core.training.engine import Engine
+from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.run_context import RunContext
 

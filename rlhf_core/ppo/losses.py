@@ -24,7 +24,7 @@ from rlhf_core.models.precision import Precision
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.kl import kl_estimate
 from rlhf_core.training.device_scalars import Scalar, device_scalar
-from rlhf_core.training.engine import Engine, StepResult, joint_step
+from rlhf_core.training.engine.base import Engine, StepResult, joint_step
 from rlhf_core.training.losses import StepTotals, chunked_cross_entropy
 
 Aggregation = Literal["token", "sequence"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_core.runtime import distributed
 
 if TYPE_CHECKING:
-    from rlhf_core.training.engine import Engine
+    from rlhf_core.training.engine.base import Engine
 
 Scalar = float | Tensor
 Share = tuple[Mapping[str, Scalar], float]  # metrics of one pass, and the weight of its terms

@@ -16,7 +16,7 @@ from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.runtime.progress import Progress, progress
 from rlhf_core.training.checkpoints.manager import CheckpointManager, RunCheckpoints
-from rlhf_core.training.engine import Engine
+from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.engine.factory import Model, build_engine, finish
 from rlhf_core.training.history import CLOCK_FIELDS, Block, History
 from rlhf_core.training.rng import derive_seed, seed_everything

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.runtime.preemption import PreemptionSignal
-from rlhf_core.tracking import Tracker
+from rlhf_core.tracking.stage_run import Tracker
 from rlhf_core.training.checkpoints.store import CheckpointStore
 
 

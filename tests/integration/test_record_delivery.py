@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from flows.registry.client import connect, delivered_records, prepare_tracking, without_delivery
-from rlhf_core.tracking import PARENT_RUN_VARIABLE
 from rlhf_core.tracking.journal import waiting_records
+from rlhf_core.tracking.stage_run import PARENT_RUN_VARIABLE
 
 STAGE = """
 import sys, time
 from pathlib import Path
-from rlhf_core.tracking import stage_tracker
+from rlhf_core.tracking.stage_run import stage_tracker
 workspace = Path(sys.argv[2])
 with stage_tracker(sys.argv[1], workspace, "records") as tracker:
     tracker.log_params({"lr": 0.1})

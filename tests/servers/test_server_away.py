@@ -12,8 +12,8 @@ import pytest
 from servers.conftest import Servers
 
 from flows.registry.client import connect, delivered_records, prepare_tracking
-from rlhf_core.tracking import stage_tracker
 from rlhf_core.tracking.journal import waiting_records
+from rlhf_core.tracking.stage_run import stage_tracker
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]
 

@@ -27,7 +27,7 @@ from rlhf_core.ppo.losses import ValueObjective
 from rlhf_core.ppo.update import Learner, PtxData, update
 from rlhf_core.runtime import distributed
 from rlhf_core.training.device_scalars import totals_of_steps
-from rlhf_core.training.engine import Engine, LocalEngine
+from rlhf_core.training.engine.base import Engine, LocalEngine
 from rlhf_core.training.examples import Example
 from rlhf_core.training.reward.trainer import RewardTask
 from rlhf_core.training.sft import SftTask

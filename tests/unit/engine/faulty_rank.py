@@ -14,7 +14,7 @@ sys.path[:1] = [str(Path(__file__).resolve().parents[2])]
 from unit.training.tiny import at_step, die_behind  # noqa: E402
 
 from rlhf_core.stages.runtime import rank  # noqa: E402
-from rlhf_core.training.engine import LocalEngine  # noqa: E402
+from rlhf_core.training.engine.base import LocalEngine  # noqa: E402
 
 
 def stopped() -> None:

@@ -16,7 +16,7 @@ from rlhf_core.config.loading import check_params
 from rlhf_core.errors import EXIT_PREEMPTED, ConfigError, RlhfError
 from rlhf_core.stages.runtime import launcher
 from rlhf_core.stages.runtime.runner import run_stage
-from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.engine.base import LocalEngine
 from rlhf_core.training.history import CLOCK_FIELDS
 
 TWO = "compute: {launch: {sft: {processes: 2}}}\n"

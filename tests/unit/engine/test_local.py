@@ -15,7 +15,7 @@ from unit.ppo.tiny import make_tiny
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.errors import CheckpointError, ModelError, RlhfError
 from rlhf_core.runtime import distributed
-from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.engine.base import LocalEngine
 from rlhf_core.training.engine.deepspeed import Skeleton
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels

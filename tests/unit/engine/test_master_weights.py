@@ -11,8 +11,7 @@ from unit.ppo.tiny import make_tiny
 from rlhf_core.config.model import LoraConfig, OptimizerConfig
 from rlhf_core.models.adapters import add_adapters, merge_adapters
 from rlhf_core.models.heads import ActorCritic, ScalarModel
-from rlhf_core.training.engine import LocalEngine
-from rlhf_core.training.engine.base import build_adamw
+from rlhf_core.training.engine.base import LocalEngine, build_adamw
 
 PAPER = OptimizerConfig(lr=5e-7, schedule="constant", warmup=0.0, max_grad_norm=None)
 IDS = torch.arange(12).view(2, 6)

@@ -10,7 +10,7 @@ from torch import Tensor
 from unit.ppo.tiny import Tiny
 
 from rlhf_core.config.model import LoraConfig, OptimizerConfig
-from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.engine.base import LocalEngine
 
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="peft is not installed: pip install 'rlhf-pipeline[lora]'"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.training.engine import StepResult
+from rlhf_core.training.engine.base import StepResult
 
 PROMPT = 2
 

@@ -12,7 +12,7 @@ from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.critic_pretraining import CriticTrainer, StopRule
 from rlhf_core.ppo.rollout import TrainingPrompts
-from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.engine.base import LocalEngine
 from rlhf_core.training.run_context import RunContext
 
 

@@ -19,8 +19,7 @@ from rlhf_core.config.health import Check, Rule
 from rlhf_core.errors import RlhfError, TrainingPaused
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.storage.files import sha256_file
-from rlhf_core.training.engine import LocalEngine
-from rlhf_core.training.engine.base import lr_at
+from rlhf_core.training.engine.base import LocalEngine, lr_at
 
 
 def history(work: Path) -> list[dict[str, Any]]:

@@ -29,9 +29,9 @@ from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner, PtxData, gradient_tasks
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
-from rlhf_core.tracking import Tracker
+from rlhf_core.tracking.stage_run import Tracker
 from rlhf_core.training.device_scalars import totals_of_steps
-from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.engine.base import LocalEngine
 from rlhf_core.training.run_context import RunContext
 
 EOS, PAD, VOCABULARY = 3, 0, 23

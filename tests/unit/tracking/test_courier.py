@@ -195,7 +195,7 @@ def test_a_stage_says_how_it_ended(
 
 def test_a_stage_whose_records_are_delivered_does_not_load_mlflow(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from rlhf_core.tracking import stage_tracker\n"
+        "import sys; from pathlib import Path; from rlhf_core.tracking.stage_run import stage_tracker\n"
         "with stage_tracker('sft', Path(sys.argv[1]), 'rlhf') as tracker: tracker.log_metrics({'loss': 1.0})\n"
         "print('mlflow' in sys.modules)"
     )

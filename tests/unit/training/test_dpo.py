@@ -22,9 +22,9 @@ from rlhf_core.data.schema import Preference, read_rows
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.stages import critic, policy_by_dpo
 from rlhf_core.storage.files import sha256_file
-from rlhf_core.tracking import Tracker
+from rlhf_core.tracking.stage_run import Tracker
 from rlhf_core.training.dpo import DpoTask, all_logprobs, batch_logprobs, dpo_loss, implicit_rewards, reference_logprobs
-from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.engine.base import LocalEngine
 from rlhf_core.training.history import read_history
 from rlhf_core.training.reward.run import Split, split_of
 from rlhf_core.training.run_context import RunContext

@@ -28,7 +28,7 @@ from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.checkpoints import manager
 from rlhf_core.training.checkpoints.checkpoint import load_latest
 from rlhf_core.training.checkpoints.host_copies import HostCopies
-from rlhf_core.training.engine import LocalEngine, StepResult
+from rlhf_core.training.engine.base import LocalEngine, StepResult
 
 ROOT = Path(__file__).resolve().parents[3]
 STAGES = ("sft", "reward", "critic")

@@ -30,7 +30,7 @@ from rlhf_core.ppo.update import PtxData
 from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import sha256_file
-from rlhf_core.tracking import Tracker
+from rlhf_core.tracking.stage_run import Tracker
 from rlhf_core.training.history import read_history
 from rlhf_core.training.run_context import RunContext
 

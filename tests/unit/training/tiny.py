@@ -21,7 +21,7 @@ from rlhf_core.models.heads import ScalarModel
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages import critic, reward, sft
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.training.engine import LocalEngine, StepResult
+from rlhf_core.training.engine.base import LocalEngine, StepResult
 from rlhf_core.training.history import CLOCK_FIELDS, read_history
 from rlhf_core.training.run_context import RunContext
 
