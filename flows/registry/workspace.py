@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import logging
 import os
 import platform
@@ -19,6 +18,7 @@ from flows.dvc_repo.lock_file import recorded_hash
 from flows.workspace import PRIVATE, cannot_write, private_path
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json
+from rlhf_core.tracking.stage_run import user_name
 
 
 def printed_line(text: str) -> str:
@@ -33,14 +33,7 @@ OWNER_TAG = "rlhf.owner"  # of a registered model
 
 def actor() -> str:
     """Return who acts: ``RLHF_ACTOR`` where it is set (a CI job sets it to whoever started it), else ``user@host``."""
-    named = printed_line(os.environ.get(ACTOR_VARIABLE, ""))
-    if named:
-        return named
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError):  # a user id without a name, as in containers
-        user = str(os.getuid())
-    return f"{user}@{platform.node()}"
+    return printed_line(os.environ.get(ACTOR_VARIABLE, "")) or f"{user_name()}@{platform.node()}"
 
 
 def workspace_id(workspace: Path) -> str:

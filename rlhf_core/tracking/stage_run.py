@@ -247,12 +247,17 @@ def experiment_id(client: Any, workspace: Path, name: str) -> str:
         return str(experiment.experiment_id)
 
 
+def user_name() -> str:
+    """The name of the user who runs this process; the id where it has no name, as in containers."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return str(os.getuid())
+
+
 def origin_tags(workspace: Path, command: str) -> dict[str, str]:
     """Who started a run, by which command and of which commit, under the names that MLflow's pages show."""
-    try:
-        user = os.environ.get("RLHF_ACTOR") or getpass.getuser()
-    except (OSError, KeyError):  # a user id without a name, as in containers
-        user = str(os.getuid())
+    user = os.environ.get("RLHF_ACTOR") or user_name()
     tags = {"mlflow.user": user, "mlflow.source.name": command, "mlflow.source.type": "LOCAL"}
     revision = git_revision(workspace)
     return tags if revision == "none" else {**tags, "mlflow.source.git.commit": revision}
