@@ -11,7 +11,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -96,6 +95,7 @@ def connect(workspace: Path) -> MlflowClient:
     """
     for name, value in MLFLOW_SETTINGS.items():
         os.environ.setdefault(name, value)
+    from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -107,7 +107,7 @@ def connect(workspace: Path) -> MlflowClient:
     try:
         if uri.startswith(("http://", "https://")):
             knock(uri)  # MLflow itself would try for minutes
-        client = _client_class()(tracking_uri=uri, registry_uri=uri)
+        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)
     except (MlflowException, SQLAlchemyError, OSError) as error:
         if is_full_disk(error):
@@ -116,24 +116,6 @@ def connect(workspace: Path) -> MlflowClient:
             f"MLflow at {uri} does not answer ({first_line(error)}); start it, or unset MLFLOW_TRACKING_URI"
         ) from error
     return client
-
-
-@cache
-def _client_class() -> type[MlflowClient]:
-    """MLflow's client, which before every change asks the server whether the model is a prompt: here once a model."""
-    from mlflow import MlflowClient
-
-    class ModelClient(MlflowClient):
-        def __init__(self, tracking_uri: str, registry_uri: str) -> None:
-            super().__init__(tracking_uri, registry_uri)
-            self._models: set[str] = set()
-
-        def _raise_if_prompt(self, name: str) -> None:
-            if name not in self._models:
-                super()._raise_if_prompt(name)
-                self._models.add(name)
-
-    return ModelClient
 
 
 def knock(url: str, seconds: float = 5.0) -> None:
@@ -181,25 +163,21 @@ def end_pipeline_run(run_id: str, status: str, workspace: Path) -> None:
     connect(workspace).set_terminated(run_id, FINAL_STATES.get(status.lower(), "FAILED"))
 
 
-def log_final_artifacts(workspace: Path, run_id: str) -> list[str]:
-    """Copy report, metrics, gates and plots into the run, and the headline into its metrics; returns what went.
+def log_final_artifacts(workspace: Path, run_id: str) -> None:
+    """Copy report, metrics, gates and plots into the run, and the headline into its metrics.
 
     The other final numbers are metrics of the stages' runs.
     """
     client = connect(workspace)
     log_data_input(client, run_id, workspace)
-    sent = []
     for name in FINAL_FILES:
         if (workspace / name).is_file():
             client.log_artifact(run_id, str(workspace / name))
-            sent.append(name)
     for name in FINAL_FOLDERS:
         if (workspace / name).is_dir():
             client.log_artifacts(run_id, str(workspace / name), name)
-            sent.append(f"{name}/")
     if (workspace / HEADLINE_FILE).is_file():
         log_numbers(client, run_id, read_json(workspace / HEADLINE_FILE))
-    return sent
 
 
 def log_data_input(client: MlflowClient, run_id: str, workspace: Path) -> None:
@@ -215,13 +193,11 @@ def log_data_input(client: MlflowClient, run_id: str, workspace: Path) -> None:
 
 
 def log_params(client: MlflowClient, run_id: str, workspace: Path) -> None:
-    """params.yaml as parameters of the run, dotted names, in batches of MLflow's limit of 100."""
+    """params.yaml as parameters of the run, with dotted names."""
     from mlflow.entities import Param
 
     values = flatten(plain(read(workspace / PARAMS_FILE)))
-    rows = [Param(_legal(key), str(value)[:500]) for key, value in values.items()]
-    for start in range(0, len(rows), 100):
-        client.log_batch(run_id, params=rows[start : start + 100])
+    client.log_batch(run_id, params=[Param(_legal(key), str(value)[:500]) for key, value in values.items()])
 
 
 def log_numbers(client: MlflowClient, run_id: str, values: Mapping[str, Any], model_id: str | None = None) -> None:
@@ -232,8 +208,7 @@ def log_numbers(client: MlflowClient, run_id: str, values: Mapping[str, Any], mo
     now = get_current_time_millis()
     numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
     rows = [Metric(_legal(key), value, now, 0, model_id=model_id) for key, value in numbers.items()]
-    for start in range(0, len(rows), 500):
-        client.log_batch(run_id, metrics=rows[start : start + 500])
+    client.log_batch(run_id, metrics=rows)
 
 
 @contextmanager
