@@ -236,16 +236,15 @@ def history(
     Example: rlhf history
     """
     with busy("reading the history"):
-        from dataclasses import asdict
-
-        from flows.commands.registry_output import model_history
+        from flows.commands.registry_output import describe_history, model_history
         from flows.commands.text import fitted, without_secrets
 
-        decisions = model_history(workspace, model)
+        state = model_history(workspace, model)
     if as_json:
-        print_json(without_secrets(asdict(decisions)))
+        champions = {"champion": state.champion, "recorded_champion": state.recorded_champion}
+        print_json(without_secrets({"model": state.name, "decisions": state.entries, **champions}))
     else:
-        typer.echo(fitted(decisions.as_text()))
+        typer.echo(fitted(describe_history(state)))
 
 
 @app.command()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.commands.text import gate_table
-from flows.registry.aliases import CHAMPION, aliases_of, registered_model
+from flows.registry.aliases import CHAMPION
 from flows.registry.client import connect
 from flows.registry.decisions import PromotionDecision, report_name
 from flows.registry.evidence import GATES
-from flows.registry.history import read_history, version_words
+from flows.registry.history import ReleaseState, version_words
 from flows.registry.retention import RetentionPlan
 from flows.registry.workspace import printed_line
 from flows.stage import condition_rows
@@ -80,54 +79,42 @@ def explain_gate(workspace: Path, report: Mapping[str, Any]) -> Group:
     return Group(gate_table(report, every_reason=True), *lines)
 
 
-@dataclass(frozen=True)
-class ModelHistory:
-    """The decisions on a registered model, oldest first, its champion, and the one that the history ends with."""
-
-    model: str
-    decisions: Sequence[Mapping[str, Any]]
-    champion: str | None
-    recorded_champion: str | None
-
-    def as_text(self) -> str:
-        """List who changed what when, why and by which report, and where the champion is not the one of the history."""
-        lines = []
-        for entry in self.decisions:
-            moves = [
-                f"{'' if of['model'] == self.model else of['model'] + ' '}@{of['alias']} → {of['version'] or 'none'}"
-                for of in entry["moves"]
-            ]
-            about = ", ".join(moves) or (f"version {entry['decided_on']}" if entry["decided_on"] else "versions")
-            when, who = str(entry["time"])[:19].replace("T", " "), printed_line(str(entry["who"] or "unknown"))
-            lines += [f"{entry['number']}  {when} UTC  {who}  {entry['action']}: {about}"]
-            lines += [f"   why: {printed_line(str(entry['reason']))}"]
-            if entry["decision"]:
-                lines.append(
-                    f"   evidence: {report_name(entry['decision'], entry['id'])}, attached to the run that "
-                    f"registered version {entry['decided_on']}"
-                )
-        if self.recorded_champion != self.champion:
+def describe_history(state: ReleaseState) -> str:
+    """Say who changed what when, why and by which report, and where the champion is not the one of the history."""
+    lines = []
+    for entry in state.entries:
+        moves = [
+            f"{'' if of['model'] == state.name else of['model'] + ' '}@{of['alias']} → {of['version'] or 'none'}"
+            for of in entry["moves"]
+        ]
+        about = ", ".join(moves) or (f"version {entry['decided_on']}" if entry["decided_on"] else "versions")
+        when, who = str(entry["time"])[:19].replace("T", " "), printed_line(str(entry["who"] or "unknown"))
+        lines += [f"{entry['number']}  {when} UTC  {who}  {entry['action']}: {about}"]
+        lines += [f"   why: {printed_line(str(entry['reason']))}"]
+        if entry["decision"]:
             lines.append(
-                f"the champion is {version_words(self.champion)}, but the history ends with "
-                f"{version_words(self.recorded_champion)}: @{CHAMPION} was moved by something else than rlhf"
+                f"   evidence: {report_name(entry['decision'], entry['id'])}, attached to the run that "
+                f"registered version {entry['decided_on']}"
             )
-        return "\n".join(lines)
+    if state.recorded_champion != state.champion:
+        lines.append(
+            f"the champion is {version_words(state.champion)}, but the history ends with "
+            f"{version_words(state.recorded_champion)}: @{CHAMPION} was moved by something else than rlhf"
+        )
+    return "\n".join(lines)
 
 
-def model_history(workspace: Path, model: str | None = None) -> ModelHistory:
-    """Read the history of a registered model, by default of the policy of ``workspace``.
+def model_history(workspace: Path, model: str | None = None) -> ReleaseState:
+    """Read a registered model with its history, by default the policy of ``workspace``.
 
     Raises:
         RlhfError: The model is unknown, or its history cannot be read.
     """
     name = model or load_section(workspace, "registry", RegistryConfig).policy
-    client = connect(workspace)
-    registered = registered_model(client, name)
-    entries = read_history(client, name, registered)
-    if not entries:
+    state = ReleaseState.read(connect(workspace), workspace, name)
+    if not state.entries:
         raise RlhfError(f"{name} has no history yet; it begins with the first version that becomes challenger")
-    moves = [move for entry in entries for move in entry["moves"] if (move["model"], move["alias"]) == (name, CHAMPION)]
-    return ModelHistory(name, entries, aliases_of(registered).get(CHAMPION), moves[-1]["version"] if moves else None)
+    return state
 
 
 MIB = 1 << 20

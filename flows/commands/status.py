@@ -18,12 +18,8 @@ from flows.dvc_repo.lock_file import recorded_stages
 from flows.pipeline.events import COMPLETED
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
 from flows.registry.client import PIPELINE_TAG, REPORT_PAGE, WORKSPACE_ID_TAG, connect, has_record
-from flows.registry.release_page import (
-    current_page,
-    read_release_decision,
-    read_release_state,
-    release_sentences,
-)
+from flows.registry.history import ReleaseState
+from flows.registry.release_page import current_page, read_release_decision, release_sentences
 from flows.registry.workspace import known_workspace_id
 from flows.workspace import LockHolder, lock_holder
 from rlhf_core.config.loading import load_params
@@ -63,18 +59,19 @@ def registry_status(workspace: Path, config: RegistryConfig) -> RegistryStatus:
     if not has_record(workspace):
         return RegistryStatus([])
     client = connect(workspace)
-    state, release = read_release_state(client, workspace, config.policy), read_release_decision(workspace)
-    rewards, interrupted = versions(client, config.reward_model), state.interrupted
+    state, release = ReleaseState.read(client, workspace, config.policy), read_release_decision(workspace)
+    interrupted = str(state.unfinished[-1]["action"]) if state.unfinished else ""
     said = (release_sentences(release), release.champion, release.decided)
     lines = [
-        _versions_line(config.policy, len(state.versions), state.aliases),
+        _versions_line(config.policy, len(versions(client, config.policy)), state.aliases),
         *(f"  {text}" for text in said if text),
-        _versions_line(config.reward_model, len(rewards), read_aliases(client, config.reward_model)),
+        _versions_line(
+            config.reward_model, len(versions(client, config.reward_model)), read_aliases(client, config.reward_model)
+        ),
     ]
     if interrupted:
         lines.append(f"a {interrupted} was interrupted; the next promote, rollback, run or chat completes it")
-    awaiting = "" if state.waiting is None else state.waiting.challenger
-    return RegistryStatus(lines, state.champion, interrupted, awaiting, release)
+    return RegistryStatus(lines, state.champion, interrupted, state.waiting, release)
 
 
 def _versions_line(name: str, count: int, numbers: Mapping[str, str]) -> str:

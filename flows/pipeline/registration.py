@@ -28,7 +28,7 @@ from flows.prefect_server.flow_runs import SUSPENDED
 from flows.prefect_server.services import known_server
 from flows.registry.client import connect
 from flows.registry.decisions import PromotionDecision
-from flows.registry.history import APPROVE, DECLINE, Entry, latest_request, read_history
+from flows.registry.history import APPROVE, DECLINE, Entry, ReleaseState
 from flows.registry.promote import approve, decline, open_request, promote
 from flows.registry.register import register
 from flows.registry.release_page import try_release_page
@@ -94,13 +94,13 @@ def follow_request(workspace: Path) -> State[Any]:
     assert context is not None and context.flow_run is not None
     run, model = context.flow_run, load_section(workspace, "registry", RegistryConfig).policy
     try:
-        entries = read_history(connect(workspace), model)
-        request = latest_request(entries)
+        state = ReleaseState.read(connect(workspace), workspace, model)
+        request = state.request
         if request is None:
             return Completed(message=f"no version of {model} waits for approval")
         may_suspend = run.deployment_id is not None and run.parent_task_run_id is None
         with get_client(sync_client=True) as client:
-            for other in _waiting_runs(client, entries):
+            for other in _waiting_runs(client, state.entries):
                 if may_suspend or not (request.is_open and _waits_for(other, request.entry)):
                     reason = f"superseded by {run.name}" if request.is_open else request.closed_because()
                     client.set_flow_run_state(other.id, Cancelled(message=reason), force=True)
@@ -153,8 +153,8 @@ def answer_request(workspace: Path, answer: Approval, version: str | None) -> st
         RlhfError: No version waits, it is another one, the registry has changed since it was judged, or the run does
             not carry the answer out.
     """
-    with registry_session(workspace) as session:
-        request = open_request(session, version)
+    with registry_session(workspace) as state:
+        request = open_request(state, version)
     run: FlowRun | None = None
     try:
         with known_server(workspace) as client:
@@ -166,12 +166,12 @@ def answer_request(workspace: Path, answer: Approval, version: str | None) -> st
     if run is None:
         reason = answer.decide(workspace, request.challenger).reason
     else:
-        latest = latest_request(read_history(connect(workspace), request.entry["model"]))
+        latest = ReleaseState.read(connect(workspace), workspace, request.entry["model"]).request
         decided = latest.followed_by if latest is not None else None
         if decided is None or decided["action"] != (APPROVE if answer.approve else DECLINE):
-            state = "" if run.state is None else f"{run.state.name}: {run.state.message}"
+            ended = "" if run.state is None else f"{run.state.name}: {run.state.message}"
             raise RlhfError(
-                f"the Prefect run {run.name} has the answer and has not carried it out ({state}); `rlhf status` shows "
+                f"the Prefect run {run.name} has the answer and has not carried it out ({ended}); `rlhf status` shows "
                 "what was decided, and one that has not begun needs a worker"
             )
         reason = decided["reason"]

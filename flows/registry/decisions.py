@@ -21,17 +21,15 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4, uuid5
 
 from flows.prefect_server.services import known_server
-from flows.registry.aliases import CHAMPION, aliases_of, read_aliases, registered_model, registry_errors
-from flows.registry.history import DECLINE, ENTRY_LIMIT, REQUEST, Entry, Ledger, read_history
+from flows.registry.aliases import read_aliases, registry_errors
+from flows.registry.history import DECLINE, DONE_TAG, ENTRY_LIMIT, REQUEST, Entry, Ledger, ReleaseState, read_history
 from flows.registry.workspace import actor
-from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.promotion import Criterion
 from rlhf_core.storage.files import atomic_write_json, permitted, read_json
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities.model_registry import RegisteredModel
 
 
 FOLDER = Path(".rlhf") / "promotions"
@@ -199,17 +197,7 @@ def _emit_events(workspace: Path, entries: Sequence[Entry]) -> None:
         LOGGER.warning("the events %s were not sent: %s; the decision stands", names, error)
 
 
-DONE_TAG = "rlhf.decisions_done"
-HISTORY_TAG = "rlhf.champions"
-HISTORY_LIMIT = 200
-
-
-def champion_versions(model: RegisteredModel | None) -> list[str]:
-    """The versions that have been champion, oldest first, ending with the present one; those of rollbacks are gone."""
-    text = "" if model is None else model.tags.get(HISTORY_TAG, "")
-    champions = [number for number in text.split(",") if number]
-    present = aliases_of(model).get(CHAMPION)
-    return champions if present is None or champions[-1:] == [present] else [*champions, present]
+CHAMPIONS_LIMIT = 200  # that an entry lists
 
 
 def move(model: str, alias: str, version: str | None) -> dict[str, Any]:
@@ -251,7 +239,7 @@ def new_entry(
         "reason": reason,
         "moves": [*moves],
         "version_tags": [*version_tags],
-        "history": [*champions],
+        "history": [*champions[-CHAMPIONS_LIMIT:]],
         "decision": {} if decision is None else as_report(decision),
         "decided_on": decided_on or "",
         "model_tags": dict(model_tags or {}),
@@ -274,48 +262,24 @@ def _entry_text(entry: Entry) -> str:
     return text
 
 
-def commit(
-    client: MlflowClient, workspace: Path, entry: Entry, entries: Sequence[Entry], model: RegisteredModel | None = None
-) -> Path | None:
-    """Record the decision and carry it out; returns its report, None if there is none.
-
-    Args:
-        entries: The history that the decision was made on.
-        model: The registered model, if it has just been looked up.
+def commit(state: ReleaseState, entry: Entry) -> Path | None:
+    """Record the decision that was made on ``state`` and carry it out; returns its report, None if there is none.
 
     Raises:
         EntryTaken: The history has grown since: what was decided on is no longer so. Nothing has moved.
         RlhfError: The registry refuses.
     """
-    entry = {**entry, "number": len(entries) + 1}
-    Ledger.open(client, entry["model"], model).append(entry["number"], _entry_text(entry))
-    return _carry_out(client, workspace, entry)
+    entry = {**entry, "number": len(state.entries) + 1}
+    Ledger.open(state.client, state.name, state.model).append(entry["number"], _entry_text(entry))
+    return _carry_out(state.client, state.workspace, entry)
 
 
-def finish_interrupted(
-    client: MlflowClient, workspace: Path, config: RegistryConfig
-) -> tuple[RegisteredModel | None, Sequence[Entry]]:
-    """Complete the decisions that earlier calls were interrupted in, if there are any.
-
-    Returns the registered policy and its history, for :func:`commit`.
-
-    Raises:
-        RlhfError: The registry does not answer, or the history cannot be read: nothing is decided on it.
-    """
-    while True:
-        model = registered_model(client, config.policy)
-        entries = [] if model is None else read_history(client, config.policy, model)
-        left = unfinished(model, entries)
-        if not left:
-            return model, entries
-        for entry in left:
+def finish_interrupted(client: MlflowClient, workspace: Path, name: str) -> ReleaseState:
+    """Read a registered model after completing the decisions that earlier calls were interrupted in."""
+    while (state := ReleaseState.read(client, workspace, name)).unfinished:
+        for entry in state.unfinished:
             _carry_out(client, workspace, entry)
-
-
-def unfinished(model: RegisteredModel | None, entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Return the decisions among ``entries`` that were not carried out to their end."""
-    done = "0" if model is None else model.tags.get(DONE_TAG, "0")
-    return entries[int(done) if done.isdecimal() else 0 :]
+    return state
 
 
 def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | None:
@@ -331,8 +295,7 @@ def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | No
                 client.delete_registered_model_alias(name, alias)
             else:
                 client.set_registered_model_alias(name, alias, version)
-        champions = {HISTORY_TAG: ",".join(entry["history"][-HISTORY_LIMIT:])} if entry["history"] else {}
-        for key, value in {**entry["model_tags"], **champions}.items():
+        for key, value in entry["model_tags"].items():
             client.set_registered_model_tag(model, key, value)
         for tag in entry["version_tags"]:
             name, version, key = tag["model"], tag["version"], tag["key"]

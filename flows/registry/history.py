@@ -5,14 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.aliases import CHALLENGER, CHAMPION, registered_model, registry_errors, versions
+from flows.registry.aliases import (
+    CHAMPION,
+    aliases_of,
+    get_version,
+    registered_model,
+    registry_errors,
+    versions,
+)
+from rlhf_core.config.loading import load_section
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities.model_registry import RegisteredModel
+    from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
 
 LEDGER_TAG = "rlhf.ledger_run"
@@ -41,7 +52,7 @@ class Ledger:
     def open(
         cls, client: MlflowClient, name: str, model: RegisteredModel | None = None, *, kind: str = "history"
     ) -> Ledger:
-        """Find the ledger of a registered model; ``RlhfError`` if the registry does not answer.
+        """Find the ledger of a registered model.
 
         Args:
             model: The registered model, if it has just been looked up.
@@ -175,28 +186,108 @@ class ApprovalRequest:
         """Why it can no longer be decided, in one line."""
         assert self.followed_by is not None
         entry, model = self.followed_by, self.entry["model"]
-        version, since = f"version {self.challenger} of {model}", utc_minute(entry["time"])
-        by = f"by {entry['who'] or 'unknown'} at {since}"
+        version, by = (
+            f"version {self.challenger} of {model}",
+            f"by {entry['who'] or 'unknown'} at {utc_minute(entry['time'])}",
+        )
         if answer := ANSWERS.get(entry["action"]):
             return f"{version} {answer.format(by=by, reason=entry['reason'])}"
-        moves = {move["alias"]: move["version"] for move in entry["moves"] if move["model"] == model}
-        if CHAMPION in moves:
-            judged = f"judged against version {self.champion}" if self.champion else "judged without a champion"
-            return (
-                f"version {moves[CHAMPION]} became champion {by}, after {version} was {judged}; `rlhf promote` judges "
-                "the challenger against it"
-            )
-        newer = moves.get(CHALLENGER) or "none"
-        return f"the challenger is version {newer} since {since}, no longer {version}; `rlhf promote` judges it"
+        champion = f"version {self.champion} as champion" if self.champion else "no champion"
+        moves = [f"@{of['alias']} to {version_words(of['version'])}" for of in entry["moves"] if of["model"] == model]
+        return (
+            f"{version} was judged with {champion}, and `{entry['action']}` {by} has moved {', '.join(moves)} since; "
+            "`rlhf promote` judges the challenger"
+        )
 
 
-def latest_request(entries: Sequence[Entry]) -> ApprovalRequest | None:
-    """The newest request for approval in a history, None if there was never one."""
-    for index in reversed(range(len(entries))):
-        if entries[index]["action"] == REQUEST:
-            later = (entry for entry in entries[index + 1 :] if entry["action"] != RETENTION)
-            return ApprovalRequest(entries[index], next(later, None))
-    return None
+DONE_TAG = "rlhf.decisions_done"
+
+
+@dataclass(frozen=True)
+class ReleaseState:
+    """A registered model and the decisions on it, by one reading of its registry.
+
+    Under its lock (:func:`flows.registry.session.registry_session`) decisions are made on it; what is committed holds
+    only if the registry is still so.
+
+    Attributes:
+        workspace: Whose settings count.
+        model: None if the registry does not know it.
+        entries: Its history, oldest first.
+    """
+
+    workspace: Path
+    client: MlflowClient
+    name: str
+    model: RegisteredModel | None
+    entries: Sequence[Entry]
+
+    @classmethod
+    def read(cls, client: MlflowClient, workspace: Path, name: str) -> ReleaseState:
+        """Read it; ``RlhfError`` if an entry of the history is missing or unreadable."""
+        model = registered_model(client, name)
+        return cls(workspace, client, name, model, [] if model is None else read_history(client, name, model))
+
+    @cached_property
+    def config(self) -> RegistryConfig:
+        """The section ``registry`` of the workspace's settings."""
+        return load_section(self.workspace, "registry", RegistryConfig)
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Version numbers by alias."""
+        return aliases_of(self.model)
+
+    @property
+    def champion(self) -> str | None:
+        """The version that is champion now."""
+        return self.aliases.get(CHAMPION)
+
+    @property
+    def crownings(self) -> list[tuple[Entry, str]]:
+        """The entries that made a version champion, each with that version, oldest first."""
+        moves = ((entry, move) for entry in self.entries for move in entry["moves"] if move["alias"] == CHAMPION)
+        return [(entry, str(move["version"])) for entry, move in moves if move["model"] == self.name]
+
+    @property
+    def recorded_champion(self) -> str | None:
+        """The version that the history ends with as champion; another one is, if something else than rlhf moved it."""
+        return self.crownings[-1][1] if self.crownings else None
+
+    @property
+    def champions(self) -> list[str]:
+        """Those that have been champion, oldest first, ending with the present one; those of rollbacks are gone."""
+        recorded = next((list(entry["history"]) for entry in reversed(self.entries) if entry["history"]), [])
+        return recorded if self.champion is None or recorded[-1:] == [self.champion] else [*recorded, self.champion]
+
+    @property
+    def request(self) -> ApprovalRequest | None:
+        """The newest request for approval, None if there was never one."""
+        for index in reversed(range(len(self.entries))):
+            if self.entries[index]["action"] == REQUEST:
+                later = (entry for entry in self.entries[index + 1 :] if entry["action"] != RETENTION)
+                return ApprovalRequest(self.entries[index], next(later, None))
+        return None
+
+    @property
+    def waiting(self) -> str:
+        """The version that waits for approval, empty if none does."""
+        return self.request.challenger if self.request is not None and self.request.is_open else ""
+
+    @property
+    def unfinished(self) -> Sequence[Entry]:
+        """The decisions that were not carried out to their end."""
+        done = "0" if self.model is None else self.model.tags.get(DONE_TAG, "0")
+        return self.entries[int(done) if done.isdecimal() else 0 :]
+
+    def version(self, number: str) -> ModelVersion:
+        """Version ``number``; ``RlhfError`` if there is none or the registry does not answer."""
+        return get_version(self.client, self.name, number)
+
+    def version_with(self, alias: str) -> ModelVersion | None:
+        """The version that has ``alias``, None if none has it."""
+        number = self.aliases.get(alias)
+        return None if number is None else self.version(number)
 
 
 def version_words(number: str | None) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,44 +69,33 @@ def play_match(workspace: Path, champion: Path, challenger: Path, prompt_set: in
     command = [sys.executable, "-m", "rlhf_core", "match", "--workspace", str(workspace)]
     command += ["--champion", str(champion), "--challenger", str(challenger), "--output", str(output)]
     command += ["--prompt-set", str(prompt_set)]
-    process = start_supervised(command, name="match", cwd=workspace, env=child_environment(workspace), log=log)
-    try:
-        while (code := process.poll()) is None:
-            time.sleep(0.1)
-    finally:
-        process.stop()
-    if code:
-        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-        raise RlhfError(f"the match ended with code {code}: {lines[-1] if lines else 'no output'} (log: {log})")
+    environment = child_environment(workspace)
+    ended = start_supervised(command, name="match", cwd=workspace, env=environment, log=log).result()
+    if ended.exit_code:
+        raise RlhfError(f"the match ended with code {ended.exit_code}: {ended.error_line} (log: {log})")
     result: dict[str, Any] = read_json(output)
     return result
 
 
-def wins(match: Mapping[str, Any], bar: float) -> tuple[bool, str]:
-    """Whether every judge's lower 95 % bound of the challenger's win rate exceeds ``bar``, and the bounds in words.
+def decided_by(match: Mapping[str, Any], bar: float, criteria: Sequence[Criterion]) -> tuple[bool, str]:
+    """Whether the challenger is promoted by these criteria, and the win rates, or which criteria do not hold.
 
-    A bound equal to the bar does not do: two identical models tie everywhere, at exactly one half.
+    Every judge's lower 95 % bound of the win rate has to exceed ``bar``. One equal to it does not do: two identical
+    models tie everywhere, at exactly one half.
     """
     judges = match.get("comparison") or {}
     if not judges:
         return False, "no judge has compared them"
-    lows = {name: float(result["win_rate_low95"]) for name, result in judges.items()}
+    short = sorted(name for name, result in judges.items() if not result["win_rate_low95"] > bar)
     rates = ", ".join(
-        f"{name} win rate {judges[name]['win_rate']:.3f} (at least {low:.3f})" for name, low in sorted(lows.items())
+        f"{name} win rate {result['win_rate']:.3f} (at least {result['win_rate_low95']:.3f})"
+        for name, result in sorted(judges.items())
     )
-    short = sorted(name for name, low in lows.items() if not low > bar)
+    unmet = [str(criterion) for criterion in failed(criteria) if not criterion.is_plain_win_rate]
     if short:
-        return False, f"not above {bar:g} with 95 % confidence by {' and '.join(short)}: {rates}"
-    return True, f"above {bar:g} with 95 % confidence by every judge: {rates}"
-
-
-def decided_by(match: Mapping[str, Any], bar: float, criteria: Sequence[Criterion]) -> tuple[bool, str]:
-    """Whether the challenger is promoted by these criteria, and the win rates, or which criteria do not hold."""
-    won, rates = wins(match, bar)
-    unmet = [criterion for criterion in failed(criteria) if won or not criterion.is_plain_win_rate]
-    if won and not unmet:
-        return True, rates
-    return False, "; ".join([*([] if won else [rates]), *map(str, unmet)])
+        lost = f"not above {bar:g} with 95 % confidence by {' and '.join(short)}: {rates}"
+        return False, "; ".join([lost, *unmet])
+    return not unmet, "; ".join(unmet) or f"above {bar:g} with 95 % confidence by every judge: {rates}"
 
 
 TEST_PROMPTS = Path("data") / "clean" / "prompts" / "test.parquet"
@@ -155,7 +143,7 @@ def attempt_number(client: MlflowClient, workspace: Path, model: str, digest: st
     A question that was numbered before keeps its number: its match is not played again.
 
     Raises:
-        RlhfError: There are no test prompts, or the registry does not answer.
+        RlhfError: There are no test prompts.
     """
     prompts = workspace / TEST_PROMPTS
     if not prompts.is_file():

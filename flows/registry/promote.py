@@ -16,7 +16,7 @@ from flows.registry.decisions import (
     PromotionDecision,
     RollbackDecision,
     as_report,
-    champion_versions,
+    commit,
     move,
     new_entry,
     publish_decision,
@@ -31,12 +31,12 @@ from flows.registry.history import (
     REQUEST,
     WITHDRAW,
     ApprovalRequest,
-    latest_request,
+    ReleaseState,
     version_words,
 )
 from flows.registry.match import PlayMatch, decided_by, make_attempt, play_match
 from flows.registry.register import CONDITIONS_TAG, GATES_PASSED, GATES_TAG, REWARD_VERSION_TAG, UNGATED_TAG
-from flows.registry.session import RegistrySession, not_the_owner, ownership, registry_session
+from flows.registry.session import not_the_owner, ownership, registry_session
 from flows.registry.stored_models import COMPLETE_TAG, verified_folder
 from flows.registry.workspace import OWNER_TAG, actor, printed_line
 from rlhf_core.config.gates import Condition
@@ -82,22 +82,22 @@ def promote(
     workspace = workspace.resolve()
     if force_reason is not None:
         _required_reason(force_reason, "a forced promotion needs a reason; say why, it is recorded")
-    with registry_session(workspace) as session:
-        config, owner = session.config, {OWNER_TAG: ownership(workspace)}
-        challenger = session.version_with(CHALLENGER) if version is None else session.version(version)
+    with registry_session(workspace) as state:
+        config, owner = state.config, {OWNER_TAG: ownership(workspace)}
+        challenger = state.version_with(CHALLENGER) if version is None else state.version(version)
         if challenger is None:
             raise RlhfError(f"{config.policy} has no @{CHALLENGER}; `rlhf run` registers one once its gates pass")
-        champion = session.version_with(CHAMPION)
-        decision = replace(_decide(session, challenger, champion, force_reason, play), dry_run=dry_run)
+        champion = state.version_with(CHAMPION)
+        decision = replace(_decide(state, challenger, champion, force_reason, play), dry_run=dry_run)
         entry: Mapping[str, Any] | None = None
         if approval or config.approval:
-            request = latest_request(session.entries)
+            request = state.request
             judged = (decision.challenger, decision.champion)
             is_open = request is not None and request.is_open and (request.challenger, request.champion) == judged
             if decision.promoted:
                 decision = replace(decision, promoted=False, awaiting_approval=True, unchanged=is_open)
                 # A version that was named is the challenger from its request on.
-                is_challenger = session.aliases.get(CHALLENGER) == decision.challenger
+                is_challenger = state.aliases.get(CHALLENGER) == decision.challenger
                 moves = [] if is_challenger else [move(decision.model, CHALLENGER, decision.challenger)]
                 entry = new_entry(
                     config.policy, REQUEST, decision.reason, moves=moves, decision=decision, model_tags=owner
@@ -106,15 +106,13 @@ def promote(
                 decision = replace(decision, unchanged=False)
                 entry = new_entry(decision.model, WITHDRAW, decision.reason, decision=decision)
         elif decision.promoted and not dry_run:
-            champions = [*champion_versions(session.model), decision.challenger]
-            cleared = _cleared_refusals(challenger)
-            entry = _champion_entry(session, champions, decision, decision.action, cleared, owner)
+            entry = _champion_entry(state, [*state.champions, decision.challenger], decision, model_tags=owner)
         if dry_run or decision.unchanged:
             return decision
         if entry is not None:
-            return replace(decision, report=session.commit(entry))
+            return replace(decision, report=commit(state, entry))
         with registry_errors("record the decision; nothing has moved"):
-            report = publish_decision(session.client, workspace, decision.challenger, as_report(decision))
+            report = publish_decision(state.client, workspace, decision.challenger, as_report(decision))
         return replace(decision, report=report)
 
 
@@ -127,13 +125,13 @@ def _required_reason(reason: str, otherwise: str) -> str:
 
 
 def _decide(
-    session: RegistrySession,
+    state: ReleaseState,
     challenger: ModelVersion,
     champion: ModelVersion | None,
     force_reason: str | None,
     play: PlayMatch,
 ) -> PromotionDecision:
-    client, workspace, config = session.client, session.workspace, session.config
+    client, workspace, config = state.client, state.workspace, state.config
     decision = PromotionDecision(
         model=config.policy,
         challenger=str(challenger.version),
@@ -143,7 +141,7 @@ def _decide(
     )
     if champion is not None and champion.version == challenger.version:
         return decision.refused("the challenger is the champion already", unchanged=True)
-    if not_allowed := not_the_owner(config.policy, session.model, workspace):
+    if not_allowed := not_the_owner(state):
         return decision.refused(not_allowed, unchanged=True)
     folder = verified_folder(workspace, challenger, client)
     obstacle = promotion_obstacle(challenger, gate_conditions(workspace))
@@ -151,7 +149,7 @@ def _decide(
         return decision.refused(f"{obstacle}; promote it with --force --reason TEXT", unchanged=True)
     if champion is None:
         removed = ""
-        if champions := champion_versions(session.model):  # without the alias it would be spared a match
+        if champions := state.champions:  # without the alias it would be spared a match
             removed = (
                 f"version {champions[-1]} was champion, and @{CHAMPION} was removed by something else than rlhf, so "
                 f"there is nothing to compare with; `rlhf promote --version {champions[-1]} --force --reason TEXT` "
@@ -203,19 +201,18 @@ def approve(workspace: Path, reason: str = "", version: str | None = None) -> Pr
             moved.
     """
     workspace = workspace.resolve()
-    with registry_session(workspace) as session:
-        planned = _requested(session, version)
-        challenger = session.version(planned.challenger)
-        verified_folder(workspace, challenger, session.client)
+    with registry_session(workspace) as state:
+        planned = _requested(state, version)
+        challenger = state.version(planned.challenger)
+        verified_folder(workspace, challenger, state.client)
         obstacle = promotion_obstacle(challenger)
         if obstacle and planned.forced is None:
             raise RlhfError(f"{obstacle}; it cannot be approved")
         why = printed_line(reason)[:REASON_LIMIT]
         approval = f"approved by {actor()}" + (f": {why}" if why else "")
         decision = replace(planned, approval=approval).accepted(f"{approval} ({planned.reason})")
-        champions = [*champion_versions(session.model), planned.challenger]
-        entry = _champion_entry(session, champions, decision, APPROVE, _cleared_refusals(challenger))
-        return replace(decision, report=session.commit(entry))
+        entry = _champion_entry(state, [*state.champions, planned.challenger], decision, action=APPROVE)
+        return replace(decision, report=commit(state, entry))
 
 
 def decline(workspace: Path, reason: str, version: str | None = None) -> PromotionDecision:
@@ -231,15 +228,15 @@ def decline(workspace: Path, reason: str, version: str | None = None) -> Promoti
         RlhfError: The reason is empty, no version waits, it is another one, or the registry has changed since.
     """
     why = _required_reason(reason, "declining needs a reason; add --reason TEXT, it is recorded")[:REASON_LIMIT]
-    with registry_session(workspace) as session:
-        planned, approval = _requested(session, version), f"declined by {actor()}: {why}"
+    with registry_session(workspace) as state:
+        planned, approval = _requested(state, version), f"declined by {actor()}: {why}"
         decision = replace(planned, approval=approval).refused(approval)
         declined = version_tag(planned.model, planned.challenger, DECLINED_TAG, approval)
         entry = new_entry(planned.model, DECLINE, approval, version_tags=[declined], decision=decision)
-        return replace(decision, report=session.commit(entry))
+        return replace(decision, report=commit(state, entry))
 
 
-def open_request(session: RegistrySession, version: str | None) -> ApprovalRequest:
+def open_request(state: ReleaseState, version: str | None) -> ApprovalRequest:
     """The version that waits for approval.
 
     Args:
@@ -248,7 +245,7 @@ def open_request(session: RegistrySession, version: str | None) -> ApprovalReque
     Raises:
         RlhfError: No version waits, another one does, or the registry has changed since it was judged.
     """
-    model, aliases, request = session.config.policy, session.aliases, latest_request(session.entries)
+    model, aliases, request = state.name, state.aliases, state.request
     if request is None:
         raise RlhfError(
             f"no version of {model} waits for approval: with registry.approval, `rlhf promote` requests it for a "
@@ -259,22 +256,18 @@ def open_request(session: RegistrySession, version: str | None) -> ApprovalReque
         raise RlhfError(f"version {version} of {model} does not wait for approval; {waiting}")
     if not request.is_open:
         raise RlhfError(request.closed_because())
-    if aliases.get(CHALLENGER) != request.challenger:  # moved by something else than rlhf
-        raise RlhfError(
-            f"the challenger of {model} is {version_words(aliases.get(CHALLENGER))}, but version {request.challenger} "
-            "was judged; `rlhf promote` judges the challenger"
-        )
-    if aliases.get(CHAMPION) != request.champion:
-        raise RlhfError(
-            f"the champion of {model} is {version_words(aliases.get(CHAMPION))}, but version {request.challenger} was "
-            f"judged against {version_words(request.champion)}; `rlhf promote` judges it again"
-        )
+    for alias, judged in ((CHALLENGER, request.challenger), (CHAMPION, request.champion)):
+        if aliases.get(alias) != judged:  # moved by something else than rlhf
+            raise RlhfError(
+                f"the {alias} of {model} is {version_words(aliases.get(alias))}, and was {version_words(judged)} when "
+                f"version {request.challenger} was judged; `rlhf promote` judges the challenger"
+            )
     return request
 
 
-def _requested(session: RegistrySession, version: str | None) -> PromotionDecision:
+def _requested(state: ReleaseState, version: str | None) -> PromotionDecision:
     """The promotion that waits for approval, as far as the history holds it; the match is in the request's report."""
-    request = open_request(session, version)
+    request = open_request(state, version)
     kept = {field.name for field in fields(PromotionDecision)} - {"report", "match", "question", "criteria"}
     planned: dict[str, Any] = {name: value for name, value in request.entry["decision"].items() if name in kept}
     return replace(PromotionDecision(**planned), awaiting_approval=False, who=actor(), time=utc_now())
@@ -295,53 +288,52 @@ def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDec
     """
     workspace = workspace.resolve()
     reason = _required_reason(reason, "a rollback needs a reason; say why, it is recorded")
-    with registry_session(workspace) as session:
-        policy, champion = session.config.policy, session.version_with(CHAMPION)
-        champions = champion_versions(session.model)
+    with registry_session(workspace) as state:
+        policy, champion = state.config.policy, state.version_with(CHAMPION)
+        champions = state.champions
         if champion is None or len(champions) < 2:
             raise RlhfError(f"{policy} has no earlier champion to go back to; `rlhf status` shows what there is")
         if to is not None and to not in champions[:-1]:
             earlier = ", ".join(champions[:-1])
             raise RlhfError(f"version {to} of {policy} is no earlier champion; go back to one of: {earlier}")
-        target = session.version(to or champions[-2])
-        verified_folder(workspace, target, session.client)
+        target = state.version(to or champions[-2])
+        verified_folder(workspace, target, state.client)
         decision = RollbackDecision(policy, str(target.version), str(champion.version), reason)
         remaining = champions[: champions.index(decision.champion) + 1]
         tags = [version_tag(policy, decision.replaced, ROLLED_BACK_TAG, reason[:REASON_LIMIT])]
-        entry = _champion_entry(session, remaining, decision, decision.action, tags)
-        return replace(decision, report=session.commit(entry))
-
-
-def _cleared_refusals(version: ModelVersion) -> list[dict[str, Any]]:
-    """A version that becomes champion is no longer marked as rolled back or declined."""
-    tags = (ROLLED_BACK_TAG, DECLINED_TAG)
-    return [version_tag(version.name, str(version.version), tag, None) for tag in tags if tag in version.tags]
+        entry = _champion_entry(state, remaining, decision, version_tags=tags)
+        return replace(decision, report=commit(state, entry))
 
 
 def _champion_entry(
-    session: RegistrySession,
+    state: ReleaseState,
     champions: Sequence[str],
     decision: PromotionDecision | RollbackDecision,
-    action: str,
-    version_tags: Sequence[Mapping[str, Any]],
+    *,
+    action: str = "",
+    version_tags: Sequence[Mapping[str, Any]] = (),
     model_tags: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Aliases of the policy and of its reward model, after the last of ``champions`` became champion."""
-    policy, reward_model, champion = session.config.policy, session.config.reward_model, champions[-1]
+    """Aliases of the policy and of its reward model, after the last of ``champions`` became champion.
+
+    That version is no longer marked as rolled back or declined. The action is the decision's unless it is given.
+    """
+    policy, reward_model, champion = state.config.policy, state.config.reward_model, champions[-1]
     champions = [*(number for number in champions[:-1] if number != champion), champion]
     previous = champions[-2] if len(champions) > 1 else None
     moves = [move(policy, PREVIOUS, previous), move(policy, CHAMPION, champion)]
-    reward = session.version(champion).tags.get(REWARD_VERSION_TAG)
-    if reward is not None:
-        earlier = None if previous is None else session.version(previous).tags.get(REWARD_VERSION_TAG)
+    tags = state.version(champion).tags
+    cleared = [version_tag(policy, champion, tag, None) for tag in (ROLLED_BACK_TAG, DECLINED_TAG) if tag in tags]
+    if (reward := tags.get(REWARD_VERSION_TAG)) is not None:
+        earlier = None if previous is None else state.version(previous).tags.get(REWARD_VERSION_TAG)
         moves += [move(reward_model, PREVIOUS, None if earlier == reward else earlier)]
         moves += [move(reward_model, CHAMPION, reward)]
     return new_entry(
         policy,
-        action,
+        action or decision.action,
         decision.reason,
         moves=moves,
-        version_tags=version_tags,
+        version_tags=[*version_tags, *cleared],
         champions=champions,
         decision=decision,
         model_tags=model_tags,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.dvc_repo.graph import dvc_status, read_graph
-from flows.registry.aliases import CHALLENGER, aliases_of, registered_model, registry_errors, versions
+from flows.registry.aliases import CHALLENGER, registry_errors, versions
 from flows.registry.client import experiment_id, fluent, log_data_input, log_numbers
 from flows.registry.decisions import TAG_LIMIT, commit, move, new_entry
 from flows.registry.evidence import (
@@ -24,8 +24,8 @@ from flows.registry.evidence import (
     require_recorded,
     short_conditions,
 )
-from flows.registry.history import read_history
-from flows.registry.session import RegistrySession, registry_session
+from flows.registry.history import ReleaseState
+from flows.registry.session import registry_session
 from flows.registry.signing import SIGNER_TAG, Signer, require_signer, sign_version
 from flows.registry.stored_models import COMPLETE_TAG, CONTENT_TAG, known_version, log_model
 from flows.registry.workspace import RegisteredHere, write_registered
@@ -120,15 +120,15 @@ def register(workspace: Path, run_id: str | None = None, *, known_only: bool = F
     signer = require_signer(load_section(workspace, "registry", RegistryConfig).signature)
     result = Registration()
     registered: dict[str, RegisteredHere] = {}
-    with registry_session(workspace) as session:
+    with registry_session(workspace) as policy:
         graph, stale = read_graph(workspace), {} if known_only else dvc_status(workspace)
         reward_version: dict[str, str] = {}
-        for model in registrable_models(session.config):
+        for model in registrable_models(policy.config):
             try:
                 evidence = [read_gate_evidence(workspace, gate) for gate in model.gates]
                 require_recorded(graph, stale, model.gate_stage)
                 tags = {**lineage_tags(workspace), **reward_version, **_gate_tags(workspace, model, evidence)}
-                version = _register_one(session, model, evidence, tags, run_id, signer, known_only)
+                version = _register_one(policy.client, workspace, model, evidence, tags, run_id, signer, known_only)
             except GateFailed as error:
                 result.refused[model.name] = str(error)
                 continue
@@ -142,21 +142,22 @@ def register(workspace: Path, run_id: str | None = None, *, known_only: bool = F
 def _gate_tags(workspace: Path, model: RegistrableModel, evidence: Sequence[GateEvidence]) -> dict[str, str]:
     """Whether all gates passed, why not, their conditions, and the report of the model's own gate (the last)."""
     failures, gates = "; ".join(gate.failed for gate in evidence if gate.failed), gate_conditions(workspace)
-    report = evidence[-1].report
-    # A report that is too long for a tag loses its reasons, or all its conditions.
-    short = [{key: c.get(key) for key in ("metric", "value", "bound", "passed")} for c in report["conditions"]]
-    forms = (report, {**report, "conditions": short}, {**report, "conditions": len(short)})
-    texts = [json.dumps(form, sort_keys=True) for form in forms]
+    report = json.dumps(evidence[-1].report, sort_keys=True)
+    if len(report) > TAG_LIMIT:  # the run has the whole
+        report = json.dumps(
+            {**evidence[-1].report, "conditions": len(evidence[-1].report["conditions"])}, sort_keys=True
+        )
     return {
         GATES_TAG: GATES_FAILED if failures else GATES_PASSED,
-        GATE_REPORT_TAG: next((text for text in texts if len(text) <= TAG_LIMIT), texts[-1][:TAG_LIMIT]),
+        GATE_REPORT_TAG: report[:TAG_LIMIT],
         CONDITIONS_TAG: json.dumps(short_conditions({name: gates[name] for name in model.gates})),
         **({UNGATED_TAG: failures[:TAG_LIMIT]} if failures else {}),
     }
 
 
 def _register_one(
-    session: RegistrySession,
+    client: MlflowClient,
+    workspace: Path,
     model: RegistrableModel,
     evidence: Sequence[GateEvidence],
     tags: Mapping[str, str],
@@ -164,20 +165,19 @@ def _register_one(
     signer: Signer | None,
     known_only: bool,
 ) -> RegisteredHere:
-    client, workspace, name = session.client, session.workspace, model.name
-    folder = workspace / model.folder
+    name, folder = model.name, workspace / model.folder
     content, listed = sha256_tree(folder), versions(client, name)
     known = known_version(client, workspace, listed, folder, content)
-    registered = registered_model(client, name)
+    state = ReleaseState.read(client, workspace, name)
     ungated = tags.get(UNGATED_TAG, "")
     # The bounds of gates may have changed since a version was made.
     about_gates = (GATES_TAG, GATE_REPORT_TAG, CONDITIONS_TAG, UNGATED_TAG)
     changed = [key for key in about_gates if known is not None and known.tags.get(key) != tags.get(key)]
     to_sign = signer is not None and (known is None or known.tags.get(SIGNER_TAG) != signer.id)
-    challenger = aliases_of(registered).get(CHALLENGER)
+    challenger = state.aliases.get(CHALLENGER)
     if known_only and (known is None or changed or to_sign or not (ungated or challenger == str(known.version))):
         raise NotRegistered(f"{name} is not registered as it is now; `rlhf run` registers it")
-    if registered is None:
+    if state.model is None:
         _create_model(client, name)
     if known is None:
         number = _create_version(client, workspace, model, evidence, {CONTENT_TAG: content, **tags}, run_id)
@@ -195,8 +195,7 @@ def _register_one(
     if not ungated and challenger != number:
         reason = "its content was registered before" if known else "registered"
         entry = new_entry(name, "register", reason, moves=[move(name, CHALLENGER, number)])
-        registered = registered or registered_model(client, name)
-        commit(client, workspace, entry, read_history(client, name, registered), registered)
+        commit(ReleaseState.read(client, workspace, name) if state.model is None else state, entry)
     return RegisteredHere(name, number, ungated, reused=known is not None)
 
 

@@ -6,15 +6,15 @@ DVC knows ``report.html``, which stays as its stage wrote it; this copy is writt
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.aliases import CHAMPION, aliases_of, get_version, registered_model, registry_errors, versions
+from flows.registry.aliases import CHAMPION, get_version, read_aliases, registry_errors
 from flows.registry.client import RELEASE_PAGE, REPORT_PAGE, connect, has_record
-from flows.registry.decisions import read_decisions, unfinished, utc_now
+from flows.registry.decisions import read_decisions, utc_now
 from flows.registry.evidence import DATA_CARD, GATES, REPORT_MODE, gate_conditions
-from flows.registry.history import DECLINE, ApprovalRequest, Entry, latest_request, read_history, utc_minute
+from flows.registry.history import DECLINE, ReleaseState, utc_minute
 from flows.registry.promote import DECLINED_TAG, promotion_obstacle
 from flows.registry.session import not_the_owner
 from flows.registry.workspace import RegisteredHere, read_registered
@@ -27,8 +27,7 @@ from rlhf_core.evaluation.report.headline import BEGIN, ReleaseDecision, UnmetCo
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json, sha256_file
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
-    from mlflow.entities.model_registry import ModelVersion, RegisteredModel
+    from mlflow.entities.model_registry import ModelVersion
 
 
 POLICY_FOLDER = "models/policy"
@@ -54,69 +53,6 @@ class RunNotes:
     hint: str = ""
 
 
-@dataclass(frozen=True)
-class ReleaseState:
-    """What was registered, judged, decided and promoted of a policy, by one reading of its registry.
-
-    Attributes:
-        policy: Name of the registered policy.
-        model: None where the registry does not know it.
-        versions: Newest first.
-        entries: Its history, oldest first.
-        decisions: The reports of promotions and rollbacks that the workspace holds, oldest first.
-    """
-
-    workspace: Path
-    policy: str
-    model: RegisteredModel | None
-    versions: Sequence[ModelVersion]
-    entries: Sequence[Entry]
-    decisions: Sequence[Mapping[str, Any]]
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Version numbers by alias."""
-        return aliases_of(self.model)
-
-    @property
-    def champion(self) -> str | None:
-        """The version that is champion now."""
-        return self.aliases.get(CHAMPION)
-
-    @property
-    def waiting(self) -> ApprovalRequest | None:
-        """The request for approval that can still be decided."""
-        request = latest_request(self.entries)
-        return request if request is not None and request.is_open else None
-
-    @property
-    def interrupted(self) -> str:
-        """The action that was begun and not completed, empty if none was."""
-        left = unfinished(self.model, self.entries)
-        return str(left[-1]["action"]) if left else ""
-
-    def version(self, number: str | None) -> ModelVersion | None:
-        """The version with this number, None if there is none."""
-        return next((version for version in self.versions if str(version.version) == number), None)
-
-
-def read_release_state(client: MlflowClient, workspace: Path, policy: str) -> ReleaseState:
-    """Read what the registry and ``workspace`` know of the registered model ``policy``.
-
-    Raises:
-        RlhfError: The registry does not answer, or the history cannot be read.
-    """
-    model = registered_model(client, policy)
-    return ReleaseState(
-        workspace,
-        policy,
-        model,
-        versions(client, policy) if model is not None else (),
-        read_history(client, policy, model) if model is not None else (),
-        [decision for decision in read_decisions(workspace) if decision.get("model") == policy],
-    )
-
-
 def read_release_decision(workspace: Path, notes: RunNotes | None = None) -> ReleaseDecision:
     """Say what became of the policy of ``workspace``; nothing is changed.
 
@@ -125,17 +61,13 @@ def read_release_decision(workspace: Path, notes: RunNotes | None = None) -> Rel
 
     Args:
         notes: What the run that wrote the report said; None for what it said when the page was written last.
-
-    Raises:
-        RlhfError: The registry does not answer, or the history cannot be read.
     """
-    notes = notes or _kept_notes(workspace)
+    notes = notes or _kept_notes(workspace) or RunNotes()
     here = _version_of_policy(workspace, notes)
     if here is None:
         return _not_registered(workspace, notes)
-    client = connect(workspace)
-    state = read_release_state(client, workspace, here.model)
-    version = state.version(here.version) or get_version(client, here.model, here.version)
+    state = ReleaseState.read(connect(workspace), workspace, here.model)
+    version = state.version(here.version)
     gates = f"; no gate vouches for it: {here.ungated}" if here.ungated else "; it passed its gates"
     return replace(
         _standing(state, here, version, notes),
@@ -207,7 +139,7 @@ def _not_registered(workspace: Path, notes: RunNotes) -> ReleaseDecision:
     if has_record(workspace):
         name = load_section(workspace, "registry", RegistryConfig).policy
         try:
-            number = aliases_of(registered_model(connect(workspace), name)).get(CHAMPION)
+            number = read_aliases(connect(workspace), name).get(CHAMPION)
             champion = _champion_sentence(name, number)
         except RlhfError:  # which may be why nothing is registered
             champion = ""
@@ -217,10 +149,10 @@ def _not_registered(workspace: Path, notes: RunNotes) -> ReleaseDecision:
 def _standing(state: ReleaseState, here: RegisteredHere, version: ModelVersion, notes: RunNotes) -> ReleaseDecision:
     """What was decided on the version, the newest decision first."""
     label, number = _label(here), here.version
-    moves = [(entry, champion) for entry in state.entries if (champion := _new_champion(entry, here.model)) is not None]
-    made = [index for index, (_, champion) in enumerate(moves) if champion == number]
+    crownings = state.crownings
+    made = [index for index, (_, champion) in enumerate(crownings) if champion == number]
     if state.champion == number:
-        entry = moves[made[-1]][0] if made else None
+        entry = crownings[made[-1]][0] if made else None
         reason = "" if entry is None else str(entry["reason"])
         forced = reason.startswith("forced:") or bool(here.ungated)
         again = entry is not None and entry["action"] == "rollback"
@@ -229,8 +161,8 @@ def _standing(state: ReleaseState, here: RegisteredHere, version: ModelVersion, 
         reason = f"{verb}: {reason}" if reason else f"@{CHAMPION} was moved by something else than rlhf."
         chat = (CHAT[0], f"{CHAT[1]}; `rlhf rollback --reason TEXT` takes it back")
         return _say(OPEN if forced else GOOD, headline, reason, _decided_by(entry), chat)
-    request = state.waiting
-    if request is not None and request.challenger == number:
+    request = state.request
+    if request is not None and state.waiting == number:
         decided = f"Requested by {request.entry['who']}, {utc_minute(request.entry['time'])}"
         approve = (f"rlhf approve --version {number}", "or `rlhf decline --reason TEXT`")
         reason = f"It passed what a promotion requires: {request.entry['reason']}"
@@ -239,8 +171,8 @@ def _standing(state: ReleaseState, here: RegisteredHere, version: ModelVersion, 
         declined = [e for e in state.entries if e["action"] == DECLINE and str(e["decided_on"]) == number]
         decided = _decided_by(declined[-1] if declined else None)
         return _say(BAD, f"Not released: {label} was declined", str(version.tags[DECLINED_TAG]), decided)
-    if made and made[-1] + 1 < len(moves):
-        entry, since = moves[made[-1] + 1]
+    if made and made[-1] + 1 < len(crownings):
+        entry, since = crownings[made[-1] + 1]
         if entry["action"] == "rollback":
             headline = f"Taken back: {label} was rolled back to version {since}"
             return _say(BAD, headline, f"Rolled back: {entry['reason']}", _decided_by(entry))
@@ -253,7 +185,7 @@ def _not_promoted(state: ReleaseState, here: RegisteredHere, version: ModelVersi
     """An obstacle by what is recorded of the version, else the last match, else that nobody has decided."""
     workspace, label = state.workspace, _label(here)
     headline = f"Not released: {label} was not promoted"
-    not_allowed = not_the_owner(here.model, state.model, workspace)
+    not_allowed = not_the_owner(state)
     if obstacle := promotion_obstacle(version, gate_conditions(workspace)):
         explain = ("rlhf gate policy --explain", "every condition; `rlhf promote --force --reason TEXT` overrides")
         # Why no gate vouches for a version is said where it is named.
@@ -261,9 +193,10 @@ def _not_promoted(state: ReleaseState, here: RegisteredHere, version: ModelVersi
         reason = "" if said else f"{obstacle[0].upper()}{obstacle[1:]}."
         unmet = _unmet_conditions(workspace) if here.ungated else ()
         return _say(OPEN, headline, reason, "", OWNER if not_allowed else explain, unmet)
-    decisions = [decision for decision in state.decisions if decision.get("challenger") == here.version]
+    about = (here.model, here.version)
+    decisions = [made for made in read_decisions(workspace) if (made.get("model"), made.get("challenger")) == about]
     if decisions:  # criteria that do not hold, or a request that no longer stands
-        decision, request = decisions[-1], latest_request(state.entries)
+        decision, request = decisions[-1], state.request
         if decision.get("awaiting_approval") and request is not None:
             decided, again = _decided_by(request.followed_by), ("rlhf promote", "judges it again")
             return _say(OPEN, headline, f"{request.closed_because()}.", decided, again)
@@ -287,12 +220,6 @@ def _with_signs(bound: str) -> str:
     """``<= 0.025`` as the conditions of gates are written."""
     sign, _, rest = bound.partition(" ")
     return f"{SIGNS[sign]} {rest}" if sign in SIGNS else bound
-
-
-def _new_champion(entry: Entry, model: str) -> str | None:
-    """The version that an entry of the history made champion of ``model``, None if it made none."""
-    moved = [m["version"] for m in entry["moves"] if m["model"] == model and m["alias"] == CHAMPION]
-    return None if not moved or moved[-1] is None else str(moved[-1])
 
 
 def _champion_sentence(model: str, number: str | None) -> str:
@@ -324,14 +251,13 @@ def write_release_page(workspace: Path, notes: RunNotes | None = None) -> Releas
         page.unlink(missing_ok=True)
     text = report.read_text(encoding="utf-8", errors="replace") if report.is_file() else ""
     digest = sha256_file(report) if text else ""
-    notes = notes or _kept_notes(workspace)
+    notes = notes or _kept_notes(workspace) or RunNotes()
     decision = read_release_decision(workspace, notes)
     rendered = with_release(text, decision) if BEGIN in text else None
     if rendered is None:
         return decision
     atomic_write_text(page, rendered)
-    record = {"report_sha256": digest, "notes": asdict(notes), "decision": asdict(decision)}
-    atomic_write_json(private_path(workspace, RECORD), record)
+    atomic_write_json(private_path(workspace, RECORD), {"report_sha256": digest, "notes": asdict(notes)})
     here = _version_of_policy(workspace, notes)
     if here is not None:  # the page lies beside the evidence of the version that it is about
         client = connect(workspace)
@@ -346,24 +272,19 @@ def write_release_page(workspace: Path, notes: RunNotes | None = None) -> Releas
 
 def current_page(workspace: Path) -> Path | None:
     """Return ``release.html`` if it was made of the report that is there now; None otherwise."""
-    page, report = workspace / RELEASE_PAGE, workspace / REPORT_PAGE
-    if not page.is_file() or not report.is_file():
+    return None if _kept_notes(workspace) is None else workspace / RELEASE_PAGE
+
+
+def _kept_notes(workspace: Path) -> RunNotes | None:
+    """The notes of the page's last writing; None where there is no page of the report that is there now."""
+    report = workspace / REPORT_PAGE
+    if not report.is_file() or not (workspace / RELEASE_PAGE).is_file():
         return None
-    return page if _record(workspace).get("report_sha256") == sha256_file(report) else None
-
-
-def _record(workspace: Path) -> Mapping[str, Any]:
-    """What was kept when the page was written last; empty if it never was, or was by a run of another release."""
     try:
-        record: Mapping[str, Any] = read_json(workspace / PRIVATE / RECORD)
-    except DataError:
-        return {}
-    return record if {*record.get("notes", ())} == {field.name for field in fields(RunNotes)} else {}
-
-
-def _kept_notes(workspace: Path) -> RunNotes:
-    """The notes of the page's last writing if that was of the same report, else none."""
-    return RunNotes(**_record(workspace)["notes"]) if current_page(workspace) is not None else RunNotes()
+        record = read_json(workspace / PRIVATE / RECORD)
+        return RunNotes(**record["notes"]) if record["report_sha256"] == sha256_file(report) else None
+    except (DataError, KeyError, TypeError):  # written by another release of the package
+        return None
 
 
 def try_release_page(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from flows.registry.aliases import read_aliases, registry_errors, versions
 from flows.registry.client import fluent
-from flows.registry.decisions import champion_versions, new_entry
-from flows.registry.history import RETENTION, latest_request
+from flows.registry.decisions import commit, new_entry
+from flows.registry.history import RETENTION, ReleaseState
 from flows.registry.match import MATCH_TAG, MATCHES
 from flows.registry.register import REWARD_VERSION_TAG
-from flows.registry.session import RegistrySession, other_owner, registry_session
+from flows.registry.session import other_owner, registry_session
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
@@ -61,30 +61,29 @@ def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
     config = load_section(workspace, "registry", RegistryConfig)
     if config.retention.versions is None:
         raise RlhfError("registry.retention.versions is not set, so every version is kept; set how many newest to keep")
-    with registry_session(workspace) as session:
-        if owner := other_owner(session.model, workspace):
+    with registry_session(workspace) as state:
+        if owner := other_owner(state):
             raise RlhfError(f"{config.policy} is owned by {owner}; its versions are deleted there")
-        plan = _plan(session, config.retention.versions)
+        plan = _plan(state, config.retention.versions)
         if delete and plan.deleted:
             gone = {
                 name: [str(version.version) for version, why in rows if not why] for name, rows in plan.models.items()
             }
             numbers = "; ".join(f"{name} {', '.join(of)}" for name, of in gone.items() if of)
             reason = f"beyond the newest {config.retention.versions} and not needed: {numbers}"[:1000]
-            session.commit(new_entry(config.policy, RETENTION, reason))
+            commit(state, new_entry(config.policy, RETENTION, reason))
             for version in plan.deleted:
-                _delete_version(session.client, workspace, version)
+                _delete_version(state.client, workspace, version)
         for path in plan.matches if delete else ():
             path.unlink(missing_ok=True)
         return plan
 
 
-def _plan(session: RegistrySession, newest: int) -> RetentionPlan:
-    client, config = session.client, session.config
-    needed = dict.fromkeys(champion_versions(session.model), "has been champion: rollback needs it")
-    request = latest_request(session.entries)
-    if request is not None and request.is_open:
-        needed |= {request.challenger: "waits for approval"}
+def _plan(state: ReleaseState, newest: int) -> RetentionPlan:
+    client, config = state.client, state.config
+    needed = dict.fromkeys(state.champions, "has been champion: rollback needs it")
+    if state.waiting:
+        needed[state.waiting] = "waits for approval"
     policies = _with_reasons(client, config.policy, newest, needed)
     kept = [version for version, why in policies if why]
     trained_by = {
@@ -93,9 +92,9 @@ def _plan(session: RegistrySession, newest: int) -> RetentionPlan:
         if REWARD_VERSION_TAG in version.tags
     }
     rewards = _with_reasons(client, config.reward_model, newest, trained_by)
-    matches = _matches(session.workspace, [version for version, why in policies if not why])
+    matches = _matches(state.workspace, [version for version, why in policies if not why])
     plan = {config.policy: policies, config.reward_model: rewards}
-    return RetentionPlan(plan, sorted(matches - _matches(session.workspace, kept)))
+    return RetentionPlan(plan, sorted(matches - _matches(state.workspace, kept)))
 
 
 def _with_reasons(

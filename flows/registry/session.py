@@ -9,27 +9,20 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from flows.registry.aliases import aliases_of, get_version, registered_model
 from flows.registry.client import connect, prepare_tracking
-from flows.registry.decisions import commit, finish_interrupted
+from flows.registry.decisions import finish_interrupted
 from flows.registry.evidence import gate_conditions
-from flows.registry.history import Entry
+from flows.registry.history import ReleaseState
 from flows.registry.workspace import OWNER_TAG, workspace_id
 from flows.workspace import locked
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.gates import describe_bound
 from rlhf_core.tracking.stage_run import default_environment, tracking_uri
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-    from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
 
 @contextmanager
@@ -55,52 +48,14 @@ def registry_lock(workspace: Path, model: str) -> Iterator[None]:
 RETRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5"}  # after 4, 8, 16 and 32 seconds; MLflow retries for four minutes
 
 
-@dataclass(frozen=True)
-class RegistrySession:
-    """The registered policy as it was read under its lock; what is committed holds only if it is still so.
-
-    Attributes:
-        model: The registered policy, None if the registry does not know it.
-        entries: Its history, oldest entry first.
-    """
-
-    workspace: Path
-    config: RegistryConfig
-    client: MlflowClient
-    model: RegisteredModel | None
-    entries: Sequence[Entry]
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Version numbers by alias."""
-        return aliases_of(self.model)
-
-    def version(self, number: str) -> ModelVersion:
-        """Version ``number``; ``RlhfError`` if there is none or the registry does not answer."""
-        return get_version(self.client, self.config.policy, number)
-
-    def version_with(self, alias: str) -> ModelVersion | None:
-        """The version that has ``alias``, None if none has it."""
-        number = self.aliases.get(alias)
-        return None if number is None else self.version(number)
-
-    def commit(self, entry: Entry) -> Path | None:
-        """Record the entry and carry it out (:func:`flows.registry.decisions.commit`)."""
-        return commit(self.client, self.workspace, entry, self.entries, self.model)
-
-
 @contextmanager
-def registry_session(workspace: Path) -> Iterator[RegistrySession]:
-    """Lock the registered policy of ``workspace`` for the block, after completing what an earlier call began.
-
-    Raises:
-        RlhfError: The registry does not answer, or the history of the policy cannot be read.
-    """
+def registry_session(workspace: Path) -> Iterator[ReleaseState]:
+    """Lock the registered policy of ``workspace`` for the block, after completing what an earlier call began."""
     workspace = workspace.resolve()
-    config = load_section(workspace, "registry", RegistryConfig)
+    name = load_section(workspace, "registry", RegistryConfig).policy
     client = prepare_tracking(workspace)
-    with registry_lock(workspace, config.policy), default_environment(RETRIES):
-        yield RegistrySession(workspace, config, client, *finish_interrupted(client, workspace, config))
+    with registry_lock(workspace, name), default_environment(RETRIES):
+        yield finish_interrupted(client, workspace, name)
 
 
 def ownership(workspace: Path) -> str:
@@ -108,20 +63,21 @@ def ownership(workspace: Path) -> str:
     return f"{workspace_id(workspace)} {workspace}"
 
 
-def other_owner(model: RegisteredModel | None, workspace: Path) -> str:
-    """The folder of the workspace that owns ``model``; empty if it is ``workspace``, or there is no owner yet."""
-    owner, _, folder = ("" if model is None else model.tags.get(OWNER_TAG, "")).partition(" ")
-    return "" if owner in ("", workspace_id(workspace)) else folder
+def other_owner(state: ReleaseState) -> str:
+    """The folder of the workspace that owns the model, where it is not that of ``state``; empty without an owner."""
+    owner, _, folder = ("" if state.model is None else state.model.tags.get(OWNER_TAG, "")).partition(" ")
+    return "" if owner in ("", workspace_id(state.workspace)) else folder
 
 
-def not_the_owner(name: str, model: RegisteredModel | None, workspace: Path) -> str:
-    """Why ``workspace`` may not decide on the champion of ``name``; empty if it may."""
-    folder = other_owner(model, workspace)
+def not_the_owner(state: ReleaseState) -> str:
+    """Why the workspace of ``state`` may not decide on the champion; empty if it may."""
+    folder = other_owner(state)
     if not folder:
         return ""
     return (
-        f"{name} is owned by {folder}: promote there, or set another name in registry.policy; if that folder is gone, "
-        f"delete the tag {OWNER_TAG} of {name} in MLflow, and the next promotion makes its workspace the owner"
+        f"{state.name} is owned by {folder}: promote there, or set another name in registry.policy; if that folder is "
+        f"gone, delete the tag {OWNER_TAG} of {state.name} in MLflow, and the next promotion makes its workspace the "
+        "owner"
     )
 
 
@@ -129,11 +85,11 @@ def describe_terms(workspace: Path) -> str:
     """Say who owns the registered policy of ``workspace``, and what a promotion by this workspace requires."""
     workspace = workspace.resolve()
     config = load_section(workspace, "registry", RegistryConfig)
-    model = registered_model(connect(workspace), config.policy)
-    if model is None or OWNER_TAG not in model.tags:
+    state = ReleaseState.read(connect(workspace), workspace, config.policy)
+    if state.model is None or OWNER_TAG not in state.model.tags:
         owner = "nobody yet: whoever promotes first"
     else:
-        owner = other_owner(model, workspace) or "this workspace"
+        owner = other_owner(state) or "this workspace"
     lines = [
         f"{config.policy}, owned by {owner}",
         f"every judge's lower 95 % bound of the win rate above {config.promote_win_rate_low95:g}",

@@ -12,19 +12,16 @@ from typing import TYPE_CHECKING, Any
 from flows.registry.aliases import (
     CHALLENGER,
     CHAMPION,
-    aliases_of,
     get_version,
     read_aliases,
     reason_and_remedy,
-    registered_model,
     registry_errors,
     versions,
 )
 from flows.registry.client import connect, fluent, knock
-from flows.registry.decisions import finish_interrupted, unfinished
 from flows.registry.evidence import PARENT_TAG
-from flows.registry.history import read_history
-from flows.registry.session import registry_lock
+from flows.registry.history import ReleaseState
+from flows.registry.session import registry_session
 from flows.registry.signing import verify_signature
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
@@ -97,24 +94,14 @@ def signature(kind: str, sampling: Mapping[str, Any]) -> ModelSignature:
 
     By default they are those that it was judged with. A seed of 0 or more makes the answer repeatable.
     """
-    from mlflow.models import ModelSignature, infer_signature
-    from mlflow.types.schema import Array, ColSpec, DataType, Object, ParamSchema, ParamSpec, Property, Schema
+    from mlflow.models import infer_signature
 
-    turn = Object([Property("role", DataType.string), Property("content", DataType.string)])
-    inputs = Schema([ColSpec(Array(turn), "messages")])
     if kind == "reward":
-        return ModelSignature(inputs, Schema([ColSpec(DataType.double, "score")]))
-    params = ParamSchema(
-        [
-            ParamSpec("max_tokens", DataType.long, sampling["max_new_tokens"]),
-            ParamSpec("temperature", DataType.double, float(sampling["temperature"])),
-            ParamSpec("top_p", DataType.double, float(sampling["top_p"])),
-            ParamSpec("repetition_penalty", DataType.double, float(sampling["repetition_penalty"])),
-            ParamSpec("seed", DataType.long, -1),
-        ]
-    )
+        return infer_signature({"messages": SCORED_EXAMPLE}, [{"score": 0.0}])
     completion = CompletionId(kind, 0).completion("text", "stop", token_usage(1, 1)) | {"reply": "text"}
-    return ModelSignature(inputs, infer_signature(None, [completion]).outputs, params)
+    chances = {name: float(sampling[name]) for name in ("temperature", "top_p", "repetition_penalty")}
+    params = {"max_tokens": sampling["max_new_tokens"], **chances, "seed": -1}
+    return infer_signature({"messages": EXAMPLE}, [completion], params)
 
 
 def verified_folder(workspace: Path, version: ModelVersion, client: MlflowClient | None = None) -> Path:
@@ -189,9 +176,6 @@ def known_version(
     Args:
         listed: The versions of a registered model, newest first.
         content: SHA-256 of ``folder``.
-
-    Raises:
-        RlhfError: The registry does not answer.
     """
     for version in listed:
         if version.tags.get(CONTENT_TAG) == content and version.tags.get(COMPLETE_TAG) == "true":
@@ -246,20 +230,18 @@ def policy_with_alias(workspace: Path, alias: str = CHAMPION) -> ModelVersion:
         RlhfError: No version has the alias.
     """
     workspace = workspace.resolve()
-    config = load_section(workspace, "registry", RegistryConfig)
-    client = connect(workspace)
-    model = registered_model(client, config.policy)
-    if model is not None and unfinished(model, read_history(client, config.policy, model)):
-        with registry_lock(workspace, config.policy):  # else a match of another workspace need not be waited for
-            model, _ = finish_interrupted(client, workspace, config)
-    aliases = aliases_of(model)
-    if alias in aliases:
-        return get_version(client, config.policy, aliases[alias])
+    name = load_section(workspace, "registry", RegistryConfig).policy
+    state = ReleaseState.read(connect(workspace), workspace, name)
+    if state.unfinished:  # else a match of another workspace need not be waited for
+        with registry_session(workspace) as state:
+            pass
+    if (version := state.version_with(alias)) is not None:
+        return version
     if alias in (CHAMPION, CHALLENGER):
         remedy = "in this workspace yet; `rlhf run` makes one, `rlhf status` shows what is"
     else:
-        remedy = f"in this workspace; its aliases are {', '.join(sorted(aliases)) or 'none'}"
-    raise RlhfError(f"no {alias} of {config.policy} {remedy}")
+        remedy = f"in this workspace; its aliases are {', '.join(sorted(state.aliases)) or 'none'}"
+    raise RlhfError(f"no {alias} of {name} {remedy}")
 
 
 class VersionSource:

@@ -11,9 +11,8 @@ from uuid import uuid4
 from mlflow import MlflowClient
 from unit.flows.registry.conftest import GATES, PARAMS
 
-from flows.registry.decisions import DONE_TAG, champion_versions
 from flows.registry.evidence import short_conditions
-from flows.registry.history import read_history
+from flows.registry.history import DONE_TAG, ReleaseState, read_history
 from rlhf_core.storage.files import atomic_write_json, sha256_tree
 
 
@@ -70,7 +69,7 @@ class SmallRegistry:
         for before, record in zip(champions, records[1:], strict=False):
             replaced = record["decision"]["champion" if record["action"] == "promote" else "replaced"]
             assert replaced == before, "it was decided on the champion of that time"
-        assert self.champion() == champions[-1] == champion_versions(self.client.get_registered_model(self.name))[-1]
+        assert self.champion() == champions[-1] == ReleaseState.read(self.client, self.folder, self.name).champion
         assert self.client.get_registered_model(self.name).tags[DONE_TAG] == str(
             len(read_history(self.client, self.name))
         )

@@ -22,7 +22,7 @@ from servers.conftest import Servers
 from servers.small_registry import SmallRegistry
 from unit.flows.registry.conftest import ScriptedMatch
 
-from flows.commands.registry_output import model_history
+from flows.commands.registry_output import describe_history, model_history
 from flows.registry import decisions
 from flows.registry.history import Ledger
 from flows.registry.promote import promote, rollback
@@ -102,7 +102,7 @@ def test_a_login_that_may_only_read(servers: Servers, registry: SmallRegistry, c
     with reader(servers):
         line = refused(lambda: win(contest))
         assert line.startswith("the model registry could not ") and "Permission denied" in line
-        assert "promote: " in model_history(contest).as_text()
+        assert "promote: " in describe_history(model_history(contest))
     assert registry.champion() == "1" and decided(registry) == 1
     assert win(contest).promoted and registry.consistent_champions() == ["1", "2"]
 
@@ -171,7 +171,7 @@ def test_a_clock_that_jumps_back_changes_no_order(
         patch.setattr(decisions, "utc_now", lambda: earlier)
         win(contest)
         rollback(contest, "rude")
-    listed = model_history(contest).as_text()
+    listed = describe_history(model_history(contest))
     assert registry.champion() == "1" and decided(registry) == 3
     assert listed.index("promote") < listed.index("rollback")
 

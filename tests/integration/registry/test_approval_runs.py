@@ -200,7 +200,7 @@ def test_the_form_on_the_server_decides(
     deployment.execute(run)
     assert deployment.state(run) == "Completed"
     assert aliases(release)["champion"] == ("2" if approved else "1")
-    last = model_history(release).decisions[-1]
+    last = model_history(release).entries[-1]
     assert (last["action"], last["who"]) == ("approve" if approved else "decline", "ada@example.org")
 
 

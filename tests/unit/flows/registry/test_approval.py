@@ -10,9 +10,8 @@ import pytest
 from killed_call import killed_before
 
 from flows.registry.decisions import commit, finish_interrupted, move, new_entry
-from flows.registry.history import read_history
+from flows.registry.history import ReleaseState, read_history
 from flows.registry.promote import approve, decline, promote, rollback
-from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError
 
 from .conftest import MODEL, PARAMS, Registry, ScriptedMatch
@@ -137,10 +136,19 @@ def promote_another(registry: Registry, workspace: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (change_challenger, "the challenger of rlhf-policy is version 3, but version 2 was judged; `rlhf promote`"),
-        (change_champion, "the champion of rlhf-policy is version 3, but version 2 was judged against version 1;"),
-        (promote_another, "version 3 became champion by .*, after version 2 of rlhf-policy was judged against"),
-        (roll_back, "version 1 became champion by .*, after version 3 of rlhf-policy was judged against version 2"),
+        (
+            change_challenger,
+            "the challenger of rlhf-policy is version 3, and was version 2 when version 2 was judged; `rlhf",
+        ),
+        (
+            change_champion,
+            "the champion of rlhf-policy is version 3, and was version 1 when version 2 was judged; `rlhf",
+        ),
+        (
+            promote_another,
+            "version 2 of rlhf-policy was judged with version 1 .* by .* UTC .*@champion to version 3 since;",
+        ),
+        (roll_back, "version 3 of rlhf-policy was judged with version 2 .* by .* UTC .*@champion to version 1 since;"),
     ],
 )
 def test_what_was_not_judged_is_not_approved(registry: Registry, waiting: Path, change: object, message: str) -> None:
@@ -156,9 +164,11 @@ def test_a_version_that_was_registered_since_takes_the_place_of_the_request(regi
     """As registration does it, with an entry in the history."""
     number = registry.add_version()
     entry = new_entry(MODEL, "register", "registered", moves=[move(MODEL, "challenger", number)])
-    commit(registry.client, waiting, entry, read_history(registry.client, MODEL))
+    commit(ReleaseState.read(registry.client, waiting, MODEL), entry)
     for decide in (approve, decline):
-        with pytest.raises(RlhfError, match=r"^the challenger is version 3 since .* UTC, no longer version 2 of rlhf-"):
+        with pytest.raises(
+            RlhfError, match=r"^version 2 of rlhf-policy was judged .* UTC has moved @challenger to version 3"
+        ):
             decide(waiting, "late")
     assert promote(waiting, play=ScriptedMatch()).awaiting_approval
     assert approve(waiting).challenger == "3"
@@ -166,16 +176,17 @@ def test_a_version_that_was_registered_since_takes_the_place_of_the_request(regi
 
 def test_two_people_on_two_machines(registry: Registry, waiting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one read the history before the first one's entry was in it, and wrote after."""
+    from flows.registry import promote as promotion
     from flows.registry import session
 
     def late(*arguments: object) -> object:
         with monkeypatch.context() as patch:
-            patch.setattr(session, "commit", commit)
+            patch.setattr(promotion, "commit", commit)
             patch.setattr(session, "registry_lock", lambda *_: nullcontext())
             decline(waiting, "not good enough")
         return commit(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(session, "commit", late)
+    monkeypatch.setattr(promotion, "commit", late)
     with pytest.raises(RlhfError, match=r"was changed from elsewhere meanwhile .*; nothing has changed here"):
         approve(waiting)
     assert registry.aliases() == BEFORE
@@ -188,7 +199,7 @@ def test_an_approval_killed_at_a_step_is_completed_or_has_not_begun(registry: Re
     for step in (1, 2, 3, 4, 7):
         before = registry.aliases()
         assert killed_before(step, lambda: approve(waiting))
-        finish_interrupted(registry.client, waiting, RegistryConfig())  # as any use of the registry does
+        finish_interrupted(registry.client, waiting, MODEL)  # as any use of the registry does
         begun.append(registry.aliases() != before)
         if begun[-1]:
             with pytest.raises(RlhfError, match="was approved by"):

@@ -12,7 +12,7 @@ from mlflow.entities.model_registry import ModelVersion, ModelVersionTag
 from rich.console import Console
 from scripted_match import match_result
 
-from flows.commands.registry_output import explain_gate, explain_promotion, gate_report, model_history
+from flows.commands.registry_output import describe_history, explain_gate, explain_promotion, gate_report, model_history
 from flows.commands.text import gate_verdict, has_passed
 from flows.dvc_repo.graph import StageNode
 from flows.registry.evidence import require_recorded
@@ -105,7 +105,7 @@ def test_the_history_tells_who_when_what_and_why(
     monkeypatch.setenv("RLHF_ACTOR", "ann")
     promote(contest, play=ScriptedMatch())
     rollback(contest, "rude")
-    text = model_history(contest).as_text()
+    text = describe_history(model_history(contest))
     lines = text.splitlines()
     assert re.fullmatch(r"1  20\S+ \S+ UTC  \S+@\S+  promote: @previous → none, @champion → 1", lines[0])
     assert re.search(r"3  20\S+ \S+ UTC  ann  rollback: @previous → none, @champion → 1", text)
@@ -116,10 +116,10 @@ def test_the_history_tells_who_when_what_and_why(
 
 def test_an_alias_that_was_moved_by_hand_is_told(registry: Registry, contest: Path) -> None:
     registry.client.set_registered_model_alias(MODEL, "champion", "2")
-    text = model_history(contest).as_text()
+    text = describe_history(model_history(contest))
     assert "the champion is version 2, but the history ends with version 1" in text
     with pytest.raises(RlhfError, match="other has no history yet"):
-        model_history(contest, "other").as_text()
+        model_history(contest, "other")
 
 
 def test_a_first_promotion_is_explained_too(registry: Registry) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from flows.commands.registry_output import model_history
-from flows.registry.decisions import DONE_TAG, commit, finish_interrupted, new_entry, registry_events
-from flows.registry.history import LEDGER_TAG, EntryTaken, Ledger, read_history
+from flows.commands.registry_output import describe_history, model_history
+from flows.registry.decisions import commit, finish_interrupted, new_entry, registry_events
+from flows.registry.history import DONE_TAG, LEDGER_TAG, EntryTaken, Ledger, ReleaseState, read_history
 from flows.registry.promote import approve, promote, rollback
-from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 
 from .conftest import MODEL, Registry, ScriptedMatch
@@ -81,8 +80,8 @@ def test_a_reason_or_a_name_looks_like_no_other_entry(
     monkeypatch.setenv("RLHF_ACTOR", "ann\n9  2026-01-01 00:00:00 UTC  ceo  approve: @champion → 7")
     rollback(contest, "rude\n8  2026-01-01 00:00:00 UTC  ceo\x1b[2J  approve: @champion → 7\u202e")
     foreign = new_entry(MODEL, "note", "one\ntwo") | {"who": "a\r\x1b[1Fb"}
-    commit(registry.client, contest, foreign, read_history(registry.client, MODEL))
-    lines = model_history(contest).as_text().splitlines()
+    commit(ReleaseState.read(registry.client, contest, MODEL), foreign)
+    lines = describe_history(model_history(contest)).splitlines()
     assert not [line for line in lines if line.startswith(("8", "9")) or not line.isprintable()]
     assert "   why: rude 8 2026-01-01 00:00:00 UTC ceo [2J approve: @champion → 7" in lines
     assert any("  a [1Fb  note: versions" in line for line in lines) and "   why: one two" in lines
@@ -97,7 +96,7 @@ def test_nothing_is_decided_on_an_entry_that_cannot_be_read(registry: Registry, 
     with sqlite3.connect(registry.folder / "shared" / "mlflow.db") as database:
         database.execute("UPDATE params SET value = ? WHERE key LIKE 'history.%.1'", (text,))
     for action in (
-        lambda: model_history(contest).as_text(),
+        lambda: model_history(contest),
         lambda: promote(contest, play=ScriptedMatch()),
         lambda: rollback(contest, "rude"),
         lambda: approve(contest),
@@ -116,20 +115,20 @@ def test_a_history_that_was_written_anew_is_shown_and_not_called_true(registry: 
         text = json.dumps(record | {"who": "alice@example.org", "reason": "approved by the board"})
         registry.client.log_param(forged.info.run_id, f"history.{MODEL}.{record['number']}", text)
     registry.client.set_registered_model_tag(MODEL, LEDGER_TAG, forged.info.run_id)
-    listed = model_history(contest).as_text()
+    listed = describe_history(model_history(contest))
     assert listed.count("alice@example.org") == 2
     assert not [claim for claim in ("unchanged", "hash", "verified", "signed") if claim in listed]
 
 
 def test_of_two_decisions_on_the_same_state_one_is_refused(registry: Registry, contest: Path) -> None:
     """What two machines would do, which no lock of one machine holds apart."""
-    entries = read_history(registry.client, MODEL)
+    state = ReleaseState.read(registry.client, contest, MODEL)
     promote(contest, play=ScriptedMatch())
     late = new_entry(MODEL, "terms", "decided before")
     with pytest.raises(EntryTaken):
-        commit(registry.client, contest, late, entries)
+        commit(state, late)
     assert registry.aliases()["champion"] == "2"
-    finish_interrupted(registry.client, contest, RegistryConfig())
+    finish_interrupted(registry.client, contest, MODEL)
     assert registry.aliases()["champion"] == "2"
     assert registry.client.get_registered_model(MODEL).tags[DONE_TAG] == "2"
 
@@ -185,4 +184,4 @@ def test_aliases_move_in_an_order_that_a_second_call_completes(
         promote(contest, play=ScriptedMatch())
     else:
         rollback(contest, "rude")
-    assert moved[:2] == ["previous", "champion"] and moved[-1] == DONE_TAG and "rlhf.champions" in moved[2:-1]
+    assert moved[:2] == ["previous", "champion"] and moved[-1] == DONE_TAG
