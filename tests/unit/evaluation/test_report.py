@@ -100,7 +100,7 @@ def fill(root: Path, gate_mode: str = "enforce", reward_bound: float = 0.5) -> N
         {
             "rule": "kl_over_budget",
             "action": "warn",
-            "symptom": "far",
+            "symptom": "further from the reference",
             "cause": "drift",
             "evidence": [],
             "remedy": "wait",
