@@ -112,6 +112,13 @@ def _run_smoke(workspace: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the test's own, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def smoke_copy(smoke: SmokeRun, tmp_path: Path) -> Path:
     """A workspace of the test's own with everything that the smoke run made, its DVC cache included."""
     target = tmp_path / "copy"

@@ -34,15 +34,11 @@ EPOCHS = st.integers(0, 1000)
 
 
 @given(st.integers(0, 300), SEEDS, EPOCHS)
-def test_epoch_order_is_a_permutation_and_repeatable(n: int, seed: int, epoch: int) -> None:
+def test_an_epoch_is_a_permutation_by_seed_and_epoch_alone(n: int, seed: int, epoch: int) -> None:
     order = epoch_order(n, seed, epoch)
-    assert sorted(order) == list(range(n))
-    assert order == epoch_order(n, seed, epoch)
-
-
-def test_epoch_and_seed_change_the_order() -> None:
-    assert epoch_order(50, 1, 0) != epoch_order(50, 1, 1)
-    assert epoch_order(50, 1, 0) != epoch_order(50, 2, 0)
+    assert sorted(order) == list(range(n)) and order == epoch_order(n, seed, epoch)
+    if n >= 50:  # where two permutations are the same by no chance
+        assert epoch_order(n, seed + 1, epoch) != order != epoch_order(n, seed, epoch + 1)
 
 
 @given(st.integers(1, 30), st.integers(1, 70), SEEDS)
@@ -173,11 +169,6 @@ def mixture(shares: dict[str, float], epoch: int = 0, **more: list[int]) -> list
     return rows_by_category_share(CATEGORIES, shares, 7, epoch, "reward.category_shares", **more)
 
 
-def test_a_category_is_repeated_until_it_has_its_share() -> None:
-    # 90 others are 3/4 of 120: ten harmless rows make 30, three times each.
-    assert Counter(mixture({"harmless": 0.25})) == Counter([*range(80), *range(90, 100), *[*range(80, 90)] * 3])
-
-
 def test_what_is_left_of_a_share_is_drawn_anew_in_each_epoch() -> None:
     # 80 others are half of 160: harmless 40 of them, and of the rude 40 too; with 0.28 and 0.22, 44.8 and 35.2.
     counts = [Counter(mixture({"harmless": 0.28, "rude": 0.22}, epoch)) for epoch in (0, 1)]
@@ -290,10 +281,6 @@ def test_seed_and_draw_change_which_of_the_commoner_kind_are_drawn() -> None:
     assert all(set(range(30, 40)) <= set(rows) for rows in draws)
 
 
-def test_pairs_of_one_kind_cannot_be_balanced() -> None:
-    assert length_balanced_rows([], 1) == length_balanced_rows([0, 0], 1) == length_balanced_rows([3] * 90, 1) == []
-
-
 def test_an_epoch_has_all_pairs_of_equal_length() -> None:
     rows = length_balanced_epoch([0, 4, 0, -4, 9], seed=1, epoch=2)
     assert {0, 2, 3} < set(rows) and len(rows) == 4
@@ -314,9 +301,7 @@ def pairs_against_a_reference(prompts: list[list[int]]) -> list[TokenisedPair]:
 
 @settings(max_examples=50)
 @given(PROMPT_LENGTHS, st.integers(64, 200), st.integers(1, 20), st.integers(0, 3))
-def test_an_epoch_has_every_pair_once_within_the_limits(
-    prompts: list[list[int]], budget: int, most: int, epoch: int
-) -> None:
+def test_an_epoch_has_every_pair_within_limits(prompts: list[list[int]], budget: int, most: int, epoch: int) -> None:
     pairs = pairs_against_a_reference(prompts)
     limits = PairBatchConfig(token_budget=budget, min_pairs=1, max_pairs=most)
     batches = PromptBatches(pairs, limits, seed=5).epoch(epoch)
@@ -347,9 +332,7 @@ def test_a_prompt_with_more_pairs_than_a_batch_holds_is_cut() -> None:
 
 
 @given(st.lists(st.tuples(*[st.lists(st.integers(1, 3), max_size=2)] * 3), max_size=8), st.booleans())
-def test_sequences_are_numbered_by_first_occurrence(
-    rows: list[tuple[list[int], list[int], list[int]]], share: bool
-) -> None:
+def test_sequences_are_numbered_in_order(rows: list[tuple[list[int], list[int], list[int]]], share: bool) -> None:
     pairs = [TokenisedPair(i, *ids) for i, ids in enumerate(rows)]
     listed = [(p, c) for p, c, _ in rows] + [(p, r) for p, _, r in rows]
     expected = [item for i, item in enumerate(listed) if item not in listed[:i]] if share else listed

@@ -115,18 +115,11 @@ def test_pad_falls_back_to_end_and_masks_do_not_care() -> None:
     assert mask.tolist() == [[1, 1, 0], [1, 1, 1]], "the real end counts although it has the pad's id"
 
 
-def test_left_pad_by_hand() -> None:
-    ids, mask = left_pad([[5], [6, 7, 8]], 0)
-    assert ids.tolist() == [[0, 0, 5], [6, 7, 8]]
-    assert mask.tolist() == [[0, 0, 1], [1, 1, 1]]
-    assert ids.dtype == mask.dtype == torch.long
-
-
 @given(st.lists(st.lists(st.integers(0, 9), max_size=12), min_size=1, max_size=8), st.integers(0, 9))
 def test_padding_keeps_every_token_on_its_side(sequences: list[list[int]], pad: int) -> None:
     width = max(len(s) for s in sequences)
     for pads_left, (ids, mask) in ((True, left_pad(sequences, pad)), (False, right_pad(sequences, pad))):
-        assert ids.shape == mask.shape == (len(sequences), width)
+        assert ids.shape == mask.shape == (len(sequences), width) and ids.dtype == mask.dtype == torch.long
         assert mask.sum(1).tolist() == [len(s) for s in sequences]
         for row, sequence in enumerate(sequences):
             assert ids[row][mask[row].bool()].tolist() == sequence

@@ -1,4 +1,4 @@
-"""Every container holds the same rows, compressed or not, on disk or at a URL; what is kept of a refused one."""
+"""Files at a URL are read like files on disk, credentials in it are refused, and what is kept of a refused row."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import fsspec
 import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
-from unit.data.malformed.case import arrow, parquet, table_text
-from unit.data.malformed.compressed import PACK
-from unit.data.reading import records_of
+from unit.data.malformed.case import table_text
+from unit.data.malformed.containers import PACK
 
 from rlhf_core.cli import app
 from rlhf_core.config.data import CollectConfig, ValidateConfig
@@ -26,28 +25,13 @@ from rlhf_core.storage.data_files import carries_credentials, expand_url, local_
 ROWS = [{"prompt": f"Q\t{i}?\n", "chosen": '"a", b', "rejected": "é\u2028 "} for i in range(3)]
 
 
-CONTENTS = {
-    "x.json": json.dumps(ROWS).encode(),
-    "x.jsonl": "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode(),
-    "x.csv": table_text(ROWS),
-    "x.tsv": table_text(ROWS, "\t"),
-    "x.parquet": parquet(ROWS),
-    "x.arrow": arrow(ROWS),
-    "stream.arrow": arrow(ROWS, stream=True),
-}
-
-
-@pytest.mark.parametrize("suffix", ["", *PACK])
-@pytest.mark.parametrize("name", CONTENTS)
-def test_rows_are_read_back_as_they_were_written(name: str, suffix: str) -> None:
-    records = records_of(name + suffix, PACK.get(suffix, bytes)(CONTENTS[name]))
-    assert [(record.value, record.problem) for record in records] == [(row, "") for row in ROWS]
+JSONL = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()
 
 
 @pytest.fixture
 def store() -> Iterator[fsspec.AbstractFileSystem]:
     filesystem = fsspec.filesystem("memory")
-    filesystem.pipe({"/pairs/a.jsonl": CONTENTS["x.jsonl"], "/pairs/b.csv.zst": PACK[".zst"](CONTENTS["x.csv"])})
+    filesystem.pipe({"/pairs/a.jsonl": JSONL, "/pairs/b.csv.zst": PACK[".zst"](table_text(ROWS))})
     yield filesystem
     filesystem.rm("/pairs", recursive=True)
 
@@ -63,7 +47,7 @@ def test_a_url_is_read_like_a_file(store: fsspec.AbstractFileSystem, tmp_path: P
 
 
 def test_a_folder_at_a_url_stands_for_its_data(store: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
-    store.pipe({"/pairs/README.md": b"about", "/pairs/.cache/c.jsonl": b"{}", "/pairs/in/d.jsonl": CONTENTS["x.jsonl"]})
+    store.pipe({"/pairs/README.md": b"about", "/pairs/.cache/c.jsonl": b"{}", "/pairs/in/d.jsonl": JSONL})
     results = list(read_sources(["memory://pairs"], "preferences", tmp_path))
     names = ["a.jsonl", "b.csv.zst", "in/d.jsonl"]
     assert [result.counts.source for result in results] == [f"memory:///pairs/{name}" for name in names]
@@ -94,7 +78,7 @@ def test_a_changed_file_at_a_url_changes_the_fingerprint(store: fsspec.AbstractF
 
     first = fingerprint()
     assert fingerprint() == first and "memory://gone/x.jsonl" in first
-    store.pipe("/pairs/a.jsonl", CONTENTS["x.jsonl"] + b"\n")
+    store.pipe("/pairs/a.jsonl", JSONL + b"\n")
     assert fingerprint() != first
 
 
@@ -107,14 +91,6 @@ def read(tmp_path: Path, name: str, content: str) -> FileRows:
     (tmp_path / name).write_text(content, newline="")
     (result,) = read_sources([name], "preferences", tmp_path)
     return result
-
-
-def test_quoted_line_breaks_commas_and_quotes_stay_in_the_text(tmp_path: Path) -> None:
-    (row,) = read(tmp_path, "x.csv", HEADER + '"a\r\nb","c, ""d""",e "f" g\n').rows
-    assert (row["prompt"][0]["content"], row["chosen"], row["rejected"]) == ("a\r\nb", 'c, "d"', 'e "f" g')
-    # Of a file of two columns, nearly every line of a text could be a row.
-    (record,) = records_of("x.csv", b'prompt,reply\nwho?,"Here:\nname,age\nBob,3\nAnn,4"\n')
-    assert record.value == {"prompt": "who?", "reply": "Here:\nname,age\nBob,3\nAnn,4"}
 
 
 @pytest.mark.parametrize(

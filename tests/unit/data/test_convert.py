@@ -1,10 +1,11 @@
-"""``rlhf data convert``: what is written is read back as the same rows, and nothing else is written or lost."""
+"""``rlhf data convert`` loses and overwrites nothing, and ``rlhf data diff`` counts each row of two states once."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 import tracemalloc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow.csv import write_csv
+from rich.cells import cell_len
 from typer.testing import CliRunner
 from unit.data.reading import is_unmarked
 
 from rlhf_core.cli import app
-from rlhf_core.config.data import DataSource
+from rlhf_core.config.data import DataSource, ReadOptions
+from rlhf_core.data.collection.rows import read_records
 from rlhf_core.data.collection.sources import read_sources
+from rlhf_core.data.inspection.changes import as_text, compare, compare_kinds, file_state
 from rlhf_core.data.inspection.convert import Conversion, convert
+from rlhf_core.data.readers.content import Record
+from rlhf_core.data.schema import arrow_schema
 from rlhf_core.errors import DataError, RlhfError
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -140,46 +146,42 @@ def test_nothing_is_written_when_nothing_can_be_used(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["texts.jsonl", "x.jsonl"]
 
 
-def test_the_command_finds_the_kind_and_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_command_finds_the_kind_and_overwrites_nothing(here: Path) -> None:
 
     def run(*words: str) -> Any:
         return CliRunner().invoke(app, ["data", "convert", *words])
 
-    pairs = write(tmp_path, [{"q": "Why?", "good": "a", "bad": "b"}], "odd.jsonl")
+    pairs = write(here, [{"q": "Why?", "good": "a", "bad": "b"}], "odd.jsonl")
     columns = ["--column", "prompt=q", "--column", "chosen=good", "--column", "rejected=bad"]
     done = run(pairs, *columns, "--to", "out.parquet")
     assert done.exit_code == 0 and "1 preferences are in out.parquet" in done.stdout
-    assert [row["chosen"] for row in rows_of(tmp_path / "out.parquet", "preferences")] == ["a"]
+    assert [row["chosen"] for row in rows_of(here / "out.parquet", "preferences")] == ["a"]
     assert "exists already" in str(run(pairs, *columns, "--to", "out.parquet").exception)
     value = json.loads(run(pairs, *columns, "--to", "out.parquet", "--force", "--json").stdout)
     assert (value["rows"], value["kind"], value["refused_file"]) == (1, "preferences", None)
     assert "ends with .jsonl or .parquet" in str(run(pairs, "--to", "out.csv").exception)
-    texts = write(tmp_path, [{"text": "t"}], "texts.jsonl")
+    texts = write(here, [{"text": "t"}], "texts.jsonl")
     assert "serve as preferences and pretrain" in str(run("out.parquet", texts, "--to", "both.jsonl").exception)
     assert run("out.parquet", "--kind", "prompts", "--to", "prompts.jsonl").exit_code == 0
-    assert rows_of(tmp_path / "prompts.jsonl", "prompts")[0]["group"] == "why?"
+    assert rows_of(here / "prompts.jsonl", "prompts")[0]["group"] == "why?"
 
 
 @pytest.mark.parametrize("options", [[], ["--force"]])
-def test_the_file_of_refused_rows_replaces_no_other(
-    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_rows_replace_no_other_file(options: list[str], here: Path) -> None:
     """It is derived from the name of the output, so the file may be the very one that is converted."""
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, [PAIR], "pairs.refused.jsonl")
-    write(tmp_path, [PAIR], "x.jsonl")
+    write(here, [PAIR], "pairs.refused.jsonl")
+    write(here, [PAIR], "x.jsonl")
     own = CliRunner().invoke(app, ["data", "convert", "pairs.refused.jsonl", "--to", "pairs.jsonl", *options])
     assert "one of the files that are read" in str(own.exception) or "exists already" in str(own.exception)
-    assert (tmp_path / "pairs.refused.jsonl").read_text() == json.dumps(PAIR) + "\n"
+    assert (here / "pairs.refused.jsonl").read_text() == json.dumps(PAIR) + "\n"
     other = CliRunner().invoke(app, ["data", "convert", "x.jsonl", "--to", "pairs.jsonl", *options])
-    assert (other.exit_code == 0) == (tmp_path / "pairs.jsonl").exists() == bool(options)
-    assert (tmp_path / "pairs.refused.jsonl").exists() != bool(options)
+    assert (other.exit_code == 0) == (here / "pairs.jsonl").exists() == bool(options)
+    assert (here / "pairs.refused.jsonl").exists() != bool(options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "output"), [("x.csv", "out.parquet"), ("x.parquet", "out.jsonl")])
-def test_a_file_is_converted_without_being_held(
+def test_a_converted_file_is_not_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, output: str
 ) -> None:
     monkeypatch.setattr("rlhf_core.data.collection.rows.CHUNK_RECORDS", 100)
@@ -196,3 +198,66 @@ def test_a_file_is_converted_without_being_held(
     finally:
         tracemalloc.stop()
     assert conversion.rows == 3000 and peak < 12_000_000 / 2, "twelve megabytes of text, of which a part is held"
+
+
+def table(*pairs: tuple[str, str, str], **labels: Any) -> pa.Table:
+    values = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) | labels for pair in pairs]
+    rows = read_records([Record(n, v) for n, v in enumerate(values, 1)], "preferences", "x", "").rows if values else []
+    return pa.Table.from_pylist(rows, schema=arrow_schema("preferences"))
+
+
+def prompts(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["prompt"][0]["content"] for row in rows]
+
+
+def test_every_row_is_counted_once() -> None:
+    before = table(("stays?", "a", "b"), ("goes?", "a", "b"), ("other reply?", "a", "b"), ("swapped?", "a", "b"))
+    after = table(("new?", "a", "b"), ("stays?", "a", "b"), ("other reply?", "A", "b"), ("swapped?", "b", "a"))
+    changes = compare("preferences", before, after, show=9)
+    counts = {name: changes[name] for name in ("unchanged", "added", "removed", "changed", "swapped", "relabelled")}
+    assert counts == {"unchanged": 1, "added": 1, "removed": 1, "changed": 2, "swapped": 1, "relabelled": 0}
+    examples = changes["examples"]
+    assert (prompts(examples["added"]), prompts(examples["removed"])) == (["new?"], ["goes?"])
+    for when in ("before", "after"):
+        assert prompts([pair[when] for pair in examples["changed"]]) == ["other reply?", "swapped?"]
+    text = as_text({"preferences": changes}, width=80)
+    assert "changed     2, 1 of them with the replies swapped" in text and "new?" in text
+    assert max(map(cell_len, text.splitlines())) <= 80
+
+
+def test_another_margin_or_category_is_another_label() -> None:
+    before, after = (table(("q?", "a", "b"), ("r?", "a", "b"), margin=margin, category="c") for margin in (1, 2))
+    changes = compare("preferences", before, after)
+    assert (changes["unchanged"], changes["relabelled"], changes["added"], changes["changed"]) == (0, 2, 0, 0)
+    assert "margin 1.0 → 2.0" in as_text({"preferences": changes})
+    same = compare("preferences", before, before)
+    assert as_text({"preferences": same}) == "preferences: 2 rows before, 2 after, all the same"
+
+
+PAIRS = st.lists(st.tuples(st.sampled_from("pq"), st.sampled_from("ab"), st.sampled_from("cd")), max_size=8)
+
+
+@pytest.mark.slow
+@given(PAIRS, PAIRS)
+def test_counts_add_up_and_copies_count_apart(before: list[Any], after: list[Any]) -> None:
+    changes = compare("preferences", table(*before), table(*after), show=99)
+    assert changes["unchanged"] == (Counter(before) & Counter(after)).total()
+    assert len(before) == changes["unchanged"] + changes["removed"] + changes["changed"]
+    assert len(after) == changes["unchanged"] + changes["added"] + changes["changed"]
+    examples = changes["examples"]
+    assert not {*prompts(examples["removed"])} & {*prompts(examples["added"])}
+
+
+def test_files_are_compared_as_the_kind_that_both_hold(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "q?", "chosen": "a", "rejected": "b"}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "q?", "reply": "c"}\n')
+    options = ReadOptions()
+    tables = [file_state([name], tmp_path, options, tmp_path / name[0]) for name in ("a.jsonl", "b.jsonl")]
+    with pytest.raises(DataError, match="the one holds preferences, the other demonstrations; name the kind"):
+        compare_kinds(*tables)
+    before, after = (
+        file_state([name], tmp_path, options, tmp_path / name[0], "demonstrations") for name in ("a.jsonl", "b.jsonl")
+    )
+    ((kind, changes),) = compare_kinds(before, after).items()
+    assert (kind, changes["changed"]) == ("demonstrations", 1)
+    assert changes["examples"]["changed"][0]["before"]["reply"] == "a"

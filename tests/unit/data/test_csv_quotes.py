@@ -1,15 +1,21 @@
-"""Quoted CSV text is read back as it was written, and rows between stray quotes are not taken for text."""
+"""Quoted CSV text is read back as it was written, and a JSON list value by value gives what it gives as a whole."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from unit.data.reading import records_of
 
+from rlhf_core.data.readers import json_records as json_list
+from rlhf_core.data.readers.json_records import ExtraData, JsonText
+from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.errors import DataError
 
 HEADER = ["prompt", "chosen", "rejected"]
@@ -98,9 +104,7 @@ TEXTS = st.lists(st.sampled_from(["a", ",", ",", "\n", "\n", "\r\n", "\r", '"', 
     quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]),
     data=st.data(),
 )
-def test_what_is_written_is_read_back_or_refused_with_the_remedy(
-    columns: int, line_end: str, quoting: int, data: st.DataObject
-) -> None:
+def test_texts_are_read_back_or_refused(columns: int, line_end: str, quoting: int, data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.lists(TEXTS, min_size=columns, max_size=columns), min_size=1, max_size=6))
     # A carriage return that Python 3.11 leaves unquoted at a row's end is the half of a line break.
     assume(quoting == csv.QUOTE_ALL or line_end == "\r\n" or not any(row[-1].endswith("\r") for row in rows))
@@ -132,3 +136,71 @@ def require_read_or_refused(rows: list[list[str]], line_end: str, quoting: int) 
         return False
     assert [list(record.value.values()) for record in records] == rows[1:]
     return True
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+SMALL_CHUNKS = settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def values_of(content: bytes) -> list[Any]:
+    return [record.value for record in JsonText("x.json", io.BytesIO(content)).records()]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_list, "CHUNK", 7)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@SMALL_CHUNKS
+@given(
+    st.lists(VALUES, max_size=6),
+    st.sampled_from([None, 1]),
+    st.booleans(),
+    st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-32"]),
+)
+def test_the_values_are_those_of_the_whole(listed: list[Any], indent: int | None, ascii_only: bool, code: str) -> None:
+    text = json.dumps(listed, indent=indent, ensure_ascii=ascii_only)
+    assert values_of(text.encode(code, "surrogatepass")) == listed
+
+
+@pytest.mark.usefixtures("small_chunks")
+@SMALL_CHUNKS
+@given(st.lists(VALUES, min_size=1, max_size=4), st.data())
+def test_what_is_cut_off_or_spoilt_is_refused_as_json_refuses_it(listed: list[Any], data: Any) -> None:
+    text = json.dumps(listed, indent=1)
+    at = data.draw(st.integers(1, len(text) - 1))
+    spoilt = data.draw(st.sampled_from([text[:at], text[:at] + "?" + text[at:], text[:at] + "\n" + text[at:]]))
+    try:
+        expected = json.loads(spoilt)
+    except json.JSONDecodeError as error:
+        with pytest.raises((DataError, ExtraData)) as refused:
+            values_of(spoilt.encode())
+        # Where a value is missing, versions of Python name its place or that of the comma before it.
+        place = f"line {error.lineno} column {error.colno} (char {error.pos})"
+        assert str(refused.value).endswith(place) or "trailing comma" in error.msg
+    else:
+        assert values_of(spoilt.encode()) == expected
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_lists_in_lines_are_told_while_rows_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('["a", "b"]\n["c"]')
+    assert [record.value for record in stream_records(path)] == [["a", "b"], ["c"]]
+    monkeypatch.setattr("rlhf_core.data.readers.json_records.HELD_CHARACTERS", 3)
+    with pytest.raises(DataError, match=r"is not valid JSON: Extra data: line 2 column 1 \(char 11\)"):
+        list(stream_records(path))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_value_that_does_not_end_is_not_searched_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_list, "MAX_VALUE", 50)
+    path = tmp_path / "x.json"
+    path.write_text('[{"a": 1}, {"a": "' + "b" * 400 + '"}]')
+    with pytest.raises(DataError, match=r"a JSON value of more than .* \(line 1 column 12 \(char 11\)\)"):
+        list(stream_records(path))

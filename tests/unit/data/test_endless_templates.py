@@ -30,17 +30,10 @@ KINDS = {
     "pieces": ("{% for a in range(99999) %}{{ 'abcdefghijklmnopqrstuvwxyz' }}{% endfor %}", "writes 2599"),
     # In C, between two steps of Python:
     "a power": ("{% set n = 9 %}{{ n ** (n ** n) }}", SLOW),
-    "a power of a filter": ("{% set n = 10 ** 9 %}{{ 1.5 | round(n, 'floor') }}", SLOW),
     "a product": ("{{ 'a' * 10**10 }}", LARGE),
-    "a product of lists": ("{{ [1] * 10**10 }}", LARGE),
-    "a width": ("{{ '%1000000000d' % 7 }}", LARGE),
     "a width of a filter": ("{{ '%1000000000d' | format(7) }}", LARGE),
-    "a width of a method": ("{{ '{:1000000000}'.format(7) }}", LARGE),
-    "a centre": ("{{ 'a' | center(10 ** 10) }}", LARGE),
-    "an indent": ("{{ messages | tojson(indent=10 ** 9) }}", LARGE),
     "a text doubled": (DOUBLED + "{{ n.x | length }}", LARGE),
     "a list that is written": (SHARED + "{{ n.x | string | length }}", f"({SLOW}|{LARGE})"),
-    "lists that are compared": (SHARED + "{% set m = n.x %}" + SHARED + "{{ m == n.x }}", SLOW),
     "a search": ("{{ ('a' * 10**6).replace('', 'b' * 10**6) | length }}", LARGE),
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from unit.data.reading import PAIR_FORMATS, said, user
 
 from rlhf_core.config.data import DataSource, FileSources, FormatName
 from rlhf_core.data.collection.rows import FileRows, prompt_group
@@ -14,11 +15,7 @@ from rlhf_core.data.collection.sources import read_sources, source_files
 from rlhf_core.data.readers.detection import FORMATS
 from rlhf_core.errors import DataError
 
-USER = {"role": "user", "content": "Hi?"}
-
-
-def said(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
+USER = user("Hi?")
 
 
 def read(tmp_path: Path, rows: list[Any], kind: str = "preferences", **options: Any) -> FileRows:
@@ -27,33 +24,16 @@ def read(tmp_path: Path, rows: list[Any], kind: str = "preferences", **options: 
     return result
 
 
-PAIR_FORMATS = {
-    "conversational": {"prompt": [USER], "chosen": [said("yes")], "rejected": [said("no")]},
-    "conversational-implicit": {"chosen": [USER, said("yes")], "rejected": [USER, said("no")]},
-    "standard": {"prompt": "Hi?", "chosen": "yes", "rejected": "no"},
-    "hh-rlhf": {"chosen": "\n\nHuman: Hi?\n\nAssistant: yes", "rejected": "\n\nHuman: Hi?\n\nAssistant: no"},
-    "sharegpt-ranking": {
-        "conversations": [{"from": "human", "value": "Hi?"}],
-        "chosen": {"from": "gpt", "value": "yes"},
-        "rejected": {"from": "gpt", "value": "no"},
-    },
-    "alpaca-ranking": {"instruction": "Hi?", "input": "", "chosen": "yes", "rejected": "no"},
-}
-
-
 @pytest.mark.parametrize("name", PAIR_FORMATS)
 def test_every_pair_format_gives_the_same_row(name: str, tmp_path: Path) -> None:
-    result = read(tmp_path, [PAIR_FORMATS[name]])
+    record, options = PAIR_FORMATS[name]("Hi?", "yes", "no"), {"dimension": "safe"} if name == "pku-saferlhf" else {}
+    result = read(tmp_path, [record], **options)
     assert result.counts.format == name
     (row,) = result.rows
-    assert (row["prompt"], row["chosen"], row["rejected"], row["margin"]) == ([USER], "yes", "no", None)
-    assert (row["group"], row["source"], row["category"]) == ("hi?", "x.jsonl", "general")
-
-
-@pytest.mark.parametrize("name", PAIR_FORMATS)
-def test_preferred_replies_serve_as_demonstrations(name: str, tmp_path: Path) -> None:
-    (row,) = read(tmp_path, [PAIR_FORMATS[name]], "demonstrations").rows
-    assert (row["prompt"], row["reply"]) == ([USER], "yes")
+    assert (row["prompt"], row["chosen"], row["rejected"]) == ([USER], "yes", "no")
+    assert (row["group"], row["source"], row["category"]) == ("hi?", "x.jsonl", options.get("dimension", "general"))
+    (row,) = read(tmp_path, [record], "demonstrations", **options).rows
+    assert (row["prompt"], row["reply"]) == ([USER], "yes"), "preferred replies serve as demonstrations"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +70,7 @@ def test_text_and_plain_prompts(tmp_path: Path) -> None:
 
 def test_a_file_that_several_patterns_match_is_read_once(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
-        (tmp_path / name).write_text(json.dumps(PAIR_FORMATS["standard"]))
+        (tmp_path / name).write_text(json.dumps(PAIR_FORMATS["standard"]("Hi?", "yes", "no")))
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
     named = DataSource(path="./b.jsonl", format="standard")
     urls = [f"file://{tmp_path}/link.jsonl", f"local://{tmp_path}/?.jsonl"]

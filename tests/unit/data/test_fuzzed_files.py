@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit.data.malformed.case import Row, arrow, lines, pairs, parquet, table_text
-from unit.data.malformed.compressed import PACK
+from unit.data.malformed.containers import PACK
 from unit.data.reading import is_unmarked, records_of
 
 from rlhf_core.config.data import FormatName, PairChoice, ReadOptions
-from rlhf_core.data.collection.rows import read_records
+from rlhf_core.data.collection.rows import FileRows, read_records
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema
 from rlhf_core.errors import DataError
@@ -38,7 +38,7 @@ WRITERS = {
     ".arrow": arrow,
     "-stream.arrow": lambda rows: arrow(rows, stream=True, batch=2),
 }
-PACKED = {suffix: pack for suffix, pack in PACK.items() if suffix != ".xz"} | {"": lambda content: content}
+PACKED = PACK | {"": lambda content: content}
 GOOD = {f"x{suffix}": write(pairs("good", 5)) for suffix, write in WRITERS.items()}
 GOOD |= {f"x.jsonl{suffix}": pack(GOOD["x.jsonl"]) for suffix, pack in PACK.items()}
 GOOD |= {f"nested{suffix}": WRITERS[suffix](DIALOGUES) for suffix in (".parquet", ".arrow", "-stream.arrow")}
@@ -65,11 +65,15 @@ def require_answer(name: str, content: bytes) -> None:
     except DataError as error:
         assert str(error).startswith(name) and str(error).encode()
         return
+    require_accounted(read, "preferences")
+
+
+def require_accounted(read: FileRows, kind: str) -> None:
+    """Check that rows, refusals and dropped records add up, and that all of them can be stored."""
     assert all(row.position >= 1 and row.reason.encode() and row.row.encode() for row in read.refused)
-    assert (
-        read.counts.records + read.counts.expanded == len(read.rows) + len(read.refused) + read.counts.dropped.total()
-    )
-    assert pa.Table.from_pylist(read.rows, arrow_schema("preferences")).num_rows == len(read.rows)
+    written = read.counts.records + read.counts.expanded
+    assert written == len(read.rows) + len(read.refused) + read.counts.dropped.total()
+    assert pa.Table.from_pylist(read.rows, arrow_schema(kind)).num_rows == len(read.rows)
 
 
 @given(name=NAMES, content=st.binary(max_size=200), compressed=st.booleans())
@@ -121,20 +125,21 @@ def test_a_published_record_with_another_value_is_read_or_refused(sample: str, d
         rows[odd] = changed(rows[odd], data)
     kind = data.draw(st.sampled_from(sorted(ROW_TYPES)))
     dimension = "agreed" if sample == "pku-saferlhf" and kind != "prompts" else None
-    records = [Record(position, row) for position, row in enumerate(rows, 1)]
+    options = ReadOptions(dimension=dimension)
+    as_written, changed_records = (
+        [Record(position, row) for position, row in enumerate(listed, 1)] for listed in (SAMPLES[sample], rows)
+    )
+    refused = read_records(as_written, kind, "x.jsonl", "", options=options).refused
     try:
-        read = read_records(records, kind, "x.jsonl", "", options=ReadOptions(dimension=dimension))
+        read = read_records(changed_records, kind, "x.jsonl", "", options=options)
     except DataError as error:
         assert str(error).startswith("x.jsonl") and str(error).encode()
         return
-    assert (
-        read.counts.records + read.counts.expanded == len(read.rows) + len(read.refused) + read.counts.dropped.total()
-    )
-    allowed = {odd + 1, *(row.position for row in as_written(sample, kind))}
+    require_accounted(read, kind)
+    allowed = {odd + 1, *(row.position for row in refused)}
     if sample == "oasst-messages":  # the replies to a message go with it
         allowed |= set(range(1, len(rows) + 1))
     assert {row.position for row in read.refused} <= allowed
-    assert pa.Table.from_pylist(read.rows, arrow_schema(kind)).num_rows == len(read.rows)
 
 
 def changed(record: Row, data: st.DataObject) -> Row:
@@ -150,25 +155,8 @@ def changed(record: Row, data: st.DataObject) -> Row:
     return record | {key: data.draw(JSON_VALUES)}
 
 
-def as_written(sample: str, kind: str) -> list[dict[str, Any]]:
-    """Return the rows that are refused of the unchanged sample."""
-    dimension = "agreed" if sample == "pku-saferlhf" and kind != "prompts" else None
-    records = [Record(position, row) for position, row in enumerate(SAMPLES[sample], 1)]
-    return read_records(records, kind, "x.jsonl", "", options=ReadOptions(dimension=dimension)).refused
-
-
-WORDS = st.text(max_size=8) | st.sampled_from(
-    [
-        "",
-        "\n\nHuman: a\n\nAssistant: b",
-        "\n\nAssistant:",
-        "Human: a\n\nAssistant: b",
-        "\ud800",
-        "\u200b",
-        "user",
-        "gpt",
-    ]
-)
+TRANSCRIPTS = ["\n\nHuman: a\n\nAssistant: b", "\n\nAssistant:", "Human: a\n\nAssistant: b"]
+WORDS = st.text(max_size=8) | st.sampled_from(["", "\ud800", "\u200b", "user", "gpt", *TRANSCRIPTS])
 NUMBERS = st.integers() | st.floats() | st.booleans() | st.none() | st.sampled_from([10**400, 10**5000])
 TURNS = st.dictionaries(
     st.sampled_from(["role", "from", "content", "value", "tool_calls", "answer", "rank", "response", "text"]),
@@ -202,8 +190,4 @@ def test_any_record_is_read_or_refused(kind: str, values: list[Any], name: str |
     used = {*result.positions, *(row.position for row in result.refused)}
     assert len(set(result.positions)) + len(result.refused) + result.counts.dropped.total() == len(records)
     assert len(used) + result.counts.dropped.total() == len(records)
-    assert (
-        len(records) + result.counts.expanded == len(result.rows) + len(result.refused) + result.counts.dropped.total()
-    )
-    assert all(row.reason and row.row.encode() for row in result.refused)
-    assert pa.Table.from_pylist(result.rows, arrow_schema(kind)).num_rows == len(result.rows)
+    require_accounted(result, kind)

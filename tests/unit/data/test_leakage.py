@@ -1,31 +1,40 @@
-"""Leakage between splits and from evaluation files: prompts that begin alike, overlap, or are worded nearly alike."""
+"""Rules about a whole set: leakage between splits, overlap with evaluation files, and near duplicates by MinHash."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from validation_rows import dialogue, make_row, row, set_of, suites_of
+from validation_rows import dialogue, make_row, memory_rows, origins_of, row, set_of, suites_of
 
 from rlhf_core.config import yaml_text
 from rlhf_core.config.data import NearDuplicatesConfig, ValidateConfig
 from rlhf_core.config.loading import check_params, rebase_sources
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.splits import PairUser
+from rlhf_core.data.validation import set_rules as minhash
 from rlhf_core.data.validation.set_rules import (
+    CROWDED,
+    SetFindings,
+    SimilarTexts,
+    apply_set_rules,
     beginning_hashes,
     check_set,
     contamination,
     prefix_leakage,
+    shingle_hashes,
     similar_prompts,
 )
+from rlhf_core.data.validation.tables import RawData, Validated, validate
 from rlhf_core.errors import DataError
 
-CONFIG = NearDuplicatesConfig(search=True)
+SEARCH = NearDuplicatesConfig(search=True)
 
 
 def test_prompts_that_are_the_beginning_of_a_held_out_one_and_the_reverse() -> None:
@@ -101,7 +110,7 @@ def test_prompts_that_are_worded_nearly_alike() -> None:
             row("preferences", 3, "train", f"{LONG} tomorrow?", user=PairUser.JUDGE),
         ]
     )
-    found = list(similar_prompts(rows, CONFIG))
+    found = list(similar_prompts(rows, SEARCH))
     # Both resemble the test prompt. The judge's are held out from the reward model's, so row 0 resembles row 3 too.
     assert [(b.number, b.reason.rpartition(" of ")[2]) for b in found] == [
         (0, "split test"),
@@ -116,29 +125,25 @@ def test_equal_prompts_of_one_group_are_no_matter_of_similarity() -> None:
         preferences=[row("preferences", i, "train", f"{LONG}?") for i in range(3)],
         prompts=[row("prompts", 9, "train", f"{LONG}?")],
     )
-    assert not list(similar_prompts(rows, CONFIG))
+    assert not list(similar_prompts(rows, SEARCH))
 
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_no_more_prompts_are_compared_than_max_rows(limit: int) -> None:
     rows = set_of(prompts=[row("prompts", 0, "test", f"{LONG}?"), row("prompts", 1, "train", f"{LONG} now?")])
-    found = list(similar_prompts(rows, CONFIG.model_copy(update={"max_rows": limit})))
+    found = list(similar_prompts(rows, SEARCH.model_copy(update={"max_rows": limit})))
     assert len(found) == limit - 1
 
 
-TIDES = "Please explain to me in simple terms how the tides of the sea are made by the moon and the sun together."
+TIDES = f"{LONG}."
 BREAD = "How do I bake a good loaf of bread at home?"
 SHORT = "What is RLHF?"
 
 
-def evaluation_files(folder: Path) -> None:
-    prompts = [TIDES, SHORT, BREAD]
-    (folder / "eval.jsonl").write_text("".join(json.dumps({"question": p, "answer": "?"}) + "\n" for p in prompts))
-    (folder / "broken.jsonl").write_text('{"prompt": "Is this read?"}\n{"prompt": \n')
-
-
 def test_rows_of_training_that_overlap_are_named(tmp_path: Path) -> None:
-    evaluation_files(tmp_path)
+    questions = [{"question": prompt, "answer": "?"} for prompt in (TIDES, SHORT, BREAD)]
+    (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "Is this read?"}\n{"prompt": \n')
     config = check_params(
         yaml_text.parse(
             "validate: {evaluation_files: [{path: eval.jsonl, columns: {prompt: question}}, broken.jsonl]}", "a file"
@@ -203,3 +208,133 @@ def test_a_new_workspace_finds_the_checks_and_keeps_annotations_of_its_own() -> 
         assert moved["evaluate"]["verifiable"]["path"] == "../../b/checks.jsonl"
     for nothing in ("collect:\n", "evaluate:\n  verifiable:\n", "collect:\n  annotations:\n"):
         assert rebase_sources(nothing, Path("/a/b"), Path("/a/c/d")) == nothing
+
+
+MINHASH = NearDuplicatesConfig(search=True, permutations=256)
+WORDS = [f"w{i}" for i in range(1000)]
+
+
+def hashes(text: str, size: int) -> set[int]:
+    return set(shingle_hashes(list(text), size).tolist())
+
+
+def test_shingles_are_runs_of_words() -> None:
+    assert len(hashes("abcde", 3)) == 3
+    assert len(hashes("ababab", 2)) == 2, "ab and ba"
+    assert len(hashes("xabc", 3) & hashes("abcy", 3)) == 1
+    assert len(hashes("a", 3)) == 1 and not hashes("", 3)
+    assert hashes("ab", 3) != hashes("ba", 3), "of fewer words than a run the whole text"
+
+
+@pytest.mark.parametrize("shared", [50, 80, 95])
+def test_the_estimate_is_the_jaccard_similarity_of_the_shingles(shared: int) -> None:
+    # With runs of one word, two sets of 100 words that share n have similarity n / (200 - n).
+    texts = SimilarTexts(NearDuplicatesConfig(shingle_words=1, permutations=256, similarity=0.2))
+    texts.add(0, texts.signature(" ".join(WORDS[:100])))
+    similar = texts.most_similar(texts.signature(" ".join(WORDS[100 - shared : 200 - shared])))
+    expected = shared / (200 - shared)
+    assert similar is not None
+    assert similar[1] == pytest.approx(expected, abs=4 * np.sqrt(expected * (1 - expected) / 256))
+
+
+def test_the_signature_of_a_long_text_is_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = SimilarTexts(MINHASH)
+    whole = texts.signature(" ".join(WORDS))
+    monkeypatch.setattr(minhash, "SHINGLES", 7)
+    assert (texts.signature(" ".join(WORDS)).hashvalues == whole.hashvalues).all()
+
+
+def test_texts_below_the_limit_are_not_similar_and_equal_ones_are() -> None:
+    texts = SimilarTexts(MINHASH)
+    texts.add(3, texts.signature("one two three four five six"))
+    assert texts.most_similar(texts.signature("seven eight nine ten eleven")) is None
+    same = texts.most_similar(texts.signature("One two  three\nfour FIVE six"))
+    assert same == (3, 1.0)
+
+
+def test_the_index_stays_small_where_all_texts_are_alike() -> None:
+    # 300 texts that share nine in ten shingles pairwise but are no near duplicates: without a bound, each lookup
+    # would compare with all others.
+    texts = SimilarTexts(NearDuplicatesConfig(shingle_words=1, similarity=0.95))
+    kept = 0
+    for i in range(300):
+        before = len(texts)
+        texts.add(i, texts.signature(" ".join([*WORDS[:90], *(f"own{i}-{k}" for k in range(5))])))
+        kept += len(texts) - before
+    assert CROWDED <= kept < 300
+
+
+STORY = "Once upon a time a fox met a crow on a tree with a piece of cheese, and asked it to sing a song for all. " * 2
+
+
+def found(**settings: object) -> tuple[Validated, SetFindings]:
+    """Check 3 rows of preferences: the second is nearly a copy of the first."""
+    rows = [
+        make_row("preferences", 900, chosen=f"{STORY} The crow sang about fifty songs.", rejected="No."),
+        make_row("preferences", 900, chosen=f"{STORY} The crow sang about sixty songs.", rejected="No."),
+        make_row("preferences", 901, chosen=f"{STORY[::-1]}.", rejected="No."),
+    ]
+    stored = {"preferences": memory_rows("preferences", rows, origins_of("pairs.jsonl", (1, 2, 3)))}
+    raw = RawData(stored, Path("none"))
+    suites = suites_of(**settings)
+    with TemporaryDirectory() as folder:
+        validated = validate(raw, suites, Path(folder))
+        findings = check_set(validated.clean, ValidateConfig.model_validate(settings), suites)
+        apply_set_rules(validated, findings)
+    return validated, findings
+
+
+@pytest.mark.slow
+def test_by_default_small_sets_are_compared_and_large_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    validated, _ = found()
+    assert validated.warned_checks["preferences"]["no_near_duplicates"] == 1
+    monkeypatch.setattr("rlhf_core.config.data.AUTOMATIC_ROWS", 2)
+    validated, findings = found()
+    assert "no_near_duplicates" not in validated.warned_checks["preferences"] and not findings.breaches
+    validated, _ = found(near_duplicates={"search": True})
+    assert validated.warned_checks["preferences"]["no_near_duplicates"] == 1
+    _, findings = found(rules={"no_near_duplicates": "refuse"})
+    assert findings.breaches, "a rule that decides is applied to a set of any size"
+
+
+def test_rows_that_are_nearly_copies_are_counted_and_stay() -> None:
+    validated, findings = found(near_duplicates={"search": True})
+    assert validated.warned_checks["preferences"]["no_near_duplicates"] == 1
+    assert findings.counts["preferences"]["near_duplicates_compared"] == 3 == validated.clean["preferences"].num_rows
+    assert [b.number for b in findings.breaches] == [1] and not list(validated.quarantine())
+    unwanted, _ = found(near_duplicates={"search": False})
+    assert "no_near_duplicates" not in unwanted.warned_checks["preferences"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("severity", ["refuse", "fail"])
+def test_rows_that_are_nearly_copies_are_refused_where_the_rule_says_so(severity: str) -> None:
+    validated, _ = found(near_duplicates={"search": True}, rules={"no_near_duplicates": severity})
+    ((row,),) = validated.quarantine()
+    first, third = (i for part in validated.clean["preferences"].parts() for i in part.column("id").to_pylist())
+    assert row.reasons == [f"nearly a copy of an earlier row ({first})"]
+    assert (row.source, row.position) == ("pairs.jsonl", 2) and row.id not in (first, third)
+    assert validated.clean["preferences"].numbers.tolist() == [0, 2]
+    assert validated.failed_checks["preferences"]["no_near_duplicates"] == 1
+    assert validated.quarantined_share("preferences") == 0, "it is left out, but no bad row"
+
+
+def flagged(*positions: int) -> list[int]:
+    """Return which pairs to one prompt, that share replies as those of a ranking do, count as near duplicates."""
+    replies = [f"{STORY} The {bird} sang." for bird in ("crow", "wren", "rook")]
+    pairs = [(replies[0], replies[1]), (replies[0], replies[2]), (replies[1], replies[2])] * 2
+    rows = [
+        make_row("preferences", 7, chosen=better, rejected=worse)
+        for (better, worse), _ in zip(pairs, positions, strict=False)
+    ]
+    config = ValidateConfig.model_validate({"near_duplicates": {"search": True}})
+    stored = {"preferences": memory_rows("preferences", rows, origins_of("rankings.jsonl", positions))}
+    findings = check_set(stored, config, suites_of())
+    return [breach.number for breach in findings.breaches if breach.rule == "no_near_duplicates"]
+
+
+def test_pairs_of_one_ranking_are_no_near_duplicates_of_each_other() -> None:
+    assert flagged(4, 4, 4) == []
+    assert flagged(4, 5, 6) == [1, 2], "rows of their own are"
+    assert flagged(4, 4, 5) == [2], "a row behind the ranking that resembles it is"
+    assert flagged(4, 4, 4, 5, 5, 5) == [3, 4, 5], "and so are the pairs of a ranking that is nearly a copy"

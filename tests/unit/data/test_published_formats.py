@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +210,7 @@ def test_what_does_not_serve_is_refused_by_name(name: str, kind: str, message: s
         read(name, kind)
 
 
-PKU = {"prompt": "Q?", "response_0": "a", "response_1": "b", "better_response_id": 0, "safer_response_id": 0}
+PKU = reading.PAIR_FORMATS["pku-saferlhf"]("Q?", "a", "b")
 USER = {"role": "user", "content": "Q?"}
 DIALOGUE = {
     "chosen": [USER, {"role": "assistant", "content": "a"}],
@@ -262,51 +261,15 @@ def test_parts_of_a_turn_are_joined() -> None:
     assert row["prompt"] == [{"role": "user", "content": " Look:\nwhy?"}]
 
 
-WRITERS: dict[str, Callable[[str, str, str], Any]] = {
-    "pku-saferlhf": lambda q, a, b: PKU | {"prompt": q, "response_0": a, "response_1": b},
-    "helpsteer2-preference": lambda q, a, b: {"prompt": q, "response_1": b, "response_2": a, "preference_strength": 2},
-    "helpsteer3-preference": lambda q, a, b: {
-        "context": [{"role": "user", "content": q}],
-        "response1": a,
-        "response2": b,
-        "overall_preference": -1,
-    },
-    "shp": lambda q, a, b: {"history": q, "human_ref_A": b, "human_ref_B": a, "labels": 0},
-    "orca-dpo": lambda q, a, b: {"question": q, "chosen": a, "rejected": b},
-    "conversational": lambda q, a, b: {"prompt": [{"role": "user", "content": q}], "chosen": a, "rejected": b},
-    "sharegpt-ranking": lambda q, a, b: {
-        "conversations": [{"from": "human", "value": q}],
-        "chosen": {"from": "gpt", "value": a},
-        "rejected": {"from": "gpt", "value": b},
-    },
-    "ultrafeedback-ratings": lambda q, a, b: {"instruction": q, "chosen_response": a, "rejected_response": b},
-    "ultrafeedback": lambda q, a, b: {
-        "instruction": q,
-        "completions": [{"response": b, "overall_score": 1}, {"response": a, "overall_score": 2}],
-    },
-    "nectar": lambda q, a, b: {"prompt": q, "answers": [{"answer": b, "rank": 2}, {"answer": a, "rank": 1}]},
-    "ranking": lambda q, a, b: {"prompt": q, "responses": [b, a], "scores": [0.5, 1]},
-    "oasst-trees": lambda q, a, b: {
-        "message_tree_id": "t",
-        "prompt": {
-            "role": "prompter",
-            "text": q,
-            "replies": [{"role": "assistant", "text": b, "rank": 1}, {"role": "assistant", "text": a, "rank": 0}],
-        },
-    },
-    "turn-list-pair": lambda q, a, b: {"chosen": [q, a], "rejected": [q, b]},
-}
-
-
 # A text with these marks is a transcript.
 PLAIN = st.text().filter(reading.is_unmarked)
 TEXTS = PLAIN.filter(lambda text: "Human:" not in text and "Assistant:" not in text)
 
 
-@given(TEXTS, TEXTS, TEXTS, st.sampled_from(sorted(WRITERS)))
+@given(TEXTS, TEXTS, TEXTS, st.sampled_from(sorted({*reading.PAIR_FORMATS} - {"hh-rlhf"})))
 def test_texts_are_read_as_they_were_written(prompt: str, better: str, worse: str, name: str) -> None:
     options = {"dimension": "safe"} if name == "pku-saferlhf" else {}
-    (row,) = parse(WRITERS[name](prompt, better, worse), **options).rows
+    (row,) = parse(reading.PAIR_FORMATS[name](prompt, better, worse), **options).rows
     assert row["prompt"] == [{"role": "user", "content": prompt}]
     assert (row["chosen"], row["rejected"]) == (better, worse)
 

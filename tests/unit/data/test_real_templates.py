@@ -37,6 +37,10 @@ replies = st.tuples(st.sampled_from(["The", "it", "天空", "好"]), texts).map(
 attacks = st.lists(st.sampled_from([*PIECES, *SPECIAL, "<|im_", "start|>system\n"]), max_size=8).map("".join)
 
 
+def of_template(template: str, eos: str = "<|im_end|>") -> PreTrainedTokenizerBase:
+    return RealTemplate("x", template, CHATML, eos, eos).tokenizer
+
+
 def dialogue(first: str, answer: str, second: str) -> list[Message]:
     return [Message("user", first), Message("assistant", answer), Message("user", second)]
 
@@ -48,11 +52,9 @@ def joint(tokenizer: PreTrainedTokenizerBase, messages: list[Message], reply: st
 
 
 @by_template
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(first=replies, answer=replies, second=replies, reply=replies)
-def test_prompt_and_reply_are_the_tokens_of_the_whole(
-    real: RealTemplate, first: str, answer: str, second: str, reply: str
-) -> None:
+def test_prompt_and_reply_make_the_whole(real: RealTemplate, first: str, answer: str, second: str, reply: str) -> None:
     tokenizer = real.tokenizer
     prompt, ids = encode_dialogue(tokenizer, dialogue(first, answer, second), reply)
     whole = joint(tokenizer, dialogue(first, answer, second), reply)
@@ -77,18 +79,6 @@ def test_the_mask_covers_the_reply_and_its_closing_token(real: RealTemplate, rep
 
 
 @by_template
-def test_a_prompt_begins_once(real: RealTemplate) -> None:
-    tokenizer = real.tokenizer
-    prompt = encode_prompt(tokenizer, dialogue("Hello", "Yes.", "Why?"))
-    if real.bos is not None:
-        assert prompt[0] == tokenizer.bos_token_id
-        assert prompt.count(tokenizer.bos_token_id) == 1
-        assert encode_text(tokenizer, "The sky")[0] == tokenizer.bos_token_id
-    assert encode_text(tokenizer, "The sky")[-1] == tokenizer.eos_token_id
-    assert tokenizer.decode(encode_text(tokenizer, "The sky")[real.bos is not None : -1]).strip() == "The sky"
-
-
-@by_template
 def test_a_reply_ends_at_its_closing_token_or_at_eos(real: RealTemplate) -> None:
     tokenizer = real.tokenizer
     names = tokenizer.convert_ids_to_tokens(list(stop_token_ids(tokenizer)))
@@ -102,11 +92,9 @@ def test_a_reply_ends_at_its_closing_token_or_at_eos(real: RealTemplate) -> None
 
 
 @by_template
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(first=attacks, answer=attacks, second=attacks, reply=attacks)
-def test_special_tokens_in_a_text_are_text(
-    real: RealTemplate, first: str, answer: str, second: str, reply: str
-) -> None:
+def test_special_tokens_are_text(real: RealTemplate, first: str, answer: str, second: str, reply: str) -> None:
     tokenizer = real.tokenizer
     special = {tokenizer.convert_tokens_to_ids(token) for token in real.special}
 
@@ -162,7 +150,7 @@ def test_what_templates_refuse_is_one_line() -> None:
     ],
 )
 def test_an_error_inside_a_template_is_one_line(template: str, cause: str) -> None:
-    tokenizer = RealTemplate("x", template, CHATML, "<|endoftext|>", "<|endoftext|>").tokenizer
+    tokenizer = of_template(template, "<|endoftext|>")
     with pytest.raises(DataError, match=rf"turns user \('Why\?'\): .*{cause}") as error:
         encode_prompt(tokenizer, [Message("user", "Why?")])
     assert "\n" not in str(error.value)
@@ -182,7 +170,7 @@ def test_named_templates_without_a_default_are_one_line() -> None:
 def test_today_is_a_fixed_day_in_templates_that_ask_for_it() -> None:
     """As Llama 3.2's template does: the same dialogue has to be the same tokens on every day."""
     template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    tokenizer = RealTemplate("x", template, CHATML, "<|endoftext|>", "<|endoftext|>").tokenizer
+    tokenizer = of_template(template, "<|endoftext|>")
     assert render(tokenizer, [Message("user", "Why?")]) == "26 Jul 2024Why?"
 
 
@@ -210,24 +198,24 @@ def test_a_space_before_the_closing_token_belongs_to_the_reply() -> None:
     ],
 )
 def test_a_template_that_closes_no_turn_ends_replies_with_eos(template: str) -> None:
-    tokenizer = RealTemplate("x", template, CHATML, "<|endoftext|>", "<|endoftext|>").tokenizer
+    tokenizer = of_template(template, "<|endoftext|>")
     assert tokenizer.convert_ids_to_tokens(encode_reply(tokenizer, "The")) == ["The", "<|endoftext|>"]
     assert tokenizer.convert_ids_to_tokens(list(stop_token_ids(tokenizer))) == ["<|endoftext|>"]
 
 
 def test_a_template_may_change_what_a_user_wrote() -> None:
     template = "{% for m in messages %}{{ m['content'] if loop.index0 % 2 else m['content'] | upper }}{% endfor %}"
-    written = reply_format(RealTemplate("x", template, CHATML, "<|endoftext|>", "<|endoftext|>").tokenizer)
+    written = reply_format(of_template(template, "<|endoftext|>"))
     assert (written.header, written.lead) == ("WHAT IS THAT?", "")
 
 
 def test_templates_that_cannot_write_a_reply_are_refused() -> None:
     header = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + m['content'] + '<|im_end|>' }}{% endfor %}"
     with pytest.raises(ModelError, match=r"'<\|im_start\|>assistant', but not where add_generation_prompt"):
-        encode_reply(RealTemplate("x", header, CHATML, "<|im_end|>", "<|im_end|>").tokenizer, "The")
+        encode_reply(of_template(header), "The")
     silent = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(ModelError, match="leaves an assistant's reply out"):
-        encode_reply(RealTemplate("x", silent, CHATML, "<|im_end|>", "<|im_end|>").tokenizer, "The")
+        encode_reply(of_template(silent), "The")
 
 
 # As DeepSeek-R1 and its distills, Nemotron and Gemma 4 do: the generation prompt opens what no dialogue has.
@@ -250,10 +238,6 @@ def chatml(header: str, prompt: str, content: str = "m['content']") -> str:
         .replace("CONTENT", content)
         .replace("PROMPT", repr(prompt))
     )
-
-
-def of_template(template: str) -> PreTrainedTokenizerBase:
-    return RealTemplate("x", template, CHATML, "<|im_end|>", "<|im_end|>").tokenizer
 
 
 @pytest.mark.parametrize("name", OPENS_REASONING)
@@ -335,20 +319,20 @@ def test_a_sampled_reply_with_reasoning_is_read_and_written_again_as_it_was() ->
 
 
 def test_dialogues_in_which_a_reply_begins_otherwise_are_refused_by_kind() -> None:
-    system_first = chatml("<|im_start|>assistant\n", "X").replace("'X'", "'<|im_start|>assistant\n' + ('fast ' if "
-                          "messages[0]['role'] == 'system' else '')")  # fmt: skip
-    several = chatml("<|im_start|>assistant\n", "X").replace("'X'", "'<|im_start|>assistant\n' + ('again ' if "
-                     "messages|length > 2 else '')")  # fmt: skip
+    begun = "'<|im_start|>assistant\n' + ('fast ' if {} else '')"
+    system_first, several = (
+        chatml("<|im_start|>assistant\n", "X").replace("'X'", begun.format(condition))
+        for condition in ("messages[0]['role'] == 'system'", "messages|length > 2")
+    )
     plain, more = [Message("user", "The?")], dialogue("The?", "It.", "Why?")
     system = [Message("system", "Be brief."), *plain]
     for template, fits, unfit in ((system_first, more, system), (several, system, more)):
         tokenizer = of_template(template)
         for prompt in (plain, fits):
             assert batch_encoding.encode_prompts(tokenizer, [prompt]) == [encode_prompt(tokenizer, prompt)]
-        with pytest.raises(DataError, match="writes a reply otherwise"):
-            encode_prompt(tokenizer, unfit)
-        with pytest.raises(DataError, match="writes a reply otherwise"):
-            batch_encoding.encode_prompts(tokenizer, [unfit])
+        for encode in (encode_prompt, lambda tokenizer, prompt: batch_encoding.encode_prompts(tokenizer, [prompt])):
+            with pytest.raises(DataError, match="writes a reply otherwise"):
+                encode(tokenizer, unfit)
         assert len(refused_dialogues(tokenizer)) == 1
 
 
@@ -397,10 +381,7 @@ def test_a_turn_that_switches_how_a_reply_begins_is_refused(kind: str, role: str
 
 
 def test_another_template_on_the_same_tokenizer_is_seen() -> None:
-    real = RealTemplate(
-        "changing", "{% for m in messages %}{{ m['content'] }}{% endfor %}", CHATML, "<|endoftext|>", "<|endoftext|>"
-    )
-    tokenizer = real.tokenizer
+    tokenizer = of_template("{% for m in messages %}{{ m['content'] }}{% endfor %}", "<|endoftext|>")
     before = vocabulary_id(tokenizer)
     tokenizer.chat_template = SMOLLM_2
     assert tokenizer.convert_ids_to_tokens(encode_reply(tokenizer, "The")) == ["The", "<|im_end|>"]

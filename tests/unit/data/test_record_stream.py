@@ -1,4 +1,4 @@
-"""A file is read record by record, with a part of it in memory at a time, whatever holds the records."""
+"""A file is read record by record, with a part of it in memory at a time, and the counts of its parts add up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import tracemalloc
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow.feather import write_feather
 from unit.data.malformed.case import arrow, lines, parquet, table_text
-from unit.data.malformed.compressed import PACK
+from unit.data.malformed.containers import PACK
 
 from rlhf_core.config.data import DataSource
 from rlhf_core.data.collection import rows as formats
@@ -24,6 +25,7 @@ from rlhf_core.data.collection.sources import source_chunks, source_files
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.readers.table_records import parquet_tables
+from rlhf_core.data.row_counts import MOST_REASONS, OTHER_REASONS, READABLE, ReasonCounts, RowCounts, RowFinding
 from rlhf_core.errors import DataError
 
 LINES = st.lists(
@@ -43,9 +45,7 @@ def streamed(path: Path) -> list[Record]:
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LINES, st.sampled_from([".jsonl", ".csv", ".tsv", ".json"]), st.sampled_from([".gz", ".zst", ".xz"]))
-def test_a_compressed_text_file_is_read_as_the_text(
-    tmp_path: Path, content: bytes, kind: str, compression: str
-) -> None:
+def test_a_compressed_text_is_read_as_the_text(tmp_path: Path, content: bytes, kind: str, compression: str) -> None:
     outcomes: list[list[Record] | str] = []
     for path, written in ((tmp_path / f"x{kind}", content), (tmp_path / f"x{kind}{compression}", None)):
         path.write_bytes(PACK[compression](content) if written is None else written)
@@ -56,12 +56,17 @@ def test_a_compressed_text_file_is_read_as_the_text(
     assert outcomes[0] == outcomes[1]
 
 
-def test_parquet_files_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow", "stream.arrow", "x.arrow.gz"])
+def test_tables_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("rlhf_core.data.readers.table_records.BATCH_ROWS", 3)
     dates = pa.array([0, 2**62, 1, None] * 4, pa.timestamp("ms"))  # the second is beyond Python's
     table = pa.table({"n": list(range(16)), "at": dates, "turns": [[{"role": "user"}] * (i % 3) for i in range(16)]})
-    pq.write_table(table, tmp_path / "x.parquet", row_group_size=5)
-    records = streamed(tmp_path / "x.parquet")
+    path = tmp_path / name
+    if name == "x.parquet":
+        pq.write_table(table, path, row_group_size=5)
+    else:
+        path.write_bytes(PACK.get(path.suffix, bytes)(arrow(table, stream=name.startswith("stream"), batch=7)))
+    records = streamed(path)
     assert [record.value["n"] for record in records] == list(range(16))
     assert [record.value["turns"] for record in records] == table.column("turns").to_pylist()
     assert [record.position for record in records] == list(range(1, 17))
@@ -86,16 +91,6 @@ def test_the_bytes_that_were_read_add_up_to_the_file(tmp_path: Path, name: str) 
     assert max(counts) == path.stat().st_size
 
 
-@pytest.mark.parametrize("name", ["x.arrow", "stream.arrow", "x.arrow.gz"])
-def test_arrow_files_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("rlhf_core.data.readers.table_records.BATCH_ROWS", 3)
-    table = pa.table({"n": list(range(16)), "turns": [[{"role": "user"}] * (i % 3) for i in range(16)]})
-    path = tmp_path / name
-    path.write_bytes(PACK.get(path.suffix, bytes)(arrow(table, stream=name.startswith("stream"), batch=7)))
-    assert [record.value for record in streamed(path)] == table.to_pylist()
-    assert [record.position for record in streamed(path)] == list(range(1, 17))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["x.json", "x.jsonl.xz", "x.arrow"])
 def test_a_file_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -117,16 +112,6 @@ def test_a_file_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     finally:
         tracemalloc.stop()
     assert count == 20_000 and peak < 10_000_000 * 0.75, "ten megabytes of text, of which a part is held"
-
-
-def test_an_xz_file_of_several_streams_is_read_to_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl.xz"
-    streams = lzma.compress(b'{"a": 1}\n') + b"\0" * 8 + lzma.compress(b'{"a": 2}\n') + b"\0" * 4
-    path.write_bytes(streams)
-    assert [record.value for record in streamed(path)] == [{"a": 1}, {"a": 2}]
-    path.write_bytes(streams + b"junk")
-    with pytest.raises(DataError, match="is not a whole xz file"):
-        streamed(path)
 
 
 def test_rows_in_chunks_are_the_rows_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,14 +168,6 @@ def test_a_table_of_far_more_than_its_file_could_hold_is_refused_before_it_is_re
         next(stream_records(tmp_path / "x.parquet"))
 
 
-def test_an_arrow_batch_of_nothing_is_refused(tmp_path: Path) -> None:
-    table = pa.table({"a": pa.nulls(10**9)})
-    with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    with pytest.raises(DataError, match="more than 200 times its size"):
-        next(stream_records(tmp_path / "x.arrow"))
-
-
 def test_messages_of_a_tree_may_be_in_different_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "CHUNK_RECORDS", 2)
     question = {"message_id": "q", "parent_id": None, "role": "prompter", "text": "Why?"}
@@ -208,20 +185,9 @@ def test_messages_of_a_tree_may_be_in_different_chunks(tmp_path: Path, monkeypat
     ) and not chunk.refused
 
 
-def arrow_stream(rows: range) -> bytes:
-    return arrow(pa.table({"prompt": [f"{i:0900}" for i in rows]}), stream=True, batch=50)
-
-
-def test_two_arrow_streams_in_a_file_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.arrow"
-    path.write_bytes(arrow_stream(range(4)) + arrow_stream(range(4)))
-    with pytest.raises(DataError, match="follow the end of its stream"):
-        streamed(path)
-
-
 def test_an_arrow_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.arrow"
-    path.write_bytes(arrow_stream(range(1000)))
+    path.write_bytes(arrow(pa.table({"prompt": [f"{i:0900}" for i in range(1000)]}), stream=True, batch=50))
     records = stream_records(path)
     next(records)
     os.truncate(path, 100_000)
@@ -229,45 +195,26 @@ def test_an_arrow_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) 
         list(records)
 
 
-def not_utf8_files() -> dict[str, tuple[str, bytes, int]]:
-    """Lists of rows in bytes that are not UTF-8 at one place: the name of the file, its content and that place."""
-    row = '{"prompt": "天气？", "chosen": "a", "rejected": "b"},\n'.encode()
-    begin = b"[\n" + row * (2**21 // len(row))
-    bad = b'{"prompt": "caf\xe9"},\n'
-    end = row * 3 + b'{"prompt": "x"}]'
-    mark = b"\xef\xbb\xbf"
-    cut = b'[\n{"prompt": "\xe5\xa4'
-    return {
-        "late": ("x.json", begin + bad + end, len(begin) + 15),
-        "first": ("x.json", b"[" + bad + end, 16),
-        "behind-a-byte-order-mark": ("x.json", mark + begin + bad + end, len(mark + begin) + 15),
-        "cut-off-inside-a-character": ("x.json", cut, len(cut) - 2),
-        "in-gzip": ("x.json.gz", gzip.compress(begin + bad + end), len(begin) + 15),
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", not_utf8_files())
-def test_bytes_of_json_that_are_not_utf8_are_named_by_line_and_place(case: str, tmp_path: Path) -> None:
-    name, content, place = not_utf8_files()[case]
-    path = tmp_path / name
-    path.write_bytes(content)
-    plain = gzip.decompress(content) if name.endswith(".gz") else content
-    line = plain[:place].count(b"\n") + 1
-    expected = f"line {line}, is not UTF-8 (byte 0x{plain[place]:02x}, {place} bytes from the start"
-    with pytest.raises(DataError) as refused:
-        streamed(path)
-    assert f"{path}, {expected} of the file); save it as UTF-8" == str(refused.value)
-
-
-def test_every_place_between_two_chunks_is_counted_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = '[\n"天",\n"天",\n"'.encode() + b'\xff"]'
-    path = tmp_path / "x.json"
-    path.write_bytes(content)
+@pytest.mark.parametrize(
+    ("name", "content", "line", "byte"),
+    [
+        ("x.json", '[\n"天",\n"天",\n"'.encode() + b'\xff"]', 4, 0xFF),
+        ("x.json", '\ufeff[\n"天",\n'.encode() + b'"caf\xe9"]', 3, 0xE9),
+        ("x.json", b'[\n{"prompt": "\xe5\xa4', 2, 0xE5),  # cut off inside a character
+        ("x.json.gz", b'[\n"caf\xe9"]', 2, 0xE9),
+    ],
+)
+def test_bytes_of_json_that_are_not_utf8_are_named_by_line_and_place_wherever_a_chunk_ends(
+    name: str, content: bytes, line: int, byte: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, place = tmp_path / name, content.rindex(byte)
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     for size in range(4, len(content) + 1):
         monkeypatch.setattr("rlhf_core.data.readers.json_records.CHUNK", size)
-        with pytest.raises(DataError, match=rf"line 4, is not UTF-8 \(byte 0xff, {len(content) - 3} bytes from the"):
-            list(stream_records(path))
+        with pytest.raises(DataError) as refused:
+            streamed(path)
+        expected = f"line {line}, is not UTF-8 (byte 0x{byte:02x}, {place} bytes from the start of the file)"
+        assert str(refused.value) == f"{path}, {expected}; save it as UTF-8"
 
 
 def test_a_full_disk_is_no_fault_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,3 +226,38 @@ def test_a_full_disk_is_no_fault_of_the_file(tmp_path: Path, monkeypatch: pytest
     with open("/dev/full", "wb", buffering=0) as full, pytest.raises(DataError, match=message):
         monkeypatch.setattr("tempfile.NamedTemporaryFile", lambda prefix: full)
         list(stream_records(packed))
+
+
+def finding(reason: str, position: int = 1) -> RowFinding:
+    return RowFinding(READABLE, "preferences", reason, "a.jsonl", position)
+
+
+def test_parts_of_a_source_add_up_to_what_it_is_as_a_whole() -> None:
+    whole = RowCounts("a.jsonl", "preferences", "standard")
+    for start in (0, 10):
+        part = RowCounts("a.jsonl", "preferences", "standard", records=10, kept=8, revision="abc")
+        part.dropped["tie"] += 1
+        part.unused["extra"] += 2
+        part.refuse(finding("no text", start + 3))
+        whole.take(part)
+    assert (whole.records, whole.kept, whole.refused, whole.dropped["tie"]) == (20, 16, 2, 2)
+    assert whole.records + whole.expanded == whole.kept + whole.refused + whole.dropped.total() + whole.cut
+    (reason,) = whole.reasons.commonest()
+    assert (reason.rows, reason.positions, reason.first.position) == (2, [3, 13], 3)
+    whole.cut_to(10)
+    assert (whole.kept, whole.cut) == (10, 6)
+    read = RowCounts.of_manifest("preferences", whole.as_dict() | {"share": 1.0})
+    assert (read.kept, read.refused, read.dropped, read.unused) == (10, 2, Counter(tie=2), Counter(extra=4))
+
+
+def test_unread_rows_of_a_hub_set_stay_unknown_once_they_are() -> None:
+    whole = RowCounts("hub:a/b", "prompts", "prompt")
+    for unread in (None, 0):
+        whole.take(RowCounts("hub:a/b", "prompts", "prompt", unread=unread))
+    assert whole.unread is None
+
+
+def test_a_file_with_a_reason_for_each_row_does_not_fill_the_memory() -> None:
+    counts = ReasonCounts.of(finding(f"margin {n} is not a number", n) for n in range(3 * MOST_REASONS))
+    assert len(counts) == MOST_REASONS + 1 and sum(count.rows for count in counts.values()) == 3 * MOST_REASONS
+    assert counts.commonest()[0].reason == OTHER_REASONS

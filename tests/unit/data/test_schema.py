@@ -36,19 +36,6 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.KIND)
-def test_round_trip(row: Preference, tmp_path: Path) -> None:
-    write_rows(tmp_path / "x.parquet", [row])
-    assert read_rows(tmp_path / "x.parquet", type(row)) == [row]
-    assert [p.name for p in tmp_path.iterdir()] == ["x.parquet"], "no temporary file is left"
-
-
-def test_missing_margin_stays_missing(tmp_path: Path) -> None:
-    rows = [replace(PREFERENCE, margin=None), PREFERENCE]
-    write_rows(tmp_path / "x.parquet", rows)
-    assert [row.margin for row in read_rows(tmp_path / "x.parquet", Preference)] == [None, 0.25]
-
-
 def test_wrong_kind_missing_and_broken_files_are_users_errors(tmp_path: Path) -> None:
     write_rows(tmp_path / "x.parquet", [ROWS[3]])
     with pytest.raises(DataError, match=r"no column prompt, chosen, .*: it is not a clean file of preferences"):
@@ -77,6 +64,7 @@ def test_more_text_than_an_array_holds_is_written_in_parts(
     rows = [replace(row, id=str(i)) for i in range(20)]
     write_rows(tmp_path / "x.parquet", rows)
     assert read_rows(tmp_path / "x.parquet", type(row)) == rows
+    assert [p.name for p in tmp_path.iterdir()] == ["x.parquet"], "no temporary file is left"
     assert pq.ParquetFile(tmp_path / "x.parquet").num_row_groups > 1
 
 

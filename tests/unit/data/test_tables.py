@@ -112,9 +112,7 @@ def test_the_memory_does_not_grow_with_the_long_rows_of_a_file(tmp_path: Path, m
     assert rows == 400 and peak < 3_000_000, "eight megabytes of prompts, and as much of their groups"
 
 
-def test_few_rows_are_read_at_a_time_of_a_row_group_of_long_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_long_rows_are_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_checks, "CHUNK_BYTES", 10_000)
     texts = [f"{i}" * 1000 for i in range(10, 40)]  # 2,000 bytes each
     pq.write_table(pa.table({"text": texts}), tmp_path / "x.parquet", compression="none", use_dictionary=False)
@@ -206,9 +204,7 @@ def test_a_file_is_readable_by_others(tmp_path: Path) -> None:
     assert (tmp_path / "x.parquet").stat().st_mode & 0o777 == 0o644
 
 
-def test_no_row_group_and_no_chunk_holds_more_text_than_arrow_can_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_chunk_holds_more_text_than_arrow_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_stream, "ROW_GROUP_BYTES", 1000)
     turns = [[{"role": "user", "content": f"{i:03} " + "x" * 296}] for i in range(20)]
     table = pa.table({"prompt": turns})

@@ -1,21 +1,31 @@
-"""Statistics of texts, refusals among them; what tells two texts apart, and what no terminal is sent."""
+"""Texts: statistics, refusals, what tells two apart, what no terminal is sent; Chinese through a tokenizer."""
 
 from __future__ import annotations
 
 import io
 import json
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from flows.commands.text import print_error
+from rlhf_core.chat.session import ReplyStream, prompts_to_try
 from rlhf_core.cli import app
 from rlhf_core.data import text as stats
-from rlhf_core.data.text import comparable, escaped_controls, is_refusal
+from rlhf_core.data.encoding import decode_reply, encode_dialogue
+from rlhf_core.data.schema import Message, Prompt, write_rows
+from rlhf_core.data.text import comparable, escaped_controls, is_refusal, language_shares, language_tag
+from rlhf_core.models.causal_lm import train_tokenizer
+from rlhf_core.sampling.reply import sample_reply
 
 REFUSALS = (
     "i am sorry, but i cannot help with that.",
@@ -56,6 +66,7 @@ ANSWERS = (
     "i am not sure about that.",
     "the boat is red.",
     "First boil the water. Then pour it. You cannot drink it yet.",
+    "Boil water. Add salt. I cannot tell you more.",  # after two sentences of answer
     "",
     "I'm sorry to hear that you had a rough day. What happened?",
     "I am so sorry for your loss. Here is a letter that you can adapt.",
@@ -85,27 +96,6 @@ def test_answers_that_begin_like_refusals_are_none(reply: str) -> None:
     assert not is_refusal(reply)
 
 
-def test_a_refusal_after_two_sentences_of_answer_does_not_count() -> None:
-    assert not is_refusal("Boil water. Add salt. I cannot tell you more.")
-
-
-def test_trigram_repetition_counts_what_was_there_before() -> None:
-    assert stats.trigram_repetition("a b a b a") == pytest.approx(1 / 3)
-    assert stats.trigram_repetition("one two three four") == 0.0
-    assert stats.trigram_repetition("two words") == 0.0
-    assert stats.trigram_repetition("go " * 12) == pytest.approx(0.9)
-
-
-def test_distinct_bigrams_over_the_whole_set() -> None:
-    assert stats.distinct_n(["a b c", "a b d"], 2) == pytest.approx(3 / 4)
-    assert stats.distinct_n([], 2) == 0.0
-
-
-def test_words_separate_punctuation_and_ideographs() -> None:
-    assert stats.split_words("It's RED, ok.") == ["it", "'", "s", "red", ",", "ok", "."]
-    assert stats.split_words("我不能 help") == ["我", "不", "能", "help"]
-
-
 @pytest.mark.parametrize(
     ("text", "first"),
     [
@@ -121,19 +111,35 @@ def test_first_sentence(text: str, first: str) -> None:
     assert stats.first_sentence(text) == first
 
 
-def test_one_refusal_for_everything_shows() -> None:
-    replies = ["I am sorry, but I cannot help with that."] * 9 + ["The sky is blue."]
-    assert stats.distinct_first_sentences(replies) == pytest.approx(0.2)
-    assert stats.commonest_first_sentence(replies) == ("i am sorry, but i cannot help with that.", 0.9)
-    assert stats.commonest_reply(replies) == 0.9
-    assert stats.refusal_rate(replies) == 0.9
+SAME = ["I am sorry, but I cannot help with that."] * 9 + ["The sky is blue."]
 
 
-def test_rates() -> None:
-    assert stats.short_reply_rate([1, 3, 4, 9], 4) == 0.5
-    assert stats.missing_eos_rate([True, False, True, True]) == 0.25
-    assert stats.missing_eos_rate([]) == 0.0
-    assert stats.mean_words(["a b", "c"]) == 1.5
+@pytest.mark.parametrize(
+    ("statistic", "given", "expected"),
+    [
+        (stats.split_words, ["It's RED, ok."], ["it", "'", "s", "red", ",", "ok", "."]),
+        (stats.split_words, ["𠮷野家、人々 very good。"], ["𠮷", "野", "家", "、", "人", "々", "very", "good", "。"]),
+        (stats.trigram_repetition, ["a b a b a"], 1 / 3),
+        (stats.trigram_repetition, ["好茶好茶好"], 1 / 3),
+        (stats.trigram_repetition, ["one two three four"], 0.0),
+        (stats.trigram_repetition, ["two words"], 0.0),
+        (stats.trigram_repetition, ["go " * 12], 0.9),
+        (stats.distinct_n, [["a b c", "a b d"], 2], 3 / 4),
+        (stats.distinct_n, [["我爱茶", "我爱水"], 2], 3 / 4),
+        (stats.distinct_n, [[], 2], 0.0),
+        (stats.distinct_first_sentences, [SAME], 0.2),
+        (stats.commonest_first_sentence, [SAME], ("i am sorry, but i cannot help with that.", 0.9)),
+        (stats.commonest_first_sentence, [["好的。一", "好的。二", "不。"]], ("好的。", 2 / 3)),
+        (stats.commonest_reply, [SAME], 0.9),
+        (stats.refusal_rate, [SAME], 0.9),
+        (stats.short_reply_rate, [[1, 3, 4, 9], 4], 0.5),
+        (stats.missing_eos_rate, [[True, False, True, True]], 0.25),
+        (stats.missing_eos_rate, [[]], 0.0),
+        (stats.mean_words, [["a b", "c"]], 1.5),
+    ],
+)
+def test_statistics_by_hand(statistic: Callable[..., Any], given: list[Any], expected: Any) -> None:
+    assert statistic(*given) == (pytest.approx(expected) if isinstance(expected, float) else expected)
 
 
 @given(st.text())
@@ -160,6 +166,7 @@ PERSIAN = "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
         (PERSIAN, PERSIAN),
         (f"{PERSIAN}\u200c {FAMILY}\u200d", f"{PERSIAN} {FAMILY}"),
         ("\u5929\u3000\u5730", "\u5929 \u5730"),
+        *((("\u0645\u200d\u200d\u0645",) * 2), ("\u0645\u200d\u200d a", "\u0645 a"), ("\u200c", "")),
     ],
 )
 def test_what_cannot_be_seen_tells_no_texts_apart(text: str, compared: str) -> None:
@@ -177,13 +184,6 @@ def test_control_characters_are_escaped_and_white_space_is_not() -> None:
     assert escaped_controls("\u5929 caf\u00e9") == "\u5929 caf\u00e9"
 
 
-@pytest.mark.parametrize(
-    ("text", "compared"), [("\u0645\u200d\u200d\u0645",) * 2, ("\u0645\u200d\u200d a", "\u0645 a"), ("\u200c", "")]
-)
-def test_a_run_of_joiners_stays_between_letters_that_it_can_alter(text: str, compared: str) -> None:
-    assert comparable(text) == compared
-
-
 def test_a_long_run_of_joiners_takes_no_longer_than_other_text() -> None:
     # Time that grew with the square of its length would not end within a day.
     text = "\u0645" + "\u200d" * 1_000_000 + "\u0645"
@@ -194,8 +194,7 @@ RED, TITLE, C1, BACK = "\x1b[31m", "\x1b]0;title\x07", "\x9b31m", "\rgone"
 
 
 @pytest.fixture
-def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
+def hostile(here: Path) -> str:
     row = {"prompt": f"{RED}a?", "chosen": f"{TITLE}b", "rejected": f"{C1}c", f"{RED}d{BACK}": 1}
     name = f"x{RED}{BACK}.jsonl"
     Path(name).write_text(json.dumps(row) + "\n" + json.dumps(row | {"margin": RED}) + "\n")
@@ -217,3 +216,94 @@ def test_errors_hold_none() -> None:
     stream = io.StringIO()
     print_error(f"the row {RED}x{C1}\nsecond line", stream)
     assert stream.getvalue() == "rlhf: the row \\x1b[31mx\\x9b31m\nsecond line\n"
+
+
+QUESTION = "请问：怎样煮一杯好茶？"
+REPLY = "先把水烧开，再放茶叶；等三分钟，就可以喝了。　（水温约９０℃！）\n\n“好茶”……不必贵，对吧？"
+# Characters of three and four bytes that the tokenizer has not seen, kana, and an emoji of several code points.
+UNSEEN = "龘𠮷「あ」～￥❤️👩‍👩‍👧"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return train_tokenizer([QUESTION, REPLY] * 4, 400)
+
+
+@given(st.text(st.characters(codec="utf-8", min_codepoint=0x3000)), st.text(st.characters(codec="utf-8")))
+@settings(max_examples=100)
+def test_every_text_comes_back_from_its_tokens(tokenizer: PreTrainedTokenizerBase, wide: str, plain: str) -> None:
+    text = wide + UNSEEN + plain
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)) == text
+
+
+def test_common_characters_are_one_token_and_the_rest_are_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert len(tokenizer.encode("茶", add_special_tokens=False)) == 1
+    assert len(tokenizer.encode("龘", add_special_tokens=False)) == 3
+    assert len(tokenizer.encode(REPLY, add_special_tokens=False)) < len(REPLY)
+
+
+def test_a_dialogue_is_written_by_the_template_with_nothing_between(tokenizer: PreTrainedTokenizerBase) -> None:
+    texts = {"system": "你是助手。", "user": "茶？", "assistant": "好。"}
+    turns = [*(Message(role, text) for role, text in texts.items()), Message("user", QUESTION)]
+    prompt, reply = encode_dialogue(tokenizer, turns, REPLY)
+    expected = f"<|system|>你是助手。<|user|>茶？<|assistant|>好。<|end|><|user|>{QUESTION}<|assistant|>"
+    assert tokenizer.decode(prompt) == expected
+    assert tokenizer.decode(reply) == f"{REPLY}<|end|>"
+
+
+def test_a_reply_that_was_cut_off_shows_no_half_character(tokenizer: PreTrainedTokenizerBase) -> None:
+    text = f"喝茶{UNSEEN}吧"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    seen = set()
+    for length in range(len(ids) + 1):
+        cut, finished = decode_reply(tokenizer, ids[:length])
+        assert text.startswith(cut) and not finished
+        seen.add(cut)
+    assert {"喝茶", "喝茶龘", "喝茶龘𠮷", text} <= seen
+
+
+def test_bytes_that_no_character_has_stay_visible_in_a_reply_that_ended(tokenizer: PreTrainedTokenizerBase) -> None:
+    half = tokenizer.encode("龘", add_special_tokens=False)[:2]
+    assert decode_reply(tokenizer, [*half, tokenizer.eos_token_id]) == ("\ufffd", True)
+
+
+def test_streamed_pieces_are_whole(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"喝茶{UNSEEN}吧"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+
+    def generate(model: Any, prompts: Any, uniforms: Any, sampling: Any, on_tokens: Any) -> Any:
+        for token in tokens:
+            on_tokens(torch.tensor([token]))
+        return SimpleNamespace(replies=lambda: [tokens])
+
+    monkeypatch.setattr("rlhf_core.sampling.reply.generate", generate)
+    pieces: list[str] = []
+    stream = ReplyStream(pieces.append)
+    unread: Any = None  # the model, its sampling and its random numbers are those of the function above
+    stream.finish(sample_reply(unread, tokenizer, [], unread, unread, stream.write).text)
+    assert "".join(pieces) == text and len(pieces) > 5
+
+
+@pytest.mark.parametrize(
+    ("text", "tag"),
+    [
+        (REPLY, "zh"),
+        ("用 pandas 读取 CSV 文件。", "zh"),
+        ("お茶を入れてください。", "ja"),
+        ("차를 끓여 주세요.", "ko"),
+        ("The word 茶 means tea.", ""),
+        ("plain English", ""),
+        ("１２３ ！", ""),
+        ("", ""),
+    ],
+)
+def test_the_script_of_a_text_tells_its_language(text: str, tag: str) -> None:
+    assert language_tag(text) == tag
+    assert language_shares([text, "English"]) == ({tag: 0.5} if tag else {})
+
+
+def test_prompts_to_try_fit_a_line_in_which_a_chinese_character_takes_two_columns(tmp_path: Path) -> None:
+    texts = ["茶" * 36, "茶" * 35]
+    rows = [Prompt(text, [Message("user", text)], "fact", "test", text) for text in texts]
+    write_rows(tmp_path / "data" / "clean" / "prompts" / "test.parquet", rows)
+    assert prompts_to_try(tmp_path) == ["茶" * 35]

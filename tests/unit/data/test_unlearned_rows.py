@@ -29,49 +29,15 @@ def dialogue(**flags: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "Why?"}, TURN | flags]}
 
 
-FLAGS = [
-    ("train", False, True),
-    ("trainable", "false", "true"),
-    ("weight", 0, 1),
-    ("loss_weight", 0.0, 1.0),
-    ("lossWeight", "0", "1"),
-    ("loss_mask", 0, 1),
-    ("loss", False, True),
-    ("train_on_turn", "no", "yes"),
-    ("ignore", True, False),
-    ("do_not_train", 1, 0),
-    ("masked", True, False),
-    ("loss_scale", 0, 1),
-    ("calc_loss", False, True),
-    ("supervised", "false", "true"),
-    ("is_masked", 1, 0),
-    ("keep", False, True),
-    ("valid", 0, 1),
-    ("include", "no", "yes"),
-    ("discarded", True, False),
-    ("is_rejected", True, False),
-    ("was_cancelled", True, False),
-    ("status", "discarded", "submitted"),
-    ("_status", "deleted", "completed"),
-    ("review_result", False, True),
+FLAGS = [  # a column, what says that the row is not to be learned, what says that it is
+    *(("train", False, True), ("trainable", "false", "true"), ("lossWeight", "0", "1"), ("loss_weight", 0.0, 1.0)),
+    *(("train_on_turn", "no", "yes"), ("ignore", True, False), ("do_not_train", 1, 0), ("review_result", False, True)),
+    *(("status", "discarded", "submitted"), ("_status", "deleted", "completed")),
 ]
 VERDICTS = [
-    ("rating", 1, 5),
-    ("rating", "2", "4"),
-    ("stars", "★☆☆☆☆", "★★★★☆"),
-    ("stars", "1/5", "9/10"),
-    ("star_rating", "1 star", "5 stars"),
-    ("thumbs", "down", "up"),
-    ("thumbs_up", False, True),
-    ("thumbs_down", True, False),
-    ("feedback", "negative", "positive"),
-    ("vote", -1, 1),
-    ("reaction", "👎", "👍"),
-    ("is_correct", 0, 1),
-    ("liked", "false", "true"),
-    ("is_safe", False, True),
-    ("preferred", "no", "yes"),
-    ("passed", 0, 1),
+    *(("rating", 1, 5), ("rating", "2", "4"), ("stars", "★☆☆☆☆", "★★★★☆"), ("stars", "1/5", "9/10")),
+    *(("star_rating", "1 star", "5 stars"), ("thumbs", "down", "up"), ("thumbs_up", False, True), ("vote", -1, 1)),
+    *(("feedback", "negative", "positive"), ("reaction", "👎", "👍"), ("liked", "false", "true")),
 ]
 
 
@@ -147,9 +113,6 @@ def test_a_pair_that_is_not_to_be_learned_is_dropped(pair: dict[str, Any], flags
         ("score_chosen", "score_rejected"),
         ("chosenScore", "rejectedScore"),
         ("chosen-rating", "rejected-rating"),
-        ("rating_chosen", "rating_rejected"),
-        ("chosen_reward", "rejected_reward"),
-        ("reward_chosen", "reward_rejected"),
         ("rejected_rank", "chosen_rank"),
     ],
 )
@@ -180,7 +143,7 @@ def test_replies_that_only_name_columns_are_refused(chosen: str, rejected: str, 
     assert len(read("preferences", row | dict.fromkeys(columns, "Some reply."), columns=named).rows) == 1
 
 
-@pytest.mark.parametrize("name", ["context", "input", "system_prompt", "systemMessage", "question", "instruction"])
+@pytest.mark.parametrize("name", ["context", "systemMessage", "question"])
 @pytest.mark.parametrize("row", [SINGLE, PAIR, {"prompt": "Why?"}])
 def test_a_part_of_the_prompt_that_is_not_read_is_named(name: str, row: dict[str, Any]) -> None:
     kind = "demonstrations" if "response" in row else "preferences" if "chosen" in row else "prompts"
@@ -222,16 +185,14 @@ def test_turns_and_documents_beside_the_prompt_are_named() -> None:
     assert not read("demonstrations", alpaca, alpaca | {"history": [], "context": ""}).counts.noticed
 
 
-@pytest.mark.parametrize(
-    "name", ["rejected_response", "rejected_messages", "corrected_response", "revision", "editedReply"]
-)
+@pytest.mark.parametrize("name", ["rejected_response", "revision", "editedReply"])
 def test_another_reply_beside_a_single_one_is_named(name: str) -> None:
     for row in (SINGLE, dialogue(), {"instruction": "Why?", "output": "Because."}):
         (warning,) = warnings_of(read("demonstrations", row | {name: "No."}, row).counts)
         assert warning.startswith(f"2: {name} may be a better or a worse reply")
 
 
-@pytest.mark.parametrize("name", ["images", "image", "audio", "videos", "tools", "functions", "tool_calls", "imageUrl"])
+@pytest.mark.parametrize("name", ["images", "tools", "imageUrl"])
 @pytest.mark.parametrize("row", [dialogue(), SINGLE, PAIR, {"prompt": "Why?"}, {"text": "See above."}])
 def test_media_and_tools_of_a_row_are_refused_as_those_of_a_turn(name: str, row: dict[str, Any]) -> None:
     kind = "prompts" if "prompt" in row else "pretrain" if "text" in row else "demonstrations"
@@ -270,9 +231,7 @@ def test_markup_is_no_placeholder(text: str) -> None:
     assert len(result.rows) == 1 and not result.counts.noticed
 
 
-@pytest.mark.parametrize(
-    "marker", ["</s>", "<|im_end|>\n", "<|eot_id|>", "<end_of_turn>\n", "<｜end▁of▁sentence｜>", "[DONE]", "<pad>"]
-)
+@pytest.mark.parametrize("marker", ["</s>", "<|im_end|>\n", "<｜end▁of▁sentence｜>", "[DONE]"])
 def test_an_end_marker_that_an_export_wrote_is_taken_off_with_a_count(marker: str) -> None:
     for sides in (("chosen",), ("chosen", "rejected")):
         result = read("preferences", PAIR, PAIR | {side: PAIR[side] + marker for side in sides})
@@ -288,21 +247,19 @@ def test_an_end_marker_that_an_export_wrote_is_taken_off_with_a_count(marker: st
     assert read("pretrain", {"text": f"A text.{marker}"}).rows[0]["text"] == "A text."
 
 
-@pytest.mark.parametrize("marker", ["<EOS>", "</S>", "<|EOT|>", "[done]", "<PAD><PAD>"])
-def test_an_end_marker_in_capitals_is_one_too(marker: str) -> None:
-    result = read("demonstrations", SINGLE | {"response": f"Because.{marker}"})
-    assert result.rows[0]["reply"] == "Because." and result.counts.noticed.total() == 1
-
-
-@pytest.mark.parametrize("text", ["It is <s>old</s>", "Write </s> at the end.", "a > b", "the list [1, 2]"])
-def test_other_texts_keep_their_ends(text: str) -> None:
-    result = read("demonstrations", SINGLE | {"response": text})
-    assert result.rows[0]["reply"] == text and not result.counts.noticed
-
-
 @pytest.mark.parametrize(
-    "word", ["nan", "NaN", "None", "null", "N/A", "<NA>", "undefined ", "#REF!", "[deleted]", "{}"]
+    ("text", "kept"),
+    [
+        *((f"Because.{marker}", "Because.") for marker in ("<EOS>", "</S>", "<|EOT|>", "[done]", "<PAD><PAD>")),
+        *((text, text) for text in ("It is <s>old</s>", "Write </s> at the end.", "a > b", "the list [1, 2]")),
+    ],
 )
+def test_end_markers_may_have_capitals_and_other_texts_keep_their_ends(text: str, kept: str) -> None:
+    result = read("demonstrations", SINGLE | {"response": text})
+    assert result.rows[0]["reply"] == kept and result.counts.noticed.total() == (text != kept)
+
+
+@pytest.mark.parametrize("word", ["NaN", "N/A", "undefined ", "{}"])
 @pytest.mark.parametrize("side", ["chosen", "rejected", "prompt"])
 def test_a_word_for_a_missing_value_is_noticed(word: str, side: str) -> None:
     result = read("preferences", PAIR, *[PAIR | {side: word}] * 2)
@@ -332,12 +289,6 @@ def test_rows_without_a_reply_are_refused_and_do_not_change_the_format(
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
         (stored,) = read_sources(["x.parquet"], kind, tmp_path)
         assert (len(stored.rows), len(stored.refused)) == (6, 3)
-
-
-def test_prompts_with_empty_columns_of_replies_are_prompts(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n}?", "chosen": None, "rejected": None} for n in range(3)]
-    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert sources_by_kind(["x.jsonl"], tmp_path, ReadOptions()).prompts
 
 
 @pytest.mark.parametrize("reply", [7, True, 1.5, {"a": 1}])
@@ -390,9 +341,7 @@ TWO_REPLIES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("columns", TWO_REPLIES, ids=lambda columns: next(iter(columns)))
-def test_several_replies_of_a_form_that_is_not_known_are_not_read_as_prompts(
-    columns: dict[str, Any], tmp_path: Path
-) -> None:
+def test_replies_of_no_known_form_are_not_read_as_prompts(columns: dict[str, Any], tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}?", **columns} for n in range(3)]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
     name = next(iter(columns))
@@ -410,6 +359,7 @@ def test_several_replies_of_a_form_that_is_not_known_are_not_read_as_prompts(
         {"reference_answer": "so"},
         {"response_1": "", "response_2": None},
         {"outputs": ["so"]},
+        {"chosen": None, "rejected": None},
         {"ab": "so", "winners_of": "no"},
         {"a": "so", "b": "no"},
         {"topic": "so", "level": "no", "label": "easy"},

@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import pytest
 from ranks import run_ranks
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast as Tokenizer
 from unit.training.tiny import demonstrations, preferences, text
 
 from flows.commands.registry_output import clean_token_cache
@@ -28,7 +28,7 @@ from rlhf_core.storage.files import LockFile
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Tokenizer:
     return train_tokenizer([text(i, 5) for i in range(20)], 300)
 
 
@@ -48,9 +48,7 @@ def columns(table: TokenTable) -> dict[str, list[list[int]]]:
     return {name: [list(ids) for ids in table.column(name)] for name in table.id_columns}
 
 
-def test_an_entry_holds_the_ids_of_each_row_and_is_mapped_into_memory(
-    pairs: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_an_entry_holds_each_rows_ids_mapped_into_memory(pairs: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     table = read_tokens(tmp_path / "tokens", pairs, Preference.KIND, tokenizer)
     assert columns(table) == {
         "prompt": [encode_prompt(tokenizer, row.prompt) for row in preferences(50)],
@@ -69,8 +67,8 @@ def test_an_entry_holds_the_ids_of_each_row_and_is_mapped_into_memory(
     assert columns(read_tokens(None, pairs, Preference.KIND, tokenizer)) == columns(table)
 
 
-def test_ids_do_not_depend_on_how_many_long_rows_are_tokenised_together(
-    pairs: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+def test_ids_do_not_depend_on_the_size_of_batches(
+    pairs: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = read_tokens(None, pairs, Preference.KIND, tokenizer)
     monkeypatch.setattr(token_table, "BATCH_BYTES", 200)  # less than two rows
@@ -82,7 +80,7 @@ def test_ids_do_not_depend_on_how_many_long_rows_are_tokenised_together(
 
 
 def test_what_ids_depend_on_makes_an_entry_of_its_own(
-    pairs: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    pairs: Path, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "tokens"
 
@@ -96,7 +94,7 @@ def test_what_ids_depend_on_makes_an_entry_of_its_own(
     copied.write_bytes(pairs.read_bytes())
     saved = tmp_path / "saved"
     tokenizer.save_pretrained(saved)
-    loaded = PreTrainedTokenizerFast.from_pretrained(saved)
+    loaded = Tokenizer.from_pretrained(saved)
     assert [count(path=copied), count(tokenizer=loaded)] == [1, 1], "neither a path nor a folder's name counts"
     loaded.chat_template = str(loaded.chat_template).replace("message['content']", "message['content'] + '!'")
     assert count(tokenizer=loaded) == 2
@@ -111,7 +109,7 @@ def test_what_ids_depend_on_makes_an_entry_of_its_own(
 
 
 def test_an_entry_is_made_once(
-    pairs: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    pairs: Path, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = columns(read_tokens(tmp_path / "tokens", pairs, Preference.KIND, tokenizer))
 
@@ -124,7 +122,7 @@ def test_an_entry_is_made_once(
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "no record", "no stream", "other data", "half a record"])
 def test_a_damaged_or_stale_entry_is_made_again_and_said(
-    damage: str, pairs: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+    damage: str, pairs: Path, tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = columns(read_tokens(tmp_path / "tokens", pairs, Preference.KIND, tokenizer))
     (entry,) = entries(tmp_path / "tokens")
@@ -148,9 +146,7 @@ def test_a_damaged_or_stale_entry_is_made_again_and_said(
     assert (entry / STREAM).read_bytes() == stream
 
 
-def test_a_kill_in_the_middle_leaves_nothing_that_is_read(
-    pairs: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_kill_leaves_nothing_that_is_read(pairs: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     folder = tmp_path / "tokens"
     child = os.fork()
     if child == 0:
@@ -174,7 +170,7 @@ def test_a_kill_in_the_middle_leaves_nothing_that_is_read(
     assert not list(folder.glob(".*.part")), "what the killed process left is removed"
 
 
-def test_of_two_ranks_one_tokenises(pairs: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_of_two_ranks_one_tokenises(pairs: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     run_ranks(read_on_a_rank, 2, tmp_path / "ranks", pairs, tmp_path / "tokenizer")
     assert len((tmp_path / "ranks/made").read_text().split()) == 1
@@ -195,7 +191,7 @@ def read_on_a_rank(folder: Path, pairs: Path, saved: Path) -> None:
         return original(*given)
 
     token_cache.encode_file = slow  # type: ignore[assignment]
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(saved)
+    tokenizer = Tokenizer.from_pretrained(saved)
     table = read_tokens(folder / "tokens", pairs, Preference.KIND, tokenizer)
     (folder / f"ids-{distributed.rank()}").write_text(str(columns(table)))
     token_cache.encode_file = original
@@ -204,9 +200,7 @@ def read_on_a_rank(folder: Path, pairs: Path, saved: Path) -> None:
         read_tokens(folder / "tokens", pairs, Demonstration.KIND, tokenizer)
 
 
-def test_a_file_of_another_kind_or_none_is_refused(
-    pairs: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_file_of_another_kind_is_refused(pairs: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     for folder in (None, tmp_path / "tokens"):
         with pytest.raises(DataError, match="has no column completion: it is not a clean file of demonstrations"):
             read_tokens(folder, pairs, Demonstration.KIND, tokenizer)
