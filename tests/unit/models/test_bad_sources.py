@@ -15,10 +15,11 @@ import torch
 from base_stage import run_base
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
+from transformers import PreTrainedTokenizerFast as Tokenizer
 from unit.models.damages import CONFIG, INDEX, WEIGHTS, Damage, edit, in_shards
 from unit.models.gguf_files import write_gguf
-from unit.training.tiny import SHAPE, text
+from unit.training.tiny import SHAPE
 
 from flows.commands.doctor import FAIL, OK, WARN, base_model_check
 from flows.prefect_server.services import free_port
@@ -26,7 +27,7 @@ from rlhf_core import hub
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import EXIT_USER_ERROR, ModelError
 from rlhf_core.memory.architecture import starting_architecture
-from rlhf_core.models.causal_lm import load_policy, new_model, train_tokenizer
+from rlhf_core.models.causal_lm import load_policy, new_model
 from rlhf_core.models.heads import ScalarModel
 
 
@@ -82,9 +83,7 @@ NORM, EMBEDDING, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_he
 DAMAGES = {
     "config-missing": (lambda folder: (folder / CONFIG).unlink(), "has no config.json"),
     "config-cut": (cut(CONFIG, 40), "cannot load the model folder"),
-    "config-empty": (write(CONFIG, ""), "cannot load the model folder"),
     "config-list": (write(CONFIG, "[1, 2]"), "cannot load the model folder"),
-    "config-text": (write(CONFIG, '"llama"'), "cannot load the model folder"),
     "config-binary": (write(CONFIG, b"\xff\xfe\x00"), "cannot load the model folder"),
     "config-without-type": (write(CONFIG, "{}"), "cannot load the model folder"),
     "unknown-type": (edit(CONFIG, model_type="no-such-model"), "cannot load the model folder"),
@@ -101,9 +100,7 @@ DAMAGES = {
     "weights-pickled": (lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), "pickled weights are"),
     "weights-odd-name": (lambda folder: (folder / WEIGHTS).rename(folder / "other.safetensors"), "has neither model."),
     "weights-cut": (cut(WEIGHTS, 5000), "is not a readable safetensors file"),
-    "weights-header-cut": (cut(WEIGHTS, 20), "is not a readable safetensors file"),
     "weights-empty": (write(WEIGHTS, ""), "is not a readable safetensors file"),
-    "weights-text": (write(WEIGHTS, "not weights" * 9), "is not a readable safetensors file"),
     "weights-long-header": (write(WEIGHTS, b"\xff" * 64), "is not a readable safetensors file"),
     "weight-missing": (edit_weights(lambda tensors: tensors.pop(NORM)), "lacks 1 of the weights of a LlamaForCausalLM"),
     "weight-shape": (edit_weights(lambda tensors: tensors.update({NORM: torch.zeros(3)})), "has the shape [3]"),
@@ -112,7 +109,10 @@ DAMAGES = {
         lambda folder: (in_shards(folder, "b.safetensors"), cut(INDEX, 30)(folder)), "cannot load the model folder"
     ),
     "tokenizer-missing": (remove_tokenizer, "has no tokenizer"),
-    "tokenizer-cut": (cut("tokenizer.json", 400), "cannot load the model folder"),
+    "tokenizer-cut": (cut("tokenizer.json", 400), "its tokenizer.json is not valid JSON"),
+    "no-vocabulary": (lambda folder: (folder / "tokenizer.json").unlink(), "it has no vocabulary (tokenizer.json)"),
+    "generation-cut": (write("generation_config.json", "{"), "its generation_config.json is not valid JSON"),
+    "generation-list": (write("generation_config.json", "[]"), "its generation_config.json holds no JSON object"),
     "tokenizer-list": (write("tokenizer.json", "[]"), "cannot load the model folder"),
     "tokenizer-config-cut": (cut("tokenizer_config.json", 20), "cannot load the model folder"),
     "template-refuses": (set_template("{{ raise_exception('No.') }}"), "the chat template refuses a dialogue"),
@@ -150,15 +150,6 @@ def test_a_damaged_folder_is_one_line(damage: str, folder: Path, tmp_path: Path)
     require_one_line(folder, message, tmp_path)
 
 
-def test_a_vocabulary_beyond_the_embedding_is_one_line(
-    tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM, folder: Path, tmp_path: Path
-) -> None:
-    larger = train_tokenizer([text(i, 5) for i in range(200)], SHAPE.vocab_size)
-    larger.add_tokens([f"<extra-{n}>" for n in range(300)])
-    larger.save_pretrained(folder)
-    require_one_line(folder, f"the tokenizer has {len(larger)} entries, the model only {len(tokenizer)}", tmp_path)
-
-
 def test_a_good_folder_is_opened_by_its_headers(folder: Path, tmp_path: Path) -> None:
     check = base_model_check(tmp_path, "source", None)
     assert check.level == OK and "config, tokenizer and the headers of the weights are readable" in check.finding
@@ -191,7 +182,7 @@ def test_files_that_are_no_model_are_one_line(tmp_path: Path) -> None:
 
 
 def test_a_gguf_file_of_another_architecture_is_seen_before_it_is_loaded(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    model: LlamaForCausalLM, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     write_gguf(tmp_path / "other.gguf", model, tokenizer, architecture="clip")
     require_one_line(tmp_path / "other.gguf", "holds a model of the architecture 'clip'", tmp_path)
@@ -202,9 +193,7 @@ def test_a_gguf_file_of_another_architecture_is_seen_before_it_is_loaded(
     require_one_line(tmp_path / "tiny.gguf", "its header has no qwen2.block_count", tmp_path)
 
 
-def test_the_vocabulary_of_a_gguf_file_must_fit_its_embedding(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_the_vocabulary_of_a_gguf_file_must_fit(tokenizer: Tokenizer, tmp_path: Path) -> None:
     for spare, fits in ((7, True), (-1, False)):
         model = new_model(SHAPE, tokenizer, seed=3)
         model.resize_token_embeddings(len(tokenizer) + spare, mean_resizing=False)
@@ -228,7 +217,7 @@ def test_an_adapter_alone_is_refused_by_name(with_config: bool, folder: Path, tm
 
 
 def test_a_reward_model_is_no_policy_although_its_weights_would_load_as_one(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    model: LlamaForCausalLM, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     scores = ScalarModel.from_causal_lm(model, seed=1)
     scores.save(tmp_path / "reward", tokenizer)
@@ -237,23 +226,6 @@ def test_a_reward_model_is_no_policy_although_its_weights_would_load_as_one(
     for load in (load_policy, lambda path: starting_architecture(BaseConfig(source=str(path)), tmp_path)):
         with pytest.raises(ModelError, match=message):
             load(tmp_path / "reward")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("tokenizer.json", '{"version": ', "its tokenizer.json is not valid JSON"),
-        ("tokenizer.json", None, "it has no vocabulary (tokenizer.json)"),
-        ("generation_config.json", '{"eos_token_id": ', "its generation_config.json is not valid JSON"),
-        ("generation_config.json", "[]", "its generation_config.json holds no JSON object"),
-    ],
-)
-def test_a_damaged_file_is_named(file: str, content: str | None, message: str, folder: Path, tmp_path: Path) -> None:
-    (folder / file).unlink(missing_ok=True)
-    if content is not None:
-        (folder / file).write_text(content)
-    require_one_line(folder, message, tmp_path)
 
 
 def test_a_hub_id_is_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -291,7 +263,6 @@ class StubHub(BaseHTTPRequestHandler):
     ("status", "cause", "message"),
     [
         (404, "RepoNotFound", "is neither a folder here nor on the hub"),
-        (404, "", "is neither a folder here nor on the hub"),
         (404, "RevisionNotFound", "has no revision None on the hub; correct base.revision"),
         (401, "RepoNotFound", "A private one needs a token in HF_TOKEN"),
         (401, "", "set HF_TOKEN to a token that may read it"),
@@ -300,7 +271,7 @@ class StubHub(BaseHTTPRequestHandler):
         (200, "", "does not answer as a hub does"),
     ],
 )
-def test_what_a_hub_answers_is_one_line(
+def test_a_hubs_answer_is_one_line(
     status: int, cause: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     handler = type("Handler", (StubHub,), {"status": status, "cause": cause})

@@ -17,7 +17,7 @@ import pytest
 import torch
 from base_stage import run_base
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
+from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
 from transformers.utils import import_utils
 from unit.models.damages import CONFIG, INDEX, WEIGHTS, Damage, edit, in_shards
 from unit.models.gguf_files import write_gguf
@@ -76,7 +76,7 @@ OTHERS: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_attention_of_elsewhere_is_refused_before_anything_is_fetched(
+def test_attention_of_elsewhere_is_refused_unfetched(
     kind: str, folder: Path, fetched: list[str], tmp_path: Path
 ) -> None:
     OTHERS[kind](folder)
@@ -93,9 +93,7 @@ def test_attention_of_elsewhere_is_refused_before_anything_is_fetched(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2", None])
-def test_attention_of_the_library_is_taken_and_nothing_is_fetched(
-    name: str | None, folder: Path, fetched: list[str], tmp_path: Path
-) -> None:
+def test_attention_of_the_library_is_taken(name: str | None, folder: Path, fetched: list[str], tmp_path: Path) -> None:
     edit(CONFIG, attn_implementation=name)(folder)
     run_base(folder, tmp_path)
     assert (tmp_path / "base").is_dir() and not fetched
@@ -159,18 +157,16 @@ def test_links_into_stores_of_contents_are_taken(good: Path, folder: Path, tmp_p
         load_policy(source)
 
 
-@pytest.mark.parametrize("file", [WEIGHTS, CONFIG, "tokenizer.json"])
-def test_a_link_to_itself_is_a_file_that_is_missing(file: str, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", [WEIGHTS, CONFIG, "tokenizer.json", "tokenizer_config.json"])
+def test_a_link_to_itself_and_a_pipe_are_no_files(file: str, folder: Path, tmp_path: Path) -> None:
     (folder / file).unlink()
-    (folder / file).symlink_to(file)
-    with pytest.raises(ModelError, match=r"^[^\n]*$"):
-        run_base(folder, tmp_path)
-
-
-def test_a_pipe_in_place_of_a_file_is_refused(folder: Path, tmp_path: Path) -> None:
-    (folder / "tokenizer_config.json").unlink()
-    os.mkfifo(folder / "tokenizer_config.json")
-    with pytest.raises(ModelError, match="is no plain file"):
+    if file == "tokenizer_config.json":
+        os.mkfifo(folder / file)
+    else:
+        (folder / file).symlink_to(file)
+    with pytest.raises(
+        ModelError, match=rf"^[^\n]*{'is no plain file' if file == 'tokenizer_config.json' else ''}[^\n]*$"
+    ):
         run_base(folder, tmp_path)
 
 
@@ -204,19 +200,16 @@ ENDLESS: dict[str, tuple[Damage, str]] = {
         template("{% if messages|length > 1 %}" + NESTED + "{% endif %}{{ messages }}"),
         "the chat template takes",
     ),
-    "a template of ten terabytes": (template("{{ 'a' * 10**13 }}"), "the chat template takes"),
-    "a template with a huge power": (template("{{ 9 ** (9 ** 9) }}"), "the chat template takes"),
     "a normaliser that doubles": (normaliser(*[DOUBLE] * 45), "opening its tokenizer"),
     "two million layers": (edit(CONFIG, num_hidden_layers=2_000_000), "opening the model"),
     "a vocabulary of which no file has the rows": (edit(CONFIG, vocab_size=10**12), "opening the model"),
-    "layers wider than any file": (edit(CONFIG, intermediate_size=10**10), "opening the model"),
     "two million layers behind a template that refuses": (refusing_and_deep, "opening the model"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ENDLESS)
-def test_a_folder_that_cannot_be_opened_within_limits_is_one_line(
+def test_a_folder_over_the_limits_is_one_line(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     brief(monkeypatch)
@@ -244,7 +237,7 @@ def callers(folder: Path, workspace: Path) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["serve", "chat", "classifier", "tokenizer"])
-def test_everyone_who_opens_a_folder_does_it_under_limits(
+def test_every_caller_opens_under_limits(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     brief(monkeypatch)
@@ -279,10 +272,3 @@ def test_what_ends_within_limits_leaves_no_trace(tmp_path: Path) -> None:
     waiting = limit_reached(lambda: __import__("time").sleep(60), replace(limits, seconds=0.2))
     assert "took more than" in (waiting or "")
     assert set(psutil.Process().children()) == before
-
-
-def test_the_library_would_load_what_is_refused_here(folder: Path) -> None:
-    """Otherwise the refusals could go."""
-    in_shards(folder, "../other/model.safetensors")
-    elsewhere(folder)
-    assert AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) is not None

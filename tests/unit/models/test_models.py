@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.data.encoding import encode_prompt
-from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.memory.dry_run import TensorMemory
 from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.models.forward import last_token_indices, position_ids_from_mask, selected_logits
-from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.heads import PRIOR_TOKENS, ScalarModel, mean_over_reply, mean_so_far
+from rlhf_core.sampling.token_scoring import Tokens, response_values
 
 SHAPE = BaseConfig(vocab_size=280, hidden_size=16, intermediate_size=24, layers=2, heads=2, max_positions=64)
 TEXTS = ["the sky is blue", "the tree is green", "what is the sky like"]
@@ -46,24 +46,9 @@ def test_whoever_may_read_the_config_may_read_the_weights(folder: Path) -> None:
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.text(max_size=30).filter(lambda text: "<|" not in text))
-def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
-    text = text.encode("utf-8", "replace").decode()
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-
-
-def test_chat_template_and_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    messages = [Message("user", "hi"), Message("assistant", "yes"), Message("user", "why")]
-    pieces = tokenizer.convert_ids_to_tokens(encode_prompt(tokenizer, messages))
-    special = [piece for piece in pieces if piece.startswith("<|")]
-    assert special == ["<|user|>", "<|assistant|>", "<|end|>", "<|user|>", "<|assistant|>"]
-    assert pieces[-1] == "<|assistant|>"
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|end|>")
-
-
 def test_tokenizer_is_a_function_of_its_texts(tokenizer: PreTrainedTokenizerFast) -> None:
     assert train_tokenizer(TEXTS, SHAPE.vocab_size).get_vocab() == tokenizer.get_vocab()
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|end|>")
     with pytest.raises(ConfigError, match="at least 261"):
         train_tokenizer(TEXTS, 260)
 
@@ -183,9 +168,7 @@ def test_a_language_model_folder_is_not_a_scalar_model(folder: Path) -> None:
         ScalarModel.load(folder)
 
 
-def test_imitation_logits_start_as_those_of_the_language_model(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_imitation_starts_as_the_language_model(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     for tied in (True, False):
         source = new_model(SHAPE, tokenizer, seed=4)
@@ -199,3 +182,60 @@ def test_imitation_logits_start_as_those_of_the_language_model(
         torch.testing.assert_close(logits, source.eval()(ids).logits)
         model.save(tmp_path / f"{tied}-reward", tokenizer)
         assert ScalarModel.load(tmp_path / f"{tied}-reward").unembedding is None
+
+
+# One row: a padding position, two of the prompt, three of the reply, one of padding. H = 1.
+HIDDEN = torch.tensor([[[100.0], [50.0], [2.0], [4.0], [6.0], [9.0], [100.0]]])
+REPLY = torch.tensor([[0, 0, 0, 1, 1, 1, 0]])
+
+
+def test_the_mean_over_a_reply_sees_nothing_else() -> None:
+    torch.testing.assert_close(mean_over_reply(HIDDEN, REPLY), torch.tensor([[19 / 3]]))
+
+
+def test_the_mean_so_far_begins_with_the_state_before_the_reply() -> None:
+    assert PRIOR_TOKENS == 10
+    expected = [2 / 10, (2 + 4) / 11, (2 + 4 + 6) / 12, (2 + 4 + 6 + 9) / 13]
+    torch.testing.assert_close(mean_so_far(HIDDEN, REPLY)[0, 2:6, 0], torch.tensor(expected))
+
+
+@given(st.integers(0, 3), st.integers(1, 3), st.integers(1, 5), st.integers(0, 3))
+def test_the_mean_so_far_ignores_padding_and_what_follows(left: int, prompt: int, reply: int, right: int) -> None:
+    generator = torch.Generator().manual_seed(reply)
+    states = torch.randn(1, prompt + reply, 2, generator=generator)
+    mask = torch.tensor([[0] * prompt + [1] * reply])
+    padded = torch.nn.functional.pad(states, (0, 0, left, right), value=7.0)
+    wide = torch.nn.functional.pad(mask, (left, right))
+    alone = mean_so_far(states, mask)[:, prompt - 1 :]
+    torch.testing.assert_close(mean_so_far(padded, wide)[:, left + prompt - 1 : left + prompt + reply], alone)
+    changed = states.clone()
+    changed[:, -1] += 1.0
+    assert torch.equal(mean_so_far(changed, mask)[:, : prompt + reply - 1], mean_so_far(states, mask)[:, :-1])
+
+
+def critic(pooling: str) -> ScalarModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
+    )
+    return ScalarModel.from_causal_lm(LlamaForCausalLM(config), seed=1, pooling=pooling)  # type: ignore[arg-type]
+
+
+def values_of(model: ScalarModel, tokens: Tensor, attention: Tensor, response: Tensor) -> Tensor:
+    with torch.no_grad():
+        return response_values(model, Tokens(tokens, attention, response))
+
+
+def test_a_critic_of_means_comes_near_the_score_of_the_finished_reply() -> None:
+    model = critic("mean")
+    tokens = torch.cat([torch.arange(1, 4), torch.arange(4, 28)]).unsqueeze(0)
+    attention, response = torch.ones_like(tokens), torch.ones(1, 24, dtype=torch.bool)
+    values = values_of(model, tokens, attention, response)
+    with torch.no_grad():
+        states = model.scores(model.hidden(tokens, attention))[0]
+        score = model.reply_scores(tokens, attention, torch.tensor([[0] * 3 + [1] * 24]))
+    # The last value has read 23 of 24 tokens and the state before them, over 23 + 10.
+    torch.testing.assert_close(values[0, -1], states[2:26].sum() / 33)
+    torch.testing.assert_close(score[0], states[3:27].mean())
+    last = critic("last")
+    torch.testing.assert_close(values_of(last, tokens, attention, response)[0], states[2:26])

@@ -196,9 +196,7 @@ def test_the_imitation_loss_of_a_reward_model_multiplies_by_openblas_too() -> No
     ("amd", "kernels", "pays"),
     [(True, "SkylakeX", True), (True, "Haswell", False), (True, None, False), (False, "SkylakeX", False)],
 )
-def test_processors_and_kernels_with_which_it_pays(
-    amd: bool, kernels: str | None, pays: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_it_pays(amd: bool, kernels: str | None, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(openblas_linear, "is_amd_with_full_avx512", lambda: amd)
     monkeypatch.setattr(openblas_linear, "numpy_kernels", lambda: kernels)

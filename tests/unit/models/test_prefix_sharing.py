@@ -9,7 +9,11 @@ import torch
 from architectures import VOCABULARY, tiny_causal_lm
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+from unit.training.tiny import SHAPE, preferences
 
+from rlhf_core.api.reward_model import train_reward_model
+from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.encoding import right_pad
 from rlhf_core.data.pairs import PrefixRow
 from rlhf_core.errors import ModelError
@@ -94,3 +98,11 @@ def test_positions_that_a_model_counts_itself_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(model.base_model, "forward", by_column)
     with pytest.raises(ModelError, match=f"{SETTING}: .*computes a reply behind another otherwise than alone"):
         require_prefix_sharing(model, 100, SETTING)
+
+
+def test_a_model_that_cannot_is_refused_by_the_name_of_the_setting(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = tiny_causal_lm("mistral", vocab_size=SHAPE.vocab_size, sliding_window=32)
+    refusal = r"reward\.batch\.prefix_sharing: MistralFor\w+ attends to the last 32 tokens only; set it to false"
+    config = RewardConfig(max_tokens=128, batch=PairBatchConfig(prefix_sharing=True))
+    with pytest.raises(ModelError, match=refusal):
+        train_reward_model(model, tokenizer, preferences(60), config=config)

@@ -34,17 +34,18 @@ def names(tokenizer: PreTrainedTokenizerBase, ids: list[int] | tuple[int, ...]) 
     return list(tokenizer.convert_ids_to_tokens(list(ids)))
 
 
-def test_what_transformers_and_serving_engines_stop_at_is_saved(tmp_path: Path) -> None:
-    tokenizer = template("qwen-2.5-base").tokenizer
+@pytest.mark.parametrize(
+    ("name", "stops"),
+    [
+        ("qwen-2.5-base", ["<|im_end|>", "<|endoftext|>"]),
+        ("qwen-2.5-instruct", "<|im_end|>"),
+    ],
+)
+def test_what_transformers_and_serving_engines_stop_at_is_saved(name: str, stops: object, tmp_path: Path) -> None:
+    tokenizer = template(name).tokenizer
     save_policy(tmp_path / "model", tiny_model(tokenizer), tokenizer)
     saved = GenerationConfig.from_pretrained(tmp_path / "model")
-    assert names(tokenizer, saved.eos_token_id) == ["<|im_end|>", "<|endoftext|>"]
-
-
-def test_a_config_that_is_complete_stays_as_it_is(tmp_path: Path) -> None:
-    tokenizer = template("qwen-2.5-instruct").tokenizer
-    save_policy(tmp_path / "model", tiny_model(tokenizer), tokenizer)
-    assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == tokenizer.eos_token_id
+    assert tokenizer.convert_ids_to_tokens(saved.eos_token_id) == stops
 
 
 def test_stop_tokens_of_the_generation_config_end_replies(tmp_path: Path) -> None:

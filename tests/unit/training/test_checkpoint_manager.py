@@ -1,16 +1,18 @@
-"""Checkpoints that are written while training goes on, by one rank and by several."""
+"""Checkpoints: whole or absent, verified, written while training goes on, by one rank and several. And random state."""
 
 from __future__ import annotations
 
 import json
+import random
 import resource
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent import futures
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,7 +21,8 @@ from safetensors.torch import load_file
 
 from rlhf_core.errors import CheckpointError
 from rlhf_core.runtime import distributed
-from rlhf_core.training.checkpoints import consolidate
+from rlhf_core.runtime import machine as host_memory
+from rlhf_core.training.checkpoints import consolidate, host_copies
 from rlhf_core.training.checkpoints import manager as module
 from rlhf_core.training.checkpoints.checkpoint import (
     Piece,
@@ -31,6 +34,7 @@ from rlhf_core.training.checkpoints.checkpoint import (
 )
 from rlhf_core.training.checkpoints.host_copies import HostCopies
 from rlhf_core.training.checkpoints.manager import CheckpointManager
+from rlhf_core.training.rng import derive_seed, rng_state, seed_everything, set_rng_state
 
 
 def names(folder: Path) -> list[str]:
@@ -69,9 +73,7 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path: Path, monkeypatch: p
     assert saved.meta == {"findings": ["first"]}
 
 
-def test_a_second_checkpoint_leaves_the_copy_of_the_first_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_checkpoint_leaves_the_first_copy_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"w": Piece.whole(torch.ones(3))}, {}, keep=2)
@@ -82,9 +84,7 @@ def test_a_second_checkpoint_leaves_the_copy_of_the_first_alone(
     assert values == [[1.0] * 3, [0.0] * 3]
 
 
-def test_what_will_go_does_not_count_while_its_successor_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_will_go_does_not_count_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, {"w": Piece.whole(torch.ones(1))}, {"n": step}, keep=2)
@@ -303,3 +303,155 @@ def test_a_fault_of_one_rank_is_an_error_of_all(two: Path) -> None:
     assert first == second
     assert "step 4 could not be written" in first[0] and "goes on from step 2" in first[0]
     assert first[1] == ["broken-step-000003", "step-000001", "step-000002"]
+
+
+def whole(**tensors: torch.Tensor) -> dict[str, Piece]:
+    return {name: Piece.whole(tensor) for name, tensor in tensors.items()}
+
+
+def test_what_training_takes_between_checkpoints_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 bytes are available, of which a tenth stays free. Peaks before three checkpoints: 300, 700, 1,100.
+
+    With copies of 600 bytes, 700 and 1,100 mean that training took 100 and 500.
+    """
+    peaks: Iterator[int] = iter([300, 700, 1100])
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 1000)
+    monkeypatch.setattr(host_memory, "peak_above_now", lambda: next(peaks))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    copies, state = HostCopies(), whole(w=torch.ones(100), v=torch.ones(50))
+    copied = [sorted(copies.copy(state)[0]) for _ in range(3)]
+    assert copied == [["v", "w"], ["v", "w"], ["w"]]  # 600 bytes are just enough, 400 are not
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(host_memory, "peak_above_now", lambda: 0)
+    assert copies.copy(state)[0] == {}  # 450 - 500
+
+
+def test_memory_that_is_refused_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: torch.Tensor, **options: object) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch.Tensor, "clone", refused)
+    copied, uncopied = HostCopies().copy(whole(w=torch.ones(2)))
+    assert copied == {} and [list(group) for group in uncopied] == [["w"]]
+    assert host_copies.bytes_of(uncopied[0]["w"]) == 8
+
+
+def test_pieces_that_must_be_copied_to_be_written_are_in_small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copies, "STREAM_BYTES", 40)
+    monkeypatch.setattr(HostCopies, "_room", lambda self: -1)
+    transposed = torch.ones(2, 2).t()  # 16 bytes each
+    state = whole(a=transposed, b=torch.ones(100), c=transposed, d=transposed, e=torch.ones(3), f=torch.ones(6, 7).t())
+    _, uncopied = HostCopies().copy(state)
+    assert [list(group) for group in uncopied] == [["a", "b", "c"], ["d", "e"], ["f"]]
+
+
+def test_an_empty_tensor_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostCopies, "_room", lambda self: -1)
+    assert list(HostCopies().copy(whole(empty=torch.ones(0)))[0]) == ["empty"]
+
+
+def saved(folder: Path, *steps: int, keep: int = 3) -> Path:
+    with CheckpointManager(folder) as manager:
+        for step in steps:
+            manager.save(step, {"w": Piece.whole(torch.full((2,), float(step)))}, {"beta": 0.1 * step}, keep)
+    return folder
+
+
+def test_round_trip_and_retention(tmp_path: Path) -> None:
+    folder = saved(tmp_path, 5, 10, 15, keep=2)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000010", "step-000015"]
+    found = load_latest(folder)
+    assert found is not None and found.step == 15
+    assert found.tensors.whole("w").tolist() == [15.0, 15.0] and found.meta == {"beta": 0.1 * 15}
+
+
+def test_none_where_there_is_nothing(tmp_path: Path) -> None:
+    assert load_latest(tmp_path / "absent") is None
+    (tmp_path / ".building-000003").mkdir()
+    assert load_latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "no manifest", "no state", "half a manifest"])
+def test_a_broken_newest_falls_back_loudly(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    newest = saved(tmp_path, 1, 2) / "step-000002"
+    state, manifest = newest / "state-00001-of-00001.safetensors", newest / "manifest.json"
+    content = state.read_bytes()
+    match damage:
+        case "flip":
+            state.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        case "truncate":
+            state.write_bytes(content[:-3])
+        case "no manifest":
+            manifest.unlink()
+        case "no state":
+            state.unlink()
+        case _:
+            manifest.write_text(manifest.read_text()[:20])
+    found = load_latest(tmp_path)
+    assert found is not None and found.step == 1
+    assert "step-000002" in caplog.text and "falling back" in caplog.text
+    # Moved aside, so that it never counts as one of those to keep.
+    saved(tmp_path, 2, keep=2)
+    assert load_latest(tmp_path).step == 2  # type: ignore[union-attr]
+
+
+def test_all_broken_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    for path in saved(tmp_path, 1, 2).glob("step-*"):
+        (path / "meta.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="delete the folder to start over"):
+        load_latest(tmp_path)
+
+
+def test_later_checkpoints_of_an_abandoned_run_go(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20, 30)
+    saved(tmp_path, 15)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000015"]
+
+
+def test_leftovers_of_a_killed_save_do_no_harm(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    shutil.copytree(tmp_path / "step-000001", tmp_path / ".building-000007")
+    saved(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+
+
+def test_random_state_restores_all_three_generators() -> None:
+    def draws() -> tuple[float, float, float, float]:
+        return random.random(), random.gauss(0, 1), float(np.random.normal()), float(torch.rand(()))
+
+    tensors, meta = rng_state()
+    try:
+        seed_everything(3)
+        random.gauss(0, 1)  # leaves a second value waiting
+        np.random.normal()
+        inside = rng_state()
+        expected = [draws(), draws()]
+        set_rng_state(*inside)
+        assert [draws(), draws()] == expected
+    finally:
+        set_rng_state(tensors, meta)
+
+
+def test_each_rank_restores_the_generator_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = [torch.tensor([rank], dtype=torch.uint8) for rank in range(3)]
+    now = [0]
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda", now[0]))
+    monkeypatch.setattr(distributed, "rank", lambda: now[0])
+    monkeypatch.setattr(distributed, "is_rank_zero", lambda: now[0] == 0)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: generators[device.index])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.append((device.index, int(state))))
+    restored: list[tuple[int, int]] = []
+    stored, meta = rng_state()
+    assert {"rng.python", "rng.numpy", "rng.torch", "rng.cuda.0"} == stored.keys()
+    now[0] = 1
+    assert list(rng_state()[0]) == ["rng.cuda.1"]
+    stored |= rng_state()[0]
+    for now[0] in range(3):
+        set_rng_state(stored, meta)
+    assert restored == [(0, 0), (1, 1)], "the third rank is a new one"
+
+
+def test_streams_differ_and_stay_in_range() -> None:
+    seeds = {derive_seed(seed, name) for seed in range(50) for name in ("sft", "reward", "referee")}
+    assert len(seeds) == 150 and all(0 <= seed < 2**63 for seed in seeds)
+    assert derive_seed(1, "a", "b") != derive_seed(1, "ab")

@@ -133,9 +133,7 @@ def task(loaded: Fixture, model: PreTrainedModel, tmp_path: Path, **settings: An
     return DpoTask(engine, model, pairs, pairs[:20], (reference, reference), config, 1, loaded.pad)
 
 
-def test_training_begins_at_log_2_and_micro_batches_change_no_gradient(
-    loaded: Fixture, workspace: Path, tmp_path: Path
-) -> None:
+def test_training_begins_at_log_2_in_any_micro_batches(loaded: Fixture, workspace: Path, tmp_path: Path) -> None:
     gradients = []
     for micro in (None, 3):
         model, _ = load_policy(workspace / "models/sft")
@@ -192,9 +190,7 @@ def test_the_stage_writes_what_ppo_writes_and_learns_the_pairs(trained: tuple[Pa
     assert not list((out / "models").glob("critic"))
 
 
-def test_an_interrupted_run_ends_the_same(
-    workspace: Path, trained: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_an_interrupted_run_ends_alike(workspace: Path, trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(workspace, tmp_path, Interrupting(6))
     train(workspace, tmp_path)

@@ -117,9 +117,7 @@ def run_and_die_at(workspace: Path, moment: str) -> None:
 
 
 @pytest.mark.slow
-def test_kill_9_while_a_checkpoint_is_written_costs_that_checkpoint_alone(
-    workspace: Path, whole: dict[str, Path]
-) -> None:
+def test_kill_9_in_a_checkpoint_costs_that_checkpoint_alone(workspace: Path, whole: dict[str, Path]) -> None:
     for moment, (_, left) in MOMENTS.items():
         checkpoints = workspace / moment / "work/checkpoints"
         assert exit_code_of(run_and_die_at, workspace, moment) == -signal.SIGKILL, moment
@@ -130,9 +128,7 @@ def test_kill_9_while_a_checkpoint_is_written_costs_that_checkpoint_alone(
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_told_in_one_line_and_training_goes_on_when_there_is_room(
-    workspace: Path, whole: dict[str, Path]
-) -> None:
+def test_a_full_disk_is_one_line_and_training_goes_on_later(workspace: Path, whole: dict[str, Path]) -> None:
     checkpoint = next((whole["sft"] / "work/checkpoints").glob("step-*"))
     needed = sum(path.stat().st_size for path in checkpoint.iterdir())
     work = workspace / "full/work"
@@ -168,7 +164,7 @@ def keys(workspace: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_another_machine_goes_on_from_the_store(
+def test_another_machine_goes_on(
     place: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     alone, first, second = place("alone", ""), *(place(n, "checkpoints: {store: ../store}") for n in ("one", "two"))

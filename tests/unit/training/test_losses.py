@@ -100,42 +100,13 @@ def test_padding_side_and_content_change_no_number(model, scalar, rows, pad, oth
         torch.testing.assert_close(score[:-1], single, rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.lists(st.tuples(sequence, sequence, sequence), min_size=2, max_size=5))
-def test_pair_loss_adds_up_over_parts(scalar, rows) -> None:  # type: ignore[no-untyped-def]
-    pairs = [TokenisedPair(i, *row) for i, row in enumerate(rows)]
-    totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
-    config = RewardConfig(centering=0.3, imitation=0.7)
-    margins = torch.linspace(-1, 1, len(pairs), dtype=torch.float64)
-    whole, figures = pair_loss(scalar, pairs, margins, config, 0, totals)
-    parts = [pair_loss(scalar, [p], margins[i : i + 1], config, 0, totals)[0] for i, p in enumerate(pairs)]
-    assert sum(part.item() for part in parts) == pytest.approx(whole.item(), rel=1e-5)
-    scores = score_pairs(scalar, pairs, 0)
-    (figures,) = read_scalars([figures])
-    assert figures["margin"] == pytest.approx(scores.margins.mean(), abs=1e-5)
-    assert figures["loss"] == pytest.approx(whole.item(), rel=1e-6)
-
-
-def test_the_loss_of_pairs_that_share_a_sequence_is_that_of_each_alone(scalar) -> None:  # type: ignore[no-untyped-def]
+def test_a_sequence_that_pairs_share_stands_in_a_batch_once() -> None:
     prompt, best = [7, 8], [9, 10, 4]
     pairs = [TokenisedPair(0, prompt, best, [11, 4]), TokenisedPair(1, prompt, best, [12, 13, 14, 4])]
     pairs.append(TokenisedPair(2, prompt, [11, 4], best))
-    totals = StepTotals(3, 3 + 3 + 2)
-    config = RewardConfig(centering=0.3, imitation=0.7, batch=PairBatchConfig(group_prompts=True))
-    batch = pair_batch(pairs, 0, torch.device("cpu"), config.batch)
+    batch = pair_batch(pairs, 0, CPU, PairBatchConfig(group_prompts=True))
     assert [part.sequences.input_ids.shape[0] for part in batch.micro_batches] == [3]
     assert (batch.chosen.tolist(), batch.rejected.tolist()) == ([0, 0, 1], [1, 2, 0])
-    scalar.zero_grad()
-    whole, _ = pair_loss(scalar, pairs, None, config, 0, totals)
-    whole.backward()
-    together = [p.grad.clone() for p in scalar.parameters() if p.grad is not None]
-    scalar.zero_grad()
-    parts = [pair_loss(scalar, [pair], None, config, 0, totals)[0] for pair in pairs]
-    sum(parts).backward()
-    assert whole.item() == pytest.approx(sum(part.item() for part in parts), rel=1e-5)
-    for grad, parameter in zip(together, (p for p in scalar.parameters() if p.grad is not None), strict=True):
-        torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-6)
-    scalar.zero_grad()
 
 
 @settings(max_examples=12, deadline=None)
@@ -148,19 +119,22 @@ def test_the_loss_of_pairs_that_share_a_sequence_is_that_of_each_alone(scalar) -
 def test_parts_and_shared_prompts_change_neither_loss_nor_gradient(scalar, rows, count, share, prefix_sharing) -> None:  # type: ignore[no-untyped-def]
     pairs = [TokenisedPair(i, *row) for i, row in enumerate([*rows, rows[0], (rows[0][0], *rows[1][1:])])]
     totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
-    batch = PairBatchConfig(group_prompts=share, prefix_sharing=prefix_sharing)
-    apart = PairBatchConfig(group_prompts=share)
+    margins = torch.linspace(-1, 1, len(pairs), dtype=torch.float64)
+    batch, apart = PairBatchConfig(group_prompts=share, prefix_sharing=prefix_sharing), PairBatchConfig()
     lengths = row_lengths(pairs, batch)
     parts = partitions(lengths, min(count, len(lengths)))[-1].micro_batches
     measured = []
     for used, micro_batches in ((batch, None), (batch, [list(range(len(lengths)))]), (batch, parts), (apart, None)):
         scalar.zero_grad()
         config = RewardConfig(centering=0.3, imitation=0.7, batch=used)
-        loss, metrics = pair_loss(scalar, pairs, None, config, 0, totals, micro_batches)
+        loss, metrics = pair_loss(scalar, pairs, margins, config, 0, totals, micro_batches)
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in scalar.parameters() if p.grad is not None])
         measured.append((loss.detach(), gradient, read_scalars([metrics])[0]))
     scalar.zero_grad()
+    each = [pair_loss(scalar, [p], margins[i : i + 1], config, 0, totals)[0].item() for i, p in enumerate(pairs)]
+    assert sum(each) == pytest.approx(measured[0][0].item(), rel=1e-5)
+    assert measured[0][2]["margin"] == pytest.approx(score_pairs(scalar, pairs, 0).margins.mean(), abs=1e-5)
     assert torch.equal(measured[0][0], measured[1][0]) and torch.equal(measured[0][1], measured[1][1])
     for loss, gradient, metrics in measured[2:]:
         torch.testing.assert_close(loss, measured[0][0], rtol=1e-5, atol=1e-7)

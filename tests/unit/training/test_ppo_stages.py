@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 from architecture.glossary import documented, undocumented
 from safetensors.torch import load_file
+from traced import missed
 from transformers import AutoModelForCausalLM
-from unit.ppo.tiny import Interrupting
+from unit.training import tiny
 from unit.training.tiny import stage_paths
 
 from rlhf_core.api.critic import initial_critic
@@ -29,7 +31,6 @@ from rlhf_core.ppo.rollout import require_room
 from rlhf_core.ppo.update import PtxData
 from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.storage.files import sha256_file
 from rlhf_core.tracking.stage_run import Tracker
 from rlhf_core.training.history import read_history
 from rlhf_core.training.run_context import RunContext
@@ -105,15 +106,6 @@ def test_a_critic_begins_with_the_head_of_the_reward_model(workspace: Path, tmp_
     first = initial_critic(sft, tmp_path / "reward", settings, settings.ppo.rollout)
     assert first.pooling == pooling
     assert torch.equal(first.model.get_submodule("score").weight, reward.model.get_submodule("score").weight)
-
-
-def test_a_shared_pretraining_that_was_interrupted_ends_the_same(workspace: Path, shared: Path, tmp_path: Path) -> None:
-    config = PpoConfig.model_validate(SETTINGS | SHARED)
-    with pytest.raises(KeyboardInterrupt):
-        pretrain(workspace, tmp_path, config, Interrupting(3))
-    pretrain(workspace, tmp_path, config)
-    for file in ("model.safetensors", "reward_moments.json"):
-        assert sha256_file(tmp_path / "models/critic" / file) == sha256_file(shared / "models/critic" / file)
 
 
 def test_the_policy_of_a_shared_backbone_is_a_plain_model(workspace: Path, shared: Path) -> None:
@@ -207,3 +199,16 @@ def test_ptx_draws_from_demonstrations_and_plain_texts_alike(workspace: Path, tm
     steps = -(-len(both.sequences) // 4)
     drawn = [text for step in range(steps) for text in both.batch(step)]
     assert all(text in drawn for text in (*asked, *texts("pretrain").sequences)), "an epoch has every text"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "reward", "critic"])
+def test_what_training_executes_is_reached(name: str, workspace: Path) -> None:
+    assert missed(name, partial(tiny.run_stage, name, workspace, f"traced-{name}")) == set()
+
+
+def test_what_ppo_executes_is_reached(workspace: Path) -> None:
+    out = workspace / "traced-ppo"
+    tiny.run_stage("critic", workspace, "traced-ppo")
+    config = PpoConfig.model_validate(SETTINGS | {"iterations": 2})
+    assert missed("ppo", lambda: ppo.STAGE.run(config, *paths(ppo, workspace, out), context(ppo, out))) == set()

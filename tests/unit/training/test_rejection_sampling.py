@@ -60,7 +60,7 @@ def sampler(workspace: Path, work: Path, new_tokens: int = 40) -> RejectionSampl
     )
 
 
-def test_parts_change_no_reply_and_are_not_made_twice(
+def test_parts_change_no_reply_or_are_made_twice(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = sampler(workspace, tmp_path / "whole").best_replies([2, 0, 3])

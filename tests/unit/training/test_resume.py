@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
 from architecture.glossary import undocumented
 from ranks import exit_code_of
-from unit.training.tiny import run_and_die, run_stage, without_clock
+from unit.training.tiny import SHAPE, run_and_die, run_stage, without_clock
 
+from rlhf_core.api.sft import fine_tune
+from rlhf_core.config.base import SftConfig
+from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.data.schema import Demonstration, Message
+from rlhf_core.data.token_tables import TokenTable
+from rlhf_core.models.causal_lm import fitting_length, load_policy
 from rlhf_core.stages.reward import KEPT
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.history import read_history
+from rlhf_core.training.run_context import RunContext
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +69,6 @@ def test_killed_critic_pretraining_ends_as_the_uninterrupted_one(workspace: Path
     assert resumed == whole
 
 
-def test_a_broken_newest_checkpoint_costs_steps_but_changes_nothing(
-    workspace: Path, whole: dict[str, dict[str, object]], caplog: pytest.LogCaptureFixture
-) -> None:
-    newest = workspace / "sft-whole/work/checkpoints/step-000008/state-00001-of-00001.safetensors"
-    newest.write_bytes(newest.read_bytes()[:-1] + b"?")
-    weights = sha256_file(workspace / "sft-whole/models/sft/model.safetensors")
-    again = run_stage("sft", workspace, "sft-whole")
-    assert "falling back" in caplog.text and "step-000008" in caplog.text
-    assert sha256_file(workspace / "sft-whole/models/sft/model.safetensors") == weights
-    assert again["perplexity"] == whole["sft"]["perplexity"]
-
-
 def test_reward_outputs_are_what_a_user_expects(workspace: Path, whole: dict[str, dict[str, object]]) -> None:
     out, metrics = workspace / "reward-whole", whole["reward"]
     assert undocumented(read_history(out / "history/reward.jsonl")) == set()
@@ -93,3 +89,19 @@ def test_sft_improves_perplexity_and_shows_samples(workspace: Path, whole: dict[
     lines = (workspace / "sft-whole/samples/sft.jsonl").read_text().splitlines()
     assert len(lines) == 2
     assert set(json.loads(lines[0])) == {"prompt", "reply", "finished", "reference", "category"}
+
+
+def test_the_models_positions_bound_training(workspace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, tokenizer = load_policy(workspace / "models/base")
+    assert fitting_length(1024, model) == fitting_length(1024, workspace / "models/base") == SHAPE.max_positions
+    assert fitting_length(100, model) == 100
+    rows = [
+        Demonstration(str(i), [Message("user", "the sky")], "very big " * words, "fact", "test", str(i))
+        for i, words in enumerate((3, 4, 200, 5, 300))
+    ]
+    config = SftConfig(steps=1, batch_size=2, max_tokens=1024, optimizer=OptimizerConfig(lr=1e-3))
+    with caplog.at_level(logging.WARNING):
+        tokens, checks = (TokenTable.of_rows(tokenizer, Demonstration.KIND, part) for part in (rows, rows[:1]))
+        trained = fine_tune(model, tokenizer, tokens, checks, config, RunContext(tmp_path / "work"))
+    assert trained.metrics["dropped_over_long"] == 2 and trained.metrics["train_rows"] == 3
+    assert f"2 of 5 demonstrations are longer than {SHAPE.max_positions} tokens" in caplog.text

@@ -74,9 +74,7 @@ def test_a_model_of_the_lower_layers_scores_on_the_copy_as_on_its_own(workspace:
 
 
 @pytest.mark.parametrize("quantize", KINDS)
-def test_models_on_one_copy_score_as_on_their_own_while_the_policy_is_trained(
-    workspace: Path, tmp_path: Path, quantize: str | None
-) -> None:
+def test_models_on_one_copy_score_as_on_their_own(workspace: Path, tmp_path: Path, quantize: str | None) -> None:
     sft = workspace / "models/sft"
     expected = {
         "a": make_scalar(sft, tmp_path / "a", 1, quantize),
@@ -123,7 +121,7 @@ def test_adapters_of_other_weights_and_models_without_any_are_refused(workspace:
 @pytest.mark.slow
 @pytest.mark.parametrize("quantize", KINDS)
 @pytest.mark.parametrize("mode", [{}, SHARED], ids=["separate", "shared"])
-def test_ppo_on_one_copy_is_ppo_on_several(
+def test_ppo_on_one_copy_is_as_on_several(
     workspace: Path, tmp_path: Path, mode: dict[str, Any], quantize: str | None
 ) -> None:
     rows = {}
