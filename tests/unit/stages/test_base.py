@@ -35,9 +35,7 @@ def base_of_template(real: RealTemplate, folder: Path) -> Path:
     return folder / "base"
 
 
-def test_a_model_without_template_gets_a_plain_one_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_without_template_gets_a_plain_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         tokenizer = load_tokenizer(base_of_template(BASE, tmp_path))
     assert "has no chat template; it gets a plain one" in caplog.text
@@ -128,9 +126,7 @@ def test_weights_that_are_not_numbers_are_refused_by_name(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
-def test_a_prompt_that_leaves_no_room_for_a_reply_stops_the_stage_before_hours_are_spent(
-    split: str, tmp_path: Path
-) -> None:
+def test_a_prompt_that_leaves_no_room_for_a_reply_stops_the_stage(split: str, tmp_path: Path) -> None:
     tokenizer = BASE.tokenizer
     model = tiny_model(tokenizer)
     model.config.max_position_embeddings = 40

@@ -171,7 +171,7 @@ def test_paths_of_evaluation_files_start_where_they_are_given(tmp_path: Path, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("current", "more"), [("ws/inside", []), ("beside", ["-w", "../ws"])], ids=["within", "named"])
-def test_the_expectations_of_the_workspace_decide(
+def test_the_workspaces_expectations_decide(
     current: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / current).mkdir(parents=True)
@@ -201,39 +201,35 @@ def test_the_kind_of_a_file_is_the_best_that_it_serves_as(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_command_exits_as_the_gate_decides_and_keeps_what_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = write(tmp_path, rows(80), tail="{broken\n")
+def test_the_command_exits_as_the_gate_decides(here: Path) -> None:
+    file = write(here, rows(80), tail="{broken\n")
     done = CliRunner().invoke(app, ["data", "validate", file, "--output", "checked"])
     assert done.exit_code == 0 and "data gate: it would open" in done.stdout
-    quarantined = pq.read_table(tmp_path / "checked/data/quarantine.parquet").to_pylist()
+    quarantined = pq.read_table(here / "checked/data/quarantine.parquet").to_pylist()
     assert [(row["source"], row["position"]) for row in quarantined] == [("pairs.jsonl", 81)]
-    assert read_json(tmp_path / "checked/gates/data.json")["passed"]
+    assert read_json(here / "checked/gates/data.json")["passed"]
     again = CliRunner().invoke(app, ["data", "validate", file, "--output", "checked"])
     assert "checked exists already" in str(again.exception)
     strict = CliRunner().invoke(app, ["data", "validate", file, "--json", "--set", "validate.max_quarantined=0"])
     value = json.loads(strict.stdout)
     assert strict.exit_code == 3 and not value["passed"]
     assert [c["metric"] for c in value["conditions"] if not c["passed"]] == ["preferences.quarantined_share"]
-    (tmp_path / "params.yaml").write_text("validate: {min_rows: 1000}\n")
+    (here / "params.yaml").write_text("validate: {min_rows: 1000}\n")
     assert CliRunner().invoke(app, ["data", "validate", file]).exit_code == 3
     other = CliRunner().invoke(app, ["data", "validate", file, "--set", "ppo.iterations=3"])
     assert "has no effect on data files" in str(other.exception)
 
 
 @pytest.mark.slow
-def test_tokens_are_counted_with_the_tokenizer_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    train_tokenizer([""], 261).save_pretrained(tmp_path / "tokenizer")
-    file = write(tmp_path, rows(60))
+def test_tokens_are_counted_with_the_tokenizer_that_is_named(here: Path) -> None:
+    train_tokenizer([""], 261).save_pretrained(here / "tokenizer")
+    file = write(here, rows(60))
     arguments = ["data", "validate", file, "--tokenizer", "tokenizer"]
     value = json.loads(CliRunner().invoke(app, [*arguments, "--json", "--output", "out"]).stdout)
     # <|user|> Question 10? <|assistant|>, good 10 <|end|>: most numbers have two digits.
     assert value["tokens"]["preferences"]["prompt"] == {"50": 14, "90": 14, "99": 14, "100": 14}
     assert value["tokens"]["preferences"]["prompt + reply"]["100"] == 22 and list(value["tokens"]) == ["preferences"]
-    assert "| preferences: chosen | 8 | 8 | 8 | 8 |" in (tmp_path / "out/data/card/card.md").read_text()
+    assert "| preferences: chosen | 8 | 8 | 8 | 8 |" in (here / "out/data/card/card.md").read_text()
     text = CliRunner().invoke(app, arguments).stdout
     assert "tokens of preferences" in text and "prompt + reply" in text
     assert list(value["tokens"]["preferences"]["prompt"]) == ["50", "90", "99", "100"], "the headings' order"
@@ -242,9 +238,8 @@ def test_tokens_are_counted_with_the_tokenizer_that_is_named(tmp_path: Path, mon
 
 
 @pytest.mark.slow
-def test_rules_that_only_warn_are_listed_with_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = write(tmp_path, [*rows(60), *rows(2)])
+def test_rules_that_only_warn_are_listed_with_their_rows(here: Path) -> None:
+    file = write(here, [*rows(60), *rows(2)])
     arguments = ["data", "validate", file, "--set", "validate.rules={not_duplicate: warn}"]
     value = json.loads(CliRunner().invoke(app, [*arguments, "--json", "--output", "out"]).stdout)
     assert value["warned"]["preferences"]["not_duplicate"] == 2 and not value["refused"]
@@ -252,18 +247,17 @@ def test_rules_that_only_warn_are_listed_with_their_rows(tmp_path: Path, monkeyp
     lines = [line.split() for line in CliRunner().invoke(app, arguments).stdout.splitlines()]
     assert ["warnings:", "rows", "that", "stay"] in lines and ["preferences", "not_duplicate", "2"] in lines
     assert not any("no_prefix_leakage" in line for line in lines)
-    card = (tmp_path / "out/data/card/card.md").read_text()
+    card = (here / "out/data/card/card.md").read_text()
     assert "| not_duplicate | warn | 2 |" in card and "| no_prefix_leakage | warn | 0 |" in card
 
 
-def test_the_folder_of_another_check_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_another_check_is_not_written_to(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other command made it after this one had looked whether it is empty."""
-    monkeypatch.chdir(tmp_path)
-    file = write(tmp_path, rows(3))
+    file = write(here, rows(3))
     validate_config = data_commands._validate_config
 
     def meanwhile(*arguments: Any) -> ValidateConfig:
-        (tmp_path / "out/data").mkdir(parents=True)
+        (here / "out/data").mkdir(parents=True)
         return validate_config(*arguments)
 
     monkeypatch.setattr("rlhf_core.commands.data._validate_config", meanwhile)
@@ -272,11 +266,8 @@ def test_the_folder_of_another_check_is_not_written_to(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("more", [[], ["--output", "out"]])
-def test_a_full_disk_is_reported_with_a_remedy(
-    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = write(tmp_path, rows(3))
+def test_a_full_disk_has_a_remedy(more: list[str], here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(here, rows(3))
 
     def full(*arguments: Any) -> CheckedFiles:
         Path("/dev/full").write_text("x")

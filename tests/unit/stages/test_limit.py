@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,22 @@ from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.storage.files import read_json
 
 
+def pair(text: str) -> dict[str, Any]:
+    return {"prompt": f"Question {text}?", "chosen": f"good {text}", "rejected": f"bad {text}"}
+
+
 def pairs(name: str, count: int) -> list[dict[str, Any]]:
-    return [{"prompt": f"{name} {i}?", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(count)]
+    return [pair(f"{name}{i}") for i in range(count)]
 
 
-def run(workspace: Path, limit: int, **files: list[Any]) -> tuple[Mapping[str, Any], Path]:
-    for name, rows in files.items():
-        (workspace / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    metrics = collect_files(workspace, {"preferences": [f"{name}.jsonl" for name in files]}, limit=limit)
-    return metrics, workspace / "data/raw"
+def write(path: Path, rows: list[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+
+
+def collected(workspace: Path, *files: Any, **settings: Any) -> Path:
+    collect_files(workspace, {"preferences": [*files]}, **settings)
+    return workspace / "data/raw"
 
 
 @pytest.mark.parametrize(
@@ -52,17 +58,24 @@ def test_shares(sizes: list[int], limit: int | None, weights: list[float] | None
 
 
 def test_a_mixture_by_weight_and_cap_is_recorded(tmp_path: Path) -> None:
-    for name in ("a", "b", "c"):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in pairs(name, 50)))
-    sources = [{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl", "weight": 1}, {"path": "c.jsonl", "cap": 2}]
-    collect_files(tmp_path, {"preferences": sources}, limit=22)
-    files = read_json(tmp_path / "data/raw/manifest.json")["kinds"]["preferences"]["files"]
-    assert [(file["rows"], file["cut"], file["weight"], file["cap"]) for file in files] == [
-        (15, 35, 3.0, None),
-        (5, 45, 1.0, None),
-        (2, 48, 1.0, 2),
+    for name, count in (("a", 50), ("b", 3), ("c", 50)):
+        write(tmp_path / f"{name}.jsonl", pairs(name, count))
+    sources = [{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl"}, {"path": "c.jsonl", "cap": 2}]
+    metrics = collect_files(tmp_path, {"preferences": sources}, limit=14)
+    raw = tmp_path / "data/raw"
+    about = read_json(raw / "manifest.json")["kinds"]["preferences"]
+    names = ("records", "rows", "refused", "cut", "weight", "cap", "share")
+    assert [tuple(file[name] for name in names) for file in about["files"]] == [
+        (50, 9, 0, 41, 3.0, None, 9 / 14),
+        (3, 3, 0, 0, 1.0, None, 3 / 14),
+        (50, 2, 0, 48, 1.0, 2, 2 / 14),
     ]
-    assert [file["share"] for file in files] == [15 / 22, 5 / 22, 2 / 22]
+    assert about["cut"] == 89 and (metrics["preferences_rows"], metrics["cut_rows"]) == (14, 89)
+    rows = pq.read_table(raw / "preferences/data.parquet").to_pylist()
+    expected = [f"Question {name}{i}?" for name, count in (("a", 9), ("b", 3), ("c", 2)) for i in range(count)]
+    assert [row["prompt"][0]["content"] for row in rows] == expected
+    prompts = pq.read_table(raw / "prompts/data.parquet").to_pylist()
+    assert [row["prompt"][0]["content"] for row in prompts] == expected, "derived of the rows that stay"
 
 
 def test_a_weight_without_a_limit_is_refused() -> None:
@@ -70,55 +83,16 @@ def test_a_weight_without_a_limit_is_refused() -> None:
         CollectConfig.model_validate({"files": {"preferences": [{"path": "a.jsonl", "weight": 2.5}]}})
 
 
-def test_every_source_gives_its_share_and_cut_rows_are_counted(tmp_path: Path) -> None:
-    metrics, raw = run(tmp_path, 10, a=pairs("a", 50), b=pairs("b", 3), c=pairs("c", 20))
-    rows = pq.read_table(raw / "preferences/data.parquet").to_pylist()
-    assert Counter(row["source"] for row in rows) == {"a.jsonl": 4, "b.jsonl": 3, "c.jsonl": 3}
-    assert [row["prompt"][0]["content"] for row in rows][:4] == ["a 0?", "a 1?", "a 2?", "a 3?"]
-    about = read_json(raw / "manifest.json")["kinds"]["preferences"]
-    counts = [(file["records"], file["rows"], file["refused"], file["cut"]) for file in about["files"]]
-    assert counts == [(50, 4, 0, 46), (3, 3, 0, 0), (20, 3, 0, 17)]
-    assert all(records == rows + refused + cut for records, rows, refused, cut in counts)
-    assert about["cut"] == 63 and (metrics["preferences_rows"], metrics["cut_rows"]) == (10, 63)
-
-
-def test_derived_kinds_come_from_the_rows_that_stay(tmp_path: Path) -> None:
-    _, raw = run(tmp_path, 4, a=pairs("a", 50), b=pairs("b", 50))
-    prompts = [row["group"] for row in pq.read_table(raw / "prompts/data.parquet").to_pylist()]
-    assert prompts == ["a 0?", "a 1?", "b 0?", "b 1?"]
-
-
-@pytest.mark.slow
-def test_the_gate_sees_the_share_of_the_rows_that_were_read(tmp_path: Path) -> None:
-    """100 of 600 rows are refused: a sixth. A limit of 200 keeps that share instead of making it a third."""
-    run(tmp_path, 200, a=[*pairs("a", 500), *[{"bad": i} for i in range(100)]])
-    metrics, _ = validate_raw(tmp_path)
-    numbers = metrics["preferences"]
-    assert (numbers["clean"], numbers["quarantined"], numbers["cut"]) == (200, 100, 300)
-    assert numbers["quarantined_share"] == pytest.approx(1 / 6)
-
-
 @pytest.mark.slow
 def test_refusals_of_validation_count_for_the_cut_rows_too(tmp_path: Path) -> None:
     """Half of the kept rows fail: so would half of the cut ones, and with 100 refused of 600 that is 7 / 12."""
-    rows = [pair | {"chosen": ""} if i % 2 else pair for i, pair in enumerate(pairs("a", 500))]
-    run(tmp_path, 200, a=[*rows, *[{"bad": i} for i in range(100)]])
+    rows = [row | {"chosen": ""} if i % 2 else row for i, row in enumerate(pairs("a", 500))]
+    write(tmp_path / "a.jsonl", [*rows, *[{"bad": i} for i in range(100)]])
+    collected(tmp_path, "a.jsonl", limit=200)
     metrics, _ = validate_raw(tmp_path, max_quarantined=0.99)
-    assert metrics["preferences"]["quarantined_share"] == pytest.approx((100 + 250) / 600)
-
-
-def pair(text: str) -> dict[str, Any]:
-    return {"prompt": f"Question {text}?", "chosen": f"good {text}", "rejected": f"bad {text}"}
-
-
-def write(path: Path, rows: list[Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
-
-
-def collected(workspace: Path, files: str, **settings: Any) -> Path:
-    collect_files(workspace, {"preferences": [files]}, **settings)
-    return workspace / "data/raw"
+    numbers = metrics["preferences"]
+    assert (numbers["clean"], numbers["quarantined"], numbers["cut"]) == (100, 200, 300)
+    assert numbers["quarantined_share"] == pytest.approx((100 + 250) / 600)
 
 
 def two_folders(workspace: Path, **settings: Any) -> Path:

@@ -56,8 +56,11 @@ def workspace(folder: Path, base: Path, params: str, shorter: int) -> Path:
     return folder
 
 
-def test_enough_pairs_are_let_through(tmp_path: Path, base: Path) -> None:
-    require_pairs(workspace(tmp_path, base, FILES + GATE, shorter=60))
+@pytest.mark.parametrize(("mode", "shorter"), [("enforce", 60), ("report", 6)])
+def test_enough_pairs_and_a_gate_that_only_reports_refuse_nothing(
+    mode: str, shorter: int, tmp_path: Path, base: Path
+) -> None:
+    require_pairs(workspace(tmp_path, base, FILES + GATE.replace("gates: {", f"gates: {{mode: {mode}, "), shorter))
 
 
 @pytest.mark.parametrize(
@@ -68,17 +71,10 @@ def test_enough_pairs_are_let_through(tmp_path: Path, base: Path) -> None:
         ("referee: {max_tokens: 8}\n", 60, "has no usable pair: of 120, 120 exceed max_tokens 8"),
     ],
 )
-def test_what_would_be_refused_after_sft_is_refused_before(
-    tmp_path: Path, base: Path, settings: str, shorter: int, message: str
-) -> None:
+def test_refusals_after_sft_come_before(tmp_path: Path, base: Path, settings: str, shorter: int, message: str) -> None:
     folder = workspace(tmp_path, base, FILES + settings, shorter)
     with pytest.raises(DataError, match=message):
         require_pairs(folder)
-
-
-def test_a_gate_that_only_reports_refuses_nothing(tmp_path: Path, base: Path) -> None:
-    mode = GATE.replace("gates: {", "gates: {mode: report, ")
-    require_pairs(workspace(tmp_path, base, FILES + mode, shorter=6))
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def test_a_database_without_room_is_a_full_disk_in_one_line(tmp_path: Path, monk
         runner.run_stage("base", tmp_path)
 
 
-def test_that_the_outcome_cannot_be_noted_hides_nothing(
+def test_an_unwritten_outcome_hides_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(runner, "_run", full)
@@ -67,9 +67,7 @@ def test_that_the_outcome_cannot_be_noted_hides_nothing(
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_a_training_stage_allows_tf32_as_the_parameters_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool
-) -> None:
+def test_training_allows_tf32_as_parameters_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
     (tmp_path / "params.yaml").write_text(f"compute: {{tf32: {str(allowed).lower()}}}\n")
     calls: list[bool] = []
     monkeypatch.setattr("rlhf_core.models.precision.allow_tf32", calls.append)
@@ -80,7 +78,7 @@ def test_a_training_stage_allows_tf32_as_the_parameters_say(
 
 
 @pytest.mark.parametrize("method", ["ppo", "dpo", "rejection_sampling"])
-def test_a_stage_reads_the_fingerprint_that_its_run_has_remembered(
+def test_a_stage_reads_the_remembered_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Method
 ) -> None:
     (tmp_path / "params.yaml").write_text(f"policy: {{method: {method}}}\n")
@@ -257,7 +255,7 @@ def test_blocks_of_changing_sizes_do_not_stay_with_the_process(environment: dict
 
 
 @pytest.mark.parametrize(("system", "library"), [("linux", object()), ("darwin", None)], ids=["musl", "macOS"])
-def test_other_systems_are_left_as_they_are(
+def test_other_systems_are_left(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, system: str, library: Any
 ) -> None:
     def load(name: None) -> Any:

@@ -141,7 +141,9 @@ def test_gate_conditions(changes: Rows, settings: dict[str, Any], failed: set[st
 
 def test_raw_data_of_another_shape_is_a_users_error(tmp_path: Path) -> None:
     raw = tmp_path / "data" / "raw"
-    write_dicts(raw / "preferences/data.parquet", "prompts", good_prompts())
+    row = make_row("prompts", 1)
+    names = ("id", "prompt", "category", "source", "group")
+    write_dicts(raw / "preferences/data.parquet", "prompts", [{name: row[name] for name in names}])
     with pytest.raises(DataError, match=r"preferences.data.parquet lacks the column chosen"):
         validate.run(
             ValidateConfig(),
@@ -149,11 +151,6 @@ def test_raw_data_of_another_shape_is_a_users_error(tmp_path: Path) -> None:
             Paths({k: tmp_path / p for k, p in validate.STAGE.outputs.items()}),
             RunContext(tmp_path / "work"),
         )
-
-
-def good_prompts() -> list[dict[str, Any]]:
-    row = make_row("prompts", 1)
-    return [{name: row[name] for name in ("id", "prompt", "category", "source", "group")}]
 
 
 DERIVED = "derived only from rows that were refused"
