@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
-from unit.api.recipe import CRITIC_FREE, PPO, QUESTIONS, by_length
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from unit.api.conftest import CRITIC_FREE, PPO, QUESTIONS, LanguageModel, by_length
 from unit.ppo.tiny import Interrupting
 from unit.training.tiny import demonstrations, preferences, prompts
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
-def gpt2(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def gpt2(llama: LanguageModel) -> LanguageModel:
     """Another architecture, with learned positions and tied weights; its tokenizer knows no roles and no padding."""
     tokenizer = copy.deepcopy(llama[1])
     tokenizer.chat_template = None
@@ -38,8 +38,8 @@ def gpt2(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> tuple[PreTra
 
 
 @pytest.fixture(params=["llama", "gpt2"])
-def language_model(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    found: tuple[PreTrainedModel, PreTrainedTokenizerBase] = request.getfixturevalue(request.param)
+def language_model(request: pytest.FixtureRequest) -> LanguageModel:
+    found: LanguageModel = request.getfixturevalue(request.param)
     return found
 
 
@@ -61,9 +61,7 @@ def pretrained(
 
 
 @pytest.mark.slow
-def test_the_example_of_the_docs_runs(
-    llama: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_of_the_docs_runs(llama: LanguageModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(encoding="utf-8"), re.DOTALL)
     assert 25 <= len([line for line in code.splitlines() if line.strip()]) <= 40
     save_policy(tmp_path / "base", *llama)
@@ -81,8 +79,8 @@ def test_the_example_of_the_docs_runs(
 
 
 @pytest.mark.slow
-def test_it_trains_any_model_and_leaves_the_given_one_alone(
-    language_model: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+def test_it_trains_any_model_but_not_the_given_one(
+    language_model: LanguageModel,
 ) -> None:
     model, tokenizer = language_model
     before, template = weights(model), tokenizer.chat_template
@@ -105,7 +103,7 @@ def test_it_trains_any_model_and_leaves_the_given_one_alone(
     assert same(weights(model), before) and tokenizer.chat_template == template
 
 
-def test_no_steps_of_sft_keep_the_model(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+def test_no_steps_of_sft_keep_the_model(llama: LanguageModel) -> None:
     model, tokenizer = llama
     rows = [{"prompt": "a", "completion": "b"}] * 3
     run = rlhf.train_sft(model, tokenizer, rows, config=rlhf.SftConfig(steps=0, max_tokens=64))
@@ -114,7 +112,7 @@ def test_no_steps_of_sft_keep_the_model(llama: tuple[PreTrainedModel, PreTrained
     assert "train_loss" not in run.metrics
 
 
-def test_a_reward_model_may_be_the_reward(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+def test_a_reward_model_may_be_the_reward(llama: LanguageModel) -> None:
     model, tokenizer = llama
     reward = rlhf.ScalarModel.from_causal_lm(model, 5)
     config = rlhf.PpoConfig(**PPO | {"iterations": 1})
@@ -126,9 +124,7 @@ def test_a_reward_model_may_be_the_reward(llama: tuple[PreTrainedModel, PreTrain
     assert policy.choice is None and len(policy.history) == 1
 
 
-def test_an_interrupted_run_continues_with_the_same_call(
-    llama: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path
-) -> None:
+def test_an_interrupted_run_continues_with_the_same_call(llama: LanguageModel, tmp_path: Path) -> None:
     model, tokenizer = llama
     config = rlhf.PpoConfig(**PPO)
     critic = pretrained(model, tokenizer, config)
@@ -143,7 +139,7 @@ def test_an_interrupted_run_continues_with_the_same_call(
     assert same(weights(resumed.model), weights(straight.model))
 
 
-def test_one_critic_serves_several_runs(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+def test_one_critic_serves_several_runs(llama: LanguageModel) -> None:
     model, tokenizer = llama
     config = rlhf.PpoConfig(**PPO)
     critic = pretrained(model, tokenizer, config)
@@ -153,14 +149,14 @@ def test_one_critic_serves_several_runs(llama: tuple[PreTrainedModel, PreTrained
     assert model.training == model_was_training
 
 
-def test_replies_to_one_prompt_may_stand_for_a_critic(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+def test_replies_to_one_prompt_may_stand_for_a_critic(llama: LanguageModel) -> None:
     model, tokenizer = llama
     policy = rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, config=rlhf.PpoConfig(**PPO | CRITIC_FREE))
     assert len(policy.history) == 3 and "explained_variance" not in policy.history[0]
     assert not same(weights(policy.model), weights(model))
 
 
-def test_a_folder_belongs_to_one_run(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path) -> None:
+def test_a_folder_belongs_to_one_run(llama: LanguageModel, tmp_path: Path) -> None:
     model, tokenizer = llama
     context, config = rlhf.RunContext(tmp_path / "work"), rlhf.PpoConfig(**PPO)
     critic = pretrained(model, tokenizer, config, context)
@@ -181,7 +177,7 @@ def test_a_folder_belongs_to_one_run(llama: tuple[PreTrainedModel, PreTrainedTok
 
 
 @pytest.mark.slow
-def test_adapters_alone_may_be_trained(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path) -> None:
+def test_adapters_alone_may_be_trained(llama: LanguageModel, tmp_path: Path) -> None:
     model, tokenizer = llama
     lora = rlhf.LoraConfig(rank=2)
     config = rlhf.PpoConfig(**PPO | {"policy_lora": lora, "critic_lora": lora})
@@ -218,9 +214,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_setting_of_the_stages_is_one_of_the_functions(
-    option: str, llama: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path
-) -> None:
+def test_every_setting_of_the_stages_is_one_of_the_functions(option: str, llama: LanguageModel, tmp_path: Path) -> None:
     model, tokenizer = llama
     config = rlhf.PpoConfig(**PPO | {"iterations": 1} | OPTIONS[option])
     rlhf.ScalarModel.from_causal_lm(model, 5).save(tmp_path / "models/reward", tokenizer)
@@ -234,23 +228,20 @@ def test_every_setting_of_the_stages_is_one_of_the_functions(
     with torch.no_grad():
         next(base.parameters()).mul_(0.5)
     texts = {"demonstrations": [{"prompt": "a", "completion": "b"}], "pretrain": ["c d"]}
-    policy = rlhf.train_ppo(
-        model, tokenizer, QUESTIONS, reward, critic, config=config,
-        context=rlhf.RunContext(tmp_path / "ppo", folder=tmp_path),
-        **({"base": base} if option == "another start" else texts if option == "plain texts" else {}),
-    )  # fmt: skip
+    more = {"base": base} if option == "another start" else texts if option == "plain texts" else {}
+
+    def train(critic: Any, name: str) -> rlhf.TrainedPolicy:
+        context = rlhf.RunContext(tmp_path / name, folder=tmp_path)
+        return rlhf.train_ppo(model, tokenizer, QUESTIONS, reward, critic, config=config, context=context, **more)
+
+    policy = train(critic, "ppo")
     (row,) = policy.history
     assert policy.metrics["iterations"] == 1 and "selected" not in policy.metrics
     assert ("critic_lr" in row) == (option != "one backbone") and ("ptx_loss" in row) == (option == "plain texts")
     assert ("source_model_mean" in row) == (reward is None)
     assert (abs(row["kl"]) > 1e-6) == (option == "another start")
     critic.save(tmp_path / "models/critic")
-    again = rlhf.train_ppo(
-        model, tokenizer, QUESTIONS, reward, tmp_path / "models/critic", config=config,
-        context=rlhf.RunContext(tmp_path / "again", folder=tmp_path),
-        **({"base": base} if option == "another start" else texts if option == "plain texts" else {}),
-    )  # fmt: skip
-    assert same(weights(again.model), weights(policy.model))
+    assert same(weights(train(tmp_path / "models/critic", "again").model), weights(policy.model))
 
 
 @pytest.mark.slow

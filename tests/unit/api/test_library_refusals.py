@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from unit.api.recipe import CRITIC_FREE, PPO, QUESTIONS, by_length
+from unit.api.conftest import CRITIC_FREE, PPO, QUESTIONS, LanguageModel, by_length
 
 import rlhf_core as rlhf
 from rlhf_core.errors import ConfigError, DataError, ModelError
@@ -85,22 +84,20 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
 
 
 @pytest.fixture(scope="module")
-def critic(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> rlhf.TrainedCritic:
+def critic(llama: LanguageModel) -> rlhf.TrainedCritic:
     rollout, none = rlhf.PpoConfig(**PPO).rollout, rlhf.CriticConfig(max_rollouts=0)
     return rlhf.train_critic(*llama, QUESTIONS, by_length, rollout=rollout, config=none)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused_in_one_line(
-    case: str, llama: tuple[PreTrainedModel, PreTrainedTokenizerBase], critic: rlhf.TrainedCritic
-) -> None:
+def test_what_cannot_work_is_refused(case: str, llama: LanguageModel, critic: rlhf.TrainedCritic) -> None:
     call, error, message = REFUSED[case]
     with pytest.raises(error, match=message):
         call(*llama, critic)
 
 
-def test_a_tokenizer_without_an_end_marker_is_refused(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+def test_a_tokenizer_without_an_end_marker_is_refused(llama: LanguageModel) -> None:
     tokenizer = copy.deepcopy(llama[1])
     tokenizer.eos_token = None
     with pytest.raises(ModelError, match="no end-of-sequence token"):

@@ -12,8 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from unit.api.recipe import PPO, QUESTIONS, by_length
+from unit.api.conftest import PPO, QUESTIONS, LanguageModel, by_length
 
 import rlhf_core as rlhf
 from rlhf_core.api.inputs import rows_of
@@ -147,15 +146,13 @@ CALLS: dict[str, Call] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_every_function_refuses_column_names_as_rows(
-    name: str, llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]
-) -> None:
+def test_every_function_refuses_column_names(name: str, llama: LanguageModel) -> None:
     for given in (Columns(), DictLike()):
         with pytest.raises(DataError, match=f"^{name.strip()} is a "):
             CALLS[name](*llama, given)
 
 
-def test_ppo_asks_for_the_rows_of_a_table(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+def test_ppo_asks_for_the_rows_of_a_table(llama: LanguageModel) -> None:
     asked: set[str] = set()
 
     def reward(prompts: list[list[dict[str, str]]], replies: list[str]) -> list[float]:
@@ -179,7 +176,7 @@ def test_ppo_asks_for_the_rows_of_a_table(llama: tuple[PreTrainedModel, PreTrain
     ids=["sft", "reward", "critic", "ppo"],
 )
 def test_every_function_refuses_a_rounded_model_before_it_trains(
-    call: Callable[[Any, Any], Any], llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]
+    call: Callable[[Any, Any], Any], llama: LanguageModel
 ) -> None:
     with pytest.raises(ModelError, match="was rounded by a change of precision"):
         call(copy.deepcopy(llama[0]).bfloat16(), llama[1])

@@ -38,6 +38,7 @@ MakeEngine = Callable[[nn.Module, OptimizerConfig, str], Engine]
 # A learning rate so high that the weights after one step are the gradient, and one that moves weights well beyond
 # their rounding without growing it.
 KINDS = {"gradient": (1e4, 1), "updates": (0.05, 4)}
+CUT: dict[str, Any] = {"token_budget": 300, "max_padding": 0.01}  # batches that are cut into micro-batches
 FEW_LOGITS = 4 * 23 * 5  # bytes of five positions: every pass is made in several chunks, unequal over ranks
 
 
@@ -99,8 +100,8 @@ def train(case: str, make: MakeEngine, lr: float, steps: int, stored: Path) -> t
     tiny = make_tiny()
     runners: dict[str, Callable[..., Any]] = {
         "sft": _sft, "reward": _reward, "critic": _critic, "ppo": _ppo,
-        "reward_in_micro_batches": partial(_reward_in_micro_batches, prefix_sharing=False),
-        "reward_in_micro_batches_of_prefixes": partial(_reward_in_micro_batches, prefix_sharing=True),
+        "reward_in_micro_batches": partial(_reward, **CUT),
+        "reward_in_micro_batches_of_prefixes": partial(_reward, **CUT, prefix_sharing=True),
     }  # fmt: skip
     engines, figures = runners[case](tiny, make, lr, steps, stored)
     return engines, figures
@@ -153,24 +154,17 @@ def _sft(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> t
     return [engine], _steps(engine, task, steps)
 
 
-def _reward(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> tuple[list[Engine], dict[str, float]]:
-    model = with_unembedding(tiny)
-    config = RewardConfig(batch=PairBatchConfig(token_budget=90, min_pairs=1), centering=0.1, optimizer=optimizer(lr))
-    engine = make(model, config.optimizer, "reward")
-    task = RewardTask(engine, model, pairs(23), pairs(9), config, PAD, "reward", [0.1 * i for i in range(23)])
-    return [engine], _steps(engine, task, steps)
-
-
-def _reward_in_micro_batches(
-    tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path, *, prefix_sharing: bool
+def _reward(
+    tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path, **batch: Any
 ) -> tuple[list[Engine], dict[str, float]]:
-    """Batches that every rank cuts into several micro-batches of its own rows."""
-    model = with_unembedding(tiny)
-    batch = PairBatchConfig(token_budget=300, min_pairs=1, max_padding=0.01, prefix_sharing=prefix_sharing)
-    config = RewardConfig(batch=batch, centering=0.1, optimizer=optimizer(lr))
+    """With ``batch``, batches that every rank cuts into several micro-batches of its own rows."""
+    model, smallest = with_unembedding(tiny), 1 if batch else padding.SMALLEST_MICRO_BATCH
+    pair_batch = PairBatchConfig.model_validate({"token_budget": 90, "min_pairs": 1} | batch)
+    config = RewardConfig(batch=pair_batch, centering=0.1, optimizer=optimizer(lr))
     engine = make(model, config.optimizer, "reward")
-    task = RewardTask(engine, model, pairs(23), pairs(9), config, PAD, "reward")
-    with mock.patch.object(padding, "SMALLEST_MICRO_BATCH", 1):
+    margins = None if batch else [0.1 * i for i in range(23)]
+    task = RewardTask(engine, model, pairs(23), pairs(9), config, PAD, "reward", margins)
+    with mock.patch.object(padding, "SMALLEST_MICRO_BATCH", smallest):
         return [engine], _steps(engine, task, steps)
 
 

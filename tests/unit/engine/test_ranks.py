@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,31 +154,30 @@ def test_moments_take_in_the_rewards_of_all_ranks(found: Results) -> None:
     assert together.to_dict() == pytest.approx(alone.to_dict(), rel=1e-6)
 
 
-@given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 9))
-def test_every_row_is_computed_once_and_all_ranks_make_as_many_passes(rows: int, size: int, ranks: int) -> None:
-    seen: list[int] = []
-    counts = set()
+def on_each_rank(share: Callable[..., Any], rows: int, size: int, ranks: int) -> list[list[tuple[list[int], float]]]:
+    """The passes of each rank over ``rows`` rows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "world_size", lambda: ranks)
+        shared = []
         for rank in range(ranks):
             patch.setattr(distributed, "rank", lambda rank=rank: rank)
-            parts = list(sharding.passes(list(range(rows)), size))
-            counts.add(len(parts))
-            assert all(1 <= len(part) <= size for part, _ in parts)
-            seen += [row for part, weight in parts if weight for row in part]
-    assert len(counts) == 1 and sorted(seen) == list(range(rows))
+            shared.append(list(share(list(range(rows)), size)))
+    return shared
+
+
+@given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 9))
+def test_every_row_is_computed_once_and_all_ranks_make_as_many_passes(rows: int, size: int, ranks: int) -> None:
+    shared = on_each_rank(sharding.passes, rows, size, ranks)
+    assert all(1 <= len(part) <= size for parts in shared for part, _ in parts)
+    seen = [row for parts in shared for part, weight in parts if weight for row in part]
+    assert len({*map(len, shared)}) == 1 and sorted(seen) == list(range(rows))
 
 
 @given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 9))
 def test_whole_passes_are_those_of_one_process(rows: int, size: int, ranks: int) -> None:
     alone = list(sharding.whole_passes(list(range(rows)), size))
     assert alone == list(sharding.passes(list(range(rows)), size))
-    shared: list[list[tuple[list[int], float]]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "world_size", lambda: ranks)
-        for rank in range(ranks):
-            patch.setattr(distributed, "rank", lambda rank=rank: rank)
-            shared.append(list(sharding.whole_passes(list(range(rows)), size)))
+    shared = on_each_rank(sharding.whole_passes, rows, size, ranks)
     in_turn = [part for round_of_ranks in zip(*shared, strict=True) for part in round_of_ranks]
     assert [part for part in in_turn if part[1]] == alone
     assert all(part == ([0], 0.0) for part in in_turn if not part[1])

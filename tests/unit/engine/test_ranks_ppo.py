@@ -163,11 +163,12 @@ def test_what_two_ranks_record_and_learn_around_rollbacks_is_the_same(found: dic
     assert cases.distance(plain, together) < 1e-2
 
 
-def test_a_shared_backbone_learns_the_same_on_two_ranks(found: dict[int, Path]) -> None:
-    (plain, figures), (together, others) = (cases.read_result(found[size], "shared") for size in (1, 2))
+@pytest.mark.parametrize("what", ["shared", "budget"])
+def test_a_shared_backbone_and_a_budget_of_tokens_learn_the_same(what: str, found: dict[int, Path]) -> None:
+    (plain, figures), (together, others) = (cases.read_result(found[size], what) for size in (1, 2))
     assert cases.distance(plain, together) < 1e-4
     assert others == pytest.approx(figures, rel=1e-3, abs=1e-5)
-    assert "value_loss" in figures and "critic_lr" not in figures
+    assert "value_loss" in figures and ("critic_lr" in figures) == (what == "budget")
 
 
 def test_groups_of_replies_are_whole_on_every_rank(found: dict[int, Path]) -> None:
@@ -179,12 +180,6 @@ def test_groups_of_replies_are_whole_on_every_rank(found: dict[int, Path]) -> No
     assert all(sum(rows[start : start + 4]) == pytest.approx(0.0, abs=1e-5) for rows in first for start in (0, 4))
     (plain, figures), (together, others) = (cases.read_result(found[size], "free") for size in (1, 2))
     assert cases.distance(plain, together) < 1e-2 and others["kl"] == pytest.approx(figures["kl"], rel=1e-3, abs=1e-4)
-
-
-def test_a_budget_of_tokens_learns_the_same_on_two_ranks(found: dict[int, Path]) -> None:
-    (plain, figures), (together, others) = (cases.read_result(found[size], "budget") for size in (1, 2))
-    assert cases.distance(plain, together) < 1e-4
-    assert others == pytest.approx(figures, rel=1e-3, abs=1e-5)
 
 
 def test_each_reply_is_scored_by_one_rank_and_known_to_all(found: dict[int, Path]) -> None:

@@ -13,7 +13,8 @@ from unit.serving.conftest import CONTEXT, JUDGED, Served
 
 from rlhf_core.chat.session import ChatSession
 from rlhf_core.data.schema import Message
-from rlhf_core.serving.protocol import MAX_BODY_BYTES, MAX_TOKEN_CHARACTERS, ServingLimits
+from rlhf_core.serving.completions import ReplyInProgress
+from rlhf_core.serving.protocol import MAX_BODY_BYTES, MAX_TOKEN_CHARACTERS, ApiError, ServingLimits, parse_chat_request
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "the sky"}
@@ -135,14 +136,7 @@ def test_a_reply_of_open_length_takes_what_room_the_context_has(serve: Callable[
     assert served.post({"messages": prompt, "max_tokens": 40}).json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_a_longer_prompt_than_the_server_takes_is_refused(serve: Callable[..., Served]) -> None:
-    error = serve(ServingLimits(max_prompt_tokens=2)).post(ASK).json()["error"]
-    assert "this server takes at most 2" in error["message"] and error["code"] == "context_length_exceeded"
-
-
-def test_endless_messages_are_refused_before_they_are_tokenised(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_messages_are_refused_untokenised(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Any) -> None:
         raise AssertionError("other requests would wait for this")
 
@@ -169,9 +163,7 @@ def test_bodies_must_be_json_of_a_bounded_size(served: Served) -> None:
     assert all(response.json()["error"]["message"] for response in responses)
 
 
-def test_a_client_that_leaves_while_it_sends_is_no_failure_of_the_server(
-    served: Served, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_that_leaves_while_it_sends_is_no_failure(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     parts = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
     headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": headers}
@@ -247,33 +239,23 @@ def test_a_reply_that_takes_too_long_ends_with_an_error(serve: Callable[..., Ser
     assert served.metric("rlhf_serve_replies_total", end="timeout") == 2
 
 
-def test_a_failure_in_sampling_is_the_servers_fault_and_frees_its_place(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("out of memory at /secret/path")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(served.policy, "reply", fail)
-        response = served.post(ASK)
-        stream = served.post({**ASK, "stream": True})
-    assert response.status_code == 500 and "secret" not in response.text + stream.text
-    assert '"server_error"' in stream.text and "[DONE]" not in stream.text
-    assert served.completions.in_flight == 0 and served.post(ASK).status_code == 200
-
-
 class Panic(BaseException):
     """As libraries in Rust raise it, which no ``except Exception`` catches."""
 
 
-def test_a_panic_of_the_tokenizer_is_an_error_of_the_api(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def panic(*_: Any) -> None:
-        raise Panic("retry-limit-in-match over")
+@pytest.mark.parametrize(("part", "error"), [("reply", RuntimeError("no memory at /secret/path")), ("encode", Panic())])
+def test_a_failure_is_the_servers_fault_and_frees_its_place(
+    part: str, error: BaseException, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(served.policy, "encode", panic)
-        response = served.post(ASK)
+        patch.setattr(served.policy, part, fail)
+        response, stream = served.post(ASK), served.post({**ASK, "stream": True})
     assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
+    assert '"server_error"' in stream.text and "[DONE]" not in stream.text
+    assert "secret" not in response.text + stream.text
     assert served.completions.in_flight == 0 and served.post(ASK).status_code == 200
 
 
@@ -386,3 +368,58 @@ def test_the_life_of_the_app_ends_with_its_last_reply(serve: Callable[..., Serve
         return await asked
 
     assert served.run(story).json()["model"] == "policy:1"
+
+
+async def held_reply(served: Served, **fields: object) -> ReplyInProgress:
+    """A reply whose first token is there, and whose second waits for ``policy.go``."""
+    body = {"messages": [{"role": "user", "content": "the sky"}], **fields}
+    served.policy.hold()
+    reply = await served.completions.begin(parse_chat_request(json.dumps(body).encode()))
+    await asyncio.to_thread(served.policy.holding.acquire)
+    return reply
+
+
+async def ended(served: Served, reply: ReplyInProgress) -> None:
+    """Let the thread go on, and wait for its end."""
+    served.policy.go.set()
+    await asyncio.wait({reply.sampled})
+    await asyncio.sleep(0)
+
+
+def test_a_client_that_leaves_ends_its_reply(served: Served) -> None:
+    async def left() -> None:
+        return
+
+    async def story() -> None:
+        reply = await held_reply(served)
+        with pytest.raises(ApiError, match="closed the connection"):
+            await reply.whole(left)
+        assert served.completions.in_flight == 1  # the thread is still busy
+        await ended(served, reply)
+
+    asyncio.run(story())
+    assert served.metric("rlhf_serve_replies_total", end="cancelled") == 1
+    assert served.completions.in_flight == 0
+
+
+def test_a_stream_that_is_closed_ends_its_reply(served: Served) -> None:
+    async def story() -> None:
+        reply = await held_reply(served, stream=True)
+        events = reply.events()
+        assert b'"role": "assistant"' in await anext(events)
+        await events.aclose()  # type: ignore[attr-defined]
+        await ended(served, reply)
+
+    asyncio.run(story())
+    assert served.metric("rlhf_serve_replies_total", end="cancelled") == 1
+    assert served.completions.in_flight == 0
+
+
+def test_a_request_that_is_not_accepted_takes_no_place(serve: Callable[..., Served]) -> None:
+    served = serve(ServingLimits(max_prompt_tokens=1, max_concurrent=1))
+    request = parse_chat_request(b'{"messages": [{"role": "user", "content": "the sky"}]}')
+    for _ in range(3):
+        with pytest.raises(ApiError, match="this server takes at most 1") as refused:
+            asyncio.run(served.completions.begin(request))
+        assert refused.value.code == "context_length_exceeded"
+    assert served.completions.in_flight == 0
