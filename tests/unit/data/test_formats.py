@@ -89,7 +89,6 @@ def test_group_ignores_case_spaces_and_system() -> None:
 
 PAIR = {"prompt": "Q?", "chosen": "a", "rejected": "b"}
 PROMPT = {"prompt": "Q?"}
-REPLY = {"prompt": "Q?", "reply": "a"}
 
 
 def test_the_first_thousand_rows_decide(tmp_path: Path) -> None:
@@ -106,11 +105,6 @@ def test_a_named_format_holds_whatever_the_rows_look_like(tmp_path: Path) -> Non
     assert len(read(tmp_path, mixed, "prompts", format="prompt").rows) == 10
     with pytest.raises(DataError, match="format prompt, which holds no preferences"):
         read(tmp_path, mixed, format="prompt")
-
-
-def test_a_row_with_more_than_the_format_is_not_cut_to_it(tmp_path: Path) -> None:
-    result = read(tmp_path, [PROMPT] * 30 + [REPLY], "prompts")
-    assert "is of format prompt-reply, the file of format prompt" in result.refused[0].reason
 
 
 def test_rows_of_no_known_format_are_refused_in_a_few_lines_with_what_to_do(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.data import reading
+from unit.data.reading import said, user
 
 from rlhf_core.api.inputs import rows_of
 from rlhf_core.config.data import DataSource, ReadOptions
@@ -210,31 +211,7 @@ def test_what_does_not_serve_is_refused_by_name(name: str, kind: str, message: s
         read(name, kind)
 
 
-PKU = reading.PAIR_FORMATS["pku-saferlhf"]("Q?", "a", "b")
-USER = {"role": "user", "content": "Q?"}
-DIALOGUE = {
-    "chosen": [USER, {"role": "assistant", "content": "a"}],
-    "rejected": [USER, {"role": "assistant", "content": "b"}],
-}
-
-
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        (PKU | {"safer_response_id": None}, "safer_response_id is not a number: None"),
-        (PKU | {"safer_response_id": 10**5000}, "safer_response_id is not a number: a long int"),
-        ({"prompt": "Q?", "answers": [{"answer": "a", "rank": "nan"}]}, "rank of answer 1 is not a number: 'nan'"),
-        (DIALOGUE | {"prompt": "Another?"}, "the prompt is not that of the transcripts"),
-        ({"chosen": "Blue.", "rejected": "Green."}, "do not begin with the same words"),
-        ({"chosen": "Blue.", "rejected": "Blue."}, "both texts are the same"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_record_that_cannot_be_used_is_refused_with_a_reason(value: Any, reason: str) -> None:
-    result = parse(value, dimension="helpful" if "response_0" in value else None)
-    assert not result.rows and not result.counts.dropped
-    (refused,) = result.refused
-    assert reason in refused.reason and refused.position == 1
+DIALOGUE = reading.PAIR_FORMATS["conversational-implicit"]("Q?", "a", "b")
 
 
 def test_the_library_names_records_that_prefer_no_reply() -> None:
@@ -245,20 +222,18 @@ def test_the_library_names_records_that_prefer_no_reply() -> None:
 
 
 def test_replies_may_be_the_whole_dialogue_after_an_explicit_prompt() -> None:
-    (row,) = parse(DIALOGUE | {"prompt": [USER]}).rows
-    assert (row["prompt"], row["chosen"], row["rejected"]) == ([USER], "a", "b")
-    (refused,) = parse(DIALOGUE | {"prompt": [{"role": "user", "content": "Another?"}]}).refused
+    (row,) = parse(DIALOGUE | {"prompt": [user("Q?")]}).rows
+    assert (row["prompt"], row["chosen"], row["rejected"]) == ([user("Q?")], "a", "b")
+    (refused,) = parse(DIALOGUE | {"prompt": [user("Another?")]}).refused
     assert "chosen has 2 turns" in refused.reason
-    (row,) = parse({"prompt": [USER], "completion": DIALOGUE["chosen"]}, "demonstrations").rows
-    assert (row["prompt"], row["reply"]) == ([USER], "a")
+    (row,) = parse({"prompt": [user("Q?")], "completion": DIALOGUE["chosen"]}, "demonstrations").rows
+    assert (row["prompt"], row["reply"]) == ([user("Q?")], "a")
 
 
 def test_parts_of_a_turn_are_joined() -> None:
     parts = [{"type": "text", "text": " Look:\n"}, {"type": "text", "text": "why?", "image": None}]
-    (row,) = parse(
-        {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}]}, "prompts"
-    ).rows
-    assert row["prompt"] == [{"role": "user", "content": " Look:\nwhy?"}]
+    (row,) = parse({"messages": [{"role": "user", "content": parts}, said("a")]}, "prompts").rows
+    assert row["prompt"] == [user(" Look:\nwhy?")]
 
 
 # A text with these marks is a transcript.
@@ -270,7 +245,7 @@ TEXTS = PLAIN.filter(lambda text: "Human:" not in text and "Assistant:" not in t
 def test_texts_are_read_as_they_were_written(prompt: str, better: str, worse: str, name: str) -> None:
     options = {"dimension": "safe"} if name == "pku-saferlhf" else {}
     (row,) = parse(reading.PAIR_FORMATS[name](prompt, better, worse), **options).rows
-    assert row["prompt"] == [{"role": "user", "content": prompt}]
+    assert row["prompt"] == [user(prompt)]
     assert (row["chosen"], row["rejected"]) == (better, worse)
 
 

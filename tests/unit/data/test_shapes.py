@@ -119,24 +119,6 @@ def test_a_prompt_keeps_its_white_space(prompt: str, content: str) -> None:
     assert (row["chosen"], row["rejected"]) == (" a\n", "\tb")
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": [USER], "chosen": [{"role": "user", "content": "a"}], "rejected": "b"},
-        {"prompt": [USER], "chosen": "a", "rejected": [{"role": "system", "content": "b"}]},
-        {
-            "conversations": [{"from": "human", "value": "Hi?"}],
-            "chosen": {"from": "human", "value": "a"},
-            "rejected": {"from": "gpt", "value": "b"},
-        },
-    ],
-    ids=["user", "system", "sharegpt"],
-)
-def test_a_reply_of_another_role_than_the_assistant_is_refused(row: dict[str, Any]) -> None:
-    (refused,) = read("preferences", row).refused
-    assert "not the assistant's" in refused.reason
-
-
 @pytest.mark.parametrize("reply", ["\u200b", " \ufeff\u200d\n", "\u2060\u00ad", "\u3164", "\ufe0f"], ids=ascii)
 def test_hh_replies_that_show_nothing_are_empty(reply: str) -> None:
     row = HH | {"chosen": f"\n\nHuman: Hi?\n\nAssistant: {reply}"}

@@ -11,13 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 from unit.data.reading import read, records_of
 
-from rlhf_core.config.data import ReadOptions, ValidateConfig
+from rlhf_core.config.data import ReadOptions
 from rlhf_core.data.collection.sources import read_sources, sources_by_kind
 from rlhf_core.data.inspection.describe import as_text as inspected
 from rlhf_core.data.inspection.describe import describe_sources
 from rlhf_core.data.readers.columns import warnings_of
 from rlhf_core.errors import DataError
-from rlhf_core.stages.checked_files import as_text, check_files
 
 TURN = {"role": "assistant", "content": "Rivers flow."}
 SINGLE = {"prompt": "Why?", "response": "Because."}
@@ -66,29 +65,18 @@ def test_a_flag_that_says_neither_is_refused_by_its_name(name: str, value: Any) 
     assert [name in finding.reason for finding in result.refused] == [True]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "extra",
+    ("name", "value"),
     [
-        *({"score": 0.3}, {"quality": "low"}, {"feedback": "Too long."}, {"rating": 0.7}, {"weight": 0.5}),
-        *(
-            {"split": "test"},
-            {"inGsm8kTrain": True},
-            {"finish_reason": "length"},
-            {"instruct_reward": -5},
-            {"status": 7},
-        ),
+        *(("score", 0.3), ("status", 7), ("quality", "low"), ("feedback", "Too long."), ("rating", 0.7)),
+        *(("weight", 0.5), ("split", "test"), ("inGsm8kTrain", True), ("finish_reason", "length")),
+        ("instruct_reward", -5),
     ],
 )
-def test_a_flag_that_cannot_be_read_is_named_loudly(extra: dict[str, Any], tmp_path: Path) -> None:
-    ((name, value),) = extra.items()
-    name = ".".join((name, *value)) if isinstance(value, dict) else name
-    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps(SINGLE | {"prompt": f"{n}?"} | extra) for n in range(3)))
-    sources = sources_by_kind(["x.jsonl"], tmp_path, ReadOptions())
-    checked = check_files(sources, tmp_path, ValidateConfig(), tmp_path / "out")
-    text = as_text(checked, 200)
-    assert f"WARNING  3: {name} may say" in text and f"unused   3: the column {name} is not read" in text
-    assert checked.as_dict()["files"][0]["unused"].keys() == {name, name.partition(".")[0]}
+def test_a_flag_that_cannot_be_read_is_named_loudly(name: str, value: Any) -> None:
+    counts = read("demonstrations", *[SINGLE | {name: value}] * 3).counts
+    (warning,) = warnings_of(counts)
+    assert warning.startswith(f"3: {name} may say") and counts.unused.keys() == {name}
 
 
 @pytest.mark.parametrize("pair", [PAIR, ORCA], ids=["standard", "orca"])
@@ -411,14 +399,6 @@ def test_lines_below_a_line_that_names_the_separator_are_counted_as_in_the_file(
 def test_a_text_with_commas_in_a_file_of_semicolons() -> None:
     (record,) = records_of("x.csv", b'prompt;reply\nwhy, oh why?;"so; and, so"\n')
     assert record.value == {"prompt": "why, oh why?", "reply": "so; and, so"}
-
-
-@pytest.mark.parametrize("keys", [("train", "test"), ("rows",), ("instances", "meta")])
-def test_an_object_of_lists_is_refused_with_their_names(keys: tuple[str, ...]) -> None:
-    content = json.dumps({key: [PAIR] if key != "meta" else "x" for key in keys}).encode()
-    with pytest.raises(DataError) as refused:
-        records_of("x.json", content)
-    assert all(repr(key) in str(refused.value) for key in keys if key != "meta")
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations", "conversation"])

@@ -141,10 +141,10 @@ def test_without_preferences_only_what_there_is_can_fail(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_what_is_derived_is_derived_from_what_there_is(tmp_path: Path) -> None:
-    demonstrations = [{"prompt": row["prompt"], "reply": row["chosen"]} for row in rows(60)]
+    demonstrations = [{"prompt": row["prompt"], "reply": row["chosen"], "quality": "low"} for row in rows(60)]
     checked = check(tmp_path, write(tmp_path, demonstrations, "demos.jsonl"))
     assert checked.derived == {"prompts": "demonstrations", "pretrain": "demonstrations"}
-    assert "preferences" not in as_text(checked)
+    assert "preferences" not in as_text(checked) and "WARNING  60: quality may say" in as_text(checked, 200)
     assert checked.passed and read_json(tmp_path / "out/gates/data.json")["passed"], "the evidence says the same"
     assert "The data passed its gate." in (tmp_path / "out/data/card/card.md").read_text()
     clean = [pq.read_table(file).num_rows for file in (tmp_path / "out/data/clean/demonstrations").iterdir()]

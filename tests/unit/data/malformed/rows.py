@@ -200,6 +200,11 @@ def after(make: Any, label: str, row: Any, expected: RowsRead | str, **more: Any
     return jsonl(label, [*rows, row], expected, **more)
 
 
+def alone(label: str, row: Row, reason: str, **more: Any) -> OddFile:
+    """Return a file of one row, which is refused."""
+    return jsonl(label, [row], RowsRead(0, {reason: 1}), **more)
+
+
 def dropped(reason: str) -> RowsRead:
     return RowsRead(12, dropped={reason: 1})
 
@@ -227,6 +232,7 @@ def tree(label: str, **changes: Any) -> Row:
 
 
 HI = "\n\nHuman: hi?\n\n"
+TURN = {"from": "human", "value": "a?"}
 MESSAGE = {"message_id": "a", "parent_id": None, "role": "prompter", "text": "a?"}
 UNPAIRED = [kto(f"unpaired {n}") for n in range(3)]
 HELPFUL = {"dimension": "helpful"}
@@ -282,7 +288,19 @@ FILES += [
     after(pair, "margin-negative-imitated", pair("mni", margin=-2), "the margin prefers", **DEMONSTRATIONS),
     after(pair, "scores-against-imitated", binarized("mni", 1, 5), "the scores prefer", **PRETRAIN),
     after(pair, "label-beside-pair", pair("lbp") | {"label": 0}, RowsRead(13, unused=["label"])),
+    alone("pku-safer-missing", pku("psm", safer=None), "safer_response_id is not a number: None", options=HELPFUL),
+    alone("nectar-rank", {"prompt": "a?", "answers": [{"answer": "a", "rank": "nan"}]}, "answer 1 is not a number"),
+    alone("implicit-and-prompt", implicit("iap") | {"prompt": "Another?"}, "is not that of the transcripts"),
+    alone("texts-apart", {"chosen": "Blue.", "rejected": "Green."}, "do not begin with the same words"),
+    alone("texts-equal", {"chosen": "Blue.", "rejected": "Blue."}, "both texts are the same"),
+    alone("sharegpt-of-human", {"conversations": [TURN], "chosen": TURN, "rejected": TURN}, "is a turn of the user"),
     jsonl("kto-as-pairs", [kto("a"), kto("b", False)], "is no pair: put a better or worse reply"),
+    jsonl(
+        "more-than-the-format",
+        [*({"prompt": f"more {n}?"} for n in range(30)), {"prompt": "more?", "reply": "a"}],
+        RowsRead(30, {"is of format prompt-reply, the file of format prompt": 1}),
+        **PROMPTS,
+    ),
     jsonl("prompts-as-pairs", [{"prompt": "a?"}], "holds no preferences"),
     jsonl("texts-as-prompts", [{"text": "a"}], "holds no prompts", **PROMPTS),
     jsonl("stepwise-as-pairs", [{"prompt": "a?", "completions": ["b"], "labels": [True]}], "not steps"),

@@ -61,6 +61,8 @@ FILES = [
     whole("single-object", FIRST, "holds a single JSON object", written=1),
     whole("single-null", "null", "holds a single JSON null", written=0),
     whole("data-and-more", f'{{"data": [{FIRST}], "test": [{SECOND}]}}', "lists of rows as 'data' and 'test'"),
+    whole("rows-of-another-name", f'{{"rows": {ROWS}}}', "'rows'"),
+    whole("rows-and-meta", f'{{"instances": {ROWS}, "meta": "x"}}', "'instances'"),
     whole("empty-list", "[]", "is empty", written=0),
     whole("list-of-lists", f"[[{FIRST}], [{SECOND}]]", "is of no known format"),
     whole("list-of-numbers", "[1, 2, 3]", "is of no known format", written=3),
