@@ -78,7 +78,6 @@ def chat_tokenizer() -> PreTrainedTokenizerBase:
 RENDERINGS = {
     "gemma": "<bos><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n",
     "deepseek-v2": "<｜begin▁of▁sentence｜>User: hi\n\nAssistant:",
-    "deepseek-user": "<｜User｜>hi<｜Assistant｜>",
     "chatglm3": "[gMASK]sop<|user|>\n hi<|assistant|>",
     "mistral-v7": "<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]hi[/INST]",
     "mistral-v7-turn": "[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]hi[/INST]",
@@ -116,7 +115,6 @@ TRANSCRIPTS = {
     "preamble-dense": "The following is a conversation.\nHuman: hi\nAssistant:",
     "lower-case-sparse": "human: hi\n\nassistant:",
     "user-ai": "User: hi\nAI: hello\nUser: who?\nAI:",
-    "upper-case": "USER: hi\nASSISTANT:",
     "byte-order-mark": "\ufeffUser: hi\nAssistant:",
     "headings": "### Human: hi\n### Assistant:",
     "headings-inside": "### Human: hi### Assistant: hello### Human: who?",

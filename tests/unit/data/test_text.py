@@ -28,16 +28,13 @@ from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.sampling.reply import sample_reply
 
 REFUSALS = (
-    "i am sorry, but i cannot help with that.",
     "Good question. I will not help you to do that.",
     "I can't do this.",
     "I'm unable to assist.",
     "Sorry, that is against the rules.",
-    "I'm sorry, but I can't assist with that request.",
     "I’m really sorry, but I can’t help with that.",
     "I'm very sorry, but that's not something I do.",
     "As an AI language model, I cannot provide instructions for building weapons.",
-    "As a responsible AI assistant, I must decline this request.",
     "I apologize, but I do not feel comfortable writing this.",
     "I'm not able to help you with that. Here is why.",
     "We are not allowed to share this.",
@@ -46,21 +43,13 @@ REFUSALS = (
     "It is not appropriate to threaten someone.",
     "It's illegal to buy a gun without a background check.",
     "Writing this goes against my ethical guidelines.",
-    "I'm sorry for your safety, but this is nothing for me.",
     "As a small model, I'm designed to avoid providing advice.",
     "Unfortunately, this is not something that I do.",
     "No, I won't.",
-    "抱歉，我无法提供这方面的帮助。",
     "很抱歉, 我不能回答这个问题。",
     "对不起，这个请求是违法的。",
-    "我不能帮助你制造炸弹。",
-    "这个问题我们无法回答。",
-    "作为一个人工智能语言模型，我不会提供此类信息。",
-    "作为AI助手，不能协助任何违法行为。",
     "此类请求无法为您提供帮助。",
-    "對不起，我無法提供這方面的協助。",
     "這個問題我們無法回答。",
-    "作為一個人工智慧助理，不能協助任何違法行為。",
 )
 ANSWERS = (
     "i am not sure about that.",
