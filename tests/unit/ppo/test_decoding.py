@@ -18,20 +18,10 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import transformers
 from architectures import tiny_causal_lm
 from recorded_graph import recorded_graph
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-)
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from unit.models.adapted import needs_bitsandbytes, needs_peft
@@ -42,15 +32,6 @@ from rlhf_core.models.adapters import NF4Linear, adapted_layers, add_adapters
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.sampling import decoding as layers
 from rlhf_core.sampling import generation
-from rlhf_core.sampling.decoding import (
-    CPU_NAME,
-    FusedProjection,
-    PackedLinear,
-    decoding_attention,
-    decoding_layers,
-    grouped_attention,
-    packing_pays,
-)
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,
     Sampling,
@@ -63,9 +44,7 @@ from rlhf_core.sampling.generation import BLOCK, BlockCache, BlockLayer, Rollout
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch
 
 V, STEPS = 29, 40
-SAMPLING = Sampling(
-    eos_id=EOS, pad_id=0, max_new_tokens=STEPS, min_new_tokens=4, forbidden_ids=(0,), other_stop_ids=(5, 9)
-)
+SAMPLING = Sampling(EOS, 0, STEPS, min_new_tokens=4, forbidden_ids=(0,), other_stop_ids=(5, 9))
 PROMPTS = [[4 + (7 * row + column) % 23 for column in range(2 + 9 * (row % 4))] for row in range(8)]
 SIZES: dict[str, Any] = {
     "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -73,23 +52,25 @@ SIZES: dict[str, Any] = {
     "eos_token_id": EOS,
 }  # fmt: skip
 CONFIGS = [
-    LlamaConfig(**SIZES),
-    Qwen2Config(**SIZES),
-    MistralConfig(**SIZES, sliding_window=6),
-    Gemma2Config(**(SIZES | {"initializer_range": 0.1}), sliding_window=6, query_pre_attn_scalar=8),
-    GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3, eos_token_id=EOS),
+    transformers.LlamaConfig(**SIZES),
+    transformers.Qwen2Config(**SIZES),
+    transformers.MistralConfig(**SIZES, sliding_window=6),
+    transformers.Gemma2Config(**(SIZES | {"initializer_range": 0.1}), sliding_window=6, query_pre_attn_scalar=8),
+    transformers.GPT2Config(
+        vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3, eos_token_id=EOS
+    ),
 ]
 
 
-def build(config: PretrainedConfig, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+def build(config: transformers.PretrainedConfig, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **settings).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **settings).eval()
     use_float32_unembedding(model)
     return model
 
 
-def sample(model: PreTrainedModel) -> Rollout:
+def sample(model: transformers.PreTrainedModel) -> Rollout:
     return generate(model, PROMPTS, philox_uniforms(5, range(len(PROMPTS)), STEPS), SAMPLING)
 
 
@@ -111,13 +92,13 @@ def sample_without_cache(model: Any, prompt: list[int], uniforms: Tensor) -> tup
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
 def test_replies_are_those_of_a_forward_pass_over_all_tokens(
-    config: PretrainedConfig, packed: bool, monkeypatch: pytest.MonkeyPatch
+    config: transformers.PretrainedConfig, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build(config)
     if packed:
         monkeypatch.setattr(layers, "PACKED_PARAMETERS", 0)
-    with decoding_layers(model, len(PROMPTS), STEPS):
-        assert any(isinstance(layer, PackedLinear) for layer in model.modules()) == packed
+    with layers.decoding_layers(model, len(PROMPTS), STEPS):
+        assert any(isinstance(layer, layers.PackedLinear) for layer in model.modules()) == packed
         rollout = sample(model)
     assert len(set(rollout.lengths.tolist())) > 2 and int(rollout.lengths.max()) > 8
     # The first four have every length of a prompt.
@@ -128,10 +109,10 @@ def test_replies_are_those_of_a_forward_pass_over_all_tokens(
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
-def test_the_block_cache_changes_no_bit(config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_cache_changes_no_bit(config: transformers.PretrainedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(config)
     rollout = sample(model)
-    monkeypatch.setattr(generation, "BlockCache", lambda config: DynamicCache(config=config))
+    monkeypatch.setattr(generation, "BlockCache", lambda config: transformers.DynamicCache(config=config))
     concatenated = sample(model)
     for field in fields(Rollout):
         assert torch.equal(getattr(rollout, field.name), getattr(concatenated, field.name)), field.name
@@ -155,14 +136,12 @@ def test_blocks_hold_what_concatenation_holds() -> None:
 
 
 def test_layers_with_a_window_keep_their_own_cache() -> None:
-    kinds = [type(layer).__name__ for layer in BlockCache(Gemma2Config(**SIZES, sliding_window=6)).layers]
+    kinds = [type(layer).__name__ for layer in BlockCache(transformers.Gemma2Config(**SIZES, sliding_window=6)).layers]
     assert kinds == ["DynamicSlidingWindowLayer", "BlockLayer"]
 
 
 @pytest.mark.parametrize("every", [3, 8, 100])
-def test_looking_for_ended_replies_less_often_changes_nothing(
-    tiny: Tiny, every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_looking_for_ended_replies_less_often_is_safe(tiny: Tiny, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     uniforms = philox_uniforms(11, range(12), 7)
     expected = generate(tiny.policy, tiny.prompts[:12], uniforms, tiny.sampling)
     monkeypatch.setitem(generation.LOOK_EVERY, "cpu", every)
@@ -200,7 +179,7 @@ FILTERED = EvaluationSampling(SAMPLING, top_p=0.9, repetition_penalty=1.3)
 @pytest.mark.parametrize("prompts", [PROMPTS, [PROMPTS[1]] * 8], ids=["padded", "equally long"])
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[1], CONFIGS[4]], ids=lambda config: config.model_type)
 def test_captured_steps_draw_the_same_replies(
-    config: PretrainedConfig,
+    config: transformers.PretrainedConfig,
     prompts: list[list[int]],
     sampling: Sampling | EvaluationSampling,
     captured: list[torch.Size],
@@ -373,9 +352,7 @@ def test_what_a_graph_cannot_hold_is_decoded_step_by_step(
         assert len(captured) == 2, "two layers, compared once"
 
 
-def test_what_cannot_be_captured_is_decoded_step_by_step(
-    captured: list[torch.Size], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_captured_goes_step_by_step(captured: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
     def waits(work: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -453,7 +430,7 @@ def test_threads_capture_their_own_steps(captured: list[torch.Size]) -> None:
 
 def adapted(dtype: torch.dtype = torch.float32, quantize: Any = None) -> Any:
     """A model whose adapters change its logits by much."""
-    model = build(LlamaConfig(**SIZES), dtype)
+    model = build(transformers.LlamaConfig(**SIZES), dtype)
     add_adapters(model, LoraConfig(rank=4, alpha=8, quantize=quantize), seed=0)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -469,16 +446,14 @@ def logits(model: Any) -> Tensor:
 
 @needs_peft
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-def test_adapters_are_merged_while_sampling_and_the_model_is_what_it_was(
-    packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_are_merged_while_sampling_and_never_after(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted()
     before, modules = logits(model), dict(model.named_modules())
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if packed:
         monkeypatch.setattr(layers, "PACKED_PARAMETERS", 0)
-    with pytest.raises(ZeroDivisionError), decoding_layers(model, 8, STEPS):
+    with pytest.raises(ZeroDivisionError), layers.decoding_layers(model, 8, STEPS):
         assert not any("lora_" in name for name, _ in model.named_modules())
         torch.testing.assert_close(logits(model), before, atol=2e-5, rtol=1e-5)
         _ = 1 / 0
@@ -494,7 +469,7 @@ def test_adapters_that_are_off_are_not_merged() -> None:
     from rlhf_core.models.adapters import adapters_off
 
     model = adapted()
-    with adapters_off(model), decoding_layers(model, 8, STEPS):
+    with adapters_off(model), layers.decoding_layers(model, 8, STEPS):
         off = logits(model)
     with adapters_off(model):
         assert torch.equal(off, logits(model))
@@ -505,18 +480,18 @@ def test_adapters_that_are_off_are_not_merged() -> None:
 def test_layers_in_four_bits_stay_packed_and_adapted() -> None:
     model = adapted(quantize="nf4")
     before = logits(model)
-    with decoding_layers(model, 8, STEPS):
+    with layers.decoding_layers(model, 8, STEPS):
         assert sum(isinstance(layer, NF4Linear) for layer in model.modules()) == 14
         assert torch.equal(logits(model), before)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 def test_the_head_of_a_bfloat16_model_still_gives_float32_logits(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(LlamaConfig(**SIZES), torch.bfloat16)
+    model = build(transformers.LlamaConfig(**SIZES), torch.bfloat16)
     before = logits(model)
     if packed:
         monkeypatch.setattr(layers, "PACKED_PARAMETERS", 0)
-    with decoding_layers(model, 8, STEPS):
+    with layers.decoding_layers(model, 8, STEPS):
         inside = logits(model)
     assert inside.dtype == torch.float32
     assert (inside - before).abs().max() <= (0.05 if packed else 0.0)
@@ -528,24 +503,24 @@ def test_packing_is_left_to_large_models_and_batches() -> None:
     on_cpu: Any = type("Model", (), {"device": torch.device("cpu")})
     large_model, small_model = on_cpu(), on_cpu()
     large_model.parameters, small_model.parameters = large.parameters, small.parameters
-    assert packing_pays(large_model, rows=4, steps=16)
-    assert not packing_pays(small_model, rows=64, steps=64)
-    assert not packing_pays(large_model, rows=3, steps=16)
-    assert not packing_pays(large_model, rows=4, steps=15)
+    assert layers.packing_pays(large_model, rows=4, steps=16)
+    assert not layers.packing_pays(small_model, rows=64, steps=64)
+    assert not layers.packing_pays(large_model, rows=3, steps=16)
+    assert not layers.packing_pays(large_model, rows=4, steps=15)
     large_model.device = torch.device("cuda")
-    assert not packing_pays(large_model, rows=4, steps=16)
+    assert not layers.packing_pays(large_model, rows=4, steps=16)
 
 
 FEW = 12
 
 
-def with_six_heads(dtype: torch.dtype, kv_heads: int = 2) -> PreTrainedModel:
+def with_six_heads(dtype: torch.dtype, kv_heads: int = 2) -> transformers.PreTrainedModel:
     """A random Llama with six query heads."""
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": kv_heads, "initializer_range": 0.02}
-    return build(LlamaConfig(**SIZES | sizes), dtype, attn_implementation="sdpa")
+    return build(transformers.LlamaConfig(**SIZES | sizes), dtype, attn_implementation="sdpa")
 
 
-def sample_of(model: PreTrainedModel, prompts: list[list[int]]) -> Rollout:
+def sample_of(model: transformers.PreTrainedModel, prompts: list[list[int]]) -> Rollout:
     sampling = Sampling(eos_id=1, pad_id=0, max_new_tokens=FEW, min_new_tokens=FEW)
     return generate(model, prompts, philox_uniforms(5, range(len(prompts)), FEW), sampling)
 
@@ -571,7 +546,7 @@ def test_attention_by_hand_and_by_transformers(kv_heads: int) -> None:
     key, value = torch.randn(2, 3, kv_heads, 7, 4, generator=generator)
     layer = torch.nn.Module()
     layer.num_key_value_groups = 6 // kv_heads  # type: ignore[assignment]
-    computed, _ = grouped_attention(layer, query, key, value, None, scaling=0.3)
+    computed, _ = layers.grouped_attention(layer, query, key, value, None, scaling=0.3)
     expected, _ = sdpa_attention_forward(layer, query, key, value, None, scaling=0.3)
     torch.testing.assert_close(computed, expected)
     head = 5
@@ -583,7 +558,7 @@ def test_one_token_without_mask_is_grouped_in_low_precision(queries: list[tuple[
     model, prompts = with_six_heads(torch.bfloat16), [[5, 6, 7], [8, 9, 10]]
     plain = sample_of(model, prompts)
     queries.clear()
-    with decoding_layers(model, 1, FEW):
+    with layers.decoding_layers(model, 1, FEW):
         grouped = sample_of(model, prompts)
     assert queries.count((2, 2, 3, 8)) == 2 * (FEW - 1), "two layers, all tokens but the first"
     # Log-probabilities in bfloat16 round at the third digit; where no other token was drawn they are the same.
@@ -604,30 +579,23 @@ def test_one_token_without_mask_is_grouped_in_low_precision(queries: list[tuple[
 def test_elsewhere_no_bit_changes(dtype: torch.dtype, kv_heads: int, prompts: list[list[int]]) -> None:
     model = with_six_heads(dtype, kv_heads)
     plain = sample_of(model, prompts)
-    with decoding_attention(model):
+    with layers.decoding_attention(model):
         inside = sample_of(model, prompts)
     assert torch.equal(plain.tokens, inside.tokens) and torch.equal(plain.logprobs, inside.logprobs)
 
 
-def test_the_model_attends_as_before_afterwards() -> None:
+@pytest.mark.parametrize(("attention", "inside"), [("sdpa", layers.CPU_NAME), ("eager", "eager")])
+def test_the_model_attends_as_before_afterwards(attention: str, inside: str) -> None:
     model = with_six_heads(torch.bfloat16)
-    with pytest.raises(ZeroDivisionError), decoding_layers(model, 1, FEW):
-        assert model.config._attn_implementation == CPU_NAME
+    model.config._attn_implementation = attention
+    with pytest.raises(ZeroDivisionError), layers.decoding_layers(model, 1, FEW):
+        assert model.config._attn_implementation == inside
         1 / 0  # noqa: B018
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == attention
 
 
-def test_models_that_attend_otherwise_stay_as_they_are() -> None:
-    model = with_six_heads(torch.bfloat16)
-    model.config._attn_implementation = "eager"
-    with decoding_attention(model):
-        assert model.config._attn_implementation == "eager"
-    assert model.config._attn_implementation == "eager"
-
-
-needs_packing = pytest.mark.skipif(
-    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this build of PyTorch has no packed products"
-)
+packs = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+needs_packing = pytest.mark.skipif(not packs, reason="this build of PyTorch has no packed products")
 ROWS = 6
 
 
@@ -639,9 +607,9 @@ def plain() -> list[nn.Linear]:
 
 
 @pytest.fixture
-def packed(plain: list[nn.Linear]) -> list[PackedLinear]:
-    shared = FusedProjection(plain, [layer.weight for layer in plain], ROWS)
-    return [PackedLinear(layer, shared, position) for position, layer in enumerate(plain)]
+def packed(plain: list[nn.Linear]) -> list[layers.PackedLinear]:
+    shared = layers.FusedProjection(plain, [layer.weight for layer in plain], ROWS)
+    return [layers.PackedLinear(layer, shared, position) for position, layer in enumerate(plain)]
 
 
 def rows(seed: int) -> Tensor:
@@ -649,7 +617,7 @@ def rows(seed: int) -> Tensor:
 
 
 @needs_packing
-def test_the_result_of_another_input_is_not_taken(plain: list[nn.Linear], packed: list[PackedLinear]) -> None:
+def test_the_result_of_another_input_is_not_taken(plain: list[nn.Linear], packed: list[layers.PackedLinear]) -> None:
     with torch.inference_mode():
         first, second = rows(1), rows(2)
         packed[0](first)
@@ -658,7 +626,7 @@ def test_the_result_of_another_input_is_not_taken(plain: list[nn.Linear], packed
 
 
 @needs_packing
-def test_no_result_is_kept_once_the_last_layer_has_it(packed: list[PackedLinear]) -> None:
+def test_no_result_is_kept_once_the_last_layer_has_it(packed: list[layers.PackedLinear]) -> None:
     with torch.inference_mode():
         input = rows(1)
         for layer, kept in zip(packed, (True, True, False), strict=True):
@@ -667,7 +635,7 @@ def test_no_result_is_kept_once_the_last_layer_has_it(packed: list[PackedLinear]
 
 
 @needs_packing
-def test_threads_do_not_take_the_results_of_each_other(plain: list[nn.Linear], packed: list[PackedLinear]) -> None:
+def test_threads_do_not_take_results_of_each_other(plain: list[nn.Linear], packed: list[layers.PackedLinear]) -> None:
     barrier = Barrier(2, timeout=60)
 
     def compute(seed: int) -> bool:
@@ -687,20 +655,20 @@ def test_threads_do_not_take_the_results_of_each_other(plain: list[nn.Linear], p
 @needs_packing
 @pytest.mark.parametrize("heads", [4, 2])
 def test_a_block_of_llama_is_four_products(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(LlamaConfig(**SIZES | {"num_key_value_heads": heads}))
+    model = build(transformers.LlamaConfig(**SIZES | {"num_key_value_heads": heads}))
     monkeypatch.setattr(layers, "PACKED_PARAMETERS", 0)
     calls: list[int] = []
-    product = FusedProjection.product
+    product = layers.FusedProjection.product
 
-    def counted(self: FusedProjection, input: Tensor, position: int) -> Tensor:
+    def counted(self: layers.FusedProjection, input: Tensor, position: int) -> Tensor:
         held = getattr(self._last, "held", None)
         calls.append(held is None or held[0] is not input)
         return product(self, input, position)
 
-    monkeypatch.setattr(FusedProjection, "product", counted)
+    monkeypatch.setattr(layers.FusedProjection, "product", counted)
     ids = torch.arange(4, 28).view(2, 12)
     with torch.inference_mode():
         expected = model(input_ids=ids).logits
-        with decoding_layers(model, 8, 40):
+        with layers.decoding_layers(model, 8, 40):
             torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=2e-5, rtol=1e-5)
     assert sum(calls) == 2 * 4 + 1 and len(calls) == 2 * 7 + 1

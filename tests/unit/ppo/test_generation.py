@@ -1,4 +1,4 @@
-"""The sampler's log-probabilities and filters (traps 1 and 2); rollouts are in sampling/test_sampler_contract.py."""
+"""The sampler's log-probabilities and filters (traps 1 and 2); rollouts are in sampling/test_samplers.py."""
 
 from __future__ import annotations
 
@@ -179,12 +179,8 @@ def test_padding_and_role_tokens_are_never_sampled_by_a_policy_that_wants_them(t
     free = sample(eager)
     assert {token for reply in free.replies() for token in reply} & set(wanted)
     sampling = dataclasses.replace(tiny.sampling, forbidden_ids=tuple(wanted), vocabulary_size=20)
-    for rollout in (
-        sample(eager, sampling),
-        generate(
-            eager.policy, eager.prompts[:12], philox_uniforms(11, range(12), 7), EvaluationSampling(sampling, 0.9, 1.2)
-        ),
-    ):
+    uniforms, filtered = philox_uniforms(11, range(12), 7), EvaluationSampling(sampling, 0.9, 1.2)
+    for rollout in (sample(eager, sampling), generate(eager.policy, eager.prompts[:12], uniforms, filtered)):
         written = {token for reply in rollout.replies() for token in reply}
         assert written and not written & set(wanted) and max(written) < 20
     rollout = sample(eager, sampling)

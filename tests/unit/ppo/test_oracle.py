@@ -26,76 +26,37 @@ from rlhf_core.sampling.generation import Rollout
 
 VOCABULARY, WIDTH = 5, 6
 CHOICES: dict[str, list[Any]] = {
-    "transform": ["none", "scale", "normalize"],
-    "reward_clip": [None, 0.3, 2.0],
-    "missing_eos_penalty": [0.0, 0.7],
-    "length_penalty": [0.0, 0.4],
-    "beta": [0.0, 0.05, 0.5],
-    "placement": ["reward", "loss"],
-    "estimator": ["k1", "k2", "k3", "full"],
-    "gamma": [1.0, 0.9],
-    "lam": [0.0, 0.95, 1.0],
-    "normalize": [False, True],
-    "advantage_clip": [None, 0.5],
-    "kind": ["clip", "penalty"],
-    "clip": [None, 0.2],
-    "dual_clip": [None, 1.5],
-    "aggregation": ["token", "sequence"],
-    "fixed_reference": [False, True],
-    "entropy": ["off", "bonus", "target"],
-    "value_clip": [None, 0.2],
+    "transform": ["none", "scale", "normalize"], "reward_clip": [None, 0.3, 2.0],
+    "missing_eos_penalty": [0.0, 0.7], "length_penalty": [0.0, 0.4],
+    "beta": [0.0, 0.05, 0.5], "placement": ["reward", "loss"], "estimator": ["k1", "k2", "k3", "full"],
+    "gamma": [1.0, 0.9], "lam": [0.0, 0.95, 1.0], "normalize": [False, True], "advantage_clip": [None, 0.5],
+    "kind": ["clip", "penalty"], "clip": [None, 0.2], "dual_clip": [None, 1.5], "aggregation": ["token", "sequence"],
+    "fixed_reference": [False, True], "entropy": ["off", "bonus", "target"], "value_clip": [None, 0.2],
     "correction_cap": [None, 1.2, 2.0],
-}
+}  # fmt: skip
 
 
 def config_of(s: oracle.Switches, micro_batch_size: int | None) -> PpoConfig:
-    return PpoConfig.model_validate(
-        {
-            "batch_size": 4,
-            "replies_per_prompt": s.replies_per_prompt,
-            "minibatches": 1,
-            "micro_batch_size": micro_batch_size,
-            "max_new_tokens": s.max_new_tokens,
-            "value_clip": s.value_clip,
-            "kl": {"coefficient": s.beta, "estimator": s.estimator, "placement": s.placement},
-            "reward": {
-                "transform": s.transform,
-                "clip": s.reward_clip,
-                "missing_eos_penalty": s.missing_eos_penalty,
-                "length_penalty": s.length_penalty,
-            },
-            "advantage": {
-                "estimator": s.advantage_estimator,
-                "gamma": s.gamma,
-                "lam": s.lam,
-                "normalize": s.normalize,
-                "clip": s.advantage_clip,
-                "divide_by_std": s.divide_by_std,
-            },
-            "surrogate": {
-                "kind": s.kind,
-                "clip": s.clip,
-                "dual_clip": s.dual_clip,
-                "penalty": s.penalty,
-                "aggregation": s.aggregation,
-                "fixed_reference": s.fixed_reference,
-            },
-            "importance_sampling_correction": (
-                {"mode": "never"} if s.correction_cap is None else {"mode": "always", "cap": s.correction_cap}
-            ),
-            "entropy": {"kind": s.entropy, "weight": s.entropy_weight, "target": s.entropy_target},
-        }
-    )
+    correction = {"mode": "never"} if s.correction_cap is None else {"mode": "always", "cap": s.correction_cap}
+    return PpoConfig.model_validate({
+        "batch_size": 4, "minibatches": 1, "micro_batch_size": micro_batch_size, "max_new_tokens": s.max_new_tokens,
+        "replies_per_prompt": s.replies_per_prompt, "value_clip": s.value_clip,
+        "importance_sampling_correction": correction,
+        "kl": {"coefficient": s.beta, "estimator": s.estimator, "placement": s.placement},
+        "reward": {"transform": s.transform, "clip": s.reward_clip, "missing_eos_penalty": s.missing_eos_penalty,
+                   "length_penalty": s.length_penalty},
+        "advantage": {"estimator": s.advantage_estimator, "gamma": s.gamma, "lam": s.lam, "normalize": s.normalize,
+                      "clip": s.advantage_clip, "divide_by_std": s.divide_by_std},
+        "surrogate": {"kind": s.kind, "clip": s.clip, "dual_clip": s.dual_clip, "penalty": s.penalty,
+                      "aggregation": s.aggregation, "fixed_reference": s.fixed_reference},
+        "entropy": {"kind": s.entropy, "weight": s.entropy_weight, "target": s.entropy_target},
+    })  # fmt: skip
 
 
 CRITIC_FREE: dict[str, list[Any]] = {
-    "advantage_estimator": ["rloo", "grpo"],
-    "replies_per_prompt": [2, 4],
-    "divide_by_std": [False, True],
-    "gamma": [1.0],
-    "lam": [0.95],
-    "normalize": [False],
-}
+    "advantage_estimator": ["rloo", "grpo"], "replies_per_prompt": [2, 4], "divide_by_std": [False, True],
+    "gamma": [1.0], "lam": [0.95], "normalize": [False],
+}  # fmt: skip
 
 
 def allowed_switches(seed: int, choices: Mapping[str, list[Any]] = CHOICES) -> oracle.Switches:

@@ -1,7 +1,8 @@
-"""Rolling back: to which checkpoint, with what changed, how often, and the same after kill -9 at any moment."""
+"""Rolling back: to which checkpoint, with what changed, how often, and the same after kill -9 and preemption."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -16,12 +17,15 @@ from unit.ppo.tiny import Tiny, first_weight, health_of, make_tiny, make_trainer
 
 from rlhf_core.api.ppo import summary
 from rlhf_core.config.health import Check
-from rlhf_core.errors import TrainingPaused
+from rlhf_core.errors import Preempted, TrainingPaused
 from rlhf_core.ppo.checkpoints import RollbackJournal, abandoned_rows, load_best
+from rlhf_core.ppo.experience import IterationRecord
 from rlhf_core.ppo.health import HealthMonitor, last_healthy
 from rlhf_core.ppo.selection import CheckpointCandidate, CheckpointChoice
 from rlhf_core.ppo.trainer import Trainer
+from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.storage.files import sha256_file
+from rlhf_core.training.run_context import RunContext
 
 WEAK = Check("kl_coefficient", "<", 0.07, window=2)  # holds until a rollback has doubled the 0.05
 
@@ -161,16 +165,14 @@ def test_steps_that_are_not_finite_can_send_the_run_back(tiny: Tiny, tmp_path: P
 
 def outcome(work: Path) -> dict[str, Any]:
     """All that a finished run leaves, without wall-clock times."""
-    entries = [
-        (entry.record(), entry.finding, entry.samples) for entry in RollbackJournal(work / "rollbacks.json").entries
-    ]
+    journal = RollbackJournal(work / "rollbacks.json")
     folders = {number: work / f"checkpoints/step-{number:06d}" for number in checkpoints(work)}
     saved = {n: sha256_file(folder / "state-00001-of-00001.safetensors") for n, folder in folders.items()}
     return {
         "history": history(work),
         "samples": (work / "samples.jsonl").read_text(),
         "best": best(work),
-        "rollbacks": entries,
+        "rollbacks": [(entry.record(), entry.finding, entry.samples) for entry in journal.entries],
         "abandoned": [
             {name: value for name, value in row.items() if not name.startswith("seconds_")}
             for row in abandoned_rows(work, "rows")
@@ -191,3 +193,34 @@ def test_kill_9_around_a_rollback_changes_nothing(tmp_path: Path) -> None:
     assert len(straight["history"]) == ITERATIONS and straight["history"][-1]["kl_coefficient"] == 0.2
     for moment in MOMENTS:
         assert outcome(tmp_path / moment) == straight, moment
+
+
+@pytest.mark.slow
+def test_a_run_that_is_preempted_after_every_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    straight = make_tiny()
+    trainer_in(tmp_path / "straight", straight).run()
+
+    original, starts = Trainer.iterate, list[int]()
+
+    def iterate_and_be_told_to_stop(trainer: Trainer) -> IterationRecord:
+        starts.append(trainer.done)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(trainer)
+
+    monkeypatch.setattr(Trainer, "iterate", iterate_and_be_told_to_stop)
+    while True:
+        pieces = make_tiny()
+        preemption = PreemptionSignal()
+        context = RunContext(tmp_path / "pieces", preemption=preemption)
+        trainer = trainer_in(tmp_path / "pieces", pieces, context=context)
+        with pytest.raises(Preempted, match=r"iteration \d of 6 and was stopped there"), preemption.handled("ppo"):
+            trainer.run()
+        if trainer.done == ITERATIONS:
+            break
+    # Back to the start after iteration 3, and to 2 after iteration 5.
+    assert starts == [0, 1, 2, 0, 1, 2, 3, 4, 2, 3, 4, 5]
+
+    assert equal(weights(pieces), weights(straight))
+    whole, found = (outcome(tmp_path / run) for run in ("straight", "pieces"))
+    assert found.pop("best").items() >= whole.pop("best").items()
+    assert found == whole

@@ -1,14 +1,31 @@
-"""Sampler against trainer: what is measured, by hand, and what decides."""
+"""Sampler against trainer: what is measured, what decides, how importance weights correct it, and runs in bfloat16.
+
+The loss with the weights is compared with the oracle in ``test_oracle.py``.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from unit.ppo.tensors import NAN, t
+from unit.ppo.tensors import NAN, close, t
+from unit.ppo.test_trainer import history
+from unit.ppo.tiny import Tiny, accumulate_gradients, collect, make_config, make_learner, make_tiny, make_trainer
 
+from rlhf_core.config.ppo import ImportanceSamplingCorrectionConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.ppo.rollout import DIFFERENCE, logprob_differences, require_agreement
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.precision import Precision, use_float32_unembedding
+from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.losses import correction_cap, truncated_weights
+from rlhf_core.ppo.rollout import DIFFERENCE, logprob_differences, predict_tokens, require_agreement
 from rlhf_core.sampling.agreement import LIMITS
+from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
 
 
 def measured(*values: float) -> dict[str, float]:
@@ -59,3 +76,89 @@ def test_what_was_measured_on_a_real_model_passes_and_what_was_broken_in_it_does
 def test_the_replies_of_no_prompt_agree() -> None:
     nothing = torch.zeros(2, 0)
     require_agreement(logprob_differences(nothing, nothing, nothing.bool(), "float32"), "float32")
+
+
+def in_bfloat16() -> Tiny:
+    """The tiny models in bfloat16, their heads in float32, as they are loaded."""
+    tiny = make_tiny()
+    for model in (tiny.policy, tiny.reference):
+        use_float32_unembedding(model.to(torch.bfloat16))
+    tiny.critic, tiny.reward = (ScalarModel(one.model.to(torch.bfloat16)) for one in (tiny.critic, tiny.reward))
+    return tiny
+
+
+def test_iterations_in_bfloat16_go_through_and_report_what_was_corrected(tmp_path: Path) -> None:
+    tiny = in_bfloat16()
+    before = [p.detach().clone() for p in tiny.policy.parameters()]
+    make_trainer(tiny, make_config(iterations=2, max_new_tokens=40), tmp_path).run()
+    rows = history(tmp_path)
+    assert len(rows) == 2 and {p.dtype for p in tiny.policy.parameters()} == {torch.bfloat16}
+    for row in rows:
+        assert 0 < row["sampling_logp_difference_mean"] <= LIMITS["bfloat16"].mean and row["skipped_steps"] == 0
+        assert row["importance_sampling_ratio_mean"] == pytest.approx(1.0, abs=0.05)
+    assert any(not torch.equal(a, b) for a, b in zip(before, tiny.policy.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.3], ids=["as it is", "wrong"])
+def test_a_wrong_weight_is_noticed_in_bfloat16(factor: float) -> None:
+    tiny = in_bfloat16()
+    sampling = Sampling(tiny.sampling.eos_id, tiny.sampling.pad_id, 40)
+    rollout = sample_replies(LocalSampler.of(tiny.policy), 0, PromptBatch(tiny.prompts, range(20), 3), sampling)
+    with torch.no_grad():
+        tiny.policy.model.layers[1].mlp.down_proj.weight.mul_(factor)
+    scored = predict_tokens(tiny.untrained_pair(sampling), tiny.reference, rollout)
+    agreement = logprob_differences(scored.sampler_logprobs, scored.policy_logprobs, scored.response_mask, "bfloat16")
+    if factor == 1.0:
+        require_agreement(agreement, "bfloat16")
+    else:
+        with pytest.raises(RlhfError, match="not the one that is scored"):
+            require_agreement(agreement, "bfloat16")
+
+
+def test_weights_by_hand() -> None:
+    """exp(0.2), exp(-0.5), exp(1.5) = 4.48 capped at 2; a masked position counts as 1 whatever it holds."""
+    trainer, sampler = t([-1.0, -2.0, -0.5, NAN]), t([-1.2, -1.5, -2.0, 9.0])
+    mask = torch.tensor([[True, True, True, False]])
+    weights = truncated_weights(trainer.requires_grad_(), sampler, mask, 2.0)
+    assert close(weights, [[math.exp(0.2), math.exp(-0.5), 2.0, 1.0]])
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("mode", "precision", "cap"),
+    [
+        ("auto", "float32", None),
+        ("auto", "float64", None),
+        ("auto", "tf32", 3.0),
+        ("auto", "bfloat16", 3.0),
+        ("always", "float32", 3.0),
+        ("never", "bfloat16", None),
+    ],
+)
+def test_it_applies_where_sampler_and_trainer_round_apart(mode: Any, precision: Precision, cap: float | None) -> None:
+    config = ImportanceSamplingCorrectionConfig(mode=mode, **({} if mode == "never" else {"cap": 3.0}))
+    assert correction_cap(config, precision) == cap
+
+
+def gradients(experience: Experience, correction: dict[str, Any]) -> tuple[dict[str, float], list[torch.Tensor]]:
+    """The policy's loss and gradients, without ptx."""
+    tiny = make_tiny()
+    learner = make_learner(tiny, make_config(ptx={"weight": 0.0}, importance_sampling_correction=correction))
+    metrics = accumulate_gradients(learner, experience, 0.0, 0.0)
+    return metrics, [p.grad for p in tiny.policy.parameters() if p.grad is not None]
+
+
+def test_the_gradient_of_a_token_is_scaled_by_its_weight(tiny: Tiny) -> None:
+    """A sampler that gave every token half the probability doubles the loss, up to the cap, and nothing else."""
+    experience = collect(tiny, make_config())
+    halved = replace(experience, sampler_logprobs=experience.policy_logprobs - torch.tensor(2.0).log())
+    plain, without = gradients(halved, {"mode": "never"})
+    twice, corrected = gradients(halved, {"mode": "always", "cap": 4.0})
+    capped, at_cap = gradients(halved, {"mode": "always", "cap": 1.5})
+    assert twice["policy_loss"] == pytest.approx(2 * plain["policy_loss"], abs=1e-6)
+    for one, two, half in zip(without, corrected, at_cap, strict=True):
+        torch.testing.assert_close(two, 2 * one, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(half, 1.5 * one, rtol=1e-4, atol=1e-7)
+    assert twice["importance_sampling_ratio_mean"] == pytest.approx(2.0, abs=1e-5)
+    assert [found["importance_sampling_ratio_capped"] for found in (twice, capped)] == [0.0, 1.0]
+    assert "importance_sampling_ratio_mean" not in plain

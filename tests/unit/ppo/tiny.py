@@ -35,18 +35,12 @@ from rlhf_core.training.engine.base import LocalEngine
 from rlhf_core.training.run_context import RunContext
 
 EOS, PAD, VOCABULARY = 3, 0, 23
+RATE = {"lr": 3e-3, "schedule": "constant", "warmup": 0.0}
 BASE = {
-    "iterations": 4,
-    "batch_size": 8,
-    "max_new_tokens": 7,
-    "warmup_iterations": 1,
-    "selection": {"every": 2},
-    "checkpoint": {"every": 1},
-    "health": {"mode": "report"},
-    "ptx": {"weight": 0.1, "batch_size": 3},
-    "policy_optimizer": {"lr": 3e-3, "schedule": "constant", "warmup": 0.0},
-    "critic_optimizer": {"lr": 3e-3, "schedule": "constant", "warmup": 0.0},
-}
+    "iterations": 4, "batch_size": 8, "max_new_tokens": 7, "warmup_iterations": 1, "selection": {"every": 2},
+    "checkpoint": {"every": 1}, "health": {"mode": "report"}, "ptx": {"weight": 0.1, "batch_size": 3},
+    "policy_optimizer": RATE, "critic_optimizer": RATE,
+}  # fmt: skip
 
 
 @dataclass
@@ -143,9 +137,8 @@ def collect(
     """A rollout of some prompts through all phases before the update."""
     pair = pair or make_learner(tiny, config).pair
     batch = PromptBatch([tiny.prompts[row] for row in rows], rows if streams is None else streams, seed)
-    experience = score_rollout(
-        pair, tiny.reference, sample_replies(LocalSampler.of(pair.policy), 0, batch, pair.sampling)
-    )
+    replies = sample_replies(LocalSampler.of(pair.policy), 0, batch, pair.sampling)
+    experience = score_rollout(pair, tiny.reference, replies)
     kl_coef = config.kl.coefficient if kl_coef is None else kl_coef
     rewards = tiny.reward_fn(experience.batch)
     moments = RunningMeanStd()

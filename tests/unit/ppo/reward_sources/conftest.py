@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scripted_server import Answer, post_server
 from transformers import PreTrainedTokenizerBase
 from unit.training.tiny import SHAPE, WORDS, demonstrations, text
 
@@ -100,9 +99,6 @@ def demonstration(i: int) -> Demonstration:
     return demonstrations(i + 1)[i]
 
 
-Answer = tuple[int, Any] | tuple[int, Any, dict[str, str]]
-
-
 @dataclass
 class Scorer:
     """A real server. ``script`` answers the requests in turn, then ``score`` does; a raw str is sent as it is."""
@@ -129,28 +125,10 @@ def scorer() -> Iterator[Scorer]:
     """A scorer on a free port of 127.0.0.1."""
     state = Scorer()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            state.headers.append(dict(self.headers))
-            status, content, *more = state.answer(body)
-            data = (content if isinstance(content, str) else json.dumps(content)).encode()
-            self.send_response(status)
-            for name, value in (more[0] if more else {}).items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def answer(path: str, body: dict[str, Any], headers: dict[str, str]) -> Answer:
+        state.headers.append(headers)
+        return state.answer(body)
 
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    state.url = f"http://127.0.0.1:{server.server_address[1]}/score"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield state
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with post_server(answer) as address:
+        state.url = f"{address}/score"
+        yield state

@@ -10,14 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
 
 from rlhf_core.config.reward_sources import ClassifierSource
 from rlhf_core.data.schema import Message
@@ -41,18 +35,18 @@ def save_bert(folder: Path, labels: int = 1, template: str | None = TURNS, **con
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
         model_max_length=24,
     )  # fmt: skip
     tokenizer.chat_template = template
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        shape = BertConfig(
+        shape = transformers.BertConfig(
             vocab_size=len(vocabulary), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
             intermediate_size=24, max_position_embeddings=32, num_labels=labels, initializer_range=0.5, **config,
         )  # fmt: skip
-        BertForSequenceClassification(shape).eval().save_pretrained(folder)
+        transformers.BertForSequenceClassification(shape).eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -93,8 +87,8 @@ def direct(folder: Path, *texts: str, **options: Any) -> list[float]:
 
 @cache
 def loaded(folder: Path) -> tuple[Any, Any]:
-    model = AutoModelForSequenceClassification.from_pretrained(folder)
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def chat(place: Place, row: int, reply: str) -> str:
@@ -123,7 +117,7 @@ def test_a_decoder_with_another_tokenizer_scores_as_a_direct_call(place: Place) 
     """The reward model of another pipeline: its template writes the end marker, at which it is read."""
     folder = place.root / "extra/foreign"
     scores = build(place, "extra/foreign", batch_size=2).rewards(place.replies(TEXTS))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     for row, text in enumerate(TEXTS):
         turns = [{"role": m.role, "content": m.content} for m in place.rows[row].prompt]
         whole = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": text}], tokenize=False)
@@ -152,9 +146,7 @@ def test_the_probability_of_a_lone_or_independent_label_is_a_sigmoid(place: Plac
     ("template", "separators"),
     [("chat", 0), ("reply", 1), ("pair", 2), ("{prompt} {reply}", 1), ("{prompt} [SEP] {reply}", 3)],
 )
-def test_a_reply_cannot_write_the_classifiers_control_tokens(
-    place: Place, bert: Path, template: str, separators: int
-) -> None:
+def test_a_reply_cannot_write_control_tokens(place: Place, bert: Path, template: str, separators: int) -> None:
     """A text that names special tokens itself means them; then a reply's are not told apart."""
     encoded, _ = build(place, bert, template=template).encode([Message("user", "the sky")], "red [SEP] blue [CLS]")
     assert encoded["input_ids"].count(3) == separators
@@ -176,10 +168,10 @@ def test_a_long_text_loses_its_beginning_and_is_counted(place: Place, bert: Path
 
 
 def test_without_a_pad_token_texts_are_read_one_by_one(place: Place, tmp_path: Path) -> None:
-    model = AutoModelForSequenceClassification.from_pretrained(place.root / "extra/foreign")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(place.root / "extra/foreign")
     model.config.pad_token_id = None
     model.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(place.root / "extra/foreign").save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(place.root / "extra/foreign").save_pretrained(tmp_path)
     scores = build(place, tmp_path, template="reply", batch_size=4).rewards(place.replies(TEXTS[:2]))
     expected = [direct(tmp_path, text, return_token_type_ids=False)[0] for text in TEXTS[:2]]
     assert scores.tolist() == pytest.approx(expected, abs=1e-5)
@@ -230,10 +222,10 @@ def test_pickled_weights_are_never_read(place: Place, bert: Path, tmp_path: Path
 
 
 def test_a_score_that_is_not_finite_is_refused(place: Place, bert: Path, tmp_path: Path) -> None:
-    model = AutoModelForSequenceClassification.from_pretrained(bert)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(bert)
     with torch.no_grad():
         model.classifier.bias.fill_(float("nan"))
     model.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
     with pytest.raises(DataError, match="reward source 'classifier': score 0 is nan"):
         build(place, tmp_path).rewards(place.replies(["red"]))

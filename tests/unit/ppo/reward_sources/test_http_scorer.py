@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from typing import Any
 
@@ -66,20 +65,8 @@ def test_a_request_that_times_out_is_repeated(place: Place, scorer: Scorer) -> N
 
 def test_a_scorer_that_stays_away_is_told_with_attempts_and_the_last_problem(place: Place, scorer: Scorer) -> None:
     scorer.script = [(500, "out of memory")] * 4
-    with pytest.raises(
-        DataError, match=r"'http' failed 4 times, at last with answered 500 'out of memory'; .*last che"
-    ):
+    with pytest.raises(DataError, match=r"'http' failed 4 times, at last with answered 500 'out of memory'; .*last"):
         client(scorer).rewards(place.replies(["red"]))
-
-
-def test_nobody_listening_is_told_after_the_retries(place: Place) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    waits: list[float] = []
-    with pytest.raises(DataError, match=r"failed 3 times, at last with ConnectError"):
-        client(Scorer(f"http://127.0.0.1:{port}/"), waits, retries=2).rewards(place.replies(["red"]))
-    assert waits == [0.5, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -113,9 +100,7 @@ def test_a_wrong_count_cannot_be_made_up_by_another_batch(place: Place, scorer: 
         client(scorer, batch_size=2).rewards(place.replies(["red", "blue", "green"]))
 
 
-def test_the_token_comes_from_the_environment_and_shows_nowhere(
-    place: Place, scorer: Scorer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environments_token_shows_nowhere(place: Place, scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="variable SCORER_TOKEN, named by token_env, is not set"):
         client(scorer, token_env="SCORER_TOKEN")
     monkeypatch.setenv("SCORER_TOKEN", "s3cret")
@@ -130,9 +115,7 @@ def test_the_token_comes_from_the_environment_and_shows_nowhere(
 
 
 @pytest.mark.parametrize("value", ["two words", "line\nbreak", "schlüssel"])
-def test_a_token_that_cannot_be_sent_is_refused_unseen(
-    scorer: Scorer, monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
+def test_a_token_that_cannot_be_sent_stays_unseen(scorer: Scorer, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("SCORER_TOKEN", value)
     with pytest.raises(ConfigError, match="cannot be a bearer token") as caught:
         client(scorer, token_env="SCORER_TOKEN")

@@ -54,12 +54,8 @@ def mixture(place: Place, *parts: WeightedSource) -> RewardMixture:
 def test_the_default_is_the_reward_model_bit_for_bit(place: Place) -> None:
     tokens = place.replies(TEXTS).tokens
     scorer = build_reward_fn(DEFAULT_SOURCES, place.context)
-    assert torch.equal(scorer(tokens), reward_model_fn(ScalarModel.load(place.context.reward).eval(), None)(tokens))
-    assert (
-        reward_metrics(scorer)
-        == {}
-        == reward_metrics(reward_model_fn(ScalarModel.load(place.context.reward).eval(), None))
-    )
+    alone = reward_model_fn(ScalarModel.load(place.context.reward).eval(), None)
+    assert torch.equal(scorer(tokens), alone(tokens)) and reward_metrics(scorer) == reward_metrics(alone) == {}
 
 
 def test_a_model_scores_the_end_of_the_very_tokens(place: Place) -> None:
@@ -75,21 +71,13 @@ def test_a_model_scores_the_end_of_the_very_tokens(place: Place) -> None:
 
 
 def test_the_sum_is_weighted_and_each_source_is_told(place: Place) -> None:
-    mixed = mixture(
-        place,
-        WeightedSource("a", 2.0, Constant([1.0, 2.0, 6.0])),
-        WeightedSource("b", -0.5, Constant([4.0, 0.0, 2.0], truncated=0.25)),
-    )
+    a = WeightedSource("a", 2.0, Constant([1.0, 2.0, 6.0]))
+    b = WeightedSource("b", -0.5, Constant([4.0, 0.0, 2.0], truncated=0.25))
+    mixed = mixture(place, a, b)
     assert mixed(place.replies(["x", "y", "z"]).tokens).tolist() == [0.0, 4.0, 11.0]
-    assert mixed.metrics == pytest.approx(
-        {
-            "source_a_mean": 3.0,
-            "source_a_std": math.sqrt((4 + 1 + 9) / 3),
-            "source_b_mean": 2.0,
-            "source_b_std": math.sqrt(8 / 3),
-            "source_b_truncated": 0.25,
-        }
-    )
+    of_a = {"source_a_mean": 3.0, "source_a_std": math.sqrt((4 + 1 + 9) / 3)}
+    of_b = {"source_b_mean": 2.0, "source_b_std": math.sqrt(8 / 3), "source_b_truncated": 0.25}
+    assert mixed.metrics == pytest.approx(of_a | of_b)
 
 
 def test_a_lone_source_has_no_metrics_but_its_own(place: Place) -> None:

@@ -19,16 +19,11 @@ from rlhf_core.training.run_context import RunContext
 
 from .conftest import Place, Scorer
 
+ANY = {"max_kl": 1e9, "max_length_ratio": 1e9, "max_repetition_increase": 1.0}
 PPO = {
-    "iterations": 2,
-    "batch_size": 6,
-    "max_new_tokens": 6,
-    "warmup_iterations": 1,
-    "ptx": {"batch_size": 2},
-    "selection": {"every": 2, "prompts": 3, "max_kl": 1e9, "max_length_ratio": 1e9, "max_repetition_increase": 1.0},
-    "checkpoint": {"every": 1},
-    "health": {"mode": "report"},
-}
+    "iterations": 2, "batch_size": 6, "max_new_tokens": 6, "warmup_iterations": 1, "ptx": {"batch_size": 2},
+    "selection": {"every": 2, "prompts": 3} | ANY, "checkpoint": {"every": 1}, "health": {"mode": "report"},
+}  # fmt: skip
 CRITIC = {"max_rollouts": 2, "batch_size": 6, "epochs": 1, "checkpoint": {"every": 1}}
 
 
@@ -60,18 +55,6 @@ def test_both_stages_score_with_the_same_sources(place: Place, scorer: Scorer, t
     assert json.loads((tmp_path / "metrics/ppo.json").read_text())["last"]["source_words_mean"] > 0
     asked = [len(request["items"]) for request in scorer.requests]
     assert asked == [2, 6, 6, 2, 6, 6]  # each stage tries two made-up replies first
-
-
-def test_one_source_of_weight_one_changes_nothing(place: Place, tmp_path: Path) -> None:
-    files = []
-    for name, settings in (("default", config()), ("named", config({"kind": "model", "path": "models/reward"}))):
-        outputs = [run_critic(place, tmp_path / name, settings), run_ppo(place, tmp_path / name, settings)]
-        assert not any(key.startswith("source_") for row in without_clock(outputs[1].history) for key in row)
-        files.append(
-            [(o.model / "model.safetensors").read_bytes() for o in outputs]
-            + [without_clock(o.history) for o in outputs]
-        )
-    assert files[0] == files[1]
 
 
 def test_a_scorer_that_dies_halfway_costs_nothing_but_time(place: Place, scorer: Scorer, tmp_path: Path) -> None:
