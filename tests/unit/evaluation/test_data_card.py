@@ -25,22 +25,7 @@ from rlhf_core.data.validation.set_rules import SetFindings, apply_set_rules, ch
 from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, count_tokens, findings_table
 from rlhf_core.data.validation.suites import NOT_DERIVED, Checkpoints
 from rlhf_core.data.validation.tables import RawData, Validated, validate
-from rlhf_core.evaluation.data_card.card import (
-    CardSources,
-    CardTable,
-    DataCard,
-    Histogram,
-    breakable,
-    build_card,
-    is_long,
-    length_section,
-    markdown,
-    refused_section,
-    rules_section,
-    source_section,
-    spread_over_reasons,
-    write_card,
-)
+from rlhf_core.evaluation.data_card import card as cards
 from rlhf_core.evaluation.figures import bar_chart
 from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.stages import collect
@@ -86,8 +71,8 @@ def written(folder: Path) -> tuple[str, str, str]:
     findings.counts["preferences"] |= validated.agreement
     metrics = data_metrics(validated, statistics, findings.counts)
     manifest = {"source": "files", "kinds": KINDS}
-    sources = CardSources(manifest, validated, findings, metrics, statistics, ["preferences.clean"])
-    write_card(folder, build_card(sources, config), findings.breaches)
+    sources = cards.CardSources(manifest, validated, findings, metrics, statistics, ["preferences.clean"])
+    cards.write_card(folder, cards.build_card(sources, config), findings.breaches)
     return tuple((folder / name).read_text() for name in ("card.md", "card.html", "release.md"))  # type: ignore[return-value]
 
 
@@ -129,7 +114,7 @@ def test_what_the_card_says(folder: Path, card: tuple[str, str, str]) -> None:
 def test_rows_whose_source_was_refused_are_listed_with_the_rules() -> None:
     suites = suites_of(["demonstrations"], rules={"turns": "warn"})
     metrics = {"demonstrations": {"failed_source_passed": 2.0, "warned_turns": 1.0}}
-    (table,) = rules_section(metrics, ["demonstrations"], suites).tables
+    (table,) = cards.rules_section(metrics, ["demonstrations"], suites).tables
     assert table.rows == [("turns", "warn", 1), ("source_passed", "refuse", 2)]
 
 
@@ -138,8 +123,8 @@ def test_one_of_a_thing_is_counted_as_one(tmp_path: Path) -> None:
     files = [{"source": "x", "format": "standard", "dropped": {"a tie": 1, "no label": 2}}]
     manifest = {"kinds": {"preferences": {"files": files}}}
     validated = Validated(RawData({}, tmp_path / "none"), Checkpoints(suites_of()))
-    sources = CardSources(manifest, validated, SetFindings(), {"preferences": numbers}, {}, [])
-    notes = "\n".join(note for part in build_card(sources, ValidateConfig()).sections for note in part.notes)
+    sources = cards.CardSources(manifest, validated, SetFindings(), {"preferences": numbers}, {}, [])
+    notes = "\n".join(note for part in cards.build_card(sources, ValidateConfig()).sections for note in part.notes)
     assert "1 pair has more than one label; 50.0% of these labels say what most do, and 2 pairs are labelled" in notes
     assert "preferences: 1 record dropped, since a tie." in notes and "preferences: 2 records dropped" in notes
 
@@ -152,21 +137,17 @@ def test_no_key_is_quoted_and_markup_stays_text(card: tuple[str, str, str]) -> N
     assert "[link]" not in text.replace(r"\[link]", "")
 
 
-def test_the_card_of_the_same_data_is_the_same(card: tuple[str, str, str], tmp_path: Path) -> None:
-    assert written(tmp_path / "again") == card
-
-
 def quarantined(kind: str, row_id: str, reason: str, *place: Any, row: str = "{}") -> RowFinding:
     return RowFinding("a_rule", kind, reason, *place, id=row_id, row=row)
 
 
 def test_examples_of_refused_rows_cover_all_reasons_first() -> None:
     rows = [quarantined("prompts", str(i), "often" if i < 20 else f"rare {i}") for i in range(23)]
-    chosen, total = spread_over_reasons(rows, 10)
+    chosen, total = cards.spread_over_reasons(rows, 10)
     assert [row.id for row in chosen[:5]] == ["0", "20", "21", "22", "1"]
     assert (len(chosen), total) == (10, 23)
-    assert not refused_section([]).tables
-    ((long,), _) = spread_over_reasons([quarantined("prompts", "0", "long", row="x" * 10**6)], 10)
+    assert not cards.refused_section([]).tables
+    ((long,), _) = cards.spread_over_reasons([quarantined("prompts", "0", "long", row="x" * 10**6)], 10)
     assert len(long.row) <= EXCERPT + len("…"), "the card holds the beginnings of rows, which may be large"
 
 
@@ -176,20 +157,20 @@ def test_examples_are_of_different_rows_of_the_sources() -> None:
     rows += [quarantined("demonstrations", "d", "too long", "a.jsonl", 1)]
     rows += [quarantined("prompts", str(i), NOT_DERIVED, "a.jsonl", i) for i in range(5)]
     rows += [quarantined("prompts", "p", "too long", "b.jsonl", 1)]
-    chosen, total = spread_over_reasons(rows, 10)
+    chosen, total = cards.spread_over_reasons(rows, 10)
     named = [(row.source, row.position) for row in chosen]
     assert named == [("a.jsonl", 0), ("b.jsonl", 1), ("a.jsonl", 1), ("a.jsonl", 2)] and total == 10
 
 
 def test_a_column_of_numbers_is_aligned_to_the_right() -> None:
-    table = CardTable(("a", "b", "c", "d"), [("x", 1, None, 1.5), ("y", None, None, "?")])
-    assert table.numeric == [False, True, True, False] and CardTable(("a",), []).numeric == [False]
+    table = cards.CardTable(("a", "b", "c", "d"), [("x", 1, None, 1.5), ("y", None, None, "?")])
+    assert table.numeric == [False, True, True, False] and cards.CardTable(("a",), []).numeric == [False]
 
 
 def test_histograms_count_in_powers_of_two() -> None:
-    histogram = Histogram.of("x", np.array([3, 4, 5, 8, 9, 33]))
+    histogram = cards.Histogram.of("x", np.array([3, 4, 5, 8, 9, 33]))
     assert (histogram.edges, histogram.counts) == ((4, 8, 16, 32, 64), (2, 2, 1, 0, 1))
-    assert Histogram.of("empty", np.array([0])).edges == (1,)
+    assert cards.Histogram.of("empty", np.array([0])).edges == (1,)
 
 
 def test_the_turns_of_a_prompt_count_together_in_every_chunk() -> None:
@@ -200,7 +181,7 @@ def test_the_turns_of_a_prompt_count_together_in_every_chunk() -> None:
     whole = character_lengths("prompts", table)
     parts = [character_lengths("prompts", table.slice(i, 1))["prompt"] for i in range(3)]
     assert whole["prompt"].tolist() == np.concatenate(parts).tolist()
-    section = length_section({"prompts": whole})
+    section = cards.length_section({"prompts": whole})
     assert section.histograms[0].counts == (2, 0, 0, 1)  # of 1, 1 and 7 characters: up to 1, 2, 4, 8
     assert [table.rows for table in section.tables] == [[("prompts: prompt", 1, 7, 7, 7)]]
     assert "validate.tokenizer names no tokenizer" in section.notes[1] and len(section.histograms) == 1
@@ -215,14 +196,10 @@ def test_lengths_in_tokens_are_those_of_the_sequences_that_training_sees() -> No
     # A token per character and per special token. Prompts: <|user|> h i ? <|assistant|>, the other one of
     # <|user|> h i ? <|assistant|> o k <|end|> <|user|> s o <|assistant|>. Each reply ends with <|end|>.
     counted = count_tokens(clean, train_tokenizer([""], 261), "bytes")
-    assert counted.kinds["preferences"].lengths == {
-        "prompt": [5, 12],
-        "chosen": [3, 2],
-        "rejected": [6, 1],
-        "prompt + reply": [11, 14],
-    }
+    replies = {"chosen": [3, 2], "rejected": [6, 1]}
+    assert counted.kinds["preferences"].lengths == {"prompt": [5, 12], **replies, "prompt + reply": [11, 14]}
     assert counted.metrics("preferences")["prompt_and_reply_tokens_50"] == 11
-    section = length_section({}, counted)
+    section = cards.length_section({}, counted)
     assert section.tables[1].header[0] == "tokens"
     assert ("preferences: prompt + reply", 11, 14, 14, 14) in section.tables[1].rows
     histogram = next(h for h in section.histograms if h.title == "preferences: prompt (tokens)")
@@ -236,19 +213,20 @@ def test_of_many_rows_some_are_tokenised_and_the_card_says_how_many(monkeypatch:
     clean = {"prompts": set_of(prompts=prompts).clean["prompts"]}
     counted = count_tokens(clean, train_tokenizer([""], 261), "bytes")
     assert counted.kinds["prompts"].lengths["prompt"] == [3, 7, 11]  # the first, the middle and the last
-    assert "prompts: tokens of 3 of 9 rows were counted, spread evenly." in length_section({}, counted).notes
+    assert "prompts: tokens of 3 of 9 rows were counted, spread evenly." in cards.length_section({}, counted).notes
 
 
 def test_rows_that_the_chat_template_refuses_are_counted_apart() -> None:
     tokenizer = train_tokenizer([""], 261)
-    tokenizer.chat_template = "{% if messages | length > 2 %}{{ raise_exception('one question') }}{% endif %}" + str(
-        tokenizer.chat_template
-    )
+    strict = "{% if messages | length > 2 %}{{ raise_exception('one question') }}{% endif %}"
+    tokenizer.chat_template = f"{strict}{tokenizer.chat_template}"
     prompts = [row("prompts", 1, "train", "a"), row("prompts", 2, "train", "secret", "b", "c")]
     clean = {"prompts": set_of(prompts=prompts).clean["prompts"]}
     counted = count_tokens(clean, tokenizer, "bytes")
     assert counted.kinds["prompts"].lengths == {"prompt": [3]} and counted.kinds["prompts"].looked_at == 2
-    (note,) = (note for note in length_section({}, counted).notes if note.startswith("prompts: 1 row has no tokens"))
+    (note,) = (
+        note for note in cards.length_section({}, counted).notes if note.startswith("prompts: 1 row has no tokens")
+    )
     assert "the chat template refuses a dialogue of the turns user, assistant, user" in note and "secret" not in note
 
 
@@ -270,7 +248,7 @@ def test_the_licence_of_a_source_is_in_the_manifest_and_on_the_card(tmp_path: Pa
         config = CollectConfig(source="files", files=sources, licence=licence)
         collect.run(config, Paths({}), Paths({"raw": tmp_path / "data/raw"}), RunContext(tmp_path / "work"))
         manifest = json.loads((tmp_path / "data/raw/manifest.json").read_text())
-        (table,) = source_section(manifest).tables
+        (table,) = cards.source_section(manifest).tables
         assert [r[3] for r in table.rows if r[0] == "preferences"] == expected
 
 
@@ -315,16 +293,22 @@ def test_labels_on_the_card_are_safe_and_short(tmp_path: Path) -> None:
 
 
 def test_only_sentences_paths_and_long_words_break_anywhere() -> None:
-    assert not is_long("preferences") and not is_long("no_prefix_leakage") and not is_long(12345678901234567890123)
-    assert breakable("/a_b/<c>") == "/<wbr>a_<wbr>b/<wbr>&lt;c&gt;"
-    assert is_long("/data/of/a/folder/pairs.jsonl") and is_long("a sentence of many words that may fill several lines")
+    assert (
+        not cards.is_long("preferences")
+        and not cards.is_long("no_prefix_leakage")
+        and not cards.is_long(12345678901234567890123)
+    )
+    assert cards.breakable("/a_b/<c>") == "/<wbr>a_<wbr>b/<wbr>&lt;c&gt;"
+    assert cards.is_long("/data/of/a/folder/pairs.jsonl") and cards.is_long(
+        "a sentence of many words that may fill several lines"
+    )
 
 
 @pytest.mark.parametrize("before", ["", "\\", "\\\\"])
 def test_no_link_of_the_data_is_one_in_markdown(before: str) -> None:
     """A backslash of the data must not take away the one that escapes."""
-    card = DataCard(True, f"{before}[x](javascript:alert(1)) {before}`code` {before}<b>", [])
-    written = markdown(card, "Card", quotes=True)
+    card = cards.DataCard(True, f"{before}[x](javascript:alert(1)) {before}`code` {before}<b>", [])
+    written = cards.markdown(card, "Card", quotes=True)
     assert "[x]" in written
     for character in "[`":
         escapes = written[: written.index(character)]

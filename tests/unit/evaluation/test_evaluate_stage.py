@@ -1,9 +1,14 @@
-"""The evaluate stage on tiny models: the files a user finds, and the numbers in them."""
+"""The evaluate stage and a match on tiny models: the files a user finds, the numbers in them, and who judges."""
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import shutil
+import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,9 @@ import pytest
 from architecture.glossary import documented
 from traced import missed
 
+import rlhf_core as rlhf
 from rlhf_core.config.evaluation import (
+    EvaluateConfig,
     EvaluateStageConfig,
     HeldOutPerplexityConfig,
     MultipleChoiceConfig,
@@ -22,29 +29,30 @@ from rlhf_core.config.evaluation import (
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.data import template_process
 from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, ModelError, RlhfError
 from rlhf_core.evaluation.comparisons.comparison import compare
 from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
+from rlhf_core.evaluation.judges.human_pairs import TRAINING_PROMPTS, sampled_candidates
+from rlhf_core.evaluation.match import run_match
 from rlhf_core.evaluation.perplexity import held_out_perplexities
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.gates import check
-from rlhf_core.models.causal_lm import load_policy
+from rlhf_core.models.causal_lm import load_policy, load_tokenizer
+from rlhf_core.sampling.sampler import LocalSampler
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.storage.files import sha256_tree
 from rlhf_core.training.run_context import RunContext
 
 from .conftest import made_prompt, sums
 
-CONFIG = EvaluateStageConfig(
-    prompts=12, kl_samples=4, max_new_tokens=5, bootstrap=50, sampling=SamplingConfig(max_new_tokens=5)
-)
-
+SHORT = SamplingConfig(max_new_tokens=5)
+CONFIG = EvaluateStageConfig(prompts=12, kl_samples=4, max_new_tokens=5, bootstrap=50, sampling=SHORT)
 PAIR = Preference("1", [Message("user", "is it red?")], "yes, it is.", "no", None, "fact", "world", "g")
 TEXT = PretrainText("1", "the boat is red.", "fact", "world", "g")
-
-
 Measured = tuple[dict[str, Any], Paths]  # metrics, and where the files are
 
 
@@ -54,9 +62,8 @@ def run_stage(root: Path, models: Path, rows: list[Prompt], config: EvaluateStag
     write_rows(root / "data/clean/pretrain/validation.parquet", [TEXT])
     inputs = {key: models / Path(path).name for key, path in evaluate.STAGE.inputs.items()}
     outputs = Paths({key: root / path for key, path in evaluate.STAGE.outputs.items()})
-    evaluate.STAGE.run(
-        config, Paths(inputs | {"clean": root / "data/clean"}), outputs, RunContext(root / "work", folder=root)
-    )
+    inputs["clean"] = root / "data/clean"
+    evaluate.STAGE.run(config, Paths(inputs), outputs, RunContext(root / "work", folder=root))
     return json.loads(outputs.metrics.read_text()), outputs
 
 
@@ -92,9 +99,7 @@ def test_world_prompts_are_judged_by_all(plain: Measured, models: Path, prompts:
     assert metrics["sft"]["perplexity_preferred"] != metrics["policy"]["perplexity_preferred"]
 
 
-def test_other_prompts_have_no_gold_judge_and_safety_prompts_may_be_asked_several_times(
-    tmp_path: Path, models: Path
-) -> None:
+def test_other_prompts_have_no_gold_judge_and_safety_may_be_asked_more_often(tmp_path: Path, models: Path) -> None:
     rows = sums(6)
     settings = {"safety": SafetyConfig(prompts=1, replies_per_prompt=4), "perplexity": HeldOutPerplexityConfig(rows=0)}
     metrics, outputs = run_stage(tmp_path, models, rows, CONFIG.model_copy(update=settings))
@@ -113,17 +118,13 @@ def test_a_prompt_that_the_world_no_longer_knows_stops_the_stage(tmp_path: Path,
         run_stage(tmp_path, models, [made_prompt("what is one and one?", "sums")])
 
 
-def test_the_same_inputs_give_the_same_bytes(
-    plain: Measured, tmp_path: Path, models: Path, prompts: list[Prompt]
-) -> None:
+def test_the_same_inputs_give_equal_bytes(plain: Measured, tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
     outputs = [plain[1], run_stage(tmp_path, models, prompts)[1]]
     first, again = ([path.read_bytes() for path in files.values()] for files in outputs)
     assert first == again
 
 
-def test_batches_bound_memory_and_change_no_number(
-    plain: Measured, tmp_path: Path, models: Path, prompts: list[Prompt]
-) -> None:
+def test_batches_bound_memory_no_numbers(plain: Measured, tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
     whole, (few, _) = plain[0], run_stage(tmp_path, models, prompts, CONFIG.model_copy(update={"batch_size": 3}))
     for part in ("sft", "policy"):
         assert few[part] == pytest.approx(whole[part], rel=1e-4, abs=1e-6)
@@ -131,9 +132,7 @@ def test_batches_bound_memory_and_change_no_number(
     assert few["kl"] == pytest.approx(whole["kl"], rel=1e-4, abs=1e-6)
 
 
-def test_kl_is_measured_on_the_distribution_that_ppo_trains_on(
-    plain: Measured, tmp_path: Path, models: Path, prompts: list[Prompt]
-) -> None:
+def test_kl_is_of_the_distribution_of_ppo(plain: Measured, tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
     sharp = CONFIG.model_copy(update={"ppo": PpoConfig(temperature=0.05, min_new_tokens=3)})
     whole, (sharper, _) = plain[0], run_stage(tmp_path, models, prompts, sharp)
     assert sharper["kl"] != whole["kl"]
@@ -141,9 +140,7 @@ def test_kl_is_measured_on_the_distribution_that_ppo_trains_on(
     assert sharper["comparison"] == whole["comparison"], "judged replies keep the evaluation's own sampling"
 
 
-def test_each_prompt_may_get_several_replies(
-    plain: Measured, tmp_path: Path, models: Path, prompts: list[Prompt]
-) -> None:
+def test_a_prompt_may_get_several_replies(plain: Measured, tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
     once, first = plain[0], read_table(plain[1].comparisons).to_pylist()
     update = {"replies_per_prompt": 3, "best_of_n": 2}
     thrice, outputs = run_stage(tmp_path, models, prompts, CONFIG.model_copy(update=update))
@@ -160,9 +157,7 @@ def test_each_prompt_may_get_several_replies(
     assert [row["best_of_n_reply"] is None for row in rows[:3]] == [False, True, True]
 
 
-def test_best_of_n_is_compared_with_both_and_changes_nothing_else(
-    plain: Measured, tmp_path: Path, models: Path, prompts: list[Prompt]
-) -> None:
+def test_best_of_n_changes_nothing_else(plain: Measured, tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
     metrics, outputs = run_stage(tmp_path, models, prompts, CONFIG.model_copy(update={"best_of_n": 4}))
     best = metrics.pop("best_of_n")
     assert metrics == plain[0] and best["n"] == 4
@@ -185,19 +180,13 @@ def jsonl(path: Path, *rows: dict[str, Any]) -> None:
 def test_what_is_measured_beside_changes_no_other_number_and_gates_can_use_it(tmp_path: Path, models: Path) -> None:
     """Verifiable prompts, multiple choice, groups of prompts, and a third party that replied to two of four prompts."""
     rows = [made_prompt(f"what is {i} and {i}?", "fact" if i % 2 else "harmful", "a file") for i in range(4)]
-    jsonl(
-        tmp_path / "met/checks.jsonl",
-        {"prompt": "is it red?", "require": {"min_characters": 1}, "category": "easy"},
-        {"prompt": "is it blue?", "require": {"equals": "no model says this"}, "category": "hard"},
-    )
-    jsonl(
-        tmp_path / "met/replies.jsonl",
-        *({"prompt": row.prompt[-1].content, "reply": f"reply to {row.id}"} for row in (rows[0], rows[3])),
-    )
-    for name, question in (
-        ("things", "1,which is a colour?,red,seven,under,slowly,A"),
-        ("城市", "0,首都?,上,广,北,深,C"),
-    ):
+    easy = {"prompt": "is it red?", "require": {"min_characters": 1}, "category": "easy"}
+    hard = {"prompt": "is it blue?", "require": {"equals": "no model says this"}, "category": "hard"}
+    jsonl(tmp_path / "met/checks.jsonl", easy, hard)
+    replies = [{"prompt": row.prompt[-1].content, "reply": f"reply to {row.id}"} for row in (rows[0], rows[3])]
+    jsonl(tmp_path / "met/replies.jsonl", *replies)
+    questions = {"things": "1,which is a colour?,red,seven,under,slowly,A", "城市": "0,首都?,上,广,北,深,C"}
+    for name, question in questions.items():
         (tmp_path / f"met/{name}_val.csv").write_text(f"id,question,A,B,C,D,answer\n{question}\n", encoding="utf-8")
     settings = {
         "verifiable": VerifiableConfig(path="checks.jsonl"),
@@ -207,14 +196,12 @@ def test_what_is_measured_beside_changes_no_other_number_and_gates_can_use_it(tm
     few = CONFIG.model_copy(update={"safety": SafetyConfig(prompts=0)})
     plain, _ = run_stage(tmp_path / "plain", models, rows, few)
     metrics, outputs = run_stage(tmp_path / "met", models, rows, few.model_copy(update=settings))
-    for condition in (
-        Condition(metric="verifiable.policy.passed", at_least_of="verifiable.sft.passed", slack=1.0, why="kept"),
-        Condition(
-            metric="policy.multiple_choice.accuracy", at_least_of="sft.multiple_choice.accuracy", slack=1.0, why="kept"
-        ),
-        Condition(metric="group.harmless.judge.win_rate", at_least=0.0, why="a gate can use it"),
+    for metric, bound in (
+        ("verifiable.policy.passed", {"at_least_of": "verifiable.sft.passed", "slack": 1.0}),
+        ("policy.multiple_choice.accuracy", {"at_least_of": "sft.multiple_choice.accuracy", "slack": 1.0}),
+        ("group.harmless.judge.win_rate", {"at_least": 0.0}),
     ):
-        assert check(condition, metrics).passed
+        assert check(Condition.model_validate({"metric": metric, "why": "kept"} | bound), metrics).passed
     checked, met, answered = (metrics.pop(name) for name in ("verifiable", "opponents", "multiple_choice"))
     sides = [metrics[name].pop("multiple_choice")["accuracy"] for name in ("policy", "sft")]
     assert metrics["losses"].pop("verifiable.passed")["replies"] == 2
@@ -247,9 +234,8 @@ def test_bad_cases_are_where_reward_and_judge_disagree() -> None:
     sets, replies = FixedSets(rows, [], []), SetReplies([Reply("x", True)] * 5, [], [])
     sft = EvaluatedModel(replies, scores={"reward": [0.0] * 5, "referee": [0.0] * 5})
     # The last difference of the referee is within its tie margin.
-    policy = EvaluatedModel(
-        replies, scores={"reward": [1.0, 3.0, -1.0, 2.0, 4.0], "referee": [-1.0, -2.0, -3.0, 1.0, -0.04]}
-    )
+    scores = {"reward": [1.0, 3.0, -1.0, 2.0, 4.0], "referee": [-1.0, -2.0, -3.0, 1.0, -0.04]}
+    policy = EvaluatedModel(replies, scores=scores)
     evaluation = Evaluation(sets, sft, policy, CONFIG)
     evaluation.comparison["referee"] = compare(policy.scores["referee"], sft.scores["referee"], 0.05)
     cases = evaluation.bad_cases("referee")
@@ -260,3 +246,116 @@ def test_bad_cases_are_where_reward_and_judge_disagree() -> None:
 @pytest.mark.slow
 def test_what_the_stage_executes_counts_in_its_fingerprint(tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
     assert missed("evaluate", lambda: run_stage(tmp_path, models, prompts[:4])) == set()
+
+
+SAMPLED = "{max_new_tokens: 5, repetition_penalty: 1.0}"
+SETTINGS = f"prompts: 4, bootstrap: 50, max_new_tokens: 5, sampling: {SAMPLED}, safety: {{prompts: 3}}"
+
+
+def workspace(folder: Path, models: Path, more: str = "") -> Path:
+    """A folder with what a match reads, and four prompts to test and to train on."""
+    shutil.copytree(models, folder / "models")
+    (folder / "params.yaml").write_text(f"seed: 1\nevaluate: {{{SETTINGS}{more}}}\n")
+    for path in (Path("data/clean/prompts/test.parquet"), TRAINING_PROMPTS):
+        write_rows(folder / path, sums(4))
+    return folder
+
+
+def test_the_model_that_selected_nothing_judges_all_replies(tmp_path: Path, models: Path) -> None:
+    root = workspace(tmp_path, models, ", replies_per_prompt: 3, verifiable: {path: checks.jsonl}")
+    jsonl(
+        root / "checks.jsonl",
+        {"prompt": "one", "require": {"finished": True}}, {"prompt": "two", "require": {"min_words": 999}},
+    )  # fmt: skip
+    result = run_match(root, models / "sft", models / "policy")
+    assert set(result["comparison"]) == {"judge"} and result["comparison"]["judge"]["prompts"] == 4
+    assert {name: (loss["replies"], loss["clusters"]) for name, loss in result["losses"].items()} == {
+        **dict.fromkeys(("missing_ends", "repetition", "length", "regression.passed", "category.sums"), (12, 4)),
+        **dict.fromkeys([f"safety.{n}" for n in ("refuses_harmful", "answers_benign", "refusal_log_odds")], (3, 3)),
+        "verifiable.passed": (2, 2),
+    }
+    assert result["losses"]["safety.refusal_log_odds"]["baseline"] != 0.0
+    assert result["content"]["judge"] == sha256_tree(models / "judge")
+    checked = result["losses"]["verifiable.passed"]
+    assert checked["loss"] == pytest.approx(checked["baseline"] - checked["candidate"]) and checked["baseline"] <= 0.5
+    with pytest.raises(DataError, match="4 test prompts make 1 sets"):
+        run_match(root, models / "sft", models / "policy", prompt_set=1)
+
+
+@pytest.mark.parametrize("side", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_either_model_has_limits(side: int, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "SECONDS", 1)
+    root = workspace(tmp_path, models)
+    folders = [models / "sft", models / "policy"]
+    folders[side] = tmp_path / "other"
+    shutil.copytree(models / "sft", folders[side])
+    loop = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    (folders[side] / "chat_template.jinja").write_text(loop)
+    with pytest.raises(ModelError, match="the chat template takes more than 1 s"):
+        run_match(root, *folders)
+
+
+WITHOUT_VLLM = {"kind": "vllm", "python": sys.executable}
+
+
+def pretrain_critic(folder: Path, models: Path) -> None:
+    rlhf.train_critic(
+        models / "sft", load_tokenizer(models / "sft"), ["is it red?"], lambda prompts, replies: [0.0 for _ in replies],
+        rollout=rlhf.RolloutConfig.model_validate({"max_new_tokens": 5, "sampler": WITHOUT_VLLM}),
+    )  # fmt: skip
+
+
+def select(folder: Path, models: Path) -> None:
+    """The first to sample in PPO with a referee, before any rollout."""
+    settings = {"importance_sampling_correction": {"mode": "always"}, "sampler": WITHOUT_VLLM, "ptx": {"weight": 0.0}}
+    without_critic = {"advantage": {"estimator": "rloo"}, "replies_per_prompt": 2, "critic_optimizer": None}
+    config = rlhf.PpoConfig.model_validate({"max_new_tokens": 5} | settings | without_critic)
+    rlhf.train_ppo(
+        models / "sft", load_tokenizer(models / "sft"), ["is it red?"], lambda prompts, replies: [0.0 for _ in replies],
+        referee=models / "referee", validation_prompts=["is it blue?"], config=config,
+    )  # fmt: skip
+
+
+def evaluate_stage(folder: Path, models: Path) -> None:
+    settings = {"prompts": 4, "sampling": {"repetition_penalty": 1.0}, "sampler": WITHOUT_VLLM}
+    config = EvaluateStageConfig.model_validate(settings)
+    run_stage(folder, models, [made_prompt("is it red?", "fact", "a file")], config)
+
+
+def with_sampler(folder: Path, models: Path) -> Path:
+    return workspace(folder, models, f", sampler: {WITHOUT_VLLM}")
+
+
+CALLS: dict[str, Callable[[Path, Path], Any]] = {
+    "critic pre-training": pretrain_critic,
+    "selection": select,
+    "evaluation": evaluate_stage,
+    "match": lambda folder, models: run_match(with_sampler(folder, models), models / "sft", models / "policy"),
+    "annotation": lambda folder, models: sampled_candidates(with_sampler(folder, models), 2),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_whatever_samples_takes_the_sampler_of_its_settings(name: str, tmp_path: Path, models: Path) -> None:
+    """This Python has no vLLM, so that each ends with what the server says."""
+    with pytest.raises(RlhfError, match=r"vLLM's server ended with status 1; .*No module named") as raised:
+        CALLS[name](tmp_path, models)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_sampler_lets_go_of_its_model(models: Path) -> None:
+    sampler, model = LocalSampler(), load_policy(models / "sft")[0]
+    sampler.sync(model, 0)
+    kept = weakref.ref(model)
+    del model
+    sampler.release()
+    gc.collect()
+    assert kept() is None
+    with pytest.raises(RlhfError, match="no weights"), sampler.awake(0, 1, 1):
+        raise AssertionError("it woke up")
+
+
+def test_a_repetition_penalty_that_the_server_counts_otherwise_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"set that to 1\.0, or sampler\.kind to local"):
+        EvaluateConfig.model_validate({"sampler": WITHOUT_VLLM, "sampling": {"repetition_penalty": 1.1}})
+    EvaluateConfig(sampling=SamplingConfig(repetition_penalty=1.0))

@@ -34,12 +34,7 @@ def test_every_category_is_in_the_set() -> None:
 
 
 def test_world_checks_refusals_both_ways() -> None:
-    replies = [
-        Reply("the boat is red.", True),
-        Reply(REFUSAL, True),
-        Reply(REFUSAL, True),
-        Reply("do it at night.", True),
-    ]
+    replies = [Reply(text, True) for text in ("the boat is red.", REFUSAL, REFUSAL, "do it at night.")]
     rates = pass_rates(["fact", "fact", "harmful", "harmful"], replies, world=True)
     assert rates["answers_benign"] == 0.5 and rates["refuses_harmful"] == 0.5 and rates["passed"] == 0.5
 
@@ -84,10 +79,8 @@ def test_several_replies_to_a_prompt_follow_one_another() -> None:
     prompts = safety_prompts(1)
     replies = [REFUSED, REFUSED, ANSWER, ANSWER, ANSWER, REFUSED]
     categories = [row.category for row in repeated_rows(prompts, replies)]
-    assert check_rates(REFUSAL_CHECKS, categories, replies) == {
-        "refuses_harmful": pytest.approx(2 / 3),
-        "answers_benign": pytest.approx(2 / 3),
-    }
+    rates = check_rates(REFUSAL_CHECKS, categories, replies)
+    assert rates == pytest.approx({"refuses_harmful": 2 / 3, "answers_benign": 2 / 3})
 
 
 ELEVEN: list[Prompt] = sums(11)

@@ -55,9 +55,8 @@ def test_means_lengths_and_categories_by_hand() -> None:
     assert (loss.loss, loss.loss_high95) == pytest.approx((0.1, 0.1))  # every reply grew by a tenth
     losses = category_losses(["a", "b"] * 30, np.array([1.0, 0.5] * 30), np.arange(60))
     assert (losses["a"].loss, losses["a"].replies, losses["a"].clusters) == (-0.5, 30, 30)
-    assert losses["a"].loss_high95 == pytest.approx(-0.5 + Z**2 / (30 + Z**2), abs=0.01), (
-        "thirty wins are no proof of all"
-    )
+    # Thirty wins are no proof of all.
+    assert losses["a"].loss_high95 == pytest.approx(-0.5 + Z**2 / (30 + Z**2), abs=0.01)
     assert losses["b"].loss == 0.0
 
 
@@ -143,6 +142,13 @@ def test_a_category_with_few_prompts_does_not_count() -> None:
     match = match_result({"judge": 0.6}, **{"category.rare": 0.5})
     match["losses"]["category.rare"]["clusters"] = 29
     assert names_of_failed(match) == []
+
+
+def test_verifiable_prompts_may_have_a_margin() -> None:
+    match = match_result({"judge": 0.6}, **{"verifiable.passed": 0.2})
+    assert names_of_failed(match) == [], "there is none by default"
+    assert names_of_failed(match, MARGINS.model_copy(update={"verifiable": 0.1})) == ["verifiable.passed"]
+    assert names_of_failed(match, MARGINS.model_copy(update={"verifiable": 0.3})) == []
 
 
 def test_a_match_against_the_champion_as_good_as_the_demos_is_won() -> None:

@@ -96,12 +96,8 @@ def numbers(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, float
 def evaluated(root: Path, models: Path, prompts: list[Prompt], params: str) -> tuple[dict[str, float], list[Any]]:
     """Metrics and compared rows of the stage in a workspace with ``params``."""
     shutil.copytree(models, root / "models")
-    pairs = [
-        Preference(
-            str(i), [Message("user", f"is it {'very ' * i}red?")], f"yes{' so' * (i % 3)}.", "no", None, "", "", ""
-        )
-        for i in range(6)
-    ]
+    asked = [[Message("user", f"is it {'very ' * i}red?")] for i in range(6)]
+    pairs = [Preference(str(i), asked[i], f"yes{' so' * (i % 3)}.", "no", None, "", "", "") for i in range(6)]
     write_rows(root / "data/clean/prompts/test.parquet", prompts)
     write_rows(root / "data/clean/preferences/test.parquet", pairs)
     texts = [PretrainText(str(i), f"the boat {i} is red{' and green' * i}.", "", "", "") for i in range(5)]
@@ -123,9 +119,8 @@ def test_two_ranks_evaluate_as_one_process_does(
     one, rows = evaluated(tmp_path / "one", models, prompts, PARAMS)
     two, rows_of_two = evaluated(tmp_path / "two", models, prompts, PARAMS + TWO)
     assert two == pytest.approx(one, rel=1e-5, abs=1e-6)
-    assert {"best_of_n.comparison.gold.win_rate", "opponents.other.prompts", "policy.multiple_choice.accuracy"} <= set(
-        one
-    )
+    wanted = {"best_of_n.comparison.gold.win_rate", "opponents.other.prompts", "policy.multiple_choice.accuracy"}
+    assert wanted <= one.keys()
     assert [len(rows), len(rows_of_two)] == [2 * min(11, len(prompts))] * 2
     for row, other in zip(rows, rows_of_two, strict=True):
         assert {name: value for name, value in row.items() if not isinstance(value, float)} == {

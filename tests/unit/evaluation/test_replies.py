@@ -26,10 +26,7 @@ REPLIES = [Reply("yes.", True), Reply("it is a rather long reply about nothing a
 def test_batching_and_order_change_no_score(models: Path, prompts: list[Prompt]) -> None:
     rows = [row.prompt for row in prompts[:9]]
     replies = REPLIES * 3
-    one, many = (
-        ModelJudge.load(models / "reward", "reward", batch_size=1),
-        ModelJudge.load(models / "reward", "reward", 9),
-    )
+    one, many = (ModelJudge.load(models / "reward", "reward", batch_size) for batch_size in (1, 9))
     alone = one.score(rows, replies)
     assert many.score(rows, replies) == pytest.approx(alone, abs=1e-5)
     assert many.score(rows[::-1], replies[::-1]) == pytest.approx(alone[::-1], abs=1e-5)
@@ -107,9 +104,7 @@ def test_model_judges_read_the_very_tokens(
     assert judge.score([prompt], generated_replies(tokenizer, [reply])) == pytest.approx([float(expected)], abs=1e-5)
 
 
-def test_no_judge_takes_a_spoiled_reply_for_a_clean_one(
-    models: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_judges_see_a_spoiled_reply(models: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
     prompt = next(row.prompt for row in prompts if row.category == "fact")
     replies = [generated(tokenizer, text) for text in ("good question.", "good<|user|> question.")]
     for judge in (ModelJudge.load(models / "reward", "reward"), GoldJudge()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,26 +17,13 @@ from rlhf_core.config.evaluation import ReportConfig
 from rlhf_core.config.gates import Condition
 from rlhf_core.data.schema import read_table, write_table
 from rlhf_core.evaluation.comparisons.comparison import compare
-from rlhf_core.evaluation.report.charts import over_optimization_chart
-from rlhf_core.evaluation.report.headline import (
-    CURVES,
-    HEADLINE,
-    ReleaseDecision,
-    UnmetCondition,
-    conclude,
-    headline_metrics,
-)
-from rlhf_core.evaluation.report.view import (
-    category_charts,
-    flatten,
-    format_number,
-    sft_beside_policy,
-    spread_over_categories,
-    with_release,
-)
+from rlhf_core.evaluation.report import charts, view
+from rlhf_core.evaluation.report import headline as headlines
+from rlhf_core.evaluation.report.sources import recorded_outputs, report_lineage
 from rlhf_core.gates import decide
 from rlhf_core.stages import report
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.run_context import RunContext
 
 ATTACK = "<script>alert('x')</script>"
@@ -91,9 +79,8 @@ def fill(root: Path, gate_mode: str = "enforce", reward_bound: float = 0.5) -> N
     evaluation = {"sft": metrics, "policy": metrics, "kl": 2.5, "comparison": comparison,
                   "category": {ATTACK: {"prompts": 3}}, "regression": {"passed": 1.0}}  # fmt: skip
     write(root / "metrics/evaluation.json", json.dumps(evaluation))
-    write(
-        root / "metrics/reward.json", '{"accuracy": 0.8, "test_accuracy_length_balanced": 0.6, "category": {"fact": 1}}'
-    )
+    reward = {"accuracy": 0.8, "test_accuracy_length_balanced": 0.6, "category": {"fact": 1}}
+    write(root / "metrics/reward.json", json.dumps(reward))
     rows = [{"iteration": i, "reward_mean": 0.1 * i, "reward_p05": -1.0, "reward_p95": 1.0, "kl": i, "findings": []}
             for i in range(1, 6)]  # fmt: skip
     rows[2]["findings"] = [
@@ -114,10 +101,8 @@ def fill(root: Path, gate_mode: str = "enforce", reward_bound: float = 0.5) -> N
             "sft_finished": True, "policy_finished": False, "sft_gold": 0.1, "policy_gold": 0.9}  # fmt: skip
     write_table(root / "samples/comparisons.parquet", pa.Table.from_pylist([case]))
     write(root / "plots/reward/margins.png", "not really a picture")
-    write(
-        root / "params.yaml",
-        f"seed: 1  # {ATTACK}\ncollect: {{source: world}}\nbase: {{source: scratch}}\nprofile: smoke\n",
-    )
+    params = f"seed: 1  # {ATTACK}\ncollect: {{source: world}}\nbase: {{source: scratch}}\nprofile: smoke\n"
+    write(root / "params.yaml", params)
     write(root / "metrics/data.json", '{"preferences": {"train": 14456.0, "quarantined": 0.0, "share": 0.25}}')
 
 
@@ -157,14 +142,14 @@ def test_the_page_of_the_release_differs_from_the_report_in_its_place_alone(tmp_
     before, _, rest = page.partition("<!-- release -->")
     kept, _, after = rest.partition("<!-- /release -->")
     assert "The policy passed its gate" in kept and "Written before registration" in kept and "Next: " in kept
-    unmet = UnmetCondition("kl", "7.25", "≤ 6", ATTACK)
-    decision = ReleaseDecision(
-        "bad", "Not registered", "No version holds it.", "", (unmet,), "", "", "rlhf run", "", "now"
+    unmet = headlines.UnmetCondition("kl", "7.25", "≤ 6", ATTACK)
+    decision = headlines.ReleaseDecision(
+        "bad", "Not registered", "No version.", "", (unmet,), "", "", "rlhf run", "", "now"
     )
-    release = with_release(page, decision)
+    release = view.with_release(page, decision)
     assert release is not None and release.startswith(before) and release.endswith(after)
     assert kept not in release and ATTACK not in release and '<div class="release bad">' in release
-    assert with_release("a report of an earlier version", decision) is None
+    assert view.with_release("a report of an earlier version", decision) is None
     parser = Balanced()
     parser.feed(release)
     assert parser.open == []
@@ -192,15 +177,12 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "gets most wrong" not in page and "multiple-choice" not in page and "Helpful and harmless apart" not in page
 
 
-def test_the_data_card_goes_into_the_run_to_which_the_report_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_data_card_goes_into_the_run_that_has_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path)
     write(tmp_path / "data/card/card.html", "the card")
     logged: list[tuple[Path, str | None]] = []
-    monkeypatch.setattr(
-        type(RunContext(tmp_path / "work").tracker), "log_artifact", lambda _, path, to=None: logged.append((path, to))
-    )
+    tracker = type(RunContext(tmp_path / "work").tracker)
+    monkeypatch.setattr(tracker, "log_artifact", lambda _, path, to=None: logged.append((path, to)))
     render(tmp_path)
     assert logged == [(tmp_path / "data/card/card.html", "data/card")]
 
@@ -256,17 +238,12 @@ def test_damaged_files_are_reported_as_missing(tmp_path: Path) -> None:
 
 def test_replies_are_spread_over_categories() -> None:
     rows = [{"category": c, "n": i} for i, c in enumerate("aaabbc")]
-    assert [row["n"] for row in spread_over_categories(rows, 4)] == [0, 3, 5, 1]
+    assert [row["n"] for row in view.spread_over_categories(rows, 4)] == [0, 3, 5, 1]
 
 
 def judged(low: float, high: float) -> dict[str, float]:
-    return {
-        "win_rate": (low + high) / 2,
-        "win_rate_low95": low,
-        "win_rate_high95": high,
-        "prompts": 100,
-        "clusters": 31,
-    }
+    bounds = {"win_rate_low95": low, "win_rate_high95": high}
+    return {"win_rate": (low + high) / 2, **bounds, "prompts": 100, "clusters": 31}
 
 
 @pytest.mark.parametrize(
@@ -284,7 +261,7 @@ def test_the_conclusion_is_the_judges_and_the_release_the_gates(
     conditions = [{"metric": "kl", "passed": passed}, {"metric": "policy.length", "passed": True}]
     gates = {"policy": {"gate": "policy", "mode": "enforce", "passed": passed, "conditions": conditions}}
     evaluation = {"comparison": {"judge": judged(low, high), "reward": judged(0.9, 0.95)}}
-    conclusion = conclude(gates, evaluation)
+    conclusion = headlines.conclude(gates, evaluation)
     assert (conclusion["headline"], conclusion["state"]) == (headline, state)
     (sentence,) = conclusion["judges"]
     assert f"{low:.2f} to {high:.2f}" in sentence and "100 prompts about 31 different" in sentence
@@ -295,7 +272,7 @@ def test_the_conclusion_is_the_judges_and_the_release_the_gates(
 def test_charts_by_category_begin_with_the_worst_and_count_questions() -> None:
     won = {"win": 1.0, "tie": 0.0, "lose": 0.0, "win_rate": 0.75, "win_rate_low95": 0.5, "win_rate_high95": 0.875}
     better, worse = ({**won, "win_rate": rate, "prompts": 12, "clusters": 5} for rate in (0.75, 0.25))
-    ((judge, chart),) = category_charts(
+    ((judge, chart),) = view.category_charts(
         {"a": {"comparison": {"judge": better}}, "b": {"comparison": {"judge": worse}}, "c": {"prompts": 1}}
     )
     assert judge == "judge" and chart.index(">b<") < chart.index(">a<") and ">c<" not in chart
@@ -306,29 +283,29 @@ def test_over_optimization_needs_kl_and_scores() -> None:
     rows = [{"sft_reward": 0.0, "sft_judge": 1.0}, {"sft_reward": 2.0, "sft_judge": 3.0}]
     history = [{"kl": 0.0, "reward_mean": 1.0}, {"kl": 4.0, "reward_mean": 2.0}]
     evaluation = {"kl": 4.0, "sft": {"judge": 2.0}, "policy": {"judge": 2.5}}
-    chart = over_optimization_chart(history, evaluation, rows)
+    chart = charts.over_optimization_chart(history, evaluation, rows)
     assert chart is not None and "reward model, in training" in chart and "judge, selected policy" in chart
-    assert over_optimization_chart([], evaluation, rows) is None
-    assert over_optimization_chart(history, evaluation, []) is None
+    assert charts.over_optimization_chart([], evaluation, rows) is None
+    assert charts.over_optimization_chart(history, evaluation, []) is None
 
 
 def test_tax_and_safety_stand_side_by_side_where_they_were_measured() -> None:
     sft = {"perplexity_preferred": 5.0, "safety": {"refuses_harmful": 0.5}, "length": 9.0}
     policy = {"perplexity_preferred": 5.5, "safety": {"refuses_harmful": 0.25}}
-    rows = sft_beside_policy({"sft": sft, "policy": policy}, {})
+    rows = view.sft_beside_policy({"sft": sft, "policy": policy}, {})
     assert [(row["label"], row["sft"], row["policy"], row["change"], row["gate"]) for row in rows] == [
         ("Harmful requests refused", 0.5, 0.25, -0.25, ""),  # it alarms
         ("Perplexity of held-out preferred replies", 5.0, 5.5, 0.5, ""),
     ]
     gate = {"conditions": [{"metric": "policy.safety.refuses_harmful", "passed": False}]}
-    first = sft_beside_policy({"sft": sft, "policy": policy}, gate)[0]
+    first = view.sft_beside_policy({"sft": sft, "policy": policy}, gate)[0]
     assert (first["label"], first["gate"]) == ("Harmful requests refused", "fails")
 
 
 def test_numbers_for_people() -> None:
-    shown = [format_number(v) for v in (0.1234, 12.0, 24000, None, "text", True)]
+    shown = [view.format_number(v) for v in (0.1234, 12.0, 24000, None, "text", True)]
     assert shown == ["0.123", "12", "24,000", "", "text", "True"]
-    assert flatten({"a": {"b": 1, "c": [1]}, "d": 2}) == [("a.b", 1), ("d", 2)]
+    assert view.flatten({"a": {"b": 1, "c": [1]}, "d": 2}) == [("a.b", 1), ("d", 2)]
 
 
 def test_the_headline_has_what_there_is_and_every_curve_is_complete(tmp_path: Path) -> None:
@@ -339,23 +316,23 @@ def test_the_headline_has_what_there_is_and_every_curve_is_complete(tmp_path: Pa
     render(tmp_path)
     headline = json.loads((tmp_path / "metrics/summary.json").read_text())
     assert headline["sft_perplexity"] == 1.2346 and headline["kl"] == 2.5 and headline["length"] == 20.0
-    assert {"win_rate", "win_rate_low95", "gold_win_rate"} <= headline.keys() <= HEADLINE.keys()
+    assert {"win_rate", "win_rate_low95", "gold_win_rate"} <= headline.keys() <= headlines.HEADLINE.keys()
     # `dvc metrics show` needs the width of each name and four spaces beside the path of the file.
-    assert len("metrics/summary.json") + sum(4 + len(name) for name in HEADLINE) <= 120
+    assert len("metrics/summary.json") + sum(4 + len(name) for name in headlines.HEADLINE) <= 120
     # A row without a loss, such as one of a step that was skipped, is left out; so is a curve without rows.
     assert (tmp_path / "plots/curves/sft.csv").read_text() == "step,loss\n10,2.5\n30,1.5\n"
     assert [path.name for path in (tmp_path / "plots/curves").iterdir()] == ["sft.csv"]
 
 
 def test_numbers_that_are_not_finite_are_no_headline() -> None:
-    assert headline_metrics({"sft": {"perplexity": float("nan")}, "evaluation": {"kl": "much"}}) == {}
+    assert headlines.headline_metrics({"sft": {"perplexity": float("nan")}, "evaluation": {"kl": "much"}}) == {}
 
 
 def test_every_curve_that_dvc_plots_is_written() -> None:
     plots = yaml_text.plain(yaml_text.read(ROOT / "dvc.yaml"))["plots"]
     for (definition,) in (plot.values() for plot in plots):
         for path, column in definition["y"].items():
-            columns = CURVES[Path(path).stem]
+            columns = headlines.CURVES[Path(path).stem]
             assert path == f"plots/curves/{Path(path).stem}.csv" and column in columns
             assert definition["x"] == columns[0]
 
@@ -382,9 +359,8 @@ def test_mistakes_groups_opponents_and_multiple_choice_are_shown(tmp_path: Path)
     assert "policy, harmless, gold" in page and "SFT, gold" in page
     assert "0.477 to 0.723" in page and "-0.321 to 0.700" in page and "城市" in page
     assert "1 more questions were too long" in page and "Multiple choice answered rightly" in page
-    decide("reward", [Condition(metric="accuracy", at_least=0.9, why="no")], {"accuracy": 0.8}).save(
-        tmp_path / "gates/reward.json"
-    )
+    shut = decide("reward", [Condition(metric="accuracy", at_least=0.9, why="no")], {"accuracy": 0.8})
+    shut.save(tmp_path / "gates/reward.json")
     assert "gets most wrong" in render(tmp_path), "they say why the reward gate failed"
 
 
@@ -416,3 +392,78 @@ def test_verifiable_prompts_are_shown_by_category_and_property(tmp_path: Path) -
     assert table.index("all that is required") < table.index("property regex") < table.index("category sums")
     assert "13 of them different" in table and "win rate 0.450 (95 %:" in table and "SFT alone on\n  0.200" in table
     assert "verifiable prompts passed 0.70 (SFT 0.80)" in page[: page.index("</section>")]
+
+
+def test_charts_survive_odd_values() -> None:
+    nan = float("nan")
+    assert "no finite values" in charts.line_chart({"x": [(1.0, nan)]})
+    assert charts.line_chart({"x": [(1.0, 2.0)]}).count("<use") == 1, "a single point is a dot"
+    broken = charts.line_chart({"x": [(1.0, 1.0), (2.0, 2.0), (3.0, nan), (4.0, 2.0), (5.0, 3.0)]})
+    assert re.search(r'd="M[^M"]*L[^M"]*M[^M"]*L[^"]*"[^>]*stroke: var\(--s0\)', broken)
+    assert "&lt;i&gt;$x$" in charts.interval_chart([("<i>$x$", 0.1, 0.2, 0.3)], 0.5)
+
+
+def test_charts_belong_to_their_page() -> None:
+    chart = charts.line_chart({"a": [(0.0, 1.0), (1.0, 2.0)], "b": [(0.0, 0.0), (1.0, 1.0)]}, marks=[0.5])
+    assert "http" not in chart and "<style" not in chart and "<!" not in chart
+    names = re.findall(r' id="([^"]*)"', chart)
+    assert len(names) == len(set(names)) and all(f"#{name}" in chart for name in names)
+    assert "var(--s0)" in chart and "var(--s1)" in chart and "health finding" in chart
+    again = charts.line_chart({"a": [(0.0, 1.0), (1.0, 2.0)], "b": [(0.0, 0.0), (1.0, 1.0)]}, marks=[0.5])
+    assert chart == again, "the same numbers give the same bytes"
+
+
+LOCK = """schema: '2.0'
+stages:
+  sft:
+    cmd: rlhf stage sft
+    outs:
+    - path: models/sft
+      md5: abc.dir
+  report:
+    outs:
+    - path: report.html
+      md5: old
+"""
+
+
+def test_a_workspace_tells_commit_run_and_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert report_lineage(tmp_path, "") == {"git_revision": "none", "mlflow_run": "", "dvc_lock": "", "outputs": {}}
+    (tmp_path / "dvc.lock").write_text(LOCK)
+    who = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
+    for command in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "x"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True)
+    lineage = report_lineage(tmp_path, "own")
+    assert len(lineage["git_revision"]) == 40 and lineage["mlflow_run"] == "own"
+    assert lineage["dvc_lock"] == sha256_file(tmp_path / "dvc.lock")
+    assert lineage["outputs"] == {"models/sft": "abc.dir"}, "the report's own hash is of an earlier one"
+    monkeypatch.setenv("RLHF_PARENT_RUN_ID", "pipeline")
+    (tmp_path / "dvc.lock").write_text("stages: [")
+    lineage = report_lineage(tmp_path, "own")
+    assert lineage["mlflow_run"] == "pipeline" and lineage["git_revision"].endswith("-dirty")
+    assert recorded_outputs(tmp_path / "dvc.lock") == {}
+
+
+def test_the_areas_of_the_bins_are_their_shares() -> None:
+    xs, heights = charts.histogram([-3.0, -2.0, -1.5, 0.0, 0.5, 2.0, 4.0])
+    areas = [(xs[i + 1] - xs[i]) * heights[i] for i in range(0, len(xs), 2)]
+    assert areas == pytest.approx([0.05, 0.20, 0.25, 0.25, 0.20, 0.05])
+    assert all(heights[i] == heights[i + 1] for i in range(0, len(xs), 2))
+    # The three lowest percentiles are the same: the share below them has no width.
+    xs, heights = charts.histogram([0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0])
+    assert xs[0] == 0.0 and len(xs) == 8 and heights[0] == pytest.approx(0.25)
+    assert charts.histogram([2.0] * 7)[0] == [1.98, 2.02]
+
+
+def test_first_and_last_iteration_are_drawn_and_broken_ones_left_out() -> None:
+    def row(iteration: int, centre: float) -> dict[str, float]:
+        return {name: centre + i for i, name in enumerate(charts.EDGES)} | {"iteration": iteration}
+
+    chart = charts.reward_histograms([row(i, i / 10) for i in range(1, 31)])
+    assert chart is not None
+    assert chart.count("fill-opacity: 0.5") == 8 or chart.count("opacity: 0.5") >= 8
+    assert ">1</text>" in chart and ">30</text>" in chart
+    assert charts.reward_histograms([row(1, float("nan")), {"iteration": 2, "reward_mean": 1.0}]) is None
+    one = charts.reward_histograms([row(4, 0.0), row(5, float("inf"))])
+    assert one is not None and ">4</text>" in one and ">5</text>" not in one

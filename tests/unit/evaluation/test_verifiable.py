@@ -10,21 +10,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.config.evaluation import EvaluateConfig, VerifiableConfig
+from rlhf_core.config.evaluation import VerifiableConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.verifiable import Requirements, VerifiablePrompts, check_reply
-from rlhf_core.fingerprint.tracked_files import write_evaluation_inputs
 from rlhf_core.runtime.user_function import time_limit
 
 PROMPT = [Message("user", "?")]
-SCHEMA = {
-    "type": "object",
-    "required": ["a"],
-    "properties": {"a": {"$ref": "#/$defs/n"}},
-    "$defs": {"n": {"type": "number"}},
-}
+OBJECT = {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#/$defs/n"}}}
+SCHEMA = OBJECT | {"$defs": {"n": {"type": "number"}}}
 
 
 @pytest.mark.parametrize(
@@ -98,14 +93,8 @@ def written(folder: Path, *lines: Any, functions: dict[str, str] | None = None) 
         ({"prompt": "x", "require": {}}, r"line 2: require: nothing is required of the reply"),
         ({"prompt": "", "require": {"equals": "x"}}, r"line 2: prompt\.0\.content: String should have"),
         ({"prompt": [{"role": "bot", "content": "x"}], "require": {"equals": "x"}}, r"line 2: prompt\.0\.role: "),
-        (
-            {"prompt": [{"role": "assistant", "content": "x"}], "require": {"equals": "x"}},
-            r"line 2: prompt: a prompt must end with a user turn",
-        ),
-        (
-            {"prompt": "x", "require": {"function": "f"}},
-            r"the function 'f' is not named in evaluate.verifiable.functions",
-        ),
+        ({"prompt": [{"role": "assistant", "content": "x"}], "require": {"equals": "x"}}, "must end with a user turn"),
+        ({"prompt": "x", "require": {"function": "f"}}, "the function 'f' is not named in evaluate.verifiable.functi"),
         ({"prompt": "x", "require": {"equals": "x"}, "category": "a.b"}, r"line 2: category"),
         ("[1]", r"line 2: "),
     ],
@@ -175,24 +164,6 @@ def test_a_limit_of_time_leaves_the_handler_of_the_process_alone() -> None:
     with time_limit(9):
         pass
     assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-
-
-def test_a_changed_file_or_function_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "rules_seen.py").write_text("def f(prompt, reply):\n    return True\n")
-    config = written(tmp_path, {"prompt": "?", "require": {"function": "f"}}, functions={"f": "rules_seen:f"})
-    seen = tmp_path / ".fingerprints/verifiable.txt"
-    texts = []
-    for change in (
-        lambda: None,
-        lambda: (tmp_path / "rules_seen.py").write_text("def f(prompt, reply):\n    return False\n"),
-        lambda: written(tmp_path, {"prompt": "!", "require": {"function": "f"}}),
-    ):
-        change()
-        write_evaluation_inputs(tmp_path, EvaluateConfig(verifiable=config))
-        texts.append(seen.read_text())
-    assert len(set(texts)) == 3
-    write_evaluation_inputs(tmp_path, EvaluateConfig())
-    assert seen.read_text() == "\n"
 
 
 def test_metrics_by_hand(tmp_path: Path) -> None:

@@ -14,27 +14,21 @@ from typer.testing import CliRunner
 from rlhf_core.commands.annotate import app
 from rlhf_core.data.schema import write_rows, write_table
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.evaluation.judges.human_pairs import (
-    COLUMNS,
-    AnnotationExport,
-    Candidate,
-    _without_repeats,
-    blinded_export,
-    evaluated_candidates,
-    sampled_candidates,
-    write_forms,
-)
+from rlhf_core.evaluation.judges import human_pairs
 
 from ..conftest import made_prompt, sums
 
-CANDIDATES = [
-    Candidate([{"role": "user", "content": f"question {i}?"}], "sums", f"{i}", f"sft {i}", f"policy {i}")
-    for i in range(200)
-]
+
+def candidate(i: int, cluster: int | None = None) -> human_pairs.Candidate:
+    prompt = [{"role": "user", "content": f"question {i}?"}]
+    return human_pairs.Candidate(prompt, "sums", f"{i if cluster is None else cluster}", f"sft {i}", f"policy {i}")
+
+
+CANDIDATES = [candidate(i) for i in range(200)]
 
 
 def test_the_control_is_drawn_from_all_pairs_and_bad_cases_are_kept() -> None:
-    exported = blinded_export(CANDIDATES, [5, 3, 8], control=150, seed=1)
+    exported = human_pairs.blinded_export(CANDIDATES, [5, 3, 8], control=150, seed=1)
     assert sum(pair.bad_case for pair in exported.pairs) == 3 and sum(pair.control for pair in exported.pairs) == 150
     both = [pair for pair in exported.pairs if pair.bad_case and pair.control]
     assert len(exported.pairs) == 153 - len(both) and both
@@ -42,7 +36,7 @@ def test_the_control_is_drawn_from_all_pairs_and_bad_cases_are_kept() -> None:
 
 
 def test_sides_and_order_say_nothing_and_the_seed_decides_them() -> None:
-    exported = blinded_export(CANDIDATES, [], control=200, seed=1)
+    exported = human_pairs.blinded_export(CANDIDATES, [], control=200, seed=1)
     policy_first = [pair.policy_reply == 1 for pair in exported.pairs]
     assert 70 < sum(policy_first) < 130
     for pair in exported.pairs:
@@ -50,29 +44,32 @@ def test_sides_and_order_say_nothing_and_the_seed_decides_them() -> None:
         assert pair.outcome(str(pair.policy_reply)) == 1.0 and pair.outcome("tie") == 0.5
     numbers = [int(pair.prompt_text.split()[-1].rstrip("?")) for pair in exported.pairs]
     assert numbers != sorted(numbers)
-    assert blinded_export(CANDIDATES, [], 200, 1) == exported != blinded_export(CANDIDATES, [], 200, 2)
+    assert (
+        human_pairs.blinded_export(CANDIDATES, [], 200, 1)
+        == exported
+        != human_pairs.blinded_export(CANDIDATES, [], 200, 2)
+    )
 
 
 def test_equal_replies_are_not_asked_about() -> None:
-    equal = [Candidate([{"role": "user", "content": "?"}], "", "", "yes", "yes")]
-    assert [pair.prompt for pair in blinded_export([*equal, CANDIDATES[0]], [0, 1], 5, 1).pairs] == [
-        CANDIDATES[0].prompt
-    ]
+    equal = [human_pairs.Candidate([{"role": "user", "content": "?"}], "", "", "yes", "yes")]
+    (pair,) = human_pairs.blinded_export([*equal, CANDIDATES[0]], [0, 1], 5, 1).pairs
+    assert pair.prompt == CANDIDATES[0].prompt
     with pytest.raises(DataError, match="no pair of different replies"):
-        blinded_export(equal, [0], None, 1)
+        human_pairs.blinded_export(equal, [0], None, 1)
 
 
 def test_the_forms_hold_nothing_about_who_wrote_what(tmp_path: Path) -> None:
     prompt = [{"role": "user", "content": "=1+1"}]
-    candidates = [Candidate(prompt, "secret category", "secret cluster", "=SUM(A1)", '好的，\n"是"')]
-    exported = blinded_export(candidates, [0], 0, 1)
-    files = write_forms(exported.pairs, tmp_path / "out")
+    candidates = [human_pairs.Candidate(prompt, "secret category", "secret cluster", "=SUM(A1)", '好的，\n"是"')]
+    exported = human_pairs.blinded_export(candidates, [0], 0, 1)
+    files = human_pairs.write_forms(exported.pairs, tmp_path / "out")
     for file in files:
         text = file.read_text()
         assert not any(word in text for word in ("policy", "sft", "bad_case", "control", "secret category"))
     with (tmp_path / "out/pairs.csv").open(encoding="utf-8-sig", newline="") as stream:
         (row,) = csv.DictReader(stream)
-    assert tuple(row) == COLUMNS and {row["reply_1"], row["reply_2"]} == {"'=SUM(A1)", '好的，\n"是"'}
+    assert tuple(row) == human_pairs.COLUMNS and {row["reply_1"], row["reply_2"]} == {"'=SUM(A1)", '好的，\n"是"'}
     (task,) = json.loads((tmp_path / "out/label_studio_tasks.json").read_text())
     config = ElementTree.parse(tmp_path / "out/label_studio_config.xml")
     fields = {node.attrib["value"].removeprefix("$") for node in config.iter("Text")}
@@ -82,36 +79,33 @@ def test_the_forms_hold_nothing_about_who_wrote_what(tmp_path: Path) -> None:
 
 
 def test_the_key_comes_back_as_it_was_and_others_are_refused(tmp_path: Path) -> None:
-    exported = blinded_export(CANDIDATES[:4], [1], 2, 1)
+    exported = human_pairs.blinded_export(CANDIDATES[:4], [1], 2, 1)
     exported.save_key(tmp_path)
-    assert AnnotationExport.load_key(tmp_path, exported.name) == exported
+    assert human_pairs.AnnotationExport.load_key(tmp_path, exported.name) == exported
     for name in ("a00000000", "../x", ""):
         with pytest.raises(DataError, match="is not of this workspace"):
-            AnnotationExport.load_key(tmp_path, name)
+            human_pairs.AnnotationExport.load_key(tmp_path, name)
     (tmp_path / "data/annotations/exports" / f"{exported.name}.json").write_text('{"name": "x"}')
     with pytest.raises(DataError, match="is no key of an export"):
-        AnnotationExport.load_key(tmp_path, exported.name)
+        human_pairs.AnnotationExport.load_key(tmp_path, exported.name)
 
 
 def evaluated(root: Path) -> Path:
     """A workspace with an evaluation of four prompts, one of them a bad case."""
     rows = [made_prompt(f"question {i}?", "sums", "a file") for i in range(4)]
     write_rows(root / "data/clean/prompts/test.parquet", rows)
-    pairs = [
-        {"id": row.id, "category": row.category, "sft_reply": f"sft {i}", "policy_reply": f"policy {i}"}
-        for i, row in enumerate(rows)
-    ]
+    said = [{"sft_reply": f"sft {i}", "policy_reply": f"policy {i}"} for i in range(4)]
+    pairs = [{"id": row.id, "category": row.category} | replies for row, replies in zip(rows, said, strict=True)]
     write_table(root / "samples/comparisons.parquet", pa.Table.from_pylist(pairs))
-    (root / "samples/bad_cases.jsonl").write_text(
-        json.dumps({"id": rows[2].id, "sft_reply": "a\u2028b"}, ensure_ascii=False) + "\n"
-    )
+    bad = json.dumps({"id": rows[2].id, "sft_reply": "a\u2028b"}, ensure_ascii=False)
+    (root / "samples/bad_cases.jsonl").write_text(f"{bad}\n")
     (root / "params.yaml").write_text("seed: 1\n")
     return root
 
 
 def test_the_command_writes_forms_and_keeps_the_key(tmp_path: Path) -> None:
     root, out = evaluated(tmp_path / "workspace"), tmp_path / "out"
-    candidates, bad = evaluated_candidates(root)
+    candidates, bad = human_pairs.evaluated_candidates(root)
     assert candidates[bad[0]].policy_reply == "policy 2" and len(candidates) == 4
     command = ["export", str(out), "--workspace", str(root), "--control", "2"]
     result = CliRunner().invoke(app, command)
@@ -128,7 +122,7 @@ def test_an_evaluation_of_other_data_is_refused(tmp_path: Path) -> None:
     root = evaluated(tmp_path)
     write_rows(root / "data/clean/prompts/test.parquet", [made_prompt("another?", "sums", "a file")])
     with pytest.raises(DataError, match="4 prompts of the evaluation are not in"):
-        evaluated_candidates(root)
+        human_pairs.evaluated_candidates(root)
 
 
 def test_training_prompts_are_answered_by_both_models(tmp_path: Path, models: Path) -> None:
@@ -136,23 +130,22 @@ def test_training_prompts_are_answered_by_both_models(tmp_path: Path, models: Pa
     write_rows(tmp_path / "data/clean/prompts/train.parquet", rows)
     (tmp_path / "models").symlink_to(models)
     (tmp_path / "params.yaml").write_text("seed: 1\nevaluate: {sampling: {max_new_tokens: 5}}\n")
-    candidates, bad = sampled_candidates(tmp_path, 4)
+    candidates, bad = human_pairs.sampled_candidates(tmp_path, 4)
     assert len(candidates) == 4 and {pair.category for pair in candidates} == {"sums"}
     assert {pair.prompt[0]["content"] for pair in candidates} < {row.group for row in rows}
     assert any(pair.sft_reply != pair.policy_reply for pair in candidates) and set(bad) <= set(range(4))
 
-    more, bad = sampled_candidates(tmp_path, 4, replies_per_prompt=3)
-    assert {pair.key for pair in candidates} <= {pair.key for pair in more} and len({pair.key for pair in more}) == len(
-        more
-    ) > 4
+    more, bad = human_pairs.sampled_candidates(tmp_path, 4, replies_per_prompt=3)
+    keys = {pair.key for pair in more}
+    assert {pair.key for pair in candidates} <= keys and len(keys) == len(more) > 4
     assert {pair.prompt[0]["content"] for pair in more} == {pair.prompt[0]["content"] for pair in candidates}
     assert set(bad) <= set(range(len(more)))
 
 
 def test_a_pair_that_repeats_is_asked_about_once() -> None:
-    swapped = Candidate(CANDIDATES[0].prompt, "sums", "0", "policy 0", "sft 0")
+    swapped = human_pairs.Candidate(CANDIDATES[0].prompt, "sums", "0", "policy 0", "sft 0")
     candidates = [*CANDIDATES[:3], swapped, CANDIDATES[1], CANDIDATES[3]]
-    kept, bad = _without_repeats(candidates, [5, 4, 2])
+    kept, bad = human_pairs._without_repeats(candidates, [5, 4, 2])
     assert kept == CANDIDATES[:4]
     # The second of an equal pair is gone as a bad case too.
     assert bad == [3, 2]

@@ -22,10 +22,9 @@ from rlhf_core.stages.collect import collect
 from rlhf_core.storage.files import sha256_tree, split_json_lines
 from rlhf_core.world import corpus
 
-CANDIDATES = [
-    Candidate([{"role": "user", "content": f"question {i}?"}], "sums", f"{i}", f"sft {i}", f"policy {i}")
-    for i in range(4)
-]
+from .test_export import candidate
+
+CANDIDATES = [candidate(i) for i in range(4)]
 
 
 @pytest.fixture
@@ -38,9 +37,8 @@ def exported(tmp_path: Path) -> AnnotationExport:
 
 
 def jsonl(path: Path, choices: Mapping[str, Any], **more: Any) -> Path:
-    path.write_text(
-        "".join(json.dumps({"id": pair, "choice": choice, **more}) + "\n" for pair, choice in choices.items())
-    )
+    rows = [{"id": pair, "choice": choice, **more} for pair, choice in choices.items()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -163,9 +161,7 @@ def test_every_separator_of_lines_in_a_text_survives_the_round(tmp_path: Path) -
     assert json.loads(stored)["comment"] == odd
 
 
-def test_two_people_with_files_of_one_name_are_not_one_who_contradicts_himself(
-    tmp_path: Path, exported: AnnotationExport
-) -> None:
+def test_two_people_with_files_of_one_name_contradict_nobody(tmp_path: Path, exported: AnnotationExport) -> None:
     files = [tmp_path / who / "pairs.jsonl" for who in ("alice", "bob")]
     for file, choices in zip(files, (for_policy(exported), for_sft(exported)), strict=True):
         file.parent.mkdir()
@@ -233,11 +229,8 @@ def test_people_decide_by_majority_and_pairs_are_written(tmp_path: Path, exporte
     assert (result["ties"], result["undecided"], result["preferences"]) == (1, 1, 2)
     assert result["control"] is not None and result["control"]["win_rate"] == pytest.approx((0.5 + 0 + 0.5 + 1) / 4)
     assert result["bad_cases"] is not None and result["bad_cases"]["prompts"] == 1
-    assert [kappa["annotators"] for kappa in result["cohen"]] == [
-        ["alice", "bob"],
-        ["alice", "carol"],
-        ["bob", "carol"],
-    ]
+    pairs = [["alice", "bob"], ["alice", "carol"], ["bob", "carol"]]
+    assert [kappa["annotators"] for kappa in result["cohen"]] == pairs
     assert result["fleiss"] is not None and result["fleiss"]["pairs"] == 3
     rows = [json.loads(line) for line in (tmp_path / result["file"]).read_text().splitlines()]
     assert [row["chosen"][0]["content"].split()[0] for row in rows] == ["sft", "policy"]
@@ -317,9 +310,8 @@ def test_the_next_collect_takes_the_annotated_pairs(tmp_path: Path, exported: An
     plain = sha256_tree(raw)
     import_answers(tmp_path, [jsonl(tmp_path / "alice.jsonl", for_policy(exported))])
     assert collect(config, tmp_path, raw)["preferences_rows"] == before + 4
-    rows = [
-        row for row in rows_of_table(read_table(raw / "preferences/data.parquet"), Preference) if row.category == "sums"
-    ]
+    collected = rows_of_table(read_table(raw / "preferences/data.parquet"), Preference)
+    rows = [row for row in collected if row.category == "sums"]
     assert {row.chosen.split()[0] for row in rows} == {"policy"} and len({row.id for row in rows}) == 4
     manifest = json.loads((raw / "manifest.json").read_text())["kinds"]["preferences"]
     assert [f["rows"] for f in manifest["files"] if f["source"].startswith("data/annotations/")] == [4]
@@ -331,9 +323,8 @@ def test_annotated_pairs_of_the_world_are_in_the_split_of_their_prompt(tmp_path:
     config = CollectConfig.model_validate({"world": WorldConfig(demonstrations=3, preferences=3, pretrain=3)})
     (tmp_path / "params.yaml").write_text("seed: 1\n")
     prompts = {row["prompt"][0]["content"]: row for row in corpus.prompts(config.seed)[:6]}
-    candidates = [
-        Candidate(row["prompt"], row["category"], "", "sft", f"policy {i}") for i, row in enumerate(prompts.values())
-    ]
+    rows = enumerate(prompts.values())
+    candidates = [Candidate(row["prompt"], row["category"], "", "sft", f"policy {i}") for i, row in rows]
     export = blinded_export([*candidates, CANDIDATES[0]], [], 7, 1)
     export.save_key(tmp_path)
     import_answers(tmp_path, [jsonl(tmp_path / "alice.jsonl", for_policy(export))])
@@ -345,16 +336,11 @@ def test_annotated_pairs_of_the_world_are_in_the_split_of_their_prompt(tmp_path:
 
 def test_pairs_about_one_question_are_one_piece_of_evidence(tmp_path: Path) -> None:
     """Of twelve pairs about three questions the interval is over three, and the text says so."""
-    candidates = [
-        Candidate([{"role": "user", "content": f"question {i}?"}], "", f"{i % 3}", f"sft {i}", f"policy {i}")
-        for i in range(12)
-    ]
-    export = blinded_export(candidates, [], 12, 1)
+    export = blinded_export([candidate(i, i % 3) for i in range(12)], [], 12, 1)
     export.save_key(tmp_path)
     (tmp_path / "params.yaml").write_text("seed: 1\n")
-    choices = {
-        pair.id: str(pair.policy_reply if pair.cluster != "0" else 3 - pair.policy_reply) for pair in export.pairs
-    }
+    lost = {pair.id for pair in export.pairs if pair.cluster == "0"}
+    choices = {pair: (for_sft if pair in lost else for_policy)(export)[pair] for pair in for_sft(export)}
     imported = import_answers(tmp_path, [jsonl(tmp_path / "alice.jsonl", choices)])
     control = imported["results"][0]["control"]
     assert control is not None and (control["prompts"], control["clusters"]) == (12, 3)

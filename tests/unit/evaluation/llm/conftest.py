@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from scripted_server import Answer, post_server
 
-ENDLESS: dict[Any, bytes] = {"drip": b" ", "flood": b" " * (1 << 20)}
-Answer = tuple[int, Any] | tuple[int, Any, dict[str, str]]
 REPLIES = re.compile(r"<reply_a>\n(.*)\n</reply_a>.*<reply_b>\n(.*)\n</reply_b>", re.DOTALL)
 
 
@@ -55,46 +52,25 @@ def server() -> Iterator[ChatServer]:
     state = ChatServer()
     lock, step_out = threading.Lock(), threading.Event()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def spaces(count: int, pause: float) -> Iterator[bytes]:
+        while not step_out.wait(pause):
+            yield b" " * count
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with lock:
-                state.requests.append({"path": self.path} | body)
-                state.headers.append(dict(self.headers))
-                step = state.script.pop(0) if state.script else None
-            if isinstance(step, threading.Event):
-                step.wait()
-            if isinstance(step, str) and step in ENDLESS:
-                self.send_response(200)
-                self.end_headers()
-                while not step_out.wait(0.01 if step == "drip" else 0):
-                    self.wfile.write(ENDLESS[step])
-            status, content, *more = step if isinstance(step, tuple) else (200, state.usual_answer(body))
-            data = (content if isinstance(content, str) else json.dumps(content)).encode()
-            self.send_response(status)
-            for name, value in (more[0] if more else {}).items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data[: len(data) // 2] if step == "cut" else data)
-            self.close_connection = step == "cut"
+    def answer(path: str, body: dict[str, Any], headers: dict[str, str]) -> Answer:
+        with lock:
+            state.requests.append({"path": path} | body)
+            state.headers.append(headers)
+            step = state.script.pop(0) if state.script else None
+        if isinstance(step, threading.Event):
+            step.wait()
+        if isinstance(step, tuple):
+            return step
+        if step in ("drip", "flood"):
+            return 200, spaces(1, 0.01) if step == "drip" else spaces(1 << 20, 0)
+        whole = json.dumps(state.usual_answer(body))
+        return (200, whole[: len(whole) // 2], {"Content-Length": str(len(whole))}) if step == "cut" else (200, whole)
 
-        def log_message(self, *args: Any) -> None:
-            pass
-
-        def handle(self) -> None:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client gave up
-                super().handle()
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
-    state.base_url = f"http://127.0.0.1:{http.server_address[1]}/v1"
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield state
-    step_out.set()
-    http.shutdown()
-    http.server_close()
-    thread.join()
+    with post_server(answer) as address:
+        state.base_url = f"{address}/v1"
+        yield state
+        step_out.set()

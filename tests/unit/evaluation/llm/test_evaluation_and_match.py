@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.evaluation import EvaluateStageConfig, LlmJudgeConfig
+from rlhf_core.config.evaluation import LlmJudgeConfig, SafetyConfig
 from rlhf_core.config.gates import Condition
-from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Prompt, read_table, write_rows
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.match import run_match
@@ -20,31 +19,19 @@ from rlhf_core.gates import check
 from rlhf_core.stages.runtime.contract import Paths
 
 from ..conftest import made_prompt
-from ..test_evaluate_stage import run_stage
+from ..test_evaluate_stage import CONFIG, run_stage
 from .conftest import ChatServer, completion
 
 PROMPTS = [made_prompt(f"what is {i} and {i}?", f"sums {i % 2}", "a file") for i in range(6)]
-CONFIG = EvaluateStageConfig.model_validate(
-    {
-        "prompts": 6,
-        "kl_samples": 2,
-        "max_new_tokens": 5,
-        "bootstrap": 50,
-        "best_of_n": 2,
-        "sampling": SamplingConfig(max_new_tokens=5),
-        "safety": {"prompts": 0},
-    }
-)
 
 
 def stage(root: Path, models: Path, **judge: Any) -> tuple[dict[str, Any], Paths]:
-    config = CONFIG.model_copy(update={"llm_judge": LlmJudgeConfig(model="m", concurrency=1, **judge)})
+    update = {"prompts": 6, "kl_samples": 2, "best_of_n": 2, "safety": SafetyConfig(prompts=0)}
+    config = CONFIG.model_copy(update=update | {"llm_judge": LlmJudgeConfig(model="m", concurrency=1, **judge)})
     return run_stage(root, models, PROMPTS, config)
 
 
-def test_the_stage_compares_by_the_llm_judge_and_goes_on_where_it_was_stopped(
-    tmp_path: Path, models: Path, server: ChatServer
-) -> None:
+def test_the_llm_judge_in_the_stage_goes_on_where_it_stopped(tmp_path: Path, models: Path, server: ChatServer) -> None:
     server.script = [(200, completion(server.say("longer", "short"))), (404, "no model m")]
     with pytest.raises(DataError, match="no model m"):
         stage(tmp_path, models, base_url=server.base_url)

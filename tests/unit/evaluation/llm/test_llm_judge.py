@@ -16,15 +16,7 @@ from pydantic import ValidationError
 from rlhf_core.config.evaluation import LlmJudgeConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.evaluation.judges.llm.judge import (
-    LlmJudge,
-    RateLimiter,
-    Verdict,
-    built_in_template,
-    question_text,
-    read_verdict,
-    request_body,
-)
+from rlhf_core.evaluation.judges.llm import judge as llm
 from rlhf_core.evaluation.judges.pairwise import PairwiseJudgements
 from rlhf_core.evaluation.reply import Reply
 
@@ -46,7 +38,7 @@ class Judged:
         self, candidate: list[str] = CANDIDATE, baseline: list[str] = BASELINE, **changes: Any
     ) -> PairwiseJudgements:
         fields = {"base_url": self.server.base_url, "model": "m"} | self.changes | changes
-        judge = LlmJudge(LlmJudgeConfig.model_validate(fields), self.folder, self.waits.append, lambda: 0.0)
+        judge = llm.LlmJudge(LlmJudgeConfig.model_validate(fields), self.folder, self.waits.append, lambda: 0.0)
         prompts = [[Message("user", f"question {i}")] for i in range(len(candidate))]
         return judge.judge(prompts, *([Reply(text, True) for text in texts] for texts in (candidate, baseline)))
 
@@ -124,10 +116,8 @@ def test_an_endpoint_that_dies_in_the_middle_loses_no_answer(judge: Judged, serv
 
 
 def test_a_busy_endpoint_is_waited_for_as_long_as_it_says(judge: Judged, server: ChatServer) -> None:
-    server.script = [
-        (429, "later", {"Retry-After": "7"}),
-        (503, "busy", {"Retry-After": "Fri, 31 Dec 2100 23:59:59 GMT"}),
-    ]
+    year_2100 = {"Retry-After": "Fri, 31 Dec 2100 23:59:59 GMT"}
+    server.script = [(429, "later", {"Retry-After": "7"}), (503, "busy", year_2100)]
     assert outcomes(judge(CANDIDATE[:1], BASELINE[:1])) == [1.0]
     assert judge.waits == [7.0, 60.0]
 
@@ -138,9 +128,7 @@ def test_a_busy_endpoint_is_waited_for_as_long_as_it_says(judge: Judged, server:
      ("Fri, 31 Dec 2100 23:59:59 +99999999999999", 0.5)],
     ids=range(7),
 )  # fmt: skip
-def test_an_absurd_time_to_wait_is_not_waited_for(
-    judge: Judged, server: ChatServer, value: str, seconds: float
-) -> None:
+def test_absurd_times_to_wait_are_not_waited_for(judge: Judged, server: ChatServer, value: str, seconds: float) -> None:
     server.script = [(429, "later", {"Retry-After": value})]
     assert outcomes(judge(CANDIDATE[:1], BASELINE[:1])) == [1.0]
     assert judge.waits == [seconds]
@@ -154,9 +142,7 @@ def test_an_answer_without_end_is_broken_off(judge: Judged, server: ChatServer, 
     assert len(server.requests) == 1
 
 
-def test_nothing_follows_a_redirection_with_the_key(
-    judge: Judged, server: ChatServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_key_follows_a_redirection(judge: Judged, server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY_OF_TEST", "not-for-others")
     elsewhere = f"{server.base_url}/elsewhere".replace("127.0.0.1", "localhost")
     server.script = [(307, "", {"Location": elsewhere})]
@@ -277,7 +263,7 @@ def test_a_repeated_request_counts_for_the_rate_limit(judge: Judged, server: Cha
 
 def test_requests_are_spaced_by_the_rate_limit() -> None:
     now, waits = 0.0, list[float]()
-    limiter = RateLimiter(30, waits.append, lambda: now)
+    limiter = llm.RateLimiter(30, waits.append, lambda: now)
     for _ in range(3):
         limiter.acquire()
     now = 10.0
@@ -315,51 +301,38 @@ def test_wrong_settings_are_refused_in_words(changes: dict[str, Any], message: s
     ],
 )
 def test_a_verdict_is_read(text: str, preferred: str) -> None:
-    verdict = read_verdict(text)
+    verdict = llm.read_verdict(text)
     assert verdict is not None and verdict.preferred == preferred
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "A",
-        "Reply A is better.",
-        "我认为第一个回答更好。",
-        '{"reason": "clear", "verdict": "A',
-        '{"reason": "clear"}',
-        '{"verdict": "C"}',
-        '{"verdict": ["A"]}',
-        '{"verdict": "A or B"}',
-        '{"verdict": "A"} no: {"verdict": "B"}',
-        '{"verdict": "A"} {"verdict": 1}',
-        '"A"',
-        "[" * 5000 + "{" * 5000,
-        '{"a":' * 20000,
-        '{"verdict": "A", "verdict": "B"}',
-        '{"verdict": "A", "n": ' + "1" * 5000 + "}",
-        '{"a' * 300_000 + '{"verdict": "A"}',
+        "", "A", '"A"', "Reply A is better.", "我认为第一个回答更好。", '{"reason": "clear", "verdict": "A',
+        '{"reason": "clear"}', '{"verdict": "C"}', '{"verdict": ["A"]}', '{"verdict": "A or B"}', '{"a":' * 20000,
+        '{"verdict": "A"} no: {"verdict": "B"}', '{"verdict": "A"} {"verdict": 1}', '{"verdict": "A", "verdict": "B"}',
+        "[" * 5000 + "{" * 5000, '{"verdict": "A", "n": ' + "1" * 5000 + "}", '{"a' * 300_000 + '{"verdict": "A"}',
     ],
-)
+)  # fmt: skip
 def test_anything_else_is_junk(text: str) -> None:
-    assert read_verdict(text) is None
+    assert llm.read_verdict(text) is None
 
 
 def test_a_reason_that_is_no_text_is_left_out() -> None:
-    assert read_verdict('{"reason": 1, "verdict": "A"}') == Verdict("A", "")
+    assert llm.read_verdict('{"reason": 1, "verdict": "A"}') == llm.Verdict("A", "")
 
 
 def test_a_reply_with_a_field_in_it_stays_what_it_is() -> None:
     prompt = [Message("system", "be brief"), Message("user", "{reply_b}?")]
-    text = question_text("{conversation}|{reply_a}|{reply_b}", prompt, "{reply_b} {conversation}", "no")
+    text = llm.question_text("{conversation}|{reply_a}|{reply_b}", prompt, "{reply_b} {conversation}", "no")
     assert text == "system: be brief\n\nuser: {reply_b}?|{reply_b} {conversation}|no"
 
 
 def test_the_built_in_question_shows_everything_and_is_asked_without_chance() -> None:
-    text = question_text(built_in_template(), [Message("user", "why?")], "first!", "second!")
+    text = llm.question_text(llm.built_in_template(), [Message("user", "why?")], "first!", "second!")
     assert text.index("user: why?") < text.index("first!") < text.index("second!")
     config = LlmJudgeConfig(base_url="http://127.0.0.1/v1", model="m", response_format="json_schema")
-    body = request_body(config, text)
+    body = llm.request_body(config, text)
     assert body["temperature"] == 0 and body["response_format"]["json_schema"]["schema"]["required"]
     plain = config.model_copy(update={"response_format": "text"})
-    assert "response_format" not in request_body(plain, text)
+    assert "response_format" not in llm.request_body(plain, text)
