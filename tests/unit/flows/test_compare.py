@@ -94,10 +94,8 @@ def test_a_run_is_read_with_its_cost_gate_and_version(tmp_path: Path) -> None:
 def test_a_version_of_an_earlier_policy_and_a_gate_of_an_earlier_evaluation_do_not_count(tmp_path: Path) -> None:
     folder = workspace(tmp_path / "a")
     write_registered(folder, {"models/policy": RegisteredHere("rlhf-policy", "3")})
-    lock = (folder / "dvc.lock").read_text()
-    (folder / "dvc.lock").write_text(
-        lock.replace('"path": "models/policy", "md5": "p"', '"path": "models/policy", "md5": "q"', 1)
-    )
+    lock, output = folder / "dvc.lock", '"path": "models/policy", "md5": "%s"'
+    lock.write_text(lock.read_text().replace(output % "p", output % "q", 1))
     (folder / "metrics" / "evaluation.json").write_text(json.dumps(EVALUATION | {"kl": 1.6}))
     read = read_workspace(folder)
     assert read.results[0]["registered"] is None and read.results[0]["gate"]["decision"] == "outdated"
@@ -128,9 +126,8 @@ def test_dpo_costs_its_own_steps_alone(tmp_path: Path) -> None:
 def test_best_of_n_is_a_column_of_its_own(tmp_path: Path) -> None:
     _, best = read_workspace(workspace(tmp_path / "a", evaluation=EVALUATION | {"best_of_n": BEST})).results
     assert best["method"] == "best of 16" and best["kl_is_bound"] and best["gate"] is None
-    assert (
-        best["cost"]["seconds"] == {"reward": 9.0} and best["cost"]["total_seconds"] == 9.0
-    )  # no policy, but what chooses
+    # No policy, but what chooses.
+    assert best["cost"]["seconds"] == {"reward": 9.0} and best["cost"]["total_seconds"] == 9.0
 
 
 def test_other_prompts_judges_and_sft_models_are_warned_of(tmp_path: Path) -> None:
@@ -165,21 +162,15 @@ def test_the_table_fits_80_columns_with_any_number_of_runs(tmp_path: Path) -> No
     assert printed.count("training time") == 2  # four runs side by side, then the others
 
 
-def test_json_has_everything_and_the_warnings(tmp_path: Path) -> None:
-    other = workspace(tmp_path / "b", {"models/judge": "other"})
-    done = command(workspace(tmp_path / "a"), other, "--json")
-    document = json.loads(done.stdout)
-    assert [run["win_rate"]["value"] for run in document["runs"]] == [0.7, 0.7]
-    assert document["runs"][0]["cost"]["seconds"]["policy"] == 8.5
-    assert len(document["warnings"]) == 1
-
-
-def test_results_are_written_to_a_file_beside_the_table(tmp_path: Path) -> None:
+def test_json_has_everything_and_the_warnings_and_may_go_into_a_file(tmp_path: Path) -> None:
     read = workspace(tmp_path / "a", evaluation=EVALUATION | {"best_of_n": BEST})
-    file = tmp_path / "results.json"
-    result = command(read, "--output", file)
+    other, file = workspace(tmp_path / "b", {"models/judge": "other"}), tmp_path / "results.json"
+    document = json.loads(command(read, other, "--json").stdout)
+    assert [run["win_rate"]["value"] for run in document["runs"]] == [0.7, 0.6, 0.7]
+    assert document["runs"][0]["cost"]["seconds"]["policy"] == 8.5 and len(document["warnings"]) == 1
+    result = command(read, other, "--output", file)
     assert result.exit_code == 0 and "gold score" in result.output and str(file) in result.output.replace("\n", "")
-    assert json.loads(file.read_text()) == json.loads(command(read, "--json").stdout)
+    assert json.loads(file.read_text()) == document
 
 
 def test_settings_that_add_measurements_do_not_make_runs_incomparable(tmp_path: Path) -> None:
@@ -208,9 +199,7 @@ def test_the_table_starts_with_the_settings_that_differ(tmp_path: Path, monkeypa
     }
 
 
-def test_the_name_of_a_setting_breaks_behind_its_dots_and_underscores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_settings_break_behind_dots_and_underscores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, most in (("a", 1.0), ("b", 2.0)):
         workspace(tmp_path / name, params={"ppo": {"selection": {"max_repetition_increase": most}}})

@@ -6,7 +6,9 @@ import errno
 import io
 import json
 import os
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,59 +114,57 @@ def test_long_lines_are_wrapped_at_words_on_a_terminal_and_never_in_a_pipe(termi
     assert pipe.getvalue() == f"rlhf: {message}\n"
 
 
-def test_two_wrong_settings_are_two_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[object, str]]:
+    """Runs a command, in place of which ``error`` is raised if one is given; returns its status and what it prints."""
+
+    def run(*words: str, error: BaseException | None = None) -> tuple[object, str]:
+        def fail(**_: object) -> None:
+            raise error or AssertionError
+
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+            patch.setattr(sys, "stdout", sys.stdout)
+            patch.setattr(sys, "argv", ["rlhf", *words])
+            if error is not None:
+                patch.setattr(cli, "app", fail)
+            cli.main()
+        return ended.value.code, capsys.readouterr().err
+
+    return run
+
+
+def test_two_wrong_settings_are_two_lines(tmp_path: Path, ended: Callable[..., tuple[object, str]]) -> None:
     (tmp_path / "params.yaml").write_text("sft: {stepz: 3, batch_size: 0}\n")
     (tmp_path / "dvc.yaml").write_text("stages: {}\n")
-    monkeypatch.setattr(sys, "argv", ["rlhf", "run", "--workspace", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == EXIT_USER_ERROR
-    first, *others = capsys.readouterr().err.splitlines()
-    assert first == f"rlhf: {tmp_path / 'params.yaml'}: 2 problems"
+    status, printed = ended("run", "--workspace", str(tmp_path))
+    first, *others = printed.splitlines()
+    assert (status, first) == (EXIT_USER_ERROR, f"rlhf: {tmp_path / 'params.yaml'}: 2 problems")
     assert sorted(line.strip().split(";")[0] for line in others) == [
         "parameter 'sft.batch_size': input should be greater than 0 (got 0)",
         "unknown parameter 'sft.stepz'",
     ]
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
-def test_a_file_of_another_user_is_a_users_error_that_names_it(
-    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refused(**options: object) -> None:
-        raise OSError(number, os.strerror(number), "/data/theirs")
-
-    monkeypatch.setattr(cli, "app", refused)
-    monkeypatch.setattr(sys, "argv", ["rlhf"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == EXIT_USER_ERROR
-    assert capsys.readouterr().err.startswith(f"rlhf: /data/theirs: {os.strerror(number)}; give yourself the right")
+DENIED = [OSError(number, os.strerror(number), "/theirs") for number in (errno.EACCES, errno.EPERM, errno.EROFS)]
+FULL = [OSError(number, "no more room", "models/policy") for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "printed"),
+    ("error", "status", "pattern"),
     [
-        (ZeroDivisionError("a\nb"), 1, "rlhf: ZeroDivisionError: a\nb (add --debug for the traceback)\n"),
-        (GateFailed("the policy gate failed"), EXIT_GATE_FAILED, "rlhf: the policy gate failed\n"),
-        (KeyboardInterrupt(), EXIT_INTERRUPTED, "rlhf: stopped\n"),
-        (BaseException("a panic"), 1, "rlhf: BaseException: a panic (add --debug for the traceback)\n"),
+        (ZeroDivisionError("a\nb"), 1, r"rlhf: ZeroDivisionError: a\nb \(add --debug for the traceback\)"),
+        (BaseException("a panic"), 1, r"rlhf: BaseException: a panic \(add --debug for the traceback\)"),
+        (GateFailed("the policy gate failed"), EXIT_GATE_FAILED, "rlhf: the policy gate failed"),
+        (KeyboardInterrupt(), EXIT_INTERRUPTED, "rlhf: stopped"),
+        *((error, EXIT_USER_ERROR, f"rlhf: /theirs: {error.strerror}; give yourself the right.*") for error in DENIED),
+        *((error, EXIT_USER_ERROR, "rlhf: .*models/policy.*make room.*") for error in FULL),
     ],
 )
 def test_an_error_is_a_message_and_an_exit_status(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, status: int, printed: str
+    error: BaseException, status: int, pattern: str, ended: Callable[..., tuple[object, str]]
 ) -> None:
-    def fail(**options: object) -> None:
-        raise error
-
-    monkeypatch.setattr(cli, "app", fail)
-    monkeypatch.setattr(sys, "argv", ["rlhf"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == status
-    assert capsys.readouterr().err == printed
+    code, printed = ended(error=error)
+    assert code == status and re.fullmatch(f"{pattern}\n", printed), printed
 
 
 def test_after_a_run_the_tables_of_the_gates_that_failed_are_printed(tmp_path: Path) -> None:

@@ -9,59 +9,46 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
-from unit.flows.verdicts import VERDICT
+from unit.flows.test_verdict import VERDICT
 
 from flows.commands.run_state import RunState, read_run_state
 from flows.commands.status import RegistryStatus, StagesStatus, last_run_lines, next_step, status
 from flows.commands.text import fit_line, format_age
-from flows.pipeline.events import (
-    KINDS,
-    EventLog,
-    PhaseStarted,
-    PipelineEvent,
-    RegistryUpdated,
-    RunEnded,
-    RunPlanned,
-    StageEnded,
-    StageRepeated,
-    StageStarted,
-    VerdictReached,
-    new_events_file,
-)
+from flows.pipeline import events
 from flows.pipeline.verdict import RunVerdict
 from flows.stage import StageOutcome
 from rlhf_core.evaluation.report.headline import ReleaseDecision
 
-EVENTS: list[PipelineEvent] = [
-    RunPlanned(["collect", "ppo"]),
-    StageStarted("ppo", "gpu-pool", started=1.5, log_start=64),
-    StageRepeated("ppo", "preempted, waiting for a worker of gpu-pool"),
-    StageEnded(StageOutcome.failed("ppo", "no: step 3", 4, started=1.0, ended=2.5, work_seconds=1.25)),
-    PhaseStarted("promotion", log="match"),
-    RegistryUpdated("rlhf-policy version 3"),
-    VerdictReached(VERDICT),
-    RunEnded("TrainingPaused", "ppo: no: step 3"),
+EVENTS: list[events.PipelineEvent] = [
+    events.RunPlanned(["collect", "ppo"]),
+    events.StageStarted("ppo", "gpu-pool", started=1.5, log_start=64),
+    events.StageRepeated("ppo", "preempted, waiting for a worker of gpu-pool"),
+    events.StageEnded(StageOutcome.failed("ppo", "no: step 3", 4, started=1.0, ended=2.5, work_seconds=1.25)),
+    events.PhaseStarted("promotion", log="match"),
+    events.RegistryUpdated("rlhf-policy version 3"),
+    events.VerdictReached(VERDICT),
+    events.RunEnded("TrainingPaused", "ppo: no: step 3"),
 ]
 
 
 def test_every_kind_of_event_is_read_as_it_was_written(tmp_path: Path) -> None:
-    path = new_events_file(tmp_path)
-    writer, reader = EventLog(path), EventLog(path)
+    path = events.new_events_file(tmp_path)
+    writer, reader = events.EventLog(path), events.EventLog(path)
     for event in EVENTS:
         writer.emit(event)
-    assert {type(event).__name__ for event in EVENTS} == set(KINDS)
+    assert {type(event).__name__ for event in EVENTS} == set(events.KINDS)
     assert reader.read_new() == EVENTS and reader.read_new() == []
 
 
 def test_half_a_line_is_left_for_the_next_call(tmp_path: Path) -> None:
-    path = new_events_file(tmp_path)
-    reader = EventLog(path)
-    EventLog(path).emit(StageStarted("sft"))
+    path = events.new_events_file(tmp_path)
+    reader = events.EventLog(path)
+    events.EventLog(path).emit(events.StageStarted("sft"))
     line = path.read_text()
     path.write_text(line[:10])
     assert reader.read_new() == []
     path.write_text(line)
-    assert reader.read_new() == [StageStarted("sft")]
+    assert reader.read_new() == [events.StageStarted("sft")]
 
 
 STARTED = datetime(2026, 3, 4, 5, 6, 7)
@@ -72,11 +59,11 @@ FRESH, IDLE = StagesStatus({}), RegistryStatus([], champion="3", release=RELEASE
 def run_of(state: str = "Completed", verdict: RunVerdict | None = VERDICT) -> RunState:
     run = RunState(Path())
     for number in range(13):
-        run.apply(StageEnded(StageOutcome(f"stage-{number}", "ran", started=0.0, ended=1.0, work_seconds=1.0)))
+        run.apply(events.StageEnded(StageOutcome(f"stage-{number}", "ran", started=0.0, ended=1.0, work_seconds=1.0)))
     if verdict is not None:
-        run.apply(VerdictReached(verdict))
+        run.apply(events.VerdictReached(verdict))
     if state:
-        run.apply(RunEnded(state, ""))
+        run.apply(events.RunEnded(state, ""))
     run.started, run.last_event = STARTED, STARTED + timedelta(minutes=5, seconds=57)
     return run
 
@@ -85,22 +72,17 @@ def stopped(command: str, hint: str) -> RunVerdict:
     return replace(VERDICT, judges=(), kl=None, next_command=command, next_hint=hint)
 
 
-def emit(workspace: Path, *events: RunPlanned | StageEnded | VerdictReached | RunEnded) -> None:
-    log = EventLog(new_events_file(workspace))
-    for event in events:
+def emit(workspace: Path, *told: events.PipelineEvent) -> None:
+    log = events.EventLog(events.new_events_file(workspace))
+    for event in told:
         log.emit(event)
 
 
 def test_the_last_run_is_read_from_its_events(tmp_path: Path) -> None:
     assert read_run_state(tmp_path) is None
     outcomes = [StageOutcome("sft", "ran", started=0.0, ended=1.0, work_seconds=1.0), StageOutcome("ppo", "skipped")]
-    emit(
-        tmp_path,
-        RunPlanned(("sft", "ppo")),
-        *map(StageEnded, outcomes),
-        VerdictReached(VERDICT),
-        RunEnded("Failed", ""),
-    )
+    ended = (*map(events.StageEnded, outcomes), events.VerdictReached(VERDICT), events.RunEnded("Failed", ""))
+    emit(tmp_path, events.RunPlanned(("sft", "ppo")), *ended)
     lines = [json.loads(line) for line in (tmp_path / ".rlhf" / "events.jsonl").read_text().splitlines()]
     last = read_run_state(tmp_path)
     assert last is not None and (last.final_state, last.ran, last.verdict) == ("Failed", 1, VERDICT)
@@ -109,14 +91,16 @@ def test_the_last_run_is_read_from_its_events(tmp_path: Path) -> None:
 
 
 def test_a_run_without_an_end_was_interrupted(tmp_path: Path) -> None:
-    emit(tmp_path, RunPlanned(("sft",)))
+    emit(tmp_path, events.RunPlanned(("sft",)))
     last = read_run_state(tmp_path)
     assert last is not None and last.final_state == ""
     assert "interrupted (its process is gone; the next run resumes)" in last_run_lines(tmp_path, last, STARTED)[0]
 
 
 def test_events_of_another_version_are_no_run(tmp_path: Path) -> None:
-    new_events_file(tmp_path).write_text('{"kind": "StageEnded", "time": 1.0, "stage": "sft", "action": "ran"}\n')
+    events.new_events_file(tmp_path).write_text(
+        '{"kind": "StageEnded", "time": 1.0, "stage": "sft", "action": "ran"}\n'
+    )
     assert read_run_state(tmp_path) is None
 
 
@@ -181,7 +165,7 @@ def test_every_line_with_a_break_in_it_fits_the_terminal(tmp_path: Path, monkeyp
     stages = {name: {"cmd": "true"} for name in ("ppo", "gate-policy")}
     for name in ("dvc.yaml", "dvc.lock"):
         (tmp_path / name).write_text(json.dumps({"stages": stages}))
-    emit(tmp_path, RunPlanned(("ppo",)), VerdictReached(VERDICT), RunEnded("Completed", ""))
+    emit(tmp_path, events.RunPlanned(("ppo",)), events.VerdictReached(VERDICT), events.RunEnded("Completed", ""))
     text = status(tmp_path).as_text()
     screen = "\n".join(fit_line(line, width) for line in text.splitlines())
     long = [line for line in screen.splitlines() if len(line) > width and " " in line.strip()]

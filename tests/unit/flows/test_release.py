@@ -69,13 +69,8 @@ def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
 @pytest.mark.parametrize(
     ("changes", "forced", "said", "unsaid"),
     [
-        (
-            {"obstacle": "version 3 is ungated (kl >= 6)"},
-            "needed for a *study*",
-            "**Released by force.** Against it stood: version 3 is ungated (kl ≥ 6). "
-            "Reason given: needed for a \\*study\\*",
-            "DATA_CARD.md",
-        ),
+        ({"obstacle": "ungated (kl >= 6)"}, "a *study*", "Against it stood: ungated (kl ≥ 6). Reason given: a \\*study",
+         "DATA_CARD.md"),
         ({"data_card": "# Data card"}, None, "The [data card](DATA_CARD.md) has", "by force"),
         ({"source": TrainingSource("world", "scratch", "", 5)}, None, "synthetic world of lamps", "pairs.jsonl"),
         ({"evaluation": {}}, None, "No comparison with the SFT model was recorded.", "| judge |"),
@@ -83,7 +78,7 @@ def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
         ({"fine_tuned": False}, None, "Trained without fine-tuning before it, by PPO against", "with supervision"),
         ({"method": "dpo"}, None, "by DPO", "PPO"),
     ],
-)
+)  # fmt: skip
 def test_what_a_card_says_of_a_version(changes: dict[str, Any], forced: str | None, said: str, unsaid: str) -> None:
     text = card_text(replace(evidence(), **changes), "m", forced)
     assert said in text and unsaid not in text
@@ -119,11 +114,7 @@ SCALED |= {"original_max_position_embeddings": 64}
         ("qwen3", {"rope_theta": 1e6}, {"rope_theta": 1e6}),
         ("llama", {"rope_theta": 5e5, **SCALED}, {"rope_theta": 5e5, "rope_scaling": SCALED}),
         ("phi", {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
-        (
-            "gpt_neox",
-            {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5},
-            {"rotary_emb_base": 5e4, "rotary_pct": 0.5},
-        ),
+        ("gpt_neox", {"rope_theta": 5e4, "partial_rotary_factor": 0.5}, {"rotary_emb_base": 5e4, "rotary_pct": 0.5}),
         (
             "gemma3_text",
             {"full_attention": {"rope_theta": 1e6, **SCALED}, "sliding_attention": {"rope_theta": 2e4}},

@@ -50,9 +50,7 @@ def handoff(remote: str = "/remote", **files: str) -> Handoff:
         ({"url": "s3://bucket/cache", "version_aware": "true"}, "keeps no run cache"),
     ],
 )
-def test_a_remote_that_cannot_serve_two_hosts_is_refused(
-    tmp_path: Path, options: dict[str, str], complaint: str
-) -> None:
+def test_a_remote_that_serves_no_two_hosts_is_refused(tmp_path: Path, options: dict[str, str], complaint: str) -> None:
     lines = ["[core]\n  no_scm = True\n  remote = store\n" if options else "[core]\n  no_scm = True\n"]
     lines += ["['remote \"store\"']\n" if options else "", *(f"  {key} = {value}\n" for key, value in options.items())]
     (tmp_path / ".dvc").mkdir()
@@ -122,9 +120,7 @@ def test_small_text_travels_with_the_job_and_the_rest_is_refused(tmp_path: Path)
         read_carried_files(tmp_path, ["scripts", "large"])
 
 
-def test_a_transfer_is_tried_again_while_the_remote_is_out_of_reach(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transfer_is_tried_again_while_the_remote_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def unreachable(command: list[str], **_: Any) -> Any:
@@ -169,9 +165,7 @@ class LogServer:
         return logs[offset : offset + limit]
 
 
-def test_each_line_of_the_log_arrives_once_although_the_server_refuses_some_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_line_of_the_log_arrives_once_over_refused_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = LogServer()
 
     @contextmanager
@@ -270,9 +264,7 @@ FALSE_START = "its process ended before the job began, waiting for a worker"
         pytest.param([CRASHES, CRASHES, RUNS, completes], 0, "", [FALSE_START] * 2, id="false starts cost no retry"),
         pytest.param([CRASHES] * 3, 1, "with non-zero status code 1.", [FALSE_START] * 2, id="never begins"),
         pytest.param([RUNS, CRASHES], 1, "ended as Crashed", [], id="crashes while it runs"),
-        pytest.param(
-            [RUNS, reports(-1e6), CRASHES, RUNS, completes], 0, "", [PREEMPTED], id="stage left in good order"
-        ),
+        pytest.param([RUNS, reports(-1e6), CRASHES, RUNS, completes], 0, "", [PREEMPTED], id="stage left in order"),
         pytest.param([RUNS, reports(60), *WAITS, RUNS, completes], 0, "", [PREEMPTED], id="process died unnoticed"),
         pytest.param([RUNS, reports(-60), *WAITS, *WAITS, completes], 0, "", [], id="report from before the job began"),
         pytest.param([LOST] * 3, EXIT_PREEMPTED, "more than 2 times", [PREEMPTED] * 2, id="preempted too often"),

@@ -1,4 +1,4 @@
-"""Which policy ``rlhf serve`` and ``rlhf chat`` take, what they say of it, and what they refuse before it is loaded."""
+"""Which policy ``rlhf serve`` and ``rlhf chat`` take, what they say and refuse, and the same policy behind MLflow."""
 
 from __future__ import annotations
 
@@ -10,18 +10,31 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_llama import tiny_config
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.commands.serve import TOY, PolicyChoice, about_folder, served_source
 from flows.registry.evidence import TrainingSource, source_of_version, source_of_workspace
+from flows.registry.model_pyfunc import LIMITS, RequestRefused, ServedModel
+from flows.registry.stored_models import signature
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data import template_process
+from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, RlhfError
-from rlhf_core.models.causal_lm import train_tokenizer
+from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.reply import Reply
+from rlhf_core.models.causal_lm import save_policy, train_tokenizer
+from rlhf_core.serving.completions import accept_request
+from rlhf_core.serving.policy import LoadedPolicy
+from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
+from rlhf_core.serving.protocol import ChatRequest
+from rlhf_core.storage.files import sha256_tree
 
 
 @pytest.fixture(autouse=True)
@@ -111,9 +124,7 @@ def save_tokenizer(folder: Path, **options: Any) -> None:
     save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
 
 
-def test_vllm_gets_the_judged_sampling_the_limits_and_the_token(
-    folder: Path, vllm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_gets_sampling_limits_and_the_token(folder: Path, vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tokenizer(folder)
     monkeypatch.setenv("RLHF_SERVE_TOKEN", "secret")
     monkeypatch.setenv("PYTHONPATH", "/of/this/environment")
@@ -215,9 +226,7 @@ def test_another_model_of_a_workspace_is_not_said_to_be_trained_on_pairs(tmp_pat
     assert about[1].startswith("from a pipeline on 5,998 preference pairs")
 
 
-def test_a_folder_outside_of_workspaces_is_described_by_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_outside_of_workspaces_is_told_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert about_folder(Path("nothing/here")) == ("the model in nothing/here",)
 
@@ -238,11 +247,8 @@ class Runs:
 
 def test_the_source_of_a_version_is_that_of_the_run_that_registered_it() -> None:
     own = SimpleNamespace(tags={"mlflow.parentRunId": "parent"}, metrics={"data.preferences.train": 12.0})
-    params = {
-        "collect.source": "files",
-        "base.source": "scratch",
-        "collect.files.preferences": "['x.jsonl', 'y.jsonl']",
-    }
+    params = {"collect.source": "files", "base.source": "scratch"}
+    params["collect.files.preferences"] = "['x.jsonl', 'y.jsonl']"
     client: Any = Runs(own=own, parent=SimpleNamespace(params=params))
     version: Any = SimpleNamespace(run_id="own")
     assert source_of_version(client, version) == TrainingSource("files", "scratch", "x.jsonl, y.jsonl", 12)
@@ -253,3 +259,72 @@ def test_a_version_without_a_pipeline_run_has_no_known_source() -> None:
     for run_id in ("own", None):
         version: Any = SimpleNamespace(run_id=run_id)
         assert source_of_version(client, version) is None
+
+
+JUDGED = SamplingConfig(max_new_tokens=8, temperature=1.3, top_p=0.6, repetition_penalty=2.0)
+ASKED = [{"role": "user", "content": "what colour is the sky?"}]
+ANSWERED = [*ASKED, {"role": "assistant", "content": "the sky is blue."}]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("served")
+    tokenizer = train_tokenizer(["what colour is the sky? the sky is blue."] * 4, 280)
+    config = tiny_config(tokenizer, initializer_range=0.4)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        save_policy(root / "policy", LlamaForCausalLM(config).eval(), tokenizer)
+        LlamaForSequenceClassification(config).save_pretrained(root / "reward")
+    tokenizer.save_pretrained(root / "reward")
+    return {kind: root / kind for kind in ("policy", "reward")}
+
+
+def served(folder: Path) -> ServedModel:
+    model = ServedModel()
+    config = {"kind": folder.name, "content_sha256": sha256_tree(folder), "sampling": JUDGED.model_dump()}
+    model.load_context(SimpleNamespace(model_config=config, artifacts={"hf": str(folder)}))
+    return model
+
+
+def ask(model: ServedModel, *conversations: Any, **params: Any) -> list[dict[str, Any]]:
+    return model.predict(None, pandas.DataFrame({"messages": list(conversations)}), params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"max_tokens": 3, "top_p": 1.0}])
+def test_a_request_is_answered_as_rlhf_serve_answers_it(folders: dict[str, Path], params: dict[str, Any]) -> None:
+    policy = LoadedPolicy.load(PolicyRevision("policy"), PolicyFiles(folders["policy"], JUDGED))
+    request = ChatRequest.model_validate({"messages": ASKED, "seed": 4, **params})
+    accepted = accept_request(request, policy, LIMITS, 0)
+    expected = accepted.response(policy.reply(accepted.prompt_ids, accepted.settings))
+    # MLflow fills in what the signature names as default.
+    defaults = {param.name: param.default for param in signature("policy", JUDGED.model_dump()).params.params}
+    (answer,) = ask(served(folders["policy"]), ASKED, **{**defaults, "seed": 4, **params})
+    assert answer.pop("reply") == expected["choices"][0]["message"]["content"]
+    assert answer.keys() == expected.keys()
+    assert (answer["choices"], answer["usage"]) == (expected["choices"], expected["usage"])
+
+
+def test_a_reward_is_the_judges_score(folders: dict[str, Path]) -> None:
+    judge = ModelJudge.load(folders["reward"], "reward")
+    score = judge.score([[Message("user", ASKED[0]["content"])]], [Reply(ANSWERED[1]["content"], True)])[0]
+    assert ask(served(folders["reward"]), ANSWERED, ANSWERED) == [{"score": pytest.approx(score)}] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "turns", "params", "reason"),
+    [
+        ("policy", ANSWERED, {}, "must end with a turn of role user"),
+        ("policy", ASKED, {"max_tokens": 500}, "exceeds the 128 of the model's context"),
+        ("policy", ASKED, {"temperature": float("nan")}, "NaN is not a JSON number"),
+        ("reward", ASKED, {}, "must end with the turn of role assistant"),
+        ("reward", ANSWERED[1:], {}, "messages is empty"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_in_one_line(
+    folders: dict[str, Path], kind: str, turns: Any, params: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(RequestRefused, match=reason) as refused:
+        ask(served(folders[kind]), turns, **params)
+    assert refused.value.get_http_status_code() == 400 and "\n" not in refused.value.message

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
-from unit.flows.verdicts import VERDICT
 
 from flows.commands.summary import verdict_rows
 from flows.pipeline import artifacts
+from flows.pipeline import verdict as pipeline
 from flows.pipeline.artifacts import publish_gate_tables, publish_report, publish_stage_table
-from flows.pipeline.verdict import RegistrationResult, RunVerdict, markdown_text, reach_verdict, verdict_markdown
 from flows.registry.client import mlflow_address, run_page
 from flows.registry.decisions import PromotionDecision
 from flows.stage import StageOutcome
@@ -27,6 +26,20 @@ from rlhf_core.evaluation.verdict import JudgeResult, Standing, judge_results, s
 EVALUATED = {
     name: StageOutcome(name, "ran", started=0.0, ended=1.0, work_seconds=1.0) for name in ("evaluate", "report")
 }
+
+
+VERDICT = pipeline.RunVerdict(
+    standing=Standing.BETTER,
+    opponent="champion version 3",
+    judges=(JudgeResult("gold", 0.71, 0.66, 0.76, 320, 103, 0.684),),
+    kl=pipeline.KlEstimate(1.9, 1.7, 2.1),
+    not_compared_because="",
+    registered="policy version 4",
+    promotion="version 4 is champion: better by every judge",
+    report="report.html",
+    next_command="rlhf chat",
+    next_hint="talk to the champion",
+)
 
 
 def interval(low: float, rate: float, high: float) -> dict[str, float]:
@@ -44,8 +57,8 @@ def decided(**changes: Any) -> PromotionDecision:
     return PromotionDecision(**{"model": "m", "challenger": "4", "champion": "3", "bar": 0.5, **changes})
 
 
-def reached(*arguments: Any) -> RunVerdict:
-    return reach_verdict(*arguments)[0]
+def reached(*arguments: Any) -> pipeline.RunVerdict:
+    return pipeline.reach_verdict(*arguments)[0]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +79,7 @@ def test_the_standing_is_by_the_intervals_of_every_judge(
 def test_the_reward_model_is_no_judge_and_nor_is_the_referee_that_selected_the_policy(tmp_path: Path) -> None:
     low, even = interval(0.4, 0.5, 0.6), interval(0.7, 0.8, 0.9)
     workspace_with(tmp_path, judge=low, referee=even, reward=even, gold=even)
-    verdict = reached(tmp_path, EVALUATED, RegistrationResult("policy version 4", decided(champion=None)))
+    verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4", decided(champion=None)))
     assert [judge.judge for judge in verdict.judges] == ["gold", "judge"]
     assert verdict.headline == "not shown better than SFT"
 
@@ -75,7 +88,7 @@ def test_a_match_makes_the_champion_the_opponent(tmp_path: Path) -> None:
     workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
     match = {"comparison": {"judge": interval(0.2, 0.3, 0.4)}}
     decision = decided(match=match).refused("not above 0.5 with 95 % confidence by judge")
-    verdict = reached(tmp_path, EVALUATED, RegistrationResult("policy version 4", decision))
+    verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4", decision))
     assert verdict.headline == "worse than champion version 3"
     assert verdict.judges[0].low95 == 0.2 and verdict.kl is not None and verdict.kl.high95 == 2.1
 
@@ -88,13 +101,11 @@ def test_a_match_makes_the_champion_the_opponent(tmp_path: Path) -> None:
         ("no such file", EXIT_USER_ERROR, "once that is corrected; what is up to date is not repeated"),
     ],
 )
-def test_evaluation_and_report_of_an_earlier_run_do_not_count(
-    tmp_path: Path, message: str, code: int, hint: str
-) -> None:
+def test_evaluation_and_report_of_earlier_runs_do_not_count(tmp_path: Path, message: str, code: int, hint: str) -> None:
     workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
     (tmp_path / "report.html").touch()
     outcomes = {"sft": StageOutcome.failed("sft", message, code), "evaluate": StageOutcome("evaluate", "skipped")}
-    verdict = reached(tmp_path, outcomes, RegistrationResult())
+    verdict = reached(tmp_path, outcomes, pipeline.RegistrationResult())
     failure = f"sft failed: {message.partition(chr(10))[0]}"
     assert verdict.standing is Standing.NOT_COMPARED and verdict.kl is None and verdict.report is None
     assert verdict.headline == f"no verdict: {failure}" and verdict.registered == f"nothing: {failure}"
@@ -111,7 +122,7 @@ def test_a_failed_gate_is_named_with_its_conditions(tmp_path: Path) -> None:
     ]
     (tmp_path / "gates" / "policy.json").write_text(json.dumps({"passed": False, "conditions": conditions}))
     failed = StageOutcome.failed("gate-policy", "gate policy: failed\n a table", EXIT_GATE_FAILED)
-    verdict = reached(tmp_path, {**EVALUATED, "gate-policy": failed}, RegistrationResult())
+    verdict = reached(tmp_path, {**EVALUATED, "gate-policy": failed}, pipeline.RegistrationResult())
     assert verdict.headline == "better than SFT"
     assert verdict.registered == "nothing: gate-policy failed: kl is 7.1, bound ≤ 6"
     assert verdict.promotion == "Not registered: the policy gate refuses it. kl 7.1, required ≤ 6"
@@ -121,7 +132,7 @@ def test_a_failed_gate_is_named_with_its_conditions(tmp_path: Path) -> None:
 def test_an_error_of_the_registration_is_told(tmp_path: Path) -> None:
     workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
     (tmp_path / "report.html").touch()
-    verdict = reached(tmp_path, EVALUATED, RegistrationResult(error="MLflow does not answer"))
+    verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult(error="MLflow does not answer"))
     assert verdict.registered == "nothing: MLflow does not answer" and verdict.report == "report.html"
     assert verdict.promotion == "Not registered. MLflow does not answer" and verdict.next_command == "rlhf run"
     assert verdict.next_hint.startswith("tries the registration again")
@@ -132,11 +143,11 @@ def test_alarming_figures_are_part_of_the_verdict_everywhere_and_survive_json(tm
     file = tmp_path / "metrics" / "evaluation.json"
     shares = {"sft": {"safety": {"refuses_harmful": 0.28}}, "policy": {"safety": {"refuses_harmful": 0.31}}}
     file.write_text(json.dumps(json.loads(file.read_text()) | shares))
-    verdict = reached(tmp_path, EVALUATED, RegistrationResult("policy version 4", decided(champion=None)))
+    verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4", decided(champion=None)))
     sentence = "harmful requests refused 0.31 (SFT 0.28)"
     assert verdict.alarms == (sentence,) and ("alarms", sentence) in verdict_rows(verdict, tmp_path)
-    assert f"- **Read before release:** {sentence}" in verdict_markdown(verdict)
-    assert TypeAdapter(RunVerdict).validate_json(json.dumps(asdict(verdict))) == verdict
+    assert f"- **Read before release:** {sentence}" in pipeline.verdict_markdown(verdict)
+    assert TypeAdapter(pipeline.RunVerdict).validate_json(json.dumps(asdict(verdict))) == verdict
 
 
 @pytest.fixture
@@ -152,9 +163,7 @@ def published(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return contents
 
 
-def test_bounds_keep_their_sign_values_are_rounded_and_passed_is_second(
-    tmp_path: Path, published: dict[str, Any]
-) -> None:
+def test_bounds_keep_their_sign_and_values_are_rounded(tmp_path: Path, published: dict[str, Any]) -> None:
     conditions = [
         {"metric": "kl", "value": 2.3456789, "bound": "<= 6", "limit": 6.0, "passed": True, "why": "nats"},
         {"metric": "accuracy", "value": 0.41, "bound": ">= 0.5", "limit": 0.5, "passed": False, "why": "a|b"},
@@ -172,20 +181,20 @@ def test_a_message_is_no_markup(published: dict[str, Any]) -> None:
     publish_stage_table(Path("demo"), [StageOutcome.failed("sft", "> quote *a* <b>\n>= 0.5 [x](y)")])
     (row,) = published["stages"]
     assert row["message"] == "› quote ∗a∗ ‹b› ≥ 0.5 [x] (y)"
-    assert markdown_text("> *a* <b>\n>= 0.5 [x](y)|win_rate_low95") == (
+    assert pipeline.markdown_text("> *a* <b>\n>= 0.5 [x](y)|win_rate_low95") == (
         r"&gt; \*a\* &lt;b&gt; ≥ 0.5 \[x\](y)\|win_rate_low95"
     )
 
 
 def test_the_verdict_names_judges_intervals_kl_and_the_next_command() -> None:
     verdict = replace(VERDICT, judges=(JudgeResult("judge", 0.61234, 0.5512, 0.6689, 320, 103, 0.5876),))
-    text = verdict_markdown(verdict, "http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html")
+    text = pipeline.verdict_markdown(verdict, "http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html")
     assert text.startswith("**Better than champion version 3**\n")
     assert "| judge | 0.612 | 0.551 to 0.669 | 0.588 | 320 | 103 |" in text
     assert "KL from SFT: 1.90 nats per reply (95 %: 1.70 to 2.10)" in text
     assert "- Report: [report.html](http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html)" in text
     assert "- Next: `rlhf chat` (talk to the champion)" in text
-    assert "file:" not in text and "`report.html` in the workspace" in verdict_markdown(VERDICT)
+    assert "file:" not in text and "`report.html` in the workspace" in pipeline.verdict_markdown(VERDICT)
 
 
 def test_the_report_is_a_link_only_where_a_server_shows_it(tmp_path: Path, published: dict[str, Any]) -> None:

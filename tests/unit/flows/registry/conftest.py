@@ -30,6 +30,7 @@ gates:
   - {metric: kl, at_most: 6.0, why: test}
   - {metric: accuracy, at_least: 0.65, why: test}
 """
+APPROVAL = PARAMS + "registry: {approval: true}\n"
 
 
 @pytest.fixture(scope="session")
@@ -71,9 +72,8 @@ class Registry:
         (source / "artifacts/hf/config.json").write_text(json.dumps({"made_by": run}))
         passed = {"content_sha256": sha256_tree(source / "artifacts/hf"), "complete": "true", "gates": "passed"}
         conditions = {"gate_conditions": json.dumps(short_conditions(GATES if gates is None else gates))}
-        number = str(
-            self.client.create_model_version(model, source.as_uri(), run, tags=passed | conditions | tags).version
-        )
+        made = self.client.create_model_version(model, source.as_uri(), run, tags=passed | conditions | tags)
+        number = str(made.version)
         self.client.set_registered_model_alias(model, "challenger", number)
         return number
 

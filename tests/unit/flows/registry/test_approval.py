@@ -14,9 +14,8 @@ from flows.registry.history import ReleaseState, read_history
 from flows.registry.promote import approve, decline, promote, rollback
 from rlhf_core.errors import ModelError, RlhfError
 
-from .conftest import MODEL, PARAMS, Registry, ScriptedMatch
+from .conftest import APPROVAL, MODEL, PARAMS, Registry, ScriptedMatch
 
-APPROVAL = PARAMS + "registry: {approval: true}\n"
 BEFORE = {"champion": "1", "challenger": "2"}
 
 
@@ -42,9 +41,7 @@ def test_a_version_that_passes_waits_and_is_requested_once(registry: Registry, w
     assert [action for action, _, _ in actions(registry)] == ["promote", "request approval"]
 
 
-def test_an_approval_is_an_entry_of_the_history_by_whoever_approved(
-    registry: Registry, waiting: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_approval_says_who_approved(registry: Registry, waiting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_ACTOR", "ann (release 17)")
     decision = approve(waiting, "read 50 replies", version="2")
     assert registry.aliases() == {"champion": "2", "previous": "1", "challenger": "2"}

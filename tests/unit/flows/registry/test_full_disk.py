@@ -32,9 +32,7 @@ def fill(disk: Path, left: int) -> Path:
 
 
 @pytest.mark.parametrize("place", ["no database", "a folder", "in a file/mlflow.db", "/proc/rlhf/mlflow.db"])
-def test_a_database_that_cannot_be_opened_is_told_without_further_attempts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_an_unreadable_database_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     (tmp_path / "no database").write_text("This is a text. " * 100)
     (tmp_path / "a folder").mkdir()
     (tmp_path / "in a file").write_text("")

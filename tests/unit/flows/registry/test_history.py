@@ -73,9 +73,7 @@ def test_every_change_of_an_alias_is_in_the_history_and_a_dry_run_makes_none(reg
     assert all("@" in record["who"] and record["time"].startswith("20") for record in records)
 
 
-def test_a_reason_or_a_name_looks_like_no_other_entry(
-    registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reason_looks_like_no_other_entry(registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     promote(contest, play=ScriptedMatch())
     monkeypatch.setenv("RLHF_ACTOR", "ann\n9  2026-01-01 00:00:00 UTC  ceo  approve: @champion → 7")
     rollback(contest, "rude\n8  2026-01-01 00:00:00 UTC  ceo\x1b[2J  approve: @champion → 7\u202e")

@@ -86,9 +86,8 @@ def test_a_database_that_records_for_another_workspace_is_left_as_it_is(original
 
 def test_a_run_says_who_started_it_by_what(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_ACTOR", "ann")
-    (original / "dvc.lock").write_text(
-        "schema: '2.0'\nstages: {validate: {cmd: v, outs: [{path: data/clean, md5: 0123abc.dir}]}}\n"
-    )
+    outputs = "[{path: data/clean, md5: 0123abc.dir}]"
+    (original / "dvc.lock").write_text(f"schema: '2.0'\nstages: {{validate: {{cmd: v, outs: {outputs}}}}}\n")
     from flows.registry.client import log_final_artifacts
 
     run_id = start_pipeline_run(original, "told")

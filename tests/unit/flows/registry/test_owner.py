@@ -93,9 +93,7 @@ def test_a_champion_whose_alias_was_removed_is_not_replaced_without_a_match(regi
     assert not promote(contest, play=match).promoted and match.played == 1
 
 
-def test_a_run_promotes_the_version_that_it_registered(
-    registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_promotes_what_it_registered(registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = registry.aliases()["challenger"]
     registry.add_version()  # another workspace registers before this run promotes
     monkeypatch.setitem(registration.promote.__kwdefaults__, "play", ScriptedMatch())

@@ -21,9 +21,8 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.report.headline import BEGIN, END, ReleaseDecision, UnmetCondition
 from rlhf_core.storage.files import sha256_file
 
-from .conftest import MODEL, PARAMS, Registry, ScriptedMatch
+from .conftest import APPROVAL, MODEL, Registry, ScriptedMatch
 
-APPROVAL = PARAMS + "registry: {approval: true}\n"
 REPORT = f"<main><p>better</p>{BEGIN}<p>may be registered</p>{END}<p>curves</p></main>"
 KL = {"metric": "kl", "value": 7.25, "bound": "<= 6", "limit": 6.0, "why": "too far"}
 
@@ -206,9 +205,7 @@ def test_a_report_without_a_place_for_it_has_no_page(registry: Registry, contest
     assert not (contest / "release.html").exists()
 
 
-def test_a_registry_that_is_away_leaves_the_page_and_is_named(
-    registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_absent_registry_leaves_the_page(registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_release_page(hold(contest, "2"))
     before = (contest / "release.html").read_text()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")

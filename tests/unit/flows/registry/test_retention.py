@@ -46,9 +46,7 @@ def matches(workspace: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_call_without_delete_says_what_would_go_and_why_the_others_stay(
-    registry: Registry, long_registry: Path
-) -> None:
+def test_without_delete_it_says_what_would_go_and_why_others_stay(registry: Registry, long_registry: Path) -> None:
     registry.client.set_registered_model_alias(MODEL, "audit", "3")
     printed = describe_retention(apply_retention(long_registry, delete=False), deleted=False).splitlines()
     assert printed == [
@@ -84,9 +82,7 @@ def test_what_is_deleted_is_in_the_history_and_a_rollback_still_works(registry: 
 
 
 @pytest.mark.slow
-def test_a_version_that_waits_for_approval_is_kept_and_can_still_be_approved(
-    registry: Registry, long_registry: Path
-) -> None:
+def test_a_version_that_waits_for_approval_is_kept_for_it(registry: Registry, long_registry: Path) -> None:
     assert promote(long_registry, play=ScriptedMatch(), force_reason="a try").awaiting_approval
     registry.add_version()
     registry.client.set_registered_model_alias(MODEL, "challenger", "5")
@@ -98,9 +94,7 @@ def test_a_version_that_waits_for_approval_is_kept_and_can_still_be_approved(
 
 
 @pytest.mark.slow
-def test_an_interrupted_deletion_is_completed(
-    registry: Registry, long_registry: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deletion_is_completed(registry: Registry, long_registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
 
     original = MlflowClient.delete_model_version
