@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from flow_toys import environment, make_toy, wait_until
+from integration.flow_toys import environment, make_toy, wait_until
 
 from flows.prefect_server.services import free_port
 

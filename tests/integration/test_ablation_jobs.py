@@ -1,4 +1,5 @@
-"""`rlhf ablate`: shared stages run once per seed, an interruption loses nothing, DVC decides what is up to date."""
+"""`rlhf ablate`: shared stages run once per seed, an interruption loses nothing, DVC decides what is up to date. And a
+benchmark that needs no finished workspace runs in its smallest form: the code that it measures changes."""
 
 from __future__ import annotations
 
@@ -9,9 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from flow_toys import CommandLine, begin, processes_of, rlhf, wait_until
+from commands import ROOT
+from integration.flow_toys import CommandLine, begin, processes_of, rlhf, wait_until
 
 from benchmarks.ablation.run import AblationJob, AblationRequest, definition, make_plan, run_job, run_jobs
 from benchmarks.ablation.verdicts import AblationRun
@@ -135,12 +135,9 @@ def test_a_job_of_the_real_pipeline_begins_in_a_workspace_of_its_own(tmp_path: P
     ],
 )
 def test_mistakes_are_one_line_before_anything_runs(
-    tmp_path: Path,
-    options: tuple[str, ...],
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     base = make_base(tmp_path)
     answer = CommandLine(monkeypatch, capsys)("ablate", *options, cwd=base)
     assert answer.returncode == 2 and expected in answer.stderr and answer.stderr.count("\n") == 1
@@ -205,3 +202,11 @@ def test_a_raised_stop_flag_starts_nothing_more() -> None:
     finally:
         signals.STOP.clear()
     assert [e.state for e in ended] == ["stopped"] * 3
+
+
+def test_ppo_throughput_prints_its_table() -> None:
+    options = "--prompt 4 --reply 4 --iterations 1 --threads 1 --set ppo.batch_size=8"
+    command = [sys.executable, "-m", "benchmarks.ppo_throughput", *options.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "of the roofline" in done.stdout

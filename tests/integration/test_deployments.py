@@ -109,13 +109,8 @@ def test_two_workspaces_keep_their_deployments_and_one_of_the_same_name_is_refus
         deploy_all(same)
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     shutil.copy(Path(__file__).parents[2] / "prefect.yaml", same)
-    by_hand = subprocess.run(
-        command,
-        cwd=same,
-        env={**environment(), "PWD": str(same), "PREFECT_API_URL": os.environ["PREFECT_API_URL"]},
-        capture_output=True,
-        text=True,
-    )
+    variables = environment(PWD=str(same), PREFECT_API_URL=os.environ["PREFECT_API_URL"])
+    by_hand = subprocess.run(command, cwd=same, env=variables, capture_output=True, text=True)
     assert by_hand.returncode and str(here) in "".join((by_hand.stdout + by_hand.stderr).split("\n"))
 
 

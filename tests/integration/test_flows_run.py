@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from flow_toys import begin, environment, make_toy, processes_of, rlhf, wait_until
+from integration.flow_toys import begin, environment, make_toy, processes_of, rlhf, wait_until
 
 from flows.workspace import workspace_slug as slug
 
@@ -23,13 +21,13 @@ GATED = f"""
 stages:
   collect: {{cmd: echo x > raw.txt, outs: [raw.txt]}}
   gate-reward:
-    cmd: mkdir -p gates && echo '{EVIDENCE.replace('"', '"')}' > gates/reward.json && exit 3
+    cmd: >-
+      mkdir -p gates && echo '{EVIDENCE}' > gates/reward.json && exit 3
     deps: [raw.txt]
     outs: [gates/reward.json, gates/reward.pass]
   ppo: {{cmd: echo p > policy.txt, deps: [gates/reward.pass], outs: [policy.txt]}}
   report: {{cmd: echo report > report.html, deps: [policy.txt], outs: [report.html]}}
 """
-GATED = GATED.replace("    cmd: mkdir", "    cmd: >-\n      mkdir")
 POOLED = """
 stages:
   collect: {cmd: echo x > raw.txt, outs: [raw.txt]}
@@ -61,20 +59,14 @@ def test_a_failed_gate_is_named_not_retried_and_the_report_is_written(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_stage_on_the_pool_runs_there_and_a_second_run_computes_nothing(
-    tmp_path: Path, prefect_database: Path
-) -> None:
+def test_a_stage_on_the_pool_runs_there_and_a_second_computes_nothing(tmp_path: Path, prefect_database: Path) -> None:
     toy = make_toy(tmp_path, POOLED, PARAMS, prefect_database)
     first = rlhf("run", cwd=toy)
     assert first.returncode == 0, first.stdout + first.stderr
     assert "sent to the work pool gpu-pool" in first.stdout and (toy / "report.html").read_text() == "done"
-    jobs = rows(
-        toy, "select r.name, state_type from flow_run r join flow f on f.id = r.flow_id where f.name='rlhf-stage'"
-    )
-    assert jobs == [(f"{toy.name} · ppo", "COMPLETED")]
-    (pipeline,) = rows(
-        toy, "select r.name, r.tags from flow_run r join flow f on f.id = r.flow_id where f.name='rlhf-pipeline'"
-    )
+    query = "select r.name, {} from flow_run r join flow f on f.id = r.flow_id where f.name = '{}'"
+    assert rows(toy, query.format("state_type", "rlhf-stage")) == [(f"{toy.name} · ppo", "COMPLETED")]
+    (pipeline,) = rows(toy, query.format("r.tags", "rlhf-pipeline"))
     assert re.fullmatch(rf"{toy.name} · tiny · 2\d{{3}}-\d\d-\d\d \d\d:\d\d:\d\d", pipeline[0])
     assert set(json.loads(pipeline[1])) == {toy.name, "tiny"}
     # A GPU on which the stage would not fit refuses only what has to be computed.
@@ -129,15 +121,8 @@ def test_new_annotations_are_announced_and_start_a_run(lasting: Path) -> None:
     annotations = lasting / "data" / "annotations"
     annotations.mkdir(parents=True)
     (annotations / "first.jsonl").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n')
-    prefect(
-        lasting,
-        "deployment",
-        "run",
-        f"rlhf-data-watch/data-watch-{slug(lasting)}",
-        "--param",
-        "settle_seconds=0",
-        "--watch",
-    )
+    watch = f"rlhf-data-watch/data-watch-{slug(lasting)}"
+    prefect(lasting, "deployment", "run", watch, "--param", "settle_seconds=0", "--watch")
     query = """select count(*) from flow_run r join flow f on f.id = r.flow_id
         where f.name = 'rlhf-pipeline' and r.state_type = 'COMPLETED' and r.created_by like '%AUTOMATION%'"""
     wait_until(lambda: rows(lasting, query)[0][0] == 1, 400, "run by the automation")
@@ -160,10 +145,8 @@ def test_the_automations_and_the_deployments_are_on_the_server(lasting: Path) ->
     deployments = {row[0] for row in rows(lasting, "select name from deployment")}
     assert deployments == {f"{name}-{slug(lasting)}" for name in ("pipeline", "data-watch", "gpu-job", "promotion")}
     automations = {row[0] for row in rows(lasting, "select name from automation where name like 'rlhf:%'")}
-    assert automations == {
-        "rlhf: runs without a heartbeat have crashed",
-        f"rlhf: new data or annotations in {slug(lasting)}",
-    }
+    new_data = f"rlhf: new data or annotations in {slug(lasting)}"
+    assert automations == {"rlhf: runs without a heartbeat have crashed", new_data}
 
 
 @pytest.mark.slow
@@ -171,9 +154,3 @@ def test_mlflow_starts_no_processes_for_jobs_that_nothing_here_submits(lasting: 
     commands = [" ".join(process.cmdline()) for process in processes_of(lasting)]
     assert any("mlflow server" in command for command in commands)
     assert not [command for command in commands if "mlflow.server.jobs" in command]
-
-
-@pytest.mark.slow
-def test_a_second_up_is_refused(lasting: Path) -> None:
-    answer = rlhf("up", cwd=lasting)
-    assert answer.returncode == 2 and answer.stderr.count("\n") == 1

@@ -12,9 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import typer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from flow_toys import CommandLine, environment, make_toy, rlhf, wait_until
+from integration.flow_toys import CommandLine, environment, make_toy, rlhf, wait_until
 
 from flows.cli import app
 from flows.commands.summary import busy_seconds

@@ -10,9 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from flow_toys import ROOT, environment, make_toy, wait_until
+from integration.flow_toys import ROOT, environment, make_toy, wait_until
 
 pytestmark = [pytest.mark.services, pytest.mark.slow]
 STEPS = """
@@ -74,10 +72,8 @@ def output(folder: Path) -> str:
 
 
 def up_to_date(workspace: Path) -> bool:
-    answer = subprocess.run(
-        [sys.executable, "-m", "dvc", "status", "--json", "ppo"], cwd=workspace, env=environment(), capture_output=True
-    )
-    return answer.stdout.strip() == b"{}"
+    command = [sys.executable, "-m", "dvc", "status", "--json", "ppo"]
+    return subprocess.run(command, cwd=workspace, env=environment(), capture_output=True).stdout.strip() == b"{}"
 
 
 def test_a_stopped_stage_exits_with_75_and_resumes_when_it_is_run_again(tmp_path: Path) -> None:

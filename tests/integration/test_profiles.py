@@ -63,14 +63,8 @@ def test_every_stage_runs_and_the_report_shows_chinese(workspace: Path) -> None:
     assert 'lang="zh"' in (workspace / "report.html").read_text(encoding="utf-8")
 
 
-SMALL = [
-    "collect.world.demonstrations=300",
-    "collect.world.preferences=400",
-    "collect.world.pretrain=60",
-    "sft.steps=4",
-    "sft.batch_size=4",
-    "sft.samples=1",
-]
+SMALL = "collect.world.demonstrations=300 collect.world.preferences=400 collect.world.pretrain=60"
+SMALL += " sft.steps=4 sft.batch_size=4 sft.samples=1"
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +82,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepared(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workspace up to the base model."""
     workspace = tmp_path_factory.mktemp("workspace") / "run"
-    initialise(workspace, None, [f"base.source={base}", *SMALL])
+    initialise(workspace, None, [f"base.source={base}", *SMALL.split()])
     for stage in ("collect", "validate", "base"):
         run_stage(stage, workspace)
     return workspace

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from flow_toys import processes_of, rlhf
-from remote_toys import Host, caller_environment, make_clone, params, prefect_server
+from integration.flow_toys import processes_of, rlhf
+from integration.remote_toys import Host, caller_environment, make_clone, params, prefect_server
 
 from flows.jobs.transfer import restore_result
 from flows.stage import StageSpec
@@ -38,9 +36,7 @@ def jobs(host: Host) -> list[str]:
     return [run["state_type"] for run in runs if run["name"].endswith(" · ppo")]
 
 
-def test_a_job_elsewhere_loses_nothing_when_the_remote_is_gone_at_its_end_and_every_clone_finds_its_result(
-    host: Host, tmp_path: Path
-) -> None:
+def test_a_job_elsewhere_loses_nothing_when_the_remote_is_gone_and_clones_find_it(host: Host, tmp_path: Path) -> None:
     remote, gone = tmp_path / "remote", tmp_path / "remote-elsewhere"
     one = make_clone(tmp_path / "one", remote, params())
     outage = caller_environment(host.url, tmp_path)

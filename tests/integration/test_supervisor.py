@@ -10,9 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from flow_toys import environment, wait_until
+from integration.flow_toys import environment, wait_until
 
 pytestmark = pytest.mark.services
 ESCAPE = "import subprocess,sys,time; p=subprocess.Popen(['sleep','300'],start_new_session=True); "

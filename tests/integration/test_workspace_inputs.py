@@ -50,12 +50,8 @@ def test_a_changed_new_or_lost_source_file_is_seen_by_dvc_and_by_status(files: P
     done = dvc(workspace, "repro", "-s", "collect")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(dvc(workspace, "status", "--json", "collect").stdout) == {}
-    pairs = files / "pairs.jsonl"
-    for path, text in (
-        (pairs, "".join(ROWS[:20])),
-        (files / "more/a.jsonl", ROWS[0]),
-        (files / "more/b.jsonl", ROWS[1]),
-    ):
+    for name, text in (("pairs.jsonl", "".join(ROWS[:20])), ("more/a.jsonl", ROWS[0]), ("more/b.jsonl", ROWS[1])):
+        path = files / name
         path.write_text(text)
         seen = dvc(workspace, "status", "collect").stdout
         assert "modified" in seen and path.parent.name in seen, path
@@ -112,9 +108,7 @@ def test_a_recipe_keeps_its_text_but_for_the_files(files: Path) -> None:
     assert tracking_uri(trial) == tracking_uri(workspace) == f"sqlite:///{workspace}/mlflow.db"
 
 
-def test_an_experiment_of_dvc_is_recorded_in_the_workspace_that_it_was_started_in(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_experiment_of_dvc_is_recorded_where_it_was_started(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = files / "run" / ".dvc" / "tmp" / "exps" / "tmp1" / "sub"
     (temporary.parent / ".dvc").mkdir(parents=True)
     temporary.mkdir()

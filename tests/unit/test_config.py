@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,18 @@ import pytest
 from rlhf_core.config import yaml_text
 from rlhf_core.config.base import SftConfig
 from rlhf_core.config.health import DEFAULT_RULES
-from rlhf_core.config.loading import Params, check_params, load_section, merge, profile_text, rules_for, workspace_name
+from rlhf_core.config.loading import (
+    Params,
+    check_params,
+    load_section,
+    merge,
+    profile_text,
+    rebase_sources,
+    rules_for,
+    workspace_name,
+)
 from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.reward_sources import DEFAULT_SOURCES, source_names
 from rlhf_core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,24 +34,21 @@ def gated(metric: str, **bound: object) -> dict:
     return {"gates": {"policy": [{"metric": metric, "why": "x", **bound}]}}
 
 
+NO_SAFETY = {"collect": {"source": "files"}, "evaluate": {"safety": {"prompts": 0}}}
+
+
 @pytest.mark.parametrize(
     ("document", "expected"),
     [
         ({"sft": {"stepz": 3}}, "unknown parameter 'sft.stepz'; did you mean 'steps'?"),
         ({"pppo": {}}, "unknown parameter 'pppo'; did you mean 'ppo'?"),
         ({"sft": {"lr": 1}}, "unknown parameter 'sft.lr'; did you mean 'optimizer.lr'?"),
-        (
-            {"ppo": {"lr": 1}},
-            "unknown parameter 'ppo.lr'; did you mean 'policy_optimizer.lr' or 'critic_optimizer.lr'?",
-        ),
+        ({"ppo": {"lr": 1}}, "parameter 'ppo.lr'; did you mean 'policy_optimizer.lr' or 'critic_optimizer.lr'?"),
         ({"validate": {"split": {"x": 1}}}, "'validate.split.x'; known names: judge, referee, test, valid"),
         ({"ppo": {"kl": {"coeficient": 0.1}}}, "unknown parameter 'ppo.kl.coeficient'; did you mean 'coefficient'?"),
         ({"sft": {"steps": "ten"}}, "parameter 'sft.steps': input should be a valid integer (got 'ten')"),
         ({"sft": {"steps": -1}}, "parameter 'sft.steps': input should be greater than or equal to 0 (got -1)"),
-        (
-            {"ppo": {"kl": {"coefficient": float("inf")}}},
-            "'ppo.kl.coefficient': input should be a finite number (got inf)",
-        ),
+        ({"ppo": {"kl": {"coefficient": float("inf")}}}, "'ppo.kl.coefficient': input should be a finite number"),
         ({"sft": {"optimizer": {"lr": float("inf")}}}, "'sft.optimizer.lr': input should be a finite number (got inf)"),
         ({"gates": {"policy": [{"metric": "kl", "why": "x", "at_most": float("nan")}]}}, "should be a finite number"),
         ({"seed": 2**63}, "parameter 'seed': input should be less than 9223372036854775808"),
@@ -49,46 +57,24 @@ def gated(metric: str, **bound: object) -> dict:
         ({"pools": {"ppo": {"pool": "g", "gpuz": 1}}}, "unknown parameter 'pools.ppo.gpuz'; did you mean 'gpus'?"),
         ({"pools": {"ppo": {"pool": "g", "memory": "64 GB"}}}, "write a quantity as Kubernetes does, such as 64Gi"),
         ({"pools": {"ppo": 3}}, "name a work pool, or give a mapping with pool"),
-        (
-            {"pools": {"ppo": {"pool": "g", "gpus": 1, "variables": {"gpus": 2}}}},
-            "variables repeats gpus, which has a place of its own here",
-        ),
+        ({"pools": {"ppo": {"pool": "g", "gpus": 1, "variables": {"gpus": 2}}}}, "variables repeats gpus, which has a"),
         ({"pools": {"ppo": {"pool": "g", "remote": "store"}}}, "remote is for workers that do not see the workspace"),
-        (
-            {"pools": {"sft": "g", "ppo": {"pool": "g", "shared": False}}},
-            "its workers see the workspace or they do not",
-        ),
+        ({"pools": {"sft": "g", "ppo": {"pool": "g", "shared": False}}}, "workers see the workspace or they do not"),
         ({"work_pools": {"g": {"queue": {}}}}, "unknown parameter 'work_pools.g.queue'; did you mean 'queues'?"),
         ({"ppo": {"critic_mode": "shared"}, "critic": {"init": "reward"}}, "the value head sits on the policy"),
         ({"ppo": {"min_new_tokens": 20}, "evaluate": {"max_new_tokens": 20}}, "no reply of the evaluation could end"),
         ({"gates": {"policy": [{"metric": "kl", "why": "x"}]}}, "give exactly one of at_least, at_most, at_most_of"),
-        (
-            gated("policy.safety.answers_benign", at_least_of="sft.safety.answers_benign"),
-            "evaluate.safety.prompts are not asked in the synthetic world, which has its own: take the condition out",
-        ),
-        (
-            {"collect": {"source": "files"}, "evaluate": {"safety": {"prompts": 0}}}
-            | gated("kl", at_most_of="sft.safety.answers_benign"),
-            "evaluate.safety.prompts is 0: take the condition out, or set evaluate.safety.prompts",
-        ),
-        (
-            {"evaluate": {"perplexity": {"rows": 0}}} | gated("policy.perplexity_pretrain", at_most=9.0),
-            "asks for policy.perplexity_pretrain, but evaluate.perplexity.rows is 0",
-        ),
-        (
-            gated("policy.multiple_choice.accuracy", at_least_of="sft.multiple_choice.accuracy"),
-            "asks for policy.multiple_choice.accuracy, but evaluate.multiple_choice is not set",
-        ),
+        (gated("policy.safety.answers_benign", at_most=1), "safety.prompts are not asked in the synthetic world"),
+        (NO_SAFETY | gated("kl", at_most_of="sft.safety.answers_benign"), "evaluate.safety.prompts is 0: take the"),
+        ({"evaluate": {"perplexity": {"rows": 0}}} | gated("policy.perplexity_pretrain", at_most=9.0),
+         "asks for policy.perplexity_pretrain, but evaluate.perplexity.rows is 0"),
+        (gated("policy.multiple_choice.accuracy", at_least=0), "evaluate.multiple_choice is not set"),
         (gated("opponents.other.policy.comparison.judge.win_rate", at_least=0.5), "evaluate.opponents is not set"),
-        *(
-            (
-                {"compute": {"launch": {"evaluate": {"processes": 2, name: value}}}},
-                f"evaluate.{name} is about",
-            )
-            for name, value in (("engine", "deepspeed"), ("frozen", "offload"), ("gradient_checkpointing", True))
-        ),
+        ({"compute": {"launch": {"evaluate": {"processes": 2, "engine": "deepspeed"}}}}, "evaluate.engine is about"),
+        ({"compute": {"launch": {"evaluate": {"processes": 2, "frozen": "offload"}}}}, "evaluate.frozen is about"),
+        ({"compute": {"launch": {"evaluate": {"processes": 2, "gradient_checkpointing": True}}}}, "gradient_checkpo"),
     ],
-)
+)  # fmt: skip
 def test_problems_are_told_with_path_and_remedy(document: dict, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_params(document)
@@ -295,9 +281,7 @@ def test_a_pool_may_be_named_alone_or_with_what_the_job_asks_for() -> None:
         (None, {"nodes": 2, "rendezvous": "a:1"}, "nodes is 2, but a job of the pool cluster is one machine"),
     ],
 )
-def test_a_job_has_one_gpu_for_each_process_and_one_machine(
-    gpus: int | None, launch: dict, complaint: str | None
-) -> None:
+def test_a_job_has_one_gpu_for_each_process(gpus: int | None, launch: dict, complaint: str | None) -> None:
     document = {"pools": {"ppo": {"pool": "cluster", "gpus": gpus}}, "compute": {"launch": {"ppo": launch}}}
     if complaint is None:
         assert check_params(document).pools["ppo"].gpus == gpus
@@ -320,3 +304,109 @@ def test_bfloat16_without_master_weights_is_refused(stage: str) -> None:
         check_params({"base": {"dtype": "bfloat16"}, "compute": {"launch": {stage: launch}}})
     for kept in ({"engine": "deepspeed", "zero": 1}, {"engine": "local"}):
         check_params({"base": {"dtype": "bfloat16"}, "compute": {"launch": {stage: kept}}})
+
+
+MODEL, URL = {"kind": "model"}, "http://127.0.0.1:8000/score"
+
+
+def parsed(*sources: dict[str, Any]) -> PpoConfig:
+    return check_params({"ppo": {"reward": {"sources": list(sources)}}}).ppo
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ([], "'ppo.reward.sources': nothing would score the replies"),
+        ([{"kind": "htp", "url": URL}], "'ppo.reward.sources.0.kind': there is no 'htp'; did you mean 'http'?"),
+        ([MODEL, {"url": URL}], "'ppo.reward.sources.1.kind' is missing"),
+        ([{"kind": "http"}], "'ppo.reward.sources.0.url' is missing"),
+        ([{"kind": "http", "url": URL, "retry": 1}], "'ppo.reward.sources.0.retry'; did you mean 'retries'?"),
+        ([{"kind": "http", "url": "127.0.0.1:80"}], "url must be an absolute http:// or https:// address"),
+        ([{"kind": "http", "url": "http://a:99999/"}], "url must be an absolute"),
+        ([{"kind": "model", "weight": 0.0}], "'ppo.reward.sources.0': weight 0 scores every reply for nothing"),
+        ([MODEL, {"kind": "http", "url": URL, "weight": -1.0}], "the weights sum to 0"),
+        ([{"kind": "model", "weight": float("inf")}], "'ppo.reward.sources.0.weight': input should be a finite number"),
+        ([{"kind": "ensemble", "paths": ["a"]}], "an ensemble needs two or more different paths"),
+        ([{"kind": "ensemble", "paths": ["a", "a"]}], "an ensemble needs two or more different paths"),
+        ([{"kind": "ensemble", "paths": ["a", 3]}], "'ppo.reward.sources.0.paths.1': input should be a valid string"),
+        ([{"kind": "ensemble", "paths": ["a", "b"], "k": -1.0}], "'ppo.reward.sources.0.k': input should be greater"),
+        ([{"kind": "classifier", "model": "a", "template": "chatt"}], "template must be one of chat, pair, reply, or"),
+        ([{"kind": "classifier", "model": "a", "label": 1.5}], "'ppo.reward.sources.0.label"),
+        ([{"kind": "function", "target": "rules.f"}], "a function is written package.module:function, not 'rules.f'"),
+        ([{"kind": "function", "target": "../rules:f"}], "a function is written package.module:function"),
+        ([MODEL, MODEL, {"kind": "model", "name": "model_2"}], "same name (model, model_2, model_2)"),
+        ([{"kind": "model", "name": "My model"}], "'ppo.reward.sources.0.name'"),
+    ],
+    ids=str,
+)
+def test_wrong_sources_are_refused_in_one_line(sources: list[dict[str, Any]], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(*sources)
+    first, *others = str(caught.value).splitlines()
+    # A label is a name or a number: the message says of each why it is not one.
+    assert expected in first or (expected in others[0] and "label" in expected)
+    assert not others or "label" in expected
+
+
+@pytest.mark.parametrize(
+    ("source", "secret"),
+    [
+        ({"url": "http://me:hunter2@a/"}, "hunter2"),
+        ({"url": "http://a/?lang=en&api_key=hunter2"}, "hunter2"),
+        ({"url": URL, "token_env": "sk-hunter2"}, "hunter2"),
+    ],
+)
+def test_a_secret_in_the_wrong_place_is_refused_and_not_repeated(source: dict[str, Any], secret: str) -> None:
+    with pytest.raises(ConfigError, match="environment variable") as caught:
+        parsed({"kind": "http"} | source)
+    assert secret not in str(caught.value)
+
+
+def test_names_are_kinds_and_numbers_unless_given() -> None:
+    sources = parsed(MODEL, MODEL, {"kind": "model", "name": "safety"}, {"kind": "http", "url": URL}).reward.sources
+    assert source_names(sources) == ("model", "model_2", "safety", "http")
+
+
+def test_the_default_is_the_own_reward_model_for_both_stages() -> None:
+    assert PpoConfig().reward.sources == PpoConfig().rollout.reward.sources == DEFAULT_SOURCES
+    assert [(s.kind, s.path, s.weight) for s in DEFAULT_SOURCES if s.kind == "model"] == [("model", "models/reward", 1)]
+
+
+def test_sources_are_units_that_critic_and_ppo_share(tmp_path: Path) -> None:
+    from rlhf_core.config.policy import CriticStageConfig
+
+    (tmp_path / "params.yaml").write_text(f"ppo: {{reward: {{sources: [{{kind: http, url: '{URL}'}}]}}}}\n")
+    critic = load_section(tmp_path, "critic", CriticStageConfig, ("ppo", "policy"))
+    assert (
+        critic.ppo.rollout.reward.sources == load_section(tmp_path, "ppo", PpoConfig).reward.sources != DEFAULT_SOURCES
+    )
+
+
+def test_a_change_of_the_sources_makes_critic_and_ppo_stale() -> None:
+    """Both stages list the sources among their parameters and what the sources read among their dependencies."""
+    stages = yaml_text.plain(yaml_text.read(Path(__file__).parents[2] / "dvc.yaml"))["stages"]
+    assert "ppo.reward" in stages["critic"]["params"] and "ppo" in stages["ppo"]["params"]
+    for stage in ("critic", "ppo"):
+        assert ".fingerprints/reward_sources.txt" in stages[stage]["deps"]
+
+
+def test_folders_move_with_a_workspace_and_names_do_not(tmp_path: Path) -> None:
+    """A trial's workspace lies elsewhere; its own models are its own, and what is no folder may be a hub id."""
+    base, trial = tmp_path / "base", tmp_path / "base/workspaces/trial"
+    for folder in (base / "extra/rm", base / "models/reward", tmp_path / "models/rm"):
+        folder.mkdir(parents=True)
+    text = merge(
+        "ppo:\n  reward:\n    sources:\n"
+        "      - {kind: ensemble, paths: [models/reward, extra/rm, ../models/rm, /abs/rm]}\n"
+        "      - {kind: classifier, model: extra/rm}\n"
+        "      - {kind: classifier, model: owner/name, name: hub}\n"
+        "      - {kind: model, name: own}\n"
+    )
+    up = rebase_sources(text, base, tmp_path)
+    moved = yaml_text.plain(yaml_text.parse(rebase_sources(up, tmp_path, trial), "p"))["ppo"]["reward"]["sources"]
+    assert moved[0]["paths"][0] == "models/reward" and moved[0]["paths"][3] == "/abs/rm"
+    assert [os.path.normpath(trial / path) for path in moved[0]["paths"][1:3]] == [
+        str(base / "extra/rm"), str(tmp_path / "models/rm"),
+    ]  # fmt: skip
+    assert os.path.normpath(trial / moved[1]["model"]) == str(base / "extra/rm")
+    assert moved[2]["model"] == "owner/name" and "path" not in moved[3]

@@ -87,9 +87,7 @@ def test_a_section_is_printed_whole_and_the_whole_without_repetition() -> None:
     assert "those of `sft.optimizer`" in whole
 
 
-def test_a_folder_without_parameters_is_refused_where_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_named_folder_without_parameters_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RLHF_WORKSPACE", raising=False)
     monkeypatch.chdir(tmp_path)
     assert show("ppo.epochs", None, markdown=False).startswith("ppo.epochs: 1\n")

@@ -17,58 +17,48 @@ import pytest
 
 from rlhf_core.data.schema import write_table
 from rlhf_core.errors import RlhfError
-from rlhf_core.storage.files import (
-    LockFile,
-    atomic_dir,
-    atomic_write_json,
-    atomic_write_lines,
-    atomic_write_text,
-    flatten,
-    split_json_lines,
-)
+from rlhf_core.storage import files
 from rlhf_core.storage.garbage_collection import collect_rarely, paused_collector
 
 
 def test_a_lock_excludes_others_until_it_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "new" / "lock"
-    with LockFile(path) as first:
+    with files.LockFile(path) as first:
         first.acquire()
-        with LockFile(path) as second:
+        with files.LockFile(path) as second:
             assert not second.try_acquire()
-    with LockFile(path) as second:
+    with files.LockFile(path) as second:
         assert second.try_acquire()
 
 
 def test_a_lock_is_released_with_its_process(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
-        LockFile(tmp_path / "lock").__enter__().acquire()
+        files.LockFile(tmp_path / "lock").__enter__().acquire()
         os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    with LockFile(tmp_path / "lock") as lock:
+    with files.LockFile(tmp_path / "lock") as lock:
         assert lock.try_acquire()
 
 
 def test_nested_values_become_dotted_names() -> None:
-    assert flatten({"a": {"b": 1, "c": {"d": [2]}}, "e": None}, "x.") == {"x.a.b": 1, "x.a.c.d": [2], "x.e": None}
+    assert files.flatten({"a": {"b": 1, "c": {"d": [2]}}, "e": None}, "x.") == {"x.a.b": 1, "x.a.c.d": [2], "x.e": None}
 
 
 def test_separators_of_unicode_end_no_json_line(tmp_path: Path) -> None:
     rows = [{"text": "a\u2028b\u2029c\x85d\x0b\x0c\x1c\r\ne"}, {"text": ""}]
-    atomic_write_lines(tmp_path / "x.jsonl", rows)
-    assert [json.loads(line) for line in split_json_lines((tmp_path / "x.jsonl").read_text())] == rows
-    assert split_json_lines("") == [] and split_json_lines('{"cut": ') == ['{"cut": ']
+    files.atomic_write_lines(tmp_path / "x.jsonl", rows)
+    assert [json.loads(line) for line in files.split_json_lines((tmp_path / "x.jsonl").read_text())] == rows
+    assert files.split_json_lines("") == [] and files.split_json_lines('{"cut": ') == ['{"cut": ']
 
 
 @pytest.mark.parametrize(("umask", "file", "folder"), [(0o077, 0o600, 0o700), (0o027, 0o640, 0o750), (0, 0o644, 0o755)])
-def test_what_is_written_is_as_private_as_the_umask_asks_for(
-    umask: int, file: int, folder: int, tmp_path: Path
-) -> None:
+def test_what_is_written_is_as_private_as_the_umask_asks(umask: int, file: int, folder: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
-        atomic_write_json(tmp_path / "a.json", {})
+        files.atomic_write_json(tmp_path / "a.json", {})
         write_table(tmp_path / "a.parquet", pa.table({"a": [1]}))
-        with atomic_dir(tmp_path / "folder"):
+        with files.atomic_dir(tmp_path / "folder"):
             pass
     finally:
         os.umask(before)
@@ -88,8 +78,11 @@ def test_what_to_do_depends_on_why_a_file_cannot_be_written(
     monkeypatch.setattr(tempfile, "mkstemp", refuse)
     monkeypatch.setattr(tempfile, "mkdtemp", refuse)
     with pytest.raises(RlhfError, match=f"cannot write .*; {remedy} or choose another"):
-        atomic_write_text(tmp_path / "x.txt", "x")
-    with pytest.raises(RlhfError, match=f"cannot write .*; {remedy} or choose another"), atomic_dir(tmp_path / "x"):
+        files.atomic_write_text(tmp_path / "x.txt", "x")
+    with (
+        pytest.raises(RlhfError, match=f"cannot write .*; {remedy} or choose another"),
+        files.atomic_dir(tmp_path / "x"),
+    ):
         pass
 
 

@@ -218,9 +218,7 @@ def test_an_empty_gate_is_refused_where_it_would_be_enforced() -> None:
         (0.01, None, 0.1, False),
     ],
 )
-def test_a_loss_is_bounded_by_its_margin(
-    high: float | None, before: float | None, where: float | None, passed: bool
-) -> None:
+def test_a_loss_has_its_margin(high: float | None, before: float | None, where: float | None, passed: bool) -> None:
     loss = {name: value for name, value in (("loss_high95", high), ("baseline", before)) if value is not None}
     condition = Condition(metric="safety.refuses_harmful", worse_by_less_than=0.05, where_at_least=where, why="w")
     result = check(condition, {"losses": {"safety.refuses_harmful": loss}})

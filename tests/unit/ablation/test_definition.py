@@ -85,9 +85,7 @@ def test_every_variant_is_in_some_figure_and_every_claim_is_about_variants_that_
 
 
 @pytest.mark.parametrize("name", ["ablation.yaml", "methods.yaml"])
-def test_a_variant_is_a_valid_recipe_and_differs_from_its_base_by_what_it_names(
-    name: str, recipe: dict[str, Any]
-) -> None:
+def test_a_variant_is_valid_and_differs_from_its_base_by_what_it_names(name: str, recipe: dict[str, Any]) -> None:
     ablation = load_ablation(ROOT / "benchmarks" / "ablation" / name)
     check_recipes(ablation, recipe, {}, name)
     for variant in ablation.variants:
@@ -99,9 +97,8 @@ def test_a_variant_is_a_valid_recipe_and_differs_from_its_base_by_what_it_names(
         switched = {path for s in (*variant.add, *variant.drop) for path in ablation.switches[s]}
         named = switched | set(variant.change)
         # A section that is set to null loses all its fields.
-        assert {next((n for n in named if f"{path}.".startswith(f"{n}.")), path) for path in changed} == named, (
-            variant.name
-        )
+        found = {next((n for n in named if f"{path}.".startswith(f"{n}.")), path) for path in changed}
+        assert found == named, variant.name
 
 
 def test_variants_differ_from_one_another(ablation: Ablation, recipe: dict[str, Any]) -> None:
@@ -119,9 +116,8 @@ def test_with_every_part_added_vanilla_is_ppo_max(ablation: Ablation) -> None:
 def test_vanilla_without_our_own_penalty_is_the_vanilla_profile(ablation: Ablation, recipe: dict[str, Any]) -> None:
     text = merge((ROOT / "params.yaml").read_text(), [("v", (ROOT / "profiles" / "vanilla.yaml").read_text())])
     profile = overridden(yaml_text.plain(yaml_text.parse(text, "v")), ablation.common)
-    assert flatten(check_params(profile).model_dump(mode="json")) == effective(
-        ablation, recipe, "vanilla-without-eos-penalty"
-    )
+    expected = effective(ablation, recipe, "vanilla-without-eos-penalty")
+    assert flatten(check_params(profile).model_dump(mode="json")) == expected
 
 
 def extremes(metric: str) -> tuple[float, float]:

@@ -63,9 +63,8 @@ def test_prompts_are_the_same_set_in_another_order() -> None:
 
 
 def test_streams_are_independent_of_each_other() -> None:
-    first = {
-        Draws(0, purpose, index).uniform() for purpose in ("demonstrations", "preferences") for index in range(500)
-    }
+    purposes = ("demonstrations", "preferences")
+    first = {Draws(0, purpose, index).uniform() for purpose in purposes for index in range(500)}
     assert len(first) == 1000
     assert fmean(first) == pytest.approx(0.5, abs=0.05)
 
@@ -74,14 +73,11 @@ def test_streams_are_independent_of_each_other() -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 11, 42, 1234, 99991])
 def test_enough_held_out_prompts_and_none_of_them_in_training(seed: int) -> None:
     parts: dict[str, set[str]] = defaultdict(set)
+    contents: dict[str, set[str]] = defaultdict(set)
     for row in corpus.prompts(seed):
         parts[split_of(row["group"], seed)].add(text(row))
-    assert len(parts["test"]) >= 256
-    assert len(parts["validation"]) >= 128
-    assert (
-        len({content_of_group(row["group"]) for row in corpus.prompts(seed) if split_of(row["group"], seed) == "test"})
-        >= 300
-    )
+        contents[split_of(row["group"], seed)].add(content_of_group(row["group"]))
+    assert len(parts["test"]) >= 256 and len(parts["validation"]) >= 128 and len(contents["test"]) >= 300
     bare = {name: {without_prefix(prompt) for prompt in prompts} for name, prompts in parts.items()}
     assert not bare["train"] & bare["test"]
     assert not bare["train"] & bare["validation"]
@@ -131,9 +127,8 @@ def test_quality_is_mixed_in_the_stated_order(demonstrations: list[Row]) -> None
 
 
 def test_annotators_agree_with_gold_75_to_85_percent(preferences: list[Row]) -> None:
-    gaps = [
-        gold.score(text(row), row["chosen"], True) - gold.score(text(row), row["rejected"], True) for row in preferences
-    ]
+    scores = [[gold.score(text(row), row[side], True) for side in ("chosen", "rejected")] for row in preferences]
+    gaps = [chosen - rejected for chosen, rejected in scores]
     decided = [gap > 0 for gap in gaps if abs(gap) > 1e-9]
     assert 0.75 <= fmean(decided) <= 0.85
     assert len(decided) > 0.9 * len(gaps)

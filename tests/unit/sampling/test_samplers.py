@@ -1,4 +1,5 @@
-"""What the sampler in vLLM asks for and reads, and what it says of servers that fail (a real one is in tests/e2e)."""
+"""The contract of samplers, kept by the one in the trainer's own process; what the one in vLLM asks for and reads, and
+what it says of servers that fail (a real one is in tests/e2e)."""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ from typing import Any
 
 import httpx
 import pytest
+import sampler_contract as contract
 import torch
 from safetensors.torch import load_file
-from sampler_contract import EOS, FORBIDDEN, OTHER_STOP, PAD, SAMPLING, VOCABULARY, contract_policy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.config.ppo import PpoConfig, VllmSamplerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.adapters import add_adapters
-from rlhf_core.sampling.sampler import PromptBatch
+from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, Sampler, sample_replies
 from rlhf_core.sampling.vllm import VllmClient, VllmSampler, request_seed, rollout_of, save_merged
 
 CORRECTED = {"importance_sampling_correction": {"mode": "always"}}
@@ -29,16 +30,18 @@ def test_requests_say_all_of_the_training_distribution() -> None:
 
     def answer(request: httpx.Request) -> httpx.Response:
         bodies.append(json.loads(request.content))
-        choice = {"token_ids": [9, EOS], "logprobs": {"token_logprobs": [-1.5, -0.25]}}
+        choice = {"token_ids": [9, contract.EOS], "logprobs": {"token_logprobs": [-1.5, -0.25]}}
         return httpx.Response(200, json={"choices": [choice]})
 
     client = VllmClient(httpx.Client(transport=httpx.MockTransport(answer), base_url="http://vllm"))
-    assert client.complete([4, 6], 77, SAMPLING, VOCABULARY) == ([9, EOS], [-1.5, -0.25])
+    assert client.complete([4, 6], 77, contract.SAMPLING, contract.VOCABULARY) == ([9, contract.EOS], [-1.5, -0.25])
     (body,) = bodies
-    assert (body["prompt"], body["seed"], body["temperature"]) == ([4, 6], 77, SAMPLING.temperature)
+    assert (body["prompt"], body["seed"], body["temperature"]) == ([4, 6], 77, contract.SAMPLING.temperature)
     assert (body["max_tokens"], body["min_tokens"], body["logprobs"]) == (9, 2, 0)
-    assert body["ignore_eos"] and body["stop_token_ids"] == [EOS, OTHER_STOP]
-    assert body["logit_bias"] == {str(token): -100.0 for token in (*FORBIDDEN, VOCABULARY - 2, VOCABULARY - 1)}
+    assert body["ignore_eos"] and body["stop_token_ids"] == [contract.EOS, contract.OTHER_STOP]
+    assert body["logit_bias"] == {
+        str(token): -100.0 for token in (*contract.FORBIDDEN, contract.VOCABULARY - 2, contract.VOCABULARY - 1)
+    }
     # A server's own defaults would make it another distribution.
     assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
 
@@ -50,18 +53,21 @@ def test_a_stream_has_one_seed_whatever_rank_asks() -> None:
 
 
 def test_replies_become_a_rollout_as_wide_as_the_longest() -> None:
-    replies = [([9, 8, EOS], [-1.0, -2.0, -3.0]), ([OTHER_STOP], [-0.5])]
-    rollout = rollout_of(PromptBatch([[4], [5, 6]], [0, 1], 1), replies, SAMPLING)
-    assert rollout.tokens.tolist() == [[PAD, 4, 9, 8, EOS], [5, 6, OTHER_STOP, PAD, PAD]]
+    replies = [([9, 8, contract.EOS], [-1.0, -2.0, -3.0]), ([contract.OTHER_STOP], [-0.5])]
+    rollout = rollout_of(PromptBatch([[4], [5, 6]], [0, 1], 1), replies, contract.SAMPLING)
+    assert rollout.tokens.tolist() == [
+        [contract.PAD, 4, 9, 8, contract.EOS],
+        [5, 6, contract.OTHER_STOP, contract.PAD, contract.PAD],
+    ]
     assert rollout.attention_mask.tolist() == [[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
     assert rollout.logprobs.tolist() == [[-1.0, -2.0, -3.0], [-0.5, 0.0, 0.0]]
     assert rollout.finished.tolist() == [True, True] and rollout.lengths.tolist() == [3, 1]
-    cut = rollout_of(PromptBatch([[4]], [0], 1), [([9] * 9, [-1.0] * 9)], SAMPLING)
+    cut = rollout_of(PromptBatch([[4]], [0], 1), [([9] * 9, [-1.0] * 9)], contract.SAMPLING)
     assert cut.finished.tolist() == [False]
 
 
 def test_adapters_are_merged_into_the_weights_that_the_server_gets(tmp_path: Path) -> None:
-    policy = contract_policy()
+    policy = contract.contract_policy()
     add_adapters(policy, LoraConfig(rank=4, alpha=8), seed=0)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in policy.named_parameters():
@@ -72,13 +78,13 @@ def test_adapters_are_merged_into_the_weights_that_the_server_gets(tmp_path: Pat
         expected = policy(input_ids=ids).logits
         save_merged(policy, tmp_path / "weights")
         served = AutoModelForCausalLM.from_pretrained(tmp_path / "weights")(input_ids=ids).logits
-        assert not torch.allclose(expected, contract_policy()(input_ids=ids).logits, atol=0.1)
+        assert not torch.allclose(expected, contract.contract_policy()(input_ids=ids).logits, atol=0.1)
         torch.testing.assert_close(served, expected, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(policy(input_ids=ids).logits, expected, atol=0, rtol=0)
 
 
 def test_a_tied_unembedding_is_written_as_a_matrix_of_its_own(tmp_path: Path) -> None:
-    policy = contract_policy(tied=True)
+    policy = contract.contract_policy(tied=True)
     save_merged(policy, tmp_path / "weights")
     written = load_file(tmp_path / "weights" / "model.safetensors")
     assert torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
@@ -94,7 +100,7 @@ def test_a_python_without_vllm_is_named_in_one_line(tmp_path: Path) -> None:
     config = VllmSamplerConfig(kind="vllm", python=str(tmp_path / "python"))
     sampler = VllmSampler(config, tmp_path / "work")
     with pytest.raises(RlhfError, match=r"sampler.python .* cannot be started .*has vLLM$"):
-        sampler.sync(contract_policy(), 1)
+        sampler.sync(contract.contract_policy(), 1)
     sampler.close()
 
 
@@ -102,7 +108,7 @@ def test_a_server_that_ends_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     """This Python has no vLLM; neither has any other whose server ends before it answers."""
     sampler = VllmSampler(VllmSamplerConfig(kind="vllm", python=sys.executable), tmp_path / "work")
     with pytest.raises(RlhfError) as raised:
-        sampler.sync(contract_policy(), 1)
+        sampler.sync(contract.contract_policy(), 1)
     message = str(raised.value)
     assert "\n" not in message and "vLLM's server ended with status 1" in message
     assert str(tmp_path / "work" / "vllm.log") in message and "No module named" in message
@@ -119,7 +125,7 @@ def test_errors_of_a_server_are_one_line_without_its_token() -> None:
         transport=httpx.MockTransport(refuse), base_url="http://vllm", headers={"Authorization": "Bearer s3cret"}
     )
     with pytest.raises(RlhfError, match=r"http://vllm/?: /v1/completions answered 401") as raised:
-        VllmClient(http, "s3cret").complete([4], 1, SAMPLING, VOCABULARY)
+        VllmClient(http, "s3cret").complete([4], 1, contract.SAMPLING, contract.VOCABULARY)
     assert "s3cret" not in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -136,16 +142,10 @@ def test_errors_of_a_server_are_one_line_without_its_token() -> None:
         ({"kind": "vllm", "python": "p", "engine": 1}, CORRECTED, "engine"),
         ({"kind": "local", "python": "p"}, {}, "python"),
         ({"kind": "sglang"}, {}, "sglang"),
-        (
-            {"kind": "vllm", "python": "p"},
-            CORRECTED | {"policy_lora": {"quantize": "nf4"}},
-            "policy_lora.quantize to null",
-        ),
+        ({"kind": "vllm", "python": "p"}, CORRECTED | {"policy_lora": {"quantize": "nf4"}}, "policy_lora.quantize to"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(
-    sampler: dict[str, Any], others: dict[str, Any], reason: str
-) -> None:
+def test_settings_that_contradict_are_refused(sampler: dict[str, Any], others: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         PpoConfig.model_validate({"sampler": sampler} | others)
 
@@ -155,3 +155,35 @@ def test_the_default_is_local_and_vllm_is_accepted_with_its_correction() -> None
     sampler = {"kind": "vllm", "python": "p", "arguments": ["--x", "1"]}
     config = PpoConfig.model_validate({"sampler": sampler} | CORRECTED)
     assert config.sampler.kind == "vllm" and config.sampler.arguments == ("--x", "1")
+
+
+@pytest.fixture
+def policy() -> PreTrainedModel:
+    return contract.contract_policy()
+
+
+class TestLocalSampler(contract.SamplerContract):
+    @pytest.fixture
+    def sampler(self) -> Sampler:
+        return LocalSampler()
+
+
+def test_the_width_of_prompts_is_that_of_the_whole_batch(policy: PreTrainedModel) -> None:
+    """Padding decides how attention rounds, so that a rank with the shorter prompts needs that of the others."""
+    sampler, whole = LocalSampler.of(policy), contract.batch_of(range(16))
+    longest = max(map(len, whole.ids))
+    prompts = sample_replies(sampler, 0, whole, contract.SAMPLING, batch_size=5)
+    assert prompts.tokens.shape[1] - prompts.response_mask.shape[1] == longest
+    shortest = min(range(16), key=lambda row: len(whole.ids[row]))
+    with sampler.awake(0, 1, contract.SAMPLING.max_new_tokens):
+        narrow, wide = (
+            sampler.sample(PromptBatch([whole.ids[shortest]], [0], 1, width), contract.SAMPLING) for width in (0, 40)
+        )
+    assert narrow.tokens.shape[1] - narrow.response_mask.shape[1] == len(whole.ids[shortest])
+    assert wide.tokens.shape[1] - wide.response_mask.shape[1] == 40
+    assert wide.replies() == narrow.replies()
+
+
+def test_a_sampler_without_weights_samples_nothing() -> None:
+    with pytest.raises(RlhfError, match="no weights yet"), LocalSampler().awake(0, 1, 1):
+        raise AssertionError("it woke up")
