@@ -9,12 +9,11 @@ PyTorch's PrivateUse1 key is opened as a backend in Python. A tensor of the devi
 mode puts that backend where code says "cuda", and a dispatch mode checks devices as CUDA does and computes on the host.
 
     with pretended_gpu() as counts: ...                      # in a test
-    python tests/pretended_gpu MODULE ARGUMENTS…   # a program; counts go to $PRETENDED_COUNTS as JSON
+    python tests/pretended_gpu MODULE ARGUMENTS…   # a program
 """
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import sys
@@ -478,10 +477,5 @@ def pretended_gpu() -> Iterator[Counts]:
 def main() -> None:
     """Run a module as a program on the pretended GPU."""
     sys.argv = sys.argv[1:]
-    with pretended_gpu() as counts:
-        try:
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        finally:
-            if path := os.environ.get("PRETENDED_COUNTS"):
-                held = {kind: getattr(counts, kind) for kind in ("launches", "waits", "bytes")}
-                Path(path).write_text(json.dumps(held))
+    with pretended_gpu():
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
