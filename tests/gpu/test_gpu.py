@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
-from unit.api.recipe import PPO, QUESTIONS, by_length
+from unit.api.conftest import PPO, QUESTIONS, by_length
 from unit.training.tiny import SHAPE, text
 
 import rlhf_core as rlhf

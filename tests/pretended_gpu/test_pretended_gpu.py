@@ -16,7 +16,7 @@ from commands import ROOT, run
 from pretended_gpu.device import Counts, pretended_gpu
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from unit.api.recipe import PPO, QUESTIONS, by_length
+from unit.api.conftest import PPO, QUESTIONS, by_length
 from unit.training.tiny import SHAPE, demonstrations, preferences, text
 
 import rlhf_core as rlhf
