@@ -86,14 +86,14 @@ def test_accuracy_is_by_subset_and_the_mean_over_subsets(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (row([], ["a"]), "row 2: chosen is no list of texts"),
-        (row(["a"], [1]), "row 2: rejected is no list of texts"),
-        (row(["a"], ["b"], prompt=None), "row 2: prompt is neither"),
-        (row(["a"], ["b"], prompt=[{"role": "bot", "content": "x"}]), "row 2: prompt is neither"),
-        (row(["a"], ["b", "\ud800"]), "row 2: rejected holds half of a surrogate pair"),
-        (row(["a"], ["b"], prompt="\ud800"), "row 2: prompt holds half of a surrogate pair"),
-        (row(["a"], ["b"], prompt=[{"role": "assistant", "content": "x"}]), "row 2: prompt does not end with a user"),
-        ([1], "row 2: no object"),
+        (row([], ["a"]), "line 2: chosen is no list of texts"),
+        (row(["a"], [1]), "line 2: rejected is no list of texts"),
+        (row(["a"], ["b"], prompt=None), "line 2: prompt is neither"),
+        (row(["a"], ["b"], prompt=[{"role": "bot", "content": "x"}]), "line 2: prompt is neither"),
+        (row(["a"], ["b", "\ud800"]), "line 2: rejected holds half of a surrogate pair"),
+        (row(["a"], ["b"], prompt="\ud800"), "line 2: prompt holds half of a surrogate pair"),
+        (row(["a"], ["b"], prompt=[{"role": "assistant", "content": "x"}]), "line 2: prompt does not end with a user"),
+        ([1], "line 2: no object"),
     ],
 )
 def test_a_row_of_another_format_is_named(tmp_path: Path, value: Any, message: str) -> None:
