@@ -15,11 +15,13 @@ import pytest
 from prefect.client.schemas.objects import FlowRun, WorkerStatus, WorkPool
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
+from flows.commands.run import _check_remote_pools
 from flows.prefect_server import flow_runs, pools
 from flows.prefect_server import monitor as workers
 from flows.prefect_server.monitor import ServiceMonitor
 from flows.prefect_server.pools import PROCESS_VARIABLES, check_requests, ensure_pool
 from flows.prefect_server.services import Services
+from flows.workspace import record_services
 from rlhf_core.config.loading import Params, check_params
 from rlhf_core.errors import ConfigError, RlhfError
 
@@ -193,3 +195,15 @@ def test_the_embedded_server_has_no_other_workers(monkeypatch: pytest.MonkeyPatc
     served, started = make(monkeypatch, server, [0.0], embedded=True)
     served.start_missing()
     assert set(started.running) == {"worker-cluster", "worker-gpu-pool"}
+
+
+def test_jobs_on_other_hosts_go_to_the_server_of_rlhf_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefect reads its address when it is loaded, which the check of the remotes does."""
+    monkeypatch.setattr("flows.jobs.remote.check_remotes", lambda *_: None)
+    monkeypatch.setenv("PREFECT_API_URL", "")
+    away = check_params({"pools": {"ppo": {"pool": "cluster", "shared": False}}})
+    with pytest.raises(RlhfError, match="need a lasting server"):
+        _check_remote_pools(tmp_path, away)
+    record_services(tmp_path, "http://127.0.0.1:4200/api", "http://127.0.0.1:5000")
+    _check_remote_pools(tmp_path, away)
+    assert os.environ["PREFECT_API_URL"] == "http://127.0.0.1:4200/api"
