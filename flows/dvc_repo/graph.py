@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from flows.supervision.processes import run_module
 from rlhf_core.errors import ConfigError, RlhfError
 
@@ -84,11 +86,8 @@ def read_graph(workspace: Path) -> dict[str, StageNode]:
     result = run_module(workspace, "flows.dvc_repo.graph", str(workspace))
     if result.exit_code:
         raise ConfigError(f"{workspace / 'dvc.yaml'}: {result.error_line}")
-    graph = {}
-    for fields in json.loads(result.stdout.splitlines()[-1]):
-        values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
-        graph[values["name"]] = StageNode(**values)
-    return graph
+    nodes = TypeAdapter(list[StageNode]).validate_json(result.stdout.splitlines()[-1])
+    return {node.name: node for node in nodes}
 
 
 def dvc_graph(workspace: Path) -> list[StageNode]:
