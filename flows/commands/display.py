@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from rich.console import Console, RenderableType
-from rich.progress import Progress, ProgressColumn, Task
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Column, Table
@@ -86,18 +86,6 @@ STYLES = {"ran": "green", "cached": "green", "failed": "red", "stopped": "red", 
 LABELS = {"ran": "", "cached": "up to date", "skipped": "not started"}
 
 
-class StageColumn(ProgressColumn):
-    """A column of the table of stages, by what it shows of one."""
-
-    def __init__(self, show: Callable[[StageState], RenderableType], column: Column) -> None:
-        super().__init__(column)
-        self.show = show
-
-    def render(self, task: Task) -> RenderableType:
-        """Return the cell of the stage."""
-        return self.show(task.fields["stage"])
-
-
 def _name(stage: StageState) -> Text:
     running = stage.outcome is None and stage.progress is not None
     return Text(stage.name, style="bold" if running else "" if stage.outcome else "dim")
@@ -136,23 +124,14 @@ def counted(progress: StageProgress) -> list[str]:
     return [part for part in (f"{latest.done}/{latest.total}", remaining, speed, progress.resumed) if part]
 
 
-class StageTable(Progress):
-    """The stages of a run, one task each, and a last row: how many are done, and what the run does besides."""
+class StageTable:
+    """The stages of a run, a row each, and a last row: how many are done, and what the run does besides."""
 
     def __init__(self, state: RunState, console: Console, watch: Stopwatch) -> None:
         self.state, self.watch, self.final = state, watch, False
         ascii_only = console.options.ascii_only or not console.encoding.lower().startswith("utf")
         self.spinner = Spinner("line" if ascii_only else "dots", style="cyan")
         self.done, self.failed, self.waiting = "+x." if ascii_only else "✓✗·"
-        super().__init__(
-            StageColumn(self._mark, Column(width=1)),
-            StageColumn(_name, Column(no_wrap=True, overflow="ellipsis")),
-            StageColumn(_time, Column(width=5, justify="right")),
-            StageColumn(_detail, Column(no_wrap=True, overflow="ellipsis", ratio=1)),
-            console=console,
-            refresh_per_second=REFRESHES_PER_SECOND,
-            expand=True,
-        )
 
     def _mark(self, stage: StageState) -> RenderableType:
         """Whether a stage is done, has failed, runs or waits, in one character."""
@@ -160,22 +139,23 @@ class StageTable(Progress):
             return Text(self.done if stage.outcome.ok else self.failed, style=STYLES[stage.outcome.action])
         return Text(self.waiting, style="dim") if stage.progress is None else self.spinner.render(time.time())
 
-    def sync(self) -> None:
-        """Let every stage of the state have its task, with how far it is."""
-        known = {task.fields["stage"].name: task.id for task in self.tasks}
-        for name, stage in self.state.stages.items():
-            if name in known:
-                self.update(known[name], stage=stage)
-            else:
-                self.add_task(name, total=None, stage=stage)
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the table of stages and the last row."""
-        tasks = self.tasks
-        if tasks and not self.final:  # the last picture has all rows, those before it the rows that fit
-            ended = next((n for n, task in enumerate(tasks) if task.fields["stage"].outcome is None), len(tasks))
-            tasks = tasks[min(ended, max(0, len(tasks) + 3 - self.console.height)) :]
-        for row in self.console.render_lines(self.make_tasks_table(tasks), pad=False) if tasks else ():
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the rows of the stages and the last row."""
+        stages = [*self.state.stages.values()]
+        if stages and not self.final:  # the last picture has all rows, those before it the rows that fit
+            ended = next((n for n, stage in enumerate(stages) if stage.outcome is None), len(stages))
+            stages = stages[min(ended, max(0, len(stages) + 3 - console.height)) :]
+        table = Table.grid(
+            Column(width=1),
+            Column(no_wrap=True, overflow="ellipsis"),
+            Column(width=5, justify="right"),
+            Column(no_wrap=True, overflow="ellipsis", ratio=1),
+            padding=(0, 1),
+            expand=True,
+        )
+        for stage in stages:
+            table.add_row(self._mark(stage), _name(stage), _time(stage), _detail(stage))
+        for row in console.render_lines(table, pad=False) if stages else ():
             # Without the spaces that fill a row up: a terminal that becomes narrower would wrap them.
             text = Text.assemble(*((segment.text, segment.style or "") for segment in row))
             text.rstrip()
@@ -199,24 +179,24 @@ class LiveDisplay(Display):
     def __init__(self, state: RunState, console: Console) -> None:
         super().__init__(state, console.file)
         self.table = StageTable(state, console, self.watch)
-        self.table.start()
+        self.live = Live(self.table, console=console, refresh_per_second=REFRESHES_PER_SECOND)
+        self.live.start(refresh=True)
 
     def phase(self, text: str) -> None:
         """Show what the run is doing now; after :meth:`close` as a line."""
-        if not self.table.live.is_started:
+        if not self.live.is_started:
             self.line(text)
             return
         self.state.enter_phase(text)
-        self.table.refresh()
+        self.live.refresh()
 
     def line(self, text: str) -> None:
         """Print one line above the table."""
-        self.table.console.print(Text(text))
+        self.live.console.print(Text(text))
 
     def event(self, event: PipelineEvent) -> None:
         """Show one event of the pipeline process."""
         self.state.apply(event)
-        self.table.sync()
         if isinstance(event, StageRepeated):
             self.line(f"{event.stage}: {event.message}")
 
@@ -228,10 +208,10 @@ class LiveDisplay(Display):
 
     def close(self) -> None:
         """Leave the last table on the terminal and stop redrawing it."""
-        if self.table.live.is_started:
+        if self.live.is_started:
             self.state.enter_phase("")
             self.table.final = True
-            self.table.stop()
+            self.live.stop()
 
 
 @contextmanager

@@ -148,8 +148,7 @@ def drawn(state: RunState, width: int, height: int = 40) -> list[str]:
     """The rows of the table as it is left on a terminal."""
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
     table = StageTable(state, console, Stopwatch())
-    table.sync()
-    rows = [line for renderable in table.get_renderables() for line in console.render_lines(renderable, pad=False)]
+    rows = console.render_lines(table, pad=False)
     return ["".join(segment.text for segment in row).rstrip() for row in rows]
 
 
