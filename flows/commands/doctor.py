@@ -226,13 +226,13 @@ def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
     else:
         patterns = params.collect.files.paths()
         for pattern in patterns:
-            yield _source(workspace, pattern)
+            yield _source(workspace, "data", pattern)
         if not patterns:
             yield DoctorCheck(
                 FAIL, "data", "collect.source is files, but collect.files names none", "name at least preferences"
             )
     for evaluation in params.validate_.evaluation_files:
-        yield _source(workspace, evaluation.path)
+        yield _source(workspace, "data", evaluation.path)
 
 
 def _judges(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
@@ -247,13 +247,7 @@ def _judges(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
             yield DoctorCheck(WARN, "llm judge", f"the environment variable {name} is not set", remedy)
     for content, patterns in params.evaluate.untracked_files.items():
         for pattern in patterns:
-            try:
-                files = expand(pattern, workspace)
-            except DataError as error:
-                remedy = "correct its path in the section evaluate; relative ones start at the workspace"
-                yield DoctorCheck(FAIL, content, str(error), remedy)
-            else:
-                yield DoctorCheck(OK, content, pattern if len(files) == 1 else f"{pattern}: {len(files)} files")
+            yield _source(workspace, content, pattern)
 
 
 def base_model_check(workspace: Path, source: str, revision: str | None) -> DoctorCheck:
@@ -272,17 +266,17 @@ def base_model_check(workspace: Path, source: str, revision: str | None) -> Doct
     return DoctorCheck(WARN, "base model", f"{source} has no chat template", remedy)
 
 
-def _source(workspace: Path, pattern: str) -> DoctorCheck:
+def _source(workspace: Path, name: str, pattern: str) -> DoctorCheck:
+    """Check that files which params.yaml names are there."""
     if pattern.startswith(HUB):
-        return DoctorCheck(OK, "data", f"{pattern} (a hub id; looked up when collected)")
+        return DoctorCheck(OK, name, f"{pattern} (a hub id; looked up when it is read)")
     if is_url(pattern):
-        return DoctorCheck(OK, "data", f"{pattern} (a URL; looked up when collected)")
+        return DoctorCheck(OK, name, f"{pattern} (a URL; looked up when it is read)")
     try:
-        files = expand(pattern, workspace)
-    except DataError:
-        remedy = "correct the path; relative ones start at the workspace"
-        return DoctorCheck(FAIL, "data", f"{pattern} matches no file in {workspace}", remedy)
-    return DoctorCheck(OK, "data", f"{pattern}: {len(files)} file{'s' if len(files) > 1 else ''}")
+        files = expand(pattern, workspace, "correct it in params.yaml; relative paths start at the workspace")
+    except DataError as error:
+        return DoctorCheck(FAIL, name, str(error))
+    return DoctorCheck(OK, name, f"{pattern}: {len(files)} file{'s' if len(files) > 1 else ''}")
 
 
 MARKS = {OK: "ok  ", WARN: "warn", FAIL: "FAIL"}

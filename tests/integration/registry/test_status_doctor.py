@@ -148,7 +148,7 @@ def test_doctor_names_what_is_wrong_and_what_to_do(workspace: Path, monkeypatch:
     (workspace / "params.yaml").write_text("collect: {source: files, files: {preferences: [no/such/*.jsonl]}}\n")
     text, code = checked(workspace)
     assert code
-    assert "no/such/*.jsonl matches no file" in text
+    assert "no file matches 'no/such/*.jsonl'" in text
     assert "unset PREFECT_API_URL" in text and "unset MLFLOW_TRACKING_URI" in text
     (workspace / "params.yaml").write_text("ppo: {iterations: many}\n")
     text, code = checked(workspace)
