@@ -35,11 +35,10 @@ from flows.jobs.transfer import (
     describe_remote,
     dvc_transfer,
     restore_result,
-    transfer_outcome,
 )
 from flows.stage import StageOutcome, StageSpec, run_stage, stage_log
 from flows.supervision.processes import run_module
-from flows.supervision.signals import StopRequested, retry
+from flows.supervision.signals import retry
 from flows.workspace import cleanup, locked, private_path
 from rlhf_core.config.loading import PARAMS_FILE, Params, load_params
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_USER_ERROR, ConfigError, RlhfError
@@ -64,7 +63,7 @@ def check_remotes(workspace: Path, params: Params) -> None:
     for remote, stage in remotes.items():
         try:
             describe_remote(workspace, remote)
-        except TransferFailed as error:
+        except RlhfError as error:
             raise ConfigError(f"pools.{stage} has shared: false, but {error} (docs/operations.md)") from error
 
 
@@ -72,21 +71,18 @@ def prepare_remote_job(job: Job, node: StageNode) -> Job:
     """Push the inputs of ``job`` and return it with all its host needs.
 
     Raises:
-        TransferFailed: the stage cannot travel, or the remote is out of reach.
-        StopRequested: the stop flag was raised.
+        RlhfError: the stage cannot travel, or the remote is out of reach.
+        KeyboardInterrupt: the stop flag was raised.
     """
     workspace, stage = job.spec.workspace, job.spec.name
     if not node.shareable:
-        raise TransferFailed(
+        raise RlhfError(
             "DVC's run cache does not take this stage (frozen, always changed, or with outputs that are persisted or "
-            "not cached), so its result cannot come back: place it on a pool that sees the workspace",
-            final=True,
+            "not cached), so its result cannot come back: place it on a pool that sees the workspace"
         )
     outside = next((path for path in (*node.cached_inputs, *node.carried_inputs) if path.startswith("..")), None)
     if outside is not None:
-        raise TransferFailed(
-            f"{node.name} reads {outside}, which is outside the workspace: `dvc add` a copy in it", final=True
-        )
+        raise RlhfError(f"{node.name} reads {outside}, which is outside the workspace: `dvc add` a copy in it")
     remote = describe_remote(workspace, job.placement.remote)
     if node.cached_inputs:
         dvc_transfer(workspace, ("push", "--remote", remote["name"], *node.cached_inputs))
@@ -118,7 +114,7 @@ def read_carried_files(workspace: Path, paths: Iterable[str]) -> dict[str, str]:
     """Return the contents of text files, and of all files in folders, by path; missing ones are left out.
 
     Raises:
-        TransferFailed: a file is not text, or together they are too large to travel with a submission.
+        RlhfError: a file is not text, or together they are too large to travel with a submission.
     """
     texts: dict[str, str] = {}
     for path in dict.fromkeys(paths):
@@ -129,17 +125,15 @@ def read_carried_files(workspace: Path, paths: Iterable[str]) -> dict[str, str]:
             try:
                 texts[file.relative_to(workspace).as_posix()] = file.read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
-                raise TransferFailed(
-                    f"{path} is an input that DVC does not cache, and it is not text: track it with `dvc add`",
-                    final=True,
+                raise RlhfError(
+                    f"{path} is an input that DVC does not cache, and it is not text: track it with `dvc add`"
                 ) from error
     total = sum(len(text.encode()) for text in texts.values())
     if total > CARRIED_BYTES:
         largest = max(texts, key=lambda path: len(texts[path]))
-        raise TransferFailed(
+        raise RlhfError(
             f"the inputs that DVC does not cache have {total} bytes in all, more than {CARRIED_BYTES}; the largest is "
-            f"{largest}: track it with `dvc add`, or make it a cached output",
-            final=True,
+            f"{largest}: track it with `dvc add`, or make it a cached output"
         )
     return texts
 
@@ -180,9 +174,11 @@ def _fetch_result(job: Job, reported: StageOutcome, lock: str) -> StageOutcome:
             shutil.copy2(secrets, folder / ".dvc" / "config.local")
         fetch = ("fetch", "--run-cache", "--remote", remote, job.spec.name)
         dvc_transfer(folder, fetch, job.handoff.deliver_seconds, get_run_logger().warning)
-    except (TransferFailed, StopRequested) as error:
-        context = f"the result is in the DVC remote {remote}, but could not be fetched"
-        return transfer_outcome(job.spec.name, error, context, reported.started)
+    except KeyboardInterrupt:
+        return StageOutcome.stopped(job.spec.name, started=reported.started)
+    except TransferFailed as error:
+        message = f"the result is in the DVC remote {remote}, but could not be fetched: {error}"
+        return StageOutcome.failed(job.spec.name, message, error.exit_code, started=reported.started)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     outcome = restore_result(job.spec)
@@ -277,8 +273,8 @@ def _fetch_run_push(handoff: Handoff, spec: StageSpec, started: float) -> StageO
             )
             push = ("push", "--run-cache", "--remote", remote, spec.name)
             dvc_transfer(spec.workspace, push, handoff.deliver_seconds, log)
-    except (TransferFailed, StopRequested) as error:
-        return transfer_outcome(spec.name, error, context, started)
+    except TransferFailed as error:
+        return StageOutcome.failed(spec.name, f"{context}: {error}", error.exit_code, started=started)
     return outcome
 
 
@@ -319,7 +315,7 @@ def publish_report(outcome: StageOutcome, workspace: Path, files: dict[str, str]
             is_transient=lambda error: isinstance(error, httpx.HTTPError),
             report=lambda line: logger.warning("the outcome did not reach the server: %s", line),
         )
-    except (httpx.HTTPError, StopRequested):
+    except (httpx.HTTPError, KeyboardInterrupt):
         logger.error("the outcome did not reach the server")
 
 

@@ -17,12 +17,11 @@ from flows.dvc_repo.graph import StageNode
 from flows.jobs.job import Job, job_deployment
 from flows.jobs.remote import prepare_remote_job, receive_result
 from flows.jobs.stage_job import PREEMPTED, preempted_state
-from flows.jobs.transfer import LogFollower, TransferFailed, restore_result, transfer_outcome
+from flows.jobs.transfer import LogFollower, restore_result
 from flows.stage import StageOutcome, clear_outcome, load_outcome, load_report, stage_log
 from flows.supervision import signals
-from flows.supervision.signals import StopRequested
 from flows.workspace import job_label
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RlhfError
 
 POLL_SECONDS = 0.5
 CANCEL_SECONDS = 6.0
@@ -37,9 +36,11 @@ def run_on_remote_pool(job: Job, node: StageNode, on_preempted: Callable[[str], 
         if node.shareable and (restored := restore_result(job.spec)) is not None:
             return restored
         remote_job = prepare_remote_job(job, node)
-    except (TransferFailed, StopRequested) as error:
-        context = f"the stage cannot be submitted to the work pool {job.placement.pool}"
-        return transfer_outcome(job.spec.name, error, context, started)
+    except KeyboardInterrupt:
+        return StageOutcome.stopped(job.spec.name, started=started)
+    except RlhfError as error:
+        message = f"the stage cannot be submitted to the work pool {job.placement.pool}: {error}"
+        return StageOutcome.failed(job.spec.name, message, error.exit_code, started=started)
     return run_on_pool(remote_job, on_preempted)
 
 

@@ -23,21 +23,19 @@ from prefect.types import DateTime
 
 from flows.stage import StageOutcome, StageSpec, run_stage
 from flows.supervision.processes import child_environment, dvc_errors, run_module, start_supervised
-from flows.supervision.signals import STOP, StopRequested, retry
+from flows.supervision.signals import STOP, retry
 from flows.workspace import private_path
-from rlhf_core.errors import EXIT_USER_ERROR
+from rlhf_core.errors import RlhfError
 
 # Options of a remote that another host needs and that are no secret; the others are set on each host.
 PUBLIC_OPTIONS = ("url", "endpointurl", "region", "port", "user", "use_ssl", "account_name", "projectname")
 NO_SHELL = {"SHELL": shutil.which("false") or "/bin/false"}
 
 
-class TransferFailed(Exception):
-    """A transfer failed; ``final`` where trying again would not help."""
+class TransferFailed(RlhfError):
+    """A transfer failed, and another attempt may succeed."""
 
-    def __init__(self, message: str, final: bool = False) -> None:
-        super().__init__(message)
-        self.final = final
+    exit_code = 1
 
 
 def dvc_transfer(
@@ -49,7 +47,7 @@ def dvc_transfer(
 
     Raises:
         TransferFailed: with DVC's first error, which names the file and the remote's own message.
-        StopRequested: the stop flag was raised.
+        KeyboardInterrupt: the stop flag was raised.
     """
     log = private_path(workspace, "logs", "transfer.log")
     command = [sys.executable, "-m", "dvc", "--wait-for-lock", *arguments]
@@ -58,7 +56,7 @@ def dvc_transfer(
         environment = child_environment(workspace)
         result = start_supervised(command, name=arguments[0], cwd=workspace, env=environment, log=log).result()
         if STOP.is_set():
-            raise StopRequested
+            raise KeyboardInterrupt
         if result.exit_code:
             errors = dvc_errors(result.stdout)
             raise TransferFailed(errors[0] if errors else f"dvc exited with status {result.exit_code}; see {log}")
@@ -80,40 +78,29 @@ def describe_remote(workspace: Path, name: str | None) -> dict[str, str]:
     """Return name and public options of a DVC remote, by default of the default one.
 
     Raises:
-        TransferFailed: it is missing or of a kind that cannot serve two hosts.
+        RlhfError: it is missing or of a kind that cannot serve two hosts.
     """
     listed = run_module(workspace, "dvc", "config", "--list")
     if listed.exit_code:
-        raise TransferFailed(listed.error_line, final=True)
+        raise RlhfError(listed.error_line)
     settings = dict(line.partition("=")[::2] for line in listed.stdout.splitlines())
     name = name or settings.get("core.remote")
     if name is None:
-        raise TransferFailed("no DVC remote is set; make one with `dvc remote add -d NAME URL`", final=True)
+        raise RlhfError("no DVC remote is set; make one with `dvc remote add -d NAME URL`")
     prefix = f"remote.{name}."
     options = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
     if "url" not in options:
-        raise TransferFailed(f"there is no DVC remote {name}; make it with `dvc remote add {name} URL`", final=True)
+        raise RlhfError(f"there is no DVC remote {name}; make it with `dvc remote add {name} URL`")
     url = urlsplit(options["url"])
     if url.password:
-        raise TransferFailed(
+        raise RlhfError(
             f"the URL of the DVC remote {name} holds a password, which the server would show; put it into "
-            f"`dvc remote modify --local {name} password …` on each host",
-            final=True,
+            f"`dvc remote modify --local {name} password …` on each host"
         )
     versioned = {options.get(key, "").lower() for key in ("worktree", "version_aware")} & {"1", "true", "yes", "on"}
     if url.scheme in ("http", "https") or versioned:
-        raise TransferFailed(
-            f"the DVC remote {name} ({options['url']}) keeps no run cache; use a folder, ssh or a bucket", final=True
-        )
+        raise RlhfError(f"the DVC remote {name} ({options['url']}) keeps no run cache; use a folder, ssh or a bucket")
     return {"name": name, **{key: options[key] for key in PUBLIC_OPTIONS if key in options}}
-
-
-def transfer_outcome(stage: str, error: TransferFailed | StopRequested, context: str, started: float) -> StageOutcome:
-    """Return the outcome of a stage whose inputs or result could not be transferred."""
-    if isinstance(error, StopRequested):
-        return StageOutcome.stopped(stage, started=started)
-    exit_code = EXIT_USER_ERROR if error.final else 1
-    return StageOutcome.failed(stage, f"{context}: {error}", exit_code, started=started)
 
 
 LOGGER = "rlhf.stage"

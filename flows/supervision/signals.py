@@ -13,10 +13,6 @@ STOP = threading.Event()
 _received: list[int] = []
 
 
-class StopRequested(Exception):
-    """Ends work that was in progress when the stop flag was raised."""
-
-
 def install(*numbers: signal.Signals) -> None:
     """Handle the stop signals, or those given, in this process, even where SIGINT was inherited as ignored.
 
@@ -98,7 +94,7 @@ def retry(
         report: is given a line for every pause.
 
     Raises:
-        StopRequested: the stop flag was raised during a pause.
+        KeyboardInterrupt: the stop flag was raised during a pause.
         Exception: the error of the last attempt, when it is not transient or the time is over.
     """
     deadline = time.monotonic() + seconds
@@ -111,5 +107,5 @@ def retry(
                 raise
             report(f"{error}; trying again in {pause:.0f} s")
         if STOP.wait(pause):
-            raise StopRequested
+            raise KeyboardInterrupt
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)

@@ -29,7 +29,7 @@ from flows.supervision.processes import CommandResult
 from flows.workspace import private_path
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import Placement
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, RlhfError
 from rlhf_core.fingerprint.stages import fingerprint
 from rlhf_core.fingerprint.tracked_files import write_tracked_files
 
@@ -55,9 +55,9 @@ def test_a_remote_that_serves_no_two_hosts_is_refused(tmp_path: Path, options: d
     lines += ["['remote \"store\"']\n" if options else "", *(f"  {key} = {value}\n" for key, value in options.items())]
     (tmp_path / ".dvc").mkdir()
     (tmp_path / ".dvc" / "config").write_text("".join(lines))
-    with pytest.raises(TransferFailed, match=complaint) as refusal:
+    with pytest.raises(RlhfError, match=complaint) as refusal:
         describe_remote(tmp_path, None)
-    assert refusal.value.final
+    assert refusal.value.exit_code == EXIT_USER_ERROR
     assert "secret" not in str(refusal.value)
 
 
@@ -113,10 +113,10 @@ def test_small_text_travels_with_the_job_and_the_rest_is_refused(tmp_path: Path)
     (tmp_path / "scripts" / "a.py").write_text("pass\n")
     assert read_carried_files(tmp_path, ["scripts", "dvc.lock"]) == {"scripts/a.py": "pass\n"}
     (tmp_path / "table").write_bytes(b"\xff\xfe")
-    with pytest.raises(TransferFailed, match="table is an input that DVC does not cache, and it is not text"):
+    with pytest.raises(RlhfError, match="table is an input that DVC does not cache, and it is not text"):
         read_carried_files(tmp_path, ["table"])
     (tmp_path / "large").write_text("x" * (CARRIED_BYTES + 1))
-    with pytest.raises(TransferFailed, match="the largest is large"):
+    with pytest.raises(RlhfError, match="the largest is large"):
         read_carried_files(tmp_path, ["scripts", "large"])
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import flows.supervision.signals  # noqa: F401
 from flows.stage import load_gate_file
-from flows.supervision.signals import StopRequested, Stopwatch, WallClock, retry
+from flows.supervision.signals import Stopwatch, WallClock, retry
 
 RETRY = sys.modules["flows.supervision.signals"]
 
@@ -72,7 +72,7 @@ def test_other_errors_are_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_raised_stop_flag_ends_the_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock(monkeypatch, stop_at=6)
-    with pytest.raises(StopRequested):
+    with pytest.raises(KeyboardInterrupt):
         retry(failing(99, OSError()), 100, is_transient, lambda _: None)
     assert clock.pauses == [2, 4]
 
