@@ -233,11 +233,11 @@ def chat(
     if model is not None:
         require_model_folder(model)  # before seconds of imports
     with busy("looking up the model"):
-        from flows.commands.serve import PolicyChoice, served_source
+        from flows.commands.serve import served_source
         from rlhf_core.chat.terminal import talk
         from rlhf_core.stages.runtime.threads import limit_threads_of
 
-        chosen = served_source(workspace, PolicyChoice(model))
+        chosen = served_source(workspace, model)
         folder = chosen.source.files(chosen.source.latest()).folder
         if chosen.workspace is not None:
             limit_threads_of(chosen.workspace)

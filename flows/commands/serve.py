@@ -65,27 +65,6 @@ def _training(source: TrainingSource | None, verb: str = "trained on") -> tuple[
 
 
 @dataclass(frozen=True)
-class PolicyChoice:
-    """Which policy to serve: at most one of these, by default the champion.
-
-    Attributes:
-        folder: A model folder.
-        alias: The version that this alias points to, whenever it moves.
-        version: One version of the registered policy.
-        run: The version that this MLflow run registered.
-    """
-
-    folder: Path | None = None
-    alias: str | None = None
-    version: str | None = None
-    run: str | None = None
-
-    def __post_init__(self) -> None:
-        if sum(value is not None for value in (self.folder, self.alias, self.version, self.run)) > 1:
-            raise ConfigError("--model, --alias, --version and --run each name a policy; give one of them")
-
-
-@dataclass(frozen=True)
 class ServeOptions:
     """How it is served.
 
@@ -118,14 +97,13 @@ class ServedSource:
     moves: bool = False
 
 
-def serve(workspace: Path | None, choice: PolicyChoice, options: ServeOptions) -> int:
+def serve(served: ServedSource, options: ServeOptions) -> int:
     """Serve the policy until SIGTERM or Ctrl-C; return the exit status.
 
     Raises:
-        RlhfError: There is no such policy, its files are not the registered ones, or the address cannot be used.
+        RlhfError: The policy's files are not the registered ones, or the address cannot be used.
     """
     token = checked_token(os.environ.get(TOKEN_VARIABLE), options.host)
-    served = served_source(workspace, choice)
     for line in served.about:
         typer.echo(line)
     if options.vllm is not None:
@@ -151,33 +129,43 @@ def serve(workspace: Path | None, choice: PolicyChoice, options: ServeOptions) -
     return EXIT_INTERRUPTED if signals.last() == signal.SIGINT else EXIT_OK
 
 
-def served_source(workspace: Path | None, choice: PolicyChoice) -> ServedSource:
-    """Return the source of the policy that was chosen.
+def served_source(
+    workspace: Path | None,
+    model: Path | None = None,
+    alias: str | None = None,
+    version: str | None = None,
+    run: str | None = None,
+) -> ServedSource:
+    """Return the source of the policy that at most one argument names; by default the champion's.
+
+    Args:
+        model: A model folder.
+        alias: The version that this alias points to, whenever it moves.
+        version: One version of the registered policy.
+        run: The version that this MLflow run registered.
 
     Raises:
-        RlhfError: There is no such folder, alias, version or run.
+        RlhfError: There is no such folder, alias, version or run, or several are named.
     """
-    if choice.folder is not None:
-        require_model_folder(choice.folder)
-        own = find_workspace(workspace) if workspace else _workspace_of(choice.folder)
+    if sum(value is not None for value in (model, alias, version, run)) > 1:
+        raise ConfigError("--model, --alias, --version and --run each name a policy; give one of them")
+    if model is not None:
+        require_model_folder(model)
+        own = find_workspace(workspace) if workspace else _workspace_of(model)
         judged = load_section(own, "evaluate", EvaluateConfig).sampling if own else None
-        sampling = judged or sampling_of_folder(choice.folder, SamplingConfig())
-        return ServedSource(FolderSource(choice.folder, sampling), about_folder(choice.folder), own)
+        sampling = judged or sampling_of_folder(model, SamplingConfig())
+        return ServedSource(FolderSource(model, sampling), about_folder(model), own)
     folder = find_workspace(workspace)
-    if choice.version is None and choice.run is None:
-        alias = choice.alias or CHAMPION
-        version = policy_with_alias(folder, alias)
-        return ServedSource(AliasSource(folder, alias), about_version(folder, version, alias), folder, moves=True)
+    if version is None and run is None:
+        alias = alias or CHAMPION
+        about = about_version(folder, policy_with_alias(folder, alias), alias)
+        return ServedSource(AliasSource(folder, alias), about, folder, moves=True)
     name, client = load_section(folder, "registry", RegistryConfig).policy, connect(folder)
-    if choice.version is not None:
-        version = get_version(client, name, choice.version)
-    else:
-        version = version_of_run(client, name, choice.run or "")
-    obstacle = promotion_obstacle(version)
-    about = about_version(folder, version)
-    if obstacle:
+    found = get_version(client, name, version) if version is not None else version_of_run(client, name, run or "")
+    about = about_version(folder, found)
+    if obstacle := promotion_obstacle(found):
         about = (*about, f"it could not be promoted: {obstacle}")
-    return ServedSource(VersionSource(folder, str(version.version)), about, folder)
+    return ServedSource(VersionSource(folder, str(found.version)), about, folder)
 
 
 def _become_vllm(python: Path, served: ServedSource, options: ServeOptions, token: str | None) -> NoReturn:

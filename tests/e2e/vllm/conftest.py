@@ -15,7 +15,7 @@ from integration.registry.conftest import commit, copy_workspace, finished, poli
 from smollm2 import SMOLLM2
 from vllm_service import VLLM_PYTHON, VllmService, started
 
-from flows.commands.serve import PolicyChoice, served_source
+from flows.commands.serve import served_source
 from flows.prefect_server.services import free_port
 from flows.registry.promote import promote
 from flows.registry.register import register
@@ -46,7 +46,7 @@ def champion_in_vllm(finished: Path, tmp_path_factory: pytest.TempPathFactory) -
     commit(workspace)
     register(workspace)
     assert promote(workspace).promoted
-    source = served_source(workspace, PolicyChoice()).source
+    source = served_source(workspace).source
     port, token = free_port(), secrets.token_hex(16)
     command = [sys.executable, "-m", "flows.cli", "serve", "--workspace", str(workspace), "--port", str(port)]
     command += ["--timeout", "1500"]  # so long the stop waits for a reply in flight

@@ -19,7 +19,7 @@ import pytest
 from commands import command_environment
 from integration.registry.conftest import policy_name, reward_name
 
-from flows.commands.serve import PolicyChoice, served_source
+from flows.commands.serve import served_source
 from flows.registry.client import connect
 from flows.registry.evidence import PARENT_TAG
 from flows.registry.promote import promote
@@ -105,24 +105,24 @@ def test_a_version_is_found_by_number_run_and_alias(contest: Path) -> None:
     run = client.get_run(client.get_model_version(name, "2").run_id).info
     parent = client.create_run(run.experiment_id).info.run_id
     client.set_tag(run.run_id, PARENT_TAG, parent)
-    for choice in (PolicyChoice(version="2"), PolicyChoice(run=run.run_id), PolicyChoice(run=parent)):
-        served = served_source(contest, choice)
+    for choice in ({"version": "2"}, {"run": run.run_id}, {"run": parent}):
+        served = served_source(contest, **choice)
         assert served.source.latest().names == (f"{name}:2",) and not served.moves
         assert served.source.files(served.source.latest()).sampling.max_new_tokens == 8
-    challenger = served_source(contest, PolicyChoice(alias="challenger"))
+    challenger = served_source(contest, alias="challenger")
     assert challenger.source.latest().names == (f"{name}:2", f"{name}@challenger") and challenger.moves
     client.delete_registered_model_alias(name, "challenger")
     with pytest.raises(RlhfError, match=r"no version of .* has the alias challenger"):
         challenger.source.latest()
     other = client.get_model_version(reward_name(contest), "1").run_id
     for choice, words in (
-        (PolicyChoice(version="9"), "has no version 9"),
-        (PolicyChoice(run="0" * 32), "MLflow has no run 0000"),
-        (PolicyChoice(run=other), "registered no version of"),
-        (PolicyChoice(alias="nobody"), "no nobody of .*; its aliases are champion$"),
+        ({"version": "9"}, "has no version 9"),
+        ({"run": "0" * 32}, "MLflow has no run 0000"),
+        ({"run": other}, "registered no version of"),
+        ({"alias": "nobody"}, "no nobody of .*; its aliases are champion$"),
     ):
         with pytest.raises(RlhfError, match=words):
-            served_source(contest, choice)
+            served_source(contest, **choice)
 
 
 def wait_until(condition: Any) -> None:

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.commands.serve import TOY, PolicyChoice, about_folder, served_source
+from flows.commands.serve import TOY, about_folder, served_source
 from flows.registry.evidence import TrainingSource, source_of_version, source_of_workspace
 from flows.registry.model_pyfunc import LIMITS, RequestRefused, ServedModel
 from flows.registry.stored_models import signature
@@ -85,7 +85,7 @@ def test_an_address_that_is_taken_is_refused(folder: Path) -> None:
 
 def test_a_folder_is_sampled_as_its_generation_config_says(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
-    served = served_source(None, PolicyChoice(folder=folder))
+    served = served_source(None, folder)
     assert not served.moves and served.source.latest().id == "policy"
     assert served.source.files(served.source.latest()).sampling == SamplingConfig(temperature=0.5)
 
@@ -93,7 +93,7 @@ def test_a_folder_is_sampled_as_its_generation_config_says(folder: Path) -> None
 def test_a_folder_of_a_workspace_is_sampled_as_the_workspace_judges(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_text("evaluate: {sampling: {top_p: 0.4}}\n")
     (tmp_path / "dvc.yaml").write_text("{}\n")
-    served = served_source(None, PolicyChoice(folder=folder))
+    served = served_source(None, folder)
     assert served.source.files(served.source.latest()).sampling == SamplingConfig(top_p=0.4)
 
 
@@ -174,7 +174,7 @@ def test_vllm_gets_no_folder_that_links_out_of_itself(folder: Path, vllm: Path, 
 
 def test_a_choice_names_one_policy() -> None:
     with pytest.raises(ConfigError):
-        PolicyChoice(version="1", run="abc")
+        served_source(None, version="1", run="abc")
 
 
 LOCK = """
@@ -204,7 +204,7 @@ def model_in(folder: Path) -> Path:
 def test_the_policy_of_the_demo_is_said_to_be_a_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     workspace = workspace_with(tmp_path, "world", "scratch")
-    model = served_source(None, PolicyChoice(model_in(workspace / "models" / "policy")))
+    model = served_source(None, model_in(workspace / "models" / "policy"))
     assert model.workspace == workspace
     assert model.about == (
         "the model in models/policy, written 2026-03-04 05:06",
