@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,35 +29,6 @@ ANNOUNCED = "announced_data"
 MOST_FILES = 20
 
 
-@dataclass(frozen=True)
-class DataChange:
-    """Source files as they are now, where the last run has read others.
-
-    Attributes:
-        key: Digests of the paths and contents of the source files that the last run has read, and of those of now.
-        digest: That of now.
-        files: Those that are new, changed or gone, each as params.yaml spells it.
-    """
-
-    key: str
-    digest: str
-    files: Sequence[str]
-
-    def as_request(self, workspace: Path) -> dict[str, Any]:
-        """The event as Prefect's API expects it; the same change has the same id."""
-        return {
-            "id": str(uuid5(NAMESPACE_URL, f"{EVENT} {workspace} {self.key}")),
-            "event": EVENT,
-            "occurred": datetime.now(UTC).isoformat(),
-            "resource": {
-                "prefect.resource.id": RESOURCE,
-                "prefect.resource.name": workspace.name,
-                "rlhf.workspace": str(workspace),
-            },
-            "payload": {"files": list(self.files[:MOST_FILES]), "count": len(self.files), "digest": self.digest},
-        }
-
-
 @flow(name="rlhf-data-watch", persist_result=False)
 def data_watch(workspace: str = ".", settle_seconds: float = 5.0) -> State[Any]:
     """Emit ``rlhf.data.added`` once for each change of the files that ``collect`` reads, annotations included.
@@ -72,25 +41,27 @@ def data_watch(workspace: str = ".", settle_seconds: float = 5.0) -> State[Any]:
     folder = Path(workspace).resolve()
     if (holder := lock_holder(folder)) is not None:
         return Completed(message=f"not looked: {folder} is in use by {holder}")
-    change = find_new_data(folder)
-    if change is None:
+    event = find_new_data(folder)
+    if event is None:
         return Completed(message="no new data")
     time.sleep(settle_seconds)
-    if find_new_data(folder) != change:
+    again = find_new_data(folder)
+    if again is None or again["id"] != event["id"]:
         return Completed(message="files are still being written; the next look announces them")
     with get_client(sync_client=True) as client:
-        response = client.request("POST", "/events", json=[change.as_request(folder)])
+        response = client.request("POST", "/events", json=[event])
         response.raise_for_status()
-    atomic_write_text(private_path(folder, ANNOUNCED), change.key)
-    named = ", ".join(change.files[:MOST_FILES])
+    atomic_write_text(private_path(folder, ANNOUNCED), event["id"])
+    named = ", ".join(event["payload"]["files"])
     get_run_logger().info("new data: %s", named)
-    return Completed(message=f"announced {len(change.files)} changed files: {named}"[:500])
+    return Completed(message=f"announced {event['payload']['count']} changed files: {named}"[:500])
 
 
-def find_new_data(workspace: Path) -> DataChange | None:
-    """Return how the source files differ from those that the last run read; None if they do not.
+def find_new_data(workspace: Path) -> dict[str, Any] | None:
+    """Return the event that the source files differ from those that the last run read; None if they do not.
 
-    A change that was announced before is None too: a run that failed over it is not repeated until data change again.
+    The same change has the same id. One that was announced before is None too: a run that failed over it is not
+    repeated until data change again.
     """
     recorded = recorded_stages(workspace).get("collect")
     if recorded is None:
@@ -98,14 +69,25 @@ def find_new_data(workspace: Path) -> DataChange | None:
     current = describe_sources(workspace, collected_paths(load_params(workspace).collect, workspace))
     digest = hashlib.md5(current.encode(), usedforsecurity=False).hexdigest()  # DVC's hash of a file
     before, announced = recorded.inputs.get(SOURCES_FILE, ""), private_path(workspace, ANNOUNCED)
-    key = f"{before} {digest}\n"
-    if before == digest or (announced.is_file() and announced.read_text(encoding="utf-8") == key):
+    change = str(uuid5(NAMESPACE_URL, f"{EVENT} {workspace} {before} {digest}"))
+    if before == digest or (announced.is_file() and announced.read_text(encoding="utf-8") == change):
         return None
-    return DataChange(key, digest, _changed_files(workspace, current))
+    files = _changed_files(workspace, current)
+    return {
+        "id": change,
+        "event": EVENT,
+        "occurred": datetime.now(UTC).isoformat(),
+        "resource": {
+            "prefect.resource.id": RESOURCE,
+            "prefect.resource.name": workspace.name,
+            "rlhf.workspace": str(workspace),
+        },
+        "payload": {"files": files[:MOST_FILES], "count": len(files), "digest": digest},
+    }
 
 
 def _changed_files(workspace: Path, current: str) -> list[str]:
-    """Return the files whose lines differ from those that the last run wrote down."""
+    """Return the new, changed and lost files, as params.yaml spells them: their lines differ from the last run's."""
     before = workspace / SOURCES_FILE
     known = before.read_text(encoding="utf-8").splitlines() if before.is_file() else []
     changed = {line for line in {*known} ^ {*current.splitlines()} if line.startswith("  ")}

@@ -54,21 +54,22 @@ def test_annotations_and_changed_files_are_new_until_they_are_announced_or_read(
     (watched / "data/annotations").mkdir(parents=True)
     (watched / "data/annotations/first.jsonl").write_text(PAIR)
     (watched / "my pairs.jsonl").write_text(PAIR * 2)
-    change = find_new_data(watched)
-    assert change is not None and change.files == ["data/annotations/first.jsonl", "my pairs.jsonl"]
-    request = change.as_request(watched)
-    assert request["event"] == EVENT and request["resource"]["rlhf.workspace"] == str(watched)
-    assert request["payload"]["count"] == 2 and request["id"] == change.as_request(watched)["id"]
-    private_path(watched, ANNOUNCED).write_text(change.key)
+    event = find_new_data(watched)
+    assert event is not None
+    assert event["payload"]["files"] == ["data/annotations/first.jsonl", "my pairs.jsonl"]
+    assert event["event"] == EVENT and event["resource"]["rlhf.workspace"] == str(watched)
+    same = find_new_data(watched)
+    assert event["payload"]["count"] == 2 and same is not None and event["id"] == same["id"]
+    private_path(watched, ANNOUNCED).write_text(event["id"])
     assert find_new_data(watched) is None, "announced once: a run that fails over it is not repeated"
     (watched / "data/annotations/second.jsonl").write_text(PAIR)
     again = find_new_data(watched)
-    assert again is not None and again.as_request(watched)["id"] != request["id"]
+    assert again is not None and again["id"] != event["id"]
     finish_run(watched)
     assert find_new_data(watched) is None, "a run has read it"
     (watched / "data/annotations/second.jsonl").unlink()
     gone = find_new_data(watched)
-    assert gone is not None and gone.files == ["data/annotations/second.jsonl"]
+    assert gone is not None and gone["payload"]["files"] == ["data/annotations/second.jsonl"]
 
 
 COMMIT = """
