@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,18 +33,9 @@ def busy(what: str) -> Iterator[None]:
         yield
 
 
-COMMAND = "$ "
-
-
 def joined_lines(text: str) -> str:
     """Join the lines of each paragraph, except shell commands, which start with a dollar sign and keep their lines."""
-    joined: list[str] = []
-    for line in text.splitlines():
-        if joined and joined[-1] and line and not line.startswith(COMMAND):
-            joined[-1] = f"{joined[-1]} {line}"
-        else:
-            joined.append(line)
-    return "\n".join(joined)
+    return re.sub(r"(?<=[^\n])\n(?!\n|\$ |\Z)", " ", text)
 
 
 def profile_names(incomplete: str = "") -> list[str]:

@@ -52,12 +52,7 @@ class Job:
     handoff: Handoff | None = None
 
 
-def job_name(workspace: Path, pool: str, shared: bool = True) -> str:
+def job_name(workspace: Path, pool: str, shared: bool) -> str:
     """Return the name of the job deployment for ``pool``, whose workers see the workspace (``shared``) or do not."""
     kind = f"handoff-{pool}" if not shared else "gpu-job" if pool == GPU_POOL else f"job-{pool}"
     return f"{kind}-{workspace_slug(workspace)}"
-
-
-def job_deployment(workspace: Path, pool: str, shared: bool = True) -> str:
-    """Return the deployment's full name, as ``run_deployment`` takes it."""
-    return f"{JOB_FLOW}/{job_name(workspace, pool, shared)}"

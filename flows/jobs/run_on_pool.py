@@ -14,7 +14,7 @@ from prefect.deployments import run_deployment
 from prefect.states import Cancelled, Cancelling, State
 
 from flows.dvc_repo.graph import StageNode
-from flows.jobs.job import Job, job_deployment
+from flows.jobs.job import JOB_FLOW, Job, job_name
 from flows.jobs.remote import prepare_remote_job, receive_result
 from flows.jobs.stage_job import PREEMPTED, preempted_state
 from flows.jobs.transfer import LogFollower, restore_result
@@ -96,7 +96,7 @@ def submit(job: Job) -> FlowRun:
     if job.handoff is not None:
         parameters["handoff"] = asdict(job.handoff)
     run = run_deployment(
-        job_deployment(job.spec.workspace, job.placement.pool, job.placement.shared),
+        f"{JOB_FLOW}/{job_name(job.spec.workspace, job.placement.pool, job.placement.shared)}",
         parameters=parameters,
         timeout=0,
         as_subflow=True,
