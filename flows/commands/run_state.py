@@ -47,14 +47,13 @@ class StageProgress:
         self.latest: LoggedProgress | None = None
         self.latest_at = 0.0
         self.resumed = ""  # such as "resumed at 300/550", where an earlier process has begun
-        self._abandoned: LoggedProgress | None = None
 
     def refresh(self) -> None:
         """Read what the log says now."""
         text = self.reader.text(TAIL_BYTES)
         self.resumed = next(reversed(RESUMED.findall(text)), self.resumed)
         lines = progress_lines(text)
-        if not lines or lines[-1] in (self.latest, self._abandoned):
+        if not lines or lines[-1] == self.latest:
             return
         self.latest, self.latest_at = lines[-1], self.reader.log.stat().st_mtime
         self.first = self.latest
@@ -65,10 +64,6 @@ class StageProgress:
             if not same or (line.seconds or 0.0) > (later.seconds or 0.0):
                 break
             self.first = line
-
-    def restart(self) -> None:
-        """Forget the progress so far: the stage starts anew."""
-        self._abandoned, self.first, self.latest = self.latest, None, None
 
     @property
     def rate(self) -> float | None:
@@ -198,11 +193,9 @@ class RunState:
                 self.stages[name] = StageState(name, progress, started, note=note)
             case StageEnded(outcome):
                 self._end_stage(outcome)
-            case StageRepeated(name, message):
+            case StageRepeated(name, message, log_start):
                 stage = self._stage(name)
-                stage.note = message
-                if stage.progress is not None:
-                    stage.progress.restart()
+                stage.note, stage.progress = message, StageProgress(self._log(name), log_start)
             case PhaseStarted(phase, log):
                 self.enter_phase(phase)
                 self.phase_progress = StageProgress(self._log(log), 0) if log else None

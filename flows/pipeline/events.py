@@ -58,10 +58,11 @@ class StageEnded:
 
 @dataclass(frozen=True)
 class StageRepeated:
-    """A stage crashed or was preempted and is run again; ``message`` says why, in one line."""
+    """A stage crashed or was preempted and is run again; ``message`` says why, in one line. Its log goes on there."""
 
     stage: str
     message: str
+    log_start: int = 0
 
 
 @dataclass(frozen=True)

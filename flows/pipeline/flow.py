@@ -92,9 +92,16 @@ class PipelineContext:
 
     def start(self, node: StageNode, placement: Placement | None = None) -> None:
         """Record that a stage starts, here or on its pool."""
+        pool, log_start = placement.pool if placement else None, self._log_size(node)
+        self.events.emit(StageStarted(node.name, pool, time.time(), log_start))
+
+    def repeat(self, node: StageNode, message: str) -> None:
+        """Record that a stage is run again, and why."""
+        self.events.emit(StageRepeated(node.name, message, self._log_size(node)))
+
+    def _log_size(self, node: StageNode) -> int:
         log = stage_log(self.workspace, node.name)
-        log_start = log.stat().st_size if log.exists() else 0
-        self.events.emit(StageStarted(node.name, placement.pool if placement else None, time.time(), log_start))
+        return log.stat().st_size if log.exists() else 0
 
     def end(self, outcome: StageOutcome) -> None:
         """Record how a stage ended."""
@@ -264,7 +271,7 @@ def stage_task(context: PipelineContext, node: StageNode) -> StageOutcome | Stat
     if outcome.retryable and attempt <= context.flow.retries and not signals.STOP.is_set():
         reason = outcome.message.strip().partition("\n")[0]
         again = f"trying again in {context.flow.retry_delay_seconds:g} s"
-        context.events.emit(StageRepeated(node.name, f"{reason}; {again}"))
+        context.repeat(node, f"{reason}; {again}")
     else:
         context.end(outcome)
     if outcome.ok:
@@ -278,7 +285,7 @@ def _run_here(context: PipelineContext, node: StageNode) -> StageOutcome:
     for _ in range(context.flow.max_preemptions):
         if not outcome.preempted or signals.STOP.is_set():
             break
-        context.events.emit(StageRepeated(node.name, "preempted, resuming from its checkpoint"))
+        context.repeat(node, "preempted, resuming from its checkpoint")
         outcome = run_stage(context.spec(node))
     return outcome
 
@@ -291,7 +298,7 @@ def _run_as_job(context: PipelineContext, node: StageNode, placement: Placement,
     job = Job(spec, placement, attempt_id, context.flow.max_preemptions)
 
     def on_preempted(message: str) -> None:
-        context.events.emit(StageRepeated(node.name, f"{message} of {placement.pool}"))
+        context.repeat(node, f"{message} of {placement.pool}")
 
     if placement.shared:
         return run_on_pool(job, on_preempted)

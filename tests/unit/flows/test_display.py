@@ -82,16 +82,19 @@ def test_a_stage_says_where_it_resumed_while_it_runs_and_at_its_end(tmp_path: Pa
     assert "resumed at 4/6" in describe_stage(stage, 9.0)
 
 
-def test_a_restarted_stage_has_no_progress_until_it_prints_some(tmp_path: Path) -> None:
-    log = tmp_path / "ppo.log"
-    progress = progress_of(log, "ppo: 10/90 5 s")
-    progress.restart()
-    progress.refresh()
-    assert progress.latest is None
+def test_a_repeated_stage_has_no_progress_until_it_prints_some(tmp_path: Path) -> None:
+    """Also for `rlhf status`, which reads all events when the attempt that failed is long over."""
+    log = tmp_path / ".rlhf" / "logs" / "ppo.log"
+    progress_of(log, "ppo: 10/90 5 s")
+    state = RunState(tmp_path)
+    state.apply(StageStarted("ppo"))
+    state.apply(StageRepeated("ppo", "killed", log.stat().st_size))
+    state.refresh()
+    assert describe_stage(state.stages["ppo"], 9.0).endswith(", killed")
     with log.open("a") as stream:
         stream.write("ppo: 11/90 1 s\n")
-    progress.refresh()
-    assert progress.latest is not None and progress.latest.done == 11
+    state.refresh()
+    assert describe_stage(state.stages["ppo"], 9.0) == "running 11/90"
 
 
 def test_what_an_earlier_run_left_in_the_log_is_not_read(tmp_path: Path) -> None:
