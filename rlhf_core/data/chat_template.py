@@ -277,8 +277,15 @@ def encode_rendered(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool = False
 ) -> list[int]:
     """Token ids of :func:`render`. The template writes special tokens itself, so none is added: not a second BOS."""
+    return encode_escaped(tokenizer, *render_escaped(tokenizer, messages, add_generation_prompt))
+
+
+def render_escaped(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool = False
+) -> tuple[str, dict[str, str]]:
+    """:func:`render` of the dialogue with special tokens in it escaped, and what their placeholders stand for."""
     escaped, placeholders = _escaped(tokenizer, messages)
-    return encode_escaped(tokenizer, render(tokenizer, escaped, add_generation_prompt), placeholders)
+    return render(tokenizer, escaped, add_generation_prompt), placeholders
 
 
 def _escaped(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:

@@ -1,7 +1,7 @@
 """Conversations as token ids, one by one or many at once with the same ids, and token ids as text.
 
-A fast tokenizer encodes a batch on all cores. What takes a path of its own goes one by one: texts in which special
-tokens are written out, and replies that have no token border at their beginning.
+A fast tokenizer encodes a batch on all cores. Texts in which special tokens are written out, and replies that have no
+token border at their beginning, are encoded one by one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.chat_template import (
     encode_escaped,
-    encode_rendered,
     escape,
-    render,
+    render_escaped,
     reply_format,
     special_tokens,
     written_reply,
@@ -30,18 +29,28 @@ from rlhf_core.errors import UnwritableText
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
+Ids = list[list[int]]
+
+
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
     """Token ids of the dialogue so far, ending where the assistant's reply begins.
 
     Uses the tokenizer's own chat template with its generation prompt; ``ModelError`` where it has none,
     ``UnwritableText`` where it refuses the dialogue. Special tokens written out in a turn are ordinary text.
     """
-    if not messages or messages[-1].role != "user":
-        reason = "a prompt must end with a user turn"
-        raise UnwritableText(reason, reason)
-    ids = encode_rendered(tokenizer, messages, add_generation_prompt=True)
-    reply_format(tokenizer).require_fit(tokenizer, messages)
-    return ids
+    return encode_prompts(tokenizer, [messages])[0]
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[Message]]) -> Ids:
+    """Token ids of dialogues: :func:`encode_prompt` of each."""
+    written, texts = reply_format(tokenizer), []
+    for messages in prompts:
+        if not messages or messages[-1].role != "user":
+            reason = "a prompt must end with a user turn"
+            raise UnwritableText(reason, reason)
+        texts.append(render_escaped(tokenizer, messages, add_generation_prompt=True))
+        written.require_fit(tokenizer, messages)
+    return _encode_escaped(tokenizer, texts)
 
 
 def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool = True) -> list[int]:
@@ -57,15 +66,28 @@ def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool 
         reply: The text. Special tokens written out in it are ordinary text.
         finished: Whether the token that closes a turn follows.
     """
-    written = reply_format(tokenizer)
-    (escaped,), placeholders = escape(tokenizer, [reply])
-    text = written_reply(tokenizer, escaped, finished)
-    closing = [written.closing_id] if finished else []
-    ids = encode_escaped(tokenizer, written.header + text, placeholders)
-    header = len(written.header_ids)
-    if tuple(ids[:header]) != written.header_ids:
-        return encode_escaped(tokenizer, text, placeholders) + closing
-    return ids[header:] + closing
+    return encode_replies(tokenizer, [reply], finished)[0]
+
+
+def encode_replies(tokenizer: PreTrainedTokenizerBase, replies: Sequence[str], finished: bool = True) -> Ids:
+    """Token ids of replies: :func:`encode_reply` of each."""
+    written, texts = reply_format(tokenizer), []
+    for reply in replies:
+        (escaped,), placeholders = escape(tokenizer, [reply])
+        texts.append((written_reply(tokenizer, escaped, finished), placeholders))
+    behind_header = [(written.header + text, placeholders) for text, placeholders in texts]
+    header, closing = len(written.header_ids), [written.closing_id] if finished else []
+    return [
+        (ids[header:] if tuple(ids[:header]) == written.header_ids else encode_escaped(tokenizer, *text)) + closing
+        for ids, text in zip(_encode_escaped(tokenizer, behind_header), texts, strict=True)
+    ]
+
+
+def _encode_escaped(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, Mapping[str, str]]]) -> Ids:
+    """Token ids of texts with their placeholders; those without any are encoded together."""
+    plain = [row for row, (_, placeholders) in enumerate(texts) if not placeholders]
+    known = dict(zip(plain, _encode(tokenizer, [texts[row][0] for row in plain]), strict=True))
+    return [known[row] if row in known else encode_escaped(tokenizer, *text) for row, text in enumerate(texts)]
 
 
 def encode_dialogue(
@@ -149,9 +171,6 @@ def right_pad(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Te
     return ids.flip(1), mask.flip(1)
 
 
-Ids = list[list[int]]
-
-
 def encode_columns(tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Sequence[Any]]) -> dict[str, Ids]:
     """Encode columns of content as training reads them, see ``CONTENT_FIELDS``.
 
@@ -170,38 +189,8 @@ def encode_columns(tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Seq
     return {name: encoders.get(name, encode_replies)(tokenizer, values) for name, values in columns.items()}
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[Message]]) -> Ids:
-    """Token ids of dialogues: :func:`~rlhf_core.data.encoding.encode_prompt` of each."""
-    literal = special_tokens(tokenizer).literal
-
-    def is_plain(messages: Sequence[Message]) -> bool:
-        ends_well = bool(messages) and messages[-1].role == "user"
-        return ends_well and not any(literal.search(m.content) for m in messages)
-
-    plain = [row for row, messages in enumerate(prompts) if is_plain(messages)]
-    texts = [render(tokenizer, prompts[row], add_generation_prompt=True) for row in plain]
-    for row in plain:
-        reply_format(tokenizer).require_fit(tokenizer, prompts[row])
-    known = dict(zip(plain, _encode(tokenizer, texts), strict=True))
-    return [known[row] if row in known else encode_prompt(tokenizer, prompts[row]) for row in range(len(prompts))]
-
-
-def encode_replies(tokenizer: PreTrainedTokenizerBase, replies: Sequence[str]) -> Ids:
-    """Token ids of finished replies: :func:`~rlhf_core.data.encoding.encode_reply` of each."""
-    literal, written = special_tokens(tokenizer).literal, reply_format(tokenizer)
-    plain = [row for row, reply in enumerate(replies) if not literal.search(reply) and not written.is_marked(reply)]
-    texts = [written.header + written.written(replies[row], finished=True) for row in plain]
-    header = len(written.header_ids)
-    known = {
-        row: [*ids[header:], written.closing_id]
-        for row, ids in zip(plain, _encode(tokenizer, texts), strict=True)
-        if tuple(ids[:header]) == written.header_ids
-    }
-    return [known[row] if row in known else encode_reply(tokenizer, replies[row]) for row in range(len(replies))]
-
-
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Ids:
-    """Token ids of texts of pretraining: :func:`~rlhf_core.data.encoding.encode_text` of each."""
+    """Token ids of texts of pretraining: :func:`encode_text` of each."""
     end = tokenizer.eos_token_id
     encoded = _encode(tokenizer, texts, add_special_tokens=True, split_special_tokens=True)
     return [ids if end is None or ids[-1:] == [end] else [*ids, int(end)] for ids in encoded]
