@@ -122,11 +122,6 @@ def trigram_repetition(text: str) -> float:
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def mean_repetition(replies: Sequence[str]) -> float:
-    """Return the mean of :func:`trigram_repetition` over replies; 0 for no replies."""
-    return _mean([trigram_repetition(reply) for reply in replies])
-
-
 def distinct_n(replies: Sequence[str], n: int = 2) -> float:
     """Return different n-grams over all n-grams of a set of replies (Li et al. 2016); 0 when no reply has ``n`` words.
 
@@ -143,46 +138,42 @@ def first_sentence(text: str) -> str:
     return " ".join(head.casefold().split())
 
 
-def distinct_first_sentences(replies: Sequence[str]) -> float:
-    """Return different first sentences over replies: 1 when all begin differently, 1/n when all begin alike."""
-    return len({first_sentence(reply) for reply in replies}) / len(replies) if replies else 0.0
+def commonest_share(texts: Sequence[str]) -> float:
+    """Return the share of the most frequent text; one refusal for every prompt gives nearly 1."""
+    return Counter(texts).most_common(1)[0][1] / len(texts) if texts else 0.0
 
 
-def commonest_first_sentence(replies: Sequence[str]) -> tuple[str, float]:
-    """Return the most frequent first sentence and its share; one refusal for every prompt gives nearly 1."""
-    if not replies:
-        return "", 0.0
-    sentence, count = Counter(first_sentence(reply) for reply in replies).most_common(1)[0]
-    return sentence, count / len(replies)
+SHORT_TOKENS = 4  # a reply of fewer tokens, its end marker included, says at most two words
 
 
-def commonest_reply(replies: Sequence[str]) -> float:
-    """Return the share of the most frequent whole reply, ignoring case and spacing."""
-    same = Counter(" ".join(reply.casefold().split()) for reply in replies)
-    return same.most_common(1)[0][1] / len(replies) if replies else 0.0
+def reply_statistics(replies: Sequence[str], lengths: Sequence[int], finished: Sequence[bool]) -> dict[str, float]:
+    """Return what a set of replies looks like as text, all 0 for none; docs/metrics.md gives healthy ranges.
+
+    Args:
+        replies: Without end markers.
+        lengths: Tokens of each, end marker included.
+        finished: Whether each ends by itself, and is not cut off by the limit of tokens.
+
+    Returns:
+        ``length``, mean number of tokens; ``repetition``, mean share of a reply's trigrams that occurred before in it;
+        ``distinct_2``, different bigrams over all bigrams of the set; shares of replies: ``missing_eos`` that are cut
+        off, ``short_replies`` of fewer than ``SHORT_TOKENS`` tokens; ``distinct_first_sentences`` over replies, and the
+        share of the ``commonest_first_sentence``.
+    """
+    first_sentences = [first_sentence(reply) for reply in replies]
+    return {
+        "length": mean(lengths),
+        "repetition": mean([trigram_repetition(reply) for reply in replies]),
+        "distinct_2": distinct_n(replies, 2),
+        "missing_eos": mean([not ended for ended in finished]),
+        "short_replies": mean([length < SHORT_TOKENS for length in lengths]),
+        "distinct_first_sentences": len({*first_sentences}) / len(replies) if replies else 0.0,
+        "commonest_first_sentence": commonest_share(first_sentences),
+    }
 
 
-def refusal_rate(replies: Sequence[str]) -> float:
-    """Return the share of replies that :func:`is_refusal` recognises."""
-    return _mean([float(is_refusal(reply)) for reply in replies])
-
-
-def short_reply_rate(lengths: Sequence[int], below: int = 4) -> float:
-    """Return the share of replies shorter than ``below``, in the unit of ``lengths``."""
-    return _mean([float(length < below) for length in lengths])
-
-
-def missing_eos_rate(finished: Sequence[bool]) -> float:
-    """Return the share of replies cut off by the token limit instead of ending by themselves."""
-    return _mean([float(not done) for done in finished])
-
-
-def mean_words(replies: Sequence[str]) -> float:
-    """Return the mean number of words, punctuation included."""
-    return _mean([float(len(split_words(reply))) for reply in replies])
-
-
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
+    """Return the mean; 0 of no values."""
     return sum(values) / len(values) if values else 0.0
 
 

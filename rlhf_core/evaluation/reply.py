@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.data import text as text_statistics
 from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.schema import ROLES, Message
+from rlhf_core.data.text import mean, reply_statistics, split_words
 from rlhf_core.errors import DataError
-
-SHORT_TOKENS = 4  # a reply of fewer tokens, its end marker included, says at most two words
 
 
 @dataclass(frozen=True)
@@ -65,22 +63,12 @@ def measure_text(replies: Sequence[Reply]) -> dict[str, float]:
     """Return statistics of a set of replies, all 0 for none; docs/metrics.md gives healthy ranges.
 
     Returns:
-        ``length``, mean number of tokens, end marker included; ``words``, mean number of words and punctuation marks;
-        ``repetition``, mean share of a reply's trigrams that occurred before in it; ``distinct_2``, different bigrams
-        over all bigrams of the set; shares of replies: ``missing_eos`` without end marker, ``special_tokens`` with
-        padding, role or other special tokens inside, ``short_replies`` of fewer than ``SHORT_TOKENS`` tokens;
-        ``distinct_first_sentences`` over replies, and the share of the ``commonest_first_sentence``.
+        Those of :func:`~rlhf_core.data.text.reply_statistics`; ``words``, mean number of words and punctuation marks;
+        ``special_tokens``, share of replies with padding, role or other special tokens inside.
     """
     texts = [reply.text for reply in replies]
     lengths = [len(reply.token_ids) for reply in replies]
-    return {
-        "length": sum(lengths) / len(lengths) if lengths else 0.0,
-        "words": text_statistics.mean_words(texts),
-        "repetition": text_statistics.mean_repetition(texts),
-        "distinct_2": text_statistics.distinct_n(texts, 2),
-        "missing_eos": text_statistics.missing_eos_rate([reply.finished for reply in replies]),
-        "special_tokens": sum(reply.special_tokens > 0 for reply in replies) / len(replies) if replies else 0.0,
-        "short_replies": text_statistics.short_reply_rate(lengths, SHORT_TOKENS),
-        "distinct_first_sentences": text_statistics.distinct_first_sentences(texts),
-        "commonest_first_sentence": text_statistics.commonest_first_sentence(texts)[1],
+    return reply_statistics(texts, lengths, [reply.finished for reply in replies]) | {
+        "words": mean([len(split_words(text)) for text in texts]),
+        "special_tokens": mean([reply.special_tokens > 0 for reply in replies]),
     }

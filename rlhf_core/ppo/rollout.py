@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.data import text as text_statistics
 from rlhf_core.data.batches import batch_at
 from rlhf_core.data.correlation import rank_correlation
 from rlhf_core.data.encoding import encode_prompts
 from rlhf_core.data.schema import Message
+from rlhf_core.data.text import commonest_share, is_refusal, mean, reply_statistics
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.models.adapters import FrozenLowerLayers
 from rlhf_core.models.precision import Precision, matmul_precision
@@ -34,7 +34,6 @@ from rlhf_core.sampling.token_scoring import Tokens, pad_columns, response_logit
 from rlhf_core.training.side_by_side import run_side_by_side
 
 COMPARABLE_TOKENS = 32  # halves of fewer tokens than these differ by chance
-SHORT_TOKENS = 4
 DIFFERENCE = "sampling_logp_difference"
 
 
@@ -287,17 +286,10 @@ def drift_metrics(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[
 
 def reply_metrics(replies: Sequence[str], lengths: Sequence[int], finished: Sequence[bool]) -> dict[str, float]:
     """What decoded replies look like: lengths in tokens with the end marker, and statistics of their text."""
-    return {
-        "length": float(np.mean(lengths)),
+    return reply_statistics(replies, lengths, finished) | {
         "length_p95": float(np.percentile(lengths, 95)),
-        "repetition": text_statistics.mean_repetition(replies),
-        "distinct_2": text_statistics.distinct_n(replies, 2),
-        "missing_eos": text_statistics.missing_eos_rate(finished),
-        "short_replies": text_statistics.short_reply_rate(lengths, SHORT_TOKENS),
-        "distinct_first_sentences": text_statistics.distinct_first_sentences(replies),
-        "commonest_first_sentence": text_statistics.commonest_first_sentence(replies)[1],
-        "commonest_reply": text_statistics.commonest_reply(replies),
-        "refusals": text_statistics.refusal_rate(replies),
+        "commonest_reply": commonest_share([" ".join(reply.casefold().split()) for reply in replies]),
+        "refusals": mean([is_refusal(reply) for reply in replies]),
     }
 
 

@@ -116,19 +116,27 @@ SAME = ["I am sorry, but I cannot help with that."] * 9 + ["The sky is blue."]
         (stats.distinct_n, [["a b c", "a b d"], 2], 3 / 4),
         (stats.distinct_n, [["我爱茶", "我爱水"], 2], 3 / 4),
         (stats.distinct_n, [[], 2], 0.0),
-        (stats.distinct_first_sentences, [SAME], 0.2),
-        (stats.commonest_first_sentence, [SAME], ("i am sorry, but i cannot help with that.", 0.9)),
-        (stats.commonest_first_sentence, [["好的。一", "好的。二", "不。"]], ("好的。", 2 / 3)),
-        (stats.commonest_reply, [SAME], 0.9),
-        (stats.refusal_rate, [SAME], 0.9),
-        (stats.short_reply_rate, [[1, 3, 4, 9], 4], 0.5),
-        (stats.missing_eos_rate, [[True, False, True, True]], 0.25),
-        (stats.missing_eos_rate, [[]], 0.0),
-        (stats.mean_words, [["a b", "c"]], 1.5),
+        (stats.first_sentence, ["好的。一"], "好的。"),
+        (stats.commonest_share, [SAME], 0.9),
+        (stats.commonest_share, [[]], 0.0),
+        (stats.mean, [[]], 0.0),
     ],
 )
 def test_statistics_by_hand(statistic: Callable[..., Any], given: list[Any], expected: Any) -> None:
     assert statistic(*given) == (pytest.approx(expected) if isinstance(expected, float) else expected)
+
+
+def test_one_refusal_for_everything_shows() -> None:
+    statistics = stats.reply_statistics(SAME, [12] * 9 + [3], [True] * 10)
+    assert statistics["distinct_first_sentences"] == pytest.approx(0.2)
+    assert statistics["commonest_first_sentence"] == 0.9
+    assert list(map(stats.is_refusal, SAME)) == [True] * 9 + [False]
+
+
+def test_lengths_and_ends() -> None:
+    statistics = stats.reply_statistics(["a", "b", "c", "d"], [1, 3, 4, 9], [True, False, True, True])
+    assert (statistics["length"], statistics["short_replies"], statistics["missing_eos"]) == (4.25, 0.5, 0.25)
+    assert set(stats.reply_statistics([], [], []).values()) == {0.0}
 
 
 @given(st.text())
