@@ -21,7 +21,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from rlhf_core.runtime.limited_call import GIB
+from rlhf_core.runtime.limited_call import GIB, lower_limit
 from rlhf_core.runtime.machine import data_size
 
 # What a template may take and add for one dialogue, a thousand times what it needs.
@@ -103,7 +103,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # whoever asks may finish its work on them
         signal.signal(number, signal.SIG_IGN)
     held = data_size()
-    _limit(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_CORE, 0)
     connection = Connection(0)
     while True:
         try:
@@ -111,9 +111,9 @@ def main() -> None:
         except (EOFError, ConnectionError):
             return
         turns, arguments, limits = request["turns"], request["arguments"], request["limits"]
-        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + limits["seconds"])
+        lower_limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + limits["seconds"])
         if held is not None:
-            _limit(resource.RLIMIT_DATA, held + limits["memory"])
+            lower_limit(resource.RLIMIT_DATA, held + limits["memory"])
         try:
             rendered: Any = render_jinja_template([turns], chat_template=request["template"], **arguments)
             written = rendered[0][0]
@@ -125,11 +125,6 @@ def main() -> None:
         except TEMPLATE_ERRORS as error:
             answer = {"refused": str(error)[:MOST_ADDED] or type(error).__name__}
         connection.send_bytes(json.dumps(answer).encode())
-
-
-def _limit(kind: int, value: int) -> None:
-    _, most = resource.getrlimit(kind)
-    resource.setrlimit(kind, (value if most == resource.RLIM_INFINITY else min(value, most), most))
 
 
 templates = TemplateProcess()

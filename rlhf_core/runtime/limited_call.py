@@ -79,10 +79,10 @@ def _run_and_exit(call: Callable[[], object], limits: CallLimits) -> None:
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(nothing, stream)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        _lower(resource.RLIMIT_CPU, limits.cpu_seconds)
+        lower_limit(resource.RLIMIT_CORE, 0)
+        lower_limit(resource.RLIMIT_CPU, limits.cpu_seconds)
         if (held := data_size()) is not None:
-            _lower(resource.RLIMIT_DATA, held + limits.memory)
+            lower_limit(resource.RLIMIT_DATA, held + limits.memory)
         call()
     except BaseException as error:  # the parent meets it again, and names it
         cause: BaseException | None = error
@@ -95,7 +95,8 @@ def _run_and_exit(call: Callable[[], object], limits: CallLimits) -> None:
         os._exit(code)
 
 
-def _lower(kind: int, value: int) -> None:
+def lower_limit(kind: int, value: int) -> None:
+    """Bound a resource of this process, as far as a bound that holds already allows."""
     _, hard = resource.getrlimit(kind)
     wanted = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (wanted, hard))
