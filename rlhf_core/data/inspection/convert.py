@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from rlhf_core.config.data import DataSource, FormatName, ReadOptions
 from rlhf_core.data.collection.rows import FileRows, add_record
@@ -21,9 +20,10 @@ from rlhf_core.data.inspection.report_lines import outcome_lines
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.detection import format_of
 from rlhf_core.data.row_counts import READABLE, ReasonCounts, RowCounts, RowFinding
-from rlhf_core.data.schema import MESSAGES
-from rlhf_core.data.tables import bytes_in_memory, chunked
+from rlhf_core.data.schema import CONTENT_FIELDS, MESSAGES, REPLIES
+from rlhf_core.data.tables import TableWriter, bytes_in_memory, chunked
 from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.storage.files import fsync_path
 
 BATCH = 1000
 LABELS = ("category", "source")
@@ -77,16 +77,13 @@ def record_of(kind: str, row: Mapping[str, Any]) -> dict[str, Any]:
     Preferences are TRL's ``prompt``, ``chosen`` and ``rejected`` as lists of messages, demonstrations ``messages``,
     prompts ``prompt``, pretraining texts ``text``. A margin that is not known is left out.
     """
-    labels = {name: row[name] for name in LABELS}
-    if kind == "pretrain":
-        return {"text": row["text"], **labels}
-    if kind == "prompts":
-        return {"prompt": row["prompt"], **labels}
+    replies = {name: [{"role": "assistant", "content": row[name]}] for name in REPLIES[kind]}
+    content = {name: replies.get(name, row[name]) for name in CONTENT_FIELDS[kind]}
     if kind == "demonstrations":
-        return {"messages": [*row["prompt"], {"role": "assistant", "content": row["reply"]}], **labels}
-    replies = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
-    margin = {} if row["margin"] is None else {"margin": row["margin"]}
-    return {"prompt": row["prompt"], **replies, **margin, **labels}
+        content = {"messages": [*row["prompt"], *replies["reply"]]}
+    if row.get("margin") is not None:
+        content["margin"] = row["margin"]
+    return content | {name: row[name] for name in LABELS}
 
 
 def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) -> Conversion:
@@ -117,7 +114,7 @@ def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) 
             with refused.open("w", encoding="utf-8") as stream:
                 parts = (part for file in inputs for part in source_chunks(file, kind))
                 records = (record for part in parts for record in _converted(part, files, stream))
-                (_write_parquet if output.suffix == ".parquet" else _write_lines)(rows, kind, records)
+                _write(rows, kind, records, is_parquet=output.suffix == ".parquet")
             if not any(file.kept for file in files):
                 reasons = ReasonCounts()
                 for file in files:
@@ -176,23 +173,16 @@ def _difference(record: Mapping[str, Any], row: Mapping[str, Any], kind: str) ->
     return "" if read.rows == [row] else "would be read differently"
 
 
-def _write_lines(path: Path, kind: str, records: Iterable[Mapping[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8") as stream:
-        for record in records:
-            stream.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _write_parquet(path: Path, kind: str, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write records in row groups, so that only one of them is in memory as columns."""
-    schema = SCHEMAS[kind]
-    with path.open("wb") as stream:
-        with pq.ParquetWriter(stream, schema, compression="zstd") as writer:
+def _write(path: Path, kind: str, records: Iterable[dict[str, Any]], is_parquet: bool) -> None:
+    """Write records as lines or, so that only some of them are in memory as columns, in row groups."""
+    if is_parquet:
+        with TableWriter(path, SCHEMAS[kind]) as writer:
             for batch in chunked(records, BATCH, bytes_in_memory):
-                writer.write_table(pa.Table.from_pylist(batch, schema=schema))
-        stream.flush()
-        os.fsync(stream.fileno())
+                writer.write(pa.Table.from_pylist(batch, schema=SCHEMAS[kind]))
+    else:
+        with path.open("w", encoding="utf-8") as stream:
+            stream.writelines(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records)
+    fsync_path(path)
 
 
 def as_text(conversion: Conversion, width: int = 80) -> str:
