@@ -211,6 +211,11 @@ class DataSource(SourceOptions):
 
     path: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, source: Any) -> Any:
+        return {"path": source} if isinstance(source, str) else source
+
     @field_validator("path")
     @classmethod
     def _without_credentials(cls, path: str) -> str:
@@ -224,13 +229,6 @@ class DataSource(SourceOptions):
     def options(self) -> SourceOptions:
         """Return how the source is read, without its path."""
         return SourceOptions(**{name: getattr(self, name) for name in SourceOptions.model_fields})
-
-
-def with_options(sources: Any) -> Any:
-    """Return the entries of a list of sources that are a path alone as sources without options."""
-    if not isinstance(sources, list | tuple):
-        return sources
-    return tuple({"path": source} if isinstance(source, str) else source for source in sources)
 
 
 class FileSources(Strict):
@@ -248,11 +246,6 @@ class FileSources(Strict):
     demonstrations: tuple[DataSource, ...] = Field(default=(), strict=False)
     prompts: tuple[DataSource, ...] = Field(default=(), strict=False)
     pretrain: tuple[DataSource, ...] = Field(default=(), strict=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _with_options(cls, sources: Any) -> Any:
-        return with_options(sources)
 
     @model_validator(mode="after")
     def _derivable(self) -> FileSources:
@@ -395,11 +388,6 @@ class ValidateConfig(StageConfig):
     evaluation_files: tuple[DataSource, ...] = Field(default=(), strict=False)
     languages: tuple[str, ...] = Field(default=(), strict=False)
     tokenizer: str | None = None
-
-    @field_validator("evaluation_files", mode="before")
-    @classmethod
-    def _with_options(cls, sources: Any) -> Any:
-        return with_options(sources)
 
     @field_validator("tokenizer")
     @classmethod
