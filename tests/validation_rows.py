@@ -14,8 +14,16 @@ import pyarrow as pa
 from rlhf_core.config.data import CollectConfig, FileSources, SplitConfig, ValidateConfig
 from rlhf_core.data.collection.rows import prompt_group
 from rlhf_core.data.row_counts import RowFinding
-from rlhf_core.data.schema import ROW_TYPES, arrow_schema, content_id, write_dicts, write_table
-from rlhf_core.data.splits import PairUser, pair_user_of, split_of
+from rlhf_core.data.schema import (
+    ROW_TYPES,
+    PairUser,
+    arrow_schema,
+    content_id,
+    pair_user_of,
+    split_of,
+    write_dicts,
+    write_table,
+)
 from rlhf_core.data.validation.set_rules import SetRows
 from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, Origins, StoredRows, findings_table
 from rlhf_core.data.validation.suites import Suites, read_suites

@@ -1,4 +1,7 @@
-"""The kinds of rows in the data files of a workspace, and the files as lists and tables of them."""
+"""The kinds of rows in the data files of a workspace, their splits, and the files as lists and tables of them.
+
+Rows are split by prompt group: one hash decides, so all data sets of a run agree and no group is in two splits.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -15,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from rlhf_core.config.data import SplitConfig
 from rlhf_core.data.tables import CHUNK_BYTES, TableRows, TableWriter, bytes_in_memory, chunked, readable, rows_within
 from rlhf_core.errors import DataError
 
@@ -235,3 +240,41 @@ def read_row_table(path: Path, cls: type[Row]) -> TableRows[Row]:
     table = read_kind(path, cls)
     part = min(PART_ROWS, rows_within(CHUNK_BYTES, table.num_rows, table.nbytes))
     return TableRows(np.arange(table.num_rows), lambda numbers: rows_of_table(table.take(numbers), cls), part)
+
+
+SPLITS = ("train", "validation", "test")
+
+
+class PairUser(StrEnum):
+    """The folder of the clean data with the training and validation pairs of one of the three reward models."""
+
+    REWARD = "preferences"
+    REFEREE = "preferences_referee"
+    JUDGE = "preferences_judge"
+
+
+def unit_hash(*parts: object) -> float:
+    """Return a number in [0, 1) from the sha256 of the parts joined by ``|``."""
+    digest = hashlib.sha256("|".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def split_of(group: str, seed: int, config: SplitConfig) -> str:
+    """Return ``train``, ``validation`` or ``test``: a function of (seed, group) and the shares alone."""
+    position = unit_hash("split", seed, group)
+    if position < config.test:
+        return "test"
+    return "validation" if position < config.test + config.validation else "train"
+
+
+def pair_user_of(group: str, seed: int, config: SplitConfig) -> PairUser:
+    """Return which model the pairs of a train or validation group belong to: the judge's are drawn first."""
+    if unit_hash("judge", seed, group) < config.judge:
+        return PairUser.JUDGE
+    return PairUser.REFEREE if unit_hash("referee", seed, group) < config.referee else PairUser.REWARD
+
+
+def assign(groups: Iterable[str], seed: int, config: SplitConfig) -> list[str]:
+    """Return the split of each group in order; each distinct group is hashed once."""
+    known: dict[str, str] = {}
+    return [known.get(group) or known.setdefault(group, split_of(group, seed, config)) for group in groups]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_core.config.loading import Params
-from rlhf_core.data.splits import PairUser
+from rlhf_core.data.schema import PairUser
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.models.causal_lm import load_tokenizer

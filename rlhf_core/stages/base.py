@@ -11,8 +11,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from rlhf_core.config.base import BaseStageConfig
 from rlhf_core.data.chat_template import refused_dialogues
-from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, Prompt, read_rows
-from rlhf_core.data.splits import PairUser
+from rlhf_core.data.schema import Demonstration, Message, PairUser, Preference, PretrainText, Prompt, read_rows
 from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.errors import ModelError
 from rlhf_core.fingerprint.tracked_files import STARTING_MODEL_FILE

@@ -18,7 +18,7 @@ from rlhf_core.data.collection.sources import (
     source_chunks,
     source_files,
 )
-from rlhf_core.data.readers.columns import unused_lines, warnings_of
+from rlhf_core.data.readers.detection import unused_lines, warnings_of
 from rlhf_core.data.row_counts import RowCounts
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts, write_table
 from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, findings_table

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf_core.config.loading import load_params
 from rlhf_core.data.batches import length_balanced_rows
-from rlhf_core.data.splits import PairUser
+from rlhf_core.data.schema import PairUser
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.errors import DataError
 from rlhf_core.models.causal_lm import fitting_length, load_tokenizer

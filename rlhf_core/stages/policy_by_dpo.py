@@ -7,8 +7,7 @@ from typing import Any
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.policy import PolicyStageConfig
 from rlhf_core.data.encoding import pad_id
-from rlhf_core.data.schema import Demonstration, read_rows
-from rlhf_core.data.splits import PairUser
+from rlhf_core.data.schema import Demonstration, PairUser, read_rows
 from rlhf_core.models.causal_lm import fitting_length, load_policy, save_policy
 from rlhf_core.stages.policy import POLICY_OUTPUTS
 from rlhf_core.stages.runtime.contract import Paths, Stage

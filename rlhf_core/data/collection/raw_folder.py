@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from rlhf_core.config.data import SourceOptions
 from rlhf_core.data.collection.rows import DERIVED_FROM, FileRows, derive, whole_records
-from rlhf_core.data.readers.columns import unused_summary
+from rlhf_core.data.readers.detection import unused_summary
 from rlhf_core.data.row_counts import RowCounts
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, content_id, tables_of
 from rlhf_core.data.tables import TableWriter, table_chunks

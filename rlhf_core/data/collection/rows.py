@@ -12,17 +12,19 @@ from itertools import chain
 from typing import Any
 
 from rlhf_core.config.data import ReadOptions
-from rlhf_core.data.readers.columns import mapped, printable, unused_columns
 from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.detection import (
     first_records,
     format_named,
     format_of,
+    mapped,
     missing_replies,
     other_replies,
+    printable,
     recognised,
     record_shape,
     unread_replies,
+    unused_columns,
 )
 from rlhf_core.data.readers.formats import (
     EXAMPLES,

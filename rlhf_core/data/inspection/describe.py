@@ -25,8 +25,7 @@ from rlhf_core.data.lengths import (
     evenly_spread,
     percentiles,
 )
-from rlhf_core.data.readers.columns import unused_summary
-from rlhf_core.data.readers.detection import format_named
+from rlhf_core.data.readers.detection import format_named, unused_summary
 from rlhf_core.data.row_counts import ReasonCounts, RowCounts
 from rlhf_core.data.schema import ROW_TYPES, tables_of
 from rlhf_core.data.tables import bytes_in_memory

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_core.data.lengths import PERCENTILES
-from rlhf_core.data.readers.columns import unused_lines, warnings_of
+from rlhf_core.data.readers.detection import unused_lines, warnings_of
 from rlhf_core.data.row_counts import RowCounts
 from rlhf_core.data.schema import REPLIES
 

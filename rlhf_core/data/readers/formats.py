@@ -170,11 +170,7 @@ class Needs:
 
 def has(record: Any, *present: str, **types: type | tuple[type, ...]) -> bool:
     """Whether a record has these keys, and values of these types under those."""
-    return (
-        isinstance(record, dict)
-        and all(name in record for name in present)
-        and all(isinstance(record.get(name), kind) for name, kind in types.items())
-    )
+    return Needs(*present, **types)(record)
 
 
 def number_of(value: Any, name: str) -> float:

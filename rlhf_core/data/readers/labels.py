@@ -18,10 +18,6 @@ GOOD = frozenset({"true", "t", "yes", "y", "on", "good", "desirable", "chosen", 
 BAD = frozenset({"false", "f", "no", "n", "off", "bad", "undesirable", "rejected"})
 
 
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
 def _keys(names: str) -> frozenset[str]:
     return frozenset(map(key_of, names.split()))
 
@@ -49,10 +45,8 @@ SKIP = _keys(
 )
 # What became of a row where it was annotated.
 STATUSES = _keys("status annotation_status review review_status review_result moderation")
-OUT = frozenset(
-    _words("discarded discard deleted removed rejected invalid failed failure cancelled canceled skipped tie")
-)
-IN = frozenset(_words("submitted accepted approved completed complete validated valid published active done ok passed"))
+OUT = _keys("discarded discard deleted removed rejected invalid failed failure cancelled canceled skipped tie")
+IN = _keys("submitted accepted approved completed complete validated valid published active done ok passed")
 # Verdicts of people on a single reply: up or down, good or bad.
 VERDICTS = _keys(
     "thumb thumbs thumbs_up vote feedback user_feedback reaction liked upvoted is_good is_correct correct is_accepted "
@@ -68,15 +62,13 @@ UNKNOWN_SCALES = _keys(
 )
 FLAGS = LEARN | SKIP | STATUSES | VERDICTS | RATINGS | UNKNOWN_SCALES
 # Words of other names that may say the same, as in input_quality, winner_tie, finish_reason and in_gsm8k_train.
-FLAG_WORDS = frozenset(
-    _words(
-        "train training loss losses weight weights mask masks masked ignore skip exclude discarded deleted "
-        "status review quality rating ratings score scores grade grades rank ranks reward rewards verdict "
-        "judgement correct incorrect wrong verified accuracy acc success outcome confidence agreement agree "
-        "preference preferred winner tie swapped flipped vote votes upvote label labels split holdout "
-        "moderation guard safety safe unsafe harmful toxic toxicity nsfw spam refusal hallucination duplicate "
-        "truncated finish error errors filter filtered"
-    )
+FLAG_WORDS = _keys(
+    "train training loss losses weight weights mask masks masked ignore skip exclude discarded deleted "
+    "status review quality rating ratings score scores grade grades rank ranks reward rewards verdict "
+    "judgement correct incorrect wrong verified accuracy acc success outcome confidence agreement agree "
+    "preference preferred winner tie swapped flipped vote votes upvote label labels split holdout "
+    "moderation guard safety safe unsafe harmful toxic toxicity nsfw spam refusal hallucination duplicate "
+    "truncated finish error errors filter filtered"
 )
 # Names that have other meanings too: a value that is no flag is left unread there.
 COMMON_WORDS = _keys(

@@ -195,8 +195,8 @@ def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
         name: given for name in ("chosen", "rejected", "reply", "text") if (given := getattr(parsed, name)) is not None
     }
     turns = parsed.prompt or []
-    named_texts = texts | ({"the prompt": turns[-1]["content"]} if turns else {})
-    for name, given in named_texts.items():
+    asked = turns[-1]["content"] if turns else ""
+    for name, given in (*texts.items(), ("the prompt", asked)):
         if given.strip().casefold() in MISSING:
             noticed[f"{name} is the text {given.strip()!r}, as which a missing value may have been written"] += 1
     for text in (*(turn["content"] for turn in turns), *texts.values()):
@@ -210,25 +210,14 @@ def cleaned(parsed: Parsed, noticed: Counter[str], named: bool) -> Parsed:
         for turn in turns
     ]
     texts = {name: clean(given, f"the end of {name}") for name, given in texts.items()}
-    residues_found = {
-        (name, residue)
-        for name, text in texts.items()
-        for residue in _residues(text, "text" if name == "text" else "reply")
-    }
-    prompt_text = turns[-1]["content"].strip() if turns else ""
-    residues_found |= {
-        (name, f"is the prompt again{AS_TEXT}")
-        for name, text in texts.items()
-        if prompt_text and text.strip() == prompt_text
-    }
-    reply = texts.get("reply", "").strip()
-    if len(prompt_text) >= REPEATED and reply.startswith(prompt_text) and reply != prompt_text:
-        residues_found.add(("reply", f"begins with the prompt{AS_TEXT}"))
-    residues_found |= {
-        ("a user's turn", residue)
-        for turn in turns
-        if turn["role"] == "user"
-        for residue in _residues(turn["content"], "user")
-    }
-    noticed.update(f"{name} {residue}" for name, residue in sorted(residues_found))
+    asked = asked.strip()
+    asking = (turn["content"] for turn in turns if turn["role"] == "user")
+    found = {f"a user's turn {residue}" for text in asking for residue in _residues(text, "user")}
+    for name, text in texts.items():
+        found |= {f"{name} {residue}" for residue in _residues(text, "text" if name == "text" else "reply")}
+        if asked and text.strip() == asked:
+            found.add(f"{name} is the prompt again{AS_TEXT}")
+        elif name == "reply" and len(asked) >= REPEATED and text.strip().startswith(asked):
+            found.add(f"reply begins with the prompt{AS_TEXT}")
+    noticed.update(sorted(found))
     return replace(parsed, prompt=prompt, **texts)

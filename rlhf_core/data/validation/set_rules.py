@@ -32,8 +32,7 @@ from datasketch import MinHash, MinHashLSH
 from rlhf_core.config.data import NearDuplicatesConfig, SplitConfig, ValidateConfig
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.row_counts import RowFinding
-from rlhf_core.data.schema import CONTENT_FIELDS
-from rlhf_core.data.splits import SPLITS, PairUser, assign, pair_user_of
+from rlhf_core.data.schema import CONTENT_FIELDS, SPLITS, PairUser, assign, pair_user_of
 from rlhf_core.data.text import split_words
 from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.data.validation.suites import SET, Suites
@@ -420,21 +419,15 @@ class EvaluationOverlap:
 
 
 class EvaluationIndex:
-    """Evaluation prompts, looked up by runs of words, by whole texts and by similarity."""
+    """Evaluation prompts, looked up by runs of words (short ones by their whole text) and by similarity."""
 
     def __init__(self, prompts: Sequence[Sequence[str]], config: NearDuplicatesConfig) -> None:
         self._similar = SimilarTexts(config)
-        self._short: dict[int, int] = {}
         runs, owners = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
         for number, turns in enumerate(prompts):
             text = "\n".join(turns)
-            words = split_words(text)
-            hashes = shingle_hashes(words, RUN_OF_WORDS)
-            if len(words) < RUN_OF_WORDS:
-                self._short |= {int(value): number for value in hashes if int(value) not in self._short}
-            else:
-                runs.append(hashes)
-                owners.append(np.full(len(hashes), number))
+            runs.append(shingle_hashes(split_words(text), RUN_OF_WORDS))
+            owners.append(np.full(len(runs[-1]), number))
             self._similar.add(number, self._similar.signature(text))
         order = np.argsort(np.concatenate(runs), kind="stable")
         self._runs: npt.NDArray[np.uint64] = np.concatenate(runs)[order]
@@ -443,15 +436,11 @@ class EvaluationIndex:
     def shared_words(self, turns: Sequence[str]) -> int | None:
         """Return the number of an evaluation prompt with a run of words, or a whole short prompt, in these turns."""
         for text in dict.fromkeys(["\n".join(turns), *turns]):
-            words = split_words(text)
-            hashes = shingle_hashes(words, RUN_OF_WORDS)
-            if len(words) < RUN_OF_WORDS:
-                numbers = [self._short[int(value)] for value in hashes if int(value) in self._short]
-            else:
-                left, right = (np.searchsorted(self._runs, hashes, side) for side in ("left", "right"))
-                numbers = self._owners[left[left < right]].tolist()
-            if numbers:
-                return min(numbers)
+            hashes = shingle_hashes(split_words(text), RUN_OF_WORDS)
+            left, right = (np.searchsorted(self._runs, hashes, side) for side in ("left", "right"))
+            owners = self._owners[left[left < right]]
+            if len(owners):
+                return int(owners.min())
         return None
 
     def overlap(self, turns: Sequence[str]) -> tuple[int, str, float | None] | None:

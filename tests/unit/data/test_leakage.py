@@ -17,7 +17,7 @@ from rlhf_core.config import yaml_text
 from rlhf_core.config.data import NearDuplicatesConfig, ValidateConfig
 from rlhf_core.config.loading import check_params, rebase_sources
 from rlhf_core.data.collection.sources import read_sources
-from rlhf_core.data.splits import PairUser
+from rlhf_core.data.schema import PairUser
 from rlhf_core.data.validation import set_rules as minhash
 from rlhf_core.data.validation.set_rules import (
     CROWDED,

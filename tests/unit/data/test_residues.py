@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from unit.data.reading import read
 
-from rlhf_core.data.readers.columns import warnings_of
+from rlhf_core.data.readers.detection import warnings_of
 
 REPLIES = {
     "names": ["Assistant: So.", "AI: So.", "**Assistant:** So.", "assistant\n\nSo.", "GPT-4: So.", "助手：So."],

@@ -15,7 +15,7 @@ from rlhf_core.config.data import ReadOptions
 from rlhf_core.data.collection.sources import read_sources, sources_by_kind
 from rlhf_core.data.inspection.describe import as_text as inspected
 from rlhf_core.data.inspection.describe import describe_sources
-from rlhf_core.data.readers.columns import warnings_of
+from rlhf_core.data.readers.detection import warnings_of
 from rlhf_core.errors import DataError
 
 TURN = {"role": "assistant", "content": "Rivers flow."}
