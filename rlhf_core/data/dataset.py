@@ -204,17 +204,15 @@ def data_metrics(
     groups = {name: arrays for of_kind in statistics.values() for name, arrays in of_kind.groups.items()}
     metrics: dict[str, Numbers | float] = {"group_overlap": float(group_overlap(groups))}
     for kind, of_kind in statistics.items():
+        checked = validated.kinds[kind]
         numbers = {
-            "raw": float(validated.raw_rows[kind]),
+            "raw": float(checked.raw_rows),
             "clean": float(of_kind.rows),
-            "quarantined": float(validated.quarantined_rows[kind]),
-            "quarantined_share": validated.quarantined_share(kind),
+            "quarantined": float(checked.quarantined),
+            "quarantined_share": checked.quarantined_share,
             "groups": float(len(pc.unique(pa.chunked_array(of_kind.groups.get(ALL, []), pa.binary(DIGEST_BYTES))))),
         }
-        if validated.left_out[kind]:
-            numbers["left_out"] = float(validated.left_out[kind])
-        if validated.raw.cut.get(kind):
-            numbers["cut"] = float(validated.raw.cut[kind])
+        numbers |= {name: float(n) for name, n in (("left_out", checked.left_out), ("cut", checked.cut)) if n}
         for name in file_names(kind):
             numbers[rows_metric(name).partition(".")[2]] = float(of_kind.files[name])
         lengths = of_kind.all_lengths() if of_kind.rows else {}
@@ -222,7 +220,7 @@ def data_metrics(
         if "chosen" in lengths:
             numbers["chosen_longer_share"] = int((lengths["chosen"] > lengths["rejected"]).sum()) / of_kind.rows
             numbers["margin_known_share"] = 1.0 - (of_kind.rows - of_kind.margin_known) / of_kind.rows
-        numbers |= {f"failed_{check}": float(n) for check, n in sorted(validated.failed_checks[kind].items())}
-        numbers |= {f"warned_{check}": float(n) for check, n in sorted(validated.warned_checks[kind].items())}
+        numbers |= {f"failed_{check}": float(n) for check, n in sorted(checked.failed.items())}
+        numbers |= {f"warned_{check}": float(n) for check, n in sorted(checked.warned.items())}
         metrics[kind] = numbers | (counts or {}).get(kind, {})
     return metrics | {"pretrain_held_out": float(statistics["pretrain"].rows - statistics["pretrain"].files.total())}

@@ -84,6 +84,14 @@ class TokenCounts:
         replies = [row[name] for name in REPLIES[self.kind]]
         self.marked += any(map(reply_format(tokenizer).is_marked, replies)) if replies else 0
 
+    def metrics(self) -> dict[str, float]:
+        """Return ``COLUMN_tokens_PERCENTILE`` for each text column, and for the whole sequence."""
+        return {
+            f"{name.replace(' + ', '_and_')}_tokens_{percentile}": float(value)
+            for name, lengths in self.lengths.items()
+            for percentile, value in zip(PERCENTILES, percentiles(lengths), strict=True)
+        }
+
 
 def token_counts(tokenizer: PreTrainedTokenizerBase, kind: str, row: Mapping[str, Any]) -> dict[str, int]:
     """Count the tokens of each text column of a row as training writes it, and of the sequence that training sees.

@@ -63,9 +63,9 @@ def run(
         apply_set_rules(validated, findings)
     tokens = None
     if tokenizer is not None:
-        tokens = count_tokens(validated.clean, tokenizer, str(config.tokenizer))
-        for kind in tokens.kinds:
-            findings.counts[kind] = findings.counts.get(kind, {}) | tokens.metrics(kind)
+        tokens = count_tokens(validated.clean, tokenizer)
+        for kind, counted in tokens.items():
+            findings.counts[kind] = findings.counts.get(kind, {}) | counted.metrics()
     write_quarantine(outputs.quarantine, validated.quarantine())
     with atomic_dir(outputs.clean) as folder:
         statistics = write_clean(folder, validated.clean, config.seed, config.split)
@@ -84,8 +84,8 @@ def run(
             validated.checkpoints.write_docs(docs, failed)
         about = read_json(manifest) if manifest.is_file() else {}
         sources = CardSources(about, validated, findings, metrics, statistics, failed, tokens)
-        listed = [*findings.breaches, *(tokens.findings() if tokens else ())]
-        write_card(outputs.card, build_card(sources, config), listed)
+        unwritable = [finding for counted in (tokens or {}).values() for finding in counted.unwritable]
+        write_card(outputs.card, build_card(sources, config), [*findings.breaches, *unwritable])
         if not decision.passed:
             # Clean data of an earlier run must not be mistaken for this one's.
             shutil.rmtree(outputs.clean, ignore_errors=True)
@@ -142,8 +142,8 @@ def rule_conditions(validated: Validated) -> list[Condition]:
             at_most=0,
             why="the rule fails the set, by validate.rules or as one of all rows",
         )
-        for kind, rules in validated.must_hold.items()
-        for rule in dict.fromkeys(rules)
+        for kind, checked in validated.kinds.items()
+        for rule in dict.fromkeys(checked.must_hold)
     ]
 
 

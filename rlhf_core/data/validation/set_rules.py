@@ -566,12 +566,12 @@ def apply_set_rules(validated: Validated, findings: SetFindings) -> None:
     Such rows are no bad data: they are ``left_out``, and do not count towards ``max_quarantined``.
     """
     for kind, rules in findings.checked.items():
-        frame = validated.frames[kind]
+        checked = validated.kinds[kind]
         reasons: dict[str, dict[int, str]] = {rule: {} for rule in rules}
         for found in findings.breaches:
             if found.kind == kind and found.number is not None:
                 reasons[found.rule].setdefault(found.number, f"{found.reason} ({found.other})")
         for rule, of_rows in reasons.items():
-            frame[rule] = found_column(len(frame), of_rows)
+            checked.frame[rule] = found_column(len(checked.frame), of_rows)
         verdicts = validated.ask(kind, SET)
-        validated.take(kind, {rule: verdict for rule, verdict in verdicts.items() if rule.name in reasons}, reasons)
+        checked.take({rule: verdict for rule, verdict in verdicts.items() if rule.name in reasons}, reasons)

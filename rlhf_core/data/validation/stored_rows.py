@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rlhf_core.data.lengths import PERCENTILES, TokenCounts, evenly_spread, percentiles
+from rlhf_core.data.lengths import TokenCounts, evenly_spread
 from rlhf_core.data.row_counts import READABLE, RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS, arrow_schema
 from rlhf_core.data.tables import TableWriter, parquet_footer, table_chunks
@@ -195,32 +195,8 @@ def write_quarantine(path: Path, parts: Iterable[Sequence[RowFinding]]) -> None:
 COUNTED_ROWS = 20_000  # of a kind; a percentile of as many is off by less than one per cent of the rows
 
 
-@dataclass(frozen=True)
-class CountedTokens:
-    """Tokens of the clean rows by kind, and what the tokenizer that counted them is called."""
-
-    tokenizer: str
-    kinds: Mapping[str, TokenCounts]
-
-    def metrics(self, kind: str) -> dict[str, float]:
-        """Return ``COLUMN_tokens_PERCENTILE`` for each text column of ``kind``, and for the whole sequence."""
-        return {
-            f"{name.replace(' + ', '_and_')}_tokens_{percentile}": float(value)
-            for name, lengths in self.kinds[kind].lengths.items()
-            for percentile, value in zip(PERCENTILES, percentiles(lengths), strict=True)
-        }
-
-    def findings(self) -> list[RowFinding]:
-        """Return the rows that the tokenizer cannot write, as ``findings.parquet`` holds them."""
-        return [finding for counted in self.kinds.values() for finding in counted.unwritable]
-
-
-def count_tokens(clean: Mapping[str, StoredRows], tokenizer: PreTrainedTokenizerBase, name: str) -> CountedTokens:
-    """Tokenise the clean rows as training does, part by part.
-
-    Args:
-        name: What the card calls the tokenizer.
-    """
+def count_tokens(clean: Mapping[str, StoredRows], tokenizer: PreTrainedTokenizerBase) -> dict[str, TokenCounts]:
+    """Tokenise the clean rows of every kind that has some as training does, part by part."""
     kinds = {kind: TokenCounts(kind, rows.num_rows) for kind, rows in clean.items() if rows.num_rows}
     with progress(sum(min(counted.rows, COUNTED_ROWS) for counted in kinds.values()), "counting tokens") as bar:
         for kind, counted in kinds.items():
@@ -232,4 +208,4 @@ def count_tokens(clean: Mapping[str, StoredRows], tokenizer: PreTrainedTokenizer
                 for row in part.to_pylist():
                     counted.add(tokenizer, row | rows.origin(next(numbers)))
                 bar.advance(part.num_rows)
-    return CountedTokens(name, kinds)
+    return kinds

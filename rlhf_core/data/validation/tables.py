@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -64,73 +64,71 @@ class RawData:
 
 
 @dataclass
-class Validated:
-    """Clean rows, the quarantine, and counts by kind. Texts stay in the files of ``raw``.
+class CheckedKind:
+    """The rows of a kind, and what the rules say of them.
 
     Attributes:
-        clean: The rows that passed.
-        reasons: By kind and number of a raw row, why it is quarantined.
-        raw_rows: Rows that were checked or refused by readers.
-        refused_rows: Those that readers refused.
-        left_out: Rows without a fault: over a limit of lengths, derived from rows that were refused, or found in the
-            whole set.
-        failed_checks: Rows that each rule refused; 0 is there for rules that fail the set.
-        warned_checks: Rows that stay although they break a rule that only warns.
-        must_hold: By kind, the rules that fail the set where a row, or the table, breaks them.
-        verdicts: By kind, what each expectation says.
-        frames: By kind, the columns that its expectations are about.
-        checkpoints: What asks the expectations.
-        agreement: Of the labels of pairs that occur more than once; see :func:`label_agreement`.
+        raw: The rows that were checked. Texts stay in their file.
+        refused: How many more readers refused.
+        cut: How many more ``collect.limit`` left out.
+        frame: The columns that the expectations are about; none where there is no row.
+        reasons: By number of a raw row, why it is quarantined.
+        left_out: Rows in the quarantine without a fault: over a limit of lengths, derived from rows that were refused,
+            or found in the whole set.
+        failed: Rows that each rule refused; 0 is there for rules that fail the set.
+        warned: Rows that stay although they break a rule that only warns.
+        must_hold: The rules that fail the set where a row, or the table, breaks them.
+        verdicts: What each expectation says.
     """
 
-    raw: RawData
-    checkpoints: Checkpoints
-    clean: dict[str, StoredRows] = field(default_factory=dict)
-    reasons: dict[str, dict[int, list[str]]] = field(default_factory=dict)
-    raw_rows: dict[str, int] = field(default_factory=dict)
-    refused_rows: Mapping[str, int] = field(default_factory=dict)
-    left_out: Counter[str] = field(default_factory=Counter)
-    failed_checks: dict[str, Counter[str]] = field(default_factory=dict)
-    warned_checks: dict[str, Counter[str]] = field(default_factory=dict)
-    must_hold: dict[str, list[str]] = field(default_factory=dict)
-    verdicts: dict[str, Verdicts] = field(default_factory=dict)
-    frames: dict[str, pd.DataFrame] = field(default_factory=dict)
-    agreement: dict[str, float] = field(default_factory=dict)
+    raw: StoredRows
+    refused: int = 0
+    cut: int = 0
+    frame: pd.DataFrame = field(default_factory=pd.DataFrame)
+    reasons: dict[int, list[str]] = field(default_factory=dict)
+    left_out: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    warned: Counter[str] = field(default_factory=Counter)
+    must_hold: list[str] = field(default_factory=list)
+    verdicts: Verdicts = field(default_factory=dict)
 
     @property
-    def quarantined_rows(self) -> dict[str, int]:
-        """Rows in the quarantine, by kind."""
-        return {kind: self.refused_rows.get(kind, 0) + len(self.reasons.get(kind, ())) for kind in self.raw_rows}
+    def clean(self) -> StoredRows:
+        """The rows that passed."""
+        return self.raw.where(~np.isin(self.raw.numbers, list(self.reasons)))
 
-    def quarantined_share(self, kind: str) -> float:
-        """Return the share of bad rows among all that were read: a cut row counts as bad as often as a checked one.
+    @property
+    def raw_rows(self) -> int:
+        """Rows that were checked or refused by readers."""
+        return self.raw.num_rows + self.refused
+
+    @property
+    def quarantined(self) -> int:
+        """Rows in the quarantine."""
+        return self.refused + len(self.reasons)
+
+    @property
+    def quarantined_share(self) -> float:
+        """The share of bad rows among all that were read: a cut row counts as bad as often as a checked one.
 
         Rows that are ``left_out`` are in the quarantine, but do not count here.
         """
-        refused, cut = self.refused_rows.get(kind, 0), self.raw.cut.get(kind, 0)
-        checked = self.raw_rows[kind] - refused
-        failed = self.quarantined_rows[kind] - refused - self.left_out[kind]
-        read = self.raw_rows[kind] + cut
-        return (refused + (failed * (checked + cut) / checked if checked else 0)) / read if read else 0.0
+        checked, failed, read = self.raw.num_rows, len(self.reasons) - self.left_out, self.raw_rows + self.cut
+        return (self.refused + (failed * (checked + self.cut) / checked if checked else 0)) / read if read else 0.0
 
-    def ask(self, kind: str, page: str) -> Verdicts:
-        """Ask the expectations of a kind whose columns are there now; see :meth:`Checkpoints.run`."""
-        frame, raw = self.frames[kind], self.raw.rows[kind]
+    def place(self, row: int) -> str:
+        """Return what messages call a row: its file and line, or its id."""
+        return RowFinding("", self.raw.kind, "", **self.raw.origin(row), id=str(self.frame["id"].iat[row])).where
 
-        def where(row: int) -> str:
-            return RowFinding("", kind, "", **raw.origin(row), id=str(frame["id"].iat[row])).where
-
-        return self.checkpoints.run(kind, frame, page, where)
-
-    def passing(self, kind: str, verdicts: Verdicts) -> npt.NDArray[np.bool_]:
-        """Return by row of a kind whether it breaks none of the rules that do more than warn."""
-        passed = np.ones(len(self.frames[kind]), dtype=bool)
+    def passing(self, verdicts: Verdicts) -> npt.NDArray[np.bool_]:
+        """Return by row whether it breaks none of the rules that do more than warn."""
+        passed = np.ones(len(self.frame), dtype=bool)
         for rule, verdict in verdicts.items():
             if rule.severity != "warn" and verdict.rows is not None:
                 passed[verdict.rows] = False
         return passed
 
-    def take(self, kind: str, verdicts: Verdicts, found: Mapping[str, Mapping[int, str]] | None = None) -> None:
+    def take(self, verdicts: Verdicts, found: Mapping[str, Mapping[int, str]] | None = None) -> None:
         """Count the rows that break rules, and quarantine those that a rule refuses, with all their reasons.
 
         A row that is refused does not count under rules that only warn.
@@ -140,46 +138,67 @@ class Validated:
         """
         refused: dict[int, dict[str, SuiteRule]] = {}
         warned: dict[str, set[int]] = {}
-        failed, warnings = self.failed_checks[kind], self.warned_checks[kind]
         for rule, verdict in verdicts.items():
             rows = verdict.rows.tolist() if verdict.rows is not None else []
             table_broken = verdict.rows is None and not verdict.passed
             if found is not None:
-                (warnings if rule.severity == "warn" else failed).setdefault(rule.name, 0)
+                (self.warned if rule.severity == "warn" else self.failed).setdefault(rule.name, 0)
             if rule.severity == "warn":
                 warned.setdefault(rule.name, set()).update(rows, [-1] if table_broken else ())
                 continue
             if rule.severity == "fail" or verdict.rows is None:
-                self.must_hold.setdefault(kind, []).append(rule.name)
-                failed[rule.name] += table_broken
+                self.must_hold.append(rule.name)
+                self.failed[rule.name] += table_broken
             for row in rows:
                 refused.setdefault(row, {}).setdefault(rule.name, rule)
         for row, rules in sorted(refused.items()):
-            failed.update(rules.keys())
-            self.reasons[kind][row] = [found[name][row] if found else rule.reason for name, rule in rules.items()]
-            self.left_out[kind] += found is not None or not any(rule.is_fault for rule in rules.values())
+            self.failed.update(rules.keys())
+            self.reasons[row] = [found[name][row] if found else rule.reason for name, rule in rules.items()]
+            self.left_out += found is not None or not any(rule.is_fault for rule in rules.values())
         counts = {name: len(rows - refused.keys()) for name, rows in warned.items()}
-        warnings.update({name: count for name, count in counts.items() if count})
-        clean = self.clean[kind]
-        self.clean[kind] = clean.where(~np.isin(clean.numbers, list(refused)))
-        self.verdicts[kind] = self.verdicts.get(kind, {}) | verdicts
+        self.warned.update({name: count for name, count in counts.items() if count})
+        self.verdicts |= verdicts
+
+    def quarantine(self) -> Iterator[list[RowFinding]]:
+        """Yield the rows that rules refused in parts."""
+        numbers = iter(sorted(self.reasons))
+        for table in self.raw.where(np.isin(self.raw.numbers, list(self.reasons))).parts() if self.reasons else ():
+            yield [self._quarantined(row, next(numbers)) for row in table.to_pylist()]
+
+    def _quarantined(self, row: Mapping[str, Any], number: int) -> RowFinding:
+        first, *more = self.reasons[number]
+        text = json.dumps(row, ensure_ascii=False, default=str)
+        return RowFinding("", self.raw.kind, first, **self.raw.origin(number), id=str(row["id"]), row=text, more=more)
+
+
+@dataclass
+class Validated:
+    """Clean rows, the quarantine, and counts by kind.
+
+    Attributes:
+        checkpoints: What asks the expectations.
+        agreement: Of the labels of pairs that occur more than once; see :func:`label_agreement`.
+    """
+
+    raw: RawData
+    checkpoints: Checkpoints
+    kinds: dict[str, CheckedKind] = field(default_factory=dict)
+    agreement: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def clean(self) -> dict[str, StoredRows]:
+        """The rows that passed, by kind."""
+        return {kind: checked.clean for kind, checked in self.kinds.items()}
+
+    def ask(self, kind: str, page: str) -> Verdicts:
+        """Ask the expectations of a kind whose columns are there now; see :meth:`Checkpoints.run`."""
+        return self.checkpoints.run(kind, self.kinds[kind].frame, page, self.kinds[kind].place)
 
     def quarantine(self) -> Iterator[list[RowFinding]]:
         """Yield all quarantined rows in parts: those that readers refused, then those that failed, kind by kind."""
         yield from read_refused(self.raw.refused)
-        for kind, reasons in self.reasons.items():
-            raw, numbers = self.raw.rows[kind], iter(sorted(reasons))
-            refused = raw.where(np.isin(np.arange(raw.stored), list(reasons)))
-            for table in refused.parts() if reasons else ():
-                yield [_quarantined(raw, row, next(numbers), reasons) for row in table.to_pylist()]
-
-
-def _quarantined(
-    raw: StoredRows, row: Mapping[str, Any], number: int, reasons: Mapping[int, Sequence[str]]
-) -> RowFinding:
-    first, *more = reasons[number]
-    text = json.dumps(row, ensure_ascii=False, default=str)
-    return RowFinding("", raw.kind, first, **raw.origin(number), id=str(row["id"]), row=text, more=more)
+        for checked in self.kinds.values():
+            yield from checked.quarantine()
 
 
 def read_raw(raw: Path) -> RawData:
@@ -214,23 +233,21 @@ def validate(raw: RawData, suites: Suites, folder: Path) -> Validated:
     Args:
         folder: Holds the texts of the columns while the result is used.
     """
-    result = Validated(raw, Checkpoints(suites), refused_rows=count_refused(raw.refused))
+    result, refused = Validated(raw, Checkpoints(suites)), count_refused(raw.refused)
     derivable: dict[str, set[str]] = {kind: set() for kind in raw.derived}
     if "prompts" in derivable:
         derivable["prompts"].update(raw.prompt_only)
     with progress(sum(rows.num_rows for rows in raw.rows.values()), "checking rows") as bar:
         for kind, rows in raw.rows.items():
-            result.raw_rows[kind] = rows.num_rows + result.refused_rows[kind]
-            result.clean[kind], result.reasons[kind] = rows, {}
-            result.failed_checks[kind], result.warned_checks[kind] = Counter(), Counter()
+            result.kinds[kind] = checked = CheckedKind(rows, refused[kind], raw.cut.get(kind, 0))
             if not rows.num_rows:
                 continue
             frame, hashes = read_columns(kind, _advancing(rows, bar), folder / f"{kind}.arrow")
             if kind == "preferences":
                 result.agreement = label_agreement(hashes, frame["margin"].array.tolist())
-            result.frames[kind] = frame
+            checked.frame = frame
             verdicts = result.ask(kind, ROWS)
-            copied = copies(hashes.column("content"), result.passing(kind, verdicts))
+            copied = copies(hashes.column("content"), checked.passing(verdicts))
             ids = frame["id"].array
             copied_from = {row: f"a copy of {ids[other]}" for row, other in copied.items()}
             frame[NOT_DUPLICATE] = found_column(len(frame), copied_from)
@@ -239,8 +256,8 @@ def validate(raw: RawData, suites: Suites, folder: Path) -> Validated:
                 lost = np.flatnonzero(~(own | frame["id"].isin(derivable.pop(kind)).to_numpy()))
                 frame[SOURCE_PASSED] = found_column(len(frame), dict.fromkeys(lost.tolist(), NOT_DERIVED))
             verdicts |= result.ask(kind, COPIES)
-            _derive_ids(rows, result.passing(kind, verdicts), derivable)
-            result.take(kind, verdicts)
+            _derive_ids(rows, checked.passing(verdicts), derivable)
+            checked.take(verdicts)
     return result
 
 

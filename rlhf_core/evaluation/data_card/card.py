@@ -18,12 +18,12 @@ from markupsafe import Markup, escape
 from rlhf_core.config.data import AUTOMATIC_ROWS, RULES, NearDuplicatesConfig, ValidateConfig
 from rlhf_core.data.dataset import KindStatistics, balance
 from rlhf_core.data.inspection.report_lines import counted
-from rlhf_core.data.lengths import PERCENTILES, SEQUENCE, percentiles
+from rlhf_core.data.lengths import PERCENTILES, SEQUENCE, TokenCounts, percentiles
 from rlhf_core.data.row_counts import ReasonCounts, RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS, write_table
 from rlhf_core.data.text import excerpt, safe_text, shortened
 from rlhf_core.data.validation.set_rules import SetFindings
-from rlhf_core.data.validation.stored_rows import FINDINGS_SCHEMA, CountedTokens, findings_table
+from rlhf_core.data.validation.stored_rows import FINDINGS_SCHEMA, findings_table
 from rlhf_core.data.validation.suites import NOT_DERIVED, SOURCE_PASSED, Suites
 from rlhf_core.data.validation.tables import Validated
 from rlhf_core.evaluation.figures import bar_chart, format_number
@@ -191,7 +191,9 @@ def write_card(folder: Path, card: DataCard, findings: Sequence[RowFinding]) -> 
 Lengths = Mapping[str, Mapping[str, npt.ArrayLike]]
 
 
-def length_section(characters: Lengths, tokens: CountedTokens | None = None) -> CardSection:
+def length_section(
+    characters: Lengths, tokens: Mapping[str, TokenCounts] | None = None, tokenizer: str | None = None
+) -> CardSection:
     """Return the section on the lengths of every text column of every kind, in characters and, if counted, tokens."""
     notes = ["Clean rows. The turns of a prompt count together; each bar holds the lengths up to the number below it."]
     units: dict[str, Lengths] = {"characters": characters}
@@ -201,8 +203,8 @@ def length_section(characters: Lengths, tokens: CountedTokens | None = None) -> 
             "(base.source: scratch) is trained later, on the clean rows."
         )
     else:
-        units["tokens"] = {kind: of_kind.lengths for kind, of_kind in tokens.kinds.items()}
-        notes += _token_notes(tokens)
+        units["tokens"] = {kind: of_kind.lengths for kind, of_kind in tokens.items()}
+        notes += _token_notes(tokens, tokenizer)
     tables, histograms = [], []
     for unit, lengths in units.items():
         columns = {f"{kind}: {name}": values for kind, of_kind in lengths.items() for name, values in of_kind.items()}
@@ -212,13 +214,13 @@ def length_section(characters: Lengths, tokens: CountedTokens | None = None) -> 
     return CardSection("Lengths", notes, tables, histograms)
 
 
-def _token_notes(tokens: CountedTokens) -> Iterator[str]:
+def _token_notes(tokens: Mapping[str, TokenCounts], tokenizer: str | None) -> Iterator[str]:
     """Yield how tokens were counted, of how many rows, and which rows the tokenizer cannot write."""
     yield (
-        f"Tokens are those of the tokenizer {tokens.tokenizer}, as training writes the rows: a prompt in the chat "
+        f"Tokens are those of the tokenizer {tokenizer}, as training writes the rows: a prompt in the chat "
         f"template, a reply with the token that ends it. {SEQUENCE} is a prompt with its longest reply."
     )
-    for kind, tally in tokens.kinds.items():
+    for kind, tally in tokens.items():
         if tally.looked_at < tally.rows:
             yield f"{kind}: tokens of {tally.looked_at} of {tally.rows} rows were counted, spread evenly."
         for count in ReasonCounts.of(tally.unwritable).commonest():
@@ -247,8 +249,10 @@ def examples_of(findings: Sequence[RowFinding], validated: Validated) -> list[Ex
 def _texts_of(ids: Collection[str], validated: Validated) -> dict[str, tuple[str, str]]:
     """Return the place and the beginning of every row with one of these ids; of copies the first."""
     rows: dict[str, tuple[str, str]] = {}
-    for kind, frame in validated.frames.items() if ids else ():
-        chosen = validated.raw.rows[kind].where(frame["id"].isin(ids).to_numpy(bool))
+    for kind, checked in validated.kinds.items() if ids else ():
+        if not checked.raw.num_rows:
+            continue
+        chosen = checked.raw.where(checked.frame["id"].isin(ids).to_numpy(bool))
         numbers = iter(chosen.numbers.tolist())
         for part in chosen.parts(["id", *CONTENT_FIELDS[kind]]) if chosen.num_rows else ():
             for row in part.to_pylist():
@@ -318,7 +322,7 @@ class CardSources:
     metrics: Mapping[str, Any]
     statistics: Mapping[str, KindStatistics]
     failed: Sequence[str]
-    tokens: CountedTokens | None = None
+    tokens: Mapping[str, TokenCounts] | None = None
 
 
 def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
@@ -327,12 +331,16 @@ def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
     quoted = [(found.where, text, other, other_text) for found, text, other, other_text in examples if other_text]
     similar = CardTable(("row", "begins", "similar to", "begins"), quoted)
     quotes = CardSection("Similar rows", ["The beginnings of the examples above."], [similar], quotes_rows=True)
-    kinds = [kind for kind in sources.validated.clean if isinstance(sources.metrics.get(kind), Mapping)]
+    kinds = [kind for kind in sources.validated.kinds if isinstance(sources.metrics.get(kind), Mapping)]
     verdict = f"The data gate failed: {', '.join(sources.failed)}" if sources.failed else "The data passed its gate"
     sections = [
         source_section(sources.manifest),
         _rows(sources.metrics, kinds),
-        length_section({kind: of_kind.all_lengths() for kind, of_kind in sources.statistics.items()}, sources.tokens),
+        length_section(
+            {kind: of_kind.all_lengths() for kind, of_kind in sources.statistics.items()},
+            sources.tokens,
+            config.tokenizer,
+        ),
         _balance(sources),
         rules_section(sources.metrics, kinds, sources.validated.checkpoints.suites),
         _leakage(sources, examples, config.near_duplicates),

@@ -35,7 +35,7 @@ def failed(*rows: dict[str, Any], kind: str = "preferences", config: ValidateCon
     suites = suites_of(**config.model_dump(exclude_unset=True))
     with TemporaryDirectory() as folder:
         validated = validate(RawData({kind: memory_rows(kind, rows)}, Path(folder) / "none"), suites, Path(folder))
-        verdicts = validated.verdicts[kind].items()
+        verdicts = validated.kinds[kind].verdicts.items()
         return [
             {rule.name for rule, verdict in verdicts if verdict.rows is not None and row in verdict.rows}
             for row in range(len(rows))

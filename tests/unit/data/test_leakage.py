@@ -287,23 +287,23 @@ def found(**settings: object) -> tuple[Validated, SetFindings]:
 @pytest.mark.slow
 def test_by_default_small_sets_are_compared_and_large_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     validated, _ = found()
-    assert validated.warned_checks["preferences"]["no_near_duplicates"] == 1
+    assert validated.kinds["preferences"].warned["no_near_duplicates"] == 1
     monkeypatch.setattr("rlhf_core.config.data.AUTOMATIC_ROWS", 2)
     validated, findings = found()
-    assert "no_near_duplicates" not in validated.warned_checks["preferences"] and not findings.breaches
+    assert "no_near_duplicates" not in validated.kinds["preferences"].warned and not findings.breaches
     validated, _ = found(near_duplicates={"search": True})
-    assert validated.warned_checks["preferences"]["no_near_duplicates"] == 1
+    assert validated.kinds["preferences"].warned["no_near_duplicates"] == 1
     _, findings = found(rules={"no_near_duplicates": "refuse"})
     assert findings.breaches, "a rule that decides is applied to a set of any size"
 
 
 def test_rows_that_are_nearly_copies_are_counted_and_stay() -> None:
     validated, findings = found(near_duplicates={"search": True})
-    assert validated.warned_checks["preferences"]["no_near_duplicates"] == 1
+    assert validated.kinds["preferences"].warned["no_near_duplicates"] == 1
     assert findings.counts["preferences"]["near_duplicates_compared"] == 3 == validated.clean["preferences"].num_rows
     assert [b.number for b in findings.breaches] == [1] and not list(validated.quarantine())
     unwanted, _ = found(near_duplicates={"search": False})
-    assert "no_near_duplicates" not in unwanted.warned_checks["preferences"]
+    assert "no_near_duplicates" not in unwanted.kinds["preferences"].warned
 
 
 @pytest.mark.slow
@@ -315,8 +315,8 @@ def test_rows_that_are_nearly_copies_are_refused_where_the_rule_says_so(severity
     assert row.reasons == [f"nearly a copy of an earlier row ({first})"]
     assert (row.source, row.position) == ("pairs.jsonl", 2) and row.id not in (first, third)
     assert validated.clean["preferences"].numbers.tolist() == [0, 2]
-    assert validated.failed_checks["preferences"]["no_near_duplicates"] == 1
-    assert validated.quarantined_share("preferences") == 0, "it is left out, but no bad row"
+    assert validated.kinds["preferences"].failed["no_near_duplicates"] == 1
+    assert validated.kinds["preferences"].quarantined_share == 0, "it is left out, but no bad row"
 
 
 def flagged(*positions: int) -> list[int]:

@@ -195,11 +195,11 @@ def test_lengths_in_tokens_are_those_of_the_sequences_that_training_sees() -> No
     clean = {"preferences": set_of(preferences=pairs).clean["preferences"]}
     # A token per character and per special token. Prompts: <|user|> h i ? <|assistant|>, the other one of
     # <|user|> h i ? <|assistant|> o k <|end|> <|user|> s o <|assistant|>. Each reply ends with <|end|>.
-    counted = count_tokens(clean, train_tokenizer([""], 261), "bytes")
+    counted = count_tokens(clean, train_tokenizer([""], 261))
     replies = {"chosen": [3, 2], "rejected": [6, 1]}
-    assert counted.kinds["preferences"].lengths == {"prompt": [5, 12], **replies, "prompt + reply": [11, 14]}
-    assert counted.metrics("preferences")["prompt_and_reply_tokens_50"] == 11
-    section = cards.length_section({}, counted)
+    assert counted["preferences"].lengths == {"prompt": [5, 12], **replies, "prompt + reply": [11, 14]}
+    assert counted["preferences"].metrics()["prompt_and_reply_tokens_50"] == 11
+    section = cards.length_section({}, counted, "bytes")
     assert section.tables[1].header[0] == "tokens"
     assert ("preferences: prompt + reply", 11, 14, 14, 14) in section.tables[1].rows
     histogram = next(h for h in section.histograms if h.title == "preferences: prompt (tokens)")
@@ -211,9 +211,9 @@ def test_of_many_rows_some_are_tokenised_and_the_card_says_how_many(monkeypatch:
     monkeypatch.setattr("rlhf_core.data.validation.stored_rows.COUNTED_ROWS", 3)
     prompts = [row("prompts", i, "train", "x" * i) for i in range(1, 10)]
     clean = {"prompts": set_of(prompts=prompts).clean["prompts"]}
-    counted = count_tokens(clean, train_tokenizer([""], 261), "bytes")
-    assert counted.kinds["prompts"].lengths["prompt"] == [3, 7, 11]  # the first, the middle and the last
-    assert "prompts: tokens of 3 of 9 rows were counted, spread evenly." in cards.length_section({}, counted).notes
+    counted = count_tokens(clean, train_tokenizer([""], 261))
+    assert counted["prompts"].lengths["prompt"] == [3, 7, 11]  # the first, the middle and the last
+    assert "prompts: tokens of 3 of 9 rows were counted, spread evenly." in cards.length_section({}, counted, "bytes").notes
 
 
 def test_rows_that_the_chat_template_refuses_are_counted_apart() -> None:
@@ -222,10 +222,10 @@ def test_rows_that_the_chat_template_refuses_are_counted_apart() -> None:
     tokenizer.chat_template = f"{strict}{tokenizer.chat_template}"
     prompts = [row("prompts", 1, "train", "a"), row("prompts", 2, "train", "secret", "b", "c")]
     clean = {"prompts": set_of(prompts=prompts).clean["prompts"]}
-    counted = count_tokens(clean, tokenizer, "bytes")
-    assert counted.kinds["prompts"].lengths == {"prompt": [3]} and counted.kinds["prompts"].looked_at == 2
+    counted = count_tokens(clean, tokenizer)
+    assert counted["prompts"].lengths == {"prompt": [3]} and counted["prompts"].looked_at == 2
     (note,) = (
-        note for note in cards.length_section({}, counted).notes if note.startswith("prompts: 1 row has no tokens")
+        note for note in cards.length_section({}, counted, "bytes").notes if note.startswith("prompts: 1 row has no tokens")
     )
     assert "the chat template refuses a dialogue of the turns user, assistant, user" in note and "secret" not in note
 

@@ -122,9 +122,9 @@ def validated(folder: Path, derived: bool = False, **settings: Any) -> Validated
 
 def test_by_default_every_rule_of_rows_refuses(tmp_path: Path) -> None:
     result = validated(tmp_path)
-    assert result.clean["preferences"].num_rows == 1 and result.quarantined_rows == {"preferences": 5}
-    assert result.failed_checks["preferences"] == {"not_duplicate": 2, "no_secrets": 2, "not_contradicted": 2}
-    assert not result.warned_checks["preferences"]
+    assert result.clean["preferences"].num_rows == 1 and result.kinds["preferences"].quarantined == 5
+    assert result.kinds["preferences"].failed == {"not_duplicate": 2, "no_secrets": 2, "not_contradicted": 2}
+    assert not result.kinds["preferences"].warned
 
 
 def test_a_warning_keeps_the_row_unless_another_rule_refuses_it(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_warning_keeps_the_row_unless_another_rule_refuses_it(tmp_path: Path) 
     result = validated(tmp_path, derived=True, rules=rules)
     assert result.clean["preferences"].num_rows == 4
     # The copy of the first pair stays; both rows with a key are refused, for the key alone.
-    assert result.warned_checks["preferences"] == {"not_duplicate": 1, "not_contradicted": 2}
+    assert result.kinds["preferences"].warned == {"not_duplicate": 1, "not_contradicted": 2}
     assert [row.reasons for rows in result.quarantine() for row in rows] == [
         ["looks like an access key or a private key"]
     ] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from unit.data.malformed.case import lines, parquet, table_text
-from validation_rows import SUITES, Rows, collect_files, good_rows, make_row, run_validate, suites_of, validate_raw
+from validation_rows import (
+    SUITES,
+    Rows,
+    collect_files,
+    good_rows,
+    make_row,
+    memory_rows,
+    run_validate,
+    suites_of,
+    validate_raw,
+)
 
 from rlhf_core.config.data import ValidateConfig
 from rlhf_core.data.dataset import KindStatistics, data_metrics, split_parts
 from rlhf_core.data.row_counts import READABLE, RowFinding
 from rlhf_core.data.schema import ROW_TYPES, Preference, arrow_schema, read_rows, write_dicts
 from rlhf_core.data.validation.suites import Checkpoints
-from rlhf_core.data.validation.tables import RawData, Validated
+from rlhf_core.data.validation.tables import CheckedKind, RawData, Validated
 from rlhf_core.errors import EXIT_GATE_FAILED, DataError, GateFailed
 from rlhf_core.gates import decide
 from rlhf_core.stages import validate
@@ -129,9 +138,7 @@ def test_gate_conditions(changes: Rows, settings: dict[str, Any], failed: set[st
     validated = Validated(
         RawData({}, Path("none")),
         Checkpoints(suites_of()),
-        raw_rows={kind: len(listed) for kind, listed in rows.items()},
-        failed_checks={kind: Counter() for kind in rows},
-        warned_checks={kind: Counter() for kind in rows},
+        {kind: CheckedKind(memory_rows(kind, listed)) for kind, listed in rows.items()},
     )
     metrics = data_metrics(validated, statistics)
     decision = decide("data", validate.gate_conditions(config), metrics)
