@@ -72,8 +72,6 @@ def token_budget_batches(
         budget: Most tokens of a batch, padding included.
         min_pairs: Fewest pairs of a batch, even over the budget: the gradient of a smaller batch is noise.
         max_pairs: Most pairs of a batch.
-        seed: Seed of the order.
-        epoch: Number of the epoch, from 0.
         rows: The pairs of this epoch; None for all.
     """
     if not 1 <= min_pairs <= max_pairs:
@@ -162,7 +160,6 @@ def partitions(lengths: Sequence[int], most: int) -> list[Partition]:
     A single micro-batch keeps the rows in their order; more of them have the rows sorted by length.
 
     Args:
-        lengths: Tokens of each row.
         most: The largest number of micro-batches; at most the number of rows.
     """
     order = np.argsort(np.asarray(lengths), kind="stable")
@@ -262,7 +259,6 @@ def rows_by_category_share(
         categories: The category of every row there is.
         shares: By category its share of the epoch, in sum below 1.
         seed: Seed of the draws; each epoch has its own.
-        epoch: Number of the epoch, from 0.
         parameter: The parameter that has the shares, for messages.
         rows: The rows to choose from; None for all.
 
@@ -303,7 +299,6 @@ def length_balanced_rows(differences: npt.ArrayLike, seed: int, draw: int = 0) -
 
     Args:
         differences: Length of the chosen minus that of the rejected reply, (B,).
-        seed: Seed of the draws.
         draw: Number of the draw; each is independent of the others.
 
     Returns:

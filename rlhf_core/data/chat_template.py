@@ -143,10 +143,8 @@ class ReplyFormat:
     Attributes:
         header: The end of the generation prompt, from its last special token or the end of the user's text on. A reply
             is tokenised behind it, since some tokenizers write the beginning of a text otherwise than its middle.
-        header_ids: Its tokens.
         lead: What the template writes between the generation prompt and the reply: a space for Mistral, else nothing.
         tail: What it writes between the reply and the closing token: a space for Llama 2, else nothing.
-        closing_id: The token that closes the turn.
         stop_ids: All tokens that end a sampled reply, ``closing_id`` first.
         strips: Whether the template removes whitespace at the beginning and at the end of a reply.
         after: All that it writes behind a reply: ``tail``, the closing token if that is always written, and the rest.

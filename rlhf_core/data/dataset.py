@@ -107,11 +107,8 @@ class KindStatistics:
     """Counts and lengths of clean rows of a kind, taken part by part.
 
     Attributes:
-        files: Rows of each file.
         groups: By file, hashes of the groups in it; under ``ALL`` those of all rows.
         lengths: By text column, the characters of every row, part by part; the turns of a prompt count together.
-        categories: Rows of each category.
-        margin_known: Pairs with a margin.
     """
 
     rows: int = 0

@@ -175,7 +175,6 @@ def encode_columns(tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Seq
     """Encode columns of content as training reads them, see ``CONTENT_FIELDS``.
 
     Args:
-        tokenizer: Its chat template writes prompts and replies.
         columns: ``prompt`` holds lists of :class:`~rlhf_core.data.schema.Message`, ``text`` texts of pretraining, every
             other column replies.
 

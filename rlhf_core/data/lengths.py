@@ -52,7 +52,6 @@ class TokenCounts:
     """Tokens of rows of a kind, as training writes them.
 
     Attributes:
-        rows: How many rows there are.
         looked_at: How many of them were tokenised.
         lengths: By text column, and for the sequence that training sees, the tokens of each row that can be written.
         unwritable: The rows that the tokenizer cannot write, in order.

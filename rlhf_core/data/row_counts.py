@@ -24,7 +24,6 @@ class RowFinding:
     Attributes:
         rule: ``READABLE``, or a rule of validation.
         kind: One of ``ROW_TYPES``.
-        reason: What is wrong with the row.
         source: The file that it was read from, as params.yaml spells it; None for rows of no file.
         position: The line or number of the row there.
         id: The row's id; empty where it never became a row.
@@ -121,11 +120,8 @@ class RowCounts:
 
     Attributes:
         source: The file, URL or hub id, as params.yaml spells it.
-        kind: The kind of rows that it is read as.
-        format: The name of its format.
         sha256: Of its bytes; empty for a hub data set.
         revision: The commit of a hub data set.
-        records: How many were read.
         expanded: Rows on top of one per record, as of a ranking.
         kept: Rows that are used.
         refused: Records, or rows, with a fault; ``reasons`` says which.

@@ -32,7 +32,6 @@ def chunked(
     """Yield items in lists, each complete with ``most`` of them or ``most_bytes`` bytes, whichever comes first.
 
     Args:
-        size: Bytes of an item.
         most_bytes: By default ``CHUNK_BYTES``.
     """
     limit = CHUNK_BYTES if most_bytes is None else most_bytes
@@ -212,8 +211,6 @@ class TableRows(Sequence[Item], Generic[Item]):
         """Make a sequence of some rows.
 
         Args:
-            rows: Their numbers.
-            make: Makes rows of numbers.
             part: How many are made together where all are asked for.
         """
         self.rows, self._make, self._part = rows, make, part

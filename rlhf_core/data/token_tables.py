@@ -159,8 +159,6 @@ def read_tokens(folder: Path | None, path: Path, kind: str, tokenizer: PreTraine
 
     Args:
         folder: The cache; None keeps nothing, and each rank tokenises for itself.
-        path: The data file.
-        kind: Of its rows.
         tokenizer: Its chat template writes prompts and replies.
 
     Raises:

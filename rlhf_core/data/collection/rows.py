@@ -60,7 +60,6 @@ class FileRows:
     """Rows of a source, or of a part of it, and what became of its other records.
 
     Attributes:
-        rows: The rows.
         positions: By row, the line or number of its record.
         refused: The records that cannot be used.
         prompt_only: Where demonstrations are read, the prompts of records whose reply is not to be imitated: rows of
@@ -111,7 +110,6 @@ def row_chunks(
     records. Messages that are joined into trees are read all together: those of one tree may be anywhere in the file.
 
     Args:
-        records: The records of one file.
         kind: One of ``ROW_TYPES``; None for what the file serves as best.
         source: The file's path, which becomes part of the rows.
         where: What messages call the file.

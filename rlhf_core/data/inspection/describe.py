@@ -116,12 +116,9 @@ class FileDescription:
     """How a file is read.
 
     Attributes:
-        name: What it is called.
         spec: The argument that named it.
         counts: What became of its records, which are read as the kind that it serves as best.
-        examples: The first rows.
         lengths: By text column, the characters of every row, part by part.
-        sample: Some of the rows.
         languages: Shares of the languages that its texts' script tells (Chinese, Japanese, Korean).
         tokens: Of the sample; None where they are not counted.
     """
@@ -169,7 +166,6 @@ def describe_sources(
         files: Paths, globs, URLs or hub ids; of a hub id the first 1,000 rows are read. A file that several of them
             name is described once.
         base: The folder of relative paths, by default the current one.
-        tokens: Lengths are measured in tokens too, if set.
         show: How many rows of each file are kept as examples.
     """
     base, options = base or Path.cwd(), options or ReadOptions()

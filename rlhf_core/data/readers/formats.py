@@ -119,7 +119,6 @@ class Format:
     """A known format.
 
     Attributes:
-        name: As params.yaml spells it.
         carries: The kinds of rows that it can serve as.
         matches: Whether a record is of this format; looks at keys and types only.
         parse: Returns what a record holds as rows of a kind, one or several. Raises :class:`Refusal` for a record that

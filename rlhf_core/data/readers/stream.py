@@ -43,7 +43,6 @@ def stream_records(path: Path, on_read: OnRead = uncounted, name: str = "") -> I
     """Yield every record of a file, with a part of the file in memory at a time.
 
     Args:
-        path: The file.
         on_read: Told how many bytes of it are read so far; less than before where reading begins anew.
         name: What tells its kind, and what messages call it; by default the path.
 

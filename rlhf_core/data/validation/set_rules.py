@@ -457,9 +457,6 @@ def contamination(
 ) -> tuple[list[RowFinding], list[EvaluationOverlap]]:
     """Look up the prompts (of pretraining text: the texts) of all rows that are not of split test.
 
-    Args:
-        files: The evaluation files, read as prompts.
-
     Returns:
         Rows of training that overlap with evaluation prompts, and the evaluation files.
     """

@@ -48,11 +48,9 @@ class SuiteRule:
     Attributes:
         name: Of the rule in metrics, and in ``validate.rules``.
         reason: What is wrong with a row that breaks it.
-        severity: What becomes of such a row.
         is_fault: Whether it is a bad row: not over a length limit, nor derived from one that failed.
         where: The file and the number of the expectation there, for messages.
         columns: What it is about; none where it is about the table.
-        expectation: What Great Expectations runs.
     """
 
     name: str

@@ -47,9 +47,7 @@ class RawData:
     """What the collect stage wrote.
 
     Attributes:
-        rows: The rows, by kind.
         refused: The file of rows that readers refused.
-        derived: Kinds that were derived from others.
         of_files: Of kinds that are also derived, how many of the first rows are files' own.
         cut: How many rows of a kind ``collect.limit`` left out.
         prompt_only: Ids of derived prompts that come from records which give no other row.
@@ -78,7 +76,6 @@ class CheckedKind:
         failed: Rows that each rule refused; 0 is there for rules that fail the set.
         warned: Rows that stay although they break a rule that only warns.
         must_hold: The rules that fail the set where a row, or the table, breaks them.
-        verdicts: What each expectation says.
     """
 
     raw: StoredRows
@@ -176,7 +173,6 @@ class Validated:
     """Clean rows, the quarantine, and counts by kind.
 
     Attributes:
-        checkpoints: What asks the expectations.
         agreement: Of the labels of pairs that occur more than once; see :func:`label_agreement`.
     """
 
