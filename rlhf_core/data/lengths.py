@@ -67,21 +67,29 @@ class TokenCounts:
     marked: int = 0
 
     def add(self, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> None:
-        """Tokenise a row, which may have its ``source`` and ``position``."""
+        """Tokenise a row, which may have its ``source`` and ``position``, as training writes it.
+
+        The sequence that training sees is a prompt with its longest reply.
+        """
         from rlhf_core.data.chat_template import reply_format  # imports torch
+        from rlhf_core.data.encoding import encode_columns
 
         self.looked_at += 1
+        content = {name: [row[name]] for name in CONTENT_FIELDS[self.kind]}
+        if "prompt" in content:
+            content["prompt"] = [[Message(turn["role"], turn["content"]) for turn in row["prompt"]]]
         try:
-            tokens = token_counts(tokenizer, self.kind, row)
+            tokens = {name: len(ids) for name, (ids,) in encode_columns(tokenizer, content).items()}
         except UnwritableText as error:
             origin = row.get("source"), row.get("position")
             finding = RowFinding(UNWRITABLE, self.kind, error.reason, *origin, id=row["id"], severity="warn")
             self.unwritable.append(finding)
             return
+        if replies := REPLIES[self.kind]:
+            tokens[SEQUENCE] = tokens["prompt"] + max(tokens[name] for name in replies)
+            self.marked += any(reply_format(tokenizer).is_marked(row[name]) for name in replies)
         for column, count in tokens.items():
             self.lengths.setdefault(column, []).append(count)
-        replies = [row[name] for name in REPLIES[self.kind]]
-        self.marked += any(map(reply_format(tokenizer).is_marked, replies)) if replies else 0
 
     def metrics(self) -> dict[str, float]:
         """Return ``COLUMN_tokens_PERCENTILE`` for each text column, and for the whole sequence."""
@@ -90,25 +98,6 @@ class TokenCounts:
             for name, lengths in self.lengths.items()
             for percentile, value in zip(PERCENTILES, percentiles(lengths), strict=True)
         }
-
-
-def token_counts(tokenizer: PreTrainedTokenizerBase, kind: str, row: Mapping[str, Any]) -> dict[str, int]:
-    """Count the tokens of each text column of a row as training writes it, and of the sequence that training sees.
-
-    A prompt is written by the chat template up to where the reply begins, a reply with the token that ends it, a text
-    of pretraining with the end-of-sequence token. The sequence is a prompt with its longest reply.
-
-    Raises:
-        UnwritableText: The template refuses the dialogue, or the tokenizer cannot write a special token as plain text.
-    """
-    from rlhf_core.data.encoding import encode_prompt, encode_reply, encode_text  # imports torch
-
-    if kind == "pretrain":
-        return {"text": len(encode_text(tokenizer, row["text"]))}
-    turns = [Message(turn["role"], turn["content"]) for turn in row["prompt"]]
-    prompt = {"prompt": len(encode_prompt(tokenizer, turns))}
-    replies = {name: len(encode_reply(tokenizer, row[name])) for name in REPLIES[kind]}
-    return prompt | replies | ({SEQUENCE: prompt["prompt"] + max(replies.values())} if replies else {})
 
 
 def evenly_spread(total: int, count: int) -> npt.NDArray[np.int64]:
