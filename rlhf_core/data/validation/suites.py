@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+import pyarrow as pa
 
 from rlhf_core.config.data import SET_RULES, Severity, ValidateConfig
 from rlhf_core.config.problems import nearest
 from rlhf_core.data.schema import CONTENT_FIELDS, ROW_TYPES
 from rlhf_core.data.text import excerpt, safe_text
-from rlhf_core.data.validation.columns import column_names
 from rlhf_core.errors import ConfigError, first_line
 from rlhf_core.storage.garbage_collection import paused_collector
 
@@ -39,6 +39,37 @@ NOT_DERIVED = "derived only from rows that were refused"
 NOT_DUPLICATE = "not_duplicate"
 LIMITS = ("max_turns", "max_prompt_chars", "max_reply_chars")
 SEVERITIES: Mapping[str, Severity] = {"critical": "refuse", "warning": "warn", "info": "warn"}
+
+
+LABELS = ("category", "source", "group")
+CONTRADICTED_BY = "contradicted_by"
+# An array of ordinary strings can hold only 2 GiB, which the texts of a column may exceed.
+TEXT = pa.large_string()
+PROMPT_COLUMNS = {
+    "prompt": TEXT,
+    "roles": TEXT,
+    "turns": pa.int64(),
+    "prompt_chars": pa.int64(),
+    "blank_turns": pa.int64(),
+    "last_turn": TEXT,
+}
+
+
+def column_schema(kind: str) -> pa.Schema:
+    """Return the columns of a kind that are taken from its rows.
+
+    ``prompt`` is the dialogue as text and ``roles`` who speaks, ``system user assistant user``; ``blank_turns`` counts
+    turns of the user or the assistant without visible text, and a prompt without turns as one.
+    """
+    prompt = PROMPT_COLUMNS if kind != "pretrain" else {}
+    margin = {"margin": pa.float64()} if kind == "preferences" else {}
+    texts = dict.fromkeys(CONTENT_FIELDS[kind], TEXT)
+    return pa.schema({"id": TEXT, **prompt, **texts, **margin, **dict.fromkeys(LABELS, TEXT)})
+
+
+def column_names(kind: str) -> list[str]:
+    """Return what an expectation may be about, beside rules about the whole set."""
+    return [*column_schema(kind).names, *([CONTRADICTED_BY] if kind == "preferences" else [])]
 
 
 @dataclass(frozen=True, eq=False)

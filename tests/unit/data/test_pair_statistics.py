@@ -20,10 +20,17 @@ from validation_rows import make_row, memory_rows, row, set_of, suites_of
 from rlhf_core.config.data import SplitConfig, ValidateConfig
 from rlhf_core.data.correlation import linear_correlation, rank_correlation
 from rlhf_core.data.dataset import balance, group_overlap, length_bias, split_parts
-from rlhf_core.data.schema import ROW_TYPES, arrow_schema
-from rlhf_core.data.schema import PairUser, assign, pair_user_of, split_of, unit_hash
-from rlhf_core.data.validation.columns import label_agreement, read_columns
+from rlhf_core.data.schema import (
+    ROW_TYPES,
+    PairUser,
+    arrow_schema,
+    assign,
+    pair_user_of,
+    split_of,
+    unit_hash,
+)
 from rlhf_core.data.validation.set_rules import check_set
+from rlhf_core.data.validation.tables import label_agreement, read_columns
 from rlhf_core.errors import ConfigError
 
 
