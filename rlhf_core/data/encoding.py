@@ -43,13 +43,13 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[Message]]) -> Ids:
     """Token ids of dialogues: :func:`encode_prompt` of each."""
-    written, texts = reply_format(tokenizer), []
+    texts = []
     for messages in prompts:
         if not messages or messages[-1].role != "user":
             reason = "a prompt must end with a user turn"
             raise UnwritableText(reason, reason)
         texts.append(render_escaped(tokenizer, messages, add_generation_prompt=True))
-        written.require_fit(tokenizer, messages)
+        reply_format(tokenizer).require_fit(tokenizer, messages)
     return _encode_escaped(tokenizer, texts)
 
 
