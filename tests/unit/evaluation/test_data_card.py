@@ -213,7 +213,10 @@ def test_of_many_rows_some_are_tokenised_and_the_card_says_how_many(monkeypatch:
     clean = {"prompts": set_of(prompts=prompts).clean["prompts"]}
     counted = count_tokens(clean, train_tokenizer([""], 261))
     assert counted["prompts"].lengths["prompt"] == [3, 7, 11]  # the first, the middle and the last
-    assert "prompts: tokens of 3 of 9 rows were counted, spread evenly." in cards.length_section({}, counted, "bytes").notes
+    assert (
+        "prompts: tokens of 3 of 9 rows were counted, spread evenly."
+        in cards.length_section({}, counted, "bytes").notes
+    )
 
 
 def test_rows_that_the_chat_template_refuses_are_counted_apart() -> None:
@@ -225,7 +228,9 @@ def test_rows_that_the_chat_template_refuses_are_counted_apart() -> None:
     counted = count_tokens(clean, tokenizer)
     assert counted["prompts"].lengths == {"prompt": [3]} and counted["prompts"].looked_at == 2
     (note,) = (
-        note for note in cards.length_section({}, counted, "bytes").notes if note.startswith("prompts: 1 row has no tokens")
+        note
+        for note in cards.length_section({}, counted, "bytes").notes
+        if note.startswith("prompts: 1 row has no tokens")
     )
     assert "the chat template refuses a dialogue of the turns user, assistant, user" in note and "secret" not in note
 
