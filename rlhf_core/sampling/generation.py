@@ -32,8 +32,6 @@ from rlhf_core.sampling.distribution import NOT_DRAWN, TokenDistribution, invers
 
 # Tokens by which buffers grow: short replies allocate little, and a long one is copied once in so many tokens.
 BLOCK = 64
-
-
 # The value of a token that is not written yet, far beyond those of models.
 UNSEEN = 1000.0
 
@@ -327,7 +325,7 @@ class _Decoding:
             return False
         # Only what is launched on the current device is captured.
         own = device.index is None or device.index == torch.cuda.current_device()
-        return own and all(type(layer) is BlockLayer for layer in layers)
+        return own and all(type(layer) is BlockLayer and layer.is_initialized for layer in layers)
 
     def _capture(self, length: int) -> None:
         """Capture steps of a cache of ``length`` tokens, unless the model cannot be captured, which is noted in it."""

@@ -365,6 +365,15 @@ def test_what_cannot_be_captured_goes_step_by_step(captured: list[torch.Size], m
         assert len(captured) == 4, "compared once, and captured once in vain"
 
 
+def test_a_layer_that_keeps_nothing_is_no_obstacle(captured: list[torch.Size]) -> None:
+    model = build(transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 3}))
+    model.model.layers = model.model.layers[:2]  # the cache has three
+    replies = sample_of(model, PROMPTS[1:3])
+    assert not captured
+    with patch.dict(generation.GRAPHS, clear=True):
+        assert torch.equal(sample_of(model, PROMPTS[1:3]).tokens, replies.tokens)
+
+
 def moved(model: Any) -> None:
     """Weights come back from elsewhere to other addresses, as after a turn in host memory."""
     for parameter in model.parameters():
