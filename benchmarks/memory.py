@@ -21,11 +21,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # The plan counts work space of libraries (32 MiB for each thread and stream) with the context, not with the phases.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 
-from benchmarks.memory_phases import Subject, measure, new_meter
+from benchmarks.memory_phases import Meter, Subject, measure
 from rlhf_core.config.loading import check_params, load_params, load_section, overridden
 from rlhf_core.memory.architecture import Architecture, starting_architecture
-from rlhf_core.memory.command import PlanRequest, estimate_of
-from rlhf_core.memory.stages import estimate_memory
+from rlhf_core.memory.command import PlanRequest
+from rlhf_core.memory.stages import plan_stages
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.stages.runtime.runner import load_stage
 from rlhf_core.stages.runtime.threads import return_freed_memory
@@ -85,7 +85,7 @@ def main() -> int:
         measured = measure(subject, STAGES)
         rows = [
             (f"{stage.stage}: {name}", use.total, measured[stage.stage][name])
-            for stage in estimate_memory(subject.inputs, STAGES).stages
+            for stage in plan_stages(subject.inputs, STAGES)
             for name, use in stage.phases.items()
             if name in measured[stage.stage]
         ]
@@ -95,16 +95,16 @@ def main() -> int:
 
 def _of_workspace(workspace: Path, names: Sequence[str], whole_process: bool) -> list[tuple[str, int, int]]:
     rows = []
-    for stage in estimate_of(PlanRequest(workspace.resolve(), stages=names)).stages:
+    for stage in PlanRequest(workspace.resolve(), stages=names).plans():
         if whole_process:
             assert stage.process is not None, f"{stage.stage} runs in several processes"
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                 rows.append((stage.stage, stage.process, pool.submit(peak_of_process, stage.stage, workspace).result()))
         else:
-            meter = new_meter()
-            with meter, meter.phase(stage.stage):
+            meter = Meter()
+            with meter.memory, meter.phase(stage.stage):
                 run_few_steps(stage.stage, workspace)
-            rows.append((stage.stage, stage.peak, int(meter.peaks[stage.stage])))
+            rows.append((stage.stage, stage.peak, meter.peaks[stage.stage]))
     return rows
 
 

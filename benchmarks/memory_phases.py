@@ -23,8 +23,8 @@ from rlhf_core.evaluation.perplexity import measure_drift
 from rlhf_core.evaluation.replies import OnPolicyReplies
 from rlhf_core.memory.architecture import Architecture
 from rlhf_core.memory.dry_run import TensorMemory
-from rlhf_core.memory.estimate import EstimateInputs
 from rlhf_core.memory.sequence_lengths import LongestSequences, SequenceLengths
+from rlhf_core.memory.stages import EstimateInputs
 from rlhf_core.models.adapters import WithoutAdapters, add_adapters
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.precision import use_float32_unembedding
@@ -52,32 +52,40 @@ EOS, PAD = 3, 0
 
 
 class CudaMemory(nullcontext[None]):
-    """What the CUDA allocator reports, with the interface of ``TensorMemory``: the highest peak of each phase.
-
-    What was there before does not count.
-    """
+    """What the CUDA allocator reports, with the interface of ``TensorMemory``. What was there before does not count."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.peaks: dict[str, int] = {}
         gc.collect()
         self.before = torch.cuda.memory_allocated()
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def peak(self) -> int:
+        """The highest number of bytes since."""
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - self.before
+
+
+class Meter:
+    """The highest peak of each phase: the allocator's own figure on a GPU, the bytes of live tensors on a CPU.
+
+    Tensors are seen inside ``with meter.memory``.
+    """
+
+    def __init__(self) -> None:
+        self.memory = CudaMemory() if torch.cuda.is_available() else TensorMemory()
+        self.peaks: dict[str, int] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure a block."""
-        torch.cuda.reset_peak_memory_stats()
+        self.memory.restart()
         yield
-        torch.cuda.synchronize()
-        self.peaks[name] = max(torch.cuda.max_memory_allocated() - self.before, self.peaks.get(name, 0))
-
-
-Meter = CudaMemory | TensorMemory
-
-
-def new_meter() -> Meter:
-    """The allocator's own figure on a GPU, the bytes of live tensors on a CPU."""
-    return CudaMemory() if torch.cuda.is_available() else TensorMemory()
+        self.peaks[name] = max(self.memory.peak, self.peaks.get(name, 0))
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ class Subject:
 
     def ids(self, row: int, length: int) -> list[int]:
         """Token ids that are neither padding nor the end marker."""
-        return [4 + (7 * row + 3 * i) % (self.architecture.vocabulary - 4) for i in range(length)]
+        return [4 + (7 * row + 3 * i) % (self.architecture.config().vocab_size - 4) for i in range(length)]
 
     def ragged(self, row: int, length: int) -> list[int]:
         """The same, one row in four a token shorter, so that batches are padded as real ones are."""
@@ -117,7 +125,7 @@ def new_policy(subject: Subject) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), distributed.device():
         torch.manual_seed(1)
         model: Any = AutoModelForCausalLM.from_config(
-            subject.architecture.config(None), dtype=subject.dtype, attn_implementation="sdpa"
+            subject.architecture.config(), dtype=subject.dtype, attn_implementation="sdpa"
         )
     use_float32_unembedding(model)
     placed: PreTrainedModel = model.to(distributed.device()).eval()
@@ -126,7 +134,7 @@ def new_policy(subject: Subject) -> PreTrainedModel:
 
 def new_scalar(subject: Subject, unembedding: bool = False) -> ScalarModel:
     """A scalar model, with the unembedding that a reward model in training keeps where it is not tied."""
-    config = subject.architecture.config(None)
+    config = subject.architecture.config()
     with torch.random.fork_rng(devices=[]), distributed.device():
         torch.manual_seed(2)
         model = AutoModelForSequenceClassification.from_config(config, dtype=subject.dtype, attn_implementation="sdpa")
@@ -141,8 +149,8 @@ def measure(subject: Subject, stages: tuple[str, ...]) -> dict[str, dict[str, in
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     for stage in stages:
         launch = {str(name): one for name, one in subject.params.compute.launch.items()}.get(stage, LaunchConfig())
-        meter = new_meter()
-        with meter:
+        meter = Meter()
+        with meter.memory:
             RUNS[stage](subject, meter, RunContext(Path("work"), launch=launch))
         found[stage] = meter.peaks
     return found
@@ -181,7 +189,7 @@ def run_sft(subject: Subject, meter: Meter, context: RunContext) -> None:
 def run_reward(subject: Subject, meter: Meter, context: RunContext) -> None:
     """The heaviest batch of pairs; a full held-out batch."""
     config = subject.params.reward
-    model = new_scalar(subject, unembedding=not subject.architecture.config(None).tie_word_embeddings)
+    model = new_scalar(subject, unembedding=not subject.architecture.config().tie_word_embeddings)
     engine = warmed(model, config.optimizer, "reward", context)
     prompt, reply = subject.prompt, subject.reply
     pairs = [
@@ -189,7 +197,7 @@ def run_reward(subject: Subject, meter: Meter, context: RunContext) -> None:
         for i in range(128)
     ]
     limits = config.batch
-    _, count = subject.inputs.lengths.pairs.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
+    count = subject.inputs.lengths.pairs.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs).rows // 2
     task = RewardTask(engine, model, pairs[:count], pairs, config, PAD, "reward", None, context.launch.logits_bytes)
     _measure(task, engine, meter)
 

@@ -191,20 +191,14 @@ def plan(
     from rich.console import Console
 
     with Console(stderr=True).status("running the stages on shapes, to see what memory they need…"):
-        from rlhf_core.memory.command import PlanOptions, PlanRequest, describe, estimate_of
-        from rlhf_core.memory.command import check as check_fit
+        from rlhf_core.memory.command import PlanRequest, describe
 
-        options = PlanOptions(
-            gpus, gpu_memory, zero, offload, frozen, gradient_checkpointing, bf16, lora_rank, prompt_tokens
-        )
-        request = PlanRequest(root, profile, sets or (), options, stages or (), config)
-        answer = check_fit(request) if check else None
-        estimate = None if check else estimate_of(request)
-    if estimate is None:
-        typer.echo(answer)
-        return
-    typer.echo(describe(estimate, as_json=as_json))
-    raise typer.Exit(EXIT_OK if estimate.fits else EXIT_USER_ERROR)
+        options = (gpus, gpu_memory, zero, offload, frozen, gradient_checkpointing, bf16, lora_rank, prompt_tokens)
+        request = PlanRequest(root, profile, sets or (), stages or (), config, *options)
+        plans = [] if check else request.plans()
+        answer = request.check() if check else describe(plans, as_json=as_json)
+    typer.echo(answer)
+    raise typer.Exit(EXIT_OK if all(plan.fits for plan in plans) else EXIT_USER_ERROR)
 
 
 @app.command()

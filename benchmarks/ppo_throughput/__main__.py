@@ -26,7 +26,7 @@ from benchmarks.ppo_throughput.roofline import PHASES, Device, Iteration
 from benchmarks.ppo_throughput.trainer import Times, measure, subject_of
 from rlhf_core.errors import RlhfError
 from rlhf_core.memory.architecture import starting_architecture
-from rlhf_core.memory.command import PlanOptions, PlanRequest, params_of
+from rlhf_core.memory.command import PlanRequest
 from rlhf_core.models.precision import allow_tf32, weights_precision
 from rlhf_core.runtime import distributed
 from rlhf_core.storage.files import atomic_write_json
@@ -64,8 +64,7 @@ def main() -> int:
 def _measured(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Times, limits and shares, as they are written."""
     processes = distributed.world_size()
-    options = PlanOptions(gpus=processes)
-    params = params_of(PlanRequest(ROOT, given.profile, given.set, options, ("ppo",), given.config))
+    params = PlanRequest(ROOT, given.profile, given.set, ("ppo",), given.config, gpus=processes).params
     allow_tf32(params.compute.tf32)
     subject = subject_of(params, starting_architecture(params.base, ROOT, given.config), given.prompt, given.reply)
     precision = weights_precision(params.base.dtype)

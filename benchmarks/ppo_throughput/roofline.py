@@ -77,17 +77,17 @@ class Model:
     def of(cls, architecture: Architecture, precision: Literal["float32", "bfloat16"]) -> Model:
         """That of a language model; ``head`` are the parameters of its unembedding."""
         size = model_size(ModelVariant(architecture, "causal_lm", precision))
-        config: Any = architecture.config(None)
+        config: Any = architecture.config()
         heads, hidden = config.num_attention_heads, config.hidden_size
         head_width = getattr(config, "head_dim", None) or hidden // heads
         shared = getattr(config, "num_key_value_heads", None) or heads
         return cls(
             linear=size.linear,
-            layers=architecture.layers,
+            layers=config.num_hidden_layers,
             width=heads * head_width,
-            head=hidden * architecture.vocabulary,
-            cache_bytes=2 * architecture.layers * shared * head_width * BYTES[precision],
-            weight_bytes=(size.linear + hidden * architecture.vocabulary) * BYTES[precision],
+            head=hidden * config.vocab_size,
+            cache_bytes=2 * config.num_hidden_layers * shared * head_width * BYTES[precision],
+            weight_bytes=(size.linear + hidden * config.vocab_size) * BYTES[precision],
         )
 
     def forward(self, rows: int, length: int, scored: int = 0) -> float:

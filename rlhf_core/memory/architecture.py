@@ -17,7 +17,7 @@ from rlhf_core.models import foreign
 from rlhf_core.models.adapters import limit_layers
 from rlhf_core.models.causal_lm import require_decoder_only, scratch_config
 from rlhf_core.models.gguf import gguf_config, is_gguf
-from rlhf_core.models.io import require_no_adapter
+from rlhf_core.models.io import empty_model, require_no_adapter
 from rlhf_core.runtime.limited_call import limit_reached
 
 GIVE_FOLDER = "give a complete model folder"
@@ -28,45 +28,27 @@ SCRATCH_SIZES = (
 )  # fmt: skip
 
 
-def _sizes(
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    heads: int,
-    positions: int,
-    vocabulary: int = 32000,
-    family: str = "llama",
-    **others: Any,
-) -> dict[str, Any]:
-    return others | {
-        "model_type": family, "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": intermediate,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": positions,
-    }  # fmt: skip
-
-
-def _smollm2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    sizes = _sizes(hidden, intermediate, layers, heads, 8192, 49152)
-    return sizes | {"num_key_value_heads": kv_heads, "tie_word_embeddings": True}
-
-
 # Sizes of the models that profiles and documentation name, so that they can be planned offline. LLaMA: Touvron et al.
 # 2023, table 2 (feed-forward 2/3 of 4H, rounded up to a multiple of 256); Llama 2 has twice the positions. SmolLM2 and
 # Qwen2.5: their model cards.
+PUBLISHED_FIELDS = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
 PUBLISHED_CONFIGS = {
-    "huggyllama/llama-7b": _sizes(4096, 11008, 32, 32, 2048),
-    "huggyllama/llama-13b": _sizes(5120, 13824, 40, 40, 2048),
-    "meta-llama/Llama-2-7b-hf": _sizes(4096, 11008, 32, 32, 4096),
-    "meta-llama/Llama-2-13b-hf": _sizes(5120, 13824, 40, 40, 4096),
-    "HuggingFaceTB/SmolLM2-135M": _smollm2(576, 1536, 30, 9, 3),
-    "HuggingFaceTB/SmolLM2-135M-Instruct": _smollm2(576, 1536, 30, 9, 3),
-    "HuggingFaceTB/SmolLM2-360M": _smollm2(960, 2560, 32, 15, 5),
-    "HuggingFaceTB/SmolLM2-1.7B": _smollm2(2048, 8192, 24, 32, 32),
-    "Qwen/Qwen2.5-0.5B": _sizes(
-        896, 4864, 24, 14, 32768, 151936, "qwen2", num_key_value_heads=2, tie_word_embeddings=True
-    ),
-    "Qwen/Qwen2.5-7B": _sizes(
-        3584, 18944, 28, 28, 32768, 152064, "qwen2", num_key_value_heads=4, tie_word_embeddings=False
-    ),
+    name: dict(zip(PUBLISHED_FIELDS, sizes, strict=True))
+    for name, sizes in {
+        "huggyllama/llama-7b": ("llama", 32000, 4096, 11008, 32, 32, 32, 2048, False),
+        "huggyllama/llama-13b": ("llama", 32000, 5120, 13824, 40, 40, 40, 2048, False),
+        "meta-llama/Llama-2-7b-hf": ("llama", 32000, 4096, 11008, 32, 32, 32, 4096, False),
+        "meta-llama/Llama-2-13b-hf": ("llama", 32000, 5120, 13824, 40, 40, 40, 4096, False),
+        "HuggingFaceTB/SmolLM2-135M": ("llama", 49152, 576, 1536, 30, 9, 3, 8192, True),
+        "HuggingFaceTB/SmolLM2-135M-Instruct": ("llama", 49152, 576, 1536, 30, 9, 3, 8192, True),
+        "HuggingFaceTB/SmolLM2-360M": ("llama", 49152, 960, 2560, 32, 15, 5, 8192, True),
+        "HuggingFaceTB/SmolLM2-1.7B": ("llama", 49152, 2048, 8192, 24, 32, 32, 8192, True),
+        "Qwen/Qwen2.5-0.5B": ("qwen2", 151936, 896, 4864, 24, 14, 2, 32768, True),
+        "Qwen/Qwen2.5-7B": ("qwen2", 152064, 3584, 18944, 28, 28, 4, 32768, False),
+    }.items()
 }
 
 
@@ -81,7 +63,7 @@ class Architecture:
         """The architecture of a config.json's content; ``ModelError`` where transformers knows no language model so."""
         architecture = cls(json.dumps(config, sort_keys=True))
         try:
-            sizes = architecture.config(None)
+            sizes = architecture.config()
             complete = all(getattr(sizes, field, None) for field in ("vocab_size", "hidden_size", "num_hidden_layers"))
         except Exception as error:  # validation errors of several libraries
             first = str(error).strip().split("\n", 1)[0].partition(" Should contain")[0].rstrip(".")
@@ -90,29 +72,13 @@ class Architecture:
             raise ModelError(f"{name} is of type {sizes.model_type!r}, which is no decoder-only language model")
         return architecture
 
-    def config(self, layers: int | None) -> PretrainedConfig:
+    def config(self, layers: int | None = None) -> PretrainedConfig:
         """The configuration with ``layers`` decoder layers, all of its own where None."""
         return _config(self.text, layers)
 
     def lower(self, layers: int | None) -> Architecture:
         """The model of the lowest ``layers`` layers; the same where None."""
-        if layers is None:
-            return self
-        return Architecture(self.config(layers).to_json_string(use_diff=False))
-
-    @property
-    def layers(self) -> int:
-        return int(self.config(None).num_hidden_layers)
-
-    @property
-    def vocabulary(self) -> int:
-        """Rows of the embedding."""
-        return int(self.config(None).vocab_size)
-
-    @property
-    def positions(self) -> int | None:
-        """The longest sequence that the model takes."""
-        return getattr(self.config(None), "max_position_embeddings", None)
+        return self if layers is None else Architecture(self.config(layers).to_json_string(use_diff=False))
 
 
 @cache
@@ -152,7 +118,7 @@ def starting_architecture(base: BaseConfig, root: Path, config_file: Path | None
         architecture = Architecture.of(PUBLISHED_CONFIGS[base.source], base.source)
     else:
         architecture = _from_hub(base.source, base.revision)
-    require_decoder_only(architecture.config(None), config_file or base.source)
+    require_decoder_only(architecture.config(), config_file or base.source)
     return architecture
 
 
@@ -162,18 +128,6 @@ def architecture_of_file(file: Path) -> Architecture:
     Raises:
         ModelError: It is missing, broken, of no model, or building the model's lowest layers ends at a limit.
     """
-
-    def build() -> None:
-        torch.set_num_threads(1)
-        with torch.device("meta"):
-            AutoModelForCausalLM.from_config(_read_architecture(file).config(1))
-
-    if reached := limit_reached(build, foreign.LIMITS):
-        raise ModelError(f"{file}: building its model {reached}; it is damaged, or made to do harm: {GIVE_FOLDER}")
-    return _read_architecture(file)
-
-
-def _read_architecture(file: Path) -> Architecture:
     try:
         if file.exists() and not file.is_file():
             raise ModelError(f"{file} is no file; {GIVE_FOLDER}")
@@ -186,6 +140,13 @@ def _read_architecture(file: Path) -> Architecture:
         raise ModelError(f"{file} is not valid JSON ({error}); {GIVE_FOLDER}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{file} names no model_type, so it is no model's config.json; {GIVE_FOLDER}")
+
+    def build() -> None:
+        torch.set_num_threads(1)
+        empty_model(AutoModelForCausalLM, Architecture.of(config, str(file)).config(1))
+
+    if reached := limit_reached(build, foreign.LIMITS):
+        raise ModelError(f"{file}: building its model {reached}; it is damaged, or made to do harm: {GIVE_FOLDER}")
     return Architecture.of(config, str(file))
 
 
@@ -194,8 +155,7 @@ def _from_scratch(base: BaseConfig, built: Path) -> Architecture:
     declared = scratch_config(base, vocabulary=base.vocab_size)
     if built.is_file():
         made = architecture_of_file(built)
-        config = made.config(None)
-        if all(getattr(config, size, None) == getattr(declared, size) for size in SCRATCH_SIZES):
+        if all(getattr(made.config(), size, None) == getattr(declared, size) for size in SCRATCH_SIZES):
             return made
     return Architecture.of(declared.to_diff_dict(), "base")
 
@@ -203,10 +163,8 @@ def _from_scratch(base: BaseConfig, built: Path) -> Architecture:
 def _from_hub(source: str, revision: str | None) -> Architecture:
     from huggingface_hub import hf_hub_download
 
-    from rlhf_core.models.foreign import find_hub_model
-
     try:
-        find_hub_model(source, revision)  # a hub that does not answer is given up here, and tried for minutes below
+        foreign.find_hub_model(source, revision)  # a hub that does not answer is given up here, not after minutes
         file = hf_hub_download(source, "config.json", revision=revision)
     except ModelError as error:
         raise ModelError(f"{error}; or give its config.json with --config FILE") from error

@@ -81,7 +81,6 @@ class TensorMemory(TorchDispatchMode):
         self.vocabulary = vocabulary
         self.repeat = 1
         self.live = self.peak = 0
-        self.peaks: dict[str, int] = {}
         self.segments: list[MemoryUse] = []
         self._bytes = dict.fromkeys(MEMORY_KINDS, 0)
         self._at_peak = dict(self._bytes)
@@ -120,13 +119,6 @@ class TensorMemory(TorchDispatchMode):
         self.repeat = repeat
         self.restart()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Measure a block: the highest peak of all blocks of this name stays in ``peaks``."""
-        self.restart()
-        yield
-        self.peaks[name] = max(self.peak, self.peaks.get(name, 0))
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and count what it returns."""
         result = func(*args, **(kwargs or {}))
@@ -162,8 +154,7 @@ class TensorMemory(TorchDispatchMode):
 
 
 Head = Literal["causal_lm", "scalar", "reward"]
-# The layers that are built, and which of them stands for all between the first and the last.
-DEPTH, MIDDLE = 3, 1
+DEPTH = 3  # of layers that are alike so many are built: one stands for all between the first and the last
 # Runs a pass of the fake models, its memory being the first argument; returns the loss, first of what is still held
 # while that is differentiated.
 PassFunction = Callable[..., Tensor | tuple[Tensor, ...] | None]
@@ -228,7 +219,7 @@ class ModelSize:
 def model_size(variant: ModelVariant) -> ModelSize:
     """The size of a model as the pipeline builds it. ``ModelError`` where transformers has no such model."""
     model: Any = _built(variant)
-    repeats = _repeats(variant, model)
+    repeats = _repeats_of_parameters(model)
     backbone = (model.model if isinstance(model, ScalarModel) else model).base_model
     matrices = [
         layer.weight for name, layer in backbone.named_modules() if type(layer) is nn.Linear and "lora_" not in name
@@ -279,11 +270,11 @@ def run_pass(run: PassFunction, variants: Sequence[ModelVariant], accumulated: b
     """
     models = [_built(variant) for variant in variants]
     trainable = [parameter for parameter in models[0].parameters() if parameter.requires_grad]
-    repeats = _repeats(variants[0], models[0])
+    repeats = _repeats_of_parameters(models[0])
     with _fake_mode(), ExitStack() as stack:
-        memory = stack.enter_context(TensorMemory(*models, vocabulary=variants[0].architecture.vocabulary))
-        for variant, model in zip(variants, models, strict=True):
-            stack.enter_context(_segmented_by_layers(variant, model, memory))
+        memory = stack.enter_context(TensorMemory(*models, vocabulary=variants[0].architecture.config().vocab_size))
+        for model in models:
+            stack.enter_context(_segmented_by_layers(model, memory))
         if variants[0].gradient_checkpointing:
             stack.enter_context(recomputing(models[0])())
         for parameter in trainable:
@@ -300,73 +291,50 @@ def run_pass(run: PassFunction, variants: Sequence[ModelVariant], accumulated: b
             if loss is not None and loss.requires_grad:
                 torch.autograd.backward(loss)
         except RuntimeError as error:  # what fake tensors cannot do, and whatever else a model's code objects to
-            kind = variants[0].architecture.config(None).model_type
+            kind = variants[0].architecture.config().model_type
             raise ModelError(f"a model of type {kind!r} cannot be run on shapes alone ({first_line(error)})") from error
         memory.begin_segment()
     return tuple(replace(use, weights=0) for use in memory.segments)
 
 
-def layer_repeats(variant: ModelVariant) -> tuple[int, ...]:
-    """For each layer that is built the number of layers of the model that it stands for.
-
-    Where only the upper layers have adapters, no gradient passes the lower ones, which are stood for on their own.
-    """
-    layers, upper = variant.architecture.layers, adapted_upper_layers(variant)
-    if upper is None:
-        return _stand_ins(layers)
-    return (*_stand_ins(layers - upper), *_stand_ins(upper))
+def repeated_layers(model: nn.Module) -> list[tuple[nn.Module, int]]:
+    """The decoder layers of a built model, in order, each with the number of layers that it stands for."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return list(zip(layers, model.repeats, strict=True))  # type: ignore[arg-type]
 
 
-def adapted_upper_layers(variant: ModelVariant) -> int | None:
-    """How many layers next to the head have adapters where the others have none."""
-    upper, layers = variant.lora.upper_layers if variant.lora is not None else None, variant.architecture.layers
-    if upper is not None and upper > layers:
-        raise ModelError(f"lora.upper_layers is {upper}, but the model has {layers} layers")
-    return upper if upper != layers else None
-
-
-def _stand_ins(layers: int) -> tuple[int, ...]:
-    return (1,) * layers if layers <= DEPTH else tuple(layers - DEPTH + 1 if n == MIDDLE else 1 for n in range(DEPTH))
-
-
-def _repeats(variant: ModelVariant, model: nn.Module) -> dict[int, int]:
+def _repeats_of_parameters(model: nn.Module) -> dict[int, int]:
     """How often each parameter of a layer counts, by its id."""
-    counts = zip(layer_repeats(variant), decoder_layers(model), strict=True)
-    return {id(parameter): count for count, layer in counts for parameter in layer.parameters()}
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a built model, in order."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return {id(parameter): repeat for layer, repeat in repeated_layers(model) for parameter in layer.parameters()}
 
 
 @contextmanager
-def _segmented_by_layers(variant: ModelVariant, model: nn.Module, memory: TensorMemory) -> Iterator[None]:
+def _segmented_by_layers(model: nn.Module, memory: TensorMemory) -> Iterator[None]:
     """Begin a segment of ``memory`` with each layer's forward and backward pass, and after the last layer.
 
     Hidden states and their gradients belong to the layer that they enter.
     """
-    repeats = layer_repeats(variant)
+    layers = repeated_layers(model)
 
-    def enter(layer: int, entering: Tensor) -> None:
-        memory.begin_segment(repeats[layer])
-        memory.recount(entering, repeat=repeats[layer])
+    def enter(repeat: int, entering: Tensor) -> None:
+        memory.begin_segment(repeat)
+        memory.recount(entering, repeat=repeat)
         memory.restart()
 
-    def before_forward(layer: int, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-        enter(layer, args[0] if args else kwargs["hidden_states"])
+    def before_forward(repeat: int, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        enter(repeat, args[0] if args else kwargs["hidden_states"])
 
-    def after_forward(layer: int, module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+    def after_forward(repeat: int, module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
         hidden = output if isinstance(output, Tensor) else output[0]
         if hidden.requires_grad:
-            hidden.register_hook(partial(enter, layer))
-        if layer == len(repeats) - 1:
+            hidden.register_hook(partial(enter, repeat))
+        if module is layers[-1][0]:
             memory.begin_segment()
 
     with ExitStack() as hooks:
-        for number, layer in enumerate(decoder_layers(model)):
-            hooks.callback(layer.register_forward_pre_hook(partial(before_forward, number), with_kwargs=True).remove)
-            hooks.callback(layer.register_forward_hook(partial(after_forward, number)).remove)
+        for layer, repeat in layers:
+            hooks.callback(layer.register_forward_pre_hook(partial(before_forward, repeat), with_kwargs=True).remove)
+            hooks.callback(layer.register_forward_hook(partial(after_forward, repeat)).remove)
         yield
 
 
@@ -377,19 +345,25 @@ def _fake_mode() -> FakeTensorMode:
 
 @cache
 def _built(variant: ModelVariant) -> nn.Module:
-    """The model with a few layers that stand for all, its parameters and buffers fake tensors on the CPU."""
-    config, precision = variant.architecture.config(len(layer_repeats(variant))), getattr(torch, variant.precision)
-    lora, upper = variant.lora, adapted_upper_layers(variant)
+    """The model with a few layers that stand for all, its parameters and buffers fake tensors on the CPU.
+
+    Where only the upper layers have adapters, no gradient passes the lower ones, which are stood for on their own.
+    """
+    layers, lora, upper = variant.architecture.config().num_hidden_layers, variant.lora, 0
     if lora is not None:
-        built_upper = len(_stand_ins(upper)) if upper is not None else None
-        lora = lora.model_copy(update={"quantize": None, "upper_layers": built_upper})
+        upper = lora.upper_layers or 0
+        if upper > layers:
+            raise ModelError(f"lora.upper_layers is {upper}, but the model has {layers} layers")
+        lora = lora.model_copy(update={"quantize": None, "upper_layers": min(upper, DEPTH) or None})
+    repeats = [one for alike in (layers - upper, upper) for one in _stand_ins(alike)]
+    config, precision = variant.architecture.config(len(repeats)), getattr(torch, variant.precision)
     kind: Any = AutoModelForCausalLM if variant.head == "causal_lm" else AutoModelForSequenceClassification
     with quiet(), torch.device("meta"):
         try:
             model = kind.from_config(config, dtype=precision, attn_implementation=attention_of(kind, config))
         except Exception as error:  # whatever a model's code makes of sizes and names that it does not know
             raise ModelError(f"transformers cannot build a {config.model_type} model ({first_line(error)})") from error
-        if len(decoder_layers(model)) != config.num_hidden_layers:
+        if sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules()) != len(repeats):
             raise ModelError(f"the decoder layers of a {config.model_type} model cannot be told from its other parts")
         if variant.head != "causal_lm":
             untied = variant.head == "reward" and not config.tie_word_embeddings
@@ -405,19 +379,13 @@ def _built(variant: ModelVariant) -> nn.Module:
     if variant.trained == "value_head":
         model.model.score.requires_grad_(True)
     with _fake_mode():
-        _allocate(model)
+        model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+        if not isinstance(model, ScalarModel):
+            model.tie_weights()
+    model.repeats = repeats
     fake: nn.Module = model.eval()
     return fake
 
 
-def _allocate(model: nn.Module) -> None:
-    """Replace parameters and buffers of the meta device by tensors of the device in force; tied ones stay tied."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in made:
-                data = torch.empty(parameter.shape, dtype=parameter.dtype)
-                made[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            setattr(module, name, made[id(parameter)])
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+def _stand_ins(alike: int) -> list[int]:
+    return [1] * alike if alike <= DEPTH else [1, alike - 2, 1]

@@ -7,7 +7,7 @@ hidden size, are left out. Passes are remembered, since advice tries many settin
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, Literal
 
@@ -15,16 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rlhf_core.memory.dry_run import ModelVariant, Moments, TensorMemory, decoder_layers, layer_repeats, run_pass
+from rlhf_core.memory.dry_run import ModelVariant, Moments, TensorMemory, repeated_layers, run_pass
 from rlhf_core.memory.sequence_lengths import BatchShape
 from rlhf_core.models.forward import LOGITS_BYTES, LazyLogits, lazy_logits
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.sampling.decoding import decoding_layers
-from rlhf_core.sampling.distribution import (
-    EvaluationSampling,
-    Sampling,
-    inverse_cdf,
-)
+from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, inverse_cdf
 from rlhf_core.sampling.generation import BlockCache
 from rlhf_core.sampling.token_scoring import Tokens, response_logits, response_values, token_statistics
 from rlhf_core.training.losses import chunked_cross_entropy, pairwise_loss
@@ -140,16 +136,18 @@ def generation(model: ModelVariant, rows: int, prompt: int, sampling: Sampling |
     With :class:`EvaluationSampling` the evaluation's filters apply.
     """
     reply = sampling.base.max_new_tokens
+    # Layers in 4 bits are not merged, and the model at hand stands for them with layers that would be.
+    packed = model.lora is not None and model.lora.quantize is not None
 
     def run(memory: TensorMemory, policy: PreTrainedModel) -> tuple[Tensor, ...]:
         response, logprobs = torch.zeros(rows, reply, dtype=torch.long), torch.zeros(rows, reply)
         uniforms = torch.zeros(rows, reply, dtype=torch.float64)
-        with _counted_decoding_layers(memory, model, policy):
+        with nullcontext() if packed else _counted_decoding_layers(memory, policy):
             tokens, mask = _full_rows(rows, prompt)
             _decode(policy, tokens, mask, CountedCache(memory, policy.config))
             tokens, mask = _full_rows(rows, prompt + reply - 1)
             cache = CountedCache(memory, policy.config)
-            cache.fill(model, rows, prompt + reply - 1)
+            cache.fill(policy, rows, prompt + reply - 1)
             logits = _decode(policy, tokens[:, -1:], mask, cache)
             inverse_cdf(sampling.next_token(logits, tokens[:, prompt:], torch.tensor([reply - 1])), uniforms[:, -1])
         return response, logprobs
@@ -158,15 +156,11 @@ def generation(model: ModelVariant, rows: int, prompt: int, sampling: Sampling |
 
 
 @contextmanager
-def _counted_decoding_layers(memory: TensorMemory, model: ModelVariant, policy: PreTrainedModel) -> Iterator[None]:
+def _counted_decoding_layers(memory: TensorMemory, policy: PreTrainedModel) -> Iterator[None]:
     """Decode with the layers of a GPU: merged adapters and a float32 head, whose weights count as ``other``."""
-    if model.lora is not None and model.lora.quantize is not None:
-        yield  # layers in 4 bits are not merged, and the model at hand stands for them with layers that would be
-        return
     own = {id(parameter) for parameter in policy.parameters()}
     with decoding_layers(policy, rows=0, steps=0):
-        counts = zip(layer_repeats(model), decoder_layers(policy), strict=True)
-        for repeat, part in [(1, policy), *counts]:
+        for part, repeat in [(policy, 1), *repeated_layers(policy)]:
             for parameter in part.parameters():
                 if id(parameter) not in own:
                     memory.recount(parameter, "other", repeat)
@@ -188,14 +182,14 @@ class CountedCache(BlockCache):
             self.memory.recount(tensor, "kv_cache")
         return keys, values
 
-    def fill(self, model: ModelVariant, rows: int, width: int) -> None:
+    def fill(self, policy: PreTrainedModel, rows: int, width: int) -> None:
         """Hold ``width`` tokens of ``rows`` sequences; how they came there is not counted."""
-        config, dtype = model.architecture.config(None), getattr(torch, model.precision)
+        config = policy.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        for layer, repeat in enumerate(layer_repeats(model)):
-            keys = torch.zeros(rows, heads, width, head_dim, dtype=dtype)
-            for tensor in self.update(keys, torch.zeros_like(keys), layer):
+        for number, (_, repeat) in enumerate(repeated_layers(policy)):
+            keys = torch.zeros(rows, heads, width, head_dim, dtype=policy.dtype)
+            for tensor in self.update(keys, torch.zeros_like(keys), number):
                 self.memory.recount(tensor, repeat=repeat)
         del keys, tensor
         self.memory.restart()

@@ -12,8 +12,9 @@ import numpy.typing as npt
 from rlhf_core.config.loading import Params
 from rlhf_core.data.schema import PairUser
 from rlhf_core.data.token_folder import TOKENS
-from rlhf_core.data.token_tables import read_tokens
+from rlhf_core.data.token_tables import TokenTable, read_tokens
 from rlhf_core.models.causal_lm import load_tokenizer
+from rlhf_core.stages.ppo import read_ptx_texts
 
 # English text in a byte-pair vocabulary has about four characters per token; three is on the safe side.
 CHARACTERS_PER_TOKEN = 3
@@ -54,8 +55,8 @@ class LongestSequences:
         missing = size - len(replies)
         return BatchShape(size, self.rows[start][0], sum(replies) + missing * self.rows[-1][1])
 
-    def pairs(self, budget: int, min_pairs: int, max_pairs: int) -> tuple[BatchShape, int]:
-        """The heaviest batch of preference pairs under a token budget, and its number of pairs.
+    def pairs(self, budget: int, min_pairs: int, max_pairs: int) -> BatchShape:
+        """The heaviest batch of preference pairs under a token budget.
 
         A batch of b pairs has 2b rows and at most ``max(min_pairs, min(max_pairs, budget // 2 width))`` pairs. The
         reply tokens are those of the chosen replies, the only ones with logits.
@@ -63,8 +64,8 @@ class LongestSequences:
         batches = []
         for start, (width, _) in enumerate(self.rows):
             pairs = max(min(budget // (2 * width), max_pairs), min_pairs)
-            batches.append((BatchShape(2 * pairs, width, self.batch(pairs, start).scored), pairs))
-        return max(batches, key=lambda batch: (batch[0].tokens, batch[0].scored))
+            batches.append(BatchShape(2 * pairs, width, self.batch(pairs, start).scored))
+        return max(batches, key=lambda batch: (batch.tokens, batch.scored))
 
 
 @dataclass(frozen=True)
@@ -117,38 +118,38 @@ def lengths_of_workspace(root: Path, params: Params, positions: int | None = Non
     Returns:
         None where the data or the tokenizer has not been made yet.
     """
-    clean, tokenizer_folder, mixed = root / "data" / "clean", root / "models" / "base", params.ppo.ptx.data
+    clean, tokenizer_folder, ptx = root / "data" / "clean", root / "models" / "base", params.ppo.ptx
 
     def file(folder: str) -> Path:
         return clean / folder / "train.parquet"
 
-    reads_texts = mixed == "pretrain" or (mixed == "both" and file("pretrain").is_file())
-    from_pretrain = params.ppo.ptx.weight > 0 and reads_texts
-    kinds = ["demonstrations", "preferences", "prompts", *(["pretrain"] if from_pretrain else [])]
+    kinds = ["demonstrations", "preferences", "prompts"]
+    kinds += ["pretrain"] if ptx.weight > 0 and ptx.data == "pretrain" else []
     if not all(path.is_file() for path in (tokenizer_folder / "config.json", *map(file, kinds))):
         return None
     tokenizer = load_tokenizer(tokenizer_folder)
 
-    def lengths(folder: str, kind: str, scored: str, *others: str) -> Lengths:
-        tokens = read_tokens(root / TOKENS, file(folder), kind, tokenizer)
-        replies = [tokens.column(name).lengths for name in (scored, *others)]
-        longest = np.maximum.reduce(replies)
-        whole = longest + tokens.column("prompt").lengths if "prompt" in tokens.id_columns else longest
-        return np.stack([whole, replies[0]], axis=1)
+    def read(folder: str, kind: str) -> TokenTable:
+        return read_tokens(root / TOKENS, file(folder), kind, tokenizer)
 
-    demonstrations = lengths("demonstrations", "demonstrations", "reply")
-    pairs = [lengths(user, "preferences", "chosen", "rejected") for user in PairUser if file(user).is_file()]
-    ptx = [demonstrations] if not from_pretrain or mixed == "both" else []
-    if from_pretrain:
-        ptx.append(lengths("pretrain", "pretrain", "text"))
-    prompts = read_tokens(root / TOKENS, file("prompts"), "prompts", tokenizer)
+    demonstrations = _lengths(read("demonstrations", "demonstrations"))
+    pairs = [_lengths(read(user, "preferences")) for user in PairUser if file(user).is_file()]
+    texts = [_lengths(table) for table in read_ptx_texts(params.ppo, clean, tokenizer, root / TOKENS).values()]
     return SequenceLengths(
-        prompt=int(prompts.column("prompt").lengths.max()),
+        prompt=int(read("prompts", "prompts").column("prompt").lengths.max()),
         demonstrations=_longest(demonstrations, params.sft.max_tokens),
         pairs=_longest(np.concatenate(pairs), _longest_pair(params)),
-        ptx=_longest(np.concatenate(ptx), positions),
+        ptx=_longest(np.concatenate(texts or [demonstrations]), positions),
         source="the workspace's own data",
     )
+
+
+def _lengths(table: TokenTable) -> Lengths:
+    """Of each row with its longest reply, and of its first reply, which alone has logits."""
+    replies = [table.column(name).lengths for name in table.id_columns if name != "prompt"]
+    longest = np.maximum.reduce(replies)
+    whole = longest + table.column("prompt").lengths if "prompt" in table.id_columns else longest
+    return np.stack([whole, replies[0]], axis=1)
 
 
 def _longest_pair(params: Params) -> int:

@@ -67,11 +67,6 @@ class ParallelLayout:
         return -(-size // self.gpus)
 
 
-def launch_of(params: Params, stage: str) -> LaunchConfig:
-    """``compute.launch`` of a stage; one local process where it has none."""
-    return {str(name): launch for name, launch in params.compute.launch.items()}.get(stage, LaunchConfig())
-
-
 def planned_precision(params: Params) -> Literal["float32", "bfloat16"]:
     """``base.dtype``, of which ``auto`` is that of this machine, or of a GPU where the plan is for one."""
     for_gpu = params.plan.gpu_memory_gb is not None and params.base.dtype == "auto"
@@ -84,7 +79,8 @@ def parallel_layout(params: Params, stage: str, root: Path) -> ParallelLayout:
     Raises:
         ConfigError: DeepSpeed's engine would refuse the settings.
     """
-    launch, precision = launch_of(params, stage), planned_precision(params)
+    launches = {str(name): launch for name, launch in params.compute.launch.items()}
+    launch, precision = launches.get(stage, LaunchConfig()), planned_precision(params)
     zero: Mapping[str, Any] = {}
     if launch.engine == "deepspeed":
         zero = zero_config(launch, getattr(torch, precision), None, root)["zero_optimization"]

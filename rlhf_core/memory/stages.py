@@ -1,230 +1,560 @@
-"""The models and phases of each stage, and the passes that a phase makes (stages/, training/, ppo/, evaluation/)."""
+"""What each stage needs: its models, and the passes that its phases make (stages/, training/, ppo/, evaluation/)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Literal
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
 
 from rlhf_core.config.base import SftConfig
-from rlhf_core.config.loading import Params
+from rlhf_core.config.loading import Params, check_params, overridden
+from rlhf_core.config.model import LoraConfig
 from rlhf_core.config.policy import DpoConfig, RejectionSamplingConfig
 from rlhf_core.config.problems import nearest
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.errors import ConfigError
+from rlhf_core.config.reward_sources import OWN_MODEL, ClassifierSource, EnsembleSource, ModelSource, source_names
+from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.evaluation.perplexity import POSITIONS_PER_CHUNK, ROWS_PER_PASS
 from rlhf_core.memory import passes
-from rlhf_core.memory.dry_run import MemoryUse, largest, model_size
-from rlhf_core.memory.estimate import (
-    EstimateInputs,
-    MemoryEstimate,
-    ModelRole,
-    StageEstimate,
-    StageInputs,
-    at_work,
-    gathered_by_one,
-    held,
-    optimizer_step,
-    whole,
+from rlhf_core.memory.architecture import Architecture, architecture_of_file
+from rlhf_core.memory.dry_run import Head, MemoryUse, ModelVariant, Moments, largest, model_size
+from rlhf_core.memory.sequence_lengths import BatchShape, SequenceLengths
+from rlhf_core.memory.sharding import (
+    GIB,
+    ModelFootprint,
+    ParallelLayout,
+    frozen_footprint,
+    parallel_layout,
+    trained_footprint,
+    usable_memory,
 )
-from rlhf_core.memory.sequence_lengths import BatchShape
-from rlhf_core.memory.sharding import parallel_layout, trained_footprint
 from rlhf_core.models.forward import changes_logits
 from rlhf_core.ppo.rejection_sampling import PROMPTS_AT_ONCE
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
+from rlhf_core.stages.runtime.threads import KEPT_AT_THE_END
 from rlhf_core.training.dpo import scoring_rows
 from rlhf_core.training.reward.first_fits import FEATURE_ROWS, FEATURE_TOKENS
 from rlhf_core.training.reward.trainer import SCORING_ROWS, SCORING_TOKENS
 from rlhf_core.training.sft import EVALUATION_ROWS
 
-# The roles of a stage, what each of its phases needs beyond what they hold, and what their loading takes.
-StageUse = tuple[Sequence[ModelRole], dict[str, MemoryUse], MemoryUse]
+# Of a stage's process on a CPU beside its tensors: Python and the libraries once all are imported. See docs/plan.md.
+PROCESS_BASE = 600 << 20
+# An allowance for what a process in bfloat16 holds beyond that and beyond tensors: stages of SmolLM2-135M held 0.7 to
+# 1.1 GiB more than was planned without it. Its cause is not established; see docs/plan.md.
+BFLOAT16_ALLOWANCE = 896 << 20
 
 
-def sft_stage(inputs: StageInputs) -> StageUse:
+@dataclass(frozen=True)
+class EstimateInputs:
+    """Settings, the starting model and the lengths of sequences. Relative files of the settings start at ``root``."""
+
+    params: Params
+    architecture: Architecture
+    lengths: SequenceLengths
+    root: Path
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes that tensors may take of one GPU; None where ``plan.gpu_memory_gb`` is not set."""
+        memory = self.params.plan.gpu_memory_gb
+        return usable_memory(memory) if memory is not None else None
+
+    def with_changes(self, changes: Mapping[str, Any]) -> EstimateInputs:
+        """The same with each ``section.key`` of ``changes``; ``ConfigError`` when the result contradicts itself."""
+        document = self.params.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        return replace(self, params=check_params(overridden(document, changes), "parameters"))
+
+
+@dataclass(frozen=True)
+class ModelRole:
+    """One model of a stage, such as ``policy``: as it is built, and what it takes of each GPU."""
+
+    name: str
+    variant: ModelVariant
+    footprint: ModelFootprint
+
+    def peak_of_update(self, moments: Moments) -> MemoryUse:
+        """The heaviest moment of a training pass, with its gradients as they are kept and its weights gathered."""
+        kept = self.footprint.gradients_kept
+        peak = largest(replace(moment, gradients=round(kept * moment.gradients)) for moment in moments)
+        return peak + MemoryUse(weights=self.footprint.running)
+
+
+def held(roles: Iterable[ModelRole]) -> MemoryUse:
+    """What models always hold."""
+    return sum((role.footprint.held for role in roles), MemoryUse())
+
+
+def whole(*roles: ModelRole) -> MemoryUse:
+    """Models as they are loaded, before they are sharded or moved away."""
+    return MemoryUse(weights=sum(role.footprint.whole for role in roles))
+
+
+def at_work(*roles: ModelRole) -> MemoryUse:
+    """Weights that rollouts, selection and evaluation need on top."""
+    return MemoryUse(weights=sum(role.footprint.sampling for role in roles))
+
+
+def gathered_by_one(roles: Iterable[ModelRole]) -> MemoryUse:
+    """What the neediest frozen model gathers; they run one after the other."""
+    return MemoryUse(weights=max((role.footprint.running for role in roles), default=0))
+
+
+def optimizer_step(*roles: ModelRole) -> MemoryUse:
+    """The optimiser step of ``roles`` together: all their gradients, and what DeepSpeed makes of them."""
+    footprints = [role.footprint for role in roles]
+    return MemoryUse(gradients=sum(one.gradients for one in footprints), other=sum(one.at_step for one in footprints))
+
+
+@dataclass
+class StagePlan:
+    """One stage on one GPU, filled in by the function of this module that knows the stage.
+
+    Attributes:
+        inputs: What it depends on.
+        stage: Its name.
+        layout: How its job spreads its models.
+        roles: Its models.
+        phases: All that is alive at the peak of each phase.
+        rows: How many rows are sampled or go through a training pass together, by the setting that bounds them.
+    """
+
+    inputs: EstimateInputs
+    stage: str
+    layout: ParallelLayout
+    roles: Sequence[ModelRole] = ()
+    phases: dict[str, MemoryUse] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def worst_phase(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda name: self.phases[name].total)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of tensors at the worst moment."""
+        return self.phases[self.worst_phase].total
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak keeps the limit; true where none is known."""
+        return self.inputs.limit is None or self.peak <= self.inputs.limit
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory for offloaded models and optimiser state, for each GPU."""
+        return sum(role.footprint.host for role in self.roles)
+
+    @property
+    def process_parts(self) -> dict[str, int]:
+        """Bytes that its process holds on a CPU beside tensors; none where there are several, or DeepSpeed's."""
+        if self.layout.engine != "local" or self.layout.gpus > 1:
+            return {}
+        # The allocator keeps as much of freed tensors as it is told to, and at most what there was.
+        parts = {"libraries": PROCESS_BASE, "freed memory kept": min(KEPT_AT_THE_END, self.peak)}
+        return parts | ({"bfloat16 allowance": BFLOAT16_ALLOWANCE} if self.layout.precision == "bfloat16" else {})
+
+    @property
+    def process(self) -> int | None:
+        """Bytes of the whole process where it runs on a CPU; None of a stage of several processes, or of DeepSpeed."""
+        parts = self.process_parts
+        return self.peak + self.host + sum(parts.values()) if parts else None
+
+    @property
+    def sampler_share(self) -> float | None:
+        """The share of its GPU that the stage leaves to a vLLM server beside it; None where there is no such server, or
+        the GPU's memory is unknown. A server that sleeps meanwhile needs no room at the stage's peak."""
+        params, limit = self.inputs.params, self.inputs.limit
+        sampler = params.evaluate.sampler if self.stage == "evaluate" else params.ppo.sampler
+        if limit is None or "generation" not in self.phases or sampler.kind == "local":
+            return None
+        beside = self.phases["generation"].total if sampler.sleep else self.peak
+        return max(limit - beside, 0) / (params.plan.gpu_memory_gb or math.inf) / GIB
+
+    def begin(self, roles: Sequence[ModelRole], loading: MemoryUse) -> None:
+        """Say which models the stage has throughout, and what their loading takes before that."""
+        self.roles = roles
+        self.phases["loading"] = loading
+
+    def add(self, phase: str, *uses: MemoryUse) -> None:
+        """Add a phase by what it needs beyond what the stage's models always hold."""
+        self.phases[phase] = sum(uses, held(self.roles))
+
+    def together(self, setting: str, rows: int) -> int:
+        """Note that ``setting`` bounds a pass of ``rows``, and return them."""
+        self.rows[setting] = max(rows, self.rows.get(setting, 0))
+        return rows
+
+    @property
+    def sampling(self) -> Sampling:
+        """PPO's training distribution, with replies that never end before their limit.
+
+        One forbidden token stands for the special ones: what matters to memory is that some are masked.
+        """
+        ppo = self.inputs.params.ppo
+        return Sampling(-1, 0, ppo.max_new_tokens, ppo.temperature, ppo.min_new_tokens, forbidden_ids=(0,))
+
+    def rollout_batch(self, rows: int) -> BatchShape:
+        """Rows of the longest prompt and a full-length reply."""
+        return BatchShape(rows, self.inputs.lengths.prompt + self.inputs.params.ppo.max_new_tokens)
+
+    def variant(self, head: Head, layers: int | None = None) -> ModelVariant:
+        """A model of the starting architecture, or of its lowest ``layers``, that is not trained."""
+        return ModelVariant(self.inputs.architecture.lower(layers), head, self.layout.precision)
+
+    def trained(
+        self, name: str, variant: ModelVariant, lora: LoraConfig | None = None, owns_backbone: bool = True
+    ) -> ModelRole:
+        """A model whose weights are trained, or with ``lora`` its adapters and scalar head."""
+        trained: Literal["weights", "adapters"] = "weights" if lora is None else "adapters"
+        checkpointing = self.layout.gradient_checkpointing
+        variant = replace(variant, trained=trained, lora=lora, gradient_checkpointing=checkpointing)
+        packed = owns_backbone and lora is not None and lora.quantize is not None
+        return ModelRole(name, variant, trained_footprint(model_size(variant), self.layout, packed, owns_backbone))
+
+    def frozen(self, name: str, variant: ModelVariant, *, on_device: bool = False) -> ModelRole:
+        """A frozen model where the launch settings put those, or on the device whatever they say."""
+        layout = replace(self.layout, frozen="device") if on_device else self.layout
+        return ModelRole(name, variant, frozen_footprint(model_size(variant).parameters, layout))
+
+    def judging(self, name: Literal["reward", "referee"]) -> ModelRole:
+        """The reward model or referee in PPO: a frozen model, or adapters and a head on the policy's weights."""
+        config = self.inputs.params.reward if name == "reward" else self.inputs.params.referee
+        variant = self.variant("scalar", config.layers)
+        if not self.inputs.params.ppo.share_base or config.lora is None:
+            return self.frozen(name, variant)
+        adapters = self.trained(name, variant, config.lora, owns_backbone=False)
+        own, layout = adapters.footprint, replace(self.layout, frozen="device")
+        return replace(adapters, footprint=frozen_footprint(own.parameters, layout, own.whole))
+
+    def critic(self, lora: LoraConfig | None, owns_backbone: bool = True) -> ModelRole:
+        """A critic, of as many layers as the reward model has where it starts from that."""
+        layers = self.inputs.params.reward.layers if self.inputs.params.critic.init == "reward" else None
+        return self.trained("critic", self.variant("scalar", layers), lora, owns_backbone)
+
+    def ppo_critic(self) -> ModelRole:
+        """PPO's own critic: a model, or the adapters and the head that it was pre-trained as, on the policy's weights.
+
+        Those on the reward model come with that one's, on whatever layers either has them (models/shared_base.py).
+        """
+        params = self.inputs.params
+        lora, reward = params.critic.lora, params.reward.lora
+        if not params.ppo.share_base or lora is None:
+            return self.critic(params.ppo.critic_lora)
+        if params.critic.init == "reward" and reward is not None:
+            lora = reward.stacked_with(lora)
+        return self.critic(lora, owns_backbone=False)
+
+    def reward_models(self) -> list[ModelRole]:
+        """Frozen models that ``ppo.reward.sources`` name. Functions and servers hold none here, and the size of a
+        classifier on the hub is not known."""
+        sources = self.inputs.params.ppo.reward.sources
+        found: list[tuple[str, str]] = []
+        for name, source in zip(source_names(sources), sources, strict=True):
+            match source:
+                case ModelSource(path=path):
+                    found.append(("reward" if path == OWN_MODEL else name, path))
+                case EnsembleSource(paths=paths):
+                    found += [(f"{name} {number}", path) for number, path in enumerate(paths, 1)]
+                case ClassifierSource(model=path) if (self.inputs.root / path).is_dir():
+                    found.append((name, path))
+        return [self.frozen(name, self._scorer(path)) for name, path in found]
+
+    def _scorer(self, path: str) -> ModelVariant:
+        """The model in a folder, or before it is there one of the starting model's sizes, which a model of a kind that
+        cannot be built here has too."""
+        file = self.inputs.root / path / "config.json"
+        if path == OWN_MODEL:
+            return self.variant("scalar", self.inputs.params.reward.layers)
+        if file.is_file():
+            with suppress(ModelError):
+                return replace(self.variant("scalar"), architecture=architecture_of_file(file))
+        return self.variant("scalar")
+
+
+def sft_stage(plan: StagePlan) -> None:
     """Supervised fine-tuning: micro-batches of demonstrations, to train on and to hold out."""
-    config, data = inputs.params.sft, inputs.lengths.demonstrations
-    policy = (
-        inputs.trained("policy", "causal_lm") if config.steps else inputs.frozen("policy", "causal_lm", on_device=True)
-    )
-    held_out, limit = data.batch(config.micro_batch_size or EVALUATION_ROWS), inputs.layout.logits_bytes
+    config, data, limit = plan.inputs.params.sft, plan.inputs.lengths.demonstrations, plan.layout.logits_bytes
+    built = plan.variant("causal_lm")
+    policy = plan.trained("policy", built) if config.steps else plan.frozen("policy", built, on_device=True)
+    plan.begin([policy], whole(policy))
+    held_out = data.batch(config.micro_batch_size or EVALUATION_ROWS)
     evaluation = passes.reply_loss(policy.variant.in_inference, held_out, logits_bytes=limit)
-    phases = {"evaluation": largest(evaluation) + at_work(policy)}
+    plan.add("evaluation", largest(evaluation), at_work(policy))
     if config.steps:
-        phases |= _training(inputs, policy, config, data.batch)
-    return [policy], phases, whole(policy)
+        _train_on_texts(plan, "sft", config, policy, data.batch)
 
 
-def reward_stage(inputs: StageInputs, stage: Literal["reward", "referee", "judge"]) -> StageUse:
+def reward_stage(plan: StagePlan) -> None:
     """Reward models: token-budget batches of pairs, of which each GPU takes its share in one pass."""
-    config: RewardConfig = getattr(inputs.params, stage)
-    limits, lengths = config.batch, inputs.lengths.pairs
+    config: RewardConfig = getattr(plan.inputs.params, plan.stage)
+    limits, lengths = config.batch, plan.inputs.lengths.pairs
+    built = plan.variant("reward", config.layers)
     if config.steps:
-        model = inputs.trained(stage, "reward", config.lora, layers=config.layers)
+        model = plan.trained(plan.stage, built, config.lora)
     else:
-        model = inputs.frozen(stage, "reward", config.layers, on_device=True)
+        model = plan.frozen(plan.stage, built, on_device=True)
+    plan.begin([model], whole(model))
 
-    def reading(rows: int, tokens: int) -> MemoryUse:
+    def add_reading(phase: str, rows: int, tokens: int) -> None:
         batch = BatchShape(max(1, min(rows, tokens // lengths.width)), lengths.width)
-        return largest(passes.reply_scores(model.variant, batch)) + at_work(model)
+        plan.add(phase, largest(passes.reply_scores(model.variant, batch)), at_work(model))
 
-    phases = {"evaluation": reading(SCORING_ROWS, SCORING_TOKENS)}
+    add_reading("evaluation", SCORING_ROWS, SCORING_TOKENS)
     if config.linear_probe is not None:
-        phases["linear probe"] = reading(FEATURE_ROWS, FEATURE_TOKENS)
+        add_reading("linear probe", FEATURE_ROWS, FEATURE_TOKENS)
     if config.steps:
-        batch, pairs = lengths.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
-        own = inputs.layout.share(pairs)
+        batch = lengths.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
+        pairs = batch.rows // 2
+        own = plan.layout.share(pairs)
         imitated = -(-batch.scored * own // pairs) if config.imitation > 0 else 0
-        update = passes.pair_loss(model.variant, BatchShape(2 * own, batch.width, imitated), inputs.layout.logits_bytes)
-        phases |= {"update": model.peak_of_update(update), "step": optimizer_step(model)}
-    return [model], phases, whole(model)
+        update = passes.pair_loss(model.variant, BatchShape(2 * own, batch.width, imitated), plan.layout.logits_bytes)
+        plan.add("update", model.peak_of_update(update))
+        plan.add("step", optimizer_step(model))
 
 
-def critic_stage(inputs: StageInputs) -> StageUse:
+def critic_stage(plan: StagePlan) -> None:
     """Critic pre-training: the frozen SFT policy rolls out and is its own reference; the critic learns the returns."""
-    config, scorers = inputs.params.critic, inputs.reward_models()
-    policy = inputs.frozen("policy", "causal_lm", on_device=True)
-    critic = inputs.trained("critic", "scalar", config.lora, layers=inputs.critic_layers)
-    if inputs.params.ppo.critic_mode == "shared":
-        head = replace(inputs.variant("scalar"), trained="value_head")
-        critic = ModelRole("critic", head, trained_footprint(model_size(head), inputs.layout))
-    rollout_memory = _rollout_tensors(inputs, config.batch_size)
-    batch, accumulated = _minibatch(inputs, config.batch_size, config.minibatches)
-    update = passes.value_loss(critic.variant, batch, inputs.sampling, accumulated)
-    phases = _rollout_phases(inputs, config.batch_size, policy, critic, None, [critic], scorers) | {
-        "update critic": critic.peak_of_update(update) + rollout_memory,
-        "step": optimizer_step(critic) + rollout_memory,
-    }
-    return [policy, critic, *scorers], phases, whole(policy, critic, *scorers[-1:]) + held(scorers[:-1])
+    config, scorers = plan.inputs.params.critic, plan.reward_models()
+    policy = plan.frozen("policy", plan.variant("causal_lm"), on_device=True)
+    if plan.inputs.params.ppo.critic_mode == "shared":
+        head = replace(plan.variant("scalar"), trained="value_head")
+        critic = ModelRole("critic", head, trained_footprint(model_size(head), plan.layout))
+    else:
+        critic = plan.critic(config.lora)
+    plan.begin([policy, critic, *scorers], whole(policy, critic, *scorers[-1:]) + held(scorers[:-1]))
+    rollout = _roll_out(plan, config.batch_size, scorers, critic)
+    batch, accumulated = _minibatch(plan, config.batch_size, config.minibatches)
+    update = passes.value_loss(critic.variant, batch, plan.sampling, accumulated)
+    plan.add("update critic", critic.peak_of_update(update), rollout)
+    plan.add("step", optimizer_step(critic), rollout)
 
 
-def ppo_stage(inputs: StageInputs) -> StageUse:
+def ppo_stage(plan: StagePlan) -> None:
     """PPO: rollout, updates of policy and critic, and the selection of checkpoints by reward model and referee.
 
     With adapters on the policy the reference is the policy without them; a shared critic is the policy with a head, and
     critic-free advantages need none.
     Gradients of the policy wait while the critic's are computed, since both step together.
     """
-    config = inputs.params.ppo
-    policy = inputs.trained("policy", "causal_lm", config.policy_lora)
+    config, logits_bytes = plan.inputs.params.ppo, plan.layout.logits_bytes
+    policy = plan.trained("policy", plan.variant("causal_lm"), config.policy_lora)
     own_critic = config.critic_mode == "separate" and not config.advantage.critic_free
-    critic = inputs.ppo_critic() if own_critic else None
+    critic = plan.ppo_critic() if own_critic else None
     trained = [policy, *([critic] if critic else [])]
-    references = [inputs.frozen("reference", "causal_lm")] if config.policy_lora is None else []
-    scorers = [role for role in inputs.reward_models() if role.name != "reward"]
-    scorers += [inputs.frozen_scalar("reward"), inputs.frozen_scalar("referee")]
-    frozen = [*references, *scorers]
-    reference = references[0] if references else None
-    rollout_memory = _rollout_tensors(inputs, config.batch_size)
-    phases = _rollout_phases(inputs, config.batch_size, policy, critic, reference, trained, scorers)
-    batch, accumulated = _minibatch(inputs, config.batch_size, config.minibatches)
+    reference = plan.frozen("reference", plan.variant("causal_lm")) if config.policy_lora is None else None
+    scorers = [role for role in plan.reward_models() if role.name != "reward"]
+    scorers += [plan.judging("reward"), plan.judging("referee")]
+    frozen = [*([reference] if reference else []), *scorers]
+    selection = _selection(plan, policy, frozen)
+    # Models are loaded whole: the reference, each scorer before it is placed, SFT's replies for the selection; then the
+    # reference is placed, and policy and critic follow. Where the policy is the reference, it is packed at once.
+    if reference:
+        first, last = whole(reference), whole(*trained) + held([reference])
+    else:
+        first = MemoryUse(weights=policy.footprint.loaded)
+        last = whole(*trained[1:]) + first
+    sft = plan.frozen("sft", plan.variant("causal_lm"), on_device=True)
+    loading = [
+        whole(policy),
+        first + held(scorers) + whole(scorers[-1]),
+        first + held(scorers) + at_work(*scorers) + _selection(plan, sft, scorers),
+        last + held(scorers),
+    ]
+    plan.begin([*trained, *frozen], largest(loading))
+    rollout = _roll_out(plan, config.batch_size, scorers, critic, reference)
+    batch, accumulated = _minibatch(plan, config.batch_size, config.minibatches)
     exact_kl = config.kl.placement == "loss" and config.kl.estimator == "full" and config.kl.coefficient > 0
     update = passes.reply_statistics(
         policy.variant,
         batch,
-        inputs.sampling,
+        plan.sampling,
         entropies=config.entropy.kind != "off",
         reference="frozen" if exact_kl else "none",
         accumulated=accumulated,
-        logits_bytes=inputs.layout.logits_bytes,
+        logits_bytes=logits_bytes,
     )
-    phases["update policy"] = policy.peak_of_update(update) + rollout_memory
+    plan.add("update policy", policy.peak_of_update(update), rollout)
     if config.ptx.weight > 0:
-        rows = inputs.layout.share(config.ptx.batch_size)
         size = config.ptx.micro_batch_size or config.micro_batch_size or config.ptx.batch_size
-        texts = inputs.lengths.ptx.batch(min(size, rows))
-        update = passes.reply_loss(policy.variant, texts, True, inputs.layout.logits_bytes)
-        phases["update ptx"] = policy.peak_of_update(update) + rollout_memory
+        rows = min(size, plan.layout.share(config.ptx.batch_size))
+        if config.ptx.micro_batch_size is None:
+            plan.together("ppo.micro_batch_size", rows)
+        update = passes.reply_loss(policy.variant, plan.inputs.lengths.ptx.batch(rows), True, logits_bytes)
+        plan.add("update ptx", policy.peak_of_update(update), rollout)
     if critic is not None:
         waiting = MemoryUse(gradients=policy.footprint.gradients)
-        update = passes.value_loss(critic.variant, batch, inputs.sampling, accumulated)
-        phases["update critic"] = critic.peak_of_update(update) + waiting + rollout_memory
-    phases["step"] = optimizer_step(*trained) + rollout_memory
-    phases["selection"] = _selection(inputs, policy, frozen) + at_work(policy, *frozen) + rollout_memory
-    # Models are loaded whole: the reference, each scorer before it is placed, SFT's replies for the selection; then the
-    # reference is placed, and policy and critic follow. Where the policy is the reference, it is packed at once.
-    if references:
-        first, last = whole(*references), whole(*trained) + held(references)
-    else:
-        first = MemoryUse(weights=policy.footprint.loaded)
-        last = whole(*trained[1:]) + first
-    sft = inputs.frozen("sft", "causal_lm", on_device=True)
-    loading = [
-        whole(policy),
-        first + held(scorers) + whole(scorers[-1]),
-        first + held(scorers) + at_work(*scorers) + _selection(inputs, sft, scorers),
-        last + held(scorers),
-    ]
-    return [*trained, *frozen], phases, largest(loading)
+        update = passes.value_loss(critic.variant, batch, plan.sampling, accumulated)
+        plan.add("update critic", critic.peak_of_update(update), waiting, rollout)
+    plan.add("step", optimizer_step(*trained), rollout)
+    plan.add("selection", selection, at_work(policy, *frozen), rollout)
 
 
-def dpo_stage(inputs: StageInputs) -> StageUse:
+def dpo_stage(plan: StagePlan) -> None:
     """DPO: the policy alone, on both replies of each pair; as its own reference it is read once before training."""
-    config, lengths = inputs.params.policy.dpo, inputs.lengths.pairs
-    policy = inputs.trained("policy", "causal_lm", inputs.params.ppo.policy_lora)
+    params, lengths = plan.inputs.params, plan.inputs.lengths.pairs
+    config = params.policy.dpo
+    policy = plan.trained("policy", plan.variant("causal_lm"), params.ppo.policy_lora)
+    plan.begin([policy], whole(policy))
     read = lengths.batch(scoring_rows(config))
-    reference = passes.reply_loss(policy.variant.in_inference, read, logits_bytes=inputs.layout.logits_bytes)
-    phases = {"log-probabilities": largest(reference) + at_work(policy)}
-    return [policy], phases | _training(inputs, policy, config, lambda pairs: lengths.batch(2 * pairs)), whole(policy)
+    reference = passes.reply_loss(policy.variant.in_inference, read, logits_bytes=plan.layout.logits_bytes)
+    plan.add("log-probabilities", largest(reference), at_work(policy))
+    _train_on_texts(plan, "policy.dpo", config, policy, lambda pairs: lengths.batch(2 * pairs))
 
 
-def rejection_sampling_stage(inputs: StageInputs) -> StageUse:
+def rejection_sampling_stage(plan: StagePlan) -> None:
     """Rejection sampling: the policy samples, the reward sources score, and the policy is fine-tuned on the best.
 
     The scorers are counted throughout, although they are freed before the fine-tuning.
     """
-    config = inputs.params.policy.rejection_sampling
-    policy, scorers = inputs.trained("policy", "causal_lm", inputs.params.ppo.policy_lora), inputs.reward_models()
-    sampled = PROMPTS_AT_ONCE * config.replies_per_prompt
-    phases = _rollout_phases(inputs, sampled, policy, None, None, [policy], scorers)
-    del phases["scoring"]  # no log-probabilities are needed
-    phases |= _training(inputs, policy, config, inputs.rollout_batch)
-    return [policy, *scorers], phases, whole(policy, *scorers[-1:]) + held(scorers[:-1])
+    config, scorers = plan.inputs.params.policy.rejection_sampling, plan.reward_models()
+    policy = plan.trained("policy", plan.variant("causal_lm"), plan.inputs.params.ppo.policy_lora)
+    plan.begin([policy, *scorers], whole(policy, *scorers[-1:]) + held(scorers[:-1]))
+    _roll_out(plan, PROMPTS_AT_ONCE * config.replies_per_prompt, scorers)
+    del plan.phases["scoring"], plan.rows["ppo.micro_batch_size"]  # no log-probabilities are needed
+    _train_on_texts(plan, "policy.rejection_sampling", config, policy, plan.rollout_batch)
 
 
-def policy_stage(inputs: StageInputs) -> StageUse:
-    """The stage ``ppo`` by the method that trains the policy."""
-    by_method = {"ppo": ppo_stage, "dpo": dpo_stage, "rejection_sampling": rejection_sampling_stage}
-    return by_method[inputs.params.policy.method](inputs)
-
-
-def evaluate_stage(inputs: StageInputs) -> StageUse:
+def evaluate_stage(plan: StagePlan) -> None:
     """The evaluation: SFT, policy and judges are in memory one after the other.
 
     Replies are sampled with the evaluation's filters and without; the latter are scored under SFT. Both models read
     held-out text.
     """
-    config, prompt = inputs.params.evaluate, inputs.lengths.prompt
-    model = inputs.frozen("model", "causal_lm", on_device=True)
-    judge = inputs.frozen("judge", "scalar", inputs.params.judge.layers, on_device=True)
+    config, prompt = plan.inputs.params.evaluate, plan.inputs.lengths.prompt
+    model = plan.frozen("model", plan.variant("causal_lm"), on_device=True)
+    judge = plan.frozen("judge", plan.variant("scalar", plan.inputs.params.judge.layers), on_device=True)
+    plan.begin([], whole(model))
     rows, unfiltered_rows = min(config.batch_size, config.prompts), min(config.batch_size, config.kl_samples)
+    plan.together("evaluate.batch_size", rows)
     unfiltered = Sampling(-1, 0, config.max_new_tokens, forbidden_ids=(0,))
     judged_base = replace(unfiltered, max_new_tokens=config.sampling.max_new_tokens)
     judged_sampling = EvaluationSampling(judged_base, config.sampling.top_p, config.sampling.repetition_penalty)
     drift = BatchShape(unfiltered_rows, prompt + config.max_new_tokens)
     judged = BatchShape(rows, prompt + config.sampling.max_new_tokens)
-    filtered = passes.generation(model.variant, rows, prompt, judged_sampling)
-    generation = [*filtered, *passes.generation(model.variant, unfiltered_rows, prompt, unfiltered)]
-    width = min(config.perplexity.max_tokens, inputs.lengths.pairs.width)
+    generation: list[MemoryUse] = []
+    if config.sampler.kind == "local":
+        generation += passes.generation(model.variant, rows, prompt, judged_sampling)
+        generation += passes.generation(model.variant, unfiltered_rows, prompt, unfiltered)
+    width = min(config.perplexity.max_tokens, plan.inputs.lengths.pairs.width)
     text = BatchShape(ROWS_PER_PASS, width, min(ROWS_PER_PASS * width, POSITIONS_PER_CHUNK))
-    if config.sampler.kind != "local":
-        generation = []
-    phases = {
-        "generation": largest(generation) + whole(model),
-        "perplexity": largest(passes.reply_loss(model.variant, text)) + whole(model),
-        "drift": largest(passes.reply_statistics(model.variant, drift, unfiltered)) + whole(model),
-        "judging": largest(passes.reply_scores(judge.variant, judged)) + whole(judge),
-    }
-    return [], phases, whole(model)
+    plan.add("generation", largest(generation), whole(model))
+    plan.add("perplexity", largest(passes.reply_loss(model.variant, text)), whole(model))
+    plan.add("drift", largest(passes.reply_statistics(model.variant, drift, unfiltered)), whole(model))
+    plan.add("judging", largest(passes.reply_scores(judge.variant, judged)), whole(judge))
 
 
-STAGES: dict[str, Callable[[StageInputs], StageUse]] = {
+def _train_on_texts(
+    plan: StagePlan,
+    section: str,
+    config: SftConfig | DpoConfig | RejectionSamplingConfig,
+    role: ModelRole,
+    batch: Callable[[int], BatchShape],
+) -> None:
+    """A step on texts: micro-batches, whose shapes ``batch`` gives by their size, and the optimiser."""
+    rows = plan.layout.share(config.batch_size)
+    micro = plan.together(f"{section}.micro_batch_size", min(config.micro_batch_size or config.batch_size, rows))
+    update = passes.reply_loss(role.variant, batch(micro), rows > micro, plan.layout.logits_bytes)
+    plan.add("update", role.peak_of_update(update))
+    plan.add("step", optimizer_step(role))
+
+
+def _roll_out(
+    plan: StagePlan,
+    batch: int,
+    scorers: Sequence[ModelRole],
+    critic: ModelRole | None = None,
+    reference: ModelRole | None = None,
+) -> MemoryUse:
+    """Add generation, scoring by policy, reference and critic, and rewards, with trained models whole and frozen ones
+    brought in. In critic pre-training, where the policy is not trained, it is its own reference.
+
+    Returns:
+        The rollout, which every GPU holds from then on: tokens and masks (int64, the sampler's and copies), some twenty
+        tensors of float32 for each reply token.
+    """
+    policy, ppo = plan.roles[0], plan.inputs.params.ppo
+    is_trained = policy.variant.trained != "nothing"
+    rows = plan.layout.share(batch)
+    together = plan.together("ppo.sampling_batch_size", min(ppo.sampling_batch_size or rows, rows))
+    part = _pass_batch(plan, rows)
+    scoring = passes.reply_statistics(
+        policy.variant.in_inference,
+        part,
+        plan.sampling,
+        entropies=True,
+        reference="frozen" if is_trained else "own",
+        exact_kl=is_trained and ppo.kl.measures_full,
+        critic=critic.variant if critic else None,
+        logits_bytes=plan.layout.logits_bytes,
+    )
+    rewards = passes.reply_scores(plan.variant("scalar"), part)
+    reply_tokens = batch * ppo.max_new_tokens
+    rollout = MemoryUse(other=plan.rollout_batch(batch).tokens * 8 * 2 * 2 + reply_tokens * 4 * 20)
+    brought_in, references = at_work(*plan.roles), [reference] if reference else []
+    plan.add("generation", largest(_generation(plan, policy, together)), brought_in)
+    plan.add("scoring", largest(scoring), gathered_by_one(references), brought_in, rollout)
+    plan.add("rewards", largest(rewards), gathered_by_one(scorers), brought_in, rollout)
+    return rollout
+
+
+def _generation(plan: StagePlan, policy: ModelRole, rows: int) -> Moments:
+    """What sampling takes here: nothing where a server samples, to which the weights are given whole."""
+    if plan.inputs.params.ppo.sampler.kind != "local":
+        return ()
+    return passes.generation(policy.variant, rows, plan.inputs.lengths.prompt, plan.sampling)
+
+
+def _pass_batch(plan: StagePlan, rows: int) -> BatchShape:
+    """The heaviest pass of scoring or of an update over replies of full length, of ``rows`` in all.
+
+    A budget of tokens has room for more replies to shorter prompts. That takes more memory where logits are made of all
+    of them at once; such a pass is taken to be as wide as the budget allows, too.
+    """
+    ppo = plan.inputs.params.ppo
+    limits = MicroBatchLimits(ppo.micro_batch_size, ppo.micro_batch_tokens)
+    longest = plan.rollout_batch(1).width
+    width = longest
+    if limits.tokens is not None and changes_logits(plan.inputs.architecture.config()):
+        width = ppo.max_new_tokens + 1  # of the shortest prompt
+    most = plan.together("ppo.micro_batch_size", min(limits.most_rows(width), rows))
+    return BatchShape(most, min(longest, max((limits.tokens or 0) // most, width)))
+
+
+def _minibatch(plan: StagePlan, replies: int, minibatches: int) -> tuple[BatchShape, bool]:
+    """The heaviest pass of a step on a part of ``replies``, and whether others come before it."""
+    rows = plan.layout.share(-(-replies // minibatches))
+    batch = _pass_batch(plan, rows)
+    return batch, rows > batch.rows
+
+
+def _selection(plan: StagePlan, policy: ModelRole, frozen: Sequence[ModelRole]) -> MemoryUse:
+    """Replies of the policy, their log-probabilities under the reference and the judges' scores, batch by batch."""
+    selection = plan.inputs.params.ppo.selection
+    rows = min(plan.layout.share(selection.prompts), selection.batch_size)
+    batch = plan.rollout_batch(plan.together("ppo.selection.batch_size", rows))
+    generation = _generation(plan, policy, rows)
+    drift = passes.reply_statistics(plan.variant("causal_lm"), batch, plan.sampling)
+    judging = passes.reply_scores(plan.variant("scalar"), batch)
+    return largest([*generation, largest([*drift, *judging]) + gathered_by_one(frozen)])
+
+
+def policy_stage(plan: StagePlan) -> None:
+    """The stage ``ppo`` by the method that trains the policy."""
+    by_method = {"ppo": ppo_stage, "dpo": dpo_stage, "rejection_sampling": rejection_sampling_stage}
+    by_method[plan.inputs.params.policy.method](plan)
+
+
+STAGES: dict[str, Callable[[StagePlan], None]] = {
     "sft": sft_stage,
-    "reward": partial(reward_stage, stage="reward"),
-    "referee": partial(reward_stage, stage="referee"),
-    "judge": partial(reward_stage, stage="judge"),
+    "reward": reward_stage,
+    "referee": reward_stage,
+    "judge": reward_stage,
     "critic": critic_stage,
     "ppo": policy_stage,
     "evaluate": evaluate_stage,
@@ -237,8 +567,8 @@ def planned_stages(params: Params) -> tuple[str, ...]:
     return tuple(name for name in STAGES if name != "critic" or with_critic)
 
 
-def estimate_memory(inputs: EstimateInputs, stages: Sequence[str] = ()) -> MemoryEstimate:
-    """Estimate ``stages``, or all that run a model.
+def plan_stages(inputs: EstimateInputs, stages: Sequence[str] = ()) -> list[StagePlan]:
+    """Plan ``stages``, or all that run a model.
 
     ``ConfigError`` for one that runs no model, or whose launch settings contradict.
     """
@@ -246,118 +576,21 @@ def estimate_memory(inputs: EstimateInputs, stages: Sequence[str] = ()) -> Memor
     for name in stages:
         if name not in planned:
             raise ConfigError(f"stage '{name}' is not one that memory is planned for; {nearest(name, planned)}")
-    names = [name for name in planned if name in (stages or planned)]
-    return MemoryEstimate(inputs, tuple(estimate_stage(inputs, name) for name in names))
+    return [plan_stage(inputs, name) for name in planned if name in (stages or planned)]
 
 
-def estimate_stage(inputs: EstimateInputs, stage: str) -> StageEstimate:
-    """Estimate one stage. ``ConfigError`` where its launch settings contradict one another."""
-    layout = parallel_layout(inputs.params, stage, inputs.root)
-    roles, uses, loading = STAGES[stage](StageInputs(**vars(inputs), layout=layout))
-    phases = {"loading": loading, **{name: held(roles) + use for name, use in uses.items()}}
-    if "step" in phases:
+def plan_stage(inputs: EstimateInputs, stage: str) -> StagePlan:
+    """Plan one stage. ``ConfigError`` where its launch settings contradict one another."""
+    plan = StagePlan(inputs, stage, parallel_layout(inputs.params, stage, inputs.root))
+    STAGES[stage](plan)
+    if "step" in plan.phases:
         # Each trained model leaves its engine, while the others stay as they are. DeepSpeed's weights are gathered in
         # host memory once for a comparison on the whole model, which ZeRO 3 gathers; only then are they freed, and a
         # plain model takes their place. Plain torch saves the model as it is. What was saved is compared on the CPU.
+        roles = plan.roles
         saving = [held(roles)]
-        for role in roles if layout.engine == "deepspeed" else ():
+        for role in roles if plan.layout.engine == "deepspeed" else ():
             if role.variant.trained != "nothing":
                 saving += [held(roles) + at_work(role), held(one for one in roles if one is not role) + whole(role)]
-        phases["saving"] = largest(saving)
-    return StageEstimate(stage, layout, tuple(roles), phases)
-
-
-def _training(
-    inputs: StageInputs,
-    role: ModelRole,
-    config: SftConfig | DpoConfig | RejectionSamplingConfig,
-    batch: Callable[[int], BatchShape],
-) -> dict[str, MemoryUse]:
-    """A step on texts: micro-batches, whose shapes ``batch`` gives by their size, and the optimiser."""
-    rows = inputs.layout.share(config.batch_size)
-    micro = min(config.micro_batch_size or config.batch_size, rows)
-    update = passes.reply_loss(role.variant, batch(micro), rows > micro, inputs.layout.logits_bytes)
-    return {"update": role.peak_of_update(update), "step": optimizer_step(role)}
-
-
-def _rollout_phases(
-    inputs: StageInputs,
-    batch: int,
-    policy: ModelRole,
-    critic: ModelRole | None,
-    reference: ModelRole | None,
-    trained: Sequence[ModelRole],
-    scorers: Sequence[ModelRole],
-) -> dict[str, MemoryUse]:
-    """Generation, scoring by policy, reference and critic, and rewards, with trained models whole and frozen ones
-    brought in. In critic pre-training, where the policy is not trained, it is its own reference."""
-    references = [reference] if reference is not None else []
-    gathered = at_work(*trained, *references, *scorers)
-    rollout_memory = _rollout_tensors(inputs, batch) + gathered
-    rows = inputs.layout.share(batch)
-    together = min(inputs.params.ppo.sampling_batch_size or rows, rows)
-    part = _pass_batch(inputs, rows)
-    generation = _generation(inputs, policy, together)
-    scoring = passes.reply_statistics(
-        policy.variant.in_inference,
-        part,
-        inputs.sampling,
-        entropies=True,
-        reference="frozen" if policy in trained else "own",
-        exact_kl=policy in trained and inputs.params.ppo.kl.measures_full,
-        critic=critic.variant if critic else None,
-        logits_bytes=inputs.layout.logits_bytes,
-    )
-    rewards = passes.reply_scores(inputs.variant("scalar"), part)
-    return {
-        "generation": largest(generation) + gathered,
-        "scoring": largest(scoring) + gathered_by_one(references) + rollout_memory,
-        "rewards": largest(rewards) + gathered_by_one(scorers) + rollout_memory,
-    }
-
-
-def _generation(inputs: StageInputs, policy: ModelRole, rows: int) -> Sequence[MemoryUse]:
-    """What sampling takes here: nothing where a server samples, to which the weights are given whole."""
-    if inputs.params.ppo.sampler.kind != "local":
-        return []
-    return passes.generation(policy.variant, rows, inputs.lengths.prompt, inputs.sampling)
-
-
-def _pass_batch(inputs: StageInputs, rows: int) -> BatchShape:
-    """The heaviest pass of scoring or of an update over replies of full length, of ``rows`` in all.
-
-    A budget of tokens has room for more replies to shorter prompts. That takes more memory where logits are made of all
-    of them at once; such a pass is taken to be as wide as the budget allows, too.
-    """
-    limits = MicroBatchLimits(inputs.params.ppo.micro_batch_size, inputs.params.ppo.micro_batch_tokens)
-    longest = inputs.rollout_batch(1).width
-    if limits.tokens is None or not changes_logits(inputs.architecture.config(None)):
-        return BatchShape(min(limits.most_rows(longest), rows), longest)
-    shortest = inputs.params.ppo.max_new_tokens + 1
-    most = min(limits.most_rows(shortest), rows)
-    return BatchShape(most, min(longest, max(limits.tokens // most, shortest)))
-
-
-def _minibatch(inputs: StageInputs, replies: int, minibatches: int) -> tuple[BatchShape, bool]:
-    """The heaviest pass of a step on a part of ``replies``, and whether others come before it."""
-    rows = inputs.layout.share(-(-replies // minibatches))
-    batch = _pass_batch(inputs, rows)
-    return batch, rows > batch.rows
-
-
-def _selection(inputs: StageInputs, policy: ModelRole, frozen: Sequence[ModelRole]) -> MemoryUse:
-    """Replies of the policy, their log-probabilities under the reference and the judges' scores, batch by batch."""
-    selection = inputs.params.ppo.selection
-    rows = min(inputs.layout.share(selection.prompts), selection.batch_size)
-    batch = inputs.rollout_batch(rows)
-    generation = _generation(inputs, policy, rows)
-    drift = passes.reply_statistics(inputs.variant("causal_lm"), batch, inputs.sampling)
-    judging = passes.reply_scores(inputs.variant("scalar"), batch)
-    return largest([*generation, largest([*drift, *judging]) + gathered_by_one(frozen)])
-
-
-def _rollout_tensors(inputs: StageInputs, rows: int) -> MemoryUse:
-    """The rollout, which every GPU holds: tokens and masks (int64, the sampler's and copies), some twenty tensors of
-    float32 for each reply token."""
-    batch, reply = inputs.rollout_batch(rows), inputs.params.ppo.max_new_tokens
-    return MemoryUse(other=batch.tokens * 8 * 2 * 2 + rows * reply * 4 * 20)
+        plan.phases["saving"] = largest(saving)
+    return plan

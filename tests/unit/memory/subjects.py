@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks.memory_phases import Subject
 from rlhf_core.config.loading import Params, check_params
 from rlhf_core.memory.architecture import Architecture, starting_architecture
-from rlhf_core.memory.estimate import EstimateInputs
 from rlhf_core.memory.sequence_lengths import lengths_from_limits
+from rlhf_core.memory.stages import EstimateInputs
 
 
 def llama(
@@ -97,4 +97,5 @@ def large(gpu_memory: float, **sections: Any) -> EstimateInputs:
     merged = {name: {**defaults.get(name, {}), **sections.get(name, {})} for name in {*defaults, *sections}}
     checked = check_params(merged)
     architecture = starting_architecture(checked.base, Path())
-    return EstimateInputs(checked, architecture, lengths_from_limits(checked, architecture.positions), Path())
+    lengths = lengths_from_limits(checked, architecture.config().max_position_embeddings)
+    return EstimateInputs(checked, architecture, lengths, Path())

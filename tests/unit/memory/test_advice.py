@@ -10,51 +10,43 @@ import pytest
 import yaml
 from unit.memory import subjects
 
-from rlhf_core.memory.advice import AdviceStep, MemoryAdvice, advise
-from rlhf_core.memory.command import estimate_json, estimate_text, gib, refusal_line
-from rlhf_core.memory.estimate import EstimateInputs, MemoryEstimate
-from rlhf_core.memory.stages import estimate_memory
+from rlhf_core.memory.advice import AdviceStep, advise
+from rlhf_core.memory.command import gib, plan_json, plan_text, refusal_line, worst
+from rlhf_core.memory.stages import StagePlan, plan_stage, plan_stages
 
 TRAINED = ("sft", "reward", "referee", "judge", "critic", "ppo")
 EIGHT = {"compute": {"launch": {stage: {"processes": 8} for stage in TRAINED}}}
+Advised = list[tuple[StagePlan, list[AdviceStep]]]
 
 
-def changed(inputs: EstimateInputs, advice: MemoryAdvice, left_out: AdviceStep | None = None) -> MemoryEstimate:
+def changed(plan: StagePlan, steps: list[AdviceStep], left_out: AdviceStep | None = None) -> StagePlan:
     """The advised stage with all steps but one."""
-    for step in advice.steps:
+    inputs = plan.inputs
+    for step in steps:
         inputs = inputs if step is left_out else inputs.with_changes(step.changes)
-    return estimate_memory(inputs, [advice.stage])
+    return plan_stage(inputs, plan.stage)
 
 
 @pytest.fixture(scope="module")
-def advised() -> tuple[MemoryEstimate, tuple[MemoryAdvice, ...]]:
-    """An estimate for eight GPUs that are too small, and the advice on it."""
-    estimate = estimate_memory(subjects.large(80, **EIGHT))
-    return estimate, tuple(advise(estimate))
+def advised() -> Advised:
+    """The stages that do not fit eight GPUs that are too small, and the advice on each."""
+    return [(plan, advise(plan)) for plan in plan_stages(subjects.large(80, **EIGHT)) if not plan.fits]
 
 
 @pytest.mark.slow
-def test_the_settings_advised_for_each_stage_make_it_fit(
-    advised: tuple[MemoryEstimate, tuple[MemoryAdvice, ...]],
-) -> None:
-    estimate, advice = advised
-    assert not estimate.fits
-    too_large = {stage.stage for stage in estimate.stages if stage.peak > (estimate.limit or 0)}
-    assert {one.stage for one in advice} == too_large and "ppo" in too_large
-    for one in advice:
-        assert one.fits and one.steps
-        for number, step in enumerate(one.steps, 1):
-            until_here = replace(one, steps=one.steps[:number])
-            assert changed(estimate.inputs, until_here).peak == step.after.peak
-        assert changed(estimate.inputs, one).fits
+def test_the_settings_advised_for_each_stage_make_it_fit(advised: Advised) -> None:
+    assert "ppo" in {plan.stage for plan, _ in advised}
+    for plan, steps in advised:
+        assert steps and steps[-1].after.fits
+        for number, step in enumerate(steps, 1):
+            assert changed(plan, steps[:number]).peak == step.after.peak
 
 
 @pytest.mark.slow
-def test_nothing_that_is_advised_can_be_left_out(advised: tuple[MemoryEstimate, tuple[MemoryAdvice, ...]]) -> None:
-    estimate, advice = advised
-    for one in advice:
-        for left_out in one.steps:
-            assert not changed(estimate.inputs, one, left_out).fits
+def test_nothing_that_is_advised_can_be_left_out(advised: Advised) -> None:
+    for plan, steps in advised:
+        for left_out in steps:
+            assert not changed(plan, steps, left_out).fits
 
 
 @pytest.mark.slow
@@ -64,15 +56,15 @@ def test_nothing_that_is_advised_can_be_left_out(advised: tuple[MemoryEstimate, 
 )
 def test_a_reader_who_follows_the_printed_steps_gets_what_is_printed(source: str, gpus: int, memory: float) -> None:
     sections = {"base": {"source": source}, "compute": {"launch": {"ppo": {"processes": gpus}}}}
-    estimate = estimate_memory(subjects.large(memory, **sections), ["ppo"])
-    text = estimate_text(estimate, advise(estimate))
+    before = plan_stage(subjects.large(memory, **sections), "ppo")
+    text = plan_text([before], {"ppo": advise(before)})
     printed = re.findall(r"^  \d+\. (.+): ([\d.]+ [GM]iB) \((.+)\)$", text, re.MULTILINE)
     assert printed, "every one of these is too large as it stands"
-    inputs, after = estimate.inputs, estimate
+    after = before
     for assignments, size, phase in printed:
-        inputs = inputs.with_changes({path: yaml.safe_load(value) for path, value in map(split, assignments.split())})
-        after = estimate_memory(inputs, ["ppo"])
-        assert (gib(after.peak), after.worst.worst_phase) == (size, phase)
+        changes = {path: yaml.safe_load(value) for path, value in map(split, assignments.split())}
+        after = plan_stage(after.inputs.with_changes(changes), "ppo")
+        assert (gib(after.peak), after.worst_phase) == (size, phase)
     assert ("so it fits" in text) == after.fits
 
 
@@ -99,76 +91,75 @@ def test_saving_is_planned_as_computed_by_hand(zero: int) -> None:
         3: 2 * parameters + 12 * eighth + 2 * bucket + (2 + 4) * eighth,
     }[zero]
     launch = {"processes": 8, "engine": "deepspeed", "zero": zero}
-    (stage,) = estimate_memory(subjects.large(80, compute={"launch": {"sft": launch}}), ["sft"]).stages
+    stage = plan_stage(subjects.large(80, compute={"launch": {"sft": launch}}), "sft")
     assert stage.phases["saving"].total == pytest.approx(expected, abs=100)  # rounded shares
-    (local,) = estimate_memory(subjects.large(80), ["sft"]).stages
+    local = plan_stage(subjects.large(80), "sft")
     assert local.phases["saving"].total == pytest.approx((2 + 12) * parameters, rel=1e-6)  # and its counts of steps
 
 
 @pytest.mark.slow
 def test_on_one_gpu_nothing_is_sharded() -> None:
-    steps = [step for one in advise(estimate_memory(subjects.large(80), ["critic", "ppo"])) for step in one.steps]
+    steps = [step for plan in plan_stages(subjects.large(80), ["critic", "ppo"]) for step in advise(plan)]
     assert steps and not [path for step in steps for path in step.changes if path.endswith("processes")]
     assert "sharded" not in [step.changes.get("compute.launch.ppo.frozen") for step in steps]
 
 
 def test_no_advice_where_it_fits_or_nothing_is_known() -> None:
-    assert advise(estimate_memory(subjects.large(2000), ["ppo"])) == ()
-    unknown = estimate_memory(replace(subjects.large(80), params=subjects.params()), ["sft"])
-    assert unknown.fits and unknown.limit is None and advise(unknown) == ()
+    assert advise(plan_stage(subjects.large(2000), "ppo")) == []
+    unknown = plan_stage(replace(subjects.large(80), params=subjects.params()), "sft")
+    assert unknown.fits and unknown.inputs.limit is None and advise(unknown) == []
 
 
 @pytest.mark.slow
 def test_what_cannot_fit_at_all_is_said_so() -> None:
-    estimate = estimate_memory(subjects.large(8), ["ppo"])
-    (advice,) = advise(estimate)
-    assert not advice.fits
-    assert "more or larger GPUs, or a smaller model" in estimate_text(estimate, [advice])
-    line = refusal_line(estimate, [advice])
+    plan = plan_stage(subjects.large(8), "ppo")
+    steps = advise(plan)
+    assert not steps[-1].after.fits
+    assert "more or larger GPUs, or a smaller model" in plan_text([plan], {"ppo": steps})
+    line = refusal_line(plan)
     assert line.startswith("ppo does not fit: ") and line.endswith("smaller model") and "\n" not in line
 
 
 @pytest.mark.slow
 def test_where_it_cannot_fit_only_what_lowers_the_peak_is_advised() -> None:
-    estimate = estimate_memory(subjects.large(30, **EIGHT))
-    short = [one for one in advise(estimate) if not one.fits]
-    assert {one.stage for one in short} >= {"critic"}
-    for one in short:
-        reached = one.steps[-1].after.peak if one.steps else 0
-        for left_out in one.steps:
-            assert changed(estimate.inputs, one, left_out).peak > reached
-        paths = [tuple(step.changes) for step in one.steps]
+    plans = [plan for plan in plan_stages(subjects.large(30, **EIGHT)) if not plan.fits]
+    short = [(plan, steps) for plan in plans if (steps := advise(plan)) and not steps[-1].after.fits]
+    assert {plan.stage for plan, _ in short} >= {"critic"}
+    for plan, steps in short:
+        for left_out in steps:
+            assert changed(plan, steps, left_out).peak > steps[-1].after.peak
+        paths = [tuple(step.changes) for step in steps]
         assert len(set(paths)) == len(paths)
 
 
 @pytest.mark.slow
 def test_adapters_are_advised_only_where_their_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    estimate = estimate_memory(subjects.large(8), ["critic"])
-    (advice,) = advise(estimate)
-    assert not [path for step in advice.steps for path in step.changes if "lora" in path]
+    steps = advise(plan_stage(subjects.large(8), "critic"))
+    assert steps and not [path for step in steps for path in step.changes if "lora" in path]
 
 
 @pytest.mark.slow
 def test_a_shared_critic_can_be_advised_about() -> None:
     """Defaults of other sections must not count as set: ``critic.init`` of a shared critic may only be left out."""
     shared = {"critic_mode": "shared", "critic_optimizer": None, "max_new_tokens": 256}
-    (advice,) = advise(estimate_memory(subjects.large(80, ppo=shared), ["ppo"]))
-    assert advice.steps
+    assert advise(plan_stage(subjects.large(80, ppo=shared), "ppo"))
 
 
 def test_table_and_json_say_the_same() -> None:
-    estimate = estimate_memory(subjects.large(80), ["critic", "ppo"])
+    plans = plan_stages(subjects.large(80), ["critic", "ppo"])
+    ppo = plans[1]
     changes = {"ppo.sampling_batch_size": 4, "ppo.share_base": True}
-    advice = [MemoryAdvice("ppo", (AdviceStep(changes, estimate.stages[1]),), fits=True)]
-    text, document = estimate_text(estimate, advice), estimate_json(estimate, advice)
-    assert document["stage"] == "ppo" and document["peak"] == estimate.peak and not document["fits"]
-    assert document["stages"]["ppo"]["phases"]["step"]["total"] == estimate.stages[1].phases["step"].total
-    assert f"peak {estimate.peak / 2**30:.1f} GiB per GPU: ppo, {document['phase']}. It DOES NOT FIT" in text
+    advice = {"ppo": [AdviceStep(changes, ppo)]}
+    text, document = plan_text(plans, advice), plan_json(plans, advice)
+    assert worst(plans) is ppo
+    assert document["stage"] == "ppo" and document["peak"] == ppo.peak and not document["fits"]
+    assert document["stages"]["ppo"]["phases"]["step"]["total"] == ppo.phases["step"].total
+    assert f"peak {ppo.peak / 2**30:.1f} GiB per GPU: ppo, {document['phase']}. It DOES NOT FIT" in text
     for role in ("policy", "critic", "reference", "reward", "referee"):
         assert f"\n  {role} " in text
     told = document["advice"]["ppo"]
-    assert told["fits"] and told["steps"][0]["changes"] == changes and all(path in text for path in changes)
+    assert told["steps"][0]["changes"] == changes and all(path in text for path in changes)
     rows = [float(line.split()[-1]) for line in text.splitlines() if line.startswith("  step")]
     totals = [document["stages"][stage]["phases"]["step"]["total"] / 2**30 for stage in ("critic", "ppo")]
     assert rows == [round(total, 1) for total in totals] and min(totals) > 100  # two decimals are for smaller numbers

@@ -9,7 +9,7 @@ import torch
 from unit.memory import subjects
 
 from benchmarks.memory_phases import RUNS, Subject, measure
-from rlhf_core.memory.stages import estimate_memory
+from rlhf_core.memory.stages import plan_stages
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def test_each_phase_is_estimated_within_a_twentieth(subject: Callable[[], Subjec
         if case.params.ppo.policy_lora.quantize is not None:
             pytest.importorskip("bitsandbytes")
     measured = measure(case, stages)
-    for stage in estimate_memory(case.inputs, stages).stages:
+    for stage in plan_stages(case.inputs, stages):
         estimated = {name: use.total for name, use in stage.phases.items()}
         assert set(measured[stage.stage]) == set(estimated) - {"loading", "saving"}
         for name, size in measured[stage.stage].items():

@@ -93,16 +93,16 @@ def test_what_is_no_language_model_is_refused(tmp_path: Path) -> None:
 
 def test_the_vocabulary_of_a_model_from_nothing_is_known_once_it_is_made(tmp_path: Path) -> None:
     base = BaseConfig()
-    assert starting_architecture(base, tmp_path).vocabulary == 1024
+    assert starting_architecture(base, tmp_path).config().vocab_size == 1024
     built = {
         "model_type": "llama", "vocab_size": 814, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True, "max_position_embeddings": 512,
     }  # fmt: skip
     (tmp_path / "models" / "base").mkdir(parents=True)
     (tmp_path / "models" / "base" / "config.json").write_text(json.dumps(built))
-    assert starting_architecture(base, tmp_path).vocabulary == 814
+    assert starting_architecture(base, tmp_path).config().vocab_size == 814
     # A model made by other settings says nothing about this one.
-    assert starting_architecture(BaseConfig(layers=5), tmp_path).vocabulary == 1024
+    assert starting_architecture(BaseConfig(layers=5), tmp_path).config().vocab_size == 1024
 
 
 LLAMA = {"model_type": "llama", **SMALL, "max_position_embeddings": 64}
@@ -140,4 +140,4 @@ def test_what_is_no_file_is_no_config(path: str) -> None:
 
 def test_two_million_layers_of_one_kind_can_be_planned(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 2_000_000}))
-    assert architecture_of_file(tmp_path / "config.json").layers == 2_000_000
+    assert architecture_of_file(tmp_path / "config.json").config().num_hidden_layers == 2_000_000

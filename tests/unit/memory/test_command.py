@@ -18,18 +18,9 @@ from rlhf_core.cli import app
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 from rlhf_core.memory import command
-from rlhf_core.memory.command import (
-    MemoryExceeded,
-    PlanOptions,
-    PlanRequest,
-    check,
-    estimate_json,
-    estimate_of,
-    estimate_text,
-    gib,
-)
-from rlhf_core.memory.estimate import BFLOAT16_ALLOWANCE, PROCESS_BASE
+from rlhf_core.memory.command import MemoryExceeded, PlanRequest, gib, plan_json, plan_text
 from rlhf_core.memory.sequence_lengths import LongestSequences, SequenceLengths
+from rlhf_core.memory.stages import BFLOAT16_ALLOWANCE, PROCESS_BASE
 
 ROOT = recipe_folder()
 
@@ -45,14 +36,15 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2-360m", "paper-7b", "paper-13b"])
 def test_the_large_profiles_fit_the_gpus_they_are_written_for(name: str) -> None:
-    estimate = estimate_of(PlanRequest(ROOT, name))
-    assert estimate.limit is not None and estimate.fits
+    plans = PlanRequest(ROOT, name).plans()
+    inputs = plans[0].inputs
+    assert inputs.limit is not None and all(plan.fits for plan in plans)
     # And they are no smaller than they need be: half the memory would not do.
-    memory = estimate.inputs.params.plan.gpu_memory_gb
+    memory = inputs.params.plan.gpu_memory_gb
     assert memory is not None
-    half = estimate.inputs.with_changes({"plan.gpu_memory_gb": memory / 2})
-    assert not replace(estimate, inputs=half).fits
-    tables = [line for line in estimate_text(estimate).splitlines() if re.match(r"  |[GM]iB per GPU", line)]
+    half = inputs.with_changes({"plan.gpu_memory_gb": memory / 2})
+    assert not all(replace(plan, inputs=half).fits for plan in plans)
+    tables = [line for line in plan_text(plans, {}).splitlines() if re.match(r"  |[GM]iB per GPU", line)]
     assert len(tables) > 20 and max(map(len, tables)) <= 80  # the columns of a terminal
 
 
@@ -76,27 +68,26 @@ def test_the_command_prints_a_table_or_json_and_its_code_says_whether_it_fits(tm
 
 
 def test_the_whole_process_on_a_cpu_is_stated_beside_the_tensors(tmp_path: Path) -> None:
-    estimate = estimate_of(PlanRequest(workspace(tmp_path, "seed: 1\n"), stages=["sft"]))
-    (sft,) = estimate.stages
-    assert sft.freed == min(sft.peak, 256 << 20)
-    assert sft.process == sft.peak + PROCESS_BASE + sft.freed
+    (sft,) = PlanRequest(workspace(tmp_path, "seed: 1\n"), stages=["sft"]).plans()
+    freed = min(sft.peak, 256 << 20)
+    assert sft.process == sft.peak + PROCESS_BASE + freed
     line = f"on a CPU the whole process: {gib(sft.process)}"
-    parts = f"  libraries {gib(PROCESS_BASE)}; freed memory kept {gib(sft.freed)}"
-    lines = estimate_text(estimate).splitlines()
+    parts = f"  libraries {gib(PROCESS_BASE)}; freed memory kept {gib(freed)}"
+    lines = plan_text([sft], {}).splitlines()
     assert lines[lines.index(line) + 1] == parts
-    assert estimate_json(estimate, [])["stages"]["sft"]["process"] == sft.process
+    assert plan_json([sft], {})["stages"]["sft"]["process"] == sft.process
     low = replace(sft, layout=replace(sft.layout, precision="bfloat16"))
     assert low.process == sft.process + BFLOAT16_ALLOWANCE
-    written = estimate_text(replace(estimate, stages=(low,)))
+    written = plan_text([low], {})
     assert (
         f"{parts}; bfloat16 allowance {gib(BFLOAT16_ALLOWANCE)}" in written
         and max(map(len, written.splitlines())) <= 80
     )
     # A plan for GPUs of known memory, or for several processes, says nothing of it.
-    on_gpu = replace(estimate, inputs=estimate.inputs.with_changes({"plan.gpu_memory_gb": 16}))
-    assert "on a CPU" not in estimate_text(on_gpu)
+    on_gpu = replace(sft, inputs=sft.inputs.with_changes({"plan.gpu_memory_gb": 16}))
+    assert "on a CPU" not in plan_text([on_gpu], {})
     several = replace(sft, layout=replace(sft.layout, gpus=2))
-    assert several.process is None and "on a CPU" not in estimate_text(replace(estimate, stages=(several,)))
+    assert several.process is None and "on a CPU" not in plan_text([several], {})
     assert replace(sft, layout=replace(sft.layout, engine="deepspeed")).process is None
 
 
@@ -107,9 +98,9 @@ def test_the_option_for_prompts_goes_before_the_workspaces_data(
     rows = LongestSequences(((30, 10),))
     measured = SequenceLengths(20, rows, rows, rows, "the workspace's own data")
     monkeypatch.setattr(command, "lengths_of_workspace", lambda *unused: measured)
-    assert estimate_of(PlanRequest(root, stages=["sft"])).inputs.lengths == measured
-    asked = estimate_of(PlanRequest(root, stages=["sft"], options=PlanOptions(prompt_tokens=70))).inputs.lengths
-    assert asked == replace(measured, prompt=70)
+    for tokens, expected in ((None, measured), (70, replace(measured, prompt=70))):
+        (plan,) = PlanRequest(root, stages=["sft"], prompt_tokens=tokens).plans()
+        assert plan.inputs.lengths == expected
 
 
 def test_only_a_workspace_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,14 +130,14 @@ def test_only_a_workspace_can_be_planned(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_check_refuses_only_what_it_knows_cannot_fit(tmp_path: Path) -> None:
     known = workspace(tmp_path, "plan: {gpu_memory_gb: 1.05}\n")
     with pytest.raises(MemoryExceeded, match=r"^ppo does not fit: 0\.4 GiB of tensors in .* on 1 GPU of 1.05 GiB"):
-        check(PlanRequest(known, stages=["ppo"]))
-    assert check(PlanRequest(known, stages=["report"])) == "not checked: no memory is planned for report"
-    assert "not checked" in check(PlanRequest(workspace(tmp_path, "seed: 1\n"), stages=["ppo"]))
+        PlanRequest(known, stages=["ppo"]).check()
+    assert PlanRequest(known, stages=["report"]).check() == "not checked: no memory is planned for report"
+    assert "not checked" in PlanRequest(workspace(tmp_path, "seed: 1\n"), stages=["ppo"]).check()
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     other = workspace(
         tmp_path, f"plan: {{gpu_memory_gb: 1}}\nbase: {{source: {tmp_path}, allow_high_learning_rates: true}}\n"
     )
-    assert check(PlanRequest(other, stages=["ppo"])).startswith("not checked: ")
+    assert PlanRequest(other, stages=["ppo"]).check().startswith("not checked: ")
 
 
 def test_a_missing_package_for_adapters_is_no_reason_to_refuse_a_job(
@@ -154,9 +145,15 @@ def test_a_missing_package_for_adapters_is_no_reason_to_refuse_a_job(
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     adapted = workspace(tmp_path, "plan: {gpu_memory_gb: 80}\nreward: {lora: {rank: 3}}\n")
-    assert check(PlanRequest(adapted, stages=["reward"])).startswith("not checked: lora is set, but peft is not")
+    assert PlanRequest(adapted, stages=["reward"]).check().startswith("not checked: lora is set, but peft is not")
     with pytest.raises(RlhfError, match="peft is not installed"):
-        estimate_of(PlanRequest(adapted, stages=["reward"]))
+        PlanRequest(adapted, stages=["reward"]).plans()
+
+
+def test_adapters_are_asked_for_only_where_there_are_some(tmp_path: Path) -> None:
+    place = workspace(tmp_path, "policy: {method: dpo}\n")
+    lora = PlanRequest(place, stages=["ppo"], lora_rank=8).params.ppo
+    assert lora.policy_lora is not None and lora.policy_lora.rank == 8 and lora.critic_lora is None
 
 
 def in_this_process(workspace: Path, module: str, *arguments: str) -> CommandResult:
@@ -196,14 +193,15 @@ def test_a_server_on_the_same_gpu_is_told_its_share(tmp_path: Path) -> None:
     recipe = "seed: 1\nplan: {gpu_memory_gb: 24}\nppo: {importance_sampling_correction: {mode: always}, "
     server = "sampler: {kind: vllm, python: python, sleep: %s}}\n"
     local, awake, asleep = (
-        estimate_of(PlanRequest(workspace(tmp_path, recipe + rest), stages=("ppo",)))
+        PlanRequest(workspace(tmp_path, recipe + rest), stages=("ppo",)).plans()
         for rest in ("sampler: {kind: local}}\n", server % "false", server % "true")
     )
-    (own,), (beside,), (sleeping,) = local.stages, awake.stages, asleep.stages
+    (own,), (beside,), (sleeping,) = local, awake, asleep
+    limit = beside.inputs.limit
     assert own.phases["generation"].kv_cache > 0 == beside.phases["generation"].kv_cache
-    assert local.sampler_share(own) is None and awake.limit is not None
+    assert own.sampler_share is None and limit is not None
     gpu = 24 * 2**30
-    assert awake.sampler_share(beside) == pytest.approx((awake.limit - beside.peak) / gpu)
-    assert asleep.sampler_share(sleeping) == pytest.approx((awake.limit - sleeping.phases["generation"].total) / gpu)
-    assert "at most --gpu-memory-utilization 0.9" in estimate_text(asleep)
-    assert estimate_json(awake, ())["stages"]["ppo"]["sampler_share"] == awake.sampler_share(beside)
+    assert beside.sampler_share == pytest.approx((limit - beside.peak) / gpu)
+    assert sleeping.sampler_share == pytest.approx((limit - sleeping.phases["generation"].total) / gpu)
+    assert "at most --gpu-memory-utilization 0.9" in plan_text(asleep, {})
+    assert plan_json(awake, {})["stages"]["ppo"]["sampler_share"] == beside.sampler_share

@@ -53,7 +53,7 @@ PASSES: dict[str, Callable[[Architecture, bool], Moments]] = {
 
 def built_whole(architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> Architecture:
     """The same under another name, so that nothing remembered of it counts, with every layer built."""
-    monkeypatch.setattr(dry_run, "DEPTH", architecture.layers)
+    monkeypatch.setattr(dry_run, "DEPTH", architecture.config().num_hidden_layers)
     return Architecture.of({**json.loads(architecture.text), "name_or_path": "whole"}, "a test")
 
 

@@ -48,7 +48,7 @@ def test_no_batch_of_pairs_is_heavier_than_the_planned_one(
     lengths: list[int], budget: int, smallest: int, seed: int
 ) -> None:
     rows = LongestSequences(tuple(sorted(((length, length - 1) for length in lengths), reverse=True)))
-    planned, _ = rows.pairs(budget, smallest, 16)
+    planned = rows.pairs(budget, smallest, 16)
     batches = token_budget_batches(lengths, budget, smallest, 16, seed, 0)
     padded = [2 * len(batch) * max(lengths[i] for i in batch) for batch in batches]
     # The last pairs of an epoch, fewer than ``smallest``, may join a full batch.

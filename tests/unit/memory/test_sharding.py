@@ -11,9 +11,7 @@ from unit.memory import subjects
 
 from rlhf_core.config.loading import check_params
 from rlhf_core.errors import ConfigError
-from rlhf_core.memory.command import PlanOptions
 from rlhf_core.memory.dry_run import MemoryUse, ModelSize, ModelVariant, model_size
-from rlhf_core.memory.estimate import ModelRole, StageEstimate
 from rlhf_core.memory.sharding import (
     GIB,
     ParallelLayout,
@@ -23,7 +21,7 @@ from rlhf_core.memory.sharding import (
     trained_footprint,
     usable_memory,
 )
-from rlhf_core.memory.stages import estimate_memory, estimate_stage, planned_stages
+from rlhf_core.memory.stages import ModelRole, StagePlan, plan_stage, plan_stages, planned_stages
 
 PARAMETERS = 7_500_000_000  # the example of the ZeRO paper, figure 1, on 64 GPUs
 SIZE = ModelSize(
@@ -54,7 +52,7 @@ def test_zero_shards_optimiser_then_gradients_then_weights() -> None:
 
 def test_gradients_of_a_pass_count_as_they_are_kept() -> None:
     moments = (MemoryUse(gradients=15 * GIGA, activations=2 * GIGA), MemoryUse(activations=10 * GIGA))
-    variant = estimate_stage(subjects.large(80), "sft").roles[0].variant
+    variant = plan_stage(subjects.large(80), "sft").roles[0].variant
 
     def peak(layout: ParallelLayout) -> MemoryUse:
         return ModelRole("policy", variant, trained_footprint(SIZE, layout)).peak_of_update(moments)
@@ -139,11 +137,11 @@ def test_a_gpu_keeps_a_share_of_its_memory_to_itself() -> None:
     assert (usable_memory(22), usable_memory(0.5)) == (20 * GIB, 0)
 
 
-def ppo(**changes: Any) -> StageEstimate:
-    return estimate_stage(subjects.large(80, ppo={"max_new_tokens": 256, **changes}), "ppo")
+def ppo(**changes: Any) -> StagePlan:
+    return plan_stage(subjects.large(80, ppo={"max_new_tokens": 256, **changes}), "ppo")
 
 
-def roles_of(stage: StageEstimate) -> list[str]:
+def roles_of(stage: StagePlan) -> list[str]:
     return [role.name for role in stage.roles]
 
 
@@ -178,7 +176,7 @@ POLICY_STAGES: list[tuple[dict[str, Any], list[str], list[str]]] = [
 def test_the_policy_is_trained_beside_the_models_that_its_settings_ask_for(
     settings: dict[str, Any], roles: list[str], phases: list[str]
 ) -> None:
-    stage = estimate_stage(subjects.large(80, **settings), "ppo")
+    stage = plan_stage(subjects.large(80, **settings), "ppo")
     assert roles_of(stage) == roles and list(stage.phases) == phases
 
 
@@ -187,8 +185,7 @@ def test_without_a_critic_none_is_trained_before() -> None:
     assert "critic" in planned_stages(subjects.params()) and "critic" not in planned_stages(inputs.params)
     assert "critic" not in planned_stages(subjects.params(policy={"method": "dpo"}))
     with pytest.raises(ConfigError, match="stage 'critic' is not one that memory is planned for"):
-        estimate_memory(inputs, ["critic"])
-    assert PlanOptions(lora_rank=8).settings(inputs.params, ["ppo"]) == {"ppo.policy_lora.rank": 8}
+        plan_stages(inputs, ["critic"])
 
 
 @pytest.mark.slow
@@ -198,12 +195,12 @@ def test_adapters_on_shared_weights_hold_themselves_alone() -> None:
     alone = ppo(policy_lora={"rank": 8}).roles[-1].footprint.held.total
     adapters = {"reward": {"lora": {"rank": 4}}, "referee": {"lora": {"rank": 4}}}
     shared = {"policy_lora": {"rank": 8}, "share_base": True}
-    together = estimate_stage(subjects.large(80, ppo=shared, **adapters), "ppo")
+    together = plan_stage(subjects.large(80, ppo=shared, **adapters), "ppo")
     reward, referee = (role.footprint for role in together.roles[-2:])
     # LLaMA-7B: 32 layers of 4 x (4096 + 4096) + 3 x (4096 + 11008) ends of rank 4 in float32, a bfloat16 head of 4096.
     assert reward.held.total == referee.held.total == 4 * 4 * 32 * (4 * 8192 + 3 * 15104) + 2 * 4096 < alone / 100
     assert together.roles[1].footprint.held.weights > 2 * 6_600_000_000  # a critic of its own: it has no adapters
-    adapted = estimate_stage(subjects.large(80, critic={"lora": {"rank": 8}}, ppo=shared, **adapters), "ppo")
+    adapted = plan_stage(subjects.large(80, critic={"lora": {"rank": 8}}, ppo=shared, **adapters), "ppo")
     critic = adapted.roles[1].footprint
     own, head = 12 * 32 * (4 * 8192 + 3 * 15104), 4096  # the reward model's rank 4 and its own 8
     tensors = 2 * 7 * 32 + 1
@@ -216,7 +213,7 @@ def test_scorers_of_other_sizes_are_counted_by_their_own_config(tmp_path: Path) 
     (tmp_path / "other" / "config.json").write_text(subjects.TIED.text)
     sources = [{"kind": "model", "path": "other"}, {"kind": "classifier", "model": "other"}]
     inputs = replace(subjects.large(80, ppo={"reward": {"sources": sources}}), root=tmp_path)
-    sizes = {role.name: role.footprint.parameters for role in estimate_stage(inputs, "ppo").roles}
+    sizes = {role.name: role.footprint.parameters for role in plan_stage(inputs, "ppo").roles}
     # TIED: 512 x 64 entries, two layers of 4 x 64^2 + 3 x 64 x 176 and two norms, a last norm and a head.
     small = 512 * 64 + 2 * (4 * 64**2 + 3 * 64 * 176 + 2 * 64) + 64 + 64
     assert sizes["model"] == sizes["classifier"] == small < sizes["reward"]
@@ -227,6 +224,6 @@ def test_a_share_of_the_pairs_falls_to_each_gpu(stage: str) -> None:
     def update(processes: int) -> int:
         launch = {"launch": {stage: {"processes": processes}}}
         inputs = subjects.large(80, compute=launch, **{stage: {"max_tokens": 512}})
-        return estimate_stage(inputs, stage).phases["update"].activations
+        return plan_stage(inputs, stage).phases["update"].activations
 
     assert update(4) < update(1)

@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 
 from rlhf_core.config.recipe import recipe_folder
-from rlhf_core.memory.command import PlanRequest, estimate_of
+from rlhf_core.memory.command import PlanRequest
 from rlhf_core.memory.dry_run import MemoryUse
-from rlhf_core.memory.estimate import StageEstimate
+from rlhf_core.memory.stages import StagePlan
 
 pytestmark = pytest.mark.slow
 
@@ -24,9 +24,9 @@ HELD = {"sft": 2277, "reward": 2372, "referee": 2126, "judge": 2344, "critic": 3
 
 
 @cache
-def planned() -> dict[str, StageEstimate]:
+def planned() -> dict[str, StagePlan]:
     sets = ["base.dtype=bfloat16"]
-    return {stage.stage: stage for stage in estimate_of(PlanRequest(recipe_folder(), "smollm2-135m", sets)).stages}
+    return {stage.stage: stage for stage in PlanRequest(recipe_folder(), "smollm2-135m", sets).plans()}
 
 
 def phase(name: str) -> MemoryUse:

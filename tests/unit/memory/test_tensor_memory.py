@@ -37,16 +37,14 @@ def test_what_autograd_keeps_counts_and_the_backward_pass_frees_it() -> None:
         assert memory.live == 2 * 4096  # the weight and its gradient
 
 
-def test_a_phase_keeps_its_highest_peak_and_starts_from_what_is_there() -> None:
+def test_the_peak_starts_from_what_is_there() -> None:
     with TensorMemory() as memory:
         kept = megabyte()
-        for count in (2, 1):
-            with memory.phase("work"):
-                _ = [megabyte() for _ in range(count)]
-                del _
-        with memory.phase("rest"):
-            pass
-        assert memory.peaks == {"work": 3 * MEBI, "rest": MEBI}
+        _ = [megabyte() for _ in range(2)]
+        del _
+        assert (memory.live, memory.peak) == (MEBI, 3 * MEBI)
+        memory.restart()
+        assert memory.peak == MEBI
         del kept
 
 

@@ -46,9 +46,9 @@ def test_the_base_stage_makes_a_plain_folder_that_computes_the_same(
 
 
 def test_its_memory_is_planned_from_the_header(file: Path, tokenizer: Tokenizer) -> None:
-    architecture = starting_architecture(BaseConfig(source=file.name), file.parent)
-    assert (architecture.layers, architecture.vocabulary) == (SHAPE.layers, len(tokenizer))
-    assert architecture.positions == SHAPE.max_positions
+    config = starting_architecture(BaseConfig(source=file.name), file.parent).config()
+    assert (config.num_hidden_layers, config.vocab_size) == (SHAPE.layers, len(tokenizer))
+    assert config.max_position_embeddings == SHAPE.max_positions
 
 
 def test_a_truncated_file_is_refused_in_one_line(file: Path, tmp_path: Path) -> None:
