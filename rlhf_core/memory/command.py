@@ -197,10 +197,7 @@ def plan_json(plans: Sequence[StagePlan], advice: Advice) -> dict[str, Any]:
                 "host": plan.host,
                 "process": plan.process,
                 "sampler_share": plan.sampler_share,
-                "roles": {
-                    role.name: _use_json(role.footprint.held) | {"parameters": role.footprint.parameters}
-                    for role in plan.roles
-                },
+                "roles": {role.name: _use_json(role.held) | {"parameters": role.parameters} for role in plan.roles},
                 "phases": {name: _use_json(use) for name, use in plan.phases.items()},
             }
             for plan in plans
@@ -241,7 +238,7 @@ def _stage_text(plan: StagePlan) -> str:
             cells = [f"{size / unit:.{2 if size < 99.995 * unit else 1}f}" if size else "" for size in sizes]
             table.add_row(f"  {name}", *cells)
 
-    add("held throughout", {role.name: role.footprint.held for role in plan.roles})
+    add("held throughout", {role.name: role.held for role in plan.roles})
     marked = {f"{name} *" if name == plan.worst_phase else name: use for name, use in plan.phases.items()}
     add("at each phase's peak", marked)
     console = Console(file=io.StringIO(), width=200, color_system=None)

@@ -58,11 +58,17 @@ class MemoryUse:
 
 
 MEMORY_KINDS = tuple(field.name for field in fields(MemoryUse))
+NOTHING = MemoryUse()
 
 
 def largest(uses: Iterable[MemoryUse]) -> MemoryUse:
     """The use with the highest total; nothing of nothing."""
-    return max(uses, key=lambda use: use.total, default=MemoryUse())
+    return max(uses, key=lambda use: use.total, default=NOTHING)
+
+
+def together(uses: Iterable[MemoryUse]) -> MemoryUse:
+    """The sum of all kinds."""
+    return sum(uses, NOTHING)
 
 
 class TensorMemory(TorchDispatchMode):

@@ -15,7 +15,7 @@ import torch
 
 from rlhf_core.config.loading import Params
 from rlhf_core.config.operations import LaunchConfig
-from rlhf_core.memory.dry_run import MemoryUse, ModelSize
+from rlhf_core.memory.dry_run import NOTHING, MemoryUse, ModelSize
 from rlhf_core.models.adapters import BLOCK
 from rlhf_core.models.forward import LOGITS_BYTES
 from rlhf_core.models.precision import weights_precision
@@ -100,33 +100,31 @@ def parallel_layout(params: Params, stage: str, root: Path) -> ParallelLayout:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelFootprint:
-    """Bytes of one model on each GPU.
+    """What one model takes of each GPU.
 
     Attributes:
         parameters: Those that are its own, as a count.
         held: What it always holds. Gradients come and go with the phases, except where their memory lasts.
         whole: Its weights before anything is packed, sharded or moved away: every model is loaded so.
-        loaded: Its weights once loaded, and packed where they will be, but not sharded yet.
-        host: In host memory for each GPU.
-        gradients: Those of a whole optimiser step, beyond what is always held.
+        loaded: Of a trained one, its weights once loaded, and packed where they will be, but not sharded yet.
+        host: Bytes in host memory for each GPU.
         gradients_kept: Bytes of gradient that stay for each one that a backward pass makes.
-        at_step: What exists during an optimiser step alone.
-        sampling: Weights on top while it samples or is evaluated, and of a frozen one during rollouts and selection.
+        step: Gradients of a whole optimiser step beyond what is always held, and what exists during it alone.
+        at_work: Weights on top while it samples or is evaluated, and of a frozen one during rollouts and selection.
         running: Weights on top while it is trained, and of a frozen one while it runs itself.
     """
 
     parameters: int
     held: MemoryUse
-    whole: int
-    loaded: int
+    whole: MemoryUse
+    loaded: MemoryUse = NOTHING
     host: int = 0
-    gradients: int = 0
     gradients_kept: float = 1.0
-    at_step: int = 0
-    sampling: int = 0
-    running: int = 0
+    step: MemoryUse = NOTHING
+    at_work: MemoryUse = NOTHING
+    running: MemoryUse = NOTHING
 
 
 def trained_footprint(
@@ -155,7 +153,7 @@ def trained_footprint(
     packed_bytes = packed_size(size) if packed else 0
     unpacked = size.largest * element + size.largest // BLOCK * FLOAT32 if packed else 0
     weights = loaded = whole - linear * element + packed_bytes
-    sampling = running = unpacked
+    at_work = running = unpacked
     gradients, optimizer, host, at_step, buckets = size.gradients, size.optimizer, 0, 0, 0
     if layout.zero > 0:
         part = layout.share(size.trainable)
@@ -169,21 +167,20 @@ def trained_footprint(
             gradients = 0 if layout.zero >= 2 else gradients
         if layout.zero == 3:
             weights = packed_bytes + layout.share(plain) * element
-            sampling, running = unpacked + plain * element, unpacked + min(plain, MAX_LIVE_PARAMETERS) * element
+            at_work, running = unpacked + plain * element, unpacked + min(plain, MAX_LIVE_PARAMETERS) * element
         if layout.offload_parameters:
             weights, host = packed_bytes, host + part * element
     lasting = gradients if layout.zero == 3 else 0
     return ModelFootprint(
         parameters=parameters,
         held=MemoryUse(weights=weights, gradients=lasting, optimizer=optimizer, other=buckets),
-        whole=whole,
-        loaded=loaded,
+        whole=MemoryUse(weights=whole),
+        loaded=MemoryUse(weights=loaded),
         host=host,
-        gradients=gradients - lasting,
         gradients_kept=(gradients - lasting) / size.trainable_weights if size.trainable else 0.0,
-        at_step=at_step,
-        sampling=sampling,
-        running=running,
+        step=MemoryUse(gradients=gradients - lasting, other=at_step),
+        at_work=MemoryUse(weights=at_work),
+        running=MemoryUse(weights=running),
     )
 
 
@@ -192,14 +189,14 @@ def frozen_footprint(parameters: int, layout: ParallelLayout, whole: int | None 
 
     ``whole`` are its bytes where some of its parameters have another precision than the others.
     """
-    whole = whole if whole is not None else parameters * layout.element
+    weights = MemoryUse(weights=whole if whole is not None else parameters * layout.element)
     if layout.frozen == "offload":
-        return ModelFootprint(parameters, MemoryUse(), whole, whole, host=whole, sampling=whole)
+        return ModelFootprint(parameters=parameters, held=NOTHING, whole=weights, host=weights.total, at_work=weights)
     if layout.frozen == "sharded":
-        share = 0 if layout.offload_parameters else layout.share(parameters) * layout.element
-        gathered = min(parameters, MAX_LIVE_PARAMETERS) * layout.element
-        return ModelFootprint(parameters, MemoryUse(weights=share), whole, whole, running=gathered)
-    return ModelFootprint(parameters, MemoryUse(weights=whole), whole, whole)
+        share = MemoryUse(weights=0 if layout.offload_parameters else layout.share(parameters) * layout.element)
+        gathered = MemoryUse(weights=min(parameters, MAX_LIVE_PARAMETERS) * layout.element)
+        return ModelFootprint(parameters=parameters, held=share, whole=weights, running=gathered)
+    return ModelFootprint(parameters=parameters, held=weights, whole=weights)
 
 
 def packed_size(size: ModelSize) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.evaluation.perplexity import POSITIONS_PER_CHUNK, ROWS_PER_PASS
 from rlhf_core.memory import passes
 from rlhf_core.memory.architecture import Architecture, architecture_of_file
-from rlhf_core.memory.dry_run import Head, MemoryUse, ModelVariant, Moments, largest, model_size
+from rlhf_core.memory.dry_run import NOTHING, Head, MemoryUse, ModelVariant, Moments, largest, model_size, together
 from rlhf_core.memory.sequence_lengths import BatchShape, SequenceLengths
 from rlhf_core.memory.sharding import (
     GIB,
@@ -69,45 +69,17 @@ class EstimateInputs:
         return replace(self, params=check_params(overridden(document, changes), "parameters"))
 
 
-@dataclass(frozen=True)
-class ModelRole:
+@dataclass(frozen=True, kw_only=True)
+class ModelRole(ModelFootprint):
     """One model of a stage, such as ``policy``: as it is built, and what it takes of each GPU."""
 
     name: str
     variant: ModelVariant
-    footprint: ModelFootprint
 
     def peak_of_update(self, moments: Moments) -> MemoryUse:
         """The heaviest moment of a training pass, with its gradients as they are kept and its weights gathered."""
-        kept = self.footprint.gradients_kept
-        peak = largest(replace(moment, gradients=round(kept * moment.gradients)) for moment in moments)
-        return peak + MemoryUse(weights=self.footprint.running)
-
-
-def held(roles: Iterable[ModelRole]) -> MemoryUse:
-    """What models always hold."""
-    return sum((role.footprint.held for role in roles), MemoryUse())
-
-
-def whole(*roles: ModelRole) -> MemoryUse:
-    """Models as they are loaded, before they are sharded or moved away."""
-    return MemoryUse(weights=sum(role.footprint.whole for role in roles))
-
-
-def at_work(*roles: ModelRole) -> MemoryUse:
-    """Weights that rollouts, selection and evaluation need on top."""
-    return MemoryUse(weights=sum(role.footprint.sampling for role in roles))
-
-
-def gathered_by_one(roles: Iterable[ModelRole]) -> MemoryUse:
-    """What the neediest frozen model gathers; they run one after the other."""
-    return MemoryUse(weights=max((role.footprint.running for role in roles), default=0))
-
-
-def optimizer_step(*roles: ModelRole) -> MemoryUse:
-    """The optimiser step of ``roles`` together: all their gradients, and what DeepSpeed makes of them."""
-    footprints = [role.footprint for role in roles]
-    return MemoryUse(gradients=sum(one.gradients for one in footprints), other=sum(one.at_step for one in footprints))
+        kept = self.gradients_kept
+        return largest(replace(one, gradients=round(kept * one.gradients)) for one in moments) + self.running
 
 
 @dataclass
@@ -148,7 +120,7 @@ class StagePlan:
     @property
     def host(self) -> int:
         """Bytes of host memory for offloaded models and optimiser state, for each GPU."""
-        return sum(role.footprint.host for role in self.roles)
+        return sum(role.host for role in self.roles)
 
     @property
     def process_parts(self) -> dict[str, int]:
@@ -183,9 +155,9 @@ class StagePlan:
 
     def add(self, phase: str, *uses: MemoryUse) -> None:
         """Add a phase by what it needs beyond what the stage's models always hold."""
-        self.phases[phase] = sum(uses, held(self.roles))
+        self.phases[phase] = together([*(role.held for role in self.roles), *uses])
 
-    def together(self, setting: str, rows: int) -> int:
+    def bounded(self, setting: str, rows: int) -> int:
         """Note that ``setting`` bounds a pass of ``rows``, and return them."""
         self.rows[setting] = max(rows, self.rows.get(setting, 0))
         return rows
@@ -215,12 +187,13 @@ class StagePlan:
         checkpointing = self.layout.gradient_checkpointing
         variant = replace(variant, trained=trained, lora=lora, gradient_checkpointing=checkpointing)
         packed = owns_backbone and lora is not None and lora.quantize is not None
-        return ModelRole(name, variant, trained_footprint(model_size(variant), self.layout, packed, owns_backbone))
+        footprint = trained_footprint(model_size(variant), self.layout, packed, owns_backbone)
+        return ModelRole(name=name, variant=variant, **vars(footprint))
 
     def frozen(self, name: str, variant: ModelVariant, *, on_device: bool = False) -> ModelRole:
         """A frozen model where the launch settings put those, or on the device whatever they say."""
         layout = replace(self.layout, frozen="device") if on_device else self.layout
-        return ModelRole(name, variant, frozen_footprint(model_size(variant).parameters, layout))
+        return ModelRole(name=name, variant=variant, **vars(frozen_footprint(model_size(variant).parameters, layout)))
 
     def judging(self, name: Literal["reward", "referee"]) -> ModelRole:
         """The reward model or referee in PPO: a frozen model, or adapters and a head on the policy's weights."""
@@ -229,8 +202,8 @@ class StagePlan:
         if not self.inputs.params.ppo.share_base or config.lora is None:
             return self.frozen(name, variant)
         adapters = self.trained(name, variant, config.lora, owns_backbone=False)
-        own, layout = adapters.footprint, replace(self.layout, frozen="device")
-        return replace(adapters, footprint=frozen_footprint(own.parameters, layout, own.whole))
+        layout = replace(self.layout, frozen="device")
+        return replace(adapters, **vars(frozen_footprint(adapters.parameters, layout, adapters.whole.weights)))
 
     def critic(self, lora: LoraConfig | None, owns_backbone: bool = True) -> ModelRole:
         """A critic, of as many layers as the reward model has where it starts from that."""
@@ -282,10 +255,10 @@ def sft_stage(plan: StagePlan) -> None:
     config, data, limit = plan.inputs.params.sft, plan.inputs.lengths.demonstrations, plan.layout.logits_bytes
     built = plan.variant("causal_lm")
     policy = plan.trained("policy", built) if config.steps else plan.frozen("policy", built, on_device=True)
-    plan.begin([policy], whole(policy))
+    plan.begin([policy], policy.whole)
     held_out = data.batch(config.micro_batch_size or EVALUATION_ROWS)
     evaluation = passes.reply_loss(policy.variant.in_inference, held_out, logits_bytes=limit)
-    plan.add("evaluation", largest(evaluation), at_work(policy))
+    plan.add("evaluation", largest(evaluation), policy.at_work)
     if config.steps:
         _train_on_texts(plan, "sft", config, policy, data.batch)
 
@@ -299,11 +272,11 @@ def reward_stage(plan: StagePlan) -> None:
         model = plan.trained(plan.stage, built, config.lora)
     else:
         model = plan.frozen(plan.stage, built, on_device=True)
-    plan.begin([model], whole(model))
+    plan.begin([model], model.whole)
 
     def add_reading(phase: str, rows: int, tokens: int) -> None:
         batch = BatchShape(max(1, min(rows, tokens // lengths.width)), lengths.width)
-        plan.add(phase, largest(passes.reply_scores(model.variant, batch)), at_work(model))
+        plan.add(phase, largest(passes.reply_scores(model.variant, batch)), model.at_work)
 
     add_reading("evaluation", SCORING_ROWS, SCORING_TOKENS)
     if config.linear_probe is not None:
@@ -315,7 +288,7 @@ def reward_stage(plan: StagePlan) -> None:
         imitated = -(-batch.scored * own // pairs) if config.imitation > 0 else 0
         update = passes.pair_loss(model.variant, BatchShape(2 * own, batch.width, imitated), plan.layout.logits_bytes)
         plan.add("update", model.peak_of_update(update))
-        plan.add("step", optimizer_step(model))
+        plan.add("step", model.step)
 
 
 def critic_stage(plan: StagePlan) -> None:
@@ -324,15 +297,15 @@ def critic_stage(plan: StagePlan) -> None:
     policy = plan.frozen("policy", plan.variant("causal_lm"), on_device=True)
     if plan.inputs.params.ppo.critic_mode == "shared":
         head = replace(plan.variant("scalar"), trained="value_head")
-        critic = ModelRole("critic", head, trained_footprint(model_size(head), plan.layout))
+        critic = ModelRole(name="critic", variant=head, **vars(trained_footprint(model_size(head), plan.layout)))
     else:
         critic = plan.critic(config.lora)
-    plan.begin([policy, critic, *scorers], whole(policy, critic, *scorers[-1:]) + held(scorers[:-1]))
+    plan.begin([policy, critic, *scorers], together([policy.whole, critic.whole, _loaded_one_by_one(scorers)]))
     rollout = _roll_out(plan, config.batch_size, scorers, critic)
     batch, accumulated = _minibatch(plan, config.batch_size, config.minibatches)
     update = passes.value_loss(critic.variant, batch, plan.sampling, accumulated)
     plan.add("update critic", critic.peak_of_update(update), rollout)
-    plan.add("step", optimizer_step(critic), rollout)
+    plan.add("step", critic.step, rollout)
 
 
 def ppo_stage(plan: StagePlan) -> None:
@@ -354,17 +327,15 @@ def ppo_stage(plan: StagePlan) -> None:
     selection = _selection(plan, policy, frozen)
     # Models are loaded whole: the reference, each scorer before it is placed, SFT's replies for the selection; then the
     # reference is placed, and policy and critic follow. Where the policy is the reference, it is packed at once.
-    if reference:
-        first, last = whole(reference), whole(*trained) + held([reference])
-    else:
-        first = MemoryUse(weights=policy.footprint.loaded)
-        last = whole(*trained[1:]) + first
+    first = reference.whole if reference else policy.loaded
+    last = reference.held + policy.whole if reference else policy.loaded
     sft = plan.frozen("sft", plan.variant("causal_lm"), on_device=True)
+    placed = together(one.held for one in scorers)
     loading = [
-        whole(policy),
-        first + held(scorers) + whole(scorers[-1]),
-        first + held(scorers) + at_work(*scorers) + _selection(plan, sft, scorers),
-        last + held(scorers),
+        policy.whole,
+        together([first, placed, scorers[-1].whole]),
+        together([first, placed, *(one.at_work for one in scorers), _selection(plan, sft, scorers)]),
+        together([last, placed, *([critic.whole] if critic else [])]),
     ]
     plan.begin([*trained, *frozen], largest(loading))
     rollout = _roll_out(plan, config.batch_size, scorers, critic, reference)
@@ -384,15 +355,15 @@ def ppo_stage(plan: StagePlan) -> None:
         size = config.ptx.micro_batch_size or config.micro_batch_size or config.ptx.batch_size
         rows = min(size, plan.layout.share(config.ptx.batch_size))
         if config.ptx.micro_batch_size is None:
-            plan.together("ppo.micro_batch_size", rows)
+            plan.bounded("ppo.micro_batch_size", rows)
         update = passes.reply_loss(policy.variant, plan.inputs.lengths.ptx.batch(rows), True, logits_bytes)
         plan.add("update ptx", policy.peak_of_update(update), rollout)
     if critic is not None:
-        waiting = MemoryUse(gradients=policy.footprint.gradients)
+        waiting = MemoryUse(gradients=policy.step.gradients)
         update = passes.value_loss(critic.variant, batch, plan.sampling, accumulated)
         plan.add("update critic", critic.peak_of_update(update), waiting, rollout)
-    plan.add("step", optimizer_step(*trained), rollout)
-    plan.add("selection", selection, at_work(policy, *frozen), rollout)
+    plan.add("step", *(role.step for role in trained), rollout)
+    plan.add("selection", selection, policy.at_work, *(role.at_work for role in frozen), rollout)
 
 
 def dpo_stage(plan: StagePlan) -> None:
@@ -400,10 +371,10 @@ def dpo_stage(plan: StagePlan) -> None:
     params, lengths = plan.inputs.params, plan.inputs.lengths.pairs
     config = params.policy.dpo
     policy = plan.trained("policy", plan.variant("causal_lm"), params.ppo.policy_lora)
-    plan.begin([policy], whole(policy))
+    plan.begin([policy], policy.whole)
     read = lengths.batch(scoring_rows(config))
     reference = passes.reply_loss(policy.variant.in_inference, read, logits_bytes=plan.layout.logits_bytes)
-    plan.add("log-probabilities", largest(reference), at_work(policy))
+    plan.add("log-probabilities", largest(reference), policy.at_work)
     _train_on_texts(plan, "policy.dpo", config, policy, lambda pairs: lengths.batch(2 * pairs))
 
 
@@ -414,7 +385,7 @@ def rejection_sampling_stage(plan: StagePlan) -> None:
     """
     config, scorers = plan.inputs.params.policy.rejection_sampling, plan.reward_models()
     policy = plan.trained("policy", plan.variant("causal_lm"), plan.inputs.params.ppo.policy_lora)
-    plan.begin([policy, *scorers], whole(policy, *scorers[-1:]) + held(scorers[:-1]))
+    plan.begin([policy, *scorers], policy.whole + _loaded_one_by_one(scorers))
     _roll_out(plan, PROMPTS_AT_ONCE * config.replies_per_prompt, scorers)
     del plan.phases["scoring"], plan.rows["ppo.micro_batch_size"]  # no log-probabilities are needed
     _train_on_texts(plan, "policy.rejection_sampling", config, policy, plan.rollout_batch)
@@ -429,9 +400,9 @@ def evaluate_stage(plan: StagePlan) -> None:
     config, prompt = plan.inputs.params.evaluate, plan.inputs.lengths.prompt
     model = plan.frozen("model", plan.variant("causal_lm"), on_device=True)
     judge = plan.frozen("judge", plan.variant("scalar", plan.inputs.params.judge.layers), on_device=True)
-    plan.begin([], whole(model))
+    plan.begin([], model.whole)
     rows, unfiltered_rows = min(config.batch_size, config.prompts), min(config.batch_size, config.kl_samples)
-    plan.together("evaluate.batch_size", rows)
+    plan.bounded("evaluate.batch_size", rows)
     unfiltered = Sampling(-1, 0, config.max_new_tokens, forbidden_ids=(0,))
     judged_base = replace(unfiltered, max_new_tokens=config.sampling.max_new_tokens)
     judged_sampling = EvaluationSampling(judged_base, config.sampling.top_p, config.sampling.repetition_penalty)
@@ -443,10 +414,10 @@ def evaluate_stage(plan: StagePlan) -> None:
         generation += passes.generation(model.variant, unfiltered_rows, prompt, unfiltered)
     width = min(config.perplexity.max_tokens, plan.inputs.lengths.pairs.width)
     text = BatchShape(ROWS_PER_PASS, width, min(ROWS_PER_PASS * width, POSITIONS_PER_CHUNK))
-    plan.add("generation", largest(generation), whole(model))
-    plan.add("perplexity", largest(passes.reply_loss(model.variant, text)), whole(model))
-    plan.add("drift", largest(passes.reply_statistics(model.variant, drift, unfiltered)), whole(model))
-    plan.add("judging", largest(passes.reply_scores(judge.variant, judged)), whole(judge))
+    plan.add("generation", largest(generation), model.whole)
+    plan.add("perplexity", largest(passes.reply_loss(model.variant, text)), model.whole)
+    plan.add("drift", largest(passes.reply_statistics(model.variant, drift, unfiltered)), model.whole)
+    plan.add("judging", largest(passes.reply_scores(judge.variant, judged)), judge.whole)
 
 
 def _train_on_texts(
@@ -458,10 +429,10 @@ def _train_on_texts(
 ) -> None:
     """A step on texts: micro-batches, whose shapes ``batch`` gives by their size, and the optimiser."""
     rows = plan.layout.share(config.batch_size)
-    micro = plan.together(f"{section}.micro_batch_size", min(config.micro_batch_size or config.batch_size, rows))
+    micro = plan.bounded(f"{section}.micro_batch_size", min(config.micro_batch_size or config.batch_size, rows))
     update = passes.reply_loss(role.variant, batch(micro), rows > micro, plan.layout.logits_bytes)
     plan.add("update", role.peak_of_update(update))
-    plan.add("step", optimizer_step(role))
+    plan.add("step", role.step)
 
 
 def _roll_out(
@@ -481,7 +452,7 @@ def _roll_out(
     policy, ppo = plan.roles[0], plan.inputs.params.ppo
     is_trained = policy.variant.trained != "nothing"
     rows = plan.layout.share(batch)
-    together = plan.together("ppo.sampling_batch_size", min(ppo.sampling_batch_size or rows, rows))
+    at_once = plan.bounded("ppo.sampling_batch_size", min(ppo.sampling_batch_size or rows, rows))
     part = _pass_batch(plan, rows)
     scoring = passes.reply_statistics(
         policy.variant.in_inference,
@@ -496,11 +467,16 @@ def _roll_out(
     rewards = passes.reply_scores(plan.variant("scalar"), part)
     reply_tokens = batch * ppo.max_new_tokens
     rollout = MemoryUse(other=plan.rollout_batch(batch).tokens * 8 * 2 * 2 + reply_tokens * 4 * 20)
-    brought_in, references = at_work(*plan.roles), [reference] if reference else []
-    plan.add("generation", largest(_generation(plan, policy, together)), brought_in)
-    plan.add("scoring", largest(scoring), gathered_by_one(references), brought_in, rollout)
-    plan.add("rewards", largest(rewards), gathered_by_one(scorers), brought_in, rollout)
+    brought_in = together(role.at_work for role in plan.roles)
+    plan.add("generation", largest(_generation(plan, policy, at_once)), brought_in)
+    plan.add("scoring", largest(scoring), reference.running if reference else NOTHING, brought_in, rollout)
+    plan.add("rewards", largest(rewards), largest(one.running for one in scorers), brought_in, rollout)
     return rollout
+
+
+def _loaded_one_by_one(scorers: Sequence[ModelRole]) -> MemoryUse:
+    """The last of the scorers as it is loaded, before it is placed as those before it are."""
+    return together([*(one.held for one in scorers[:-1]), *(one.whole for one in scorers[-1:])])
 
 
 def _generation(plan: StagePlan, policy: ModelRole, rows: int) -> Moments:
@@ -522,7 +498,7 @@ def _pass_batch(plan: StagePlan, rows: int) -> BatchShape:
     width = longest
     if limits.tokens is not None and changes_logits(plan.inputs.architecture.config()):
         width = ppo.max_new_tokens + 1  # of the shortest prompt
-    most = plan.together("ppo.micro_batch_size", min(limits.most_rows(width), rows))
+    most = plan.bounded("ppo.micro_batch_size", min(limits.most_rows(width), rows))
     return BatchShape(most, min(longest, max((limits.tokens or 0) // most, width)))
 
 
@@ -537,11 +513,11 @@ def _selection(plan: StagePlan, policy: ModelRole, frozen: Sequence[ModelRole]) 
     """Replies of the policy, their log-probabilities under the reference and the judges' scores, batch by batch."""
     selection = plan.inputs.params.ppo.selection
     rows = min(plan.layout.share(selection.prompts), selection.batch_size)
-    batch = plan.rollout_batch(plan.together("ppo.selection.batch_size", rows))
+    batch = plan.rollout_batch(plan.bounded("ppo.selection.batch_size", rows))
     generation = _generation(plan, policy, rows)
     drift = passes.reply_statistics(plan.variant("causal_lm"), batch, plan.sampling)
     judging = passes.reply_scores(plan.variant("scalar"), batch)
-    return largest([*generation, largest([*drift, *judging]) + gathered_by_one(frozen)])
+    return largest([*generation, largest([*drift, *judging]) + largest(one.running for one in frozen)])
 
 
 def policy_stage(plan: StagePlan) -> None:
@@ -587,10 +563,10 @@ def plan_stage(inputs: EstimateInputs, stage: str) -> StagePlan:
         # Each trained model leaves its engine, while the others stay as they are. DeepSpeed's weights are gathered in
         # host memory once for a comparison on the whole model, which ZeRO 3 gathers; only then are they freed, and a
         # plain model takes their place. Plain torch saves the model as it is. What was saved is compared on the CPU.
-        roles = plan.roles
-        saving = [held(roles)]
-        for role in roles if plan.layout.engine == "deepspeed" else ():
+        saving = [together(role.held for role in plan.roles)]
+        for role in plan.roles if plan.layout.engine == "deepspeed" else ():
             if role.variant.trained != "nothing":
-                saving += [held(roles) + at_work(role), held(one for one in roles if one is not role) + whole(role)]
+                others = together(one.held for one in plan.roles if one is not role)
+                saving += [others + role.held + role.at_work, others + role.whole]
         plan.phases["saving"] = largest(saving)
     return plan

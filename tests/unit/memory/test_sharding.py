@@ -38,16 +38,16 @@ def zero(stage: int, **changes: Any) -> ParallelLayout:
 def test_zero_shards_optimiser_then_gradients_then_weights() -> None:
     one, two, three = (trained_footprint(SIZE, zero(stage)) for stage in (1, 2, 3))
     assert {footprint.held.optimizer for footprint in (one, two, three)} == {12 * PARAMETERS // 64}
-    assert one.gradients == 30 * GIGA  # summed in float32
+    assert one.step.gradients == 30 * GIGA  # summed in float32
     # ZeRO-3 keeps the memory of its gradients from step to step.
-    assert two.gradients == three.held.gradients == 30 * GIGA // 64 and three.gradients == 0
+    assert two.step.gradients == three.held.gradients == 30 * GIGA // 64 and three.step.gradients == 0
     assert [one.held.weights, two.held.weights, three.held.weights] == [15 * GIGA, 15 * GIGA, 15 * GIGA // 64]
-    assert (one.sampling, two.sampling, three.sampling) == (0, 0, 15 * GIGA)
-    assert three.running == 2 * GIGA  # DeepSpeed's default of live parameters
+    assert [footprint.at_work.weights for footprint in (one, two, three)] == [0, 0, 15 * GIGA]
+    assert three.running.weights == 2 * GIGA  # DeepSpeed's default of live parameters
     # A bucket of 50 million float32 elements, two of bfloat16 ones that overlap, and one.
     assert [footprint.held.other for footprint in (one, two, three)] == [GIGA // 5, GIGA // 5, GIGA // 10]
     assert trained_footprint(SIZE, zero(2, overlap_comm=False)).held.other == GIGA // 10
-    assert {footprint.at_step for footprint in (one, two, three)} == {30 * GIGA // 64}
+    assert {footprint.step.other for footprint in (one, two, three)} == {30 * GIGA // 64}
 
 
 def test_gradients_of_a_pass_count_as_they_are_kept() -> None:
@@ -55,7 +55,8 @@ def test_gradients_of_a_pass_count_as_they_are_kept() -> None:
     variant = plan_stage(subjects.large(80), "sft").roles[0].variant
 
     def peak(layout: ParallelLayout) -> MemoryUse:
-        return ModelRole("policy", variant, trained_footprint(SIZE, layout)).peak_of_update(moments)
+        role = ModelRole(name="policy", variant=variant, **vars(trained_footprint(SIZE, layout)))
+        return role.peak_of_update(moments)
 
     # Plain torch sums them up in float32.
     assert peak(ParallelLayout(precision="bfloat16")) == MemoryUse(gradients=30 * GIGA, activations=2 * GIGA)
@@ -66,7 +67,7 @@ def test_gradients_of_a_pass_count_as_they_are_kept() -> None:
 
 def test_offloading_moves_the_state_to_the_host() -> None:
     footprint = trained_footprint(SIZE, zero(2, offload_optimizer=True))
-    assert (footprint.gradients, footprint.held.optimizer, footprint.at_step) == (0, 0, 0)
+    assert (footprint.step.total, footprint.held.optimizer) == (0, 0)
     assert footprint.host == (12 + 4) * PARAMETERS // 64
     everything = trained_footprint(SIZE, zero(3, offload_optimizer=True, offload_parameters=True))
     assert everything.held.weights == 0 and everything.host == (12 + 4 + 2) * PARAMETERS // 64
@@ -81,16 +82,16 @@ def test_plain_torch_keeps_masters_moments_and_gradients_in_float32() -> None:
         footprint = trained_footprint(size, layout)
         optimizer = (8 + 4 * masters) * parameters + 4 * tensors  # AdamW counts the steps of every tensor
         assert footprint.held == MemoryUse(weights=element * parameters, optimizer=optimizer)
-        assert footprint.gradients == 4 * parameters and footprint.gradients_kept == 4 / element
+        assert footprint.step.gradients == 4 * parameters and footprint.gradients_kept == 4 / element
         assert frozen_footprint(parameters, layout).held == MemoryUse(weights=element * parameters)
 
 
 def test_frozen_models_are_on_the_device_or_in_host_memory_or_sharded() -> None:
     size = 4 * GIGA
     offloaded = frozen_footprint(2 * GIGA, zero(2, frozen="offload"))
-    assert (offloaded.held.total, offloaded.host, offloaded.sampling) == (0, size, size)
+    assert (offloaded.held.total, offloaded.host, offloaded.at_work.weights) == (0, size, size)
     sharded = frozen_footprint(2 * GIGA, zero(2, frozen="sharded"))
-    assert (sharded.held.weights, sharded.running, sharded.sampling) == (size // 64, 2 * GIGA, 0)
+    assert (sharded.held.weights, sharded.running.weights, sharded.at_work.total) == (size // 64, 2 * GIGA, 0)
     parameters_away = zero(3, frozen="sharded", offload_optimizer=True, offload_parameters=True)
     assert frozen_footprint(2 * GIGA, parameters_away).held.weights == 0
 
@@ -103,9 +104,9 @@ def test_four_bit_weights_take_codes_scales_and_tables() -> None:
     )  # fmt: skip
     assert packed_size(size) == 32_768 + 1_024 + 4 * 4 + 273 * 4
     footprint = trained_footprint(size, ParallelLayout(precision="bfloat16"), packed=True)
-    assert footprint.held.weights == footprint.loaded == 4 * 100 + packed_size(size)
-    assert footprint.whole == 2 * 65_536 + 4 * 100  # it is loaded before it is packed
-    assert footprint.running == footprint.sampling == 2 * 65_536 + 4 * 1_024  # one matrix unpacked, with its scales
+    assert footprint.held.weights == footprint.loaded.weights == 4 * 100 + packed_size(size)
+    assert footprint.whole.weights == 2 * 65_536 + 4 * 100  # it is loaded before it is packed
+    assert footprint.running == footprint.at_work == MemoryUse(weights=2 * 65_536 + 4 * 1_024)  # one matrix unpacked
 
 
 def test_the_launch_settings_are_read_from_params_and_from_a_deepspeed_file(tmp_path: Path) -> None:
@@ -192,19 +193,19 @@ def test_without_a_critic_none_is_trained_before() -> None:
 def test_adapters_on_shared_weights_hold_themselves_alone() -> None:
     pytest.importorskip("peft")
     assert roles_of(ppo(policy_lora={"rank": 8})) == ["policy", "critic", "reward", "referee"]
-    alone = ppo(policy_lora={"rank": 8}).roles[-1].footprint.held.total
+    alone = ppo(policy_lora={"rank": 8}).roles[-1].held.total
     adapters = {"reward": {"lora": {"rank": 4}}, "referee": {"lora": {"rank": 4}}}
     shared = {"policy_lora": {"rank": 8}, "share_base": True}
     together = plan_stage(subjects.large(80, ppo=shared, **adapters), "ppo")
-    reward, referee = (role.footprint for role in together.roles[-2:])
+    reward, referee = together.roles[-2:]
     # LLaMA-7B: 32 layers of 4 x (4096 + 4096) + 3 x (4096 + 11008) ends of rank 4 in float32, a bfloat16 head of 4096.
     assert reward.held.total == referee.held.total == 4 * 4 * 32 * (4 * 8192 + 3 * 15104) + 2 * 4096 < alone / 100
-    assert together.roles[1].footprint.held.weights > 2 * 6_600_000_000  # a critic of its own: it has no adapters
+    assert together.roles[1].held.weights > 2 * 6_600_000_000  # a critic of its own: it has no adapters
     adapted = plan_stage(subjects.large(80, critic={"lora": {"rank": 8}}, ppo=shared, **adapters), "ppo")
-    critic = adapted.roles[1].footprint
+    critic = adapted.roles[1]
     own, head = 12 * 32 * (4 * 8192 + 3 * 15104), 4096  # the reward model's rank 4 and its own 8
     tensors = 2 * 7 * 32 + 1
-    assert (critic.held.weights, critic.gradients) == (4 * own + 2 * head, 4 * (own + head))
+    assert (critic.held.weights, critic.step.gradients) == (4 * own + 2 * head, 4 * (own + head))
     assert critic.held.optimizer == 8 * (own + head) + 4 * tensors + 4 * head  # the head has a float32 master
 
 
@@ -213,7 +214,7 @@ def test_scorers_of_other_sizes_are_counted_by_their_own_config(tmp_path: Path) 
     (tmp_path / "other" / "config.json").write_text(subjects.TIED.text)
     sources = [{"kind": "model", "path": "other"}, {"kind": "classifier", "model": "other"}]
     inputs = replace(subjects.large(80, ppo={"reward": {"sources": sources}}), root=tmp_path)
-    sizes = {role.name: role.footprint.parameters for role in plan_stage(inputs, "ppo").roles}
+    sizes = {role.name: role.parameters for role in plan_stage(inputs, "ppo").roles}
     # TIED: 512 x 64 entries, two layers of 4 x 64^2 + 3 x 64 x 176 and two norms, a last norm and a head.
     small = 512 * 64 + 2 * (4 * 64**2 + 3 * 64 * 176 + 2 * 64) + 64 + 64
     assert sizes["model"] == sizes["classifier"] == small < sizes["reward"]
