@@ -17,12 +17,9 @@ from pathlib import Path
 import pytest
 from commands import ROOT
 from integration.flow_toys import environment, make_toy
-from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.events import emit_event
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Completed, Failed
 from prefect_database import prefect_server
 
 from flows.jobs.deployments import JOB_SETTINGS, deploy_all, deploy_jobs
@@ -120,7 +117,23 @@ def _named(name: str):  # type: ignore[no-untyped-def]
     return DeploymentFilter(name=DeploymentFilterName(any_=[name]))
 
 
-def test_the_alerts_of_the_manual_tell_of_failed_runs_requests_and_champions(client: SyncPrefectClient) -> None:
+RUNS_AND_EVENTS = """
+from prefect import flow
+from prefect.events import emit_event
+from prefect.states import Completed, Failed
+
+for name, message in {ends}.items():
+    flow(name=name)(lambda message=message: Failed(name="GateFailed", message=message))(return_state=True)
+flow(name="rlhf-pipeline")(lambda: Completed())()
+resource = {{"prefect.resource.id": "rlhf.registered-model.m", "prefect.resource.name": "m"}}
+for event in ("rlhf.approval.requested", "rlhf.approval.declined", "rlhf.champion.changed"):
+    emit_event(event, resource, payload={{"version": "3"}})
+"""
+
+
+def test_the_alerts_of_the_manual_tell_of_failed_runs_requests_and_champions(
+    client: SyncPrefectClient, tmp_path: Path
+) -> None:
     (script,) = [code for code in re.findall(r"```python\n(.*?)```", MANUAL.read_text(), re.S) if "rlhf-alerts" in code]
     told: queue.Queue[str] = queue.Queue()
 
@@ -132,19 +145,17 @@ def test_the_alerts_of_the_manual_tell_of_failed_runs_requests_and_champions(cli
 
     ends = {
         "rlhf-pipeline": 'the policy gate failed: "kl" is 3, bound <= 2',
-        "rlhf-stage": "a job's own end",
-        "other": "",
+        "rlhf-stage": "a job's own",
+        "other": "end",
     }
+    env = environment(PREFECT_API_URL=os.environ["PREFECT_API_URL"], PREFECT_HOME=str(tmp_path))
     with HTTPServer(("127.0.0.1", 0), Hook) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            exec(script.replace("https://hooks.slack.com/services/…", f"http://127.0.0.1:{server.server_port}/"), {})
-            for name, message in ends.items():
-                flow(name=name)(lambda message=message: Failed(name="GateFailed", message=message))(return_state=True)
-            flow(name="rlhf-pipeline")(lambda: Completed())()
-            for event in ("rlhf.approval.requested", "rlhf.approval.declined", "rlhf.champion.changed"):
-                resource = {"prefect.resource.id": "rlhf.registered-model.m", "prefect.resource.name": "m"}
-                emit_event(event, resource, payload={"version": "3"})
+            script = script.replace("https://hooks.slack.com/services/…", f"http://127.0.0.1:{server.server_port}/")
+            # A process sends its events to the first server that it has spoken to.
+            for code in (script, RUNS_AND_EVENTS.format(ends=ends)):
+                subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, check=True)
             texts = sorted(told.get(timeout=120).partition(": ")[2] for _ in range(3))
         finally:
             server.shutdown()
