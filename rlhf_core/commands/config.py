@@ -172,11 +172,11 @@ def chosen(path: str | None, known: list[Setting]) -> list[Setting]:
         return known
     plain_paths = [re.sub(r"\[\w*\]", "", setting.path) for setting in known]
     with_plain_paths = list(zip(known, plain_paths, strict=True))
-    below = [
+    at_or_below = [
         setting for setting, name in with_plain_paths if path in (name, setting.path) or name.startswith(f"{path}.")
     ]
-    if below:
-        return below
+    if at_or_below:
+        return at_or_below
     first, _, last = path.rpartition(".")
     similar_paths = [
         setting for setting, name in with_plain_paths if f".{name}".endswith(f".{last}") and name.startswith(first)
@@ -188,9 +188,9 @@ def chosen(path: str | None, known: list[Setting]) -> list[Setting]:
 
 def as_text(setting: Setting, given: Mapping[str, str], width: int) -> str:
     """A setting with everything that is known of it; ``given`` are the values of params.yaml that are not defaults."""
-    value = setting.default or "(a section)"
+    default = setting.default or "(a section)"
     value_here = f"   here: {given[setting.path]}" if setting.path in given else ""
-    lines = [f"{setting.path}: {value}{value_here}"]
+    lines = [f"{setting.path}: {default}{value_here}"]
     notes = [setting.meaning, f"Paper: {setting.paper}." if setting.paper else ""]
     notes.append(f"Shows in: {setting.shows_in}" if setting.shows_in else "")
     for note in filter(None, notes):
@@ -202,17 +202,17 @@ def given_values(file: Path, known: list[Setting]) -> dict[str, str]:
     """By path the values that ``file`` has and that are not the defaults."""
     from rlhf_core.config import yaml_text
 
-    document = yaml_text.plain(yaml_text.read(file))
-    given = {}
+    params = yaml_text.plain(yaml_text.read(file))
+    changed_values = {}
     for setting in known:
-        value: Any = document
-        for part in setting.path.split("."):
-            value = value.get(part, ...) if isinstance(value, dict) else ...
+        value: Any = params
+        for key in setting.path.split("."):
+            value = value.get(key, ...) if isinstance(value, dict) else ...
         if value is not ... and not setting.default.startswith("(") and not (setting.section and setting.default == ""):
-            text = as_yaml(float(value) if isinstance(value, int) and "." in setting.default else value)
-            if text != setting.default:
-                given[setting.path] = text
-    return given
+            value_text = as_yaml(float(value) if isinstance(value, int) and "." in setting.default else value)
+            if value_text != setting.default:
+                changed_values[setting.path] = value_text
+    return changed_values
 
 
 PAGE = """<!-- Written by `rlhf config --markdown`; change the docstrings in rlhf_core/config. -->
@@ -226,19 +226,21 @@ of that kind, a word in capitals a key of your own. Sections in brackets are the
 
 def as_markdown(known: list[Setting]) -> str:
     """The page of parameters: a table for each section."""
-    parts = [PAGE]
+    page_lines = [PAGE]
     for section in dict.fromkeys(setting.path.split(".")[0] for setting in known):
         rows = [setting for setting in known if re.split(r"[.\[]", setting.path)[0] == section]
-        parts += [f"\n## {section}\n", rows[0].meaning, ""]
+        page_lines += [f"\n## {section}\n", rows[0].meaning, ""]
         rows = [row for row in rows if row.default] or rows
-        noted = any(row.paper or row.shows_in for row in rows)
-        header = ["parameter", "default", "what it does", *(["the paper", "shows in"] if noted else [])]
-        parts += [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+        has_notes = any(row.paper or row.shows_in for row in rows)
+        header = ["parameter", "default", "what it does", *(["the paper", "shows in"] if has_notes else [])]
+        page_lines += [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
         for row in rows:
             metrics = ", ".join(f"`{name}`" for name in row.shows_in.split(", ") if name)
-            cells = [f"`{row.path}`", f"`{row.default}`", row.meaning, *([row.paper, metrics] if noted else [])]
-            parts.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |".replace("  ", " "))
-    return "\n".join(parts) + "\n"
+            cells = [f"`{row.path}`", f"`{row.default}`", row.meaning, *([row.paper, metrics] if has_notes else [])]
+            page_lines.append(
+                f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |".replace("  ", " ")
+            )
+    return "\n".join(page_lines) + "\n"
 
 
 def show(path: str | None, workspace: Path | None, markdown: bool) -> str:

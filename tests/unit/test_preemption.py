@@ -123,17 +123,14 @@ def test_lines_become_rarer(clock: Clock, capsys: pytest.CaptureFixture[str]) ->
     assert [after - before for before, after in pairwise(times[-4:])] == [5, 5, 5]
 
 
-def test_what_is_over_within_a_second_prints_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "printed"), [(0.9, ""), (4.0, "sft: 2/2 4 s\n")], ids=["within a second", "later: its last line once"]
+)
+def test_what_a_short_work_prints(
+    clock: Clock, capsys: pytest.CaptureFixture[str], seconds: float, printed: str
+) -> None:
     lines = LineProgress(2, "sft")
-    clock.seconds += 0.9
+    clock.seconds += seconds
     lines.advance(2)
     lines.close()
-    assert capsys.readouterr().err == ""
-
-
-def test_the_last_line_is_printed_once(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = LineProgress(2, "sft")
-    clock.seconds += 4.0
-    lines.advance(2)
-    lines.close()
-    assert capsys.readouterr().err == "sft: 2/2 4 s\n"
+    assert capsys.readouterr().err == printed
