@@ -26,6 +26,7 @@ from rlhf_core.memory.dry_run import TensorMemory
 from rlhf_core.memory.sequence_lengths import LongestSequences, SequenceLengths
 from rlhf_core.memory.stages import EstimateInputs
 from rlhf_core.models.adapters import WithoutAdapters, add_adapters
+from rlhf_core.models.fused_norms import fuse_norms
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.ppo.actor_critic import ActorCriticPair
@@ -128,6 +129,7 @@ def new_policy(subject: Subject) -> PreTrainedModel:
             subject.architecture.config(), dtype=subject.dtype, attn_implementation="sdpa"
         )
     use_float32_unembedding(model)
+    fuse_norms(model)
     placed: PreTrainedModel = model.to(distributed.device()).eval()
     return placed
 
@@ -139,6 +141,7 @@ def new_scalar(subject: Subject, unembedding: bool = False) -> ScalarModel:
         torch.manual_seed(2)
         model = AutoModelForSequenceClassification.from_config(config, dtype=subject.dtype, attn_implementation="sdpa")
         table = torch.randn(config.vocab_size, config.hidden_size, dtype=subject.dtype) if unembedding else None
+    fuse_norms(model)
     return ScalarModel(model, table).to(distributed.device()).eval()
 
 

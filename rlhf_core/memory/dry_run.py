@@ -29,6 +29,7 @@ from rlhf_core.config.model import LoraConfig, OptimizerConfig
 from rlhf_core.errors import ModelError, first_line
 from rlhf_core.memory.architecture import Architecture
 from rlhf_core.models.adapters import add_adapters
+from rlhf_core.models.fused_norms import fuse_norms
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import attention_of, quiet
 from rlhf_core.models.precision import use_float32_unembedding
@@ -179,6 +180,7 @@ class ModelVariant:
         trained: ``adapters`` are those of ``lora`` and the head of a scalar model.
         lora: Its adapters.
         gradient_checkpointing: Whether its layers recompute their activations.
+        on_gpu: Whether norms are computed as on a GPU, which holds fewer copies for them than a CPU.
     """
 
     architecture: Architecture
@@ -187,6 +189,7 @@ class ModelVariant:
     trained: Literal["nothing", "weights", "adapters", "value_head"] = "nothing"
     lora: LoraConfig | None = None
     gradient_checkpointing: bool = False
+    on_gpu: bool = False
 
     @property
     def in_inference(self) -> ModelVariant:
@@ -388,6 +391,8 @@ def _built(variant: ModelVariant) -> nn.Module:
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         if not isinstance(model, ScalarModel):
             model.tie_weights()
+    if variant.on_gpu:
+        fuse_norms(model)
     model.repeats = repeats
     fake: nn.Module = model.eval()
     return fake

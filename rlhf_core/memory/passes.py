@@ -109,7 +109,11 @@ def reply_statistics(
         accumulated: Whether the gradients of an earlier micro-batch exist already.
         logits_bytes: Most bytes of the logits of one chunk.
     """
-    started_as = [ModelVariant(model.architecture, "causal_lm", model.precision)] if reference == "frozen" else []
+    started_as = (
+        [ModelVariant(model.architecture, "causal_lm", model.precision, on_gpu=model.on_gpu)]
+        if reference == "frozen"
+        else []
+    )
 
     def run(memory: TensorMemory, policy: PreTrainedModel, *others: Any) -> Tensor:
         tokens = _rollout_tokens(batch, sampling)

@@ -33,6 +33,7 @@ from rlhf_core.memory.sharding import (
 )
 from rlhf_core.models.forward import changes_logits
 from rlhf_core.ppo.rejection_sampling import PROMPTS_AT_ONCE
+from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.stages.runtime.threads import KEPT_AT_THE_END
@@ -123,9 +124,14 @@ class StagePlan:
         return sum(role.host for role in self.roles)
 
     @property
+    def is_one_process(self) -> bool:
+        """Whether it needs no GPU: it is a single process of plain torch."""
+        return self.layout.engine == "local" and self.layout.gpus == 1
+
+    @property
     def process_parts(self) -> dict[str, int]:
         """Bytes that its process holds on a CPU beside tensors; none where there are several, or DeepSpeed's."""
-        if self.layout.engine != "local" or self.layout.gpus > 1:
+        if not self.is_one_process:
             return {}
         # The allocator keeps as much of freed tensors as it is told to, and at most what there was.
         parts = {"libraries": PROCESS_BASE, "freed memory kept": min(KEPT_AT_THE_END, self.peak)}
@@ -177,7 +183,8 @@ class StagePlan:
 
     def variant(self, head: Head, layers: int | None = None) -> ModelVariant:
         """A model of the starting architecture, or of its lowest ``layers``, that is not trained."""
-        return ModelVariant(self.inputs.architecture.lower(layers), head, self.layout.precision)
+        of_gpu = self.inputs.limit is not None or not self.is_one_process or distributed.device().type == "cuda"
+        return ModelVariant(self.inputs.architecture.lower(layers), head, self.layout.precision, on_gpu=of_gpu)
 
     def trained(
         self, name: str, variant: ModelVariant, lora: LoraConfig | None = None, owns_backbone: bool = True

@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from rlhf_core.errors import ModelError, RlhfError, first_line
 from rlhf_core.hub import require_hub
 from rlhf_core.models.forward import has_plain_head
+from rlhf_core.models.fused_norms import FusedNorm, fuse_norms
 from rlhf_core.models.openblas_linear import default_products, use_openblas
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.runtime import distributed
@@ -225,6 +226,7 @@ def load_model(
     use_float32_unembedding(model)
     model.eval()
     use_openblas(model)
+    fuse_norms(model)
     with reading(source):
         has_plain_head(model)  # is noted in the model, before an engine may shard its weights
     return model
@@ -345,6 +347,8 @@ def _rebuilt(folder: Path, model: PreTrainedModel, auto_class: Any) -> PreTraine
     modules = dict(model.named_modules())
     for path, module in twin.named_modules():
         own = modules.get(path)
+        if isinstance(own, FusedNorm):
+            module.__class__ = type(own)
         for kind in ("_parameters", "_buffers"):
             places, tensors = getattr(module, kind), getattr(own, kind, {})
             for name, empty in places.items():

@@ -2,8 +2,8 @@
 
 They replace a model's own layers while it samples. Its own are left untouched and are put back afterwards, so a model
 that has sampled is bit for bit what it was. What is computed differs by rounding where adapters are merged, weights are
-packed as oneDNN orders them, attention is grouped, or norms are fused; ``ppo.sampler_agreement`` measures that in every
-rollout. Elsewhere it is the same to the bit.
+packed as oneDNN orders them, or attention is grouped; ``ppo.sampler_agreement`` measures that in every rollout.
+Elsewhere it is the same to the bit.
 
 On a CPU weights are packed in the order in which oneDNN multiplies few rows fastest: products of the few rows of a
 decoding step take about half the time. Layers of the same input, as queries, keys and values have, are one product.
@@ -11,8 +11,8 @@ Attention of one new token in bfloat16 or float16, where several query heads sha
 that share a head as so many positions, which is the same sum: PyTorch's kernel treats each head by itself and takes up
 to eight times as long. In float32, and where a mask is passed, it is as fast either way or transformers does so itself
 (Ainslie et al., 2023, "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints"). On a GPU
-norms are one launch each, and attention of one token to a buffer of keys is two batched products with the softmax
-between: PyTorch's kernel for masks takes longer, and those without look at the whole buffer.
+attention of one token to a buffer of keys is two batched products with the softmax between: PyTorch's kernel for masks
+takes longer, and those without look at the whole buffer.
 """
 
 from __future__ import annotations
@@ -181,7 +181,6 @@ def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[N
                 plain = type(layer.own)(layer.own.in_features, layer.own.out_features, bias=False, device="meta")
                 plain.weight, plain.bias = nn.Parameter(layer.weight(), requires_grad=False), layer.own.bias
                 replacements[name] = plain
-        replacements |= _fused_norms(model)
     originals = {name: model.get_submodule(name) for name in replacements}
     try:
         for name, replacement in replacements.items():
@@ -262,35 +261,3 @@ def _same_input(name: str, layers: Mapping[str, _DecodedLayer]) -> list[str]:
             kinds = {(layers[member].precision, layers[member].own.in_features) for member in names}
             return names if len(kinds) == 1 else [name]
     return [name]
-
-
-class FusedRMSNorm(nn.Module):
-    """A root-mean-square norm as one kernel, in place of the eight that transformers' own launches on a GPU."""
-
-    def __init__(self, weight: Tensor, epsilon: float) -> None:
-        super().__init__()
-        self.weight, self.epsilon = weight, epsilon
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(..., H) -> (..., H)."""
-        return nn.functional.rms_norm(hidden, self.weight.shape, self.weight, self.epsilon)
-
-
-def _fused_norms(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """On a GPU, what takes the place of norms, by name; those that compute something else stay as they are."""
-    fused: dict[str, nn.Module] = {}
-    same: dict[type, bool] = {}
-    for name, norm in model.named_modules() if model.device.type != "cpu" else ():
-        weight = getattr(norm, "weight", None)
-        epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-        if not type(norm).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or epsilon is None:
-            continue
-        fused[name] = FusedRMSNorm(weight, epsilon)
-        if type(norm) not in same:  # some add one to the weight, or take the mean from the input
-            probe = torch.arange(len(weight), device=weight.device).sin().to(weight.dtype).unsqueeze(0)
-            own, other = norm(probe).float(), fused[name](probe).float()
-            near = 0.02 if weight.dtype in LOW_PRECISION else 1e-5
-            same[type(norm)] = bool(((own - other).abs() <= near * own.abs().max()).all())
-        if not same[type(norm)]:
-            del fused[name]
-    return fused

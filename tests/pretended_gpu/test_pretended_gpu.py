@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import tiny_config
 from commands import ROOT, run
 from pretended_gpu.device import Counts, pretended_gpu
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from unit.api.conftest import PPO, QUESTIONS, by_length
 from unit.training.tiny import SHAPE, demonstrations, preferences, text
@@ -23,8 +22,9 @@ import rlhf_core as rlhf
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.data.schema import Message
-from rlhf_core.models.causal_lm import new_model, save_policy, train_tokenizer
+from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.models.forward import right_padded
+from rlhf_core.models.fused_norms import fuse_norms
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.ppo.actor_critic import build_actor_critic
@@ -33,7 +33,7 @@ from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.rewards import RunningMeanStd, with_rewards
 from rlhf_core.ppo.rollout import score_rollout
 from rlhf_core.ppo.update import Learner, update
-from rlhf_core.sampling.decoding import FusedRMSNorm, attention_by_products, decoding_layers
+from rlhf_core.sampling.decoding import attention_by_products
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, TokenDistribution
 from rlhf_core.sampling.generation import NoWaiting
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
@@ -113,6 +113,7 @@ def decode(counts: Counts, sampling: TokenDistribution, layers: int, tokens: int
         torch.manual_seed(0)
         model = LlamaForCausalLM._from_config(settings, dtype=torch.bfloat16).eval().to("cuda")
     use_float32_unembedding(model)
+    fuse_norms(model)
     base = replace(sampling.base, max_new_tokens=tokens, min_new_tokens=tokens if sampling.base.min_new_tokens else 0)
     own = base if sampling is sampling.base else replace(sampling, base=base)
     prompts = PromptBatch([[5 + i % 7 for i in range(6 + row % 3)] for row in range(4)], range(4), 1)
@@ -191,12 +192,29 @@ def test_attention_by_products_is_that_of_transformers(counts: Counts, kv_heads:
     assert counts.launches[""]["bmm"] == 4
 
 
-@pytest.mark.parametrize(("name", "fused"), [("llama", 5), ("gemma", 0)])
-def test_norms_are_fused_that_compute_the_same(counts: Counts, name: str, fused: int) -> None:
-    model = AutoModelForCausalLM.from_config(tiny_config(name)).eval().to("cuda")
-    with decoding_layers(model, rows=1, steps=1):
-        assert sum(isinstance(module, FusedRMSNorm) for module in model.modules()) == fused, "Gemma's adds 1 to weights"
-    assert not any(isinstance(module, FusedRMSNorm) for module in model.modules())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_norm_is_one_launch_and_computes_the_same(counts: Counts, dtype: torch.dtype) -> None:
+    own, _ = small_model(dtype)
+    fused = copy.deepcopy(own)
+    fuse_norms(fused)
+    batch, found = example_batch(TEXTS, 0, torch.device("cuda", 0)), list[tuple[torch.Tensor, torch.Tensor]]()
+    for model in (own, fused):
+        reply_loss(model.to("cuda"), batch, 6)  # the first pass asks whether the head is plain
+        counts.clear()
+        loss = reply_loss(model, batch, 6)
+        loss.backward()
+        found.append((loss.detach().cpu(), model.model.norm.weight.grad.cpu().float()))
+        assert counts.launches[""].get("rms_norm", 0) == (3 if model is fused else 0), "two of the layer, and the last"
+    assert torch.allclose(found[0][0], found[1][0], rtol=0.01)
+    assert torch.allclose(found[0][1], found[1][1], rtol=0.05, atol=0.02 * float(found[0][1].abs().max()))
+
+
+def test_a_model_with_fused_norms_is_saved_and_verified(counts: Counts, tmp_path: Path) -> None:
+    model, tokenizer = small_model(torch.bfloat16)
+    save_policy(tmp_path / "own", model, tokenizer)
+    loaded = load_policy(tmp_path / "own")[0]
+    assert loaded.device.type == "cuda"
+    save_policy(tmp_path / "again", loaded, tokenizer)
 
 
 def learner_and_experience(layers: int, work: Path) -> tuple[Learner, Experience]:
