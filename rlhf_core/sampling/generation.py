@@ -258,6 +258,7 @@ class _Decoding:
         self.stop_ids = rows.drawn.new_tensor(sampling.base.stop_ids)
         self.held, self.step = width, rows.drawn.new_zeros(1)
         self.picked = rows.drawn.new_zeros(len(rows.drawn))
+        self._has_room = True  # in memory, for a graph
         self._replay: Callable[[], None] | None = None
         self._fixed_length = 0
 
@@ -321,7 +322,7 @@ class _Decoding:
     @property
     def _may_be_captured(self) -> bool:
         device, layers = self.model.device, self.cache.layers
-        if device.type not in GRAPHS or not getattr(self.model, _WORKS, True):
+        if device.type not in GRAPHS or not self._has_room or not getattr(self.model, _WORKS, True):
             return False
         # Only what is launched on the current device is captured.
         own = device.index is None or device.index == torch.cuda.current_device()
@@ -329,21 +330,24 @@ class _Decoding:
 
     def _capture(self, length: int) -> None:
         """Capture steps of a cache of ``length`` tokens, unless the model cannot be captured, which is noted in it."""
-        if not hasattr(self.model, _WORKS):
-            setattr(self.model, _WORKS, self._reads_the_same(length))
-        if not getattr(self.model, _WORKS):
-            return
-        slot, seen = self._fix(length)
-
-        def advance() -> None:
-            self.step.add_(1)
-            self.rows.positions.add_(1)
-            self.draw(self._read_fixed(self.rows.positions, slot, seen))
-
         try:
+            if not hasattr(self.model, _WORKS):
+                setattr(self.model, _WORKS, self._reads_the_same(length))
+            if not getattr(self.model, _WORKS):
+                return
+            slot, seen = self._fix(length)
+
+            def advance() -> None:
+                self.step.add_(1)
+                self.rows.positions.add_(1)
+                self.draw(self._read_fixed(self.rows.positions, slot, seen))
+
             self._replay, self._fixed_length = GRAPHS[self.model.device.type](advance), length
-        except RuntimeError:
-            setattr(self.model, _WORKS, False)
+        except RuntimeError as error:
+            if _is_for_want_of_memory(error):
+                self._has_room = False  # other replies may have it
+            else:
+                setattr(self.model, _WORKS, False)
             self._unfix()
 
     def _reads_the_same(self, length: int) -> bool:
@@ -355,6 +359,8 @@ class _Decoding:
         try:
             with NoWaiting():  # type: ignore[no-untyped-call]
                 fixed = self._read_fixed(positions, slot, seen)
+        except torch.OutOfMemoryError:
+            raise
         except Exception:  # whatever an architecture does with a mask that others take
             return False
         finally:
@@ -382,6 +388,13 @@ class _Decoding:
     def _unfix(self) -> None:
         for layer in self.cache.layers:
             cast(BlockLayer, layer).unfix(self.held)
+
+
+def _is_for_want_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out, be it that a capture which ended by that fails once more where it is left."""
+    return error is not None and (
+        isinstance(error, torch.OutOfMemoryError) or _is_for_want_of_memory(error.__context__)
+    )
 
 
 def _blocks(length: int) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,29 @@ def test_a_gpu_samples_what_the_cpu_samples(
         assert own.tokens.is_cuda and torch.equal(own.tokens.cpu(), other.tokens)
         assert torch.allclose(own.logprobs.cpu(), other.logprobs, atol=1e-4)
     assert bool(captured) == (tokens == 80)
+
+
+@pytest.mark.skipif("RLHF_PRETENDED_GPU" in os.environ, reason="its memory has no end, and it captures nothing")
+def test_memory_that_runs_out_at_a_capture_leaves_no_trace(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling, full, graphs = replace(SAMPLING, max_new_tokens=40, min_new_tokens=40), True, list[bool]()
+    own_graph = generation.GRAPHS["cuda"]
+
+    def captured(work: Callable[[], None]) -> Callable[[], None]:
+        def greedy() -> None:
+            work()
+            torch.empty(1 << 48 if full else 1, device="cuda", dtype=torch.int8)
+
+        made = own_graph(greedy)
+        graphs.append(True)
+        return made
+
+    monkeypatch.setitem(generation.GRAPHS, "cuda", captured)
+    placed, expected = copy.deepcopy(model).to("cuda"), replies(model, sampling)
+    for full in (True, False):
+        own = replies(placed, sampling)
+        assert torch.equal(own.tokens.cpu(), expected.tokens) and bool(graphs) is not full
 
 
 def test_threads_that_sample_at_the_same_time_get_their_own_replies(model: PreTrainedModel) -> None:

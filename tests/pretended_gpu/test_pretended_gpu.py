@@ -33,6 +33,7 @@ from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.rewards import RunningMeanStd, with_rewards
 from rlhf_core.ppo.rollout import score_rollout
 from rlhf_core.ppo.update import Learner, update
+from rlhf_core.sampling import generation
 from rlhf_core.sampling.decoding import attention_by_products
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, TokenDistribution
 from rlhf_core.sampling.generation import NoWaiting
@@ -153,6 +154,43 @@ def test_on_a_gpu_that_is_not_the_current_one_steps_are_not_captured(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     decode(counts, DECODED["rollout"], layers=1, tokens=44)
     assert "graph" not in counts.launches[""]
+
+
+@pytest.mark.parametrize("place", ["capture", "left capture", "comparison"])
+def test_memory_that_runs_out_at_a_capture_costs_the_graph_of_these_replies_alone(
+    counts: Counts, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    model, own_graph, failing = small_model(torch.float32)[0].to("cuda"), generation.GRAPHS["cuda"], True
+    prompts = PromptBatch([[5, 6, 7], [8, 9]], range(2), 1)
+    sampling = replace(DECODED["rollout"].base, max_new_tokens=40, min_new_tokens=40)
+    read_fixed = generation._Decoding._read_fixed
+
+    def full() -> torch.OutOfMemoryError:
+        return torch.OutOfMemoryError("CUDA out of memory.")
+
+    def captured(work: Callable[[], None]) -> Callable[[], None]:
+        try:
+            if failing and place != "comparison":
+                raise full()
+        except torch.OutOfMemoryError:
+            if place == "capture":
+                raise
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+        return own_graph(work)
+
+    def read(*given: Any) -> torch.Tensor:
+        if failing and place == "comparison":
+            raise full()
+        return read_fixed(*given)
+
+    monkeypatch.setitem(generation.GRAPHS, "cuda", captured)
+    monkeypatch.setattr(generation._Decoding, "_read_fixed", read)
+    found = []
+    for failing in (True, False):
+        counts.clear()
+        found.append(sample_replies(LocalSampler.of(model), 0, prompts, sampling).tokens.cpu())
+        assert ("graph" in counts.launches[""]) is not failing
+    assert torch.equal(*found)
 
 
 def test_no_graph_holds_a_copy_between_host_and_device(counts: Counts) -> None:
