@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -391,11 +392,33 @@ def _built(variant: ModelVariant) -> nn.Module:
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         if not isinstance(model, ScalarModel):
             model.tie_weights()
-    if variant.on_gpu:
-        fuse_norms(model)
+    for norm in fuse_norms(model) if variant.on_gpu else ():
+        norm.forward = partial(_norm_on_shapes, norm)
     model.repeats = repeats
     fake: nn.Module = model.eval()
     return fake
+
+
+class _NormOnShapes(torch.autograd.Function):
+    """What a GPU's kernel of a norm allocates: the CPU, on which fake tensors are, has eight in its place."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        """(..., H) -> (..., H); kept are the input, the weight and one number of each position."""
+        ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight, _ = ctx.saved_tensors
+        for_hidden, for_weight = ctx.needs_input_grad
+        return torch.empty_like(hidden) if for_hidden else None, torch.empty_like(weight) if for_weight else None
+
+
+def _norm_on_shapes(norm: nn.Module, hidden: Tensor) -> Tensor:
+    output: Tensor = _NormOnShapes.apply(hidden, norm.weight)  # type: ignore[no-untyped-call]
+    return output
 
 
 def _stand_ins(alike: int) -> list[int]:

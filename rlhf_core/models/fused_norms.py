@@ -8,29 +8,37 @@ of half a billion parameters took 6.9 s with it, and 8.3 s without. On a CPU eve
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 
-def fuse_norms(model: nn.Module) -> None:
-    """Compute the norms of ``model`` by one kernel from now on where they are on a GPU.
+def fuse_norms(model: nn.Module) -> list[nn.Module]:
+    """Compute the norms of ``model`` by one kernel from now on where they are on a GPU; return those that this changed.
 
-    Only those that compute this very norm: some add one to the weight, or take the mean from the input. The weights and
-    their names are kept.
+    Only those that compute this very norm: some add one to the weight, take the mean from the input, or have no weight.
+    Each is tried by itself, since one class may compute several. The weights and their names are kept.
     """
-    for norm in model.modules():
-        own = type(norm)
-        if not own.__name__.endswith("RMSNorm") or isinstance(norm, FusedNorm):
-            continue
-        if own not in _fused:
-            _fused[own] = _fused_class(own) if _computes_rms_norm(norm) else None
-        if (fused := _fused[own]) is not None:
-            norm.__class__ = fused  # in place, so that hooks and other names of the layer stay
+    fused = [norm for norm in model.modules() if not isinstance(norm, FusedNorm) and _computes_rms_norm(norm)]
+    for norm in fused:
+        norm.__class__ = _fused_class(type(norm))  # in place, so that hooks and other names of the layer stay
+    return fused
+
+
+@contextmanager
+def fused_norms(model: nn.Module) -> Iterator[None]:
+    """Compute the norms of ``model`` by one kernel inside the block; copies made there keep it."""
+    fused: list[Any] = fuse_norms(model)
+    try:
+        yield
+    finally:
+        for norm in fused:
+            norm.__class__ = norm.own
 
 
 class FusedNorm(nn.Module):
@@ -38,14 +46,11 @@ class FusedNorm(nn.Module):
 
     own: type[nn.Module]
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(..., H) -> (..., H)."""
+    def forward(self, hidden: Tensor, *more: Any, **named: Any) -> Tensor:
+        """(..., H) -> (..., H). With more than hidden states, such as a gate, as the library computes it."""
         weight: Any = self.weight
-        if is_fake(hidden):
-            shaped: Tensor = OnShapes.apply(hidden, weight)  # type: ignore[no-untyped-call]
-            return shaped
-        if hidden.device.type == "cpu" or hidden.dtype != weight.dtype:
-            plain: Tensor = self.own.forward(self, hidden)
+        if more or named or hidden.device.type == "cpu" or hidden.dtype != weight.dtype:
+            plain: Tensor = self.own.forward(self, hidden, *more, **named)
             return plain
         return functional.rms_norm(hidden, weight.shape, weight, _epsilon(self))
 
@@ -55,33 +60,13 @@ class FusedNorm(nn.Module):
         return (_new, (self.own,), *reduced[2:])
 
 
-class OnShapes(torch.autograd.Function):
-    """What the kernel allocates on a GPU, for passes on shapes alone: a CPU's would count as eight kernels do."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        """(..., H) -> (..., H); kept are the input, the weight and one number of each position."""
-        ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(hidden)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        hidden, weight, _ = ctx.saved_tensors
-        for_hidden, for_weight = ctx.needs_input_grad
-        return torch.empty_like(hidden) if for_hidden else None, torch.empty_like(weight) if for_weight else None
-
-
-_fused: dict[type[nn.Module], type[nn.Module] | None] = {}  # by the library's class; None: it computes something else
-
-
+@cache
 def _fused_class(own: type[nn.Module]) -> type[nn.Module]:
     return type(f"Fused{own.__name__}", (FusedNorm, own), {"own": own})
 
 
 def _new(own: type[nn.Module]) -> nn.Module:
-    made = _fused.get(own) or _fused.setdefault(own, _fused_class(own))
-    assert made is not None
+    made = _fused_class(own)
     return made.__new__(made)
 
 
@@ -93,17 +78,22 @@ def _epsilon(norm: nn.Module) -> float | None:
 
 def _computes_rms_norm(norm: nn.Module) -> bool:
     """Try a copy of ``norm`` on the CPU with a weight of which no two entries are alike."""
+    if not type(norm).__name__.endswith("RMSNorm") or "forward" in vars(norm):  # which hooks of accelerate exchange
+        return False
     names = [name for name, _ in norm.named_parameters()]
     if names != ["weight"] or any(True for _ in norm.buffers()) or _epsilon(norm) is None:
         return False
+    shape = norm.get_parameter("weight").shape
+    if len(shape) != 1 or not shape[0]:  # empty while it is spread over GPUs (ZeRO 3): all norms of nothing are alike
+        return False
     with torch.device("cpu"), torch.no_grad():
-        width = len(norm.get_parameter("weight"))
-        tried, numbers = copy.copy(norm), torch.arange(width, dtype=torch.float32)
-        tried._parameters = {"weight": nn.Parameter(0.5 + numbers.sin() ** 2)}
-        probe = (1.0 + numbers.cos()).unsqueeze(0)
-        expected = functional.rms_norm(probe, (width,), tried.get_parameter("weight"), _epsilon(norm))
+        tried, numbers = copy.copy(norm), torch.arange(shape[0], dtype=torch.float32)
+        weight = nn.Parameter(0.5 + numbers.sin() ** 2)
+        tried._parameters = {"weight": weight}
+        probe = 0.001 * (1.0 + numbers.cos()).unsqueeze(0)  # so small that what is added to the mean square shows
+        expected = functional.rms_norm(probe, shape, weight, _epsilon(norm))
         try:
-            found = tried(probe)
+            found = tried.forward(probe)  # and not by a call, of which the model's own hooks would know
         except Exception:  # whatever an architecture's norm needs besides
             return False
     return isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected, atol=1e-5)

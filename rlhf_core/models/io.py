@@ -347,8 +347,6 @@ def _rebuilt(folder: Path, model: PreTrainedModel, auto_class: Any) -> PreTraine
     modules = dict(model.named_modules())
     for path, module in twin.named_modules():
         own = modules.get(path)
-        if isinstance(own, FusedNorm):
-            module.__class__ = type(own)
         for kind in ("_parameters", "_buffers"):
             places, tensors = getattr(module, kind), getattr(own, kind, {})
             for name, empty in places.items():
@@ -356,6 +354,8 @@ def _rebuilt(folder: Path, model: PreTrainedModel, auto_class: Any) -> PreTraine
                 if empty is not None and (tensor is None or tensor.shape != empty.shape):
                     return None
                 places[name] = tensor
+        if isinstance(own, FusedNorm):
+            fuse_norms(module)
     twin.eval()
     return twin
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,19 +112,22 @@ ROWS, WIDTH = 4, 1024
 
 
 @pytest.mark.slow
-def test_activations_at_the_widths_of_llama_7b_are_those_counted_by_hand() -> None:
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_activations_at_the_widths_of_llama_7b_are_those_counted_by_hand(on_gpu: bool) -> None:
     """After Korthikanti et al. 2022, section 4, for this decoder: per token and layer two norms keep 2((4 + 2e)H + 4),
-    attention 4eH and 4 per head, SwiGLU 4eF, and the mask e per token of the row; and the last norm once, without its
-    output of eH, since the head looks at one position of a row."""
+    or 2(2eH + 4) on a GPU, attention 4eH and 4 per head, SwiGLU 4eF, and the mask e per token of the row; and the last
+    norm once, without its output of eH, since the head looks at one position of a row."""
     hidden, feed_forward, heads, layers, e = 4096, 11008, 32, 32, 2
-    norm = (4 + 2 * e) * hidden + 4
+    norm = (2 * e if on_gpu else 4 + 2 * e) * hidden + 4
     layer = 2 * norm + e * 4 * hidden + 4 * heads + e * 4 * feed_forward + e * WIDTH
     kept = ROWS * WIDTH * (layers * layer + norm - e * hidden)
-    use = largest(passes.reply_loss(policy(LLAMA), BatchShape(ROWS, WIDTH, 1)))
+    use = largest(passes.reply_loss(replace(policy(LLAMA), on_gpu=on_gpu), BatchShape(ROWS, WIDTH, 1)))
     # The peak is where the head is differentiated, whose float32 copy is the largest thing beside the activations.
     assert kept < use.activations < 1.001 * kept
     checkpointed = largest(
-        passes.value_loss(scalar(LLAMA, checkpointing=True), BatchShape(ROWS, WIDTH), SAMPLING, True)
+        passes.value_loss(
+            replace(scalar(LLAMA, checkpointing=True), on_gpu=on_gpu), BatchShape(ROWS, WIDTH), SAMPLING, True
+        )
     )
     inputs = ROWS * WIDTH * layers * e * hidden
     assert inputs < checkpointed.activations < inputs + 2 * ROWS * WIDTH * layer
