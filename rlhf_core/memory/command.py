@@ -223,7 +223,7 @@ def _policy_parameters(inputs: EstimateInputs) -> int:
 
 def _stage_text(plan: StagePlan) -> str:
     """What the stage's models hold and what its phases need, in GiB, or in MiB where that is easier to read; and the
-    whole process on a CPU, unless the plan is for a GPU of known memory; and what is left to a server on the GPU."""
+    whole process of a plan for a CPU; and what is left to a server on the GPU."""
     unit, name = (GIB, "GiB") if plan.peak >= GIB else (MIB, "MiB")
     table = Table(f"{name} per GPU", box=None, pad_edge=False)
     for column in COLUMNS:
@@ -247,7 +247,7 @@ def _stage_text(plan: StagePlan) -> str:
     lines = [f"{plan.stage} on {_layout_text(plan.layout)}", *map(str.rstrip, capture.get().splitlines())]
     if plan.host:
         lines.append(f"and {gib(plan.host)} of host memory for each GPU")
-    if plan.process is not None and plan.inputs.limit is None:
+    if plan.process is not None:
         parts = "; ".join(f"{part} {gib(size)}" for part, size in plan.process_parts.items())
         lines += [f"on a CPU the whole process: {gib(plan.process)}", f"  {parts}"]
     if plan.sampler_share is not None:  # as the server's own option

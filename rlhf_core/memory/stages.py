@@ -124,14 +124,15 @@ class StagePlan:
         return sum(role.host for role in self.roles)
 
     @property
-    def is_one_process(self) -> bool:
-        """Whether it needs no GPU: it is a single process of plain torch."""
-        return self.layout.engine == "local" and self.layout.gpus == 1
+    def on_gpu(self) -> bool:
+        """Whether it is for a GPU: one of known memory, one of several or of DeepSpeed's, or that of this machine."""
+        single = self.layout.engine == "local" and self.layout.gpus == 1
+        return self.inputs.limit is not None or not single or distributed.device().type == "cuda"
 
     @property
     def process_parts(self) -> dict[str, int]:
-        """Bytes that its process holds on a CPU beside tensors; none where there are several, or DeepSpeed's."""
-        if not self.is_one_process:
+        """Bytes that its process holds on a CPU beside tensors; none of a plan for a GPU."""
+        if self.on_gpu:
             return {}
         # The allocator keeps as much of freed tensors as it is told to, and at most what there was.
         parts = {"libraries": PROCESS_BASE, "freed memory kept": min(KEPT_AT_THE_END, self.peak)}
@@ -139,7 +140,7 @@ class StagePlan:
 
     @property
     def process(self) -> int | None:
-        """Bytes of the whole process where it runs on a CPU; None of a stage of several processes, or of DeepSpeed."""
+        """Bytes of the whole process where it runs on a CPU; None of a plan for a GPU."""
         parts = self.process_parts
         return self.peak + self.host + sum(parts.values()) if parts else None
 
@@ -183,8 +184,7 @@ class StagePlan:
 
     def variant(self, head: Head, layers: int | None = None) -> ModelVariant:
         """A model of the starting architecture, or of its lowest ``layers``, that is not trained."""
-        of_gpu = self.inputs.limit is not None or not self.is_one_process or distributed.device().type == "cuda"
-        return ModelVariant(self.inputs.architecture.lower(layers), head, self.layout.precision, on_gpu=of_gpu)
+        return ModelVariant(self.inputs.architecture.lower(layers), head, self.layout.precision, on_gpu=self.on_gpu)
 
     def trained(
         self, name: str, variant: ModelVariant, lora: LoraConfig | None = None, owns_backbone: bool = True

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from flows.pipeline import preflight
@@ -67,7 +68,9 @@ def test_the_command_prints_a_table_or_json_and_its_code_says_whether_it_fits(tm
     assert (layout["gpus"], layout["zero"], layout["precision"]) == (8, 3, "bfloat16") and not document["fits"]
 
 
-def test_the_whole_process_on_a_cpu_is_stated_beside_the_tensors(tmp_path: Path) -> None:
+def test_the_whole_process_on_a_cpu_is_stated_beside_the_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (sft,) = PlanRequest(workspace(tmp_path, "seed: 1\n"), stages=["sft"]).plans()
     freed = min(sft.peak, 256 << 20)
     assert sft.process == sft.peak + PROCESS_BASE + freed
@@ -83,12 +86,16 @@ def test_the_whole_process_on_a_cpu_is_stated_beside_the_tensors(tmp_path: Path)
         f"{parts}; bfloat16 allowance {gib(BFLOAT16_ALLOWANCE)}" in written
         and max(map(len, written.splitlines())) <= 80
     )
-    # A plan for GPUs of known memory, or for several processes, says nothing of it.
+    # A plan for GPUs of known memory, for several processes, or for the GPU of this machine, says nothing of it.
     on_gpu = replace(sft, inputs=sft.inputs.with_changes({"plan.gpu_memory_gb": 16}))
     assert "on a CPU" not in plan_text([on_gpu], {})
     several = replace(sft, layout=replace(sft.layout, gpus=2))
     assert several.process is None and "on a CPU" not in plan_text([several], {})
     assert replace(sft, layout=replace(sft.layout, engine="deepspeed")).process is None
+    assert not sft.roles[0].variant.on_gpu
+    monkeypatch.setattr("rlhf_core.runtime.distributed.device", lambda: torch.device("cuda"))
+    (of_machine,) = PlanRequest(workspace(tmp_path, "seed: 1\n"), stages=["sft"]).plans()
+    assert of_machine.process is None and of_machine.peak < sft.peak, "of which norms keep less"
 
 
 def test_the_option_for_prompts_goes_before_the_workspaces_data(
