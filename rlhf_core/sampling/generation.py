@@ -359,9 +359,9 @@ class _Decoding:
         try:
             with NoWaiting():  # type: ignore[no-untyped-call]
                 fixed = self._read_fixed(positions, slot, seen)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # whatever an architecture does with a mask that others take
+        except Exception as error:  # whatever an architecture does with a mask that others take
+            if _is_for_want_of_memory(error):
+                raise
             return False
         finally:
             self._unfix()
@@ -391,10 +391,11 @@ class _Decoding:
 
 
 def _is_for_want_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out, be it that a capture which ended by that fails once more where it is left."""
-    return error is not None and (
-        isinstance(error, torch.OutOfMemoryError) or _is_for_want_of_memory(error.__context__)
-    )
+    """Whether memory ran out: of PyTorch, which has an error for it, or where CUDA makes a graph of what was captured.
+
+    A capture that ended by that may fail once more where it is left.
+    """
+    return error is not None and ("out of memory" in str(error) or _is_for_want_of_memory(error.__context__))
 
 
 def _blocks(length: int) -> int:

@@ -136,8 +136,8 @@ def test_decoding_waits_for_no_token(counts: Counts, name: str) -> None:
 def test_a_layer_launches_few_kernels_for_a_token(counts: Counts) -> None:
     of_layers = [[decode(counts, DECODED["rollout"], layers, tokens)[0] for tokens in (2, 4)] for layers in (1, 2)]
     first, second = [(many - few) / 2 for few, many in of_layers]
-    assert second - first <= 28, "40 with the norms of transformers"
-    assert first - (second - first) <= 80, "what a step launches beside its layers"
+    assert second - first <= 27, "40 with the norms of transformers"
+    assert first - (second - first) <= 50, "what a step launches beside its layers"
 
 
 @pytest.mark.parametrize("name", DECODED)
@@ -156,7 +156,7 @@ def test_on_a_gpu_that_is_not_the_current_one_steps_are_not_captured(
     assert "graph" not in counts.launches[""]
 
 
-@pytest.mark.parametrize("place", ["capture", "left capture", "comparison"])
+@pytest.mark.parametrize("place", ["capture", "left capture", "graph", "comparison"])
 def test_memory_that_runs_out_at_a_capture_costs_the_graph_of_these_replies_alone(
     counts: Counts, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -171,9 +171,9 @@ def test_memory_that_runs_out_at_a_capture_costs_the_graph_of_these_replies_alon
     def captured(work: Callable[[], None]) -> Callable[[], None]:
         try:
             if failing and place != "comparison":
-                raise full()
-        except torch.OutOfMemoryError:
-            if place == "capture":
+                raise full() if place != "graph" else RuntimeError("CUDA error: out of memory")
+        except RuntimeError:
+            if place != "left capture":
                 raise
             raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
         return own_graph(work)
@@ -282,7 +282,9 @@ def test_an_update_launches_and_waits_little(counts: Counts, tmp_path: Path) -> 
     assert "attention with a mask" not in counts.launches[""], "rows that begin in the first column need none"
     assert counts.total("waits") <= 16, sorted(counts.waits[""].items())
     assert counts.total("bytes") <= 4096
-    assert (launches[1] - launches[0]) / passes <= 150, "of a layer, forward and backward"
+    assert (launches[1] - launches[0]) / passes <= 134, (
+        "of a layer, forward and backward; of a norm's backward pass its parts"
+    )
 
 
 TEXTS = [Example([5, 6], [7, 3]), Example([5], [7, 8, 9, 3])]
