@@ -417,7 +417,7 @@ class _NormOnShapes(torch.autograd.Function):
 
 
 def _norm_on_shapes(norm: nn.Module, hidden: Tensor) -> Tensor:
-    output: Tensor = _NormOnShapes.apply(hidden, norm.weight)  # type: ignore[no-untyped-call]
+    output: Tensor = _NormOnShapes.apply(hidden, norm.weight)
     return output
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -60,9 +59,11 @@ class FusedNorm(nn.Module):
         return (_new, (self.own,), *reduced[2:])
 
 
-@cache
+_classes: dict[type[nn.Module], type[nn.Module]] = {}  # by the library's class
+
+
 def _fused_class(own: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Fused{own.__name__}", (FusedNorm, own), {"own": own})
+    return _classes.get(own) or _classes.setdefault(own, type(f"Fused{own.__name__}", (FusedNorm, own), {"own": own}))
 
 
 def _new(own: type[nn.Module]) -> nn.Module:
