@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -17,19 +16,8 @@ from rlhf_core.errors import ConfigError, RlhfError
 RETRIED = frozenset({408, 425, 429})  # and every error of a server; gateways have their own beyond 504
 FIRST_WAIT, LONGEST_WAIT, LONGEST_REQUESTED_WAIT = 0.5, 30.0, 60.0  # seconds
 DESCRIBED_CHARACTERS = 120
+LARGEST_ANSWER = 16 << 20  # bytes, decompressed: far more than anything asked for here has
 OF_THE_TRANSFER = frozenset({"content-encoding", "content-length", "transfer-encoding"})
-
-
-@dataclass(frozen=True)
-class AnswerLimits:
-    """The most that an answer may be: bytes of its body, decompressed, and seconds from its first byte to its last.
-
-    Without them a server that sends without end would fill the memory, and one that sends a byte now and then would
-    never time out.
-    """
-
-    size: int
-    seconds: float
 
 
 class RetriesExhausted(RlhfError):
@@ -50,7 +38,6 @@ def post_json(
     wait: Callable[[float], object],
     secret: str = "",
     final: Callable[[httpx.Response], bool] = is_final,
-    limits: AnswerLimits | None = None,
 ) -> httpx.Response:
     """Return the first answer that is not worth another attempt.
 
@@ -62,7 +49,6 @@ def post_json(
         wait: Sleeps for so many seconds.
         secret: The token, which is masked in messages.
         final: Whether an answer is not worth another attempt.
-        limits: What an answer may be; one that exceeds them is a failed request.
 
     Raises:
         RetriesExhausted: The server stayed out of reach, or every answer asked for another attempt.
@@ -71,7 +57,7 @@ def post_json(
     for attempt in range(attempts):
         requested_wait = 0.0
         try:
-            answer = client.post(url, json=body) if limits is None else _limited_post(client, url, body, limits)
+            answer = _post(client, url, body)
         except httpx.RequestError as error:
             problem = f"{type(error).__name__}: {error}".removesuffix(": ")
         else:
@@ -83,23 +69,37 @@ def post_json(
     raise RetriesExhausted(f"failed {attempts} times, at last with {problem}")
 
 
-def _limited_post(client: httpx.Client, url: str, body: dict[str, Any], limits: AnswerLimits) -> httpx.Response:
-    content = bytearray()
+def _post(client: httpx.Client, url: str, body: dict[str, Any]) -> httpx.Response:
+    """Post once, and receive an answer of at most :data:`LARGEST_ANSWER` within the client's time for reading.
+
+    Otherwise a server that sends without end would fill the memory, and one that sends a byte now and then would never
+    time out.
+    """
+    content, seconds = bytearray(), client.timeout.read
     with client.stream("POST", url, json=body) as answer:
         begin = time.monotonic()
         for part in answer.iter_bytes():
             content += part
-            if len(content) > limits.size:
-                raise httpx.RequestError(f"the answer has more than {limits.size >> 20} MiB")
-            if time.monotonic() - begin > limits.seconds:
-                raise httpx.ReadTimeout(f"the answer was not whole after {limits.seconds:g} s")
+            if len(content) > LARGEST_ANSWER:
+                raise httpx.RequestError(f"the answer has more than {LARGEST_ANSWER >> 20} MiB")
+            if seconds is not None and time.monotonic() - begin > seconds:
+                raise httpx.ReadTimeout(f"the answer was not whole after {seconds:g} s")
     headers = [(name, value) for name, value in answer.headers.items() if name not in OF_THE_TRANSFER]
     return httpx.Response(answer.status_code, headers=headers, content=bytes(content))
 
 
+def json_content(answer: httpx.Response) -> Any:
+    """What an answer holds; None where that is not JSON, or nested too deeply to be read."""
+    try:
+        return answer.json()
+    except (ValueError, RecursionError):
+        return None
+
+
 def describe_answer(answer: httpx.Response, secret: str) -> str:
     """Return status and the beginning of an answer; ``secret`` in it is masked."""
-    text = answer.text.replace(secret, "***") if secret else answer.text
+    text = answer.content.decode(errors="replace")  # not by the charset that the answer names, which may be no text's
+    text = text.replace(secret, "***") if secret else text
     return f"answered {answer.status_code} {' '.join(text.split())[:DESCRIBED_CHARACTERS]!r}"
 
 

@@ -31,7 +31,7 @@ from rlhf_core.models.forward import probe_ids
 from rlhf_core.models.io import quiet
 from rlhf_core.models.precision import matmul_precision
 from rlhf_core.runtime import distributed
-from rlhf_core.runtime.http_retry import RetriesExhausted, bearer_token, describe_answer, post_json
+from rlhf_core.runtime.http_retry import RetriesExhausted, bearer_token, describe_answer, json_content, post_json
 from rlhf_core.sampling.agreement import LIMITS
 from rlhf_core.sampling.distribution import Sampling, TokenDistribution
 from rlhf_core.sampling.generation import Rollout, trimmed_rollout
@@ -191,8 +191,8 @@ class VllmClient:
         """The name of the weights that the server has; another one after a restart."""
         try:
             answer = self.http.get("/weight_info")
-            return str(answer.json()["weight_version"])
-        except (httpx.RequestError, ValueError, KeyError) as error:
+            return str(json_content(answer)["weight_version"])
+        except (httpx.RequestError, TypeError, KeyError) as error:
             raise self._failed("/weight_info", f"failed ({type(error).__name__})") from error
 
     def _complete(self, prompt: Sequence[int], **settings: Any) -> dict[str, Any]:
@@ -209,8 +209,8 @@ class VllmClient:
         }
         answer = self.post("/v1/completions", body)
         try:
-            choice: dict[str, Any] = answer.json()["choices"][0]
-        except (ValueError, KeyError, IndexError) as error:
+            choice: dict[str, Any] = json_content(answer)["choices"][0]
+        except (TypeError, KeyError, IndexError) as error:
             raise self._failed("/v1/completions", describe_answer(answer, self.token)) from error
         return choice
 

@@ -28,7 +28,7 @@ from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.models.heads import ReplyScorer
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.runtime import distributed
-from rlhf_core.runtime.http_retry import RetriesExhausted, bearer_token, describe_answer, post_json
+from rlhf_core.runtime.http_retry import RetriesExhausted, bearer_token, describe_answer, json_content, post_json
 from rlhf_core.runtime.user_function import describe_failure
 from rlhf_core.sampling.token_scoring import MicroBatchLimits, Tokens
 from rlhf_core.training.side_by_side import run_side_by_side
@@ -334,10 +334,8 @@ class HttpScorer:
     def _scores_of(self, answer: httpx.Response) -> list[Any]:
         if answer.status_code != 200:
             raise DataError(f"{self.who} {describe_answer(answer, self.token)}; status 200 with scores is needed")
-        try:
-            scores = answer.json()["scores"]
-        except (ValueError, KeyError, TypeError):
-            scores = None
+        content = json_content(answer)
+        scores = content.get("scores") if isinstance(content, dict) else None
         if not isinstance(scores, list):
             raise DataError(
                 f"{self.who} {describe_answer(answer, self.token)}; a JSON object with a list 'scores' is needed"

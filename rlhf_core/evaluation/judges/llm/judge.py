@@ -27,12 +27,11 @@ from rlhf_core.data.text import writable
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.evaluation.judges.pairwise import LOSS, TIE, WIN, PairwiseJudgements
 from rlhf_core.evaluation.reply import Reply
-from rlhf_core.runtime.http_retry import AnswerLimits, bearer_token, describe_answer, is_final, post_json
+from rlhf_core.runtime.http_retry import bearer_token, describe_answer, is_final, json_content, post_json
 from rlhf_core.runtime.progress import progress
 from rlhf_core.storage.files import atomic_write_json, read_json
 
 REFUSED = frozenset({400, 413, 422})  # of one request, such as a prompt that is too long for the model
-LARGEST_ANSWER = 8 << 20  # bytes: far more than any model says
 MOST_TOKENS = 10**9  # of a count that an endpoint can mean
 
 
@@ -106,7 +105,6 @@ class ChatEndpoint:
             wait=self._wait_for_retry,
             secret=self.token,
             final=lambda answer: is_final(answer) and (answer.status_code != 200 or _message(answer) is not None),
-            limits=AnswerLimits(LARGEST_ANSWER, self.config.timeout_seconds),
         )
         if answer.status_code in REFUSED:
             return Completion("", None, None, refused=describe_answer(answer, self.token))
@@ -128,8 +126,8 @@ class ChatEndpoint:
 def _message(answer: httpx.Response) -> dict[str, Any] | None:
     """The message of a chat completion; None if the body is none."""
     try:
-        message = answer.json()["choices"][0]["message"]
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        message = json_content(answer)["choices"][0]["message"]
+    except (KeyError, IndexError, TypeError):
         return None
     return message if isinstance(message, dict) else None
 

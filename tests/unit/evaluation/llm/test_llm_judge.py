@@ -134,11 +134,15 @@ def test_absurd_times_to_wait_are_not_waited_for(judge: Judged, server: ChatServ
     assert judge.waits == [seconds]
 
 
-@pytest.mark.parametrize(("fault", "problem"), [("drip", "not whole after 0.3 s"), ("flood", "more than 8 MiB")])
-def test_an_answer_without_end_is_broken_off(judge: Judged, server: ChatServer, fault: str, problem: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "seconds", "problem"), [("drip", 0.3, "not whole after 0.3 s"), ("flood", 30.0, "more than 16 MiB")]
+)
+def test_an_answer_without_end_is_broken_off(
+    judge: Judged, server: ChatServer, fault: str, seconds: float, problem: str
+) -> None:
     server.script = [fault]
     with pytest.raises(DataError, match=problem):
-        judge(CANDIDATE[:1], BASELINE[:1], timeout_seconds=0.3, retries=0)
+        judge(CANDIDATE[:1], BASELINE[:1], timeout_seconds=seconds, retries=0)
     assert len(server.requests) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -84,6 +85,8 @@ def test_a_scorer_that_stays_away_is_told_with_attempts_and_the_last_problem(pla
         ((200, {"scores": ["high", 1.0]}), "score 0 is 'high', which is not a number"),
         ((200, {"scores": [None, 1.0]}), "score 0 is None"),
         ((200, {"scores": [True, 1.0]}), "score 0 is True"),
+        ((200, '{"scores": ' + "[" * 100_000), "a list 'scores'"),
+        ((200, "hello", {"Content-Type": "text/plain; charset=hex"}), "answered 200 'hello'"),
     ],
 )
 def test_a_broken_contract_is_refused_at_once(place: Place, scorer: Scorer, answer: Any, expected: str) -> None:
@@ -92,6 +95,13 @@ def test_a_broken_contract_is_refused_at_once(place: Place, scorer: Scorer, answ
     with pytest.raises(DataError, match=expected):
         client(scorer, waits).rewards(place.replies(["red", "blue"]))
     assert waits == [] and len(scorer.requests) == 1
+
+
+@pytest.mark.parametrize(("size", "pause"), [(1, 0.02), (1 << 20, 0)], ids=["a byte now and then", "a flood"])
+def test_an_answer_without_end_is_broken_off(place: Place, scorer: Scorer, size: int, pause: float) -> None:
+    scorer.script = [(200, (time.sleep(pause) or b" " * size for _ in range(1000)))]
+    assert client(scorer, timeout_seconds=0.5).rewards(place.replies(["red"])).tolist() == [3.0]
+    assert len(scorer.requests) == 2
 
 
 def test_a_wrong_count_cannot_be_made_up_by_another_batch(place: Place, scorer: Scorer) -> None:
