@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from benchmarks.ppo_iteration.workload import EOS, PAD, EndOfInput, Stopwatch, Workload, ranks
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.schema import Message
+from rlhf_core.models.fused_norms import fuse_norms
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.openblas_linear import use_openblas
 from rlhf_core.models.precision import use_float32_unembedding
@@ -65,7 +66,8 @@ def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
     for model in (policy, reference):
         use_float32_unembedding(model)
     for model in (policy, reference, value, reward):
-        use_openblas(model)  # as loading a folder with a tokenizer does
+        use_openblas(model)  # as loading a folder with a tokenizer does, and so the norms
+        fuse_norms(model)
     sampling = Sampling(EOS, PAD, workload.reply, min_new_tokens=workload.reply)
     pair = build_actor_critic(config, policy, value, sampling, RunContext(work))
     ids = workload.prompt_ids()

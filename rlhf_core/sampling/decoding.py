@@ -2,8 +2,8 @@
 
 They replace a model's own layers while it samples. Its own are left untouched and are put back afterwards, so a model
 that has sampled is bit for bit what it was. What is computed differs by rounding where adapters are merged, weights are
-packed as oneDNN orders them, or attention is grouped; ``ppo.sampler_agreement`` measures that in every rollout.
-Elsewhere it is the same to the bit.
+packed as oneDNN orders them, or attention is grouped or made of products; ``ppo.sampler_agreement`` measures that in
+every rollout. Elsewhere it is the same to the bit.
 
 On a CPU weights are packed in the order in which oneDNN multiplies few rows fastest: products of the few rows of a
 decoding step take about half the time. Layers of the same input, as queries, keys and values have, are one product.

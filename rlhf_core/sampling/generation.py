@@ -359,9 +359,9 @@ class _Decoding:
         try:
             with NoWaiting():  # type: ignore[no-untyped-call]
                 fixed = self._read_fixed(positions, slot, seen)
-        except Exception as error:  # whatever an architecture does with a mask that others take
-            if _is_for_want_of_memory(error):
-                raise
+        except RuntimeError:  # for want of memory, or since the host waits: the caller tells them apart
+            raise
+        except Exception:  # whatever an architecture does with a mask that others take
             return False
         finally:
             self._unfix()
