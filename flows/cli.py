@@ -50,8 +50,8 @@ app = typer.Typer(
 
     Add [bold]--debug[/bold] to any command for a traceback.""",
 )
-Profile = Annotated[
-    str | None,
+Profiles = Annotated[
+    list[str] | None,
     typer.Option(
         "--profile",
         "-p",
@@ -81,7 +81,7 @@ def options(
 
 @app.command(cls=CommandWithProfiles)
 def run(
-    profile: Profile = None,
+    profiles: Profiles = None,
     sets: Sets = None,
     workspace: Workspace = NEAREST,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for a run that is under way instead of failing.")] = False,
@@ -100,6 +100,7 @@ def run(
     $ rlhf run --profile smoke
     $ rlhf run --set ppo.kl.coefficient=0.1 --set seed=2
     """
+    profile = ",".join(profiles or ())
     with busy("making the workspace" if profile or sets else "starting"):
         from flows.commands.init import trial_workspace
         from flows.commands.run import run as run_pipeline
@@ -107,7 +108,7 @@ def run(
 
         check_port_option(port)
         if profile or sets:
-            workspace = trial_workspace(workspace, profile, sets or [])
+            workspace = trial_workspace(workspace, profile or None, sets or [])
     if profile or sets:
         typer.echo(f"workspace {workspace}")
     raise typer.Exit(run_pipeline(workspace, promote, wait, port))
@@ -133,7 +134,7 @@ def up(
 @app.command(cls=CommandWithProfiles, no_args_is_help=True)
 def init(
     folder: Annotated[Path, typer.Argument(help="The folder to create; it may exist.")],
-    profile: Profile = None,
+    profiles: Profiles = None,
     sets: Sets = None,
     data: Annotated[
         list[str] | None, typer.Option(help="Files with pairs of replies (collect.files.preferences); may be repeated.")
@@ -149,7 +150,7 @@ def init(
     """
     settings = ["collect.source=files", f"collect.files.preferences={json.dumps(data)}"] if data else []
     settings += [*([f"base.source={model}"] if model else []), *(sets or [])]
-    profile = profile or ("own-data" if data else None)
+    profile = ",".join(profiles or ()) or ("own-data" if data else None)
     with busy("making the workspace"):
         from flows.commands.init import initialise, next_step
         from flows.dvc_repo.inputs import refresh_inputs

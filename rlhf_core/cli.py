@@ -153,7 +153,7 @@ def config(
 @app.command()
 def plan(
     workspace: WorkspaceOption = None,
-    profile: Annotated[str | None, typer.Option("--profile", "-p", help="Overlay on params.yaml.")] = None,
+    profiles: Annotated[list[str] | None, typer.Option("--profile", "-p", help="Overlay on params.yaml.")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", "-s", help="section.key=value over params.yaml.")] = None,
     stages: Annotated[list[str] | None, typer.Option("--stage", help="Only this stage; may be repeated.")] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs that share a job: one process on each.")] = None,
@@ -194,7 +194,7 @@ def plan(
         from rlhf_core.memory.command import PlanRequest, describe
 
         options = (gpus, gpu_memory, zero, offload, frozen, gradient_checkpointing, bf16, lora_rank, prompt_tokens)
-        request = PlanRequest(root, profile, sets or (), stages or (), config, *options)
+        request = PlanRequest(root, ",".join(profiles or ()) or None, sets or (), stages or (), config, *options)
         plans = [] if check else request.plans()
         answer = request.check() if check else describe(plans, as_json=as_json)
     typer.echo(answer)
