@@ -81,10 +81,12 @@ def recognised(first: Sequence[Record], options: ReadOptions, where: str) -> For
             "of them (format: beside the path in collect.files), which refuses the other rows"
         )
     if not readable:
-        first = [mapped(record, options) for record in first[:1]] or [Record(0, None, "there are no rows")]
+        record = mapped(first[0], options) if first else Record(0, None, "there are no rows")
+        rows = f"none of {'the first' if len(first) == PROBE else 'its'} {len(first)} rows can be read"
         raise DataError(
-            f"{where}, row {first[0].position}: {first[0].problem}; no row before row {PROBE} can be read: "
-            "correct the file, or the columns that are named for it"
+            f"{where}, row {record.position}: {record.problem}; "
+            f"{rows if len(first) > 1 else 'its only row cannot be read'}: correct the file"
+            + (", or the columns that are named for it" if options.columns or options.template else "")
         )
     value = readable[0].value
     is_list = isinstance(value, list) and all(isinstance(row, dict) for row in value)

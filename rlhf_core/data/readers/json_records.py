@@ -289,7 +289,9 @@ def json_line_records(name: str, stream: BinaryIO) -> Iterator[Record]:
         try:
             value = parser.parse(line.decode("utf-8-sig", "surrogatepass"))
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            fault = "it is nested too deeply" if isinstance(error, RecursionError) else error
-            yield Record(position, line.decode("utf-8", errors="replace"), f"the line is not valid JSON: {fault}")
+            fault = f"not valid JSON: {'it is nested too deeply' if isinstance(error, RecursionError) else error}"
+            if isinstance(error, UnicodeDecodeError):
+                fault = f"not UTF-8 (byte 0x{line[error.start]:02x} after {error.start} bytes); save the file as UTF-8"
+            yield Record(position, line.decode("utf-8", errors="replace"), f"the line is {fault}")
         else:
             yield Record(position, value, parser.problem_in(value))

@@ -20,6 +20,7 @@ from rlhf_core.config.data import FileSources, ReadOptions
 from rlhf_core.config.loading import check_params, parse_assignment
 from rlhf_core.data.inspection.describe import TokenLimit, TokenLimits, as_json_value, as_text, describe_sources
 from rlhf_core.data.lengths import SEQUENCE, TokenCounts, character_lengths, percentiles
+from rlhf_core.data.readers.detection import PROBE
 from rlhf_core.data.schema import tables_of
 from rlhf_core.errors import DataError, ModelError, RlhfError
 from rlhf_core.models.causal_lm import load_tokenizer, new_model, save_policy, train_tokenizer
@@ -282,6 +283,21 @@ def test_a_file_without_usable_rows_is_in_no_command(tmp_path: Path) -> None:
     write(tmp_path, PAIR, name="good.jsonl")
     both = described(tmp_path, "bad.jsonl", "good.jsonl")
     assert """'collect.files.preferences=["good.jsonl"]'""" in both
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"prompt":\n', ["row 1", "its only row cannot be read", "correct the file"]),
+        ('{"prompt":\n' * (PROBE + 1), ["row 1", f"none of the first {PROBE} rows can be read", "correct the file"]),
+    ],
+    ids=["one", "many"],
+)
+def test_a_file_that_cannot_be_read_says_of_how_many_rows(content: str, said: list[str], here: Path) -> None:
+    (here / "odd.jsonl").write_text(content)
+    message = str(CliRunner().invoke(app, ["data", "odd.jsonl"]).exception)
+    assert all(part in message for part in said) and "\n" not in message
+    assert "columns" not in message, "none are named"
 
 
 def test_a_name_that_is_not_utf8_is_refused(here: Path) -> None:

@@ -9,6 +9,7 @@ from unit.data.malformed.case import OddFile, RowsRead, jsonl, lines, pair, pair
 
 INVALID = "the line is not valid JSON"
 NOT_JSON = "is not valid JSON"
+NOT_UTF8 = "the line is not UTF-8"
 DEEP = 100_000
 
 
@@ -79,7 +80,12 @@ FILES = [
     OddFile("jsonl-as-json", ".json", lines(*pairs("jsonl-as-json")), 2, RowsRead(2)),
     whole("jsonl-as-json-utf-16", "\n".join((FIRST, SECOND)).encode("utf-16"), "is not UTF-8 but UTF-16"),
     whole("list-as-lines", json.dumps(pairs("list-as-lines")), "one list of rows is named .json", ".jsonl"),
-    whole("no-line-readable", lines(*pairs("no-line-readable")).replace(b"}", b"},"), "no row before", ".jsonl"),
+    whole(
+        "no-line-readable",
+        lines(*pairs("no-line-readable")).replace(b"}", b"},"),
+        "none of its 2 rows can be read",
+        ".jsonl",
+    ),
     OddFile("ndjson", ".ndjson", lines(*pairs("ndjson")), 2, RowsRead(2)),
     bad_line("first-row-cut", dumped("first-row-cut")[:30], INVALID),
     bad_line("first-row-null", None, "does not match the format standard"),
@@ -131,8 +137,8 @@ FILES += [
     OddFile("utf-16-json", ".json", json.dumps(pairs("utf-16-json")).encode("utf-16"), 2, RowsRead(2)),
     reencoded("latin-csv", ".csv", "latin-1", "is not UTF-8"),
     OddFile("latin-json", ".json", b"[" + LATIN + b"]", 1, "is not UTF-8"),
-    with_line("latin-line", LATIN, INVALID),
-    with_line("overlong-line", OVERLONG, INVALID),
+    with_line("latin-line", LATIN, NOT_UTF8),
+    with_line("overlong-line", OVERLONG, NOT_UTF8),
     with_line("raw-surrogate", RAW_SURROGATE, "chosen holds half of a surrogate pair"),
     with_line("surrogate-reply", b'{"prompt": "a?", "chosen": "b\\ud800", "rejected": "c"}', "half of a surrogate"),
     with_line("surrogate-prompt", b'{"prompt": "\\udc00?", "chosen": "b", "rejected": "c"}', "half of a surrogate"),
