@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -143,6 +144,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", action="store_true", help="also run a tiny model and print what it touches")
     asked = parser.parse_args()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `… | head`
     print_sizes()
     if asked.trace:
         print_traces()

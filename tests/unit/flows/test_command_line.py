@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from flows import cli
 from flows.cli import app
-from flows.commands import registry_commands
+from flows.commands import init, registry_commands
 from flows.commands.options import PANELS, joined_lines, profile_list, profile_names
+from flows.dvc_repo import inputs
 from rlhf_core import __version__
 from rlhf_core.config.recipe import profile_headers
 
@@ -87,6 +88,27 @@ def test_the_profiles_are_listed_with_a_line_each(words: tuple[str, ...]) -> Non
     for name in profile_headers(ROOT / "profiles"):
         (line,) = (line for line in lines if re.match(rf"{name}\s{{2,}}\w", line))
         assert 20 < len(line) <= 78
+
+
+@pytest.mark.parametrize("module", ["benchmarks.size", "flows.cli"])
+def test_a_reader_that_leaves_is_no_crash(module: str) -> None:
+    words = [sys.executable, "-m", module, *(["config", "ppo"] if module == "flows.cli" else [])]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_profiles_that_are_named_one_by_one_stack_as_in_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    takers = [command for command in TREE.commands.values() if any(p.name == "profiles" for p in command.params)]
+    assert {command.name for command in takers} == {"init", "run", "plan"}
+    given: list[str | None] = []
+    monkeypatch.setattr(init, "initialise", lambda _, profile, *__, **___: given.append(profile) or tmp_path)
+    monkeypatch.setattr(init, "next_step", lambda _: "")
+    monkeypatch.setattr(inputs, "refresh_inputs", lambda _: None)
+    for words in (["--profile", "own-data", "-p", "smoke"], ["--profile", "own-data,smoke"], []):
+        CliRunner().invoke(app, ["init", "x", *words], catch_exceptions=False)
+    assert given == ["own-data,smoke", "own-data,smoke", None]
 
 
 def test_a_workspace_with_profiles_of_its_own_lists_those(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
