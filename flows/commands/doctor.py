@@ -16,7 +16,9 @@ from flows.prefect_server.services import LOOPBACK, free_port
 from flows.registry.client import knock
 from flows.workspace import lock_holder
 from rlhf_core.config.loading import Params, load_params
+from rlhf_core.config.reward_sources import OWN_MODEL, ClassifierSource, FunctionSource, refuse_own_model
 from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.fingerprint.tracked_files import missing_function, model_folders, verifiable_functions
 from rlhf_core.runtime.machine import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels
 from rlhf_core.storage.data_files import expand, is_url
 
@@ -207,6 +209,7 @@ def workspace_checks(workspace: Path | None, starting_model: bool = True) -> Ite
     yield from _sources(workspace, params)
     if starting_model:
         yield base_model_check(workspace, params.base.source, params.base.revision)
+    yield from _reward_sources(workspace, params)
     yield from _judges(workspace, params)
 
 
@@ -233,6 +236,31 @@ def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
             )
     for evaluation in params.validate_.evaluation_files:
         yield _source(workspace, "data", evaluation.path)
+
+
+def _reward_sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
+    """Check functions, model folders and tokens that rewards and checks need. No module is imported."""
+    level = WARN if params.pools_away() else FAIL  # what another host has cannot be seen from here
+    sources = params.ppo.reward.sources
+    targets = {source.target: "ppo.reward.sources" for source in sources if isinstance(source, FunctionSource)}
+    targets |= {one.target: "evaluate.verifiable" for one in verifiable_functions(params.evaluate.verifiable)}
+    for target, setting in targets.items():
+        if problem := missing_function(target, workspace):
+            yield DoctorCheck(level, "function", f"{setting} names {target}, but {problem}")
+    for source in sources:
+        for named in model_folders(source):
+            folder = workspace / Path(named).expanduser()
+            if folder.resolve() == (workspace / OWN_MODEL).resolve():
+                continue
+            try:
+                refuse_own_model(folder, f"reward source '{source.name or source.kind}'", workspace)
+            except RlhfError as error:
+                yield DoctorCheck(FAIL, "reward model", str(error))
+                continue
+            is_hub_id = isinstance(source, ClassifierSource) and not named.startswith((".", "/", "~"))
+            if not folder.is_dir() and not is_hub_id:
+                remedy = "correct it in params.yaml; relative paths start at the workspace"
+                yield DoctorCheck(level, "reward model", f"ppo.reward.sources: there is no folder {folder}", remedy)
 
 
 def _judges(workspace: Path, params: Params) -> Iterator[DoctorCheck]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -21,6 +22,7 @@ from pydantic import (
 )
 
 from rlhf_core.config.model import FunctionName, Strict, check_endpoint
+from rlhf_core.errors import ConfigError
 
 OWN_MODEL = "models/reward"
 TEMPLATES = ("chat", "pair", "reply")
@@ -152,6 +154,19 @@ class HttpSource(SourceConfig):
 RewardSource = Annotated[
     ModelSource | EnsembleSource | ClassifierSource | FunctionSource | HttpSource, Field(discriminator="kind")
 ]
+
+
+def refuse_own_model(folder: Path, who: str, workspace: Path) -> None:
+    """Refuse the pipeline's other models, above all referee and judge, which select and judge the policy.
+
+    Raises:
+        ConfigError: ``folder`` is one of them.
+    """
+    if folder.resolve().is_relative_to((workspace / OWN_MODEL).parent.resolve()):
+        raise ConfigError(
+            f"{who}: {folder} is one of the pipeline's own models, of which only {OWN_MODEL} may score: the policy "
+            "must not be trained on what selects and judges it; keep other reward models in a folder of their own"
+        )
 
 
 def source_names(sources: tuple[RewardSource, ...]) -> tuple[str, ...]:

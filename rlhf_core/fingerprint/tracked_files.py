@@ -11,10 +11,11 @@ import ast
 import glob
 import hashlib
 import json
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from rlhf_core.config.reward_sources import (
     EnsembleSource,
     FunctionSource,
     ModelSource,
+    RewardSource,
     RewardSources,
 )
 from rlhf_core.errors import DataError
@@ -127,19 +129,32 @@ def verifiable_functions(config: VerifiableConfig | None) -> tuple[FunctionSourc
 
 def folder_patterns(workspace: Path, sources: RewardSources) -> list[str]:
     """A pattern for the files of each local model folder, as ``write_sources`` takes it."""
-    folders: list[str] = []
-    for source in sources:
-        if isinstance(source, ModelSource):
-            folders.append(source.path)
-        elif isinstance(source, EnsembleSource):
-            folders += source.paths
-        elif isinstance(source, ClassifierSource):
-            folders.append(source.model)
     own = (workspace / OWN_MODEL).resolve()
-    places = [Path(folder).expanduser() for folder in folders]
+    places = [Path(folder).expanduser() for source in sources for folder in model_folders(source)]
     return [
         f"{glob.escape(str(p))}/**" for p in places if (workspace / p).is_dir() and (workspace / p).resolve() != own
     ]
+
+
+def model_folders(source: RewardSource) -> tuple[str, ...]:
+    """The model folders that a source names; that of a classifier may be a hub id."""
+    if isinstance(source, EnsembleSource):
+        return source.paths
+    if isinstance(source, ModelSource):
+        return (source.path,)
+    return (source.model,) if isinstance(source, ClassifierSource) else ()
+
+
+def missing_function(target: str, workspace: Path) -> str:
+    """Say what of ``package.module:function`` is not there, as far as files tell; empty where nothing is missing."""
+    module, _, name = target.partition(":")
+    if _spec(module, workspace) is None:
+        return f"there is no module {module.partition('.')[0]}: it must be installed, on PYTHONPATH or in {workspace}"
+    root = _root(module, workspace)
+    file = root and _file(root, module)
+    if file and not re.search(rf"\b{name}\b|import \*|__getattr__", file.read_text(encoding="utf-8", errors="replace")):
+        return f"{file} has no {name}"
+    return ""
 
 
 def function_files(workspace: Path, sources: RewardSources) -> list[str]:
@@ -184,13 +199,17 @@ def _reached(module: str, workspace: Path) -> list[tuple[str, Path]]:
     return sorted(files.items())
 
 
+def _spec(module: str, workspace: Path) -> ModuleSpec | None:
+    """How the module, or the package around it, would be found."""
+    top = module.partition(".")[0]
+    with suppress(ImportError, ValueError):
+        return find_spec(top) or PathFinder.find_spec(top, [str(workspace)])
+    return None
+
+
 def _root(module: str, workspace: Path) -> Path | None:
     """The folder that ``module`` is imported from: an installed or PYTHONPATH one, else the workspace."""
-    top = module.partition(".")[0]
-    try:
-        spec = find_spec(top) or PathFinder.find_spec(top, [str(workspace)])
-    except (ImportError, ValueError):
-        return None
+    spec = _spec(module, workspace)
     origins = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else [])] if spec else []
     return next((root for origin in origins for root in Path(origin).parents if _file(root, module)), None)
 

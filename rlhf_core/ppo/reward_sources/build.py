@@ -19,11 +19,12 @@ from rlhf_core.config.reward_sources import (
     ModelSource,
     RewardSource,
     RewardSources,
+    refuse_own_model,
     source_names,
 )
 from rlhf_core.data.encoding import encode_dialogue, encode_reply, left_pad, pad_id, right_pad
 from rlhf_core.data.schema import Demonstration, Message, read_rows
-from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.errors import ModelError
 from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.heads import ScalarModel
@@ -122,7 +123,7 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
         if not Path(folder).is_dir() and not is_local(source.model):
             folder = source.model  # maybe a hub id
         elif Path(folder).resolve() != (context.workspace / OWN_MODEL).resolve():
-            _refuse_own(Path(folder), who, context.workspace)
+            refuse_own_model(Path(folder), who, context.workspace)
         classifier = load_classifier(folder, source, context.device, who)
         context.frozen.place_whole(classifier.model)
         return RankShared(classifier)
@@ -155,7 +156,7 @@ def _reward_model(path: str, who: str, context: SourceContext) -> ScalarModel:
     """Load a frozen reward model that reads the policy's tokens."""
     folder, is_own = context.workspace / Path(path).expanduser(), _is_own(path, context)
     if not is_own:
-        _refuse_own(folder, who, context.workspace)
+        refuse_own_model(folder, who, context.workspace)
         require_openable(folder, auto_class=AutoModelForSequenceClassification)
     model = ScalarModel.load(folder)
     if not is_own:
@@ -167,19 +168,6 @@ def _is_own(path: str, context: SourceContext) -> bool:
     """Whether ``path`` is the reward model that was trained for this policy, which its usual name stands for."""
     folder = context.workspace / Path(path).expanduser()
     return path == OWN_MODEL or folder.resolve() == context.reward.resolve()
-
-
-def _refuse_own(folder: Path, who: str, workspace: Path) -> None:
-    """Refuse the pipeline's other models, above all referee and judge, which select and judge the policy.
-
-    Raises:
-        ConfigError: ``folder`` is one of them.
-    """
-    if folder.resolve().is_relative_to((workspace / OWN_MODEL).parent.resolve()):
-        raise ConfigError(
-            f"{who}: {folder} is one of the pipeline's own models, of which only {OWN_MODEL} may score: the policy "
-            "must not be trained on what selects and judges it; keep other reward models in a folder of their own"
-        )
 
 
 class EnsembleRewards:

@@ -74,6 +74,32 @@ def test_a_missing_key_and_a_missing_file_are_said(tmp_path: Path, monkeypatch: 
     assert levels(tmp_path)["llm judge"] == levels(tmp_path)["verifiable prompts"] == OK
 
 
+@pytest.mark.parametrize(
+    ("params", "level"),
+    [
+        ("ppo: {reward: {sources: [{kind: model}, {kind: function, target: 'gone_rules:score'}]}}", FAIL),
+        ("ppo: {reward: {sources: [{kind: model}, {kind: function, target: 'rules:gone'}]}}", FAIL),
+        ("ppo: {reward: {sources: [{kind: model}, {kind: function, target: 'rules:score'}]}}", OK),
+        ("ppo: {reward: {sources: [{kind: model}, {kind: function, target: 'json:dumps'}]}}", OK),
+        ("ppo: {reward: {sources: [{kind: model}, {kind: model, path: gone/model, weight: 0.5}]}}", FAIL),
+        ("ppo: {reward: {sources: [{kind: ensemble, paths: [models/reward, gone/model]}]}}", FAIL),
+        ("ppo: {reward: {sources: [{kind: model}, {kind: classifier, model: ./gone}]}}", FAIL),
+        ("ppo: {reward: {sources: [{kind: model}, {kind: classifier, model: owner/name}]}}", OK),
+        ("evaluate: {verifiable: {path: checks.jsonl, functions: {mine: 'gone_rules:check'}}}", FAIL),
+        ("evaluate: {verifiable: {path: checks.jsonl, functions: {mine: 'rules:score'}}}", OK),
+    ],
+)
+def test_a_function_or_model_that_is_not_there_ends_the_run(params: str, level: str, tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_text(params + "\n")
+    (tmp_path / "dvc.yaml").write_text("stages: {}\n")
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / "checks.jsonl").touch()
+    (tmp_path / "rules.py").write_text("import of_another_machine\n\n\ndef score(prompts, replies): ...\n")
+    failed = [check for check in workspace_checks(tmp_path) if check.level == FAIL]
+    assert bool(failed) == (level == FAIL), failed
+    assert all("gone" in check.finding and "\n" not in check.finding for check in failed)
+
+
 def opened(workspace: Path, params: str) -> str:
     (workspace / "params.yaml").write_text(params)
     return open_starting_model(workspace, load_params(workspace))
