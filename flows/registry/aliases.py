@@ -82,3 +82,8 @@ def versions(client: MlflowClient, name: str) -> list[ModelVersion]:
         token = page.token
         if not token:
             return sorted(listed, key=lambda version: int(version.version), reverse=True)
+
+
+def version_numbers(client: MlflowClient, name: str) -> set[str]:
+    """The numbers of the versions that a registered model has now; MLflow lets anyone delete one."""
+    return {str(version.version) for version in versions(client, name)}

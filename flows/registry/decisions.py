@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4, uuid5
 
 from flows.prefect_server.services import known_server
-from flows.registry.aliases import read_aliases, registry_errors
+from flows.registry.aliases import read_aliases, registry_errors, version_numbers
 from flows.registry.history import DECLINE, DONE_TAG, ENTRY_LIMIT, REQUEST, Entry, Ledger, ReleaseState, read_history
 from flows.registry.workspace import actor
 from rlhf_core.errors import RlhfError
@@ -283,27 +283,34 @@ def finish_interrupted(client: MlflowClient, workspace: Path, name: str) -> Rele
 
 
 def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | None:
-    """Every step may have been done before; what is as it shall be is not set again."""
+    """Every step may have been done before; what is as it shall be is not set again.
+
+    What the entry says of a version that was deleted in MLflow since cannot be done, and holds nothing else up.
+    """
     report, model = None, entry["model"]
     with registry_errors("complete the decision; the next `rlhf` command that uses it goes on with it"):
-        aliases = {name: read_aliases(client, name) for name in dict.fromkeys(m["model"] for m in entry["moves"])}
+        names = dict.fromkeys([model, *(part["model"] for part in (*entry["moves"], *entry["version_tags"]))])
+        aliases = {name: read_aliases(client, name) for name in names}
+        existing = {name: version_numbers(client, name) for name in names}
         for moved in entry["moves"]:
             name, alias, version = moved["model"], moved["alias"], moved["version"]
             if aliases[name].get(alias) == version:
                 continue
             if version is None:
                 client.delete_registered_model_alias(name, alias)
-            else:
+            elif version in existing[name]:
                 client.set_registered_model_alias(name, alias, version)
         for key, value in entry["model_tags"].items():
             client.set_registered_model_tag(model, key, value)
         for tag in entry["version_tags"]:
             name, version, key = tag["model"], tag["version"], tag["key"]
+            if version not in existing[name]:
+                continue
             if tag["value"] is not None:
                 client.set_model_version_tag(name, version, key, tag["value"][:TAG_LIMIT])
             elif key in client.get_model_version(name, version).tags:
                 client.delete_model_version_tag(name, version, key)
-        if entry["decision"]:
+        if entry["decision"] and entry["decided_on"] in existing[model]:
             report = publish_decision(client, workspace, entry["decided_on"], entry["decision"], entry["id"])
         client.set_registered_model_tag(model, DONE_TAG, str(entry["number"]))
     entries = read_history(client, model)

@@ -15,6 +15,7 @@ from flows.registry.aliases import (
     get_version,
     registered_model,
     registry_errors,
+    version_numbers,
     versions,
 )
 from rlhf_core.config.loading import load_section
@@ -118,6 +119,11 @@ class Ledger:
 
 
 Entry = Mapping[str, Any]  # see flows.registry.decisions.new_entry
+FIELDS = {
+    "action": str, "decided_on": str, "decision": dict, "history": list, "id": str, "model_tags": dict, "moves": list,
+    "reason": str, "time": str, "version_tags": list, "who": str,
+}  # fmt: skip
+PARTS = {"moves": {"model", "alias", "version"}, "version_tags": {"model", "version", "key", "value"}}
 
 
 def read_history(client: MlflowClient, name: str, model: RegisteredModel | None = None) -> list[Entry]:
@@ -130,8 +136,12 @@ def read_history(client: MlflowClient, name: str, model: RegisteredModel | None 
     for number, text in enumerate(Ledger.open(client, name, model).entries(), start=1):
         try:
             entry = json.loads(text)
-            readable = (entry["number"], entry["model"]) == (number, name)
-        except (ValueError, KeyError, TypeError):
+            readable = (
+                (entry["number"], entry["model"]) == (number, name)
+                and all(isinstance(entry[key], kind) for key, kind in FIELDS.items())
+                and all(keys <= part.keys() for key, keys in PARTS.items() for part in entry[key])
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             readable = False
         if not readable:
             raise RlhfError(
@@ -256,8 +266,13 @@ class ReleaseState:
 
     @property
     def champions(self) -> list[str]:
-        """Those that have been champion, oldest first, ending with the present one; those of rollbacks are gone."""
+        """Those that have been champion, oldest first, ending with the present one; those of rollbacks are gone.
+
+        A version that was deleted in MLflow is not among them: nothing goes back to it.
+        """
         recorded = next((list(entry["history"]) for entry in reversed(self.entries) if entry["history"]), [])
+        existing = version_numbers(self.client, self.name) if recorded else set()
+        recorded = [number for number in recorded if number in existing]
         return recorded if self.champion is None or recorded[-1:] == [self.champion] else [*recorded, self.champion]
 
     @property

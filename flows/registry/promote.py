@@ -149,11 +149,13 @@ def _decide(
         return decision.refused(f"{obstacle}; promote it with --force --reason TEXT", unchanged=True)
     if champion is None:
         removed = ""
-        if champions := state.champions:  # without the alias it would be spared a match
+        if state.recorded_champion is not None:  # without the alias it would be spared a match
+            last = next(reversed(state.champions), None)
+            remedy = f"--version {last} --force --reason TEXT` restores version {last}"
+            remedy = remedy if last is not None else "--force --reason TEXT` promotes without a match"
             removed = (
-                f"version {champions[-1]} was champion, and @{CHAMPION} was removed by something else than rlhf, so "
-                f"there is nothing to compare with; `rlhf promote --version {champions[-1]} --force --reason TEXT` "
-                "restores it"
+                f"version {state.recorded_champion} was champion, and @{CHAMPION} was removed by something else than "
+                f"rlhf, so there is nothing to compare with; `rlhf promote {remedy}"
             )
             if force_reason is None:
                 return decision.refused(removed, unchanged=True)

@@ -11,7 +11,15 @@ import pytest
 from mlflow import MlflowClient
 
 from flows.commands.registry_output import describe_history, model_history
-from flows.registry.decisions import commit, finish_interrupted, new_entry, registry_events
+from flows.registry.decisions import (
+    PromotionDecision,
+    commit,
+    finish_interrupted,
+    move,
+    new_entry,
+    registry_events,
+    version_tag,
+)
 from flows.registry.history import DONE_TAG, LEDGER_TAG, EntryTaken, Ledger, ReleaseState, read_history
 from flows.registry.promote import approve, promote, rollback
 from rlhf_core.errors import RlhfError
@@ -86,11 +94,16 @@ def test_a_reason_looks_like_no_other_entry(registry: Registry, contest: Path, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["no JSON", "[]", '{"number": 7, "model": "rlhf-policy"}', "another"])
-def test_nothing_is_decided_on_an_entry_that_cannot_be_read(registry: Registry, contest: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["no JSON", "[]", "[" * 5000, '{"number": 7, "model": "rlhf-policy"}', {"model": "another"}, {"moves": 5},
+     {"moves": [{"model": MODEL}]}, {"version_tags": ["rolled_back"]}, {"history": None}, {"who": None}],
+    ids=str,
+)  # fmt: skip
+def test_nothing_is_decided_on_an_entry_that_cannot_be_read(registry: Registry, contest: Path, text: Any) -> None:
     promote(contest, play=ScriptedMatch())
     first = json.loads(Ledger.open(registry.client, MODEL).entries()[0])
-    text = json.dumps(first | {"model": "another"}) if text == "another" else text
+    text = text if isinstance(text, str) else json.dumps(first | text)
     with sqlite3.connect(registry.folder / "shared" / "mlflow.db") as database:
         database.execute("UPDATE params SET value = ? WHERE key LIKE 'history.%.1'", (text,))
     for action in (
@@ -116,6 +129,38 @@ def test_a_history_that_was_written_anew_is_shown_and_not_called_true(registry: 
     listed = describe_history(model_history(contest))
     assert listed.count("alice@example.org") == 2
     assert not [claim for claim in ("unchanged", "hash", "verified", "signed") if claim in listed]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("deleted", "champions"),
+    [((MODEL, "1"), ["2", "3"]), ((MODEL, "2"), ["1", "3"]), (("rlhf-reward-model", "1"), ["1", "2", "3"])],
+    ids=["a former champion", "the champion", "the reward model of the next"],
+)
+def test_a_version_that_was_deleted_in_mlflow_holds_nothing_up(
+    registry: Registry, contest: Path, deleted: tuple[str, str], champions: list[str]
+) -> None:
+    promote(contest, play=ScriptedMatch())
+    registry.add_version("rlhf-reward-model")
+    registry.add_version(reward_model_version="1")
+    registry.client.delete_model_version(*deleted)
+    assert promote(contest, force_reason="it is needed", play=ScriptedMatch()).promoted
+    assert (registry.aliases()["champion"], registry.aliases()["previous"]) == ("3", champions[-2])
+    state = ReleaseState.read(registry.client, contest, MODEL)
+    assert state.champions == champions and not state.unfinished
+    assert rollback(contest, "rude").champion == champions[-2]
+    assert registry.aliases()["champion"] == champions[-2]
+
+
+def test_a_decision_on_a_version_that_was_deleted_since_is_completed(registry: Registry, contest: Path) -> None:
+    state = ReleaseState.read(registry.client, contest, MODEL)
+    entry = new_entry(MODEL, "promote", "why", moves=[move(MODEL, "champion", "2"), move(MODEL, "previous", "1")],
+                      version_tags=[version_tag(MODEL, "2", "rolled_back", None)], champions=["1", "2"],
+                      decision=PromotionDecision(MODEL, "2", "1", 0.5))  # fmt: skip
+    Ledger.open(registry.client, MODEL).append(2, json.dumps(entry | {"number": 2}))
+    registry.client.delete_model_version(MODEL, "2")
+    assert not finish_interrupted(registry.client, contest, MODEL).unfinished and state.champions == ["1"]
+    assert registry.aliases() == {"champion": "1", "previous": "1"}
 
 
 def test_of_two_decisions_on_the_same_state_one_is_refused(registry: Registry, contest: Path) -> None:

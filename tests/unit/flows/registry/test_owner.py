@@ -93,6 +93,14 @@ def test_a_champion_whose_alias_was_removed_is_not_replaced_without_a_match(regi
     assert not promote(contest, play=match).promoted and match.played == 1
 
 
+def test_a_champion_that_was_deleted_is_not_replaced_without_a_match(registry: Registry, contest: Path) -> None:
+    registry.client.delete_model_version(MODEL, "1")
+    refused = promote(contest)
+    assert not refused.promoted and "version 1 was champion" in refused.reason
+    assert promote(contest, force_reason="it was deleted by mistake").promoted
+    assert registry.aliases()["champion"] == "2" and not promote(contest).promoted
+
+
 def test_a_run_promotes_what_it_registered(registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = registry.aliases()["challenger"]
     registry.add_version()  # another workspace registers before this run promotes
