@@ -41,6 +41,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.phase, self.paused = "", False
+        self.of_thread = threading.local()  # whose `phase` goes before: other threads work while one replays a graph
         self.clear()
 
     def clear(self) -> None:
@@ -51,7 +52,8 @@ class Counts:
     def add(self, kind: str, what: str, amount: int = 1) -> None:
         if not self.paused:
             what = f"{what} at {_caller()}" if kind == "waits" else what
-            getattr(self, kind).setdefault(self.phase, Counter())[what] += amount
+            phase = getattr(self.of_thread, "phase", self.phase)
+            getattr(self, kind).setdefault(phase, Counter())[what] += amount
 
     def move(self, tensor: torch.Tensor, to: str, waits: bool) -> None:
         self.add("bytes", to, tensor.numel() * tensor.element_size())
@@ -423,8 +425,11 @@ def _captured(work: Callable[[], None]) -> Callable[[], None]:
     """A CUDA graph: work that counts as one launch, and in which the host must not wait."""
 
     def replay() -> None:
-        with COUNTS.named("graph"):
+        COUNTS.of_thread.phase = "graph"
+        try:
             work()
+        finally:
+            del COUNTS.of_thread.phase
         COUNTS.launches.pop("graph", None)
         COUNTS.add("launches", "graph")
         if waits := COUNTS.waits.pop("graph", None):

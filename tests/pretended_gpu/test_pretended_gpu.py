@@ -148,6 +148,25 @@ def test_a_long_reply_is_one_launch_for_a_token(counts: Counts, name: str) -> No
     assert waits <= 16
 
 
+def test_a_thread_that_waits_while_another_replays_a_graph_waits_in_none(counts: Counts) -> None:
+    device, inside, waited = torch.ones(2, device="cuda"), threading.Event(), threading.Event()
+
+    def work() -> None:
+        inside.set()
+        assert waited.wait(60)
+
+    def wait() -> None:
+        assert inside.wait(60)
+        float(device.sum())
+        waited.set()
+
+    other = threading.Thread(target=wait)
+    other.start()
+    generation.GRAPHS["cuda"](work)()
+    other.join()
+    assert counts.total("waits", "") == 1 and counts.launches[""]["graph"] == 1
+
+
 def test_on_a_gpu_that_is_not_the_current_one_steps_are_not_captured(
     counts: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
