@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from flows.dvc_repo.recipe import check_tracked_params
 from flows.prefect_server.services import LOOPBACK, free_port
 from flows.registry.client import knock
 from flows.workspace import lock_holder
+from rlhf_core.config.data import DataSource
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.config.reward_sources import OWN_MODEL, ClassifierSource, FunctionSource, refuse_own_model
 from rlhf_core.errors import DataError, RlhfError
@@ -166,18 +168,18 @@ HUB = "hub:"
 def require_ready(workspace: Path) -> None:
     """Refuse a run that cannot succeed, before anything is started: what `rlhf doctor` finds in the workspace.
 
-    The starting model is left out, which a run opens where its stage would.
+    Data and the starting model are not opened: a run opens them where their stages would.
 
     Raises:
         RlhfError: a line for each check that failed, and what to do.
     """
-    failed = [check for check in workspace_checks(workspace, starting_model=False) if check.level == FAIL]
+    failed = [check for check in workspace_checks(workspace, opens_files=False) if check.level == FAIL]
     if failed:
         remedies = [f" ({check.remedy})" if check.remedy else "" for check in failed]
         raise RlhfError("\n".join(f"{c.name}: {c.finding}{remedy}" for c, remedy in zip(failed, remedies, strict=True)))
 
 
-def workspace_checks(workspace: Path | None, starting_model: bool = True) -> Iterator[DoctorCheck]:
+def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterator[DoctorCheck]:
     """Check the workspace; where there is none, return a warning only."""
     if workspace is None or not (workspace / "params.yaml").is_file():
         folder = workspace or Path.cwd()
@@ -206,8 +208,8 @@ def workspace_checks(workspace: Path | None, starting_model: bool = True) -> Ite
         yield DoctorCheck(FAIL, "params.yaml", str(error), "correct it; `rlhf run` would refuse it too")
         return
     yield DoctorCheck(OK, "params.yaml", "every parameter is known and in range, and DVC finds those it tracks")
-    yield from _sources(workspace, params)
-    if starting_model:
+    yield from _sources(workspace, params, opens_files)
+    if opens_files:
         yield base_model_check(workspace, params.base.source, params.base.revision)
     yield from _reward_sources(workspace, params)
     yield from _judges(workspace, params)
@@ -222,7 +224,7 @@ def _writable(workspace: Path) -> DoctorCheck:
         return DoctorCheck(FAIL, "writable", f"cannot write to {workspace} ({error.strerror})", remedy)
 
 
-def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
+def _sources(workspace: Path, params: Params, opens_files: bool) -> Iterator[DoctorCheck]:
     """Check the data files and the starting model that params.yaml names."""
     if params.collect.source == "world":
         yield DoctorCheck(OK, "data", "the synthetic world; nothing is read")
@@ -230,12 +232,33 @@ def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
         patterns = params.collect.files.paths()
         for pattern in patterns:
             yield _source(workspace, "data", pattern)
+        if opens_files:
+            yield from _unread(workspace, params.collect.files.preferences)
         if not patterns:
             yield DoctorCheck(
                 FAIL, "data", "collect.source is files, but collect.files names none", "name at least preferences"
             )
     for evaluation in params.validate_.evaluation_files:
         yield _source(workspace, "data", evaluation.path)
+
+
+def _unread(workspace: Path, sources: Sequence[DataSource]) -> Iterator[DoctorCheck]:
+    """Check that the first local file of each source can be read as pairs of replies."""
+    from rlhf_core.data.collection.sources import best_kind, source_files
+
+    remedy = "`rlhf data FILE` shows how it is read"
+    for source in sources:
+        if source.path.startswith(HUB) or is_url(source.path):
+            continue
+        with suppress(DataError):
+            first = source_files([source], workspace)[0]
+            try:
+                kind = best_kind(first)
+            except DataError as error:
+                yield DoctorCheck(FAIL, "data", str(error), remedy)
+            else:
+                if kind != "preferences":
+                    yield DoctorCheck(FAIL, "data", f"{first.name} has {kind}, but pairs of replies are needed", remedy)
 
 
 def _reward_sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:

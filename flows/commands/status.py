@@ -87,6 +87,8 @@ ENDINGS = {
     "GateFailed": "stopped by a gate",
     "TrainingPaused": "training paused",
     "UserError": "stopped by an error",
+    "RegistrationFailed": "registration failed",
+    "StageFailed": "a stage failed",
 }
 SAME_RUN_SECONDS = 60.0  # between the first event of a run and its start in MLflow
 NOT_OF_VERDICT = ("report", "next")  # what is said once, at the end

@@ -187,7 +187,9 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventLog, answered: St
     if run_id:
         if state.is_completed():
             registration = _register(context, run_id, promote)
-        if registration.error:
+        if registration.error and signals.STOP.is_set():  # what broke off is an effect of the signal
+            state, registration = _final_state(outcomes, failed), RegistrationResult(registration.registered)
+        elif registration.error:
             state = Failed(name="RegistrationFailed", message=f"registration: {registration.error}")
         elif registration.decision is not None and registration.decision.awaiting_approval:
             state = Completed(message=f"{state.message}; {registration.decision.describe()}")

@@ -160,9 +160,8 @@ def plan_text(plans: Sequence[StagePlan], advice: Advice) -> str:
     if limit is None:
         verdict += "\nGive --gpu-memory (GiB) to learn whether it fits"
     else:
-        share = largest.peak / limit if limit else float("inf")
-        verdict += f" It {'fits' if largest.fits else 'DOES NOT FIT'}: {share:.0%} of the {gib(limit)} that tensors may"
-        verdict += f" take of {_gpu_memory(inputs)}"
+        share = f"{largest.peak / limit:.0%} of the {gib(limit)} that tensors may take" if limit else "no room is left"
+        verdict += f" It {'fits' if largest.fits else 'DOES NOT FIT'}: {share} of {_gpu_memory(inputs)}"
     changes = [_advice_text(stage, steps) for stage, steps in advice.items()]
     return "\n\n".join([heading, *map(_stage_text, plans), verdict, *changes])
 

@@ -75,6 +75,26 @@ def test_a_missing_key_and_a_missing_file_are_said(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
+    ("row", "options", "level"),
+    [
+        ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "", OK),
+        ('{"prompt": "a", "reply": "b"}', "", FAIL),
+        ('{"question": "a", "good": "b", "bad": "c"}', "", FAIL),
+        ('{"question": "a", "good": "b", "bad": "c"}', "columns: {prompt: question, chosen: good, rejected: bad}", OK),
+        ("", "", FAIL),
+    ],
+    ids=["pairs", "single-replies", "names-of-its-own", "columns", "empty"],
+)
+def test_a_file_that_gives_no_pairs_is_named(row: str, options: str, level: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(row)
+    named = f"{{path: rows.jsonl{f', {options}' if options else ''}}}"
+    (tmp_path / "params.yaml").write_text(f"collect: {{source: files, files: {{preferences: [{named}]}}}}\n")
+    failed = [check for check in workspace_checks(tmp_path) if check.name == "data" and check.level == FAIL]
+    assert bool(failed) == (level == FAIL), failed
+    assert all("rows.jsonl" in check.finding and check.remedy for check in failed)
+
+
+@pytest.mark.parametrize(
     ("params", "level"),
     [
         ("ppo: {reward: {sources: [{kind: model}, {kind: function, target: 'gone_rules:score'}]}}", FAIL),
