@@ -11,6 +11,7 @@ from prefect.utilities.callables import parameter_schema
 
 from flows.jobs.job import JOB_FLOW, job_name
 from flows.prefect_server.pools import apply_pools
+from flows.prefect_server.services import embedded_database
 from flows.supervision.processes import run_module
 from flows.workspace import private_path, workspace_slug
 from rlhf_core.config.loading import Params
@@ -53,15 +54,22 @@ def deploy_jobs(workspace: Path, params: Params) -> None:
 def require_own_names(client: SyncPrefectClient, workspace: Path) -> None:
     """Refuse names of deployments that those of another workspace on this server have: it would lose its schedules.
 
+    On the workspace's own server they are those of the folder that it was in before it was moved, and are deleted.
+
     Raises:
         ConfigError: names the other workspace.
     """
+    is_own = os.environ.get("PREFECT_API_DATABASE_CONNECTION_URL") == embedded_database(workspace)
     ending = f"-{workspace_slug(workspace)}"
     ours = FlowFilter(name=FlowFilterName(any_=[JOB_FLOW, *FLOWS]))
     named = DeploymentFilter(name=DeploymentFilterName(like_=ending))
-    for deployment in client.read_deployments(flow_filter=ours, deployment_filter=named):
+    for deployment in client.read_deployments(flow_filter=ours, deployment_filter=None if is_own else named):
         owner = deployment.parameters.get("workspace")
-        if deployment.name.endswith(ending) and owner and os.path.realpath(owner) != os.path.realpath(workspace):
+        if not owner or os.path.realpath(owner) == os.path.realpath(workspace):
+            continue
+        if is_own:
+            client.delete_deployment(deployment.id)
+        elif deployment.name.endswith(ending):
             raise ConfigError(
                 f"the deployment {deployment.name} on this Prefect server belongs to the workspace {owner}; rename the "
                 f"folder {workspace}, use another server, or, if that workspace is gone, delete its deployments "

@@ -148,6 +148,11 @@ def check_port_option(port: int | None) -> None:
         raise RlhfError("--port is for the embedded server, but PREFECT_API_URL names another; use one of the two")
 
 
+def embedded_database(workspace: Path) -> str:
+    """Return the address of the database of the Prefect server that serves this workspace alone."""
+    return f"sqlite+aiosqlite:///{private_path(workspace.resolve(), 'prefect') / 'prefect.db'}"
+
+
 def open_services(
     workspace: Path, port: int | None, report: Callable[[str], None], lock: int | None = None
 ) -> Services:
@@ -180,7 +185,7 @@ def open_services(
         no_proxy=no_proxy_hosts(),
         PREFECT_HOME=str(home),
         PREFECT_API_URL=url,
-        PREFECT_API_DATABASE_CONNECTION_URL=f"sqlite+aiosqlite:///{home.parent / 'prefect.db'}",
+        PREFECT_API_DATABASE_CONNECTION_URL=embedded_database(workspace),
         PREFECT_LOGGING_LEVEL=os.environ.get("PREFECT_LOGGING_LEVEL", "INFO"),
     )
     for name in ("PREFECT_API_KEY", "PREFECT_PROFILE", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"):

@@ -26,6 +26,7 @@ from flows.jobs.deployments import JOB_SETTINGS, deploy_all, deploy_jobs
 from flows.jobs.job import Job
 from flows.jobs.run_on_pool import submit
 from flows.prefect_server.pools import ensure_deployed_pools
+from flows.prefect_server.services import embedded_database
 from flows.stage import StageSpec
 from rlhf_core.config.loading import Params, check_params
 from rlhf_core.errors import ConfigError, RlhfError
@@ -83,7 +84,7 @@ def test_requests_queue_and_limits_reach_the_server_and_an_attempt_is_submitted_
 
 
 def test_two_workspaces_keep_their_deployments_and_one_of_the_same_name_is_refused(
-    client: SyncPrefectClient, params: Params, tmp_path: Path
+    client: SyncPrefectClient, params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there, same = (make_toy(tmp_path / name, "stages: {}\n") for name in ("here", "there", "x/here"))
     ensure_deployed_pools(params)
@@ -109,6 +110,10 @@ def test_two_workspaces_keep_their_deployments_and_one_of_the_same_name_is_refus
     variables = environment(PWD=str(same), PREFECT_API_URL=os.environ["PREFECT_API_URL"])
     by_hand = subprocess.run(command, cwd=same, env=variables, capture_output=True, text=True)
     assert by_hand.returncode and str(here) in "".join((by_hand.stdout + by_hand.stderr).split("\n"))
+    # On a server of its own the workspace was moved: nothing goes on in the folders that it was in.
+    monkeypatch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", embedded_database(same))
+    deploy_jobs(same, params)
+    assert {deployment.parameters["workspace"] for deployment in client.read_deployments()} == {str(same)}
 
 
 def _named(name: str):  # type: ignore[no-untyped-def]
