@@ -207,7 +207,13 @@ def scratch_config(
 def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder or hub id. It pads on the left, as generation needs."""
     with reading(path):
-        return AutoTokenizer.from_pretrained(str(path), revision=revision, padding_side="left", trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(path), revision=revision, padding_side="left", trust_remote_code=False
+        )
+        # Values of another kind in its files, such as a length that is no number, show only when it is used.
+        tokenizer.convert_tokens_to_ids([*(tokenizer.init_kwargs.get(STOP_TOKENS) or ())])
+        tokenizer.encode("a")
+        return tokenizer
 
 
 def fitting_length(max_tokens: int, source: Path | PreTrainedModel) -> int:

@@ -289,7 +289,7 @@ def require_trainable(source: str, revision: str | None = None) -> None:
     kinds = set()
     with reading(source):
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    require_decoder_only(config, source)
+        require_decoder_only(config, source)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         kinds.add(str(quantization.get("quant_method", "of an unknown kind")))

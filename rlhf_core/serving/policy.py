@@ -22,6 +22,7 @@ from rlhf_core.data.schema import Message
 from rlhf_core.errors import ModelError, named_line
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.models.foreign import require_openable
+from rlhf_core.models.io import reading
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.decoding import decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms
@@ -128,8 +129,9 @@ class LoadedPolicy:
         module: nn.Module = model
         module.to(distributed.device())
         _take_into_memory(module)
-        policy = cls(revision, model, tokenizer, files.sampling)
-        policy.reply(policy.encode(TRIAL), ReplySettings(0.0, 1.0, 1.0, 1, 0))
+        with reading(files.folder):
+            policy = cls(revision, model, tokenizer, files.sampling)
+            policy.reply(policy.encode(TRIAL), ReplySettings(0.0, 1.0, 1.0, 1, 0))
         return policy
 
     def encode(self, messages: Sequence[Message]) -> list[int]:

@@ -83,6 +83,15 @@ def test_a_folder_is_loaded_and_writes_what_its_model_writes(served: Served, tmp
     assert loaded.reply(ids, GREEDY) == policy.reply(ids, GREEDY)
 
 
+def test_a_setting_that_only_a_reply_comes_upon_is_one_line(served: Served, tmp_path: Path) -> None:
+    save_policy(tmp_path / "policy", served.policy.model, served.policy._decoder)
+    config = tmp_path / "policy" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"sliding_window": "wide"}))
+    source = FolderSource(tmp_path / "policy", JUDGED)
+    with pytest.raises(ModelError, match=r"^cannot load the model folder [^\n]*$"):
+        LoadedPolicy.load(source.latest(), source.files(source.latest()))
+
+
 def test_the_sampling_of_a_folder_is_that_of_its_generation_config(tmp_path: Path) -> None:
     assert sampling_of_folder(tmp_path, JUDGED) == JUDGED
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "top_k": 3, "top_p": None}))
