@@ -56,7 +56,15 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.text": {"data.text"},
     "flows.stage": {"stages.runtime.launcher"},
     "flows.commands.registry_output": {"data.token_folder"},
-    "flows.commands.doctor": {"runtime.machine", "models.foreign.open_starting_model"},
+    "flows.commands.doctor": {
+        "data.collection.sources.best_kind",
+        "data.collection.sources.source_files",
+        "fingerprint.tracked_files.missing_function",
+        "fingerprint.tracked_files.model_folders",
+        "fingerprint.tracked_files.verifiable_functions",
+        "runtime.machine",
+        "models.foreign.open_starting_model",
+    },
     "flows.commands.serve": {"serving", "stages.runtime.threads.limit_threads_of"},
     "flows.registry.stored_models": {"serving.policy_source", "serving.protocol"},
     # What a registered model is answered by, wherever it is loaded.
