@@ -20,6 +20,8 @@ from prefect_database import make_prefect_database
 
 from rlhf_core.storage.garbage_collection import collect_rarely, paused_collector, skip_last_collection
 
+SMOKE_SECONDS = 3000  # of the smoke run, which takes four minutes on two idle cores
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CpuTime())
@@ -45,6 +47,9 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sort_by_length(items)
+    for item in items:
+        if "smoke" in getattr(item, "fixturenames", ()):  # the first of them makes the run, and the others wait for it
+            item.add_marker(pytest.mark.timeout(SMOKE_SECONDS))
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +111,7 @@ def _run_smoke(workspace: Path) -> subprocess.CompletedProcess[str]:
     workspace.parent.mkdir()
     made = run("rlhf", "init", workspace, "--profile", "smoke", cwd=ROOT)
     assert made.returncode == 0, made.stderr
-    completed = run("rlhf", "run", "--workspace", workspace, cwd=ROOT, timeout=3000)
+    completed = run("rlhf", "run", "--workspace", workspace, cwd=ROOT, timeout=SMOKE_SECONDS)
     assert completed.returncode == 0, completed.stdout[-4000:] + completed.stderr[-4000:]
     return completed
 
