@@ -251,22 +251,23 @@ def _unread(workspace: Path, sources: Sequence[DataSource]) -> Iterator[DoctorCh
         if source.path.startswith(HUB) or is_url(source.path):
             continue
         with suppress(DataError):
-            first = source_files([source], workspace)[0]
+            first_file = source_files([source], workspace)[0]
             try:
-                kind = best_kind(first)
+                rows_are = best_kind(first_file)
             except DataError as error:
                 yield DoctorCheck(FAIL, "data", str(error), remedy)
             else:
-                if kind != "preferences":
-                    yield DoctorCheck(FAIL, "data", f"{first.name} has {kind}, but pairs of replies are needed", remedy)
+                if rows_are != "preferences":
+                    finding = f"{first_file.name} has {rows_are}, but pairs of replies are needed"
+                    yield DoctorCheck(FAIL, "data", finding, remedy)
 
 
 def _reward_sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
-    """Check functions, model folders and tokens that rewards and checks need. No module is imported."""
+    """Check the functions and model folders that rewards and checks need. No module is imported."""
     level = WARN if params.pools_away() else FAIL  # what another host has cannot be seen from here
     sources = params.ppo.reward.sources
     targets = {source.target: "ppo.reward.sources" for source in sources if isinstance(source, FunctionSource)}
-    targets |= {one.target: "evaluate.verifiable" for one in verifiable_functions(params.evaluate.verifiable)}
+    targets |= {function.target: "evaluate.verifiable" for function in verifiable_functions(params.evaluate.verifiable)}
     for target, setting in targets.items():
         if problem := missing_function(target, workspace):
             yield DoctorCheck(level, "function", f"{setting} names {target}, but {problem}")
