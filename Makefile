@@ -109,14 +109,10 @@ $(DOCS_VENV)/.installed: requirements-docs.lock
 gpu-acceptance: setup-dev
 	$(BIN)/python -m benchmarks.gpu_acceptance $(ACCEPTANCE)
 
-# Options of the comparison with TRL; in its smallest form BENCH='--size "0.43 M" --reply 8 --repeats 1 --cores 1x1'.
-# Those of whole trainings are in BENCH_RUNS: BENCH_RUNS='--steps 2 --repeats 1'.
+# In its smallest form: BENCH=--quick.
 BENCH ?=
-BENCH_RUNS ?=
 bench: setup $(BENCH_VENV)/.installed
-	$(BIN)/python -m benchmarks
-	$(BIN)/python -m benchmarks.training_runs --trl-python $(BENCH_VENV)/bin/python $(BENCH_RUNS)
-	$(BIN)/python -m benchmarks.ppo_iteration --trl-python $(BENCH_VENV)/bin/python $(BENCH)
+	$(BIN)/python -m benchmarks --trl-python $(BENCH_VENV)/bin/python $(BENCH)
 
 $(BENCH_VENV)/.installed: requirements-bench.lock
 	@echo "creating $(BENCH_VENV) with TRL, to compare with"

@@ -1,19 +1,26 @@
-"""``make bench``: prints one table. The model is the demo's; prompts and replies are random tokens of its lengths."""
+"""``make bench``: sampling and training of the demo's model, then trainings beside TRL's; the ratios come last.
+
+Prompts and replies are random tokens of the demo's lengths.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
 from benchmarks.harness import matmul_flops, seconds
+from benchmarks.ppo_iteration import __main__ as ppo_iteration
 from benchmarks.sampling import sample_ours, sample_theirs
+from benchmarks.training_runs import __main__ as training_runs
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.models.causal_lm import new_model, train_tokenizer
+from rlhf_core.models.io import quiet
 from rlhf_core.training.engine.base import LocalEngine
 from rlhf_core.training.examples import Example
 from rlhf_core.training.sft import example_batch, reply_loss
@@ -22,8 +29,28 @@ from rlhf_core.world.corpus import demonstrations
 BATCH, PROMPT, REPLY = 64, 14, 32
 
 
-def main() -> int:
-    """Measure with the threads torch was given, print, and exit 0."""
+def main() -> None:
+    """Measure with the threads torch was given, and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--trl-python", type=Path, help="the Python of an environment with TRL; without it, ours alone")
+    parser.add_argument("--quick", action="store_true", help="once and small: is this command itself in order?")
+    given = parser.parse_args()
+    with quiet():
+        ratios = _of_the_demo()
+        if given.trl_python:
+            trl = ["--trl-python", str(given.trl_python)]
+            small = ["--repeats", "1"] if given.quick else []
+            print("\nwhole trainings")
+            against = training_runs.main([*trl, *small, *(["--steps", "2"] if given.quick else [])])
+            print()
+            tiny = ["--size", "0.43 M", "--reply", "8", "--cores", "1x1"] if given.quick else []
+            against |= ppo_iteration.main([*trl, *small, *tiny])
+            ratios += [f"{ratio:.2f} times as fast as TRL: {what}" for what, ratio in against.items()]
+    print("\nratios", *ratios, sep="\n")
+
+
+def _of_the_demo() -> list[str]:
+    """Sampling beside ``generate``, and a training step beside the limit of matrix products; returns both ratios."""
     rows = demonstrations(0, 2000)
     tokenizer = train_tokenizer([row["reply"] for row in rows], 1024)
     model = new_model(BaseConfig(), tokenizer, seed=0)
@@ -40,9 +67,12 @@ def main() -> int:
 
     print(f"threads {torch.get_num_threads()}, matmul limit {limit / 1e9:.0f} GFLOP/s")
     print(f"model       {parameters / 1e6:8.2f} M parameters")
-    print(f"generation  {BATCH * REPLY / ours:8.0f} tokens/s, {theirs / ours:.2f} times transformers' generate")
-    print(f"training    {tokens / step:8.0f} tokens/s, {share:.0%} of the matmul limit")
-    return 0
+    print(f"generation  {BATCH * REPLY / ours:8.0f} tokens/s")
+    print(f"training    {tokens / step:8.0f} tokens/s", flush=True)
+    return [
+        f"{theirs / ours:.2f} times as fast as transformers' generate: sampling",
+        f"{share:.0%} of the matmul limit: training",
+    ]
 
 
 def _training_step(model: torch.nn.Module, prompts: list[list[int]]):  # type: ignore[no-untyped-def]
@@ -58,4 +88,4 @@ def _training_step(model: torch.nn.Module, prompts: list[list[int]]):  # type: i
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,7 +19,6 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
 PAD, EOS, VOCABULARY = 0, 1, 1024
 ANSWER = "benchmark: "  # trainers print lines of their own
@@ -54,6 +53,9 @@ class Workload:
 
     def write(self, folder: Path) -> int:
         """Save it with its models (policy, value and reward) to ``folder``; returns the parameters of the policy."""
+        # Imports bitsandbytes where it is installed, which warns.
+        from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
+
         folder.mkdir(parents=True)
         (folder / "workload.json").write_text(json.dumps(asdict(self)))
         config = LlamaConfig(
