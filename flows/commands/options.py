@@ -116,7 +116,7 @@ def plain_parameters(command: Any, ctx: Any) -> None:
         if getattr(parameter, "is_flag", False) and parameter.metavar is None:
             parameter.metavar = ""
         if isinstance(parameter, TyperArgument):
-            name = parameter.display_name_raw.upper() + ("..." if parameter.nargs != 1 else "")
+            name = (parameter.metavar or parameter.name or "").upper() + ("..." if parameter.nargs != 1 else "")
             pieces = [name if parameter.required else f"[{name}]"]
             vars(parameter)["get_usage_pieces"] = partial(lambda shown, _: shown, pieces)
     for member_name, member in getattr(command, "commands", {}).items():

@@ -7,12 +7,13 @@ import os
 import re
 import socket
 import time
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 from integration.registry.conftest import policy_name
 
-from flows.commands.doctor import FAIL, OK, check_package, doctor, doctor_text, failures
+from flows.commands.doctor import FAIL, OK, doctor, doctor_text, failures, machine_checks
 from flows.commands.status import status
 from flows.pipeline.events import EventLog, RunPlanned, StageEnded, StageStarted, new_events_file
 from flows.prefect_server.services import free_port
@@ -160,8 +161,21 @@ def test_a_folder_that_is_no_workspace_is_only_a_warning(tmp_path: Path) -> None
     assert code == 0 and "is not one (no params.yaml) → make one with `rlhf init DIR`" in text
 
 
-def test_a_version_outside_its_pins_fails() -> None:
-    assert check_package("pytest>=1").level == OK
-    wrong = check_package("pytest<1", "it breaks")
-    assert wrong.level == FAIL and "(it breaks)" in wrong.finding
-    assert check_package("no-such-package-here>=1").finding == "not installed"
+def test_versions_are_checked_against_what_this_package_requires(monkeypatch: pytest.MonkeyPatch) -> None:
+    required = ["torch>=1", "fastapi<0.1", "rich<1", "httpx>=0.1", "no-such-package>=1", "peft<0.1; extra == 'lora'"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: required)
+    names = {re.split("[<>]", text)[0] for text in required}
+    checks = {check.name: check for check in machine_checks() if check.name in names}
+    assert {name: check.level for name, check in checks.items()} == {
+        "torch": OK, "fastapi": FAIL, "rich": FAIL, "no-such-package": FAIL,
+    }  # fmt: skip
+    assert "newer ones refuse requests" in checks["fastapi"].finding
+    assert checks["no-such-package"].finding == "not installed"
+
+
+def test_where_this_package_is_not_installed_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.requires", missing)
+    assert [check.level for check in machine_checks() if check.name == "packages"] == ["warn"]
