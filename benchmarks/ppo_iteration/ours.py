@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
-from benchmarks.ppo_iteration.workload import EOS, PAD, EndOfInput, Stopwatch, Workload, ranks
+from benchmarks.ppo_iteration.workload import EOS, GROUP, PAD, EndOfInput, Stopwatch, Workload, ranks
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.models.fused_norms import fuse_norms
@@ -41,13 +41,16 @@ def main() -> int:
 
 def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
     """A run without ptx texts, referee and checkpoints, which TRL does not have either."""
+    alone = workload.method == "ppo"  # whether each prompt has one reply, and a critic is trained
+    group = {"replies_per_prompt": GROUP, "advantage": {"estimator": workload.method}, "critic_optimizer": None}
     config = PpoConfig.model_validate(
         {
+            **({} if alone else group),
             "iterations": ITERATIONS,
-            "batch_size": workload.prompts,
+            "batch_size": workload.replies,
             "minibatches": workload.minibatches,
             "epochs": workload.epochs,
-            "micro_batch_size": workload.prompts // workload.minibatches,
+            "micro_batch_size": workload.replies // workload.minibatches,
             "micro_batch_tokens": None,
             "max_new_tokens": workload.reply,
             "min_new_tokens": workload.reply - 1,
@@ -69,11 +72,11 @@ def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
         use_openblas(model)  # as loading a folder with a tokenizer does, and so the norms
         fuse_norms(model)
     sampling = Sampling(EOS, PAD, workload.reply, min_new_tokens=workload.reply)
-    pair = build_actor_critic(config, policy, value, sampling, RunContext(work))
+    pair = build_actor_critic(config, policy, value if alone else None, sampling, RunContext(work))
     ids = workload.prompt_ids()
     return Trainer(
         learner=Learner(config, pair, reference),
-        reward_fn=reward_model_fn(reward, workload.prompts // workload.minibatches),
+        reward_fn=reward_model_fn(reward, workload.replies // workload.minibatches),
         prompts=TrainingPrompts([[Message("user", str(row))] for row in range(len(ids))], ids),
         decode=lambda ids: " ".join(map(str, ids)),
         moments=RunningMeanStd(),

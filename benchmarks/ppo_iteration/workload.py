@@ -21,14 +21,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 PAD, EOS, VOCABULARY = 0, 1, 1024
+GROUP = 4  # replies to a prompt where a group is the baseline
 ANSWER = "benchmark: "  # trainers print lines of their own
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One PPO iteration: every reply has ``reply`` tokens, whatever is sampled.
+    """One iteration of PPO, GRPO or RLOO: every reply has ``reply`` tokens, whatever is sampled.
 
-    ``processes`` divide the prompts among themselves, and have ``threads`` each.
+    There are ``replies``, to as many prompts with a critic (``ppo``), to a :data:`GROUP`-th of them without.
+    ``processes`` divide them among themselves, and have ``threads`` each.
     """
 
     hidden: int
@@ -38,7 +40,8 @@ class Workload:
     reply: int
     processes: int
     threads: int
-    prompts: int = 64
+    method: str = "ppo"
+    replies: int = 64
     prompt: int = 20
     epochs: int = 1
     minibatches: int = 2
@@ -80,9 +83,9 @@ class Workload:
 
     def prompt_ids(self) -> list[list[int]]:
         """Token ids of all prompts."""
-        return [
-            [5 + (31 * row + column) % (VOCABULARY - 5) for column in range(self.prompt)] for row in range(self.prompts)
-        ]
+        count = self.replies if self.method == "ppo" else self.replies // GROUP
+        columns = range(self.prompt)
+        return [[5 + (31 * row + column) % (VOCABULARY - 5) for column in columns] for row in range(count)]
 
 
 @contextmanager

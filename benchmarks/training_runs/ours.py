@@ -49,6 +49,7 @@ def _reward(model: Any, tokenizer: Any, workload: dict[str, Any]) -> None:
     config = rlhf_core.RewardConfig(
         steps=workload["steps"],
         max_tokens=LONGEST,
+        imitation=0.0,  # TRL's trainer has no loss on the chosen replies
         eval_every=workload["steps"],
         batch=PairBatchConfig(token_budget=2 * pairs * LONGEST, min_pairs=pairs, max_pairs=pairs),
     )
