@@ -316,9 +316,13 @@ def report(
     Example: rlhf report --open
     """
     with busy("writing the report"):
+        from flows.pipeline.preflight import is_up_to_date
+        from flows.pipeline.verdict import REPORT_STAGE
         from flows.registry.release_page import current_page, try_release_page
 
-        written = core.write_report(workspace)
+        written = workspace / "report.html"
+        if not is_up_to_date(workspace, REPORT_STAGE):  # written again it would hold another run's id, and so be stale
+            written = core.write_report(workspace)
         _, problem = try_release_page(workspace)
     if problem:
         typer.echo(problem, err=True)

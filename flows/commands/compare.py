@@ -313,16 +313,17 @@ def results_table(
         settings: The parameters that differ, with which the table starts.
     """
     at_once = max(1, (width - LABEL_WIDTH) // (RUN_WIDTH + GAP))
-    blocks = [_block(results[at : at + at_once], settings or {}) for at in range(0, len(results), at_once)]
+    blocks = [_block(results[at : at + at_once], settings or {}, width) for at in range(0, len(results), at_once)]
     notes = [note for name, note in NOTES.items() if any(result.get(name) is not None for result in results)]
     return Group(*blocks, *(Text(note, style="dim") for note in notes))
 
 
-def _block(results: Sequence[RunResults], settings: Mapping[str, Mapping[str, str]]) -> Table:
+def _block(results: Sequence[RunResults], settings: Mapping[str, Mapping[str, str]], width: int) -> Table:
+    room = (width - LABEL_WIDTH) // len(results) - GAP
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     table.add_column("", max_width=LABEL_WIDTH - GAP, style="dim", overflow="fold")
     for result in results:
-        table.add_column(result["workspace"], max_width=RUN_WIDTH, overflow="fold")
+        table.add_column(result["workspace"], max_width=max(RUN_WIDTH, room), overflow="fold")
     for name, of_runs in settings.items():
         texts = (of_runs[result["workspace"]] for result in results)
         table.add_row(

@@ -369,4 +369,5 @@ def doctor_text(checks: Sequence[DoctorCheck]) -> str:
         for check in checks
     ]
     warned = sum(check.level == WARN for check in checks)
-    return "\n".join([*lines, f"{len(checks)} checks: {failures(checks)} failed, {warned} warnings"])
+    warnings = "1 warning" if warned == 1 else f"{warned} warnings"
+    return "\n".join([*lines, f"{len(checks)} checks: {failures(checks)} failed, {warnings}"])

@@ -106,7 +106,8 @@ def _own_model_names(base: Path, profile: str | None, trial: str, folder: Path) 
         return [f"registry.policy={names.policy}", f"registry.reward_model={names.reward_model}"]
     names = load_section(base, "registry", RegistryConfig)
     chosen: dict[str, str] = {}
-    for name in profile_names(profile):
+    # Names that a profile gives are for its own workspace, not for those with further settings.
+    for name in profile_names(profile) if profile and trial == workspace_name(profile, ()) else ():
         chosen |= yaml_text.parse(profile_text(profiles_of(base), name), name).get("registry") or {}
     own = {"policy": names.policy, "reward_model": names.reward_model}
     return [f"registry.{key}={chosen.get(key) or f'{value}-{trial}'}" for key, value in own.items()]

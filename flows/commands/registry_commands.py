@@ -274,7 +274,8 @@ def gate(
     if power:
         from rlhf_core.evaluation.power import describe_power, power_of
 
-        rows = power_of(workspace)
+        with busy("reading the evaluation"):
+            rows = power_of(workspace)
         if as_json:
             print_json([asdict(row) for row in rows])
         else:

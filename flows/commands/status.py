@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.commands.run_state import RunState, describe_stage, read_run_state
-from flows.commands.summary import command_for, verdict_rows
+from flows.commands.summary import next_line, verdict_rows
 from flows.commands.text import INDENT, format_age, format_seconds
 from flows.dvc_repo.graph import describe_changes, dvc_status
 from flows.dvc_repo.inputs import refresh_inputs
@@ -148,7 +148,7 @@ class WorkspaceStatus:
         blocks = [[f"workspace {self.workspace}", f"in use by: {self.holder or 'nobody'}"]]
         blocks += [[title, *(INDENT + line for line in lines or ["none"])] for title, lines in sections.items()]
         blocks += [[f"report: {report if report.is_file() else 'not written yet'}"]]
-        blocks += [[f"next: {command_for(self.workspace, self.next[0])}   ({self.next[1]})"]]
+        blocks += [[f"next: {next_line(self.workspace, *self.next)}"]]
         return "\n\n".join("\n".join(block) for block in blocks)
 
     def as_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -61,18 +62,27 @@ def verdict_rows(verdict: RunVerdict, workspace: Path) -> list[tuple[str, str]]:
         kl = verdict.kl
         rows.append(("KL", f"{kl.mean:.2f} nats per reply from SFT, 95 % interval {kl.low95:.2f} to {kl.high95:.2f}"))
     rows += [("" if number else "alarms", alarm) for number, alarm in enumerate(verdict.alarms)]
-    rows += [("registered", verdict.registered), ("promotion", verdict.promotion)]
+    # What has stopped the run is told once, however often it is the reason.
+    _, _, failure = verdict.headline.partition("no verdict: ")
+    outcomes = {"registered": verdict.registered, "promotion": verdict.promotion}
+    rows += [(label, text.replace(failure, "see above") if failure else text) for label, text in outcomes.items()]
     if verdict.judges and _is_toy(workspace):
         rows.append(("note", TOY))
     if verdict.report:
         rows.append(("report", display_path(workspace / verdict.report)))
-    return [*rows, ("next", f"{command_for(workspace, verdict.next_command)}   ({verdict.next_hint})")]
+    return [*rows, ("next", next_line(workspace, verdict.next_command, verdict.next_hint))]
 
 
 def _is_toy(workspace: Path) -> bool:
     """Whether the workspace was made with a profile that only tries the steps."""
     params = workspace / PARAMS_FILE
     return params.is_file() and "smoke" in profile_names(load_params(workspace).profile)
+
+
+def next_line(workspace: Path, command: str, hint: str) -> str:
+    """Return the command to type next and what it is for; commands within ``hint`` are completed, too."""
+    hint = re.sub("`(rlhf [^`]+)`", lambda found: f"`{command_for(workspace, found[1])}`", hint)
+    return f"{command_for(workspace, command)}   ({hint})"
 
 
 def command_for(workspace: Path, command: str) -> str:

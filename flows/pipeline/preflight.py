@@ -41,7 +41,7 @@ def open_starting_model(workspace: Path, params: Params) -> str:
     placement = params.pools.get(BASE)
     if params.base.source == SCRATCH or (placement is not None and not placement.shared):
         return ""
-    if (workspace / "models" / BASE).is_dir() and _is_up_to_date(workspace, BASE):
+    if (workspace / "models" / BASE).is_dir() and is_up_to_date(workspace, BASE):
         return ""
     result = run_module(workspace, "flows.cli", "open-model", "--workspace", str(workspace))
     if result.exit_code == EXIT_USER_ERROR:
@@ -56,7 +56,7 @@ def pairs_refusal(workspace: Path, stage: str) -> StageOutcome | None:
     """
     if stage != "sft" or not (workspace / "models" / BASE).is_dir():
         return None
-    if load_params(workspace).collect.source == "world" or _is_up_to_date(workspace, stage):
+    if load_params(workspace).collect.source == "world" or is_up_to_date(workspace, stage):
         return None
     return _refusal(workspace, stage, "check-pairs")
 
@@ -67,7 +67,7 @@ def memory_refusal(workspace: Path, stage: str) -> StageOutcome | None:
     Nothing is checked where ``plan.gpu_memory_gb`` is not set, and a stage that is up to date is never refused.
     """
     # DVC's answer takes half a second, the plan ten.
-    if load_params(workspace).plan.gpu_memory_gb is None or _is_up_to_date(workspace, stage):
+    if load_params(workspace).plan.gpu_memory_gb is None or is_up_to_date(workspace, stage):
         return None
     return _refusal(workspace, stage, "plan", "--check", "--stage", stage)
 
@@ -82,7 +82,8 @@ def _refusal(workspace: Path, stage: str, *command: str) -> StageOutcome | None:
     return StageOutcome.failed(stage, message, EXIT_USER_ERROR, started=started)
 
 
-def _is_up_to_date(workspace: Path, stage: str) -> bool:
+def is_up_to_date(workspace: Path, stage: str) -> bool:
+    """Whether DVC finds that what ``stage`` wrote is what it would write; False where DVC cannot tell."""
     try:
         return not dvc_status(workspace, [stage])
     except RlhfError:

@@ -159,7 +159,7 @@ def _standing(state: ReleaseState, here: RegisteredHere, version: ModelVersion, 
         headline = f"Released{' by force' if forced else ''}: {label} is the champion{' again' if again else ''}"
         verb = "Champion again" if again else "Promoted"
         reason = f"{verb}: {reason}" if reason else f"@{CHAMPION} was moved by something else than rlhf."
-        chat = (CHAT[0], f"{CHAT[1]}; `rlhf rollback --reason TEXT` takes it back")
+        chat = (CHAT[0], f"{CHAT[1]}; `rlhf rollback --reason TEXT` takes it back") if state.champions[1:] else CHAT
         return _say(OPEN if forced else GOOD, headline, reason, _decided_by(entry), chat)
     request = state.request
     if request is not None and state.waiting == number:

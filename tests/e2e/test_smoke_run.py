@@ -60,8 +60,10 @@ def test_the_run_ends_with_its_verdict_and_one_command(smoke: SmokeRun) -> None:
     assert "\x1b" not in smoke.completed.stdout
 
 
-def test_a_second_run_has_nothing_to_do(smoke: SmokeRun) -> None:
+def test_a_second_run_has_nothing_to_do_after_a_report_neither(smoke: SmokeRun) -> None:
     lock, runs = (smoke.workspace / "dvc.lock").read_text(), mlflow_runs(smoke.workspace)
+    reported = run("rlhf", "report", "--workspace", smoke.workspace, cwd=ROOT)
+    assert reported.stdout.strip().endswith("release.html"), reported.stderr[-3000:]
     again = run("rlhf", "run", "--workspace", smoke.workspace, cwd=ROOT)
     assert again.returncode == 0, again.stderr[-3000:]
     assert (smoke.workspace / "dvc.lock").read_text() == lock

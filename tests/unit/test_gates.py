@@ -63,6 +63,11 @@ def test_what_is_no_finite_number_fails(value: Any, bound: dict[str, Any]) -> No
     assert not result.passed and result.value is None and result.note
 
 
+@pytest.mark.parametrize(("bound", "words"), [(10_000.0, "10000"), (0.65, "0.65"), (1e-5, "1e-05"), (1e12, "1e+12")])
+def test_bounds_are_written_as_people_write_them(bound: float, words: str) -> None:
+    assert check(condition("m", at_least=bound), {"m": 1.0}).bound == f">= {words}"
+
+
 def test_keys_with_dots_are_found() -> None:
     assert lookup({"a.b": {"c": 1}}, "a.b.c") == (1.0, "")
     assert lookup({"a": {"b.c": 2}, "a.b": {"d": 1}}, "a.b.c") == (2.0, "")

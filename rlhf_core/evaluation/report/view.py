@@ -114,6 +114,7 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "replies": [reply_pair(row) for row in spread_over_categories(sources.comparisons, replies)],
         "versions": package_versions(),
         "bad_cases": [reply_pair(row) for row in sources.bad_cases],
+        "bad_cases_by": next((row["judge"] for row in sources.bad_cases), ""),
         "tables": {
             name: flatten(metrics) for name, metrics in sources.metrics.items() if name not in ("evaluation", "data")
         },

@@ -154,7 +154,9 @@ def test_old_locks_are_removed(
     with caplog.at_level(logging.WARNING):
         remove_stale_build_locks()
     assert not old.exists() and new.exists() and other.exists()
-    assert caplog.messages == [f"removed {old}, which a build that was killed 60 minutes ago left behind"]
+    # PyTorch, too, may warn here: where there is a CUDA compiler and no GPU.
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("rlhf_core")]
+    assert said == [f"removed {old}, which a build that was killed 60 minutes ago left behind"]
 
 
 def test_without_an_extension_folder_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,8 @@ def test_a_trial_does_not_use_the_names_of_its_base(base: Path) -> None:
 def test_gates_of_smoke_do_not_meet_the_models_in_use(base: Path) -> None:
     expected = ("rlhf-policy-smoke", "rlhf-reward-model-smoke")
     assert names(init.trial_workspace(base, "smoke", [])) == expected
-    assert names(init.trial_workspace(base, "smoke", ["seed=3"])) == expected
+    trial = init.trial_workspace(base, "smoke", ["seed=3"])
+    assert names(trial) == (f"rlhf-policy-{trial.name}", f"rlhf-reward-model-{trial.name}")
     assert names(init.initialise(base / "other", "smoke", [])) == expected
 
 

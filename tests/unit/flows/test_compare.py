@@ -162,6 +162,14 @@ def test_the_table_fits_80_columns_with_any_number_of_runs(tmp_path: Path) -> No
     assert printed.count("training time") == 2  # four runs side by side, then the others
 
 
+def test_few_runs_have_their_names_on_one_line(tmp_path: Path) -> None:
+    (result,) = read_workspace(workspace(tmp_path / "a")).results
+    result["workspace"] = name = "workspaces/smoke-54f539d1"
+    output = io.StringIO()
+    Console(width=80, file=output).print(results_table([result], 80))
+    assert name in output.getvalue()
+
+
 def test_json_has_everything_and_the_warnings_and_may_go_into_a_file(tmp_path: Path) -> None:
     read = workspace(tmp_path / "a", evaluation=EVALUATION | {"best_of_n": BEST})
     other, file = workspace(tmp_path / "b", {"models/judge": "other"}), tmp_path / "results.json"

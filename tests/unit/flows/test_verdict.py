@@ -111,6 +111,7 @@ def test_evaluation_and_report_of_earlier_runs_do_not_count(tmp_path: Path, mess
     assert verdict.headline == f"no verdict: {failure}" and verdict.registered == f"nothing: {failure}"
     assert verdict.promotion == f"Not registered. {failure}"
     assert (verdict.next_command, verdict.next_hint) == ("rlhf run", hint)
+    assert sum(failure in text for _, text in verdict_rows(verdict, tmp_path)) == 1
 
 
 def test_a_failed_gate_is_named_with_its_conditions(tmp_path: Path) -> None:
@@ -127,6 +128,13 @@ def test_a_failed_gate_is_named_with_its_conditions(tmp_path: Path) -> None:
     assert verdict.registered == "nothing: gate-policy failed: kl is 7.1, bound ≤ 6"
     assert verdict.promotion == "Not registered: the policy gate refuses it. kl 7.1, required ≤ 6"
     assert "params.yaml" in verdict.next_hint
+
+
+def test_every_command_of_the_next_step_is_typed_where_the_reader_is(tmp_path: Path) -> None:
+    hint = "talk to it; `rlhf rollback --reason TEXT` takes it back"
+    (label, text) = verdict_rows(replace(VERDICT, next_command="rlhf chat", next_hint=hint), tmp_path)[-1]
+    assert label == "next" and text.count(f" --workspace {tmp_path}") == 2
+    assert f"`rlhf rollback --reason TEXT --workspace {tmp_path}`" in text
 
 
 def test_an_error_of_the_registration_is_told(tmp_path: Path) -> None:

@@ -92,6 +92,13 @@ def test_a_failed_gate_in_report_mode_registers_no_challenger(registry: Registry
     assert decision.conditions == (UnmetCondition("kl", "7.25", "≤ 6", "too far"),)
 
 
+def test_a_rollback_is_named_where_there_is_a_champion_to_go_back_to(registry: Registry, contest: Path) -> None:
+    assert "rollback" not in decided(hold(contest, "1")).next_hint
+    promote(contest, play=ScriptedMatch(0.55))
+    assert registry.aliases()["champion"] == "2"
+    assert "`rlhf rollback " in decided(hold(contest, "2")).next_hint
+
+
 def test_a_challenger_that_was_not_shown_better(registry: Registry, contest: Path) -> None:
     hold(contest, "2")
     match = ScriptedMatch(0.45, length=0.3)
