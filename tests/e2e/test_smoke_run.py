@@ -23,6 +23,7 @@ def numbers(value: Any) -> list[float]:
     return [value] if isinstance(value, int | float) else []
 
 
+@pytest.mark.dear("as the first of those that read the smoke run, it makes it")
 def test_metrics_are_finite_numbers_and_those_that_an_ablation_compares(smoke: SmokeRun) -> None:
     for name in ("data", "sft", "reward", "referee", "judge", "critic", "ppo", "evaluation"):
         values = numbers(json.loads((smoke.workspace / f"metrics/{name}.json").read_text()))
@@ -60,6 +61,7 @@ def test_the_run_ends_with_its_verdict_and_one_command(smoke: SmokeRun) -> None:
     assert "\x1b" not in smoke.completed.stdout
 
 
+@pytest.mark.dear("what every user does, by the real commands")
 def test_a_second_run_has_nothing_to_do_after_a_report_neither(smoke: SmokeRun) -> None:
     lock, runs = (smoke.workspace / "dvc.lock").read_text(), mlflow_runs(smoke.workspace)
     reported = run("rlhf", "report", "--workspace", smoke.workspace, cwd=ROOT)

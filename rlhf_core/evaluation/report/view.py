@@ -163,7 +163,7 @@ def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
     if "gold" in policy:
         known.append(("gold score", policy["gold"], f"SFT {format_number(sft.get('gold'), 2)}"))
     if "kl" in evaluation:
-        known.append(("KL, nats per sequence", evaluation["kl"], "unfiltered samples"))
+        known.append(("KL, nats per reply", evaluation["kl"], "unfiltered samples"))
     if "accuracy" in reward:
         balanced = reward.get("test_accuracy_length_balanced")
         beside = f"; {format_number(balanced, 2)} on length-balanced ones" if balanced is not None else ""
