@@ -184,7 +184,7 @@ from flows.cli import main
 try:
     main()
 except SystemExit as end:
-    slow = sorted({"torch", "transformers", "datasets", "mlflow", "prefect", "pyarrow", "pandas"} & sys.modules.keys())
+    slow = sorted({"torch", "transformers", "datasets", "mlflow", "prefect", "pandas"} & sys.modules.keys())
     print(end.code, slow)
 """
 
@@ -194,10 +194,10 @@ except SystemExit as end:
     ("command", "message"),
     [
         (("chat", "/nowhere"), "no model at /nowhere (it has no config.json); name a model folder such as models/sft"),
-        (("data", "/nowhere"), "no file matches '/nowhere'; correct the path"),
+        (("data", "/nowhere"), "no file matches '/nowhere'; correct it in the command"),
         (("data", "pairs/*.jsonl"), "no file matches 'pairs/*.jsonl' (looked in "),
         (("data", "hub:a/b/c/d"), "'hub:a/b/c/d' is not a hub id; write hub:owner/name"),
-        (("data", "."), "the folder . holds no file of data; correct the path"),
+        (("data", "."), "the folder . holds no file of data; correct it in the command"),
     ],
 )
 def test_wrong_names_are_refused_before_slow_imports(command: tuple[str, ...], message: str, tmp_path: Path) -> None:
