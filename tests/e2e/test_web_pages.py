@@ -17,6 +17,7 @@ import pytest
 from browser import Browser, find_chromium
 from commands import SmokeRun, command_environment
 
+from flows.pipeline.artifacts import artifact_key
 from flows.registry.client import MODEL_TRAINING, run_page
 from flows.stage import condition_rows
 from rlhf_core.storage.files import read_json
@@ -38,6 +39,7 @@ class ServedWorkspace:
     """A workspace with a finished smoke run under ``rlhf up``, and the addresses that it printed, by their labels."""
 
     folder: Path
+    made_in: Path  # the workspace whose run it shows
     addresses: dict[tuple[str, str], str]
     verdict: str
 
@@ -49,9 +51,9 @@ class ServedWorkspace:
     def mlflow(self) -> str:
         return self.addresses["MLflow", "runs"].partition("/#/")[0]
 
-    def artifact(self, key: str) -> dict[str, Any]:
+    def artifact(self, *key: str) -> dict[str, Any]:
         """Return an artifact of the run from the API of the Prefect server."""
-        query = json.dumps({"artifacts": {"key": {"any_": [key]}}}).encode()
+        query = json.dumps({"artifacts": {"key": {"any_": [artifact_key(self.made_in, *key)]}}}).encode()
         request = urllib.request.Request(
             f"{self.prefect}/api/artifacts/filter", query, {"Content-Type": "application/json"}
         )
@@ -83,7 +85,7 @@ def served(smoke: SmokeRun, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             assert process.poll() is None and time.monotonic() < deadline, output.read_text()
             time.sleep(0.1)
         (verdict,) = re.findall(r"^verdict +(.+)$", smoke.completed.stdout, flags=re.MULTILINE)
-        yield ServedWorkspace(folder, printed_addresses(output.read_text()), verdict)
+        yield ServedWorkspace(folder, smoke.workspace, printed_addresses(output.read_text()), verdict)
     finally:
         process.terminate()
         process.wait(120)
@@ -133,7 +135,7 @@ def test_the_table_of_a_gate_keeps_the_signs_of_its_bounds(
     served: ServedWorkspace, browser: Browser, gate: str, ui: str
 ) -> None:
     rows = condition_rows(read_json(served.folder / "gates" / f"{gate}.json"))[:ROWS_OF_A_PAGE]
-    artifact = served.artifact(f"gate-{gate}")
+    artifact = served.artifact("gate", gate)
     text = browser.open(f"{served.prefect}{ui}/artifacts/artifact/{artifact['id']}", rows[0].metric, rows[-1].why)
     cells = [cell.strip() for cell in re.split(r"[\t\n]", text)]
     assert all(row.bound in cells and row.bound[0] in "≥≤" for row in rows)
@@ -161,7 +163,9 @@ def test_the_mlflow_run_and_what_it_registered_say_the_verdict(served: ServedWor
     assert RUN_NAME.fullmatch(name)
     browser.open(run_link(served, experiment, run), name, headline(served), "95 % interval", "Registered: ")
     latest = f"verdict on the policy is: {served.verdict}"
-    browser.open(f"{served.mlflow}/#/models/rlhf-policy-smoke{MODEL_TRAINING}", "The policy that PPO trained", latest)
+    browser.open(
+        f"{served.mlflow}/#/models/rlhf-policy-smoke{MODEL_TRAINING}", "The policy. Its version @champion", latest
+    )
     for model in ("rlhf-policy-smoke", "rlhf-reward-model-smoke"):
         browser.open(
             f"{served.mlflow}/#/models/{model}/versions/1{MODEL_TRAINING}",
@@ -172,7 +176,7 @@ def test_the_mlflow_run_and_what_it_registered_say_the_verdict(served: ServedWor
 
 def test_the_description_of_the_run_links_to_its_report(served: ServedWorkspace, browser: Browser) -> None:
     experiment, run, _ = served.mlflow_run()
-    browser.open(run_link(served, experiment, run), headline(served), "report.html")
-    anchors = "[...document.querySelectorAll('a')].filter(a => a.innerText == 'report.html').map(a => a.href)"
-    assert browser.evaluate(anchors) == [run_link(served, experiment, run, "report.html")]
-    browser.open(run_link(served, experiment, run, "report.html"), "report.html", "params.yaml", "dvc.lock")
+    browser.open(run_link(served, experiment, run), headline(served), "release.html")
+    anchors = "[...document.querySelectorAll('a')].filter(a => a.innerText == 'release.html').map(a => a.href)"
+    assert browser.evaluate(anchors) == [run_link(served, experiment, run, "release.html")]
+    browser.open(run_link(served, experiment, run, "release.html"), "release.html", "params.yaml", "dvc.lock")
