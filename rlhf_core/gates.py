@@ -233,4 +233,4 @@ def settle(decision: GateDecision, evidence: Path, pass_file: Path | None = None
 
 
 def _number(value: float) -> str:
-    return f"{value:.0f}" if value == int(value) and abs(value) < 1e9 else f"{value:.4g}"
+    return f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e9 else f"{value:.4g}"

@@ -41,11 +41,11 @@ def main() -> int:
 
 def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
     """A run without ptx texts, referee and checkpoints, which TRL does not have either."""
-    alone = workload.method == "ppo"  # whether each prompt has one reply, and a critic is trained
+    with_critic = workload.method == "ppo"
     group = {"replies_per_prompt": GROUP, "advantage": {"estimator": workload.method}, "critic_optimizer": None}
     config = PpoConfig.model_validate(
         {
-            **({} if alone else group),
+            **({} if with_critic else group),
             "iterations": ITERATIONS,
             "batch_size": workload.replies,
             "minibatches": workload.minibatches,
@@ -72,7 +72,7 @@ def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
         use_openblas(model)  # as loading a folder with a tokenizer does, and so the norms
         fuse_norms(model)
     sampling = Sampling(EOS, PAD, workload.reply, min_new_tokens=workload.reply)
-    pair = build_actor_critic(config, policy, value if alone else None, sampling, RunContext(work))
+    pair = build_actor_critic(config, policy, value if with_critic else None, sampling, RunContext(work))
     ids = workload.prompt_ids()
     return Trainer(
         learner=Learner(config, pair, reference),

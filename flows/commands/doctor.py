@@ -58,11 +58,11 @@ def machine_checks() -> Iterator[DoctorCheck]:
     """Check what does not depend on a workspace."""
     import psutil
 
-    text = f"Python {sys.version.split()[0]}"
+    interpreter = f"Python {sys.version.split()[0]}"
     if SUPPORTED[0] <= sys.version_info[:2] <= SUPPORTED[1]:
-        yield DoctorCheck(OK, "python", text)
+        yield DoctorCheck(OK, "python", interpreter)
     else:
-        yield DoctorCheck(FAIL, "python", text, "use Python 3.11, 3.12 or 3.13")
+        yield DoctorCheck(FAIL, "python", interpreter, "use Python 3.11, 3.12 or 3.13")
     yield from _packages()
     if shutil.which("git"):
         yield DoctorCheck(OK, "git", "found")

@@ -116,8 +116,8 @@ def plain_parameters(command: Any, ctx: Any) -> None:
         if getattr(parameter, "is_flag", False) and parameter.metavar is None:
             parameter.metavar = ""
         if isinstance(parameter, TyperArgument):
-            name = (parameter.metavar or parameter.name or "").upper() + ("..." if parameter.nargs != 1 else "")
-            pieces = [name if parameter.required else f"[{name}]"]
-            vars(parameter)["get_usage_pieces"] = partial(lambda shown, _: shown, pieces)
+            shown = (parameter.metavar or parameter.name or "").upper() + ("..." if parameter.nargs != 1 else "")
+            pieces = [shown if parameter.required else f"[{shown}]"]
+            vars(parameter)["get_usage_pieces"] = partial(lambda usage, _: usage, pieces)
     for member_name, member in getattr(command, "commands", {}).items():
         plain_parameters(member, type(ctx)(member, info_name=member_name, parent=ctx))
