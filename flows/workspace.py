@@ -16,10 +16,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from flows.supervision.processes import start_token
 from flows.supervision.signals import STOP
 from rlhf_core.errors import ModelError, RlhfError
+from rlhf_core.storage.files import atomic_write_json
 
 PRIVATE = ".rlhf"
 
@@ -219,21 +221,34 @@ def forget_services(workspace: Path) -> None:
 def cleanup(workspace: Path) -> list[str]:
     """Remove what DVC and ``rlhf up`` could not, and return a line on each. The caller holds the workspace's lock.
 
-    DVC takes over the locks of dead processes itself, but refuses every command while ``.dvc/tmp/rwlock`` is no JSON.
-    It writes that file in place, so that a DVC that is killed may leave it empty.
+    DVC writes ``.dvc/tmp/rwlock``, its table of locks, in place: one that is killed may leave it empty, and then every
+    command is refused. A killed process that nobody has reaped, as in a container without an init, is alive to DVC, so
+    that what it locked would stay locked.
     """
     report = []
     locks = workspace / ".dvc" / "tmp" / "rwlock"
     try:
-        json.loads(locks.read_text(encoding="utf-8"))
+        held = {"write": {}, "read": {}} | json.loads(locks.read_text(encoding="utf-8"))
+        kept = _locks_of_the_living(held)
     except OSError:
         pass
-    except ValueError:
+    except (ValueError, TypeError, KeyError, AttributeError):
         locks.unlink(missing_ok=True)
         report.append("removed DVC's table of locks, which a killed DVC had left empty")
+    else:
+        if kept != held:
+            atomic_write_json(locks, kept)
+            report.append("released what a killed DVC had locked")
     if not running_services(workspace):
         forget_services(workspace)
     return report
+
+
+def _locks_of_the_living(held: Mapping[str, Any]) -> dict[str, Any]:
+    """DVC's table of locks without those of processes that have ended."""
+    write = {path: holder for path, holder in held["write"].items() if start_token(holder["pid"])}
+    read = {path: [each for each in holders if start_token(each["pid"])] for path, holders in held["read"].items()}
+    return {"write": write, "read": {path: holders for path, holders in read.items() if holders}}
 
 
 if __name__ == "__main__":

@@ -26,10 +26,11 @@ from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RlhfError
 POLL_SECONDS = 0.5
 CANCEL_SECONDS = 6.0
 REPORT_POLLS = 10
+QUEUE_POLLS = 20  # a free worker takes a job well before
 FALSE_STARTS = 2
 
 
-def run_on_remote_pool(job: Job, node: StageNode, on_preempted: Callable[[str], None]) -> StageOutcome:
+def run_on_remote_pool(job: Job, node: StageNode, on_wait: Callable[[str], None]) -> StageOutcome:
     """Run :func:`run_on_pool` for a pool whose workers do not see the workspace."""
     started = time.time()
     try:
@@ -41,17 +42,17 @@ def run_on_remote_pool(job: Job, node: StageNode, on_preempted: Callable[[str], 
     except RlhfError as error:
         message = f"the stage cannot be submitted to the work pool {job.placement.pool}: {error}"
         return StageOutcome.failed(job.spec.name, message, error.exit_code, started=started)
-    return run_on_pool(remote_job, on_preempted)
+    return run_on_pool(remote_job, on_wait)
 
 
-def run_on_pool(job: Job, on_preempted: Callable[[str], None]) -> StageOutcome:
+def run_on_pool(job: Job, on_wait: Callable[[str], None]) -> StageOutcome:
     """Submit ``job`` to its pool and return its outcome; a failing stage does not raise.
 
     A job whose process ended before it began is submitted again, ``FALSE_STARTS`` times at most: a new process gives up
     at once where the server does not answer its first request.
 
     Args:
-        on_preempted: given a message each time the job is about to be submitted again.
+        on_wait: given a message each time the job is about to be submitted again, or when no worker takes it.
     """
     started = time.time()
     preemptions = false_starts = 0
@@ -62,7 +63,7 @@ def run_on_pool(job: Job, on_preempted: Callable[[str], None]) -> StageOutcome:
             repeats = preemptions + false_starts
             attempt = f"{job.attempt}:{repeats}" if repeats else job.attempt
             run = submit(replace(job, attempt=attempt))
-            state = _await_end(client, run.id, job, follower)
+            state = _await_end(client, run.id, job, follower, on_wait)
             if state is None:
                 return StageOutcome.stopped(job.spec.name, started=started)
             if _was_preempted(job, state):
@@ -70,12 +71,12 @@ def run_on_pool(job: Job, on_preempted: Callable[[str], None]) -> StageOutcome:
                 if preemptions > job.max_preemptions:
                     message = f"preempted more than {job.max_preemptions} times (flow.max_preemptions); run it again"
                     return StageOutcome.failed(job.spec.name, f"{message} to resume", EXIT_PREEMPTED, started=started)
-                on_preempted("preempted, waiting for a worker")
+                on_wait("preempted, waiting for a worker")
                 continue
             never_began = (state.is_crashed() or state.is_failed()) and client.read_flow_run(run.id).run_count == 0
             if false_starts < FALSE_STARTS and never_began:
                 false_starts += 1
-                on_preempted("its process ended before the job began, waiting for a worker")
+                on_wait("its process ended before the job began, waiting for a worker")
                 continue
             if follower is not None:
                 follower.fetch(client, run.id, now=True)
@@ -110,17 +111,23 @@ def submit(job: Job) -> FlowRun:
     return run
 
 
-def _await_end(client: SyncPrefectClient, run: UUID, job: Job, follower: LogFollower | None) -> State[Any] | None:
+def _await_end(
+    client: SyncPrefectClient, run: UUID, job: Job, follower: LogFollower | None, on_wait: Callable[[str], None]
+) -> State[Any] | None:
     """Wait for the run's final state; None after a stop signal, when the job is cancelled and waited for briefly.
 
     If the stage of the job has reported its preemption, the job has a while to end by itself. Its process may have
     died with its worker, which the server would notice much later.
     """
-    polls_left = REPORT_POLLS
+    polls_left, polls_queued = REPORT_POLLS, 0
     while not signals.STOP.is_set():
         state = client.read_flow_run(run).state
         if state is not None and state.is_final():
             return state
+        if state is not None and state.is_scheduled():
+            polls_queued += 1
+            if polls_queued == QUEUE_POLLS:
+                on_wait("no worker is free, waiting for one")
         if _stage_reported_preemption(job, state):
             polls_left -= 1
             if polls_left <= 0:

@@ -44,7 +44,8 @@ else:
     kl = params["ppo"]["kl"]["coefficient"]
     put("metrics/evaluation.json", json.dumps({"sft": {"gold": 0.0}, "policy": {"gold": kl}, "kl": 1.0}))
     put("samples/x", ""); pathlib.Path("samples/x").unlink()
-    pyarrow.parquet.write_table(pyarrow.table({"sft_reward": [0.0, 1.0]}), "samples/comparisons.parquet")
+    table = {"sft_reward": [0.0, 1.0], "policy_reward": [1.0, 2.0], "policy_finished": [True, True]}
+    pyarrow.parquet.write_table(pyarrow.table(table), "samples/comparisons.parquet")
 """
 PIPELINE = """
 stages:

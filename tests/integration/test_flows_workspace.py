@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -113,6 +114,22 @@ def test_a_killed_dvc_does_not_stop_the_next(tmp_path: Path, content: str) -> No
     (locks.parent / "lock").write_text(" 999999")
     assert bool(cleanup(toy)) == (content != "{}") and cleanup(toy) == []
     assert run_stage(StageSpec(toy, "ppo")).action == "ran"
+
+
+@pytest.mark.parametrize("kind", ["write", "read"])
+def test_locks_of_a_killed_dvc_that_nobody_reaped_are_released_and_others_stay(tmp_path: Path, kind: str) -> None:
+    dead = subprocess.Popen(["true"])  # not waited for: until then it is a zombie
+    wait_until(lambda: psutil.Process(dead.pid).status() == psutil.STATUS_ZOMBIE, 60, "end of the process")
+    holders = [{"pid": pid, "cmd": "dvc repro"} for pid in (dead.pid, os.getpid())]
+    locks = tmp_path / ".dvc" / "tmp" / "rwlock"
+    locks.parent.mkdir(parents=True)
+    paths = ["/raw.txt", "/model.txt"]
+    table = {"write": dict(zip(paths, holders, strict=True)), "read": {"/raw.txt": holders}}
+    locks.write_text(json.dumps({kind: table[kind]}))
+    assert len(cleanup(tmp_path)) == 1 and cleanup(tmp_path) == []
+    left = {"write": {"/model.txt": holders[1]}, "read": {"/raw.txt": holders[1:]}}
+    assert json.loads(locks.read_text()) == {"write": {}, "read": {}} | {kind: left[kind]}
+    dead.wait()
 
 
 def test_a_killed_holder_is_waited_for_until_its_supervisors_have_ended(tmp_path: Path) -> None:
