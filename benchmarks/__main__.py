@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from benchmarks.harness import matmul_flops, seconds
+from benchmarks.harness import announce, matmul_flops, seconds
 from benchmarks.ppo_iteration import __main__ as ppo_iteration
 from benchmarks.sampling import sample_ours, sample_theirs
 from benchmarks.training_runs import __main__ as training_runs
@@ -55,20 +55,23 @@ def _of_the_demo() -> list[str]:
     tokenizer = train_tokenizer([row["reply"] for row in rows], 1024)
     model = new_model(BaseConfig(), tokenizer, seed=0)
     parameters = sum(p.numel() for p in model.parameters())
-    limit = matmul_flops()
     prompts = [[5 + (i + j) % 500 for j in range(PROMPT)] for i in range(BATCH)]
 
+    announce("the limit of matrix products")
+    limit = matmul_flops()
+    print(f"threads {torch.get_num_threads()}, matmul limit {limit / 1e9:.0f} GFLOP/s")
+    print(f"model       {parameters / 1e6:8.2f} M parameters", flush=True)
+    announce("sampling")
     ours = seconds(lambda: sample_ours(model, torch.tensor(prompts), REPLY))
+    print(f"generation  {BATCH * REPLY / ours:8.0f} tokens/s", flush=True)
+    announce("transformers' generate")
     theirs = seconds(lambda: sample_theirs(model, torch.tensor(prompts), REPLY))
+    announce("training")
     step = seconds(_training_step(model, prompts), 10)
     tokens = BATCH * (PROMPT + REPLY)
+    print(f"training    {tokens / step:8.0f} tokens/s", flush=True)
     # Forward and backward of a dense transformer: six operations per parameter and token (Kaplan et al., 2020).
     share = tokens / step * 6 * parameters / limit
-
-    print(f"threads {torch.get_num_threads()}, matmul limit {limit / 1e9:.0f} GFLOP/s")
-    print(f"model       {parameters / 1e6:8.2f} M parameters")
-    print(f"generation  {BATCH * REPLY / ours:8.0f} tokens/s")
-    print(f"training    {tokens / step:8.0f} tokens/s", flush=True)
     return [
         f"{theirs / ours:.2f} times as fast as transformers' generate: sampling",
         f"{share:.0%} of the matmul limit: training",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,12 @@ LAST_WORDS = 2000  # characters of a failed process's log
 
 # Makes one run; returns the numbers that were measured.
 Run = Callable[[], Sequence[float]]
+
+
+def announce(what: str) -> None:
+    """Say on a terminal what is measured next; the thread of a spinner would take time from it."""
+    if sys.stderr.isatty():
+        print(f"measuring {what}…", file=sys.stderr, flush=True)
 
 
 def seconds(work: Callable[[], object], repeats: int = 5) -> float:

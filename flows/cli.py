@@ -20,7 +20,6 @@ from flows.commands.options import (
     CommandWithProfiles,
     Reason,
     Workspace,
-    busy,
     profile_names,
 )
 from rlhf_core import __version__
@@ -29,6 +28,7 @@ from rlhf_core.commands.data import JsonOption, print_json
 from rlhf_core.commands.data import app as data_app
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, GateFailed, RlhfError, first_line, is_full_disk
 from rlhf_core.redaction import redacted
+from rlhf_core.runtime.progress import busy
 
 DEBUG = "--debug"
 UNEXPECTED_LENGTH = 500

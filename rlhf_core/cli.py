@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from rlhf_core.commands import annotate as annotate_commands
 from rlhf_core.commands import data as data_commands
 from rlhf_core.commands.annotate import WorkspaceOption
 from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR, ConfigError
+from rlhf_core.runtime.progress import busy
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.add_typer(data_commands.app, name="data")
@@ -31,16 +33,19 @@ def stage(
     health rule, 75 preempted (SIGTERM: training finishes its step and saves its state), 130 interrupted. Run again, a
     training stage goes on from its last checkpoint.
     """
-    from rlhf_core.stages.runtime.runner import run_stage
-    from rlhf_core.storage.garbage_collection import collect_rarely
-
-    collect_rarely()
-    root = _root(workspace)
     for_person = sys.stderr.isatty()  # who waits; what DVC runs is logged
-    if for_person:
-        typer.echo(f"{name}: preparing…", err=True)
-    _record_code(root, name)
-    run_stage(name, root)
+    with busy(f"{name}: preparing"):
+        from rlhf_core.config.loading import load_params
+        from rlhf_core.stages.runtime.runner import run_stage
+        from rlhf_core.storage.garbage_collection import collect_rarely
+
+        collect_rarely()
+        root = _root(workspace)
+        _record_code(root, name)
+        # Ranks are processes of their own, which show their progress themselves.
+        in_ranks = for_person and name in load_params(root).compute.launch
+    with nullcontext() if in_ranks else busy(f"{name}: running"):
+        run_stage(name, root)
     if for_person:
         typer.echo(f"{name}: done", err=True)
 
@@ -187,10 +192,8 @@ def plan(
 
     Example: rlhf plan --profile paper-7b --gpus 8 --gpu-memory 80
     """
-    root = _root(workspace)
-    from rich.console import Console
-
-    with Console(stderr=True).status("running the stages on shapes, to see what memory they need…"):
+    with busy("running the stages on shapes, to see what memory they need"):
+        root = _root(workspace)
         from rlhf_core.memory.command import PlanRequest, describe
 
         options = (gpus, gpu_memory, zero, offload, frozen, gradient_checkpointing, bf16, lora_rank, prompt_tokens)
@@ -228,14 +231,15 @@ def match(
 
     `rlhf promote` does this and acts on the result; this command only measures.
     """
-    from rlhf_core.stages.runtime.threads import limit_threads_of
-    from rlhf_core.storage.files import atomic_write_json
+    with busy("comparing the policies"):
+        from rlhf_core.stages.runtime.threads import limit_threads_of
+        from rlhf_core.storage.files import atomic_write_json
 
-    folder = _root(workspace)
-    limit_threads_of(folder)
-    from rlhf_core.evaluation.match import run_match
+        folder = _root(workspace)
+        limit_threads_of(folder)
+        from rlhf_core.evaluation.match import run_match
 
-    atomic_write_json(output, run_match(folder, champion, challenger, prompt_set))
+        atomic_write_json(output, run_match(folder, champion, challenger, prompt_set))
     typer.echo(output)
 
 
@@ -255,18 +259,21 @@ def benchmark(
     $ rlhf evaluate benchmark reward-bench-2.parquet
     $ rlhf evaluate benchmark questions.jsonl --model models/judge --json
     """
-    from rlhf_core.stages.runtime.runner import workspace_root
-    from rlhf_core.storage.garbage_collection import skip_last_collection
+    with busy("loading the reward model"):
+        from rlhf_core.stages.runtime.runner import workspace_root
+        from rlhf_core.storage.garbage_collection import skip_last_collection
 
-    skip_last_collection()
-    folder = model or workspace_root(workspace) / "models" / "reward"
-    from rlhf_core.evaluation.benchmarks.reward_benchmark import as_text, read_benchmark, run_benchmark
-    from rlhf_core.evaluation.judges.model import ModelJudge
-    from rlhf_core.models.foreign import require_openable
+        skip_last_collection()
+        folder = model or workspace_root(workspace) / "models" / "reward"
+        from rlhf_core.evaluation.benchmarks.reward_benchmark import as_text, read_benchmark, run_benchmark
+        from rlhf_core.evaluation.judges.model import ModelJudge
+        from rlhf_core.models.foreign import require_openable
 
-    rows = read_benchmark(file)
-    require_openable(folder)
-    result = run_benchmark(ModelJudge.load(folder, "reward", batch_size), rows)
+        rows = read_benchmark(file)
+        require_openable(folder)
+        judge = ModelJudge.load(folder, "reward", batch_size)
+    with busy(f"scoring {sum(len(row.replies) for row in rows):,} replies"):
+        result = run_benchmark(judge, rows)
     if as_json:
         import json
 
@@ -300,17 +307,18 @@ def lm_eval(
     $ rlhf evaluate lm-eval --task my_exam --include-path tasks
     $ rlhf evaluate lm-eval models/policy --task arc_easy --task ceval-valid --few-shot 5
     """
-    from rlhf_core.stages.runtime.runner import workspace_root
-    from rlhf_core.storage.garbage_collection import skip_last_collection
-
     if not tasks:
         raise ConfigError("name at least one task with --task")
-    skip_last_collection()
-    folders = models or [workspace_root(workspace) / "models" / name for name in ("sft", "policy")]
-    names = [folder.name for folder in folders]
-    by_name = {folder.name if names.count(folder.name) == 1 else str(folder): folder for folder in folders}
-    from rlhf_core.evaluation.benchmarks.lm_evaluation_harness import as_text, run_tasks
-    from rlhf_core.storage.files import atomic_write_json
+    with busy("loading lm-eval"):
+        from rlhf_core.stages.runtime.runner import workspace_root
+        from rlhf_core.storage.garbage_collection import skip_last_collection
+
+        skip_last_collection()
+        folders = models or [workspace_root(workspace) / "models" / name for name in ("sft", "policy")]
+        names = [folder.name for folder in folders]
+        by_name = {folder.name if names.count(folder.name) == 1 else str(folder): folder for folder in folders}
+        from rlhf_core.evaluation.benchmarks.lm_evaluation_harness import as_text, run_tasks
+        from rlhf_core.storage.files import atomic_write_json
 
     results = run_tasks(by_name, tasks, include_path or [], few_shot, limit, batch_size, chat_template)
     atomic_write_json(output, results)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import in_turn, worker
+from benchmarks.harness import announce, in_turn, worker
 from benchmarks.ppo_iteration.workload import ANSWER, Workload
 from rlhf_core.models.io import quiet
 
@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
             Workload(**SIZES[size], reply=reply, processes=processes, threads=threads, method=method, dtype=given.dtype)
             for processes, threads in given.cores
         ]
+        announce(f"{method} with {size} parameters and replies of {reply}")
         ours, theirs = _measure(workloads, given.trl_python, given.repeats)
         for (processes, threads), mine, other in zip(given.cores, ours, theirs, strict=True):
             print(ROW.format(method, size, reply, f"{processes} x {threads}", f"{mine:.2f}", f"{other:.2f}"))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import in_turn, worker
+from benchmarks.harness import announce, in_turn, worker
 from benchmarks.ppo_iteration.__main__ import SIZES
 from benchmarks.ppo_iteration.workload import ANSWER
 from rlhf_core.config.base import BaseConfig
@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     print(ROW.format("parameters", "training", "ours, s", "TRL, s", "TRL's time over ours"), flush=True)
     for size in given.size:
         for method in given.method:
+            announce(f"{method} with {size} parameters")
             ours, theirs = _measure(given, size, method)
             print(ROW.format(size, method, f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.2f} times"), flush=True)
             ratios[f"{method}, {size}"] = theirs / ours

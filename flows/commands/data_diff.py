@@ -25,6 +25,7 @@ from rlhf_core.commands.data import (
     terminal_width,
 )
 from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.runtime.progress import busy
 from rlhf_core.storage.data_files import expand, is_url
 
 if TYPE_CHECKING:
@@ -68,10 +69,10 @@ def diff(
     """
     options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
     states = ((before, "before"), (after, "after"))
-    from rlhf_core.data.inspection.changes import as_text, compare_kinds, file_state
-
     # Rows lie in files there while they are compared, so that they need not fit the memory.
-    with tempfile.TemporaryDirectory(prefix="rlhf-diff-") as scratch:
+    with busy("comparing the data"), tempfile.TemporaryDirectory(prefix="rlhf-diff-") as scratch:
+        from rlhf_core.data.inspection.changes import as_text, compare_kinds, file_state
+
         if _names_files(before) and _names_files(after):
             if files:
                 raise RlhfError(f"two files are compared, so {files[0]} is one too many")
@@ -87,10 +88,10 @@ def diff(
             ]
         old, new = compared
         changes = compare_kinds(old, new, show)
-        if as_json:
-            print_json(changes)
-        else:
-            print_text(as_text(changes, terminal_width()))
+    if as_json:
+        print_json(changes)
+    else:
+        print_text(as_text(changes, terminal_width()))
 
 
 def _names_files(spec: str) -> bool:

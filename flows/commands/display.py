@@ -52,7 +52,7 @@ class Display:
         self.state.apply(event)
         match event:
             case StageStarted(stage, pool) if pool:
-                self.line(f"{stage:<12} sent to the work pool {pool}")
+                self.line(f"{stage:<12} {self.state.stages[stage].note}")
             case StageEnded(outcome) if outcome.action != "skipped":
                 result = f"  {self.state.stages[outcome.stage].result}".rstrip()
                 self.line(f"{outcome.stage:<12} {outcome.action:<8} {outcome.ended - outcome.started:6.1f} s{result}")

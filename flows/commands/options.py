@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,15 +20,6 @@ AnyFolder = Annotated[Path | None, typer.Option(*OPTION, help=OPTION_HELP)]
 Workspace = Annotated[Path, typer.Option(*OPTION, help=OPTION_HELP, callback=find_workspace)]
 NEAREST: Any = None  # the default of a ``Workspace``: the nearest one at or above the current folder
 Reason = Annotated[str | None, typer.Option("--reason", help="The reason; recorded with the decision.")]
-
-
-@contextmanager
-def busy(what: str) -> Iterator[None]:
-    """Say on a terminal what a command is doing while it loads its libraries and works, until it prints."""
-    from rich.console import Console
-
-    with Console(stderr=True).status(f"{what}…"):
-        yield
 
 
 def joined_lines(text: str) -> str:

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from flows.commands.options import NEAREST, AnyFolder, Reason, Workspace, busy
+from flows.commands.options import NEAREST, AnyFolder, Reason, Workspace
 from rlhf_core.commands.data import JsonOption, print_json, terminal_width
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
+from rlhf_core.runtime.progress import busy
 
 app = typer.Typer(add_completion=False)
 

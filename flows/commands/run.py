@@ -25,6 +25,7 @@ from flows.prefect_server.services import (
     known_url,
     open_services,
     wait_for_server,
+    worker_name,
 )
 from flows.supervision import signals
 from flows.supervision.processes import SupervisedProcess
@@ -151,6 +152,7 @@ class PipelineRun:
         pools = self.params.pool_names()
         monitor = ServiceMonitor(services, self.params, pools, self.display.line, WORKER_RESTARTS)
         monitor.start_missing()
+        self.display.state.own_pools = [pool for pool in pools if worker_name(pool) in services.running]
         monitor.require_remote()
         if not services.embedded:
             for line in idle_workers(self.params):

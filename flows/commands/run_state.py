@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flows.commands.text import format_metrics, format_seconds
+from flows.commands.text import format_metrics, format_seconds, plain_number
 from flows.pipeline.events import (
     EventLog,
     PhaseStarted,
@@ -126,7 +126,7 @@ def _accuracy(reward: Mapping[str, Any]) -> str:
 
 RESULTS: dict[str, tuple[str, Describe]] = {
     "validate": ("gates/data.json", _gate),
-    "sft": ("metrics/sft.json", lambda sft: f"perplexity {sft['perplexity']:.3g}{_too_long(sft)}"),
+    "sft": ("metrics/sft.json", lambda sft: f"perplexity {plain_number(sft['perplexity'])}{_too_long(sft)}"),
     "gate-sft": ("gates/sft.json", _gate),
     "reward": ("metrics/reward.json", _accuracy),
     "referee": ("metrics/referee.json", _accuracy),
@@ -170,6 +170,7 @@ class RunState:
         verdict: None as long as the run has not reached one.
         end: None while it runs, or if its process was gone before it could report an end.
         started: When the first event was written, and ``last_event`` the last; of a run that was read from its file.
+        own_pools: The work pools whose worker is this command's own. Which they are is not in the events.
     """
 
     def __init__(self, workspace: Path) -> None:
@@ -180,6 +181,7 @@ class RunState:
         self.verdict: RunVerdict | None = None
         self.end: RunEnded | None = None
         self.started = self.last_event = datetime.now()
+        self.own_pools: Collection[str] = ()
 
     def apply(self, event: PipelineEvent) -> None:
         """Update the state with the next event."""
@@ -189,7 +191,8 @@ class RunState:
                 self.enter_phase("")
             case StageStarted(name, pool, started, log_start):
                 progress = StageProgress(self._log(name), log_start)
-                note = f"sent to the work pool {pool}" if pool else ""
+                here = " on this machine," if pool in self.own_pools else ""
+                note = f"runs{here} as a job of the work pool {pool}" if pool else ""
                 self.stages[name] = StageState(name, progress, started, note=note)
             case StageEnded(outcome):
                 self._end_stage(outcome)

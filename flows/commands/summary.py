@@ -12,15 +12,10 @@ from flows.commands.run_state import RunState
 from flows.pipeline.events import COMPLETED, FAILED_STATES
 from flows.pipeline.verdict import RunVerdict
 from flows.workspace import display_path
-from rlhf_core.config.loading import PARAMS_FILE, load_params, profile_names
 from rlhf_core.errors import EXIT_INTERRUPTED
 from rlhf_core.evaluation.verdict import Standing
 
 STYLES = {Standing.BETTER: "bold green", Standing.WORSE: "bold red"}
-TOY = (
-    "smoke is a toy: it tries every step on models too small to learn much, so alarms are to be expected. "
-    '"Better" is about SFT, by the judges above; "promoted" is about the champion, and a first version has none to beat'
-)
 # The exit status of ``rlhf run`` by the final state of the flow; 1 for any other.
 EXIT_CODES = {COMPLETED: 0, "Cancelled": EXIT_INTERRUPTED, **{name: code for code, name in FAILED_STATES.items()}}
 
@@ -56,8 +51,7 @@ def verdict_rows(verdict: RunVerdict, workspace: Path) -> list[tuple[str, str]]:
         )
         for number, judge in enumerate(verdict.judges)
     ]
-    if any(judge.judge == "gold" for judge in verdict.judges):
-        rows.append(("", "gold is the true preference of the synthetic world, which no training sees"))
+    rows += [("", meaning) for meaning in verdict.meanings]
     if verdict.kl is not None:
         kl = verdict.kl
         rows.append(("KL", f"{kl.mean:.2f} nats per reply from SFT, 95 % interval {kl.low95:.2f} to {kl.high95:.2f}"))
@@ -66,17 +60,11 @@ def verdict_rows(verdict: RunVerdict, workspace: Path) -> list[tuple[str, str]]:
     _, _, failure = verdict.headline.partition("no verdict: ")
     outcomes = {"registered": verdict.registered, "promotion": verdict.promotion}
     rows += [(label, text.replace(failure, "see above") if failure else text) for label, text in outcomes.items()]
-    if verdict.judges and _is_toy(workspace):
-        rows.append(("note", TOY))
+    if verdict.note:
+        rows.append(("note", verdict.note))
     if verdict.report:
         rows.append(("report", display_path(workspace / verdict.report)))
     return [*rows, ("next", next_line(workspace, verdict.next_command, verdict.next_hint))]
-
-
-def _is_toy(workspace: Path) -> bool:
-    """Whether the workspace was made with a profile that only tries the steps."""
-    params = workspace / PARAMS_FILE
-    return params.is_file() and "smoke" in profile_names(load_params(workspace).profile)
 
 
 def next_line(workspace: Path, command: str, hint: str) -> str:

@@ -26,6 +26,7 @@ from rlhf_core.storage.files import read_json
 
 PROGRAM = "rlhf"
 INDENT = "  "
+LARGE, UNREADABLE = 999.5, 1e9  # in between, all digits are easier to read than an exponent
 ALIGNED = re.compile(r" *\S+( \S+)*? {2,}(?=\S)")  # a label and the gap after it
 
 
@@ -164,22 +165,27 @@ def format_age(seconds: float) -> str:
 
 def format_rate(per_second: float) -> str:
     """Format a rate as ``14/s``, or below one per second as ``3.2 s each``."""
-    return f"{per_second:.3g}/s" if per_second >= 1 else f"{1 / per_second:.3g} s each"
+    return f"{plain_number(per_second)}/s" if per_second >= 1 else f"{plain_number(1 / per_second)} s each"
 
 
 def format_metrics(metrics: Mapping[str, float]) -> list[str]:
     """Format the metrics of a progress line: ``loss 0.41``, ``17.8k tokens/s`` for one that is called ``tokens_s``."""
     return [
-        f"{_thousands(value)} {name.removesuffix('_s')}/s" if name.endswith("_s") else f"{name} {value:.3g}"
+        f"{_thousands(value)} {name.removesuffix('_s')}/s" if name.endswith("_s") else f"{name} {plain_number(value)}"
         for name, value in metrics.items()
     ]
+
+
+def plain_number(value: float) -> str:
+    """Format a number with three digits, a large one with all of its whole digits: ``0.342``, ``14,916``."""
+    return f"{value:,.0f}" if LARGE <= abs(value) < UNREADABLE else f"{value:.3g}"
 
 
 def _thousands(value: float) -> str:
     for limit, unit in ((1e6, "M"), (1e3, "k")):
         if value >= limit:
-            return f"{value / limit:.3g}{unit}"
-    return f"{value:.3g}"
+            return f"{plain_number(value / limit)}{unit}"
+    return plain_number(value)
 
 
 def last_lines(workspace: Path, name: str, lines: int) -> str:

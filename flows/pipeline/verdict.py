@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from flows.registry.client import RELEASE_PAGE, REPORT_PAGE
 from flows.registry.decisions import PromotionDecision
 from flows.registry.release_page import RunNotes, current_page, release_sentences, try_release_page
 from flows.stage import StageOutcome, failed_conditions
-from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
+from rlhf_core.config.loading import load_params, profile_names
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
+from rlhf_core.evaluation.report.headline import MEANINGS
 from rlhf_core.evaluation.verdict import JudgeResult, Standing, alarms, judge_results, standing_of
 from rlhf_core.storage.files import read_json
 
@@ -19,6 +22,12 @@ EVALUATE_STAGE = "evaluate"
 REPORT_STAGE = "report"
 EVALUATION = Path("metrics") / "evaluation.json"
 KL_KEYS = ("kl", "kl_low95", "kl_high95")
+TOYS = frozenset({"smoke", "chinese-sample"})  # profiles that try every step, and whose quality is no claim
+TOY = (
+    "{toy} is a toy: it tries every step on models too small to learn much, so alarms are to be expected. "
+    '"Better" is about {opponent}, by the judges above; "promoted" is about the champion, and a first version has none '
+    "to beat"
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,7 @@ class RunVerdict:
             compared.
         not_compared_because: the failure that ended the run before the evaluation, else empty.
         alarms: figures of the evaluation to read before anything is released, the gravest first.
+        note: that the profile is a toy, and what the words of the verdict are about; empty for other profiles.
         registered: what was registered and what was refused, in one line.
         promotion: whether the policy was promoted and why, in one line.
         report: path of the report relative to the workspace, None if this run has none.
@@ -75,6 +85,12 @@ class RunVerdict:
     next_command: str
     next_hint: str
     alarms: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def meanings(self) -> list[str]:
+        """A sentence on each judge whose name does not tell what it is."""
+        return [f"{of.judge} is {MEANINGS[of.judge].strip(', ')}" for of in self.judges if of.judge in MEANINGS]
 
     @property
     def headline(self) -> str:
@@ -129,8 +145,18 @@ def reach_verdict(
         next_command=release.next_command,
         next_hint=release.next_hint,
         alarms=tuple(alarm.sentence for alarm in alarms(evaluation)),
+        note=toy_note(workspace, opponent) if judges else "",
     )
     return verdict, problem if report else ""
+
+
+def toy_note(workspace: Path, opponent: str) -> str:
+    """Say of a workspace of one of :data:`TOYS` what its verdict is worth; empty for any other."""
+    names: list[str] = []
+    with suppress(RlhfError):  # params.yaml may have been edited since the run began
+        names = profile_names(load_params(workspace).profile)
+    toy = next((name for name in names if name in TOYS), None)
+    return "" if toy is None else TOY.format(toy=toy, opponent=opponent)
 
 
 def describe_failure(workspace: Path, failed: StageOutcome) -> str:
@@ -196,6 +222,7 @@ def verdict_markdown(verdict: RunVerdict, report_link: str | None = None) -> str
     lines = [f"**{markdown_text(verdict.headline[:1].upper() + verdict.headline[1:])}**", ""]
     if verdict.judges:
         lines += [markdown_table(JUDGE_COLUMNS, map(judge_cells, verdict.judges)), ""]
+    lines += [f"{markdown_text(meaning)}.\n" for meaning in verdict.meanings]
     if verdict.kl is not None:
         kl = verdict.kl
         lines += [f"KL from SFT: {kl.mean:.2f} nats per reply (95 %: {kl.low95:.2f} to {kl.high95:.2f})", ""]
@@ -203,6 +230,8 @@ def verdict_markdown(verdict: RunVerdict, report_link: str | None = None) -> str
         lines.append(f"- **Read before release:** {markdown_text('; '.join(verdict.alarms))}")
     lines.append(f"- Registered: {markdown_text(verdict.registered)}")
     lines.append(f"- Promotion: {markdown_text(verdict.promotion)}")
+    if verdict.note:
+        lines.append(f"- Note: {markdown_text(verdict.note)}")
     if verdict.report:
         report = f"[{verdict.report}]({report_link})" if report_link else f"`{verdict.report}` in the workspace"
         lines.append(f"- Report: {report}")

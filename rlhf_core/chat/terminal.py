@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.runtime.progress import busy
+
 
 def talk(
     folder: Path, sampling: Mapping[str, Any], seed: int, about: Sequence[str] = (), workspace: Path | None = None
@@ -21,9 +23,7 @@ def talk(
         about: Lines that say what the model is, printed first on a terminal.
         workspace: Where held-out prompts to try are taken from.
     """
-    from rich.console import Console
-
-    with Console(stderr=True).status("loading the model…"):
+    with busy("loading the model"):
         from rlhf_core.chat.session import ChatSession, converse, prompts_to_try
         from rlhf_core.config.model import SamplingConfig
         from rlhf_core.errors import ConfigError

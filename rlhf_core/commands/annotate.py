@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rlhf_core.errors import RlhfError
+from rlhf_core.runtime.progress import busy
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 WorkspaceOption = Annotated[
@@ -53,21 +54,22 @@ def export(
         raise RlhfError("--replies needs --prompts: the evaluation's replies are sampled already")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RlhfError(f"{folder} exists already; name a new or empty folder")
-    from rlhf_core.stages.runtime.runner import workspace_root
-    from rlhf_core.storage.garbage_collection import skip_last_collection
+    with busy("choosing the pairs"):
+        from rlhf_core.stages.runtime.runner import workspace_root
+        from rlhf_core.storage.garbage_collection import skip_last_collection
 
-    skip_last_collection()
-    root = workspace_root(workspace)
-    from rlhf_core.evaluation.judges import human_pairs
+        skip_last_collection()
+        root = workspace_root(workspace)
+        from rlhf_core.evaluation.judges import human_pairs
 
-    candidates, bad = (
-        human_pairs.evaluated_candidates(root)
-        if prompts is None
-        else human_pairs.sampled_candidates(root, prompts, replies)
-    )
-    exported = human_pairs.blinded_export(candidates, bad[:bad_cases], control, seed)
-    exported.save_key(root)
-    human_pairs.write_forms(exported.pairs, folder)
+        candidates, bad = (
+            human_pairs.evaluated_candidates(root)
+            if prompts is None
+            else human_pairs.sampled_candidates(root, prompts, replies)
+        )
+        exported = human_pairs.blinded_export(candidates, bad[:bad_cases], control, seed)
+        exported.save_key(root)
+        human_pairs.write_forms(exported.pairs, folder)
     counts = [sum(pair.bad_case for pair in exported.pairs), sum(pair.control for pair in exported.pairs)]
     typer.echo(f"{len(exported.pairs)} pairs in {folder}: {counts[0]} bad cases, {counts[1]} of the control")
     typer.echo(f"the answers come back with: rlhf annotate import FILE... (export {exported.name})")
@@ -95,12 +97,13 @@ def import_(
     $ rlhf annotate import alice.csv bob.csv
     $ rlhf annotate import project-1.json --replace
     """
-    from rlhf_core.stages.runtime.runner import workspace_root
+    with busy("reading the answers"):
+        from rlhf_core.stages.runtime.runner import workspace_root
 
-    root = workspace_root(workspace)
-    from rlhf_core.evaluation.judges.human_answers import as_text, import_answers
+        root = workspace_root(workspace)
+        from rlhf_core.evaluation.judges.human_answers import as_text, import_answers
 
-    imported = import_answers(root, files, annotator, replace)
+        imported = import_answers(root, files, annotator, replace)
     if as_json:
         import json
 

@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_OK, ConfigError, RlhfError
+from rlhf_core.runtime.progress import busy
 
 if TYPE_CHECKING:
     from rlhf_core.config.data import ReadOptions, ValidateConfig
@@ -96,9 +97,7 @@ def inspect(
     Example: rlhf data inspect 'exports/*.jsonl.gz'
     """
     options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
-    from rich.console import Console
-
-    with Console(stderr=True).status("reading the files…"):
+    with busy("reading the files"):
         from rlhf_core.data.inspection.describe import as_json_value, as_text, describe_sources
 
         described = describe_sources(files, tokens=_token_limits(workspace, tokenizer), options=options, show=show)
@@ -148,13 +147,13 @@ def validate(
     options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RlhfError(f"{output} exists already; name a new or empty folder")
-    config = _validate_config(workspace, sets or [], tokenizer)
-    from rlhf_core.data.collection.sources import sources_by_kind
-    from rlhf_core.stages.checked_files import as_text, check_files
-
-    sources = sources_by_kind(files, Path.cwd(), options, kind)
     remedy = "--output" if output else "--output, or the environment variable TMPDIR"
-    with tempfile.TemporaryDirectory(prefix="rlhf-data-") as scratch:
+    with busy("checking the files"), tempfile.TemporaryDirectory(prefix="rlhf-data-") as scratch:
+        config = _validate_config(workspace, sets or [], tokenizer)
+        from rlhf_core.data.collection.sources import sources_by_kind
+        from rlhf_core.stages.checked_files import as_text, check_files
+
+        sources = sources_by_kind(files, Path.cwd(), options, kind)
         folder = output or Path(scratch)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -205,9 +204,7 @@ def convert(
     existing = [str(path) for path in (output, refused_file_of(output)) if os.path.lexists(path)]
     if existing and not force:
         raise RlhfError(f"{existing[0]} exists already; choose another name than {output}, or add --force")
-    from rich.console import Console
-
-    with Console(stderr=True).status("converting…"):
+    with busy("converting"):
         from rlhf_core.data.collection.sources import sources_by_kind
         from rlhf_core.data.inspection.convert import as_text
         from rlhf_core.data.inspection.convert import convert as write

@@ -1,4 +1,7 @@
-"""Progress of anything that takes over two seconds: a bar on a terminal, a quiet line now and then elsewhere."""
+"""Progress of anything that takes over two seconds: a bar on a terminal, a quiet line now and then elsewhere.
+
+Before the first bar, and where nothing can be counted, a terminal shows what is being done (:func:`busy`).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ Item = TypeVar("Item")
 # once, and the log of a long stage stays small.
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 1.0, 5.0
 QUIET_BELOW_SECONDS = 2.0
+LARGE, UNREADABLE = 9999.5, 1e9  # in between, all digits are easier to read than an exponent
 
 
 class Progress:
@@ -64,6 +68,40 @@ class BarProgress(Progress):
         self.bar.update(self.task, advance=n, **fields)
 
 
+_shown: Any = None  # the innermost ``busy``, unless something else has its line now
+
+
+@contextmanager
+def _in_place_of_busy() -> Iterator[None]:
+    """Take the line of :func:`busy` off the terminal for the block: two displays would draw over each other."""
+    global _shown
+    outer, _shown = _shown, None
+    if outer is not None:
+        outer.stop()
+    try:
+        yield
+    finally:
+        if outer is not None:
+            outer.start()
+        _shown = outer
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Say on a terminal what a command is doing while it loads its libraries and works, until it prints.
+
+    A :func:`progress` within takes its place.
+    """
+    global _shown
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with _in_place_of_busy(), Console(stderr=True).status(f"{what}…") as _shown:
+        yield
+
+
 @contextmanager
 def progress(total: int, description: str, done: int = 0) -> Iterator[Progress]:
     """A :class:`Progress` over ``total`` units of work, closed with the block.
@@ -85,8 +123,9 @@ def progress(total: int, description: str, done: int = 0) -> Iterator[Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
 
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with RichProgress(*columns, TextColumn("{task.fields[metrics]}"), console=Console(stderr=True)) as bar:
+    metrics = TextColumn("{task.fields[metrics]}")
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), metrics)
+    with _in_place_of_busy(), RichProgress(*columns, console=Console(stderr=True)) as bar:
         yield BarProgress(bar, bar.add_task(description, total=total, completed=done, metrics=""))
 
 
@@ -99,4 +138,6 @@ def track(items: Collection[Item], description: str) -> Iterator[Item]:
 
 
 def _format(metrics: dict[str, float]) -> str:
-    return " ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    return " ".join(
+        f"{name} {value:{'.0f' if LARGE <= abs(value) < UNREADABLE else '.4g'}}" for name, value in metrics.items()
+    )

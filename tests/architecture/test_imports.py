@@ -35,7 +35,17 @@ FLOWS_LAYERS = (
     {"supervision"},
 )
 # What flows uses of the core: these packages and modules, and single functions where a module asks for more.
-FLOWS_MAY_USE = {"config", "gates", "errors", "redaction", "storage", "git", "tracking", "__version__"}
+FLOWS_MAY_USE = {
+    "config",
+    "gates",
+    "errors",
+    "redaction",
+    "storage",
+    "git",
+    "tracking",
+    "__version__",
+    "runtime.progress.busy",
+}
 FLOWS_MAY_ALSO_USE = {
     # It mounts the core's commands on its own command line.
     "flows.cli": {
@@ -75,7 +85,11 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.tracked_files.SOURCES_FILE",
         "fingerprint.tracked_files.describe_sources",
     },
-    "flows.pipeline.verdict": {"evaluation.verdict.alarms", "evaluation.verdict"},
+    "flows.pipeline.verdict": {
+        "evaluation.report.headline.MEANINGS",
+        "evaluation.verdict.alarms",
+        "evaluation.verdict",
+    },
     "flows.commands.run_state": {"evaluation.verdict.judge_results"},
     "flows.commands.status": {"evaluation.report.headline.ReleaseDecision"},
     "flows.commands.summary": {"evaluation.verdict.Standing"},

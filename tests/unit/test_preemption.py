@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import signal
+import time
 from itertools import pairwise
 
 import pytest
@@ -134,3 +137,52 @@ def test_what_a_short_work_prints(
     lines.advance(2)
     lines.close()
     assert capsys.readouterr().err == printed
+
+
+def test_a_large_number_has_no_exponent(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = LineProgress(2, "sft")
+    clock.seconds += 4.0
+    lines.advance(2, loss=1.12345, tokens_s=17843.2, lr=1e-5)
+    assert capsys.readouterr().err == "sft: 2/2 4 s loss 1.123 tokens_s 17843 lr 1e-05\n"
+
+
+class Terminal(io.StringIO):
+    """What is written to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def wait_for(self, pattern: str, start: int) -> str:
+        """Return what was written from ``start`` on, as soon as it holds ``pattern``."""
+        deadline = time.monotonic() + 30
+        while not re.search(pattern, text := self.getvalue()[start:]):
+            assert time.monotonic() < deadline, text
+            time.sleep(0.02)
+        return text
+
+
+def test_a_bar_takes_the_place_of_what_a_command_is_busy_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.busy("loading"):
+        terminal.wait_for("loading", 0)
+        with progress.progress(2, "sft") as bar:
+            start = len(terminal.getvalue())
+            bar.advance()
+            time.sleep(0.3)  # for several frames of either
+            assert "loading" not in terminal.wait_for("sft.*1/2", start)
+            start = len(terminal.getvalue())
+        terminal.wait_for("loading", start)
+    end = terminal.getvalue()
+    time.sleep(0.3)
+    assert terminal.getvalue() == end
+
+
+def test_where_there_is_no_terminal_nothing_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which makes a pipe a terminal for rich
+    with progress.busy("loading"), progress.progress(2, "sft") as bar:
+        bar.advance()
+    assert capsys.readouterr() == ("", "")

@@ -22,6 +22,7 @@ from rlhf_core.errors import ConfigError, DataError, RlhfError, named_line
 from rlhf_core.evaluation.figures import format_number
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.models.foreign import require_openable
+from rlhf_core.runtime.progress import busy
 
 MISSING = "lm-eval is not installed: pip install 'rlhf-pipeline[lm-eval]'"
 STDERR = "_stderr"
@@ -57,7 +58,8 @@ def run_tasks(
         DataError: lm-eval could not run a task.
     """
     try:
-        from lm_eval.tasks import TaskManager
+        with busy("loading lm-eval"):
+            from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise RlhfError(MISSING) from error
     for path in include_paths:
@@ -65,21 +67,23 @@ def run_tasks(
             raise ConfigError(f"--include-path {path} is no folder; name the folder that has the tasks' YAML files")
     paths = [str(path) for path in include_paths]
     # The harness's own 14,000 tasks take long to index: only where the folders do not have them all.
-    manager = TaskManager(include_path=paths, include_defaults=False)
-    if not all(manager.match_tasks([name]) for name in tasks):
-        manager = TaskManager(include_path=paths)
+    with busy("looking up the tasks"):
+        manager = TaskManager(include_path=paths, include_defaults=False)
+        if not all(manager.match_tasks([name]) for name in tasks):
+            manager = TaskManager(include_path=paths)
     unknown = [name for name in tasks if not manager.match_tasks([name])]
     if unknown:
         raise ConfigError(
             f"lm-eval knows no task {unknown[0]!r}; lm_eval ls tasks lists its own, --include-path adds yours"
         )
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-
     by_model = {}
     for model_name, folder in folders.items():
-        require_openable(folder)
-        model, tokenizer = load_policy(folder)
+        with busy(f"loading {model_name}"):  # then lm-eval shows how far it is
+            from lm_eval import simple_evaluate
+            from lm_eval.models.huggingface import HFLM
+
+            require_openable(folder)
+            model, tokenizer = load_policy(folder)
         # lm-eval runs the template itself otherwise: without limits, and on the day that it is.
         tokenizer.apply_chat_template = partial(_rendered, tokenizer)  # type: ignore[method-assign]
         try:

@@ -15,10 +15,12 @@ from typer.testing import CliRunner
 
 from flows import cli
 from flows.cli import app
-from flows.commands import init, registry_commands
+from flows.commands import data_diff, init, registry_commands
 from flows.commands.options import PANELS, joined_lines, profile_list, profile_names
 from flows.dvc_repo import inputs
 from rlhf_core import __version__
+from rlhf_core import cli as core
+from rlhf_core.commands import annotate, data
 from rlhf_core.config.recipe import profile_headers
 
 TREE = get_command(app)
@@ -162,15 +164,17 @@ class Announced(Exception):
     [
         "init my-run", "run", "run --profile smoke", "status", "doctor", "compare .", "report", "export there", "chat",
         "serve", "promote", "approve", "decline --reason no", "rollback --reason no", "history", "registry terms",
-        "registry gc",
+        "registry gc", "stage sft", "plan", "evaluate match --champion a --challenger b --output c",
+        "evaluate benchmark a", "evaluate lm-eval --task a", "annotate export there", "annotate import a", "data a",
+        "data diff a b", "data validate a", "data convert a --to b.jsonl",
     ],
 )  # fmt: skip
 def test_a_command_says_first_what_it_does(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def announce(what: str) -> NoReturn:
         raise Announced(what)
 
-    monkeypatch.setattr(cli, "busy", announce)
-    monkeypatch.setattr(registry_commands, "busy", announce)
+    for module in (cli, registry_commands, data_diff, core, annotate, data):
+        monkeypatch.setattr(module, "busy", announce)
     for name in ("params.yaml", "dvc.yaml"):
         (tmp_path / name).write_text("{}\n")
     monkeypatch.chdir(tmp_path)

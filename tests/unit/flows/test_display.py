@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flows.commands.display import StageTable, counted
+from flows.commands.display import Display, StageTable, counted
 from flows.commands.run_state import RESULTS, RunState, StageProgress, describe_result, describe_stage
 from flows.commands.text import format_metrics, format_rate, format_seconds
 from flows.pipeline.events import RunPlanned, StageEnded, StageRepeated, StageStarted
@@ -184,6 +184,18 @@ def test_a_repeated_stage_says_why_it_waits(tmp_path: Path) -> None:
     assert lines == ["running for 0:10, its job was killed; trying again in 5 s", "waiting"]
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_job_of_a_work_pool_is_said_to_run_here_where_this_commands_own_worker_takes_it(
+    tmp_path: Path, own: bool
+) -> None:
+    stream, state = io.StringIO(), RunState(tmp_path)
+    state.own_pools = ["gpu-pool"] if own else []
+    Display(state, stream).event(StageStarted("ppo", "gpu-pool", 40.0))
+    line = describe_stage(state.stages["ppo"], now=50.0)
+    for text in (stream.getvalue(), line):
+        assert "gpu-pool" in text and ("this machine" in text) == own
+
+
 def test_plain_lines_tell_what_the_table_shows(tmp_path: Path) -> None:
     state = running_state(tmp_path)
     state.apply(StageEnded(StageOutcome.failed(STAGES[7], "no\nmore", 1, started=40.0, ended=100.0)))
@@ -196,4 +208,12 @@ def test_plain_lines_tell_what_the_table_shows(tmp_path: Path) -> None:
 def test_formats() -> None:
     assert [format_seconds(s) for s in (0, 62.4, 3599, 3660, 90000)] == ["0:00", "1:02", "59:59", "1h01m", "1d01h"]
     assert format_rate(13.96) == "14/s" and format_rate(0.25) == "4 s each"
+    assert [format_rate(rate) for rate in (999.7, 6000, 14916, 1e-4)] == [
+        "1,000/s",
+        "6,000/s",
+        "14,916/s",
+        "10,000 s each",
+    ]
+    numbers = format_metrics({"reward": 12345.6, "kl": -1234.0, "lr": 1e-5, "tokens_s": 999950.0})
+    assert numbers == ["reward 12,346", "kl -1,234", "lr 1e-05", "1,000k tokens/s"]
     assert format_metrics({"loss": 0.40971, "tokens_s": 17840.0}) == ["loss 0.41", "17.8k tokens/s"]

@@ -20,6 +20,8 @@ from flows.registry.client import mlflow_address, run_page
 from flows.registry.decisions import PromotionDecision
 from flows.stage import StageOutcome
 from flows.workspace import record_services
+from rlhf_core.config.loading import profiles
+from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
 from rlhf_core.evaluation.verdict import JudgeResult, Standing, judge_results, standing_of
 
@@ -156,6 +158,23 @@ def test_alarming_figures_are_part_of_the_verdict_everywhere_and_survive_json(tm
     assert verdict.alarms == (sentence,) and ("alarms", sentence) in verdict_rows(verdict, tmp_path)
     assert f"- **Read before release:** {sentence}" in pipeline.verdict_markdown(verdict)
     assert TypeAdapter(pipeline.RunVerdict).validate_json(json.dumps(asdict(verdict))) == verdict
+
+
+@pytest.mark.parametrize(("profile", "toy"), [("own-data,chinese-sample", True), ("smoke", True), ("demo", False)])
+def test_a_toy_is_called_one_and_the_judges_are_explained_on_the_terminal_and_on_the_servers(
+    tmp_path: Path, profile: str, toy: bool
+) -> None:
+    (tmp_path / "params.yaml").write_text(f"profile: {profile}\n")
+    workspace_with(tmp_path, gold=interval(0.51, 0.6, 0.7))
+    verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4", decided(champion=None)))
+    terminal = "\n".join(text for _, text in verdict_rows(verdict, tmp_path))
+    for shown in (terminal, pipeline.verdict_markdown(verdict)):
+        assert ("is a toy" in shown) == ("first version" in shown) == toy
+        assert "gold is the true preference of the synthetic world" in shown
+
+
+def test_every_toy_is_a_profile() -> None:
+    assert set(profiles(profiles_of(recipe_folder()))) > pipeline.TOYS
 
 
 @pytest.fixture
