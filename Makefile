@@ -78,8 +78,8 @@ test: setup-dev $(VENV)/models
 
 # Everything: what `make test` leaves out (kills at every step, all ZeRO stages, both registries, remote hosts), and servers.
 test-all: setup-dev $(VENV)/models $(VENV)/gemma
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not servers'
-	$(BIN)/python -m pytest -m servers -rs tests/servers
+	status=0; $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not servers' || status=1; \
+	$(BIN)/python -m pytest -m servers -rs tests/servers && exit $$status
 
 # With real servers on loopback (tests/servers/up.sh); those that are not installed are skipped and named.
 test-servers: setup-dev

@@ -27,7 +27,7 @@ from toys import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(1500), pytest.mark.slow]
+pytestmark = [pytest.mark.services, pytest.mark.timeout(1500)]
 STAGE, JOB, WORKER = ("python train.py",), ("prefect.engine",), ("prefect worker start",)
 # 137 where the shell that DVC starts does not become the training but waits for it.
 STAGE_KILLED = r"failed to run: python train\.py, exited with (-9|137)"
@@ -45,6 +45,7 @@ VICTIMS = {
 }
 
 
+@pytest.mark.slow
 def test_each_killed_process_is_reported_and_ppo_resumes_from_its_checkpoint(
     tmp_path: Path, prefect_database: Path
 ) -> None:
@@ -81,6 +82,7 @@ def wait_for_report(toy: Path, expected: str, start: int = 0) -> None:
     wait_until(lambda: re.search(expected, report(toy)[start:]), 300, f"{expected!r} in the output of the run")
 
 
+@pytest.mark.dear("the whole run is killed, with its real server, worker and job")
 def test_a_killed_top_level_command_ends_everything_and_the_next_run_resumes(
     tmp_path: Path, prefect_database: Path
 ) -> None:
@@ -95,6 +97,7 @@ def test_a_killed_top_level_command_ends_everything_and_the_next_run_resumes(
     assert_nothing_held(toy)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_everything_as_cancelled(tmp_path: Path, prefect_database: Path) -> None:
     toy = training_toy(tmp_path, prefect_database)
     run = in_the_middle(toy)

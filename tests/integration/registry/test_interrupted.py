@@ -20,8 +20,6 @@ from flows.registry.register import register
 from flows.registry.stored_models import champion_folder
 from rlhf_core.errors import RlhfError
 
-pytestmark = pytest.mark.slow
-
 MORE_THAN_ALL = 40
 PROMOTED = {"challenger": "2", "champion": "2", "previous": "1"}
 ROLLED_BACK = {"challenger": "2", "champion": "1"}
@@ -38,6 +36,7 @@ def contests(champion_and_challenger: Path, tmp_path: Path) -> Iterator[Path]:
     return (copy_workspace(champion_and_challenger, tmp_path / str(number) / "contest") for number in count())
 
 
+@pytest.mark.slow
 def test_a_promotion_killed_at_any_step_is_completed_or_has_not_begun(contests: Iterator[Path]) -> None:
     moved = []
     for step, workspace in zip(range(1, MORE_THAN_ALL), contests, strict=False):
@@ -54,6 +53,7 @@ def test_a_promotion_killed_at_any_step_is_completed_or_has_not_begun(contests: 
     assert "interrupted" not in status(workspace).as_text()
 
 
+@pytest.mark.slow
 def test_a_rollback_killed_at_any_step_is_completed_or_has_not_begun(contests: Iterator[Path]) -> None:
     completed = []
     for step, workspace in zip(range(1, MORE_THAN_ALL), contests, strict=False):
@@ -83,6 +83,7 @@ def locked_database(workspace: Path) -> Iterator[None]:
         connection.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_a_registry_that_refuses_a_look_up_is_not_a_registry_without_champion(
     contest: Path, monkeypatch: pytest.MonkeyPatch
@@ -105,6 +106,7 @@ def test_a_registry_that_refuses_a_look_up_is_not_a_registry_without_champion(
     assert refused and aliases(contest) == BEFORE and len(reports(contest)) == 1
 
 
+@pytest.mark.slow
 def test_a_refused_change_moves_nothing(contest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
@@ -118,6 +120,7 @@ def test_a_refused_change_moves_nothing(contest: Path, monkeypatch: pytest.Monke
     assert aliases(contest) == BEFORE and len(reports(contest)) == 1
 
 
+@pytest.mark.dear("one interrupted promotion in `make test`; kills at every step are slow")
 def test_registering_completes_an_interrupted_promotion_first(contests: Iterator[Path]) -> None:
     workspace = next(contests)
     assert killed_before(5, lambda: win(workspace))

@@ -64,6 +64,7 @@ def test_the_first_challenger_takes_the_empty_place_with_its_reward_model(worksp
             rollback(workspace, reason)
 
 
+@pytest.mark.parametrize("backend", ["sqlite", "server"], indirect=True)
 def test_a_sure_winner_moves_the_aliases_and_is_written_down(contest: Path) -> None:
     decision = promote(contest, play=ScriptedMatch(judge=0.56, gold=0.61))
     assert aliases(contest) == {"challenger": "2", "champion": "2", "previous": "1"}

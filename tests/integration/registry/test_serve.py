@@ -25,7 +25,7 @@ from flows.registry.evidence import PARENT_TAG
 from flows.registry.promote import promote
 from rlhf_core.errors import RlhfError
 
-pytestmark = [pytest.mark.services, pytest.mark.parametrize("backend", ["sqlite"], indirect=True), pytest.mark.slow]
+pytestmark = [pytest.mark.services, pytest.mark.parametrize("backend", ["sqlite"], indirect=True)]
 ASK = {"messages": [{"role": "user", "content": "what colour is the sky?"}], "max_tokens": 8, "seed": 1}
 PATIENCE = 240  # seconds until a server that does nothing fails the test
 
@@ -60,6 +60,7 @@ def serving(workspace: Path, *options: str, **environment: str) -> Iterator[Serv
         process.wait()
 
 
+@pytest.mark.dear("a champion that changes under load, served by the real command")
 def test_the_alias_moves_under_load_and_a_stop_lets_replies_end(contest: Path) -> None:
     name = policy_name(contest)
     served: Counter[str] = Counter()
@@ -100,6 +101,7 @@ def test_the_alias_moves_under_load_and_a_stop_lets_replies_end(contest: Path) -
         assert server.process.wait(PATIENCE) == 0
 
 
+@pytest.mark.slow
 def test_a_version_is_found_by_number_run_and_alias(contest: Path) -> None:
     name, client = policy_name(contest), connect(contest)
     run = client.get_run(client.get_model_version(name, "2").run_id).info
