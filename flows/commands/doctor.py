@@ -246,7 +246,7 @@ def _sources(workspace: Path, params: Params, opens_files: bool) -> Iterator[Doc
         for pattern in patterns:
             yield _source(workspace, "data", pattern)
         if opens_files:
-            yield from _unread(workspace, params.collect.files.preferences)
+            yield from unread_sources(workspace, params.collect.files.preferences)
         if not patterns:
             yield DoctorCheck(
                 FAIL, "data", "collect.source is files, but collect.files names none", "name at least preferences"
@@ -255,8 +255,8 @@ def _sources(workspace: Path, params: Params, opens_files: bool) -> Iterator[Doc
         yield _source(workspace, "data", evaluation.path)
 
 
-def _unread(workspace: Path, sources: Sequence[DataSource]) -> Iterator[DoctorCheck]:
-    """Check that the first local file of each source can be read as pairs of replies."""
+def unread_sources(workspace: Path, sources: Sequence[DataSource]) -> Iterator[DoctorCheck]:
+    """Return a failed check for each source whose first local file cannot be read as pairs of replies."""
     from rlhf_core.data.collection.sources import best_kind, source_files
 
     remedy = "`rlhf data FILE` shows how it is read"

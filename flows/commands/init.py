@@ -62,11 +62,19 @@ def next_step(workspace: Path) -> str:
             f"{name} is made, but its data are missing: name files with pairs of replies under "
             f"collect.files.preferences in {name}/{PARAMS_FILE} (`rlhf data FILE` shows how one is read), then: {run}"
         )
+    from flows.commands.doctor import unread_sources
+
     missing = [path for path in sources.files.paths() if not _exists(path, workspace)]
     if missing:
         return (
             f"{name} is made, but no file matches {', '.join(missing)}, seen from there: put the files there, or "
             f"correct collect.files in {name}/{PARAMS_FILE}, then: {run}"
+        )
+    unread = next(unread_sources(workspace, sources.files.preferences), None)
+    if unread is not None:
+        return (
+            f"{name} is made, but {unread.finding.rstrip('.')}: correct the file, or collect.files in "
+            f"{name}/{PARAMS_FILE} (`rlhf data FILE` shows how one is read), then: {run}"
         )
     return f"{name} is ready; next: {run}"
 

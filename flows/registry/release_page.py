@@ -253,12 +253,14 @@ def write_release_page(workspace: Path, notes: RunNotes | None = None) -> Releas
     digest = sha256_file(report) if text else ""
     notes = notes or _kept_notes(workspace) or RunNotes()
     decision = read_release_decision(workspace, notes)
+    here = _version_of_policy(workspace, notes)
+    if here is None and not (notes.because or notes.registered or _refused_by(workspace)):
+        return decision  # no run has come to a decision yet
     rendered = with_release(text, decision) if BEGIN in text else None
     if rendered is None:
         return decision
     atomic_write_text(page, rendered)
     atomic_write_json(private_path(workspace, RECORD), {"report_sha256": digest, "notes": asdict(notes)})
-    here = _version_of_policy(workspace, notes)
     if here is not None:  # the page lies beside the evidence of the version that it is about
         client = connect(workspace)
         run_id = get_version(client, here.model, here.version).run_id

@@ -28,6 +28,8 @@ from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
         ('{source: files, files: {preferences: ["hub:a/b", "s3://c/d"]}}', "my-run is ready"),
         ("{source: files, files: {preferences: [here.jsonl, gone.jsonl]}}", "but no file matches gone.jsonl, seen"),
         ("{source: files, files: {demonstrations: [here.jsonl]}}", "its data are missing"),
+        ("{source: files, files: {preferences: [here.jsonl, odd.jsonl]}}", "odd.jsonl"),
+        ("{source: files, files: {preferences: [prompts.jsonl]}}", "prompts.jsonl has prompts, but pairs of replies"),
     ],
 )
 def test_the_next_step_names_what_is_missing(
@@ -36,7 +38,9 @@ def test_the_next_step_names_what_is_missing(
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "my-run"
     folder.mkdir()
-    (folder / "here.jsonl").touch()
+    (folder / "here.jsonl").write_text('{"prompt": "a?", "chosen": "b", "rejected": "c"}\n')
+    (folder / "odd.jsonl").write_text('{"winner": "b", "loser": "c"}\n')
+    (folder / "prompts.jsonl").write_text('{"prompt": "a?"}\n')
     text = collect if collect.startswith("{") else f"{{{collect}}}"
     (folder / "params.yaml").write_text(f"collect: {text}\n")
     said = next_step(folder)

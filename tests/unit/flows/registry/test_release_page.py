@@ -80,6 +80,8 @@ def test_what_no_run_has_registered(registry: Registry, contest: Path) -> None:
     decision = decided(hold(contest, None))
     assert (decision.state, decision.reason) == ("open", "No run has registered it yet.")
     assert decision.next_hint == "registers it, once its gates pass"
+    write_release_page(contest)
+    assert not (contest / "release.html").exists()
 
 
 def test_a_failed_gate_in_report_mode_registers_no_challenger(registry: Registry, contest: Path) -> None:
