@@ -143,6 +143,7 @@ def config(
     ] = None,
     workspace: WorkspaceOption = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the page of parameters.", hidden=True)] = False,
+    metrics: Annotated[bool, typer.Option("--metrics", help="Print the page of metrics.", hidden=True)] = False,
 ) -> None:
     """Print settings of params.yaml with default and meaning, and the value here where it is another.
 
@@ -151,8 +152,9 @@ def config(
     $ rlhf config critic
     """
     from rlhf_core.commands.config import show
+    from rlhf_core.evaluation.report.metrics import page
 
-    typer.echo(show(path, workspace, markdown), nl=False)
+    typer.echo(page() if metrics else show(path, workspace, markdown), nl=False)
 
 
 @app.command()

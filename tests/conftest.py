@@ -20,6 +20,7 @@ from prefect_database import make_prefect_database
 
 from rlhf_core.storage.garbage_collection import collect_rarely, paused_collector, skip_last_collection
 
+os.environ.update(OFFLINE)  # here, since a conftest below may import torch, which reads the number of threads only then
 SMOKE_SECONDS = 3000  # of the smoke run, which takes four minutes on two idle cores
 
 
@@ -28,7 +29,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # No test depends on how fast the machine is.
     settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("house")
-    os.environ.update(OFFLINE)
     # On a machine with a GPU the tests are of the CPU all the same: their numbers, ranks and threads are.
     os.environ.setdefault("RLHF_DEVICE", "cpu")
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RLHF_WORKSPACE", "RLHF_PARENT_RUN_ID"):

@@ -1,7 +1,7 @@
 """Where PPO's raw scores come from (``ppo.reward.sources``): models, services, functions, mixed by weights.
 
 Critic pre-training scores with the same list, since values live in its units. The default is the reward model that the
-pipeline trained. docs/how-to.md, "Use other reward sources", shows each kind at work.
+pipeline trained. docs/train.md, "Use other reward sources", shows each kind at work.
 """
 
 from __future__ import annotations

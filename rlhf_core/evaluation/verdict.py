@@ -9,22 +9,8 @@ from typing import Any
 
 from rlhf_core.evaluation.figures import format_number
 from rlhf_core.evaluation.judges.names import TRAINED_ON, final_judges
+from rlhf_core.evaluation.report.metrics import alarm_bounds, labelled
 from rlhf_core.storage.files import flatten
-
-LOW_SHARE = 0.5
-FALL = 0.05
-DEFECT_SHARE = 0.05
-# Shares that are better when higher: metric of each model, and what it is the share of. Safety comes first.
-SHARES = (
-    ("safety.refuses_harmful", "harmful requests refused"),
-    ("safety.answers_benign", "benign look-alikes answered"),
-    ("regression", "regression set passed"),
-)
-DEFECTS = (
-    ("missing_eos", "replies without an end"),
-    ("special_tokens", "replies with special tokens inside"),
-    ("short_replies", "very short replies"),
-)
 
 
 @dataclass(frozen=True)
@@ -43,25 +29,35 @@ class Alarm:
 def alarms(evaluation: Mapping[str, Any]) -> tuple[Alarm, ...]:
     """Return what alarms in ``metrics/evaluation.json``, the gravest first.
 
-    That is a share of safe or right replies below one half, or .05 below SFT's; a share of verifiable prompts .05 below
-    SFT's; a judge whose mean score falls where the reward model's rises beyond chance; defects in more than .05 of the
-    replies and in more than SFT's; and right multiple-choice answers that are fewer beyond chance.
+    That is a share of safe or right replies that is low or falls below SFT's; a share of verifiable prompts that falls;
+    a judge whose mean score falls where the reward model's rises beyond chance; defects in too many replies and in more
+    than SFT's; and right multiple-choice answers that are fewer beyond chance. ``report/metrics.yaml`` has the bounds.
     """
     return tuple(_alarms(evaluation))
 
 
 def _alarms(evaluation: Mapping[str, Any]) -> Iterator[Alarm]:
     sft, policy = (flatten(evaluation.get(name, {})) for name in ("sft", "policy"))
-    for metric, label in SHARES:
-        if metric in policy and (policy[metric] < LOW_SHARE or _fell(policy[metric], sft.get(metric))):
-            yield Alarm(metric, _sentence(label, policy[metric], sft.get(metric)))
-    if SHARES[0][0] not in policy:  # without a set of harmful requests, those of the regression set
+    metrics = {name: metric for name, metric in labelled().items() if name in policy}
+    low, fall = (alarm_bounds("share")[bound] for bound in ("below", "fall"))
+    defects = alarm_bounds("defect")["above"]
+
+    def fell(share: float, before: float | None) -> bool:
+        return before is not None and share < before - fall
+
+    def of_metric(name: str) -> Alarm:
+        return Alarm(name, _sentence(metrics[name].label, policy[name], sft.get(name)))
+
+    for name, metric in metrics.items():
+        if metric.alarm == "share" and (policy[name] < low or fell(policy[name], sft.get(name))):
+            yield of_metric(name)
+    if "safety.refuses_harmful" not in policy:  # without a set of harmful requests, those of the regression set
         share, before = (evaluation.get(name, {}).get("refuses_harmful") for name in ("regression", "regression_sft"))
-        if share is not None and (share < LOW_SHARE or _fell(share, before)):
+        if share is not None and (share < low or fell(share, before)):
             yield Alarm("", _sentence("harmful requests of the regression set refused", share, before))
     # How many of these replies pass is for the user to judge, but not that the policy passes fewer.
     share, before = (evaluation.get("verifiable", {}).get(name, {}).get("passed") for name in ("policy", "sft"))
-    if share is not None and _fell(share, before):
+    if share is not None and fell(share, before):
         yield Alarm("", _sentence("verifiable prompts passed", share, before))
     comparisons = evaluation.get("comparison", {})
     reward = comparisons.get(TRAINED_ON, {})
@@ -70,16 +66,12 @@ def _alarms(evaluation: Mapping[str, Any]) -> Iterator[Alarm]:
         if change < 0.0:
             rise = format_number(reward["mean_difference"], 2)
             yield Alarm(judge, f"the reward rises by {rise} where the score by {judge} falls by {-change:.2f}")
-    for metric, label in DEFECTS:
-        if policy.get(metric, 0.0) > max(DEFECT_SHARE, sft.get(metric, 0.0)):
-            yield Alarm(metric, _sentence(label, policy[metric], sft.get(metric)))
-    metric = "multiple_choice.accuracy"
-    if evaluation.get("multiple_choice", {}).get("difference_high95", 0.0) < 0.0 and metric in policy:
-        yield Alarm(metric, _sentence("multiple choice answered rightly", policy[metric], sft.get(metric)))
-
-
-def _fell(share: float, before: float | None) -> bool:
-    return before is not None and share < before - FALL
+    for name, metric in metrics.items():
+        if metric.alarm == "defect" and policy[name] > max(defects, sft.get(name, 0.0)):
+            yield of_metric(name)
+    name = "multiple_choice.accuracy"
+    if evaluation.get("multiple_choice", {}).get("difference_high95", 0.0) < 0.0 and name in policy:
+        yield of_metric(name)
 
 
 def _sentence(label: str, policy: float, sft: float | None) -> str:

@@ -1,22 +1,21 @@
-"""What docs/metrics.md explains."""
+"""What metrics.yaml, of which docs/metrics.md is made, explains of the metrics in a file."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+from rlhf_core.evaluation.report.metrics import glossary, metrics_of
 
 
-def documented() -> set[str]:
-    """Names in the first columns of its tables."""
-    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
-    return {name for line in lines for name in re.findall(r"`([\w.]+)`", line.split("|")[1])}
+def documented(file: str | None = None) -> set[str]:
+    """The metrics that are explained of ``file``, such as ``history/ppo.jsonl``; None for those of all files."""
+    sections = [section for section in glossary()["sections"] if file is None or file in section.get("files", ())]
+    return {name for section in sections for metric in metrics_of(section) for name in metric.names}
 
 
-def undocumented(rows: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Fields of a history that the page does not explain. Those of reward sources carry the sources' own names."""
-    fields = {name for row in rows for name in row}
-    return {name for name in fields - documented() if not name.startswith("source_")}
+def undocumented(file: str, rows: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Fields of these rows of ``file`` that are not explained. NAME stands for a name of the user's own."""
+    known = re.compile("|".join(name.replace("NAME", r"\w+") for name in documented(file)))
+    return {name for row in rows for name in row if not known.fullmatch(name)}

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from architecture.glossary import PAGE as GLOSSARY
 from architecture.glossary import documented
 from typer.testing import CliRunner
 
@@ -29,6 +28,11 @@ def test_the_page_of_parameters_is_what_the_command_prints() -> None:
     assert (DOCS / "parameters.md").read_text(encoding="utf-8") == printed, (
         "rlhf config --markdown > docs/parameters.md"
     )
+
+
+def test_the_page_of_metrics_is_what_the_command_prints() -> None:
+    printed = CliRunner().invoke(app, ["config", "--metrics"]).output
+    assert (DOCS / "metrics.md").read_text(encoding="utf-8") == printed, "rlhf config --metrics > docs/metrics.md"
 
 
 def test_every_setting_says_what_it_does(known: dict[str, Setting]) -> None:
@@ -106,6 +110,6 @@ def test_the_command_prints_it() -> None:
 
 
 def test_the_example_of_changed_health_rules_is_accepted() -> None:
-    (example,) = re.findall(r"```yaml\n(ppo:\n  health:.*?)```", GLOSSARY.read_text(encoding="utf-8"), flags=re.DOTALL)
+    (example,) = re.findall(r"```yaml\n(ppo:\n  health:.*?)```", (DOCS / "metrics.md").read_text(), flags=re.DOTALL)
     rules = {rule.name: rule for rule in rules_for(check_params(yaml_text.parse(example, "the example")).ppo)}
     assert rules["kl_runaway"].action == "rollback" and "one_opening" not in rules

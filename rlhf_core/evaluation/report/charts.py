@@ -18,6 +18,7 @@ from markupsafe import Markup
 from ruamel.yaml import YAML
 
 from rlhf_core.evaluation.figures import COLOURS, HEIGHT, SERIES, draw_svg
+from rlhf_core.evaluation.report.metrics import healthy_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -157,7 +158,9 @@ def draw_charts(
             bands = {label: (edges[0], edges[1]) for label, edges in curves.items() if len(edges) == 2 and all(edges)}
             if lines:
                 svg = line_chart(lines, bands, x_label, f"{history}: {spec['title']}", marks)
-                chart = {"title": spec["title"], "svg": svg, "note": spec.get("note", "")}
+                first = next(iter(spec["curves"].values()))
+                note = spec.get("note") or healthy_of(f"history/{history}.jsonl", first)
+                chart = {"title": spec["title"], "svg": svg, "note": note}
                 charts.setdefault(history, []).append(chart)
     return charts
 

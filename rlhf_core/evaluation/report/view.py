@@ -27,31 +27,12 @@ from rlhf_core.evaluation.report.charts import (
     reward_histograms,
 )
 from rlhf_core.evaluation.report.headline import BEGIN, END, ReleaseDecision, conclude
+from rlhf_core.evaluation.report.metrics import labelled
 from rlhf_core.evaluation.report.sources import JsonObject, ReportSources, package_versions
 from rlhf_core.evaluation.verdict import alarms
 from rlhf_core.storage.files import flatten as dotted
 
 COMMIT = 12  # characters of it that are shown
-# Rows of the table of SFT beside policy.
-MODEL_METRICS = (
-    ("gold", "Gold score"),
-    ("reward", "Reward model's score"),
-    ("judge", "Judge's score"),
-    ("referee", "Referee's score"),
-    ("length", "Reply length, tokens"),
-    ("repetition", "Repeated trigrams"),
-    ("missing_eos", "Missing end"),
-    ("special_tokens", "Special tokens inside"),
-    ("short_replies", "Very short replies"),
-    ("distinct_2", "Distinct bigrams"),
-    ("perplexity_reference", "Perplexity under SFT"),
-    ("perplexity_preferred", "Perplexity of held-out preferred replies"),
-    ("perplexity_pretrain", "Perplexity of held-out plain text"),
-    ("multiple_choice.accuracy", "Multiple choice answered rightly"),
-    ("regression", "Regression set passed"),
-    ("safety.refuses_harmful", "Harmful requests refused"),
-    ("safety.answers_benign", "Benign look-alikes answered"),
-)
 
 
 def build_context(sources: ReportSources, title: str, replies: int) -> dict[str, Any]:
@@ -151,6 +132,7 @@ def whole(value: Any) -> Any:
 def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
     """Return the few metrics that matter most, those that exist, with ``label``, ``value`` and ``note``."""
     evaluation, ppo, reward = (metrics.get(name, {}) for name in ("evaluation", "ppo", "reward"))
+    labels = {name: metric.label for name, metric in labelled().items()}
     known: list[tuple[str, Any, str]] = []
     comparisons = evaluation.get("comparison", {})
     for judge in final_judges(comparisons):
@@ -161,15 +143,15 @@ def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
         known.append((f"win rate by {judge}", comparison.get("win_rate"), f"95 %: {low} to {high}{beside}"))
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
     if "gold" in policy:
-        known.append(("gold score", policy["gold"], f"SFT {format_number(sft.get('gold'), 2)}"))
+        known.append((labels["gold"], policy["gold"], f"SFT {format_number(sft.get('gold'), 2)}"))
     if "kl" in evaluation:
-        known.append(("KL, nats per reply", evaluation["kl"], "unfiltered samples"))
+        known.append((labels["kl"], evaluation["kl"], "unfiltered samples"))
     if "accuracy" in reward:
         balanced = reward.get("test_accuracy_length_balanced")
         beside = f"; {format_number(balanced, 2)} on length-balanced ones" if balanced is not None else ""
-        known.append(("reward model accuracy", reward["accuracy"], f"held-out pairs{beside}"))
+        known.append((labels["accuracy"], reward["accuracy"], f"held-out pairs{beside}"))
     if "selected_iteration" in ppo:
-        known.append(("selected iteration", ppo["selected_iteration"], ""))
+        known.append((labels["selected_iteration"], ppo["selected_iteration"], ""))
     return [{"label": label, "value": format_number(value, 2), "note": note} for label, value, note in known]
 
 
@@ -183,14 +165,14 @@ def sft_beside_policy(evaluation: Mapping[str, Any], gate: Mapping[str, Any]) ->
     decided = {c["metric"]: "ok" if c.get("passed") else "fails" for c in gate.get("conditions", [])}
     rows = [
         {
-            "label": label,
+            "label": metric.label[0].upper() + metric.label[1:],
             "sft": sft[key],
             "policy": policy[key],
             "change": policy[key] - sft[key],
             "gate": decided.get(f"policy.{key}", ""),
             "alarming": key in alarming,
         }
-        for key, label in MODEL_METRICS
+        for key, metric in labelled().items()
         if key in sft and key in policy
     ]
     return sorted(rows, key=lambda row: (row["gate"] != "fails", not row["alarming"]))

@@ -81,8 +81,8 @@ def fill(root: Path, gate_mode: str = "enforce", reward_bound: float = 0.5) -> N
     write(root / "metrics/evaluation.json", json.dumps(evaluation))
     reward = {"accuracy": 0.8, "test_accuracy_length_balanced": 0.6, "category": {"fact": 1}}
     write(root / "metrics/reward.json", json.dumps(reward))
-    rows = [{"iteration": i, "reward_mean": 0.1 * i, "reward_p05": -1.0, "reward_p95": 1.0, "kl": i, "findings": []}
-            for i in range(1, 6)]  # fmt: skip
+    rows = [{"iteration": i, "reward_mean": 0.1 * i, "reward_p05": -1.0, "reward_p95": 1.0, "kl": i, "entropy": 1.0,
+             "findings": []} for i in range(1, 6)]  # fmt: skip
     rows[2]["findings"] = [
         {
             "rule": "kl_over_budget",
@@ -167,6 +167,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "true preference" in first_screen and 'href="#top"' in page
     assert "The policy passed its gate" in page
     assert "kl_over_budget" in page and "further from the reference" in page
+    assert "Falls slowly; alone cannot tell collapse" in page, "a chart without a note says what is healthy"
     assert "data:image/png;base64," in page and page.count("<svg") >= 3
     assert "<mark>new &amp; &lt;b&gt;bold&lt;/b&gt;</mark>" in page and "no end" in page
     assert page.count("&lt;script&gt;") >= 4

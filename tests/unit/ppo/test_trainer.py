@@ -72,7 +72,7 @@ def test_a_run_writes_every_signal(tiny: Tiny, tmp_path: Path) -> None:
         assert row["first_ratio"] == pytest.approx(1.0)
         assert "importance_sampling_ratio_mean" not in row, "sampler and trainer round alike in float32"
     raw = json.loads((tmp_path / "history.jsonl").read_text().splitlines()[0])
-    assert undocumented([*rows, raw]) == set()
+    assert undocumented("history/ppo.jsonl", [*rows, raw]) == set()
     assert {"seconds_generation", "seconds_forward", "seconds_update"} <= raw.keys()
     assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-4) and rows[-1]["kl"] != 0.0
     assert "win_rate" in rows[1] and "selection_kl" in rows[1] and "win_rate" not in rows[0]
@@ -114,7 +114,7 @@ def test_kill_9_and_resume_is_bit_identical(tmp_path: Path, mode: str) -> None:
     assert straight.learner.pair.engines.keys() == resumed.learner.pair.engines.keys()
     for one, other in zip(*(run.learner.pair.engines.values() for run in (straight, resumed)), strict=True):
         assert equal(list(one.trained_weights().values()), list(other.trained_weights().values()))
-    assert history(tmp_path / "straight") == history(work) and undocumented(history(work)) == set()
+    assert history(tmp_path / "straight") == history(work) and undocumented("history/ppo.jsonl", history(work)) == set()
     of_a_critic, of_groups = (name in history(work)[-1] for name in ("value_loss", "group_reward_std"))
     assert (of_a_critic, of_groups) == ((False, True) if mode == "no critic" else (True, False))
     assert best(tmp_path / "straight") == best(work)

@@ -183,8 +183,8 @@ def test_the_stage_writes_what_ppo_writes_and_learns_the_pairs(trained: tuple[Pa
     assert metrics["validation_loss"] < 0.6 < metrics["validation_loss_before"] == pytest.approx(math.log(2), abs=1e-4)
     assert metrics["validation_accuracy"] > 0.9 and metrics["train_tokens"] > 0
     rows = read_history(out / "history/ppo.jsonl")
-    assert [row["step"] for row in rows] == [0, 3, 4, 6, 8] and undocumented(rows) == set()
-    assert undocumented([metrics]) == set()
+    assert [row["step"] for row in rows] == [0, 3, 4, 6, 8]
+    assert undocumented("history/ppo.jsonl", rows) == undocumented("metrics/ppo.json", [metrics]) == set()
     assert len((out / "samples/ppo.jsonl").read_text().splitlines()) == 2
     assert (out / "history/ppo_abandoned.jsonl").read_text() == ""
     assert not list((out / "models").glob("critic"))

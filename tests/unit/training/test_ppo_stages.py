@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from architecture.glossary import documented, undocumented
+from architecture.glossary import undocumented
 from safetensors.torch import load_file
 from traced import missed
 from transformers import AutoModelForCausalLM
@@ -82,7 +82,7 @@ def test_pretraining_a_shared_critic_fits_the_head_alone(workspace: Path, shared
     rows = read_history(shared / "history/critic.jsonl")
     losses = [row["value_loss"] for row in rows]
     assert (
-        undocumented(rows) == set()
+        undocumented("history/critic.jsonl", rows) == set()
         and len(losses) == 4
         and losses[-1] < 0.8 * losses[0]
         and bool(head.isfinite().all())
@@ -120,7 +120,8 @@ def test_the_policy_of_a_shared_backbone_is_a_plain_model(workspace: Path, share
     rows = read_history(shared / "history/ppo.jsonl")
     assert [row["iteration"] for row in rows] == [1, 2, 3] and "critic_lr" not in rows[0]
     assert (shared / "history/ppo_abandoned.jsonl").read_text() == ""
-    assert json.loads((shared / "metrics/ppo.json").read_text()).keys() - documented() <= {"selected", "last"}
+    metrics = json.loads((shared / "metrics/ppo.json").read_text())
+    assert undocumented("metrics/ppo.json", [metrics]) <= {"selected", "last"}
 
 
 def test_a_run_that_rolls_back_and_pauses_leaves_its_story(workspace: Path, tmp_path: Path) -> None:
@@ -136,7 +137,7 @@ def test_a_run_that_rolls_back_and_pauses_leaves_its_story(workspace: Path, tmp_
     assert [(row["rollback"], row["iteration"]) for row in files["ppo_abandoned"]] == [(1, 2), (1, 3)]
     record = files["ppo"][1]["rollbacks"][0]
     assert (record["from"], record["to"], record["lr"]) == (3, 1, 0.5)
-    assert undocumented([*files["ppo"], *files["ppo_abandoned"]]) == set()
+    assert undocumented("history/ppo.jsonl", [*files["ppo"], *files["ppo_abandoned"]]) == set()
     samples = [json.loads(line) for line in (tmp_path / "samples/ppo.jsonl").read_text().splitlines()]
     assert {sample.get("rollback") for sample in samples} == {None, 1}
     assert files["ppo"][1]["policy_lr"] == pytest.approx(0.5 * files["ppo_abandoned"][0]["policy_lr"])
@@ -151,7 +152,7 @@ def test_without_a_critic_its_stage_says_so_and_ppo_reads_none(workspace: Path, 
     assert (tmp_path / "history/critic.jsonl").read_text() == ""
     ppo.run(config, *paths(ppo, workspace, tmp_path), context(ppo, tmp_path))
     rows = read_history(tmp_path / "history/ppo.jsonl")
-    assert len(rows) == 3 and undocumented(rows) == set()
+    assert len(rows) == 3 and undocumented("history/ppo.jsonl", rows) == set()
     assert "explained_variance" not in rows[0] and rows[0]["group_reward_std"] > 0
     assert json.loads((tmp_path / "metrics/ppo.json").read_text())["iterations"] == 3
 

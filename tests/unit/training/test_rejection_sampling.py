@@ -94,7 +94,7 @@ def test_the_stage_writes_what_ppo_writes_and_is_the_same_after_a_resume(workspa
     assert metrics["validation_loss"] < metrics["validation_loss_before"]
     rows = read_history(tmp_path / "history/ppo.jsonl")
     assert [row["step"] for row in rows] == [0, 3, 6] and rows[0]["sampled_tokens"] == metrics["sampled_tokens"] > 0
-    assert undocumented(rows) == set() and undocumented([metrics]) == set()
+    assert undocumented("history/ppo.jsonl", rows) == undocumented("metrics/ppo.json", [metrics]) == set()
     sample = json.loads((tmp_path / "samples/ppo.jsonl").read_text().splitlines()[0])
     assert sample["prompt"][-1]["role"] == "user" and sample["reply"]
     sft, policy = (

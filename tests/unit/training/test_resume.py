@@ -71,7 +71,7 @@ def test_killed_critic_pretraining_ends_as_the_uninterrupted_one(workspace: Path
 
 def test_reward_outputs_are_what_a_user_expects(workspace: Path, whole: dict[str, dict[str, object]]) -> None:
     out, metrics = workspace / "reward-whole", whole["reward"]
-    assert undocumented(read_history(out / "history/reward.jsonl")) == set()
+    assert undocumented("history/reward.jsonl", read_history(out / "history/reward.jsonl")) == set()
     assert json.loads((out / "metrics/reward.json").read_text()) == metrics
     assert {path.name for path in (out / "plots/reward").iterdir()} == {"margins.svg", "calibration.svg"}
     mistakes = [json.loads(line) for line in (out / "samples/reward_mistakes.jsonl").read_text().splitlines()]
@@ -84,7 +84,7 @@ def test_reward_outputs_are_what_a_user_expects(workspace: Path, whole: dict[str
 
 def test_sft_improves_perplexity_and_shows_samples(workspace: Path, whole: dict[str, dict[str, object]]) -> None:
     metrics = whole["sft"]
-    assert undocumented(read_history(workspace / "sft-whole/history/sft.jsonl")) == set()
+    assert undocumented("history/sft.jsonl", read_history(workspace / "sft-whole/history/sft.jsonl")) == set()
     assert metrics["perplexity"] < metrics["perplexity_before"]  # type: ignore[operator]
     lines = (workspace / "sft-whole/samples/sft.jsonl").read_text().splitlines()
     assert len(lines) == 2
