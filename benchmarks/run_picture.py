@@ -1,20 +1,25 @@
-"""Draw README's picture of a run: ``rlhf run | tee run.txt``, then ``python -m benchmarks.run_picture run.txt``.
+"""Draw the pictures of a run: ``rlhf run | tee run.txt``, ``python -m benchmarks.run_picture run.txt release.html``.
 
-The file is what a run prints where its output is no terminal. Drawn are the line of each stage with its result, and the
-verdict; paths of the machine are left out.
+The first file is what a run prints where its output is no terminal: README's picture has the line of each stage with
+its result, and the verdict; paths of the machine are left out. The site's picture is the first screen of the page, by
+Chromium.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "run.svg"
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+PICTURE, FIRST_SCREEN = IMAGES / "run.svg", IMAGES / "report.png"
 STAGE = re.compile(r"\[ *[\d.]+ s] (?P<name>[\w-]+) +ran +(?P<seconds>[\d.]+) s *(?P<result>.*)")
 WIDTH = 122
 
@@ -40,7 +45,23 @@ def drawn_lines(printed: str) -> Iterator[Text]:
         yield Text(line, style=style)
 
 
-def main(printed: Path) -> None:
+def draw_first_screen(page: Path) -> None:
+    """Draw the top of a report.
+
+    Raises:
+        SystemExit: there is no Chromium.
+    """
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        raise SystemExit("install Chromium to draw the report")
+    with tempfile.TemporaryDirectory() as profile:
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
+        size = ["--window-size=1100,1103", f"--screenshot={FIRST_SCREEN}"]
+        subprocess.run([browser, *options, *size, page.resolve().as_uri()], check=True, stderr=subprocess.DEVNULL)
+    print(f"{FIRST_SCREEN} is drawn")
+
+
+def main(printed: Path, page: Path) -> None:
     with Path("/dev/null").open("w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, highlight=False)
         for line in drawn_lines(printed.read_text(encoding="utf-8")):
@@ -50,7 +71,8 @@ def main(printed: Path) -> None:
     svg = re.sub(r"@font-face \{.*?\n    \}\n", "", svg, flags=re.DOTALL)
     PICTURE.write_text(svg, encoding="utf-8")
     print(f"{PICTURE} is drawn")
+    draw_first_screen(page)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
