@@ -45,23 +45,24 @@ def drawn_lines(printed: str) -> Iterator[Text]:
         yield Text(line, style=style)
 
 
-def draw_first_screen(page: Path) -> None:
-    """Draw the top of a report.
-
-    Raises:
-        SystemExit: there is no Chromium.
-    """
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        raise SystemExit("install Chromium to draw the report")
+def draw_first_screen(browser: str, page: Path) -> None:
+    """Draw the top of a report."""
     with tempfile.TemporaryDirectory() as profile:
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
         size = ["--window-size=1100,1103", f"--screenshot={FIRST_SCREEN}"]
-        subprocess.run([browser, *options, *size, page.resolve().as_uri()], check=True, stderr=subprocess.DEVNULL)
+        subprocess.run([browser, *options, *size, page.resolve().as_uri()], check=True)
     print(f"{FIRST_SCREEN} is drawn")
 
 
 def main(printed: Path, page: Path) -> None:
+    """Draw both pictures.
+
+    Raises:
+        SystemExit: there is no Chromium, or no page.
+    """
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None or not page.is_file():
+        raise SystemExit("install Chromium to draw the report" if browser is None else f"there is no {page}")
     with Path("/dev/null").open("w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, highlight=False)
         for line in drawn_lines(printed.read_text(encoding="utf-8")):
@@ -71,8 +72,10 @@ def main(printed: Path, page: Path) -> None:
     svg = re.sub(r"@font-face \{.*?\n    \}\n", "", svg, flags=re.DOTALL)
     PICTURE.write_text(svg, encoding="utf-8")
     print(f"{PICTURE} is drawn")
-    draw_first_screen(page)
+    draw_first_screen(browser, page)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    if len(sys.argv) != 3:
+        raise SystemExit(__doc__)
+    main(*map(Path, sys.argv[1:]))

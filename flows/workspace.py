@@ -234,7 +234,7 @@ def cleanup(workspace: Path) -> list[str]:
         pass
     except (ValueError, TypeError, KeyError, AttributeError):
         locks.unlink(missing_ok=True)
-        report.append("removed DVC's table of locks, which a killed DVC had left empty")
+        report.append("removed DVC's table of locks, which could not be read")
     else:
         if kept != held:
             atomic_write_json(locks, kept)

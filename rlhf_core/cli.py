@@ -43,7 +43,8 @@ def stage(
         root = _root(workspace)
         _record_code(root, name)
         # Ranks are processes of their own, which show their progress themselves.
-        in_ranks = for_person and name in load_params(root).compute.launch
+        launches = load_params(root).compute.launch.items() if for_person else ()
+        in_ranks = any(stage == name and launch.ranks > 1 for stage, launch in launches)
     with nullcontext() if in_ranks else busy(f"{name}: running"):
         run_stage(name, root)
     if for_person:

@@ -73,8 +73,8 @@ def next_step(workspace: Path) -> str:
     unread = next(unread_sources(workspace, sources.files.preferences), None)
     if unread is not None:
         return (
-            f"{name} is made, but {unread.finding.rstrip('.')}: correct the file, or collect.files in "
-            f"{name}/{PARAMS_FILE} (`rlhf data FILE` shows how one is read), then: {run}"
+            f"{name} is made, but not ready. {unread.finding.rstrip('.')}. Correct the file, or collect.files in "
+            f"{name}/{PARAMS_FILE} ({unread.remedy}), then: {run}"
         )
     return f"{name} is ready; next: {run}"
 

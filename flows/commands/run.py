@@ -25,7 +25,6 @@ from flows.prefect_server.services import (
     known_url,
     open_services,
     wait_for_server,
-    worker_name,
 )
 from flows.supervision import signals
 from flows.supervision.processes import SupervisedProcess
@@ -152,7 +151,6 @@ class PipelineRun:
         pools = self.params.pool_names()
         monitor = ServiceMonitor(services, self.params, pools, self.display.line, WORKER_RESTARTS)
         monitor.start_missing()
-        self.display.state.own_pools = [pool for pool in pools if worker_name(pool) in services.running]
         monitor.require_remote()
         if not services.embedded:
             for line in idle_workers(self.params):
@@ -169,6 +167,7 @@ class PipelineRun:
     def _watch(self, flow: SupervisedProcess, monitor: ServiceMonitor) -> None:
         """Show events and keep the services running until the flow ends, a problem occurs or the run is stopped."""
         while flow.poll() is None and self.problem is None and not signals.STOP.wait(POLL_SECONDS):
+            self.display.state.own_pools = monitor.pools_here()
             self._show_new_events()
             self.display.tick()
             self.problem = monitor.check()

@@ -191,8 +191,8 @@ class RunState:
                 self.enter_phase("")
             case StageStarted(name, pool, started, log_start):
                 progress = StageProgress(self._log(name), log_start)
-                here = " on this machine," if pool in self.own_pools else ""
-                note = f"runs{here} as a job of the work pool {pool}" if pool else ""
+                here = ", on this machine" if pool in self.own_pools else ""
+                note = f"job of the work pool {pool}{here}" if pool else ""
                 self.stages[name] = StageState(name, progress, started, note=note)
             case StageEnded(outcome):
                 self._end_stage(outcome)

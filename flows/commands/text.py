@@ -22,11 +22,11 @@ from flows.workspace import PRIVATE
 from rlhf_core.data.text import for_terminal
 from rlhf_core.errors import DataError, GateFailed, RlhfError
 from rlhf_core.redaction import redacted
+from rlhf_core.runtime import progress
 from rlhf_core.storage.files import read_json
 
 PROGRAM = "rlhf"
 INDENT = "  "
-LARGE, UNREADABLE = 999.5, 1e9  # in between, all digits are easier to read than an exponent
 ALIGNED = re.compile(r" *\S+( \S+)*? {2,}(?=\S)")  # a label and the gap after it
 
 
@@ -178,12 +178,12 @@ def format_metrics(metrics: Mapping[str, float]) -> list[str]:
 
 def plain_number(value: float) -> str:
     """Format a number with three digits, a large one with all of its whole digits: ``0.342``, ``14,916``."""
-    return f"{value:,.0f}" if LARGE <= abs(value) < UNREADABLE else f"{value:.3g}"
+    return progress.plain_number(value, 3, ",")
 
 
 def _thousands(value: float) -> str:
     for limit, unit in ((1e6, "M"), (1e3, "k")):
-        if value >= limit:
+        if value >= 0.9995 * limit:
             return f"{plain_number(value / limit)}{unit}"
     return plain_number(value)
 

@@ -26,7 +26,7 @@ from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, RlhfError
 POLL_SECONDS = 0.5
 CANCEL_SECONDS = 6.0
 REPORT_POLLS = 10
-QUEUE_POLLS = 20  # a free worker takes a job well before
+QUEUE_POLLS = 40  # a free worker asks every 10 s, give or take 3
 FALSE_STARTS = 2
 
 
@@ -52,7 +52,7 @@ def run_on_pool(job: Job, on_wait: Callable[[str], None]) -> StageOutcome:
     at once where the server does not answer its first request.
 
     Args:
-        on_wait: given a message each time the job is about to be submitted again, or when no worker takes it.
+        on_wait: given a message each time the job is to be submitted again, when no worker takes it, and when one does.
     """
     started = time.time()
     preemptions = false_starts = 0
@@ -128,6 +128,9 @@ def _await_end(
             polls_queued += 1
             if polls_queued == QUEUE_POLLS:
                 on_wait("no worker is free, waiting for one")
+        elif polls_queued >= QUEUE_POLLS:
+            polls_queued = 0
+            on_wait("taken by a worker")
         if _stage_reported_preemption(job, state):
             polls_left -= 1
             if polls_left <= 0:

@@ -58,7 +58,7 @@ class StageEnded:
 
 @dataclass(frozen=True)
 class StageRepeated:
-    """A stage crashed or was preempted and is run again; ``message`` says why, in one line. Its log goes on there."""
+    """A stage is run again, or its job waits for a worker; ``message`` says why, in one line. Its log goes on there."""
 
     stage: str
     message: str

@@ -96,7 +96,7 @@ class PipelineContext:
         self.events.emit(StageStarted(node.name, pool, time.time(), log_start))
 
     def repeat(self, node: StageNode, message: str) -> None:
-        """Record that a stage is run again, and why."""
+        """Record that a stage is run again or waits, and why."""
         self.events.emit(StageRepeated(node.name, message, self._log_size(node)))
 
     def _log_size(self, node: StageNode) -> int:
@@ -299,12 +299,12 @@ def _run_as_job(context: PipelineContext, node: StageNode, placement: Placement,
         spec = replace(spec, environment=without_delivery(spec.environment))
     job = Job(spec, placement, attempt_id, context.flow.max_preemptions)
 
-    def on_preempted(message: str) -> None:
+    def on_wait(message: str) -> None:
         context.repeat(node, f"{message} of {placement.pool}")
 
     if placement.shared:
-        return run_on_pool(job, on_preempted)
-    return run_on_remote_pool(job, node, on_preempted)
+        return run_on_pool(job, on_wait)
+    return run_on_remote_pool(job, node, on_wait)
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)

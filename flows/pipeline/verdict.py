@@ -24,7 +24,7 @@ EVALUATION = Path("metrics") / "evaluation.json"
 KL_KEYS = ("kl", "kl_low95", "kl_high95")
 TOYS = frozenset({"smoke", "chinese-sample"})  # profiles that try every step, and whose quality is no claim
 TOY = (
-    "{toy} is a toy: it tries every step on models too small to learn much, so alarms are to be expected. "
+    "{toy} is a toy: it tries every step, and its quality is no claim, so alarms are to be expected. "
     '"Better" is about {opponent}, by the judges above; "promoted" is about the champion, and a first version has none '
     "to beat"
 )

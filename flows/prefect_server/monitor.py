@@ -55,6 +55,10 @@ class ServiceMonitor:
             if not started_here and (self.services.embedded or needs_worker(pool)):
                 self.services.start_worker(pool, self.params.pool_limit(pool))
 
+    def pools_here(self) -> list[str]:
+        """Return the pools whose jobs a worker of these services takes."""
+        return [pool for pool in self.pools if worker_name(pool) in self.services.running]
+
     def require_remote(self) -> None:
         """Check that each pool whose workers run on other hosts has one.
 

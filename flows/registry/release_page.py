@@ -236,7 +236,7 @@ RECORD = "release.json"
 def write_release_page(workspace: Path, notes: RunNotes | None = None) -> ReleaseDecision:
     """Write ``release.html`` by what is true now, and attach it to the run that registered the version.
 
-    There is no page where there is no report, or one without a place for it.
+    There is no page where there is no report, or one without a place for it, or no run has come to a decision.
 
     Args:
         notes: What the run that wrote the report said; None for what it said when the page was written last.

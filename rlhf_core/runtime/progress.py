@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 # once, and the log of a long stage stays small.
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 1.0, 5.0
 QUIET_BELOW_SECONDS = 2.0
-LARGE, UNREADABLE = 9999.5, 1e9  # in between, all digits are easier to read than an exponent
+UNREADABLE = 1e9  # below it, all digits are easier to read than an exponent
 
 
 class Progress:
@@ -93,12 +93,15 @@ def busy(what: str) -> Iterator[None]:
     A :func:`progress` within takes its place.
     """
     global _shown
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         yield
         return
     from rich.console import Console
+    from rich.live import Live
+    from rich.spinner import Spinner
 
-    with _in_place_of_busy(), Console(stderr=True).status(f"{what}…") as _shown:
+    spinner, console = Spinner("dots", f"{what}…"), Console(stderr=True)
+    with _in_place_of_busy(), Live(spinner, console=console, transient=True, redirect_stdout=False) as _shown:
         yield
 
 
@@ -138,6 +141,10 @@ def track(items: Collection[Item], description: str) -> Iterator[Item]:
 
 
 def _format(metrics: dict[str, float]) -> str:
-    return " ".join(
-        f"{name} {value:{'.0f' if LARGE <= abs(value) < UNREADABLE else '.4g'}}" for name, value in metrics.items()
-    )
+    return " ".join(f"{name} {plain_number(value, 4)}" for name, value in metrics.items())
+
+
+def plain_number(value: float, digits: int, separator: str = "") -> str:
+    """Write a number with ``digits`` significant digits, a larger one with all before the point, by thousands."""
+    large = 10**digits - 0.5 <= abs(value) < UNREADABLE
+    return f"{value:{separator}.0f}" if large else f"{value:.{digits}g}"

@@ -63,7 +63,7 @@ def test_a_stage_on_the_pool_runs_there_and_a_second_computes_nothing(tmp_path: 
     toy = make_toy(tmp_path, POOLED, PARAMS, prefect_database)
     first = rlhf("run", cwd=toy)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert "runs on this machine, as a job of the work pool gpu-pool" in first.stdout
+    assert "job of the work pool gpu-pool, on this machine" in first.stdout
     assert (toy / "report.html").read_text() == "done"
     query = "select r.name, {} from flow_run r join flow f on f.id = r.flow_id where f.name = '{}'"
     assert rows(toy, query.format("state_type", "rlhf-stage")) == [(f"{toy.name} · ppo", "COMPLETED")]

@@ -67,7 +67,7 @@ def terminal(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Termina
 @pytest.mark.parametrize("terminal", [(120, 40)], indirect=True)
 def test_a_terminal_that_becomes_narrower_shows_each_stage_once(terminal: Terminal) -> None:
     terminal.step(0)
-    terminal.wait_for("runs as a job")
+    terminal.wait_for("job of")
     terminal.tmux("resize-window", "-x", "60", "-y", "24")
     terminal.step(1)
     lines = terminal.wait_for("45/90")
@@ -84,7 +84,7 @@ def test_a_run_fits_the_terminal_and_no_line_is_drawn_twice(terminal: Terminal, 
     columns = int(request.node.callspec.id.partition("x")[0])
     frames = [terminal.wait_for("starting Prefect")]
     terminal.step(0)
-    frames.append(terminal.wait_for("runs as a job"))
+    frames.append(terminal.wait_for("job of"))
     terminal.step(1)
     frames.append(terminal.wait_for("45/90"))
     terminal.step(2)

@@ -45,6 +45,7 @@ def test_the_next_step_names_what_is_missing(
     (folder / "params.yaml").write_text(f"collect: {text}\n")
     said = next_step(folder)
     assert expected in said and said.endswith("rlhf run --workspace my-run")
+    assert said.lower().count("correct the file") <= 1
 
 
 @pytest.mark.parametrize(

@@ -215,5 +215,5 @@ def test_formats() -> None:
         "10,000 s each",
     ]
     numbers = format_metrics({"reward": 12345.6, "kl": -1234.0, "lr": 1e-5, "tokens_s": 999950.0})
-    assert numbers == ["reward 12,346", "kl -1,234", "lr 1e-05", "1,000k tokens/s"]
+    assert numbers == ["reward 12,346", "kl -1,234", "lr 1e-05", "1M tokens/s"]
     assert format_metrics({"loss": 0.40971, "tokens_s": 17840.0}) == ["loss 0.41", "17.8k tokens/s"]
