@@ -35,7 +35,8 @@ for step in range(start, int(sys.argv[1])):
     (work / "now").write_text(str(step + 1))
     if stops:
         saved.write_text(str(step + 1))
-        report = {"stage": "ppo", "exit_code": 75, "message": f"ppo made step {step + 1}", "ended": time.time()}
+        times = {"started": 0.0, "ended": time.time(), "seconds": 1.0}
+        report = {"stage": "ppo", "exit_code": 75, "message": f"ppo made step {step + 1}", **times}
         pathlib.Path(".rlhf/outcomes").mkdir(parents=True, exist_ok=True)
         pathlib.Path(".rlhf/outcomes/ppo.json").write_text(json.dumps(report))
         sys.exit(75)

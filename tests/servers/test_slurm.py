@@ -40,7 +40,8 @@ while step < int(sys.argv[1]) and not pathlib.Path("released").exists():
     if stopped:
         pathlib.Path("stopped").write_text(str(step))
         outcome = pathlib.Path(".rlhf/outcomes/ppo.json"); outcome.parent.mkdir(parents=True, exist_ok=True)
-        outcome.write_text(json.dumps({"exit_code": 75}))
+        report = {"stage": "ppo", "exit_code": 75, "message": "", "started": 0.0, "ended": time.time(), "seconds": 1.0}
+        outcome.write_text(json.dumps(report))
         sys.exit(75)
 pathlib.Path("policy.txt").write_text("done")
 """

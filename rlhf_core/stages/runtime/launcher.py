@@ -13,14 +13,14 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rlhf_core.config.operations import LaunchConfig
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, Preempted, RlhfError
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, Preempted, RlhfError
 from rlhf_core.redaction import redacted
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.storage.files import atomic_write_json, read_json
@@ -56,12 +56,14 @@ class StageExit:
 
     @classmethod
     def load(cls, path: Path) -> StageExit | None:
-        """The outcome in ``path``; None when there is none."""
+        """The outcome in ``path``; None when there is none, or what is there is no outcome."""
         if not path.is_file():
             return None
-        record = read_json(path)
-        del record["seconds"]
-        return cls(**record)
+        try:
+            record = read_json(path)
+            return cls(**{field.name: record[field.name] for field in fields(cls)})
+        except (DataError, KeyError, TypeError):
+            return None
 
 
 def outcome_path(folder: Path, stage: str, rank: int | None = None) -> Path:

@@ -24,6 +24,7 @@ from rlhf_core.fingerprint.stages import write_fingerprints
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import runner, threads
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.stages.runtime.launcher import StageExit
 from rlhf_core.stages.runtime.threads import SPIN_ROUNDS, limit_threads, limit_threads_of
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.tracking.stage_run import METRICS_TAG, Tracker
@@ -40,6 +41,15 @@ def test_a_full_disk_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatc
     assert raised.value.exit_code == EXIT_USER_ERROR and "\n" not in str(raised.value)
     outcome: dict[str, Any] = json.loads((tmp_path / ".rlhf/outcomes/sft.json").read_text())
     assert outcome["exit_code"] == EXIT_USER_ERROR and "make room" in outcome["message"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"exit_code": 75}', "\udcff", "null"])
+def test_a_file_that_is_no_outcome_says_nothing_of_the_stage(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "sft.json"
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    assert StageExit.load(path) is None
+    StageExit("sft", 2, "why", 1.0, 2.5).save(path)
+    assert StageExit.load(path) == StageExit("sft", 2, "why", 1.0, 2.5)
 
 
 def test_a_database_without_room_is_a_full_disk_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
