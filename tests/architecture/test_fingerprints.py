@@ -93,13 +93,13 @@ def test_code_of_another_method_trains_no_policy_by_ppo_again(copy: Path, before
 
 
 @pytest.mark.slow
-def test_a_changed_health_rule_makes_ppo_alone_stale(copy: Path, before: dict[str, str]) -> None:
+def test_a_changed_health_rule_makes_ppo_and_the_report_that_names_it_stale(copy: Path, before: dict[str, str]) -> None:
     path = copy / "config/health.py"
     text = path.read_text()
     changed = re.sub(r'(Rule\("gradient_growing", \(Check\("policy_grad_norm", ">", )10\.0', r"\g<1>11.0", text)
     assert changed != text
     path.write_text(changed)
-    assert stale(before, digests(copy.parent)) == {"ppo"}
+    assert stale(before, digests(copy.parent)) == {"ppo", "report"}
 
 
 @pytest.mark.slow
@@ -113,8 +113,8 @@ def test_a_changed_template_makes_its_stage_stale(copy: Path, before: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "ppo"])
-def test_default_health_rules_concern_ppo_alone(stage: str) -> None:
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage not in ("ppo", "report")])
+def test_default_health_rules_concern_ppo_and_the_report(stage: str) -> None:
     assert "rlhf_core.config.health.DEFAULT_RULES" not in reached(stage)
 
 

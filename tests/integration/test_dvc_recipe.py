@@ -49,7 +49,17 @@ def test_a_clone_is_restored_from_a_remote(smoke_copy: Path, tmp_path: Path) -> 
         ("dvc", "remote", "add", "--default", "store", str(remote)),
         ("dvc", "push", "--quiet"),
         ("git", "init", "--quiet"),
-        ("git", "add", "params.yaml", "dvc.yaml", "dvc.lock", ".dvc/config", ".dvcignore", ".fingerprints"),
+        (
+            "git",
+            "add",
+            "params.yaml",
+            "dvc.yaml",
+            "dvc.lock",
+            ".dvc/config",
+            ".dvcignore",
+            ".fingerprints",
+            "expectations",
+        ),
         ("git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "--quiet", "-m", "run"),
         ("git", "clone", "--quiet", str(smoke_copy), str(clone)),
     ):

@@ -251,6 +251,8 @@ def test_a_run_that_waits_for_a_person_is_not_taken_for_dead(client: SyncPrefect
         resource = {"prefect.resource.id": f"prefect.flow-run.{run}"}
         beat = {"id": str(uuid4()), "event": HEARTBEAT, "occurred": str(datetime.now(UTC)), "resource": resource}
         client.request("POST", "/events", json=[beat])
+    beats = EventFilter(event=EventNameFilter(name=[HEARTBEAT]))
+    wait_until(lambda: len(client.read_events(beats, limit=9).events) == 2, "heartbeats on the server")
     client.set_flow_run_state(waiting, Suspended(), force=True)
     wait_until(lambda: client.read_flow_run(dead).state_name == "Crashed", "end of the dead run")
     time.sleep(5)
