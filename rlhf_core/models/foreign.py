@@ -43,7 +43,8 @@ from rlhf_core.models.io import (
 from rlhf_core.runtime.limited_call import CallLimits, limit_reached
 
 LIMITS = CallLimits()
-SAMPLE = "What is that? It is this.\n"
+# Each character of ASCII, and some of other scripts: a rule that grows texts may be of one character alone.
+SAMPLES = ("What is that? It is this.\n", *(chr(code) * 16 for code in range(32, 127)), "äßéñ 你好 привет 😀 \u200b")
 MOST_PER_BYTE = 16  # weights in a byte of a file; quantised to one bit there are eight
 
 
@@ -86,7 +87,8 @@ def _encode_sample(path: Path) -> None:
         tokenizer = load_gguf_tokenizer(path)
     else:
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-    tokenizer.encode(SAMPLE)
+    for sample in SAMPLES:
+        tokenizer.decode(tokenizer.encode(sample))
 
 
 def _build_modules(path: Path, auto_class: Any) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path, PurePath
 from typing import Any
@@ -76,10 +76,11 @@ def check_folder(path: Path) -> None:
 
 
 def require_no_adapter(path: Path) -> None:
-    """Raise ``ModelError`` where a folder holds an adapter alone, whose model is elsewhere."""
-    if (path / ADAPTER_CONFIG).is_file() and not any(path.glob("model*.safetensors")):
+    """Raise ``ModelError`` where a folder holds an adapter, which transformers would apply to what lies beside it."""
+    if (path / ADAPTER_CONFIG).is_file():
+        where = "beside a" if any(path.glob("model*.safetensors")) else "without its"
         raise ModelError(
-            f"{path} holds an adapter without its model ({ADAPTER_CONFIG}); merge the two (peft's merge_and_unload), "
+            f"{path} holds an adapter {where} model ({ADAPTER_CONFIG}); merge the two (peft's merge_and_unload), "
             "and name the folder with the result"
         )
 
@@ -372,6 +373,7 @@ CONFIGS = ("config*.json", "params.json")  # the library may take config.VERSION
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*")
 SHARD, INDEXES = ".safetensors", "*.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"  # as the package peft names it
+OTHER_WEIGHTS = "transformers_weights"
 ATTENTION = frozenset({"attn_implementation", "_attn_implementation", "_attn_implementation_internal"})
 # Where a link may lead to out of the folder: a store that names its files by their content.
 DVC_CACHE = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$")
@@ -382,7 +384,8 @@ def require_own_files(folder: Path) -> None:
 
     Raises:
         ModelError: A file that would be read is a link out of the folder, or no plain file; an index names a shard
-            that is no safetensors file of the folder; a configuration names attention that would be fetched.
+            that is no safetensors file of the folder; a configuration names attention that would be fetched, or weights
+            other than those that are checked.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -409,7 +412,10 @@ def require_own_files(folder: Path) -> None:
                 )
     known = {"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
     for file in _files(folder, *CONFIGS):
-        for name in _attention_names(_json(file)):
+        content = _json(file)
+        if any(_texts_under(content, {OTHER_WEIGHTS})):
+            raise ModelError(f"{folder}: its {file.name} names other weights ({OTHER_WEIGHTS}); take that out")
+        for name in _texts_under(content, ATTENTION):
             if name.removeprefix("paged|") not in known:
                 raise ModelError(
                     f"{folder}: its {file.name} asks for the attention {name!r}, which is not part of transformers "
@@ -429,13 +435,13 @@ def _json(file: Path) -> Any:
         return None
 
 
-def _attention_names(config: Any) -> Iterator[str]:
-    """All texts under keys that name the attention of a model or of one of its parts."""
+def _texts_under(config: Any, keys: Collection[str]) -> Iterator[str]:
+    """All texts under these keys of a configuration or of one of its parts."""
     left = [(config, False)]
     while left:
         value, named = left.pop()
         if isinstance(value, dict):
-            left += [(item, named or key in ATTENTION) for key, item in value.items()]
+            left += [(item, named or key in keys) for key, item in value.items()]
         elif isinstance(value, list):
             left += [(item, named) for item in value]
         elif named and isinstance(value, str):

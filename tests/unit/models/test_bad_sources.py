@@ -121,7 +121,8 @@ DAMAGES = {
     "template-refuses": (set_template("{{ raise_exception('No.') }}"), "the chat template refuses a dialogue"),
     "template-broken": (set_template("{% for m in %}"), "the chat template refuses a dialogue"),
     "end-missing": (remove_end, "has no end-of-sequence token"),
-    "adapter": (lambda folder: (folder / CONFIG).rename(folder / "adapter_config.json"), "has no config.json"),
+    "adapter-beside": (write("adapter_config.json", '{"peft_type": "LORA"}'), "holds an adapter beside a model"),
+    "adapter": (lambda folder: (folder / CONFIG).rename(folder / "adapter_config.json"), "holds an adapter beside"),
 }  # fmt: skip
 
 

@@ -90,6 +90,24 @@ def test_attention_of_elsewhere_is_refused_unfetched(
     assert base_model_check(tmp_path, "source", None).level == FAIL and not fetched
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"transformers_weights": "adapter_model.bin"},
+        {"transformers_weights": "../outside/model.safetensors"},
+        {"transformers_weights": "other.safetensors"},
+        {"text_config": {"transformers_weights": "sub/model.safetensors.index.json"}},
+    ],
+)
+def test_weights_other_than_those_that_are_checked_are_refused(
+    change: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    edit(CONFIG, **change)(folder)
+    for call in (lambda: run_base(folder, tmp_path), lambda: load_policy(folder)):
+        with pytest.raises(ModelError, match=r"^[^\n]*names other weights \(transformers_weights\)[^\n]*$"):
+            call()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2", None])
 def test_attention_of_the_library_is_taken(name: str | None, folder: Path, fetched: list[str], tmp_path: Path) -> None:
@@ -187,6 +205,7 @@ def refusing_and_deep(folder: Path) -> None:
 
 
 DOUBLE: dict[str, object] = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+RARER: dict[str, object] = DOUBLE | {"pattern": {"String": "~"}, "content": "~~"}
 NESTED = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 ENDLESS: dict[str, tuple[Damage, str]] = {
     "a template that loops": (template(NESTED), "the chat template takes"),
@@ -195,6 +214,7 @@ ENDLESS: dict[str, tuple[Damage, str]] = {
         "the chat template takes",
     ),
     "a normaliser that doubles": (normaliser(*[DOUBLE] * 45), "opening its tokenizer"),
+    "a normaliser that doubles a rarer letter": (normaliser(*[RARER] * 45), "opening its tokenizer"),
     "two million layers": (edit(CONFIG, num_hidden_layers=2_000_000), "opening the model"),
     "a vocabulary of which no file has the rows": (edit(CONFIG, vocab_size=10**12), "opening the model"),
     "two million layers behind a template that refuses": (refusing_and_deep, "opening the model"),
