@@ -45,6 +45,7 @@ def login(servers: Servers) -> dict[str, str]:
 
 
 def training(folder: Path, pool: str, steps: int) -> Path:
+    """A pipeline in ``folder``, whose name is the workspace's, of which a server has one only."""
     dvc_yaml = TRAINING.format(python=sys.executable, steps=steps)
     return make_toy(folder, dvc_yaml, f"seed: 1\npools: {{ppo: {pool}}}\n")
 
@@ -93,7 +94,7 @@ def other_worker(pool: str, login: dict[str, str], folder: Path) -> Iterator[sub
 
 def test_a_pipeline_runs_on_a_worker_of_the_server(login: dict[str, str], tmp_path: Path) -> None:
     """The pool has two workers and a limit of one job, which the run says."""
-    toy = training(tmp_path / "toy", "theirs", 3)
+    toy = training(tmp_path / tmp_path.name, "theirs", 3)
     with (toy / "params.yaml").open("a") as stream:
         stream.write("work_pools: {theirs: {limit: 1}}\n")
     (tmp_path / "second").mkdir()
@@ -111,7 +112,7 @@ def test_a_pipeline_runs_on_a_worker_of_the_server(login: dict[str, str], tmp_pa
 
 @pytest.mark.parametrize("moment", ["while a job starts", "before a job is submitted"])
 def test_an_outage_of_45_s_costs_no_retry(servers: Servers, login: dict[str, str], tmp_path: Path, moment: str) -> None:
-    toy = training(tmp_path / "toy", "own", 5)
+    toy = training(tmp_path / tmp_path.name, "own", 5)
     if moment == "before a job is submitted":
         (toy / "dvc.yaml").write_text(
             (toy / "dvc.yaml").read_text().replace("[train.py]", "[train.py, data.txt]") + DATA
@@ -136,7 +137,7 @@ def test_an_outage_of_45_s_costs_no_retry(servers: Servers, login: dict[str, str
 
 def test_the_dead_worker_of_one_run_ends_no_job_of_another(login: dict[str, str], tmp_path: Path) -> None:
     """Both pipelines use one pool, in which each has a job on a worker of its own."""
-    first, second = (training(tmp_path / name, "shared", 0) for name in ("first", "second"))
+    first, second = (training(tmp_path / name, "shared", 0) for name in ("one-of-two", "other-of-two"))
     for toy in (first, second):
         (toy / "train.py").write_text(
             f"# {toy.name}: another computation, else one job would do for both\n" + UNTIL_RELEASED

@@ -119,7 +119,7 @@ def slurm() -> Iterator[Slurm]:
 def test_a_pipeline_runs_its_stage_in_an_allocation(
     slurm: Slurm, servers: Servers, login: dict[str, str], tmp_path: Path
 ) -> None:
-    toy, log = training(tmp_path / "toy", "slurm", 3), tmp_path / "worker.log"
+    toy, log = training(tmp_path / tmp_path.name, "slurm", 3), tmp_path / "worker.log"
     job = slurm.submit(f"--output={log}", WORKER, "slurm", **login)
 
     try:
@@ -139,7 +139,7 @@ def test_a_pipeline_runs_its_stage_in_an_allocation(
 def test_the_stage_of_a_preempted_worker_resumes_in_its_next_allocation(
     slurm: Slurm, login: dict[str, str], tmp_path: Path
 ) -> None:
-    toy, log = training(tmp_path / "toy", "preempted", 10**6), tmp_path / "worker.log"
+    toy, log = training(tmp_path / tmp_path.name, "preempted", 10**6), tmp_path / "worker.log"
     (toy / "train.py").write_text(PREEMPTIBLE)
     job = slurm.submit("--partition=low", "--nodelist=n1", f"--output={log}", WORKER, "preempted", **login)
     run = None
@@ -169,7 +169,7 @@ def test_the_stage_of_a_preempted_worker_resumes_in_its_next_allocation(
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
     """A workspace whose training takes 20 seconds, and saves its step when it is stopped."""
-    toy = make_toy(tmp_path / "toy", PREEMPTIBLE_STAGES)
+    toy = make_toy(tmp_path / tmp_path.name, PREEMPTIBLE_STAGES)
     (toy / "train.py").write_text(PREEMPTIBLE)
     made = subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=toy, env=environment())
     assert made.returncode == 0
