@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from rlhf_core.commands.data import print_json, print_text
 from rlhf_core.errors import RlhfError
 from rlhf_core.runtime.progress import busy
 
@@ -105,8 +106,6 @@ def import_(
 
         imported = import_answers(root, files, annotator, replace)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(imported, ensure_ascii=False, indent=2))
+        print_json(imported)
     else:
-        typer.echo(as_text(imported))
+        print_text(as_text(imported))

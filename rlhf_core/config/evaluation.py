@@ -65,7 +65,7 @@ class LlmJudgeConfig(Strict):
         max_junk: Largest share of pairs without a usable answer at which the comparison counts.
         concurrency: Requests that wait for their answers at once.
         requests_per_minute: Most requests of a minute.
-        timeout_seconds: Bounds connecting, each wait for data, and the receipt of an answer.
+        timeout_seconds: Bounds connecting, and the whole request after it.
         retries: How often a request is repeated that fails to connect, breaks off, times out, is answered with more
             than 8 MiB or with 408, 425, 429 or 5xx; it waits 0.5 s, 1 s, 2 s … (at most 30 s; or as the answer's
             Retry-After says, up to 60 s).

@@ -132,7 +132,7 @@ class HttpSource(SourceConfig):
     Attributes:
         url: Its address.
         batch_size: Replies of a request.
-        timeout_seconds: Bounds connecting, each wait for data, and the receipt of an answer.
+        timeout_seconds: Bounds connecting, and the whole request after it.
         retries: How often a request is repeated that fails to connect, times out or is answered with 408, 425, 429
             or 5xx; it waits 0.5 s, 1 s, 2 s … (at most 30 s; or as the answer's Retry-After says, up to 60 s).
         token_env: Environment variable with the bearer token, which itself never stands in params.yaml.

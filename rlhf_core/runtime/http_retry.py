@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
+import socket
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -16,7 +18,8 @@ from rlhf_core.errors import ConfigError, RlhfError
 RETRIED = frozenset({408, 425, 429})  # and every error of a server; gateways have their own beyond 504
 FIRST_WAIT, LONGEST_WAIT, LONGEST_REQUESTED_WAIT = 0.5, 30.0, 60.0  # seconds
 DESCRIBED_CHARACTERS = 120
-LARGEST_ANSWER = 16 << 20  # bytes, decompressed: far more than anything asked for here has
+LARGEST_ANSWER = 16 << 20  # bytes: far more than anything asked for here has
+CONNECTED = ("connect_tcp.complete", "connect_unix_socket.complete")  # how such events of httpcore end
 OF_THE_TRANSFER = frozenset({"content-encoding", "content-length", "transfer-encoding"})
 
 
@@ -59,7 +62,7 @@ def post_json(
         try:
             answer = _post(client, url, body)
         except httpx.RequestError as error:
-            problem = f"{type(error).__name__}: {error}".removesuffix(": ")
+            problem = _masked(f"{type(error).__name__}: {error}".removesuffix(": "), secret)
         else:
             if final(answer):
                 return answer
@@ -72,20 +75,46 @@ def post_json(
 def _post(client: httpx.Client, url: str, body: dict[str, Any]) -> httpx.Response:
     """Post once, and receive an answer of at most :data:`LARGEST_ANSWER` within the client's time for reading.
 
-    Otherwise a server that sends without end would fill the memory, and one that sends a byte now and then would never
-    time out.
+    Otherwise a server that sends without end would fill the memory, and one that sends a byte now and then, of headers
+    as of content, would never time out: httpx bounds each wait for data, and a timer that shuts the connection down
+    bounds them all. Compressed answers are refused, since a few bytes may unpack to gigabytes.
     """
-    content, seconds = bytearray(), client.timeout.read
-    with client.stream("POST", url, json=body) as answer:
-        begin = time.monotonic()
-        for part in answer.iter_bytes():
-            content += part
-            if len(content) > LARGEST_ANSWER:
-                raise httpx.RequestError(f"the answer has more than {LARGEST_ANSWER >> 20} MiB")
-            if seconds is not None and time.monotonic() - begin > seconds:
-                raise httpx.ReadTimeout(f"the answer was not whole after {seconds:g} s")
-    headers = [(name, value) for name, value in answer.headers.items() if name not in OF_THE_TRANSFER]
-    return httpx.Response(answer.status_code, headers=headers, content=bytes(content))
+    content, seconds, late = bytearray(), client.timeout.read, threading.Event()
+    headers = {"Accept-Encoding": "identity", "Connection": "close"}  # a connection that is kept would not be timed
+    with ExitStack() as at_end:
+
+        def bound(event: str, info: dict[str, Any]) -> None:
+            if not event.endswith(CONNECTED) or seconds is None:
+                return
+            # A duplicate, since TLS takes the socket over, and its handshake may be slow too.
+            connection = at_end.enter_context(info["return_value"].get_extra_info("socket").dup())
+
+            def shut_down() -> None:
+                late.set()
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+            timer = threading.Timer(seconds, shut_down)
+            timer.daemon = True
+            timer.start()
+            at_end.callback(timer.join)  # after it was cancelled: the connection must not be closed under it
+            at_end.callback(timer.cancel)
+
+        try:
+            with client.stream("POST", url, json=body, headers=headers, extensions={"trace": bound}) as answer:
+                if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
+                    raise httpx.RequestError("the answer is compressed, which was not asked for")
+                for part in answer.iter_bytes():
+                    content += part
+                    if len(content) > LARGEST_ANSWER:
+                        raise httpx.RequestError(f"the answer has more than {LARGEST_ANSWER >> 20} MiB")
+        except httpx.RequestError:
+            if not late.is_set():
+                raise
+        if late.is_set():  # an answer without a length ends with its connection, and seems to be whole
+            raise httpx.ReadTimeout(f"the answer was not whole after {seconds:g} s")
+    kept = [(name, value) for name, value in answer.headers.items() if name not in OF_THE_TRANSFER]
+    return httpx.Response(answer.status_code, headers=kept, content=bytes(content))
 
 
 def json_content(answer: httpx.Response) -> Any:
@@ -99,8 +128,16 @@ def json_content(answer: httpx.Response) -> Any:
 def describe_answer(answer: httpx.Response, secret: str) -> str:
     """Return status and the beginning of an answer; ``secret`` in it is masked."""
     text = answer.content.decode(errors="replace")  # not by the charset that the answer names, which may be no text's
-    text = text.replace(secret, "***") if secret else text
+    text = _masked(text, secret)
     return f"answered {answer.status_code} {' '.join(text.split())[:DESCRIBED_CHARACTERS]!r}"
+
+
+def _masked(text: str, secret: str) -> str:
+    """Mask ``secret``, as it is and as Python writes it between quotes, in which errors quote what a server sent."""
+    escaped = secret.replace("\\", "\\\\")
+    for form in (escaped.replace("'", "\\'"), escaped, secret):
+        text = text.replace(form, "***") if form else text
+    return text
 
 
 def bearer_token(variable: str | None, who: str) -> str:

@@ -16,8 +16,9 @@ from rlhf_core.config.data import CollectConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.data.collection.sources import annotation_sources
 from rlhf_core.data.inspection.convert import record_of
+from rlhf_core.data.readers.json_records import JsonParser
 from rlhf_core.data.readers.stream import stream_records
-from rlhf_core.data.text import writable
+from rlhf_core.data.text import shortened, writable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare_outcomes
 from rlhf_core.evaluation.judges.human_pairs import EXPORTS, AnnotationExport, AnnotationPair
@@ -27,6 +28,8 @@ from rlhf_core.storage.files import LockFile, atomic_write_json, atomic_write_li
 CHOICES = {"1": "1", "1.0": "1", "2": "2", "2.0": "2", "tie": "tie"}
 SELECTED = {"left": "1", "right": "2"}
 LISTED = 5
+SHOWN = 60  # characters of a name or an id in a message
+MOST_ANNOTATORS = 100  # every two of them are compared
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,11 @@ class FilledForm:
             self.unusable.setdefault("a choice other than 1, 2 or tie", []).append(line)
         else:
             note = comment.strip() if isinstance(comment, str) else ""
-            self.answers.append(Answer(pair.strip(), writable(annotator), CHOICES[text], writable(note)))
+            self.answers.append(Answer(pair.strip(), _on_one_line(annotator), CHOICES[text], writable(note)))
 
     def problems(self) -> list[str]:
         """One line for each reason for which lines are left out, for open questions, and for repeated answers."""
-        name = self.path.name
+        name = _on_one_line(self.path.name)
         lines = [
             f"{name}: {len(numbers)} left out for {reason} (line {_first_of(numbers)})"
             for reason, numbers in self.unusable.items()
@@ -72,6 +75,10 @@ class FilledForm:
             lines.append(f"{name}: {self.unanswered} not answered yet, {len(self.answers)} answered")
         repeated = len(self.answers) - len(without_repeats(self.answers))
         return [*lines, f"{name}: {repeated} given twice in the same way, counted once"] if repeated else lines
+
+
+def _on_one_line(name: str) -> str:
+    return " ".join(writable(name).split())
 
 
 def _first_of(items: Sequence[Any]) -> str:
@@ -91,7 +98,7 @@ def read_form(path: Path, annotator: str | None = None) -> FilledForm:
     """
     if not path.is_file():
         raise DataError(f"{path} does not exist")
-    form = FilledForm(path)
+    form, annotator = FilledForm(path), _on_one_line(annotator or "")
     if path.suffix == ".json":
         _read_label_studio(form, annotator)
         return form
@@ -112,12 +119,15 @@ def read_form(path: Path, annotator: str | None = None) -> FilledForm:
     return form
 
 
-def _read_label_studio(form: FilledForm, annotator: str | None) -> None:
+def _read_label_studio(form: FilledForm, annotator: str) -> None:
     """Read the export named JSON, with one list of annotations per task."""
+    parser = JsonParser()
     try:
-        tasks = json.loads(form.path.read_text(encoding="utf-8-sig"))
+        tasks = parser.parse(form.path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{form.path} is not valid JSON ({error}); export it from Label Studio again") from error
+    if problem := parser.problem_in(tasks):
+        raise DataError(f"{form.path}: {shortened(problem, SHOWN)}; export it from Label Studio again")
     if not isinstance(tasks, list) or not all(
         isinstance(task, dict) and isinstance(task.get("annotations"), list) for task in tasks
     ):
@@ -267,7 +277,8 @@ def import_answers(
         ``preferences`` were written into which ``file``, and whether ``collect.annotations`` names it (``collected``).
 
     Raises:
-        DataError: A file cannot be read, or no line of it answers a pair of this workspace. Nothing is written then.
+        DataError: A file cannot be read, no line of it answers a pair of this workspace, or an export has answers of
+            more than :data:`MOST_ANNOTATORS`. Nothing is written then.
     """
     forms = [read_form(file, annotator) for file in files]
     if annotator is None:
@@ -281,10 +292,14 @@ def import_answers(
         exports[name] = AnnotationExport.load_key(workspace, name)
         unknown = sorted({answer.pair for answer in by_export[name]} - {pair.id for pair in exports[name].pairs})
         if unknown:
-            raise DataError(f"{unknown[0]} is no pair of the export {name}: an id was changed; {len(unknown)} in all")
+            raise DataError(
+                f"{shortened(unknown[0], SHOWN)!r} is no pair of the export {name}: an id was changed; {len(unknown)} "
+                "in all"
+            )
     if not by_export:
         listed = ", ".join(str(file) for file in files)
         raise DataError(f"no pair is answered in {listed}; write 1, 2 or tie into the column choice")
+    everything: dict[str, list[Answer]] = {}
     results = []
     with LockFile(workspace / LOCK) as lock:
         lock.acquire()  # another import must not read before this one has written
@@ -292,14 +307,21 @@ def import_answers(
             stored = _stored_answers(workspace, name)
             if replace:
                 stored = [old for old in stored if old.annotator not in {answer.annotator for answer in answers}]
-            everything = without_repeats([*stored, *answers])
-            votes = count_votes(everything)
+            everything[name] = without_repeats([*stored, *answers])
+            annotators = len({answer.annotator for answer in everything[name]})
+            if annotators > MOST_ANNOTATORS:
+                raise DataError(
+                    f"the export {name} has answers of {annotators} annotators, and at most {MOST_ANNOTATORS} can be "
+                    "compared; is the column annotator right?"
+                )
+        for name, kept in everything.items():
+            votes = count_votes(kept)
             problems += [
-                f"{who}: {len(pairs)} left out, answered in two ways ({_first_of(sorted(pairs))}); import the right "
-                "file with --replace"
+                f"{shortened(who, SHOWN)}: {len(pairs)} left out, answered in two ways "
+                f"({_first_of(sorted(pairs))}); import the right file with --replace"
                 for who, pairs in sorted(votes.contradictions.items())
             ]
-            results.append(_write(workspace, exports[name], everything, votes))
+            results.append(_write(workspace, exports[name], kept, votes))
     return {"results": results, "problems": problems}
 
 
@@ -310,7 +332,7 @@ def _require_distinct_names(forms: Sequence[FilledForm]) -> None:
     """
     by_name: dict[str, list[tuple[Path, dict[str, str]]]] = defaultdict(list)
     for form in forms:
-        name = form.path.stem
+        name = _on_one_line(form.path.stem)
         choices = {answer.pair: answer.choice for answer in form.answers if answer.annotator == name}
         for path, earlier in by_name[name]:
             if any(earlier.get(pair, choice) != choice for pair, choice in choices.items()) and path != form.path:
@@ -383,14 +405,15 @@ def as_text(imported: Mapping[str, Sequence[Any]]) -> str:
     """Return a block of lines for each export of :func:`import_answers`, after the problems."""
     blocks = ["\n".join(imported["problems"])] if imported["problems"] else []
     for result in imported["results"]:
-        answered = ", ".join(f"{who} {count}" for who, count in result["answered"].items())
+        answered = ", ".join(f"{shortened(who, SHOWN)} {count}" for who, count in result["answered"].items())
         answered = answered or "nobody without contradiction"
         lines = [f"export {result['export']}: {result['pairs']} pairs; answered by {answered}"]
         kappas = [("Cohen's kappa", kappa) for kappa in result["cohen"]]
         for name, kappa in [*kappas, ("Fleiss' kappa", result["fleiss"])]:
             if kappa is not None:
                 value = "not defined" if kappa["value"] is None else f"{kappa['value']:.2f}"
-                lines.append(f"  {name} of {', '.join(kappa['annotators'])}: {value} on {kappa['pairs']} pairs")
+                people = ", ".join(shortened(who, SHOWN) for who in kappa["annotators"])
+                lines.append(f"  {name} of {people}: {value} on {kappa['pairs']} pairs")
         for name, versus in (("control", result["control"]), ("bad cases", result["bad_cases"])):
             if versus is not None:
                 low, high = versus["win_rate_low95"], versus["win_rate_high95"]

@@ -18,6 +18,7 @@ import numpy as np
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.data.schema import Prompt, read_rows, read_table
+from rlhf_core.data.text import shortened
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import tie_margin_of
 from rlhf_core.evaluation.judges.model import ModelJudge
@@ -123,7 +124,8 @@ class AnnotationExport:
         """
         path = workspace / EXPORTS / f"{name}.json"
         if not EXPORT_NAME.fullmatch(name) or not path.is_file():
-            raise DataError(f"the export {name!r} is not of this workspace: there is no key in {workspace / EXPORTS}")
+            shown = shortened(name, 60)
+            raise DataError(f"the export {shown!r} is not of this workspace: there is no key in {workspace / EXPORTS}")
         try:
             content: Mapping[str, Any] = read_json(path)
             return cls(content["name"], content["seed"], [AnnotationPair(**pair) for pair in content["pairs"]])

@@ -117,6 +117,16 @@ def test_label_studio_is_read(tmp_path: Path) -> None:
         ("a.csv", "id,choice\na-1,1\n".encode("utf-16"), "UTF-16"),
         ("a.json", b"[" * 100_000, "is not valid JSON"),
         ("a.json", b'[{"annotations": 5}]', "is no JSON export of Label Studio"),
+        ("a.json", b'[{"annotations": [], "annotations": []}]', "the key 'annotations' occurs twice"),
+        (
+            "a.json",
+            b'[{"annotations": [{"result": [{"value": {"selected": "left", "selected": "right"}}]}]}]',
+            "the key 'selected' occurs twice",
+        ),
+        ("a.json", b'[{"annotations": [], "data": {"pair_id": "a-1", "pair_id": "a-2"}}]', "'pair_id' occurs twice"),
+        ("a.json", b'[{"annotations": [{"completed_by": 1, "completed_by": 2}]}]', "'completed_by' occurs twice"),
+        ("a.json", b'{"a": [], "a": []}', "the key 'a' occurs twice"),
+        ("a.json", b'[{"annotations": [{"completed_by": %s}]}]' % (b"1" * 5000), "an integer of 5000 digits"),
     ],
 )
 def test_files_that_are_no_forms_are_refused_in_a_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -273,6 +283,52 @@ def test_foreign_and_changed_files_write_nothing(tmp_path: Path, exported: Annot
     assert sha256_tree(tmp_path / "data") == before
 
 
+@pytest.mark.parametrize("pair", ["{long}", "{long}-1", "{name}-{long}", "\n{name}-\x1b[2J\n{long}"])
+def test_a_long_id_is_not_repeated_whole(tmp_path: Path, exported: AnnotationExport, pair: str) -> None:
+    choices = {pair.format(name=exported.name, long="a" * 100_000): "1"}
+    with pytest.raises(DataError, match="…") as caught:
+        import_answers(tmp_path, [jsonl(tmp_path / "alice.jsonl", choices)])
+    assert len(str(caught.value).replace(str(tmp_path), "")) < 250
+
+
+def test_long_names_and_ids_are_shortened_in_problems(tmp_path: Path, exported: AnnotationExport) -> None:
+    who = "n" * 100_000
+    files = [jsonl(tmp_path / f"{i}.jsonl", of(exported), annotator=who) for i, of in enumerate((for_policy, for_sft))]
+    (problem,) = import_answers(tmp_path, files)["problems"]
+    assert problem.startswith(f"{who[:60]}…: 4 left out") and len(problem) < 500
+
+
+@pytest.mark.parametrize("earlier", [0, 60], ids=["at once", "in two imports"])
+def test_too_many_annotators_are_refused_before_anything_is_written(
+    tmp_path: Path, exported: AnnotationExport, earlier: int
+) -> None:
+    pair = exported.pairs[0].id
+
+    def by(name: str, first: int, end: int) -> Path:
+        file = tmp_path / name
+        file.write_text("id,choice,annotator\n" + "".join(f"{pair},1,person {i}\n" for i in range(first, end)))
+        return file
+
+    import_answers(tmp_path, [by("enough.csv", 0, earlier or 100)])
+    before = sha256_tree(tmp_path / "data")
+    with pytest.raises(DataError, match=r"101 annotators.* at most 100") as caught:
+        import_answers(tmp_path, [by("more.csv", earlier, 101)])
+    assert "\n" not in str(caught.value) and sha256_tree(tmp_path / "data") == before
+
+
+def test_one_export_of_several_with_too_many_annotators_stops_them_all(tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_text("seed: 1\n")
+    exports = sorted((blinded_export(CANDIDATES, [0], 4, seed) for seed in (1, 2)), key=lambda export: export.name)
+    for export in exports:
+        export.save_key(tmp_path)
+    before = sha256_tree(tmp_path / "data")
+    rows = [f"{exports[0].pairs[0].id},1,alice", *(f"{exports[1].pairs[0].id},1,{i}" for i in range(101))]
+    (tmp_path / "all.csv").write_text("id,choice,annotator\n" + "\n".join(rows))
+    with pytest.raises(DataError, match=f"{exports[1].name} has answers of 101 annotators"):
+        import_answers(tmp_path, [tmp_path / "all.csv"])
+    assert sha256_tree(tmp_path / "data") == before
+
+
 def test_a_damaged_store_is_never_overwritten(tmp_path: Path, exported: AnnotationExport) -> None:
     store = tmp_path / "data/annotations/exports" / f"{exported.name}.answers.jsonl"
     store.write_text("{")
@@ -293,6 +349,31 @@ def test_the_command_prints_what_was_found(tmp_path: Path, exported: AnnotationE
     assert "add it to collect.annotations" in result.output
     as_json = CliRunner().invoke(app, ["import", *files, "--workspace", str(tmp_path), "--json"])
     assert json.loads(as_json.output)["results"][0]["preferences"] == 4
+
+
+ODD_NAMES = ["\x1b[31mevil\nrlhf: all fine", "a\x9b2J\r\n b", "\x1b]0;title\x07", "x\u202ey\u2028z", "\x7f\t q"]
+
+
+@pytest.mark.parametrize("way", ["column", "option", "Label Studio", "file name", "contradiction"])
+@pytest.mark.parametrize("name", ODD_NAMES, ids=range(len(ODD_NAMES)))
+def test_no_name_controls_the_terminal(tmp_path: Path, exported: AnnotationExport, way: str, name: str) -> None:
+    files, options = [tmp_path / (f"{name}.jsonl" if way == "file name" else "a.jsonl")], ["-w", str(tmp_path)]
+    jsonl(files[0], for_policy(exported), **({"annotator": name} if way in ("column", "contradiction") else {}))
+    if way == "contradiction":
+        files.append(jsonl(tmp_path / "b.jsonl", for_sft(exported), annotator=name))
+    if way == "Label Studio":
+        files = [tmp_path / "project.json"]
+        files[0].write_text(json.dumps([label_studio(exported.pairs[0].id, "left", who={"email": name})]))
+    if way == "option":
+        options += ["--annotator", name]
+    for more in ([], ["--json"]):
+        result = CliRunner().invoke(app, ["import", *map(str, files), *options, *more])
+        assert result.exit_code == 0, result.output
+        assert not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in result.output.replace("\n", ""))
+        assert not any(line.startswith("rlhf: all fine") for line in result.output.splitlines())
+    if way != "contradiction":
+        (kept,) = json.loads(result.output)["results"][0]["answered"]
+        assert kept == " ".join(name.split())
 
 
 @pytest.mark.parametrize("source", ["world", "files"])
