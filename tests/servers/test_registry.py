@@ -82,5 +82,5 @@ def test_registering_and_promoting_take_few_requests(workspace: Path, monkeypatc
     totals.append(len(sent))
     assert promote(workspace).promoted
     counts = [after - before for before, after in pairwise([*totals, len(sent)])]
-    assert all(0 < count <= most for count, most in zip(counts, (6, 97, 45), strict=True)), (counts, Counter(sent))
+    assert all(0 < count <= most for count, most in zip(counts, (6, 120, 70), strict=True)), (counts, Counter(sent))
     assert not any("set-tag" in request and "runs/" in request for request in sent), "tags go in batches"

@@ -51,7 +51,7 @@ def test_a_stage_outlives_its_server(toy: Path, servers: Servers, caplog: pytest
         plot.write_text("<svg/>")
         tracker.log_artifact(plot, "plots")
         plot.unlink()
-        assert waiting_records(toy) == 499 and time.monotonic() - began < 60
+        assert waiting_records(toy) >= 499 and time.monotonic() - began < 60  # those before may wait, too
         servers.call("up", "mlflow")
         deadline = time.monotonic() + 300
         step = 500

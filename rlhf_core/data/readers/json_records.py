@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, BinaryIO
 
 from rlhf_core.data.readers.content import Record, require_narrow_text
@@ -19,12 +21,28 @@ MAX_DIGITS = 4000  # Python converts at most 4,300 digits to an integer and back
 CHUNK = 2**20
 # A value of more characters than this is no row of data; its end is not looked for any further.
 MAX_VALUE = 2**28
+MAX_LINE = 2**26  # bytes
+# A value takes up to 30 times its characters in memory: "[]," many times over fills it, long before MAX_VALUE does.
+MAX_ROW_VALUES, MAX_FILE_VALUES = 10**6, 10**7
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\Z)', re.DOTALL)
 # A .json file may be JSON lines whose rows are lists. The rows of a list wait for its end while it is no longer.
 HELD_CHARACTERS = 2**23
 # How far from the end of what was read a value that is cut off there may look wrong: in "-Infinity" or "\\ud83d".
 CUT_OFF = 16
 WHITE_SPACE = " \t\n\r"
 JSON_TYPES = {str: "text", int: "number", float: "number", bool: "truth value", type(None): "null"}
+
+
+def _separators(text: str | bytes) -> int:
+    """Return at least the number of values in JSON without strings."""
+    if isinstance(text, str):
+        return text.count(",") + text.count("[") + text.count("{")
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
+
+
+def _has_more_values(text: str, most: int) -> bool:
+    """Return whether JSON, which may be cut off, has more than so many values, without parsing it."""
+    return _separators(text) > most and _separators(_STRING.sub("", text)) > most
 
 
 class RepeatedKey(dict[str, Any]):
@@ -118,7 +136,7 @@ class JsonText:
         if not begin:
             return
         if begin != "[":
-            value = self._value()
+            value = self._value(MAX_FILE_VALUES)
             self._require_end()
             for position, row in enumerate(_rows_in(self._name, value, self._parser.problem_in(value)), 1):
                 yield Record(position, row, self._parser.problem_in(row))
@@ -128,7 +146,7 @@ class JsonText:
         while separator == ",":
             position += 1
             self._next_character()
-            row = self._value()
+            row = self._value(MAX_ROW_VALUES)
             yield Record(position, row, self._parser.problem_in(row))
             separator = self._next_character()
             if separator == ",":
@@ -142,8 +160,8 @@ class JsonText:
         if self._next_character():
             raise ExtraData(self._where(self._at))
 
-    def _value(self) -> Any:
-        """Read the value that begins here; more of the text is read until it is all there."""
+    def _value(self, most: int) -> Any:
+        """Read the value that begins here, of at most so many; more of the text is read until it is all there."""
         while True:
             try:
                 value, end = self._parser.parse_at(self._text, self._at)
@@ -163,7 +181,10 @@ class JsonText:
                 if self._ended or end < len(self._text) - CUT_OFF:
                     self._at = end
                     return value
-            self._read(max(CHUNK, len(self._text) - self._at))
+            held = self._text[self._at :]  # is all of this value; what is read now is parsed together with it
+            if _has_more_values(held, most):
+                raise DataError(f"{self._name} holds a row of more than {most} values ({self._where(self._at)})")
+            self._read(max(CHUNK, len(held)), most)
 
     def _next_character(self) -> str:
         """Skip white space and return the character behind it; empty at the end."""
@@ -174,17 +195,20 @@ class JsonText:
                 return self._text[self._at : self._at + 1]
             self._read(CHUNK)
 
-    def _read(self, size: int) -> None:
-        """Drop the text that has been read as values, and read ``size`` more bytes."""
+    def _read(self, size: int, most: int = MAX_ROW_VALUES) -> None:
+        """Drop the text that has been read as values, and read ``size`` more bytes, or until ``most`` values are."""
         gone = self._text[: self._at]
         breaks = gone.count("\n")
         self._gone += len(gone)
         self._lines += breaks
         self._column = len(gone) - gone.rfind("\n") - 1 if breaks else self._column + len(gone)
-        content = self._stream.read(size)
+        content, values = self._stream.read(CHUNK), 0
         self._ended = not content
+        parts = [content]
+        while content and (size := size - len(content)) > 0 and (values := values + _separators(content)) <= most:
+            parts.append(content := self._stream.read(min(CHUNK, size)))
         self._text, self._at = self._text[self._at :], 0
-        self._text += self._decoded(content)
+        self._text += self._decoded(b"".join(parts))
 
     def _decoded(self, content: bytes) -> str:
         """Decode the next bytes, which follow the text that is held; ``DataError`` where they are no text."""
@@ -273,8 +297,12 @@ def json_line_records(name: str, stream: BinaryIO) -> Iterator[Record]:
     parser = JsonParser()
     is_first = True
     # Lines of bytes end with \n only: other line separators of Unicode are legal inside JSON strings.
-    for position, line in enumerate(stream, 1):
+    for position, line in enumerate(iter(partial(stream.readline, MAX_LINE + 2), b""), 1):
         line = line.removesuffix(b"\n")
+        if len(line) > MAX_LINE:
+            raise DataError(
+                f"{name}, line {position}, is longer than {MAX_LINE >> 20} MiB; a line holds one row, so leave that out"
+            )
         if position == 1:
             require_narrow_text(name, line)
             line = line.removeprefix(codecs.BOM_UTF8)
@@ -287,7 +315,11 @@ def json_line_records(name: str, stream: BinaryIO) -> Iterator[Record]:
             )
         is_first = False
         try:
-            value = parser.parse(line.decode("utf-8-sig", "surrogatepass"))
+            text = line.decode("utf-8-sig", "surrogatepass")
+            if _has_more_values(text, MAX_ROW_VALUES):
+                yield Record(position, text, f"the line has more than {MAX_ROW_VALUES} values")
+                continue
+            value = parser.parse(text)
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             fault = f"not valid JSON: {'it is nested too deeply' if isinstance(error, RecursionError) else error}"
             if isinstance(error, UnicodeDecodeError):

@@ -205,13 +205,13 @@ def _is_to_learn(name: str, value: Any, single: bool) -> bool | None:
 def _is_rated_well(value: Any) -> bool | None:
     """Return whether stars speak for a reply; None for a share of an unknown scale."""
     if isinstance(value, str):
-        of = re.fullmatch(r"\s*([\d.]+)\s*(?:/|of|out of)\s*([\d.]+).*", value)
+        of = re.fullmatch(r"\s*([\d.]+)\s*(?:/|of|out of)\s*([\d.]++).*", value)
         if of and _number(of[2]) > 0:
             return 2 * _number(of[1]) >= _number(of[2])
         if value in UP | DOWN | GOOD | BAD:
             return value in UP | GOOD
         stars = value.count("★") + value.count("⭐")
-        value = stars if stars else re.sub(r"\s*stars?\s*\Z", "", value)
+        value = stars if stars else re.sub(r"stars?\Z", "", value.rstrip())
     if isinstance(value, bool):
         return value
     number = _number(value)

@@ -132,7 +132,7 @@ RESIDUES = (
         within=r"(?:Ġ[^\W\d]+){3}|(?:▁[^\W\d]+){3}",
         needed=("Ġ", "▁"),
     ),
-    Residue("has \\n in place of line breaks", "", within=r"\A[^\n]*\\n[^\n]*\Z", needed=("\\n",)),
+    Residue("has \\n in place of line breaks", "", within=r"\A[^\n]*\Z", needed=("\\n",)),
     Residue("is code in place of a text", "", begin=r"\{+\s*\w+\s*\}+\s*\Z|b[\"']", needed=("}", "b'", 'b"')),
 )
 

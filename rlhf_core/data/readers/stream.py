@@ -33,6 +33,7 @@ from rlhf_core.errors import DataError
 
 TABLES = (".parquet", ".arrow")
 COPIED = 2**20
+UNPACK_MEMORY = 2**30  # A file of xz says what it takes, up to 4 GiB; one of xz -9 takes 65 MiB.
 
 
 def uncounted(position: int) -> None:
@@ -123,6 +124,11 @@ class _StoredFile:
         except (EOFError, OSError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
             if not self.compression:
                 raise DataError(f"cannot read {self.name}: {error}") from error
+            if "Memory usage limit" in str(error):
+                raise DataError(
+                    f"{self.name} takes more than {UNPACK_MEMORY >> 30} GiB of memory to unpack; pack it with `xz -9` "
+                    "or less"
+                ) from error
             raise DataError(
                 f"{self.name} is not a whole {COMPRESSIONS[self.compression]} file ({error}); copy or download it again"
             ) from error
@@ -183,7 +189,7 @@ class _Decompressed(io.RawIOBase):
 
 def _xz_parts(file: BinaryIO) -> Iterator[bytes]:
     """Yield the content of all streams of an xz file; :mod:`lzma` itself would ignore what follows the first."""
-    decompressor, waiting = lzma.LZMADecompressor(), b""
+    decompressor, waiting = lzma.LZMADecompressor(memlimit=UNPACK_MEMORY), b""
     while True:
         if decompressor.eof:
             waiting = decompressor.unused_data.lstrip(b"\0")  # zeros may follow a stream
@@ -191,7 +197,7 @@ def _xz_parts(file: BinaryIO) -> Iterator[bytes]:
                 waiting = read.lstrip(b"\0")
             if not waiting:
                 return
-            decompressor = lzma.LZMADecompressor()
+            decompressor = lzma.LZMADecompressor(memlimit=UNPACK_MEMORY)
         elif decompressor.needs_input:
             waiting = file.read(COPIED)
             if not waiting:

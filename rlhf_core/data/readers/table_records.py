@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -15,6 +18,7 @@ from rlhf_core.data.readers.content import MAX_EXPANSION, Record, expansion_limi
 from rlhf_core.data.readers.csv_records import require_distinct
 from rlhf_core.data.tables import CHUNK_BYTES, rows_within, table_slices
 from rlhf_core.errors import DataError
+from rlhf_core.runtime.limited_call import CallLimits, limit_reached, lower_limit
 
 BATCH_ROWS = 2048
 PARQUET_MARK = b"PAR1"  # the first and the last bytes of a file
@@ -22,6 +26,12 @@ PARQUET_MARK = b"PAR1"  # the first and the last bytes of a file
 # read: few at a time. A file that could not hold so many bytes for each of its rows was made to take time.
 SHORT_ROW = 32
 SHORT_ROWS = 64
+POINTER = 8  # bytes that a list takes for each of its values, even where that is None
+TYPE_CHARACTERS = 60
+# A footer of fewer bytes has no schema so deep that reading it overflows the stack.
+SHORT_FOOTER = 2**14
+LIMITS = CallLimits()
+SMALL_STACK = 2**22
 # What pyarrow raises for values that no Python value can hold; KeyError for a time zone that nobody knows.
 CONVERSION_ERRORS = (UnicodeDecodeError, ValueError, OverflowError, KeyError, pa.ArrowException)
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -48,6 +58,7 @@ def table_records(kind: str, path: Path, name: str, on_read: OnRead) -> Iterator
 def _parquet_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, int]]:
     """Yield parts of a parquet file, and how many bytes of it are read with each."""
     rows = 0
+    _require_readable_footer(name, path, size)
     with pq.ParquetFile(path, page_checksum_verification=True, buffer_size=READ_BYTES, pre_buffer=False) as file:
         _require_one_file(path, file.metadata)
         for table in parquet_tables(name, file, size):
@@ -176,6 +187,24 @@ def _require_row_counts(file: pq.ParquetFile) -> None:
                 )
 
 
+def _read_a_row(path: Path) -> None:
+    """Read what a deep schema overflows the stack with, on half of the usual stack so that the rest is a margin."""
+    lower_limit(resource.RLIMIT_STACK, SMALL_STACK)
+    with pq.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False) as file:
+        str(file.schema_arrow)
+        str(file.schema)
+        next(file.iter_batches(1, use_threads=False), None)
+
+
+def _require_readable_footer(name: str, path: Path, size: int) -> None:
+    """Raise ``DataError`` where a long footer would end the process: Arrow follows a schema to any depth."""
+    with path.open("rb") as stored:
+        stored.seek(max(size - 8, 0))
+        length = int.from_bytes(stored.read(4), "little")
+    if SHORT_FOOTER < length < size and (reached := limit_reached(partial(_read_a_row, path), LIMITS)):
+        raise DataError(f"cannot read {name}: its footer cannot be read: that {reached}; save the rows as JSON lines")
+
+
 def _require_one_file(path: Path, footer: pq.FileMetaData) -> None:
     """Raise ``ArrowInvalid`` where several parquet files were joined to one, of which a reader sees one file's rows.
 
@@ -196,13 +225,40 @@ def _require_one_file(path: Path, footer: pq.FileMetaData) -> None:
 
 
 def _decoded_bytes(values: pa.Array) -> int:
-    """Return the size of values, each text of a dictionary counted as often as it occurs."""
-    if pa.types.is_dictionary(values.type):
-        texts = values.dictionary
-        if pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type):
-            lengths = pc.binary_length(texts).take(values.indices)
-            return int(pc.sum(lengths).as_py() or 0) + int(values.indices.nbytes)
-    return int(values.nbytes)
+    """Return about the size of values as Python's, at any depth; what several share is counted for each of them.
+
+    Raises:
+        ArrowInvalid: They are of a type in which values can be shared in further ways.
+    """
+    kind, types, count = values.type, pa.types, len(values)
+    if isinstance(values, pa.ExtensionArray):
+        return _decoded_bytes(values.storage)
+    if types.is_struct(kind):
+        return SHORT_ROW * count + sum(_decoded_bytes(values.field(i)) for i in range(kind.num_fields))
+    if types.is_map(kind):
+        return SHORT_ROW * count + _decoded_bytes(values.keys) + _decoded_bytes(values.items)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return SHORT_ROW * count + _decoded_bytes(values.flatten())
+    if types.is_dictionary(kind) and not types.is_nested(kind.value_type):
+        if _has_lengths(kind.value_type):
+            lengths = pc.binary_length(values.dictionary).take(values.indices)
+            return int(pc.sum(lengths).as_py() or 0) + POINTER * count
+        if types.is_primitive(kind.value_type) or types.is_fixed_size_binary(kind.value_type):
+            return count * (kind.value_type.bit_width // 8 + POINTER)
+    elif types.is_string_view(kind) or types.is_binary_view(kind):
+        # A view is 16 bytes, of which the first four are the length of its text.
+        lengths = np.frombuffer(values.buffers()[1] or b"", np.int32)[::4][values.offset : values.offset + count]
+        return int(lengths[values.is_valid().to_numpy(zero_copy_only=False)].sum(dtype=np.int64)) + POINTER * count
+    elif not (types.is_nested(kind) or types.is_run_end_encoded(kind) or types.is_dictionary(kind)):
+        return max(int(values.nbytes), POINTER * count)
+    raise pa.ArrowInvalid(
+        f"values of the type {str(kind)[:TYPE_CHARACTERS]} are not read; save them as texts, numbers, lists or objects"
+    )
+
+
+def _has_lengths(kind: pa.DataType) -> bool:
+    types = pa.types
+    return any(of(kind) for of in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary))
 
 
 def _bytes_for_texts(kind: pa.DataType) -> pa.DataType:

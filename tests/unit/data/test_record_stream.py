@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import tracemalloc
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.readers.table_records import parquet_tables
 from rlhf_core.data.row_counts import MOST_REASONS, OTHER_REASONS, READABLE, ReasonCounts, RowCounts, RowFinding
 from rlhf_core.errors import DataError
+from rlhf_core.runtime.limited_call import GIB, CallLimits, limit_reached
 
 LINES = st.lists(
     st.one_of(
@@ -168,6 +170,105 @@ def test_a_table_of_far_more_than_its_file_could_hold_is_refused_before_it_is_re
         next(stream_records(tmp_path / "x.parquet"))
 
 
+def repeated_text(count: int, text: str = "a" * 1_000_000) -> pa.DictionaryArray:
+    return pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), [text])
+
+
+def of_one_list(values: pa.Array, large: bool = False) -> pa.Array:
+    offsets = pa.array([0, len(values)], pa.int64() if large else pa.int32())
+    return (pa.LargeListArray if large else pa.ListArray).from_arrays(offsets, values)
+
+
+def empty_structs(count: int) -> pa.StructArray:
+    return pa.StructArray.from_buffers(pa.struct([]), count, [None])
+
+
+def text_views(count: int, text: bytes = b"a" * 1_000_000) -> pa.Array:
+    view = len(text).to_bytes(4, "little") + text[:4] + bytes(8)
+    return pa.Array.from_buffers(pa.string_view(), count, [None, pa.py_buffer(view * count), pa.py_buffer(text)])
+
+
+LARGE_COLUMNS = {
+    "list of nulls": lambda n: of_one_list(pa.nulls(10**6 * n)),
+    "large list of nulls": lambda n: of_one_list(pa.nulls(10**6 * n), large=True),
+    "fixed list of nulls": lambda n: pa.FixedSizeListArray.from_arrays(pa.nulls(10**6 * n), 10**6 * n),
+    "list of empty objects": lambda n: of_one_list(empty_structs(10**5 * n)),
+    "empty objects in an object": lambda n: of_one_list(pa.StructArray.from_arrays([empty_structs(10**5 * n)], ["a"])),
+    "list of a repeated text": lambda n: of_one_list(repeated_text(n)),
+    "lists of lists of it": lambda n: of_one_list(of_one_list(repeated_text(n), large=True)),
+    "fixed list of it": lambda n: pa.FixedSizeListArray.from_arrays(repeated_text(n), n),
+    "objects of it": lambda n: of_one_list(pa.StructArray.from_arrays([repeated_text(n)], ["a"])),
+    "map of it": lambda n: pa.MapArray.from_arrays([0, n], pa.array([str(i) for i in range(n)]), repeated_text(n)),
+    "repeated bytes": lambda n: of_one_list(repeated_text(n).cast(pa.dictionary(pa.int32(), pa.binary()))),
+    "repeated bytes of one size": lambda n: of_one_list(
+        pa.DictionaryArray.from_arrays([0] * n, pa.array([b"a" * 10**6], pa.binary(10**6)))
+    ),
+    "views of one text": lambda n: of_one_list(text_views(n)),
+    "list of no views": lambda n: of_one_list(pa.nulls(10**5 * n, pa.string_view())),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE_COLUMNS)
+@pytest.mark.parametrize("stream", [False, True], ids=["file", "stream"])
+def test_nested_values_of_far_more_than_a_table_are_refused(tmp_path: Path, kind: str, stream: bool) -> None:
+    for count, is_read in ((2, True), (200, False)):
+        table = pa.table({"a": LARGE_COLUMNS[kind](count)})
+        with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as file:
+            options = pa.ipc.IpcWriteOptions(compression="zstd")
+            with (pa.ipc.new_stream if stream else pa.ipc.new_file)(file, table.schema, options=options) as writer:
+                writer.write_table(table)
+        if is_read:
+            assert len(streamed(tmp_path / "x.arrow")) == 1
+            continue
+        with pytest.raises(DataError, match="values of more than 200 times its size"):
+            streamed(tmp_path / "x.arrow")
+
+
+def test_values_that_could_share_others_in_ways_that_are_not_counted_are_refused(tmp_path: Path) -> None:
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([300], pa.int32()), ["a"])
+    texts, lists = pa.array(["a"] * 300), pa.array([["a"]])
+    union = pa.UnionArray.from_dense(pa.array([0] * 300, pa.int8()), pa.array([0] * 300, pa.int32()), [texts])
+    views = pa.ListViewArray.from_arrays([0] * 300, [300] * 300, texts)
+    for column in (runs, union, views, pa.DictionaryArray.from_arrays([0] * 300, lists)):
+        for kind in (column, pa.StructArray.from_arrays([column], ["a"]), of_one_list(column)):
+            (tmp_path / "x.arrow").write_bytes(arrow(pa.table({"a": kind})))
+            with pytest.raises(DataError, match="are not read; save them as texts, numbers, lists or objects"):
+                streamed(tmp_path / "x.arrow")
+
+
+def deep_parquet(depth: int, repetition: int) -> bytes:
+    """Return a parquet file without rows, of one column in so many groups (required, optional or repeated: 0 to 2)."""
+
+    def varint(number: int) -> bytes:
+        return bytes([number & 127 | 128]) + varint(number >> 7) if number > 127 else bytes([number])
+
+    # Fields of Thrift's compact protocol: (type), repetition, name, (count of children).
+    root, leaf = b"\x48\x01r\x15\x02\0", b"\x15\x0c" + bytes([0x25, 2 * repetition]) + b"\x18\x01l\0"
+    groups = (bytes([0x35, 2 * repetition]) + b"\x18\x01g\x15\x02\0") * depth
+    footer = b"\x15\x02\x19\xfc" + varint(depth + 2) + root + groups + leaf + b"\x16\0\x19\x0c\0"
+    return b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1"
+
+
+@pytest.mark.parametrize("repetition", [0, 1, 2], ids=["required", "optional", "repeated"])
+@pytest.mark.parametrize("name", ["x.parquet", "x.parquet.gz"])
+def test_a_schema_too_deep_to_be_read_is_refused_and_does_not_end_the_process(
+    tmp_path: Path, name: str, repetition: int
+) -> None:
+    refused = "its footer cannot be read: that ended its process by SIGSEGV"
+    for depth, message in ((20, "is empty"), (10_000, refused), (20_000, refused), (60_000, refused)):
+        content = deep_parquet(depth, repetition)
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        with pytest.raises(DataError, match=message):
+            streamed(tmp_path / name)
+
+
+def test_a_long_footer_of_many_columns_is_read(tmp_path: Path) -> None:
+    pq.write_table(pa.table({f"column {n}": ["a", "b"] for n in range(500)}), tmp_path / "x.parquet")
+    assert (
+        pq.read_metadata(tmp_path / "x.parquet").serialized_size > 2**15 and len(streamed(tmp_path / "x.parquet")) == 2
+    )
+
+
 def test_messages_of_a_tree_may_be_in_different_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "CHUNK_RECORDS", 2)
     question = {"message_id": "q", "parent_id": None, "role": "prompter", "text": "Why?"}
@@ -215,6 +316,81 @@ def test_bytes_of_json_that_are_not_utf8_are_named_by_line_and_place_wherever_a_
             streamed(path)
         expected = f"line {line}, is not UTF-8 (byte 0x{byte:02x}, {place} bytes from the start of the file)"
         assert str(refused.value) == f"{path}, {expected}; save it as UTF-8"
+
+
+MANY = {  # of some 30 MB, which their files hold in a fraction
+    "lists": b"[" + b"[]," * 10_000_000 + b"[]]",
+    "objects": b"[" + b"{}," * 10_000_000 + b"{}]",
+    "numbers": b"[" + b"0," * 15_000_000 + b"0]",
+    "strings": b"[" + b'"",' * 5_000_000 + b'""]',
+    "keys": b"{" + b",".join(b'"%d":0' % n for n in range(1_300_000)) + b"}",
+    "behind a long text": b'["' + b"," * 15_000_000 + b'"' + b",[]" * 8_000_000 + b"]",
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k == "keys" else k for k in MANY])
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.json.gz"])
+def test_a_row_of_many_values_is_refused_before_it_fills_the_memory(tmp_path: Path, name: str, kind: str) -> None:
+    path, row = tmp_path / name, b'{"prompt": "Why?", "more": ' + MANY[kind] + b"}"
+    whole = b"[" + row + b"]" if name == "x.json.gz" else row
+    path.write_bytes(gzip.compress(whole, 1))
+    if name == "x.json.gz":
+        with pytest.raises(DataError, match=r"x\.json\.gz holds a row of more than 1000000 values \(line 1 column 2"):
+            streamed(path)
+    else:
+        (record,) = streamed(path)
+        assert record.problem == "the line has more than 1000000 values"
+    assert limit_reached(lambda: streamed(path), CallLimits(memory=GIB // 2)) is None
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+def test_a_text_that_looks_like_many_values_is_one(tmp_path: Path, name: str) -> None:
+    rows = [{"prompt": ',[{"\\' * 1_000_000}, {"prompt": [0] * 900_000}, {"prompt": "a"}]
+    written = json.dumps(rows) if name == "x.json" else "\n".join(map(json.dumps, rows))
+    (tmp_path / name).write_text(written)
+    assert [record.value for record in streamed(tmp_path / name)] == rows
+
+
+@pytest.mark.parametrize("rows", [100, 300_000])
+def test_an_object_may_hold_more_rows_than_a_row_holds_values(tmp_path: Path, rows: int) -> None:
+    (tmp_path / "x.json").write_text(json.dumps({"data": [{"a": 1, "b": 2, "c": 3}] * rows}))
+    assert len(streamed(tmp_path / "x.json")) == rows
+
+
+@pytest.mark.parametrize("end", [b"\n", b""])
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst", ".xz"])
+def test_a_line_that_is_too_long_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str, end: bytes
+) -> None:
+    monkeypatch.setattr("rlhf_core.data.readers.json_records.MAX_LINE", 2**20)
+    path, pack = tmp_path / f"x.jsonl{compression}", PACK.get(compression, bytes)
+    path.write_bytes(pack(b'{"a": "' + b"b" * (2**20 - 9) + b'"}' + end))
+    assert [record.problem for record in streamed(path)] == [""]
+    path.write_bytes(pack(b'{"a": 1}\n{"a": "' + b"b" * (2**20 - 8) + b'"}' + end))
+    with pytest.raises(DataError, match=r"line 2, is longer than 1 MiB; a line holds one row"):
+        streamed(path)
+
+
+def xz(dictionary: int) -> bytes:
+    """Return a row as xz whose header asks for a dictionary: 2**(12 + n/2) bytes, 40 means 4 GiB."""
+    content = bytearray(lzma.compress(b'{"prompt": "Why?"}\n', preset=0))
+    end = 12 + 4 * content[12]  # of the block's header, before its CRC
+    content[16] = dictionary
+    content[end : end + 4] = zlib.crc32(content[12:end]).to_bytes(4, "little")
+    return bytes(content)
+
+
+@pytest.mark.parametrize("before", [b"", xz(0)], ids=["first", "second"])
+@pytest.mark.parametrize("dictionary", [40, 39, 37])
+@pytest.mark.parametrize("name", ["x.jsonl.xz", "x.csv.xz", "x.parquet.xz"])
+def test_a_dictionary_of_xz_that_would_fill_the_memory_is_refused(
+    tmp_path: Path, name: str, dictionary: int, before: bytes
+) -> None:
+    (tmp_path / name).write_bytes(before + xz(dictionary))
+    with pytest.raises(DataError, match=r"xz takes more than 1 GiB of memory to unpack; pack it with `xz -9` or less"):
+        streamed(tmp_path / name)
+    (tmp_path / "x.jsonl.xz").write_bytes(xz(28) * 2)  # 64 MiB, as of xz -9
+    assert len(streamed(tmp_path / "x.jsonl.xz")) == 2
 
 
 def test_a_full_disk_is_no_fault_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,8 +154,11 @@ def test_a_short_reply_may_begin_as_the_prompt() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["[" + "</s>" * 50_000 + " ]", "x" + "<image>" * 30_000 + "x", "![" * 100_000, "#" * 200_000 + ":", "&" * 200_000],
-    ids=["end-markers", "placeholders", "pictures", "hashes", "escapes"],
+    [
+        *("[" + "</s>" * 50_000 + " ]", "x" + "<image>" * 30_000 + "x", "![" * 100_000, "#" * 200_000 + ":"),
+        *("&" * 200_000, "A" + "\\n" * 1_000_000 + "\nB", "\\n" * 1_000_000 + "\n" + "\\n" * 1_000_000),
+    ],
+    ids=["end-markers", "placeholders", "pictures", "hashes", "escapes", "written-breaks", "breaks-of-both-kinds"],
 )
 def test_a_long_text_is_looked_through_once(text: str) -> None:
     result = read("demonstrations", {"messages": [turn("user", text), turn("assistant", text)]})

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,7 +25,16 @@ from rlhf_core.cli import app
 from rlhf_core.data import text as stats
 from rlhf_core.data.encoding import decode_reply, encode_dialogue
 from rlhf_core.data.schema import Message, Prompt, write_rows
-from rlhf_core.data.text import comparable, escaped_controls, is_refusal, language_shares, language_tag
+from rlhf_core.data.text import (
+    SECRETS,
+    TAKEN_OUT,
+    comparable,
+    escaped_controls,
+    is_refusal,
+    language_shares,
+    language_tag,
+    without_keys,
+)
 from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.sampling.reply import sample_reply
 
@@ -185,6 +196,35 @@ def test_a_long_run_of_joiners_takes_no_longer_than_other_text() -> None:
     # Time that grew with the square of its length would not end within a day.
     text = "\u0645" + "\u200d" * 1_000_000 + "\u0645"
     assert comparable(text) == text and comparable(text[:-1]) == "\u0645"
+
+
+KEYS = {
+    "of one service": "sk-" + "a1" * 16,
+    "of a project": "sk-proj-" + "a1" * 16,
+    "of several parts": "sk-ant-api03-a_b-" + "b" * 90,
+    "web token": "eyJ" + "a" * 33 + ".eyJ" + "b-" * 3000 + "." + "c" * 43,
+}
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
+@pytest.mark.parametrize("before", ["", "key=", "-", "\\n"])
+def test_keys_are_taken_out_of_texts_and_of_json(key: str, before: str) -> None:
+    assert without_keys(f"so {before}{key} end") == f"so {before}{TAKEN_OUT} end"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("sk-" * 400_000, "sk-" + "a-" * 500_000, ("sk-" + "a" * 90 + "_-") * 10_000 + "a" * 10, "\\nsk-" * 200_000),
+        *("eyJ-" * 250_000, "eyJ-" * 250_000 + ".", ("eyJ-" * 240 + ".") * 1000, "eyJ-" * 240 + ".eyJ" + "-" * 900_000),
+        *("-----BEGIN " * 90_000, "-----BEGIN " + "A " * 500_000, "gho_" * 250_000, "xoxb-" * 2 + "AIza" * 250_000),
+    ],
+    ids=lambda text: f"{text[:12]}-{text[-8:]}",
+)
+def test_a_long_text_that_keys_begin_in_everywhere_is_looked_through_once(text: str) -> None:
+    # Time that grew with the square of its length would not end within an hour.
+    assert len(without_keys(text)) <= len(text)
+    assert pc.match_substring_regex(pa.array([text[:100_000]]), SECRETS).null_count == 0
 
 
 RED, TITLE, C1, BACK = "\x1b[31m", "\x1b]0;title\x07", "\x9b31m", "\rgone"

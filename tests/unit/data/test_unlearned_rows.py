@@ -59,6 +59,20 @@ def test_a_row_that_is_not_to_be_learned_is_no_demonstration(name: str, no: Any,
     assert result.counts.dropped.total() == 1 and len(read("pretrain", SINGLE | {name: no}).rows) == 0
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("5" + " " * 1_000_000 + "x", " " * 1_000_000 + "stars" + " " * 1_000_000 + "x", "star " * 200_000 + "x"),
+        *("5 of " + "1" * 1_000_000 + "\nx", "1" + " " * 1_000_000 + "o", "1." * 500_000 + "x"),
+    ],
+    ids=["spaces", "spaces-around", "stars", "out-of-digits", "spaces-before-of", "digits"],
+)
+@pytest.mark.parametrize("name", ["rating", "stars"])
+def test_a_long_rating_is_looked_through_once(name: str, value: str) -> None:
+    # Time that grew with the square of its length would not end within an hour.
+    assert read("demonstrations", SINGLE | {name: value}).positions == [1]
+
+
 @pytest.mark.parametrize(("name", "value"), [("loss_mask", [0, 1, 1]), ("trainable", "perhaps"), ("loss_weight", {})])
 def test_a_flag_that_says_neither_is_refused_by_its_name(name: str, value: Any) -> None:
     result = read("demonstrations", dialogue(**{name: value}) if value else dialogue(**{name: {"a": 1}}))
