@@ -197,8 +197,9 @@ def status(workspace: Path) -> WorkspaceStatus:
         recorded = recorded_run(workspace, params.tracking.experiment, holder is not None, last)
     except RlhfError as error:
         recorded = [str(error)]
-    if waiting := waiting_records(workspace):
-        recorded.append(f"{waiting} records wait for MLflow to answer again; the next run delivers them")
+    if holder is None and (waiting := waiting_records(workspace)):  # a run delivers what it records as it goes
+        wait = "record waits" if waiting == 1 else "records wait"
+        recorded.append(f"{waiting} {wait} for MLflow to answer again; the next run delivers what is left")
     try:
         registry = registry_status(workspace, params.registry)
     except RlhfError as error:

@@ -101,6 +101,20 @@ def test_status_names_the_holder_of_the_lock(workspace: Path) -> None:
     assert f"in use by: `rlhf run` (pid {os.getpid()}" in status(workspace).as_text()
 
 
+@pytest.mark.parametrize(
+    ("count", "said"), [(1, "1 record waits for MLflow"), (12, "12 records wait for MLflow"), (0, "")]
+)
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_records_that_wait_are_named_where_no_run_delivers_them(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, count: int, said: str
+) -> None:
+    monkeypatch.setattr("flows.commands.status.waiting_records", lambda _: count)
+    screen = status(workspace).as_text()
+    assert said in screen and ("for MLflow to answer" in screen) == bool(said)
+    with locked(workspace):
+        assert "for MLflow to answer" not in status(workspace).as_text()
+
+
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_status_while_a_run_is_under_way_shows_its_progress_without_dvc(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
