@@ -30,7 +30,10 @@ def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
     try:
         if not (folder / "config").is_file():
             shutil.rmtree(folder, ignore_errors=True)
+            indexed = _indexed(workspace)
             _run_dvc(workspace, "init", "--quiet", *_scm_options(workspace))
+            if staged := _indexed(workspace) - indexed:  # what is committed is the user's to say
+                git_output(workspace, "rm", "--cached", "--quiet", "--", *staged)
             # `dvc config` does it too, in a process of a third of a second for each setting.
             text = (folder / "config").read_text(encoding="utf-8") or "[core]\n"  # has at most the section core
             settings = f"{text}    analytics = false\n    check_update = false\n"
@@ -75,6 +78,11 @@ def _scm_options(workspace: Path) -> list[str]:
     if top is None or git_output(workspace, "check-ignore", "-q", str(workspace)) is not None:
         return ["--no-scm"]
     return [] if Path(top).resolve() == workspace.resolve() else ["--subdir"]
+
+
+def _indexed(workspace: Path) -> set[str]:
+    """The files of the DVC root that git knows."""
+    return set((git_output(workspace, "ls-files", "--", ".dvc", ".dvcignore") or "").splitlines())
 
 
 def git_output(folder: Path, *arguments: str) -> str | None:

@@ -103,6 +103,20 @@ def test_what_runs_always_or_has_no_inputs_is_never_shared(tmp_path: Path) -> No
     assert {name: node.shareable for name, node in read_graph(toy).items()} == {"a": False, "b": True}
 
 
+@pytest.mark.parametrize("place", [".", "my-run"])
+def test_a_new_dvc_root_leaves_gits_index_to_the_user(tmp_path: Path, place: str) -> None:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    git("init", "--quiet")
+    (tmp_path / "mine.txt").write_text("x")
+    git("add", "mine.txt")
+    workspace = tmp_path / place
+    workspace.mkdir(exist_ok=True)
+    ensure_dvc(workspace)
+    assert (workspace / ".dvc" / "config").is_file() and git("diff", "--cached", "--name-only") == "mine.txt\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("content", ["", '{"write": ', "{}"])
 def test_a_killed_dvc_does_not_stop_the_next(tmp_path: Path, content: str) -> None:
