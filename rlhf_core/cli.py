@@ -152,10 +152,14 @@ def config(
     $ rlhf config ppo.kl.coefficient
     $ rlhf config critic
     """
-    from rlhf_core.commands.config import show
-    from rlhf_core.evaluation.report.metrics import page
+    if metrics:
+        from rlhf_core.evaluation.report.metrics import page
 
-    typer.echo(page() if metrics else show(path, workspace, markdown), nl=False)
+        typer.echo(page(), nl=False)
+        return
+    from rlhf_core.commands.config import show
+
+    typer.echo(show(path, workspace, markdown), nl=False)
 
 
 @app.command()
