@@ -152,9 +152,10 @@ def init(
     settings += [*([f"base.source={model}"] if model else []), *(sets or [])]
     profile = ",".join(profiles or ()) or ("own-data" if data else None)
     with busy("making the workspace"):
-        from flows.commands.init import initialise, next_step
+        from flows.commands.init import initialise, next_step, refuse_absent
         from flows.dvc_repo.inputs import refresh_inputs
 
+        refuse_absent(data or [], model)
         workspace = initialise(folder, profile, settings, cache=cache)
         with suppress(RlhfError):  # a source that is missing or out of reach is for the next step, or the run, to name
             refresh_inputs(workspace)  # so that `dvc repro` and `dvc status` work at once

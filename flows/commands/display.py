@@ -73,7 +73,7 @@ class Display:
             latest = stage.progress.latest if stage.progress is not None else None
             if latest is not None and self._last_lines.get(stage.name) != latest.line:
                 self._last_lines[stage.name] = latest.line
-                self.line(f"{stage.name:<12} {latest.line}")
+                self.line(f"{stage.name:<12} {latest.line.removeprefix(f'{stage.name}: ')}")
 
     def close(self) -> None:
         """Show nothing more; a second call does nothing."""

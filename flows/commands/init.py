@@ -43,13 +43,25 @@ def initialise(folder: Path, profile: str | None, sets: Sequence[str], cache: Pa
     return folder.resolve()
 
 
+def refuse_absent(data: Sequence[str], model: str | None) -> None:
+    """Refuse what a command names and the current folder does not have, before a workspace is made of a slip.
+
+    Raises:
+        RlhfError: No file matches one of ``data``, or there is nothing at the path ``model``.
+    """
+    absent = [path for path in data if not _exists(path, Path.cwd())]
+    if absent:
+        raise RlhfError(f"--data: no file matches {', '.join(absent)}; nothing was made")
+    if model and _is_absent(model, Path.cwd()):
+        raise RlhfError(f"--model: there is no file or folder {model}; nothing was made")
+
+
 def next_step(workspace: Path) -> str:
     """Return what to do with a new workspace: run it, or first name the data files that it lacks."""
     name = display_path(workspace)
     run = f"rlhf run --workspace {shlex.quote(name)}"
     model = load_section(workspace, "base", BaseConfig).source
-    is_path = model.startswith((".", "/", "~")) or model.lower().endswith(".gguf")  # rather than a hub id
-    if is_path and not (workspace / Path(model).expanduser()).exists():
+    if _is_absent(model, workspace):
         return (
             f"{name} is made, but there is no starting model at {model}, seen from there: correct base.source in "
             f"{name}/{PARAMS_FILE}, then: {run}"
@@ -77,6 +89,12 @@ def next_step(workspace: Path) -> str:
             f"{name}/{PARAMS_FILE} ({unread.remedy}), then: {run}"
         )
     return f"{name} is ready; next: {run}"
+
+
+def _is_absent(model: str, folder: Path) -> bool:
+    """Whether a starting model is a path, rather than a hub id, and nothing lies there."""
+    is_path = model.startswith((".", "/", "~")) or model.lower().endswith(".gguf")
+    return is_path and not (folder / Path(model).expanduser()).exists()
 
 
 def _exists(path: str, workspace: Path) -> bool:

@@ -188,8 +188,19 @@ def _thousands(value: float) -> str:
     return plain_number(value)
 
 
+# What DVC advises after each stage: the pipeline keeps dvc.lock by itself.
+DVC_ADVICE = (
+    "Updating lock file 'dvc.lock'",
+    "To track the changes with git, run:",
+    "git add ",
+    "To enable auto staging, run:",
+    "dvc config core.autostage true",
+    "Use `dvc push` to send your updates",
+)
+
+
 def last_lines(workspace: Path, name: str, lines: int) -> str:
-    """Return the last lines of ``.rlhf/logs/NAME.log``.
+    """Return the last lines of ``.rlhf/logs/NAME.log``, without empty ones and DVC's advice.
 
     Raises:
         RlhfError: there is no such log; the message names those that there are.
@@ -200,4 +211,5 @@ def last_lines(workspace: Path, name: str, lines: int) -> str:
         there = f"there are {', '.join(known)}" if known else "nothing has run yet"
         raise RlhfError(f"{workspace} has no log of {name}; {there}")
     with (folder / f"{name}.log").open(encoding="utf-8", errors="replace") as stream:
-        return "".join(deque(stream, lines)).rstrip("\n")
+        shown = (line for line in stream if line.strip() and not line.strip().startswith(DVC_ADVICE))
+        return "".join(deque(shown, lines)).rstrip("\n")

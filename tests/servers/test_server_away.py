@@ -45,17 +45,16 @@ def test_a_stage_outlives_its_server(toy: Path, servers: Servers, caplog: pytest
         tracker.log_params({"lr": 0.1})
         tracker.log_metrics({"loss": 3.0}, 1)
         servers.call("kill", "mlflow")
-        step = 2
-        step = log_until(lambda: "is away" in caplog.text, tracker, step)
+        step = log_until(lambda: "is away" in caplog.text, tracker, 2)
         began = time.monotonic()
-        for step in range(step, step + 500):
-            tracker.log_metrics({"loss": 3.0 / step}, step)
+        for later in range(step, step + 500):
+            tracker.log_metrics({"loss": 3.0 / later}, later)
         plot.write_text("<svg/>")
         tracker.log_artifact(plot, "plots")
         plot.unlink()
         assert waiting_records(toy) > 500 and time.monotonic() - began < 60
         servers.call("up", "mlflow")
-        step = log_until(lambda: not waiting_records(toy), tracker, step + 1)
+        step = log_until(lambda: not waiting_records(toy), tracker, step + 500)
     run_id = newest_run(toy)
     assert losses(toy, run_id) == [(n, 3.0 / n) for n in range(1, step)], "each once and in order"
     run = connect(toy).get_run(run_id)

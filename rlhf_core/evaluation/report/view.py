@@ -155,6 +155,10 @@ def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
     return [{"label": label, "value": format_number(value, 2), "note": note} for label, value, note in known]
 
 
+# Conditions on a difference between the two that are called otherwise than what is shown of each.
+PAIRED_CONDITIONS = {"missing_ends": "missing_eos", "regression.passed": "regression"}
+
+
 def sft_beside_policy(evaluation: Mapping[str, Any], gate: Mapping[str, Any]) -> list[JsonObject]:
     """Return the rows of the table of SFT beside policy: those that the policy gate fails by, those that alarm, others.
 
@@ -162,14 +166,19 @@ def sft_beside_policy(evaluation: Mapping[str, Any], gate: Mapping[str, Any]) ->
     """
     alarming = {alarm.metric for alarm in alarms(evaluation)}
     sft, policy = (dict(flatten(evaluation.get(name, {}))) for name in ("sft", "policy"))
-    decided = {c["metric"]: "ok" if c.get("passed") else "fails" for c in gate.get("conditions", [])}
+    decided: dict[str, str] = {}
+    for condition in gate.get("conditions", []):
+        name = condition["metric"].removeprefix("policy.")
+        key = PAIRED_CONDITIONS.get(name, name)
+        if decided.get(key) != "fails":
+            decided[key] = "ok" if condition.get("passed") else "fails"
     rows = [
         {
             "label": metric.label[0].upper() + metric.label[1:],
             "sft": sft[key],
             "policy": policy[key],
             "change": policy[key] - sft[key],
-            "gate": decided.get(f"policy.{key}", ""),
+            "gate": decided.get(key, ""),
             "alarming": key in alarming,
         }
         for key, metric in labelled().items()

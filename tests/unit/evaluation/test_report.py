@@ -7,6 +7,7 @@ import re
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -301,6 +302,26 @@ def test_tax_and_safety_stand_side_by_side_where_they_were_measured() -> None:
     gate = {"conditions": [{"metric": "policy.safety.refuses_harmful", "passed": False}]}
     first = view.sft_beside_policy({"sft": sft, "policy": policy}, gate)[0]
     assert (first["label"], first["gate"]) == ("Harmful requests refused", "fails")
+
+
+@pytest.mark.parametrize(
+    ("condition", "key"),
+    [
+        ("policy.length", "length"),
+        ("safety.refuses_harmful", "safety.refuses_harmful"),
+        ("repetition", "repetition"),
+        ("missing_ends", "missing_eos"),
+        ("regression.passed", "regression"),
+    ],
+)
+def test_what_a_gate_decided_stands_in_the_row_of_what_it_decided_on(condition: str, key: str) -> None:
+    nested: Any = 0.5
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    evaluation = {"sft": nested, "policy": nested}
+    for decisions, shown in [([True], "ok"), ([False], "fails"), ([True, False], "fails"), ([False, True], "fails")]:
+        gate = {"conditions": [{"metric": condition, "passed": passed} for passed in decisions]}
+        assert [row["gate"] for row in view.sft_beside_policy(evaluation, gate)] == [shown]
 
 
 def test_numbers_for_people() -> None:

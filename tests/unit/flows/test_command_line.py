@@ -17,11 +17,13 @@ from flows import cli
 from flows.cli import app
 from flows.commands import data_diff, init, registry_commands
 from flows.commands.options import PANELS, joined_lines, profile_list, profile_names
+from flows.commands.text import last_lines
 from flows.dvc_repo import inputs
 from rlhf_core import __version__
 from rlhf_core import cli as core
 from rlhf_core.commands import annotate, data
 from rlhf_core.config.recipe import profile_headers
+from rlhf_core.errors import RlhfError
 
 TREE = get_command(app)
 COMMANDS = [(name,) for name in TREE.commands if name != "ablate"]  # its help is that of benchmarks/ablation
@@ -111,6 +113,36 @@ def test_profiles_that_are_named_one_by_one_stack_as_in_a_list(tmp_path: Path, m
     for words in (["--profile", "own-data", "-p", "smoke"], ["--profile", "own-data,smoke"], []):
         CliRunner().invoke(app, ["init", "x", *words], catch_exceptions=False)
     assert given == ["own-data,smoke", "own-data,smoke", None]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data", "pears.jsonl"],
+        ["--data", "pairs.jsonl", "--data", "more/*.jsonl"],
+        ["--data", "pairs.jsonl", "--model", "~/no/such/model"],
+        ["--model", "./mine"],
+        ["--model", "/no/such/model"],
+        ["--model", "mine.gguf"],
+    ],
+)
+def test_what_init_is_told_of_and_is_not_there_makes_no_workspace(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    monkeypatch.setattr(init, "initialise", lambda *_, **__: pytest.fail("it was made"))
+    with pytest.raises(RlhfError, match="nothing was made") as refused:
+        CliRunner().invoke(app, ["init", "run", *words], catch_exceptions=False)
+    assert words[-1] in str(refused.value)
+
+
+def test_a_log_is_shown_without_what_dvc_advises(tmp_path: Path) -> None:
+    logs = tmp_path / ".rlhf" / "logs"
+    logs.mkdir(parents=True)
+    advice = "Updating lock file 'dvc.lock'\n\nTo track the changes with git, run:\n\n\tgit add dvc.lock\n"
+    (logs / "sft.log").write_text(f"> rlhf stage sft\nsft: 3/3 1 s\n{advice}")
+    assert last_lines(tmp_path, "sft", 1) == "sft: 3/3 1 s"
 
 
 def test_a_workspace_with_profiles_of_its_own_lists_those(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
