@@ -19,7 +19,7 @@ import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -187,7 +187,7 @@ def load_model(
 
     Raises:
         ModelError: The folder lacks weights of the model, or has them in other shapes, which the library would fill at
-            random.
+            random, or some of them are not finite, with which every reply would be empty.
     """
     place = device or distributed.device()
     # A model on its way to a GPU is in host memory as a whole.
@@ -218,6 +218,7 @@ def load_model(
         raise ModelError(
             f"{source} lacks {len(names)} of the weights of a {type(model).__name__}, such as {names[0]}; {REPAIR}"
         )
+    _require_finite(model, source)
     if info["unexpected_keys"]:
         names = sorted(info["unexpected_keys"])
         kind = type(model).__name__
@@ -231,6 +232,15 @@ def load_model(
     with reading(source):
         has_plain_head(model)  # is noted in the model, before an engine may shard its weights
     return model
+
+
+def _require_finite(model: nn.Module, source: str | Path) -> None:
+    for name, weight in model.named_parameters():
+        if weight.is_meta or not weight.is_floating_point() or weight.itemsize == 1 or not weight.numel():
+            continue
+        bounds = torch.stack(weight.detach().aminmax())  # makes no copy of the weight, and is NaN where that has any
+        if not bounds.isfinite().all():
+            raise ModelError(f"{source}: the weight {name} has numbers that are not finite; {REPAIR}")
 
 
 @contextmanager

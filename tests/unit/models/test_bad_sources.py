@@ -57,6 +57,16 @@ def edit_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
     return damage
 
 
+def set_number(weight: str, value: str) -> Damage:
+    """Put ``value`` in place of the last number of a weight."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[weight] = tensors[weight].clone()
+        tensors[weight].view(-1)[-1] = float(value)
+
+    return edit_weights(change)
+
+
 def cut(name: str, keep: int) -> Damage:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:keep]) and None
 
@@ -104,6 +114,11 @@ DAMAGES = {
     "weights-long-header": (write(WEIGHTS, b"\xff" * 64), "is not a readable safetensors file"),
     "weight-missing": (edit_weights(lambda tensors: tensors.pop(NORM)), "lacks 1 of the weights of a LlamaForCausalLM"),
     "weight-shape": (edit_weights(lambda tensors: tensors.update({NORM: torch.zeros(3)})), "has the shape [3]"),
+    **{
+        f"weight-{value}-{weight}": (set_number(weight, value), f"the weight {weight} has numbers that are not finite")
+        for value in ("nan", "inf", "-inf")
+        for weight in (NORM, EMBEDDING)
+    },
     "shard-missing": (lambda folder: in_shards(folder, "c.safetensors"), "lacks 1 of 2 shards, such as c.safetensors"),
     "index-cut": (
         lambda folder: (in_shards(folder, "b.safetensors"), cut(INDEX, 30)(folder)), "cannot load the model folder"
