@@ -27,7 +27,7 @@ from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError, first_line, is_full_disk
 from rlhf_core.storage.files import flatten, read_json
 from rlhf_core.tracking import stage_run
-from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, deliver_waiting
+from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier
 from rlhf_core.tracking.stage_run import (
     CLIENT_SETTINGS,
     default_environment,
@@ -134,7 +134,7 @@ def prepare_tracking(workspace: Path) -> MlflowClient:
     with FileLock(private_path(workspace, "mlflow.lock")):
         client = connect(workspace)
         own = experiment_id(client, workspace)
-    deliver_waiting(client, lambda: own, workspace, tracking_uri(workspace))
+    Courier(client, lambda: own, workspace, tracking_uri(workspace)).deliver_waiting()
     return client
 
 

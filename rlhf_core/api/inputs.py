@@ -165,14 +165,20 @@ def _require_usable(row: Demonstration | Preference | Prompt | PretrainText, whe
         raise DataError(f"{where}: the reply is empty")
 
 
-def held_out(rows: Sequence[Row], validation: Sequence[Row] | None, name: str) -> tuple[list[Row], list[Row]]:
-    """Training and validation rows: ``validation`` where it is given, else every twentieth row and the last one.
+def held_out(
+    kind: type[Row],
+    records: Iterable[Row | Mapping[str, Any] | str],
+    validation: Iterable[Row | Mapping[str, Any] | str] | None,
+    name: str,
+) -> tuple[list[Row], list[Row]]:
+    """Read records as training and validation rows: without ``validation`` every twentieth and the last are held out.
 
     Raises:
-        DataError: There are too few rows to hold one out.
+        DataError: As of :func:`rows_of`, or there are too few rows to hold one out.
     """
+    rows: list[Row] = rows_of(kind, records, name)
     if validation is not None:
-        return list(rows), list(validation)
+        return rows, rows_of(kind, validation, "validation")
     if len(rows) < 2:
         raise DataError(f"{name} has {len(rows)} record, of which none can be held out; give validation records")
     numbers = {*range(HELD_OUT_EVERY - 1, len(rows), HELD_OUT_EVERY), len(rows) - 1}

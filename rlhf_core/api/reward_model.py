@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.inputs import checked_tokenizer, held_out, require_loadable, require_type, rows_of, run_context
+from rlhf_core.api.inputs import checked_tokenizer, held_out, require_loadable, require_type, run_context
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.encoding import pad_id
@@ -82,9 +82,7 @@ def train_reward_model(
         pairs, held = preferences, validation
     else:
         assert not isinstance(validation, Split)
-        given = rows_of(Preference, preferences, "preferences")
-        checks = rows_of(Preference, validation, "validation") if validation is not None else None
-        train, checks = held_out(given, checks, "preferences")
+        train, checks = held_out(Preference, preferences, validation, "preferences")
         config = config or default_reward_config(len(train), model)
         longest = fitting_length(config.max_tokens, model)
         pairs = split_of(train, tokenizer, longest, "preferences")

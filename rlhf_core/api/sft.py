@@ -12,14 +12,14 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.inputs import checked_tokenizer, held_out, require_loadable, require_type, rows_of, run_context
+from rlhf_core.api.inputs import checked_tokenizer, held_out, require_loadable, require_type, run_context
 from rlhf_core.config.base import SftConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Demonstration
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError
-from rlhf_core.models.causal_lm import fitting_length, save_policy
+from rlhf_core.models.causal_lm import fitting_length, load_policy, save_policy
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.training import loop
 from rlhf_core.training.engine.base import Engine
@@ -54,18 +54,18 @@ class SftRun:
 
 
 def train_sft(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Path,
     tokenizer: PreTrainedTokenizerBase,
-    demonstrations: Iterable[Demonstration | Mapping[str, Any]],
+    demonstrations: Iterable[Demonstration | Mapping[str, Any]] | TokenTable,
     *,
-    validation: Iterable[Demonstration | Mapping[str, Any]] | None = None,
+    validation: Iterable[Demonstration | Mapping[str, Any]] | TokenTable | None = None,
     config: SftConfig | None = None,
     context: RunContext | None = None,
 ) -> SftRun:
     """Fine-tune a copy of ``model`` on demonstrations by cross-entropy on the replies (algorithms.md §1).
 
     Args:
-        model: Any causal language model. It is left as it is.
+        model: Any causal language model, or its folder. It is left as it is.
         tokenizer: Its tokenizer. One without a chat template gets a plain one ("User: … Assistant: …").
         demonstrations: Records such as ``{"prompt": ..., "completion": ...}``; see docs/data-formats.md.
         validation: Held-out records; by default every twentieth demonstration.
@@ -78,60 +78,36 @@ def train_sft(
     """
     require_type(config, SftConfig, "config")
     require_loadable(model, "model")
-    given = rows_of(Demonstration, demonstrations, "demonstrations")
-    checks = rows_of(Demonstration, validation, "validation") if validation is not None else None
-    train, checks = held_out(given, checks, "demonstrations")
-    config = config or default_sft_config(len(train), model)
-    tokenizer = checked_tokenizer(tokenizer, model)
-    with run_context(context, "train_sft", config, train, checks, model) as run:
-        own = copy.deepcopy(model)
-        use_float32_unembedding(own)
-        tokens, check_tokens = (TokenTable.of_rows(tokenizer, Demonstration.KIND, rows) for rows in (train, checks))
-        return fine_tune(own, tokenizer, tokens, check_tokens, config, run)
-
-
-def default_sft_config(rows: int, model: PreTrainedModel) -> SftConfig:
-    """One epoch over ``rows`` with settings that are safe for a pretrained model."""
-    size = min(32, rows)
-    steps = math.ceil(rows / size)
-    return SftConfig(
-        steps=steps,
-        batch_size=size,
-        micro_batch_size=min(size, 8),
-        max_tokens=fitting_length(2048, model),
-        optimizer=OptimizerConfig(lr=DEFAULT_LR),
-    )
-
-
-def fine_tune(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    train: TokenTable,
-    validation: TokenTable,
-    config: SftConfig,
-    context: RunContext,
-) -> SftRun:
-    """Fine-tune ``model`` in place on tokenised demonstrations. An interrupted run resumes from ``context.work``.
-
-    Raises:
-        DataError: All rows are longer than ``config.max_tokens``.
-    """
+    if isinstance(demonstrations, TokenTable):
+        assert isinstance(validation, TokenTable) and config is not None
+        train, held = demonstrations, validation
+    else:
+        assert not isinstance(validation, TokenTable)
+        rows = held_out(Demonstration, demonstrations, validation, "demonstrations")
+        config = config or default_sft_config(len(rows[0]), model)
+        tokenizer = checked_tokenizer(tokenizer, model)
+        train, held = (TokenTable.of_rows(tokenizer, Demonstration.KIND, part) for part in rows)
     longest = fitting_length(config.max_tokens, model)
     examples, dropped = fitting_examples(train, longest)
-    checks, _ = fitting_examples(validation, longest)
-    for name, kept, rows in (("training", examples, train), ("validation", checks, validation)):
+    checks, _ = fitting_examples(held, longest)
+    for name, kept, given in (("training", examples, train), ("validation", checks, held)):
         if not kept:
-            raise DataError(f"all {len(rows)} {name} demonstrations are longer than {longest} tokens; raise max_tokens")
+            raise DataError(
+                f"all {len(given)} {name} demonstrations are longer than {longest} tokens; raise max_tokens"
+            )
     if dropped:
         logger.warning(
             "sft: %d of %d demonstrations are longer than %d tokens and were left out", dropped, len(train), longest
         )
-    pad, limit = pad_id(tokenizer), context.launch.logits_bytes
+    with run_context(context, "train_sft", config, train, held, model) as run:
+        own = load_policy(model)[0] if isinstance(model, Path) else copy.deepcopy(model)
+        use_float32_unembedding(own)
+        pad, limit = pad_id(tokenizer), run.launch.logits_bytes
 
-    def task(engine: Engine) -> SftTask:
-        return SftTask(engine, model, examples, checks, config, config.seed, pad, limit)
+        def task(engine: Engine) -> SftTask:
+            return SftTask(engine, own, examples, checks, config, config.seed, pad, limit)
 
-    model, result = loop.train(model, task, config, "sft", config.seed, context)
+        trained, result = loop.train(own, task, config, "sft", config.seed, run)
     evaluations = result.evaluations()
     losses = [record["loss"] for record in result.history if "loss" in record]
     metrics = {
@@ -145,4 +121,17 @@ def fine_tune(
         "tokens_per_second": result.tokens_per_second,
         "skipped_steps": float(result.skipped_steps),
     }
-    return SftRun(model, tokenizer, metrics, result.history)
+    return SftRun(trained, tokenizer, metrics, result.history)
+
+
+def default_sft_config(rows: int, model: PreTrainedModel | Path) -> SftConfig:
+    """One epoch over ``rows`` with settings that are safe for a pretrained model."""
+    size = min(32, rows)
+    steps = math.ceil(rows / size)
+    return SftConfig(
+        steps=steps,
+        batch_size=size,
+        micro_batch_size=min(size, 8),
+        max_tokens=fitting_length(2048, model),
+        optimizer=OptimizerConfig(lr=DEFAULT_LR),
+    )

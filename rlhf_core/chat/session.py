@@ -17,7 +17,7 @@ from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.sampling.decoding import decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms
-from rlhf_core.sampling.reply import OnText, sample_reply
+from rlhf_core.sampling.reply import OnText, ReplyPieces, sample_reply
 
 PROMPT = "you> "
 HELP = "/reset forgets the conversation, /help shows this, /quit or end of input leaves"
@@ -56,13 +56,19 @@ class ChatSession:
         ids, turns = self._fit(turns)
         uniforms = philox_uniforms(self.seed, [self._asked], self.sampling.max_new_tokens)
         sampling = EvaluationSampling.for_tokenizer(self.tokenizer, self.sampling)
-        stream = None if on_text is None else ReplyStream(on_text)
-        on_reply = None if stream is None else stream.write
+        pieces = ReplyPieces()
+
+        def write(text: str) -> None:
+            if on_text is not None and (piece := pieces.rest(one_line(text))):
+                on_text(piece)
+
         with decoding_layers(self.model, 1, self.sampling.max_new_tokens):
-            sampled = sample_reply(self.model, self.tokenizer, ids, sampling, uniforms, on_reply)
+            followed = write if on_text is not None else None
+            sampled = sample_reply(self.model, self.tokenizer, ids, sampling, uniforms, followed)
         reply = sampled.text.strip()
-        if stream is not None:
-            stream.finish(reply)
+        write(reply)
+        if on_text is not None and pieces.sent != one_line(reply):
+            on_text(f"\n{one_line(reply)}")  # the tokenizer decodes the beginning otherwise when it knows the end
         self._asked += 1
         self.turns = [*turns, Message("assistant", reply)]
         return reply
@@ -80,28 +86,6 @@ class ChatSession:
                 room = context - self.sampling.max_new_tokens
                 raise DataError(f"that is {len(ids)} tokens; the model's context has room for {max(room, 0)}")
             dropped += 2  # a question goes with its answer
-
-
-class ReplyStream:
-    """The text of one reply while its tokens are sampled, in one line, in pieces that are never taken back."""
-
-    def __init__(self, on_piece: OnText) -> None:
-        self.on_piece = on_piece
-        self.written = ""
-
-    def write(self, text: str) -> None:
-        """Write what of ``text``, the reply so far, is not written yet."""
-        line = one_line(text)
-        if line.startswith(self.written) and line != self.written:
-            self.on_piece(line[len(self.written) :])
-            self.written = line
-
-    def finish(self, reply: str) -> None:
-        """Write what of the whole ``reply`` is not written yet."""
-        self.write(reply)
-        line = one_line(reply)
-        if self.written != line:  # the tokenizer decodes the beginning otherwise when it knows the end
-            self.on_piece(f"\n{line}")
 
 
 def one_line(text: str) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_core.config import yaml_text
-from rlhf_core.config.loading import PARAMS_FILE, Params, check_params, load_params, merge, overlays_of, overridden
+from rlhf_core.config.loading import PARAMS_FILE, Params, check_params, load_params, overlaid, overlays_of, overridden
 from rlhf_core.config.operations import Trained
 from rlhf_core.config.recipe import profiles_of
 from rlhf_core.errors import ConfigError, RlhfError
@@ -69,7 +69,7 @@ class PlanRequest:
         """The settings that it asks about."""
         load_params(self.root)  # what is wrong with the file itself is reported by its path
         recipe = (self.root / PARAMS_FILE).read_text(encoding="utf-8")
-        recipe = merge(recipe, overlays_of(recipe, profiles_of(self.root), self.profile, self.sets), self.sets)
+        recipe = overlaid(recipe, overlays_of(recipe, profiles_of(self.root), self.profile, self.sets), self.sets)
         document = yaml_text.plain(yaml_text.parse(recipe, PARAMS_FILE))
         return check_params(overridden(document, self._options(check_params(document, "parameters"))), "parameters")
 

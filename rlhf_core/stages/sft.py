@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rlhf_core.api.sft import fine_tune
+from rlhf_core.api.sft import train_sft
 from rlhf_core.config.base import SftConfig
 from rlhf_core.data.schema import Demonstration, read_rows
 from rlhf_core.data.token_tables import read_tokens
-from rlhf_core.models.causal_lm import load_policy
+from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
 from rlhf_core.training.rng import derive_seed
@@ -16,13 +16,13 @@ from rlhf_core.training.sft import sample_replies
 
 def run(config: SftConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
     """Write ``models/sft``, its metrics, history and sample replies. An interrupted run resumes from its checkpoint."""
-    model, tokenizer = load_policy(inputs.base)
+    tokenizer = load_tokenizer(inputs.base)
     folder = inputs.clean / "demonstrations"
     train, validation = (
         read_tokens(context.tokens, folder / f"{split}.parquet", Demonstration.KIND, tokenizer)
         for split in ("train", "validation")
     )
-    trained = fine_tune(model, tokenizer, train, validation, config, context)
+    trained = train_sft(inputs.base, tokenizer, train, validation=validation, config=config, context=context)
     trained.save(outputs.model)
     atomic_write_lines(outputs.history, trained.history)
     seed = derive_seed(config.seed, "sft", "samples")

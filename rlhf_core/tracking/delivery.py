@@ -73,17 +73,38 @@ def address(uri: str) -> str:
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0  # seconds between two attempts to reach the server
 # A server that does not even refuse costs each attempt its timeout; no more than a fifth of the time goes there.
 PAUSE_PER_ATTEMPT = 4.0
+DEFERRED_VARIABLE = "RLHF_TRACKING_DEFERRED"  # set for stages by the process that delivers their records
 
 
-class Delivery:
-    """Sends records of journals through one client, and rests in between while its server is away."""
+class Courier:
+    """Sends records of a workspace's journals through one client, and rests in between while its server is away.
+
+    It is entered for as long as stages run with ``RLHF_TRACKING_DEFERRED``, which then neither load MLflow nor wait for
+    its server. Meanwhile no other process delivers what earlier runs left. Journals of stages that deliver for
+    themselves, each through a courier of its own, are left alone.
+    """
 
     def __init__(
-        self, client: Any, experiment_id: Callable[[], str], server: str, clock: Callable[[], float] = time.monotonic
+        self,
+        client: Any,
+        experiment_id: Callable[[], str],
+        workspace: Path,
+        uri: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.client, self.experiment_id, self.server, self.clock = client, experiment_id, server, clock
+        self.client, self.experiment_id, self.workspace, self.clock = client, experiment_id, workspace, clock
+        self.server, self.lock = address(uri), LockFile(workspace / DELIVERY_LOCK)
         self.away, self.sent = False, 0
+        self.ended: set[Path] = set()  # journals whose last record has arrived
         self._pause, self._next_attempt = FIRST_PAUSE, 0.0
+
+    def __enter__(self) -> Courier:
+        self.lock.__enter__()
+        self.lock.acquire()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.lock.__exit__(*error)
 
     @property
     def is_due(self) -> bool:
@@ -163,6 +184,48 @@ class Delivery:
         """Whether the server at another address made the run."""
         return journal.header.run_id is not None and journal.header.server != self.server
 
+    def deliver_waiting(self) -> int:
+        """Send what earlier runs of the workspace have left undelivered; returns how many records those were.
+
+        Records of a run that the server at another address made stay where they are. If the server goes away meanwhile,
+        the rest waits on. Nothing is done while another process delivers the workspace's records.
+        """
+        with self.lock, suppress(ServerAway):
+            for journal in waiting_journals(self.workspace) if self.lock.try_acquire() else ():
+                if not self.is_elsewhere(journal):
+                    self.send(journal)
+                    self.finish(journal)
+        if self.sent:
+            logger.warning("delivered %d records of earlier runs that MLflow was away for", self.sent)
+        return self.sent
+
+    def deliver_new(self) -> None:
+        """Send what is new, and delete the journals of stages that have ended; nothing while the server rests."""
+        if self.is_due:
+            self._deliver(journals(self.workspace))
+
+    def deliver_rest(self) -> None:
+        """Send what is left once all stages have ended, those among them that were killed, too."""
+        waiting = journals(self.workspace)
+        self.ended |= {journal.folder for journal in waiting}
+        self._deliver(waiting)
+        if count := waiting_records(self.workspace):
+            logger.warning("%d records wait for MLflow to answer again; the next run delivers them", count)
+
+    def _deliver(self, waiting: list[Journal]) -> None:
+        with self.attempt():
+            for journal in waiting:
+                if not journal.header.deferred or self.is_elsewhere(journal):
+                    continue
+                journal.header = replace(journal.header, server=self.server)
+                if any(record.kind == "end" for record in self.send(journal)):
+                    self.ended.add(journal.folder)
+                if journal.folder in self.ended and journal.try_lock():
+                    try:
+                        self.finish(journal)
+                    finally:
+                        journal.release()
+
 
 def requests_for(client: Any, run_id: str, records: Sequence[JournalRecord]) -> Iterator[Callable[[], object]]:
     """Calls that send ``records`` in order, in as few requests as MLflow allows."""
@@ -197,78 +260,3 @@ def _refusals_logged(journal: Journal) -> Iterator[None]:
         raise
     except Exception as error:  # stores of artifacts have errors of their own
         logger.warning("MLflow refused records of run %s: %s", journal.header.run_id, named_line(error))
-
-
-def deliver_waiting(client: Any, experiment_id: Callable[[], str], workspace: Path, uri: str) -> int:
-    """Send what earlier runs of ``workspace`` have left undelivered; returns how many records those were.
-
-    Records of a run that the server at another address made stay where they are. If the server goes away meanwhile,
-    the rest waits on. Nothing is done while another process delivers the workspace's records.
-    """
-    delivery = Delivery(client, experiment_id, address(uri))
-    with LockFile(workspace / DELIVERY_LOCK) as lock, suppress(ServerAway):
-        for journal in waiting_journals(workspace) if lock.try_acquire() else ():
-            if not delivery.is_elsewhere(journal):
-                delivery.send(journal)
-                delivery.finish(journal)
-    if delivery.sent:
-        logger.warning("delivered %d records of earlier runs that MLflow was away for", delivery.sent)
-    return delivery.sent
-
-
-DEFERRED_VARIABLE = "RLHF_TRACKING_DEFERRED"  # set for stages by the process that delivers their records
-
-
-class Courier(Delivery):
-    """Sends records of running stages through one client, so that stages neither load MLflow nor wait for its server.
-
-    It is entered for as long as stages run with ``RLHF_TRACKING_DEFERRED``. Meanwhile no other process delivers what
-    earlier runs left. Journals of stages that deliver for themselves are left alone.
-    """
-
-    def __init__(
-        self,
-        client: Any,
-        experiment_id: Callable[[], str],
-        workspace: Path,
-        uri: str,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(client, experiment_id, address(uri), clock)
-        self.workspace, self.lock = workspace, LockFile(workspace / DELIVERY_LOCK)
-        self.ended: set[Path] = set()  # journals whose last record has arrived
-
-    def __enter__(self) -> Courier:
-        self.lock.__enter__()
-        self.lock.acquire()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.lock.__exit__(*error)
-
-    def deliver_new(self) -> None:
-        """Send what is new, and delete the journals of stages that have ended; nothing while the server rests."""
-        if self.is_due:
-            self._deliver(journals(self.workspace))
-
-    def deliver_rest(self) -> None:
-        """Send what is left once all stages have ended, those among them that were killed, too."""
-        waiting = journals(self.workspace)
-        self.ended |= {journal.folder for journal in waiting}
-        self._deliver(waiting)
-        if count := waiting_records(self.workspace):
-            logger.warning("%d records wait for MLflow to answer again; the next run delivers them", count)
-
-    def _deliver(self, waiting: list[Journal]) -> None:
-        with self.attempt():
-            for journal in waiting:
-                if not journal.header.deferred or self.is_elsewhere(journal):
-                    continue
-                journal.header = replace(journal.header, server=self.server)
-                if any(record.kind == "end" for record in self.send(journal)):
-                    self.ended.add(journal.folder)
-                if journal.folder in self.ended and journal.try_lock():
-                    try:
-                        self.finish(journal)
-                    finally:
-                        journal.release()

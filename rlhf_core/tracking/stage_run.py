@@ -25,14 +25,7 @@ from rlhf_core.git import git_revision
 from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.storage.files import LockFile
 from rlhf_core.storage.garbage_collection import paused_collector
-from rlhf_core.tracking.delivery import (
-    ACCESS_DENIED,
-    DEFERRED_VARIABLE,
-    Delivery,
-    ServerAway,
-    address,
-    deliver_waiting,
-)
+from rlhf_core.tracking.delivery import ACCESS_DENIED, DEFERRED_VARIABLE, Courier, ServerAway, address
 from rlhf_core.tracking.journal import Journal, JournalRecord, RunHeader
 
 logger = logging.getLogger(__name__)
@@ -64,21 +57,15 @@ class Tracker:
 
 
 class JournalTracker(Tracker):
-    """Writes records into a journal, and delivers them once a second where it has a client to do so.
+    """Writes records into a journal, and delivers them once a second where it has a courier of its own.
 
-    Without a client the process that runs the stages delivers them, and MLflow is not even loaded here.
+    Without one the process that runs the stages delivers them, and MLflow is not even loaded here.
     """
 
     def __init__(
-        self,
-        journal: Journal,
-        client: Any = None,
-        experiment_id: Callable[[], str] = str,
-        clock: Callable[[], float] = time.monotonic,
+        self, journal: Journal, courier: Courier | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.journal = journal
-        self.delivery = Delivery(client, experiment_id, journal.header.server, clock) if client is not None else None
-        self.machine_use = MachineUse(clock)
+        self.journal, self.courier, self.machine_use = journal, courier, MachineUse(clock)
 
     @property
     def run_id(self) -> str:
@@ -90,10 +77,10 @@ class JournalTracker(Tracker):
         Raises:
             RlhfError: The server does not accept the login, or the file cannot be opened as a database.
         """
-        assert self.delivery is not None
-        with self.delivery.attempt():
+        assert self.courier is not None
+        with self.courier.attempt():
             try:
-                self.delivery.make_run(self.journal)
+                self.courier.make_run(self.journal)
             except ServerAway as error:
                 if error.status not in ACCESS_DENIED:
                     raise
@@ -101,7 +88,7 @@ class JournalTracker(Tracker):
                     f"MLflow at {self.journal.header.server} does not accept the login ({error}); set "
                     "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or RLHF_TRACKING=off"
                 ) from error
-        return not self.delivery.away
+        return not self.courier.away
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         finite = {grouped(name): float(value) for name, value in metrics.items() if math.isfinite(float(value))}
@@ -121,10 +108,10 @@ class JournalTracker(Tracker):
     def end(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
         """End the run. What waits is tried once more, and else left for the next command to deliver."""
         self.journal.append(JournalRecord("end", {"status": status}))
-        if self.delivery is not None:
-            with self.delivery.attempt():
-                self.delivery.send(self.journal)
-                self.delivery.finish(self.journal)
+        if self.courier is not None:
+            with self.courier.attempt():
+                self.courier.send(self.journal)
+                self.courier.finish(self.journal)
                 return
             logger.warning(
                 "MLflow at %s is still away: %d records wait in %s; the next stage or `rlhf run` of this workspace "
@@ -135,9 +122,9 @@ class JournalTracker(Tracker):
 
     def _take(self, record: JournalRecord) -> None:
         self.journal.append(record)
-        if self.delivery is not None and self.delivery.is_due:
-            with self.delivery.attempt(pause=DELIVERY_SECONDS):
-                self.delivery.send(self.journal)
+        if self.courier is not None and self.courier.is_due:
+            with self.courier.attempt(pause=DELIVERY_SECONDS):
+                self.courier.send(self.journal)
 
 
 # First words by which MLflow's page groups a stage's metrics.
@@ -312,9 +299,10 @@ def _begun(journal: Journal, workspace: Path, uri: str) -> JournalTracker:
         def own_experiment() -> str:
             return experiment_id(client, workspace, journal.header.experiment)
 
-        tracker = JournalTracker(journal, client, own_experiment)
+        courier = Courier(client, own_experiment, workspace, uri)
+        tracker = JournalTracker(journal, courier)
         if tracker.begin():
-            deliver_waiting(client, own_experiment, workspace, uri)
+            courier.deliver_waiting()
     return tracker
 
 

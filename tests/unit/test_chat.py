@@ -11,13 +11,14 @@ import torch
 from tiny_llama import tiny_config
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from rlhf_core.chat.session import HELP, ChatSession, ReplyStream, converse, one_line, prompts_to_try
+from rlhf_core.chat.session import HELP, ChatSession, converse, one_line, prompts_to_try
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message, Prompt, write_rows
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.sampling import reply as reply_sampling
 from rlhf_core.sampling.generation import Rollout
+from rlhf_core.sampling.reply import SampledReply
 
 SAMPLING = SamplingConfig(max_new_tokens=6)
 
@@ -138,12 +139,16 @@ def test_a_character_of_several_tokens_is_written_once_it_is_whole(
     assert pieces == ["a", " \u20ac", " b"]
 
 
-def test_a_reply_that_decodes_otherwise_as_a_whole_is_written_again() -> None:
+def test_a_reply_that_decodes_otherwise_as_a_whole_is_written_again(
+    session: ChatSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sample(*given: Any) -> SampledReply:
+        given[-1]("a")
+        return SampledReply("b c", (1, 2), "stop")
+
+    monkeypatch.setattr("rlhf_core.chat.session.sample_reply", sample)
     pieces: list[str] = []
-    stream = ReplyStream(pieces.append)
-    stream.write("a")
-    stream.finish("b c")
-    assert pieces == ["a", "\nb c"]
+    assert session.say("the sky", pieces.append) == "b c" and pieces == ["a", "\nb c"]
 
 
 def test_a_pipe_gets_no_introduction_and_a_terminal_gets_it_first(session: ChatSession) -> None:

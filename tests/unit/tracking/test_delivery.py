@@ -24,7 +24,7 @@ from requests import HTTPError, Response
 from rlhf_core.errors import ConfigError
 from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.tracking import journal
-from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, ServerAway, address, away_errors, deliver_waiting
+from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, ServerAway, address, away_errors
 from rlhf_core.tracking.journal import Journal, RunHeader, waiting_records
 from rlhf_core.tracking.stage_run import JournalTracker, stage_tracker
 
@@ -181,7 +181,7 @@ def test_a_job_that_outlives_the_run_keeps_its_journal(server: Server, courier: 
     stage.log_metrics({"loss": 0.5}, 2)
     stage.end("FINISHED")
     courier.lock.__exit__(None, None, None)
-    assert deliver_waiting(server, lambda: "7", tmp_path, URI) == 2
+    assert Courier(server, lambda: "7", tmp_path, URI).deliver_waiting() == 2
     assert [name for name, _ in server.calls] == ["create", "batch", "batch", "end"] and left(tmp_path) == []
 
 
@@ -207,13 +207,13 @@ def test_what_is_left_at_the_end_is_said_and_goes_on_where_it_stopped(
     assert "1 records wait for MLflow to answer again" in caplog.text
     server.error, server.calls = None, []
     courier.lock.__exit__(None, None, None)
-    assert deliver_waiting(server, lambda: "7", tmp_path, URI) == 1 and server.calls == [("end", "FAILED")]
+    assert Courier(server, lambda: "7", tmp_path, URI).deliver_waiting() == 1 and server.calls == [("end", "FAILED")]
 
 
 def test_nobody_else_delivers_meanwhile(server: Server, courier: Courier, tmp_path: Path) -> None:
     stage = begin_stage(tmp_path)
     stage.end("FINISHED")
-    assert deliver_waiting(server, lambda: "7", tmp_path, URI) == 0 and server.calls == []
+    assert Courier(server, lambda: "7", tmp_path, URI).deliver_waiting() == 0 and server.calls == []
     courier.deliver_new()
     assert [name for name, _ in server.calls] == ["create", "end"]
 
@@ -349,7 +349,9 @@ def test_a_full_disk_leaves_no_half_record(server: Server, courier: Courier, tmp
 
 def new_tracker(server: Server, workspace: Path, clock: Clock | None = None) -> JournalTracker:
     header = RunHeader(address(URI), None, "rlhf", {"stage": "sft"}, 1000)
-    return JournalTracker(Journal.new(workspace, header), server, lambda: "7", clock or Clock())
+    clock = clock or Clock()
+    courier = Courier(server, lambda: "7", workspace, URI, clock)
+    return JournalTracker(Journal.new(workspace, header), courier, clock)
 
 
 def test_while_the_server_answers_nothing_is_left(server: Server, tmp_path: Path) -> None:
@@ -428,9 +430,9 @@ def test_a_run_that_begins_and_ends_without_its_server_is_delivered_by_the_next(
     tracker.end("FINISHED")
     assert "2 records wait in" in caplog.records[-1].message
     server.error = None
-    assert deliver_waiting(server, lambda: "7", tmp_path, URI) == 2
+    assert Courier(server, lambda: "7", tmp_path, URI).deliver_waiting() == 2
     assert server.calls == [("create", ("7", 1000, "sft")), ("batch", [("loss", 1.0, 1)]), ("end", "FINISHED")]
-    assert deliver_waiting(server, lambda: "7", tmp_path, URI) == 0 and waiting_records(tmp_path) == 0
+    assert Courier(server, lambda: "7", tmp_path, URI).deliver_waiting() == 0 and waiting_records(tmp_path) == 0
 
 
 def test_records_of_a_stage_that_still_runs_or_of_another_server_are_left(server: Server, tmp_path: Path) -> None:
@@ -439,10 +441,10 @@ def test_records_of_a_stage_that_still_runs_or_of_another_server_are_left(server
     server.error = AWAY
     tracker.log_metrics({"loss": 1.0}, 1)
     server.error, server.calls = None, []
-    assert deliver_waiting(server, lambda: "7", tmp_path, URI) == 0
+    assert Courier(server, lambda: "7", tmp_path, URI).deliver_waiting() == 0
     tracker.journal.release()
-    assert deliver_waiting(server, lambda: "7", tmp_path, "http://127.0.0.1:6000") == 0
-    assert server.calls == [] and deliver_waiting(server, lambda: "7", tmp_path, URI) == 1
+    assert Courier(server, lambda: "7", tmp_path, "http://127.0.0.1:6000").deliver_waiting() == 0
+    assert server.calls == [] and Courier(server, lambda: "7", tmp_path, URI).deliver_waiting() == 1
 
 
 def test_a_killed_stage_leaves_what_it_had_written(server: Server, tmp_path: Path) -> None:
@@ -454,7 +456,7 @@ def test_a_killed_stage_leaves_what_it_had_written(server: Server, tmp_path: Pat
         stream.write(json.dumps({"kind": "metrics"})[:9])  # killed while it wrote
     tracker.journal.release()  # the kernel does
     server.error = None
-    assert deliver_waiting(server, lambda: "7", tmp_path, URI) == 1
+    assert Courier(server, lambda: "7", tmp_path, URI).deliver_waiting() == 1
     assert server.calls[-2:] == [("batch", [("loss", 1.0, 1)]), ("end", "FAILED")]
 
 

@@ -11,7 +11,7 @@ from architecture.glossary import undocumented
 from ranks import exit_code_of
 from unit.training.tiny import SHAPE, run_and_die, run_stage, without_clock
 
-from rlhf_core.api.sft import fine_tune
+from rlhf_core.api.sft import train_sft
 from rlhf_core.config.base import SftConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.data.schema import Demonstration, Message
@@ -102,6 +102,7 @@ def test_the_models_positions_bound_training(workspace: Path, tmp_path: Path, ca
     config = SftConfig(steps=1, batch_size=2, max_tokens=1024, optimizer=OptimizerConfig(lr=1e-3))
     with caplog.at_level(logging.WARNING):
         tokens, checks = (TokenTable.of_rows(tokenizer, Demonstration.KIND, part) for part in (rows, rows[:1]))
-        trained = fine_tune(model, tokenizer, tokens, checks, config, RunContext(tmp_path / "work"))
+        context = RunContext(tmp_path / "work")
+        trained = train_sft(model, tokenizer, tokens, validation=checks, config=config, context=context)
     assert trained.metrics["dropped_over_long"] == 2 and trained.metrics["train_rows"] == 3
     assert f"2 of 5 demonstrations are longer than {SHAPE.max_positions} tokens" in caplog.text
