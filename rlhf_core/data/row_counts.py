@@ -1,4 +1,4 @@
-"""What became of the rows of a source: one counter, and one record of a row that broke a rule and why."""
+"""Rows of a source as they are, and what became of them: one counter, one record of a row that broke a rule and why."""
 
 from __future__ import annotations
 
@@ -15,6 +15,21 @@ OTHER_REASONS = "other reasons"
 FIRST_POSITIONS = 8
 # The counters of RowCounts.
 BY_WORD = ("dropped", "unused", "noticed")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of a file, as it is.
+
+    Attributes:
+        position: Counted from 1: the line in jsonl and csv (of a row of several lines the first), the row elsewhere.
+        value: The parsed row, or its raw text if it could not be parsed.
+        problem: Why the row could not be parsed.
+    """
+
+    position: int
+    value: Any
+    problem: str = ""
 
 
 @dataclass(frozen=True)

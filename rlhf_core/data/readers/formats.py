@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 from rlhf_core.config.data import ReadOptions
-from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.turns import (
     Refusal,
     Turn,
@@ -26,6 +25,7 @@ from rlhf_core.data.readers.turns import (
     transcript_turns,
     turns_of,
 )
+from rlhf_core.data.row_counts import Record
 from rlhf_core.data.schema import ROW_TYPES
 
 PAIRS = frozenset({"preferences", "demonstrations", "prompts", "pretrain"})

@@ -14,13 +14,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rlhf_core.data.readers.content import MAX_EXPANSION, Record, expansion_limit
 from rlhf_core.data.readers.csv_records import require_distinct
+from rlhf_core.data.row_counts import Record
 from rlhf_core.data.tables import CHUNK_BYTES, rows_within, table_slices
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.limited_call import CallLimits, limit_reached, lower_limit
 
 BATCH_ROWS = 2048
+# Dialogues shrink to a tenth; what expands further than this was made to fill the memory, or is no text.
+MAX_EXPANSION = 200
+ALWAYS_ALLOWED = 64 * 2**20
 PARQUET_MARK = b"PAR1"  # the first and the last bytes of a file
 # Rows that take fewer bytes of a file than this repeat texts of a dictionary, whose size is seen only when they are
 # read: few at a time. A file that could not hold so many bytes for each of its rows was made to take time.
@@ -40,6 +43,11 @@ ARROW_FILE = b"ARROW1"
 READ_BYTES = 2**20
 # Told how many bytes of a file are read so far.
 OnRead = Callable[[int], None]
+
+
+def expansion_limit(size: int) -> int:
+    """Return how many bytes a compressed file of this size may expand to."""
+    return max(ALWAYS_ALLOWED, MAX_EXPANSION * size)
 
 
 def table_records(kind: str, path: Path, name: str, on_read: OnRead) -> Iterator[Record]:

@@ -23,10 +23,9 @@ from unit.data.malformed.containers import PACK
 from rlhf_core.config.data import DataSource
 from rlhf_core.data.collection import rows as formats
 from rlhf_core.data.collection.sources import source_chunks, source_files
-from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.stream import stream_records
 from rlhf_core.data.readers.table_records import parquet_tables
-from rlhf_core.data.row_counts import MOST_REASONS, OTHER_REASONS, READABLE, ReasonCounts, RowCounts, RowFinding
+from rlhf_core.data.row_counts import MOST_REASONS, OTHER_REASONS, READABLE, ReasonCounts, Record, RowCounts, RowFinding
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.limited_call import GIB, CallLimits, limit_reached
 
