@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 from scipy import stats
 
 from rlhf_core.config.data import SplitConfig
-from rlhf_core.data.lengths import character_lengths
 from rlhf_core.data.schema import ROW_TYPES, SPLITS, PairUser, assign, clean_schema, clean_table, pair_user_of
+from rlhf_core.data.statistics import character_lengths
 from rlhf_core.data.tables import TableWriter
 from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.data.validation.tables import Validated

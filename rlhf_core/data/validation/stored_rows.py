@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rlhf_core.data.lengths import TokenCounts, evenly_spread
 from rlhf_core.data.row_counts import READABLE, RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS, arrow_schema
+from rlhf_core.data.statistics import TokenCounts, evenly_spread
 from rlhf_core.data.tables import TableWriter, parquet_footer, table_chunks
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.progress import progress

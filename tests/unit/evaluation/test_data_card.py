@@ -17,9 +17,9 @@ from validation_rows import good_rows, make_row, origins_of, row, run_validate, 
 
 from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
 from rlhf_core.data.dataset import data_metrics, write_clean
-from rlhf_core.data.lengths import character_lengths
 from rlhf_core.data.row_counts import READABLE, RowFinding
 from rlhf_core.data.schema import arrow_schema, write_table
+from rlhf_core.data.statistics import character_lengths
 from rlhf_core.data.text import EXCERPT, TAKEN_OUT, excerpt
 from rlhf_core.data.validation.set_rules import SetFindings, apply_set_rules, check_set
 from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, count_tokens, findings_table
