@@ -174,10 +174,10 @@ def add_record(part: FileRows, original: Record, shape: Format, options: ReadOpt
 
 def _require_kind(shape: Format, kind: str, options: ReadOptions, where: str, first_row: str) -> None:
     name = shape.name
-    if kind not in shape.carries:
+    if kind not in shape.kinds:
         note = f" ({shape.note})" if shape.note else ""
         raise DataError(
-            f"{where} is of format {name}, which holds no {kind}; it can serve as {', '.join(sorted(shape.carries))}"
+            f"{where} is of format {name}, which holds no {kind}; it can serve as {', '.join(sorted(shape.kinds))}"
             f"{note}; its first row: {first_row}"
         )
     if options.dimension is not None and options.dimension not in shape.dimensions:
