@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import pyarrow as pa
+
 # The rule of rows that a reader could not use; all others are those of rlhf_core.config.data.
 READABLE = "readable"
 # Reasons may quote the row: of more than so many different ones, the others are counted together.
@@ -15,6 +17,16 @@ OTHER_REASONS = "other reasons"
 FIRST_POSITIONS = 8
 # The counters of RowCounts.
 BY_WORD = ("dropped", "unused", "noticed")
+TEXT = pa.string()
+# Findings as they are stored: of readers, of rows in the quarantine, of rules about the whole set.
+REFUSED_SCHEMA = pa.schema({"kind": TEXT, "source": TEXT, "position": pa.int64(), "reason": TEXT, "row": TEXT})
+QUARANTINE_SCHEMA = pa.schema(
+    {"kind": TEXT, "id": TEXT, "source": TEXT, "position": pa.int64(), "reasons": pa.list_(TEXT), "row": TEXT}
+)
+FINDINGS_SCHEMA = pa.schema(
+    dict.fromkeys(("rule", "severity", "kind", "id", "source"), TEXT)
+    | {"position": pa.int64(), "reason": TEXT, "other": TEXT, "similarity": pa.float64()}
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,13 @@ class RowFinding:
     def where(self) -> str:
         """The file and line of the row, or its id where it is from no file."""
         return self.id if self.source is None else f"{self.source}:{self.position}"
+
+
+def findings_table(findings: Sequence[RowFinding], schema: pa.Schema) -> pa.Table:
+    """Return findings as they are stored, with the columns of ``schema``."""
+    return pa.Table.from_pylist(
+        [{name: getattr(finding, name) for name in schema.names} for finding in findings], schema=schema
+    )
 
 
 @dataclass
