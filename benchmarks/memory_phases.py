@@ -18,7 +18,7 @@ from rlhf_core.config.loading import Params
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.data.pairs import TokenisedPair
+from rlhf_core.data.batches import TokenisedPair
 from rlhf_core.evaluation.perplexity import measure_drift
 from rlhf_core.evaluation.replies import OnPolicyReplies
 from rlhf_core.memory.architecture import Architecture

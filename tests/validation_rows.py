@@ -12,8 +12,9 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_core.config.data import CollectConfig, FileSources, SplitConfig, ValidateConfig
+from rlhf_core.data.collection.raw_folder import Origins, StoredRows
 from rlhf_core.data.collection.rows import prompt_group
-from rlhf_core.data.row_counts import RowFinding
+from rlhf_core.data.row_counts import REFUSED_SCHEMA, RowFinding, findings_table
 from rlhf_core.data.schema import (
     ROW_TYPES,
     PairUser,
@@ -25,7 +26,6 @@ from rlhf_core.data.schema import (
     write_table,
 )
 from rlhf_core.data.validation.set_rules import SetRows
-from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, Origins, StoredRows, findings_table
 from rlhf_core.data.validation.suites import Suites, read_suites
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths

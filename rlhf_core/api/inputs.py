@@ -22,8 +22,8 @@ from rlhf_core.config.data import ReadOptions
 from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.config.reward_sources import DEFAULT_SOURCES, OWN_MODEL
 from rlhf_core.data.collection.rows import read_records
-from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.detection import format_of
+from rlhf_core.data.row_counts import Record
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, Prompt
 from rlhf_core.data.text import has_visible_text
 from rlhf_core.data.token_tables import TokenTable

@@ -1,4 +1,4 @@
-"""Rows into batches: their order, padding, shards over ranks, and shares of categories and lengths.
+"""Rows into batches: their order, passes over ranks, padding, shares of categories and lengths; and pairs by prompts.
 
 Mixtures by category: which rows, and how often, an epoch of training consists of.
 
@@ -13,13 +13,24 @@ Investigating Length Correlations in RLHF", who balance preference data as one r
 that reads lengths alone is right in more than about half. Equal numbers of both kinds are not enough for that: large
 differences occur almost only where the longer reply is preferred, so that "longer, if it is much longer" would still be
 right. Both kinds are therefore matched within strata of the absolute difference.
+
+Batches of whole prompts: pairs of one prompt share a batch, and a sequence that several of them have counts once.
+
+With K ranked replies to a prompt there are up to K(K-1)/2 pairs, but only K sequences to compute (Ouyang et al., 2022,
+"Training language models to follow instructions", section 3.5, who also find that pairs drawn one by one overfit).
+
+Prefix rows: replies to one prompt in one row behind a single copy of it, so that the prompt is computed once.
+
+Wang and Hegde, 2024, "Accelerating Direct Preference Optimization with Prefix Sharing".
 """
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import chain, pairwise
 from typing import TypeVar
 
@@ -27,6 +38,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from rlhf_core.config.reward import PairBatchConfig
+from rlhf_core.data.tables import TableRows
+from rlhf_core.data.token_tables import CATEGORY, TokenTable
 from rlhf_core.errors import DataError
 from rlhf_core.runtime import distributed
 
@@ -50,159 +64,6 @@ def batch_at(n: int, size: int, seed: int, step: int) -> list[int]:
         order = epoch_order(n, seed, epoch)
         indices += order[max(first - start, 0) : min(first + size - start, n)]
     return indices
-
-
-def token_budget_batches(
-    lengths: Sequence[int],
-    budget: int,
-    min_pairs: int,
-    max_pairs: int,
-    seed: int,
-    epoch: int,
-    rows: Sequence[int] | None = None,
-) -> list[list[int]]:
-    """Return an epoch of dynamic batches (paper, section 4.2): as many pairs as fit ``budget`` tokens after padding.
-
-    A batch of b pairs costs ``2 * b * max(length)``. Pairs of similar length share a batch: the shuffled epoch is
-    sorted by length within windows, and the batches are shuffled again, so that length does not follow the step number.
-    Every index occurs exactly once per epoch, or those of ``rows`` do.
-
-    Args:
-        lengths: Tokens of one padded row of each pair, that is of the longer of its two sequences.
-        budget: Most tokens of a batch, padding included.
-        min_pairs: Fewest pairs of a batch, even over the budget: the gradient of a smaller batch is noise.
-        max_pairs: Most pairs of a batch.
-        rows: The pairs of this epoch; None for all.
-    """
-    if not 1 <= min_pairs <= max_pairs:
-        raise ValueError(f"need 1 <= min_pairs <= max_pairs, got {min_pairs} and {max_pairs}")
-    order = epoch_order(len(lengths) if rows is None else len(rows), seed, epoch)
-    if rows is not None:
-        order = [rows[i] for i in order]
-    window = max_pairs * 8
-    batches: list[list[int]] = []
-    rest: list[int] = []
-    for start in range(0, len(order), window):
-        # Longest first, so that the first pair of a batch fixes its width.
-        waiting = sorted([*rest, *order[start : start + window]], key=lambda i: (-lengths[i], i))
-        full, rest = _fill(waiting, lengths, budget, min_pairs, max_pairs)
-        batches += full
-    if rest:
-        _place_remainder(batches, rest, min_pairs, max_pairs)
-    # A second stream (offset key) for the order of batches.
-    return [batches[i] for i in epoch_order(len(batches), seed + (1 << 32), epoch)]
-
-
-def _fill(
-    waiting: Sequence[int], lengths: Sequence[int], budget: int, min_pairs: int, max_pairs: int
-) -> tuple[list[list[int]], list[int]]:
-    """Return full batches from the front of ``waiting`` (longest first), and the pairs that are left over."""
-    batches: list[list[int]] = []
-    start = 0
-    while start < len(waiting):
-        room = budget // (2 * max(lengths[waiting[start]], 1))
-        size = max(min(room, max_pairs), min_pairs)
-        if start + size > len(waiting):
-            break
-        batches.append(list(waiting[start : start + size]))
-        start += size
-    return batches, list(waiting[start:])
-
-
-def _place_remainder(batches: list[list[int]], rest: list[int], min_pairs: int, max_pairs: int) -> None:
-    """Append the last pairs of an epoch; fewer than ``min_pairs`` borrow from the batch before, or join it."""
-    missing = min_pairs - len(rest)
-    if missing <= 0 or not batches:
-        batches.append(rest)
-    elif len(batches[-1]) - missing >= min_pairs:
-        batches.append([*batches[-1][-missing:], *rest])
-        del batches[-2][-missing:]
-    elif len(batches[-1]) + len(rest) <= max_pairs:
-        batches[-1] += rest
-    else:
-        batches.append(rest)
-
-
-MOST_MICRO_BATCHES = 8
-# Below this many positions a pass costs nearly as much with fewer of them: the demo's batches of 1,000 took the same
-# processor time in one pass and in several.
-SMALLEST_MICRO_BATCH = 512
-CUT_POSITIONS = 512  # places among the sorted rows at which micro-batches may begin
-IMPOSSIBLE = 1 << 50  # positions of a micro-batch that would end before it begins
-
-
-def padding_share(useful: int, computed: int) -> float:
-    """Return the share of computed token positions that hold padding; 0 where nothing was computed.
-
-    Args:
-        useful: Tokens that are not padding.
-        computed: Positions of all rows, padding included.
-    """
-    return (computed - useful) / computed if computed else 0.0
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Rows in micro-batches, each padded to its own longest row.
-
-    Attributes:
-        micro_batches: Row numbers of each.
-        computed: Positions of all rows, padding included.
-    """
-
-    micro_batches: list[list[int]]
-    computed: int
-
-
-def partitions(lengths: Sequence[int], most: int) -> list[Partition]:
-    """Return the partitions of rows into 1, 2, ... ``most`` micro-batches that need the fewest positions.
-
-    A single micro-batch keeps the rows in their order; more of them have the rows sorted by length.
-
-    Args:
-        most: The largest number of micro-batches; at most the number of rows.
-    """
-    order = np.argsort(np.asarray(lengths), kind="stable")
-    ends = np.unique(np.linspace(0, len(order), min(len(order), max(CUT_POSITIONS, most)) + 1).astype(int))
-    longest = np.asarray(lengths)[order[ends[1:] - 1]]
-    # positions[i, j]: those of one micro-batch from the i-th cut to the (j + 1)-th.
-    positions = (ends[None, 1:] - ends[:-1, None]) * longest[None, :]
-    positions = np.where(np.triu(np.ones_like(positions, dtype=bool)), positions, IMPOSSIBLE)
-    fewest = positions[0]
-    begins: list[np.ndarray] = []
-    best = [Partition([list(range(len(order)))], int(fewest[-1]))]
-    while len(best) < most:
-        # The last micro-batch begins at cut i + 1, where the rows before it are cut as well as possible.
-        totals = fewest[:-1, None] + positions[1:, :]
-        begins.append(totals.argmin(axis=0) + 1)
-        fewest = totals.min(axis=0)
-        cuts = [len(ends) - 1]
-        for begin in reversed(begins):
-            cuts.append(int(begin[cuts[-1] - 1]))
-        bounds = [0, *ends[cuts[::-1]].tolist()]
-        rows = [order[a:b].tolist() for a, b in pairwise(bounds)]
-        best.append(Partition(rows, int(fewest[-1])))
-    return best
-
-
-def least_padded(shards: Sequence[Sequence[int]], max_padding: float) -> list[Partition]:
-    """Return the rows of each rank in micro-batches, as few as keep the padding of all ranks within ``max_padding``.
-
-    All ranks get the same number of micro-batches, because they gather sharded parameters together: at most eight, no
-    more than a rank has rows, and on average at least 512 positions each before they are cut.
-
-    Args:
-        shards: Tokens of each row, rank by rank.
-        max_padding: The bound of :func:`padding_share`; 1 gives one micro-batch.
-    """
-    whole = sum(len(lengths) * max(lengths) for lengths in shards)
-    most = min(MOST_MICRO_BATCHES, whole // (len(shards) * SMALLEST_MICRO_BATCH), *map(len, shards))
-    useful = sum(map(sum, shards))
-    choices = list(zip(*(partitions(lengths, max(most, 1)) for lengths in shards), strict=True))
-    for choice in choices:
-        if padding_share(useful, sum(part.computed for part in choice)) <= max_padding:
-            return list(choice)
-    return list(choices[-1])
 
 
 Rows = TypeVar("Rows", list[int], Tensor)
@@ -324,3 +185,350 @@ def length_balanced_epoch(differences: npt.ArrayLike, seed: int, epoch: int) -> 
     """Draw the pairs of one epoch of training: balanced ones, anew in each epoch, and all pairs of equal length."""
     ties = np.flatnonzero(np.asarray(differences) == 0).tolist()
     return sorted([*length_balanced_rows(differences, seed, epoch), *ties])
+
+
+MOST_MICRO_BATCHES = 8
+# Below this many positions a pass costs nearly as much with fewer of them: the demo's batches of 1,000 took the same
+# processor time in one pass and in several.
+SMALLEST_MICRO_BATCH = 512
+CUT_POSITIONS = 512  # places among the sorted rows at which micro-batches may begin
+IMPOSSIBLE = 1 << 50  # positions of a micro-batch that would end before it begins
+
+
+def padding_share(useful: int, computed: int) -> float:
+    """Return the share of computed token positions that hold padding; 0 where nothing was computed.
+
+    Args:
+        useful: Tokens that are not padding.
+        computed: Positions of all rows, padding included.
+    """
+    return (computed - useful) / computed if computed else 0.0
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Rows in micro-batches, each padded to its own longest row.
+
+    Attributes:
+        micro_batches: Row numbers of each.
+        computed: Positions of all rows, padding included.
+    """
+
+    micro_batches: list[list[int]]
+    computed: int
+
+
+def partitions(lengths: Sequence[int], most: int) -> list[Partition]:
+    """Return the partitions of rows into 1, 2, ... ``most`` micro-batches that need the fewest positions.
+
+    A single micro-batch keeps the rows in their order; more of them have the rows sorted by length.
+
+    Args:
+        most: The largest number of micro-batches; at most the number of rows.
+    """
+    order = np.argsort(np.asarray(lengths), kind="stable")
+    ends = np.unique(np.linspace(0, len(order), min(len(order), max(CUT_POSITIONS, most)) + 1).astype(int))
+    longest = np.asarray(lengths)[order[ends[1:] - 1]]
+    # positions[i, j]: those of one micro-batch from the i-th cut to the (j + 1)-th.
+    positions = (ends[None, 1:] - ends[:-1, None]) * longest[None, :]
+    positions = np.where(np.triu(np.ones_like(positions, dtype=bool)), positions, IMPOSSIBLE)
+    fewest = positions[0]
+    begins: list[np.ndarray] = []
+    best = [Partition([list(range(len(order)))], int(fewest[-1]))]
+    while len(best) < most:
+        # The last micro-batch begins at cut i + 1, where the rows before it are cut as well as possible.
+        totals = fewest[:-1, None] + positions[1:, :]
+        begins.append(totals.argmin(axis=0) + 1)
+        fewest = totals.min(axis=0)
+        cuts = [len(ends) - 1]
+        for begin in reversed(begins):
+            cuts.append(int(begin[cuts[-1] - 1]))
+        bounds = [0, *ends[cuts[::-1]].tolist()]
+        rows = [order[a:b].tolist() for a, b in pairwise(bounds)]
+        best.append(Partition(rows, int(fewest[-1])))
+    return best
+
+
+def least_padded(shards: Sequence[Sequence[int]], max_padding: float) -> list[Partition]:
+    """Return the rows of each rank in micro-batches, as few as keep the padding of all ranks within ``max_padding``.
+
+    All ranks get the same number of micro-batches, because they gather sharded parameters together: at most eight, no
+    more than a rank has rows, and on average at least 512 positions each before they are cut.
+
+    Args:
+        shards: Tokens of each row, rank by rank.
+        max_padding: The bound of :func:`padding_share`; 1 gives one micro-batch.
+    """
+    whole = sum(len(lengths) * max(lengths) for lengths in shards)
+    most = min(MOST_MICRO_BATCHES, whole // (len(shards) * SMALLEST_MICRO_BATCH), *map(len, shards))
+    useful = sum(map(sum, shards))
+    choices = list(zip(*(partitions(lengths, max(most, 1)) for lengths in shards), strict=True))
+    for choice in choices:
+        if padding_share(useful, sum(part.computed for part in choice)) <= max_padding:
+            return list(choice)
+    return list(choices[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenisedPair:
+    """Token ids of a pair; the replies end with the token that closes a turn.
+
+    ``row`` is its position in the input.
+    """
+
+    row: int
+    prompt: Sequence[int]
+    chosen: Sequence[int]
+    rejected: Sequence[int]
+    category: str = "general"
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longer of the two sequences: the width that this pair needs in a padded batch."""
+        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
+
+    @property
+    def length_difference(self) -> int:
+        """Tokens of the chosen minus those of the rejected reply."""
+        return len(self.chosen) - len(self.rejected)
+
+
+def usable_pairs(tokens: TokenTable, max_tokens: int) -> tuple[TableRows[TokenisedPair], dict[str, int]]:
+    """Drop the pairs that training cannot use.
+
+    A pair is over-long when prompt + either reply exceeds ``max_tokens``: cutting the end of a reply would remove the
+    token that the reward is read at. A pair is identical when both replies have the same tokens (their texts may
+    differ, for example in characters that the tokenizer normalises): its loss is log 2 for every model.
+
+    Returns:
+        The usable pairs, and how many were dropped: ``{"over_long": …, "identical": …}``. Of the over-long ones
+        ``identical_if_cut`` counts those that would be identical if they were cut at ``max_tokens``.
+    """
+    prompt, chosen, rejected = (tokens.column(name) for name in ("prompt", "chosen", "rejected"))
+    length = prompt.lengths + np.maximum(chosen.lengths, rejected.lengths)
+    identical = np.zeros(len(tokens), dtype=bool)
+    for row in np.flatnonzero(chosen.lengths == rejected.lengths).tolist():
+        identical[row] = chosen[row] == rejected[row]
+    over_long = (length > max_tokens) & ~identical
+    identical_if_cut = 0
+    for row in np.flatnonzero(over_long).tolist():
+        room = max(max_tokens - int(prompt.lengths[row]), 0)
+        identical_if_cut += chosen[row][:room] == rejected[row][:room]
+    dropped = {
+        "over_long": int(over_long.sum()),
+        "identical": int(identical.sum()),
+        "identical_if_cut": identical_if_cut,
+    }
+    categories = tokens.table.column(CATEGORY)
+
+    def pairs(rows: npt.NDArray[np.int64]) -> list[TokenisedPair]:
+        ids = ((row, prompt[row], chosen[row], rejected[row]) for row in rows.tolist())
+        return [TokenisedPair(*of_row, categories[of_row[0]].as_py()) for of_row in ids]
+
+    return TableRows(np.flatnonzero(~identical & ~over_long), pairs), dropped
+
+
+def token_budget_batches(
+    lengths: Sequence[int],
+    budget: int,
+    min_pairs: int,
+    max_pairs: int,
+    seed: int,
+    epoch: int,
+    rows: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Return an epoch of dynamic batches (paper, section 4.2): as many pairs as fit ``budget`` tokens after padding.
+
+    A batch of b pairs costs ``2 * b * max(length)``. Pairs of similar length share a batch: the shuffled epoch is
+    sorted by length within windows, and the batches are shuffled again, so that length does not follow the step number.
+    Every index occurs exactly once per epoch, or those of ``rows`` do.
+
+    Args:
+        lengths: Tokens of one padded row of each pair, that is of the longer of its two sequences.
+        budget: Most tokens of a batch, padding included.
+        min_pairs: Fewest pairs of a batch, even over the budget: the gradient of a smaller batch is noise.
+        max_pairs: Most pairs of a batch.
+        rows: The pairs of this epoch; None for all.
+    """
+    if not 1 <= min_pairs <= max_pairs:
+        raise ValueError(f"need 1 <= min_pairs <= max_pairs, got {min_pairs} and {max_pairs}")
+    order = epoch_order(len(lengths) if rows is None else len(rows), seed, epoch)
+    if rows is not None:
+        order = [rows[i] for i in order]
+    window = max_pairs * 8
+    batches: list[list[int]] = []
+    rest: list[int] = []
+    for start in range(0, len(order), window):
+        # Longest first, so that the first pair of a batch fixes its width.
+        waiting = sorted([*rest, *order[start : start + window]], key=lambda i: (-lengths[i], i))
+        full, rest = _fill(waiting, lengths, budget, min_pairs, max_pairs)
+        batches += full
+    if rest:
+        _place_remainder(batches, rest, min_pairs, max_pairs)
+    # A second stream (offset key) for the order of batches.
+    return [batches[i] for i in epoch_order(len(batches), seed + (1 << 32), epoch)]
+
+
+def _fill(
+    waiting: Sequence[int], lengths: Sequence[int], budget: int, min_pairs: int, max_pairs: int
+) -> tuple[list[list[int]], list[int]]:
+    """Return full batches from the front of ``waiting`` (longest first), and the pairs that are left over."""
+    batches: list[list[int]] = []
+    start = 0
+    while start < len(waiting):
+        room = budget // (2 * max(lengths[waiting[start]], 1))
+        size = max(min(room, max_pairs), min_pairs)
+        if start + size > len(waiting):
+            break
+        batches.append(list(waiting[start : start + size]))
+        start += size
+    return batches, list(waiting[start:])
+
+
+def _place_remainder(batches: list[list[int]], rest: list[int], min_pairs: int, max_pairs: int) -> None:
+    """Append the last pairs of an epoch; fewer than ``min_pairs`` borrow from the batch before, or join it."""
+    missing = min_pairs - len(rest)
+    if missing <= 0 or not batches:
+        batches.append(rest)
+    elif len(batches[-1]) - missing >= min_pairs:
+        batches.append([*batches[-1][-missing:], *rest])
+        del batches[-2][-missing:]
+    elif len(batches[-1]) + len(rest) <= max_pairs:
+        batches[-1] += rest
+    else:
+        batches.append(rest)
+
+
+@dataclass(frozen=True)
+class PairSequences:
+    """The sequences of B pairs.
+
+    Attributes:
+        distinct: Prompt and reply of each sequence, in the order of first occurrence: chosen ones come first.
+        chosen: Number of each pair's chosen sequence (B,).
+        rejected: Number of each pair's rejected sequence (B,).
+    """
+
+    distinct: list[tuple[Sequence[int], Sequence[int]]]
+    chosen: list[int]
+    rejected: list[int]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each distinct sequence."""
+        return [len(prompt) + len(reply) for prompt, reply in self.distinct]
+
+
+def pair_sequences(pairs: Sequence[TokenisedPair], share: bool = True) -> PairSequences:
+    """Number the sequences of pairs; with ``share`` one that several pairs have gets one number."""
+    listed = [(pair.prompt, pair.chosen) for pair in pairs] + [(pair.prompt, pair.rejected) for pair in pairs]
+    if not share:
+        return PairSequences(listed, list(range(len(pairs))), list(range(len(pairs), len(listed))))
+    known: dict[bytes, int] = {}
+    numbers: list[int] = []
+    distinct: list[tuple[Sequence[int], Sequence[int]]] = []
+    for sequence in listed:
+        number = known.setdefault(b"".join(map(ids_hash, sequence)), len(known))
+        if number == len(distinct):
+            distinct.append(sequence)
+        numbers.append(number)
+    return PairSequences(distinct, numbers[: len(pairs)], numbers[len(pairs) :])
+
+
+def ids_hash(ids: Sequence[int]) -> bytes:
+    """Return a 128-bit hash of token ids."""
+    return blake2b(array("i", ids).tobytes(), digest_size=16).digest()
+
+
+WINDOW = 16  # prompts whose batches are made together, longest first
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Pairs of one prompt that fit a batch; ``width`` is the length of their longest sequence."""
+
+    rows: list[int]
+    sequences: set[int]
+    width: int
+
+
+class PromptBatches:
+    """Epochs of batches within a token budget of ``distinct sequences x longest``; functions of seed and epoch."""
+
+    def __init__(self, pairs: Sequence[TokenisedPair], limits: PairBatchConfig, seed: int) -> None:
+        self.limits, self.seed = limits, seed
+        self.widths = [pair.length for pair in pairs]
+        sequences = pair_sequences(pairs)
+        self.sequences = list(zip(sequences.chosen, sequences.rejected, strict=True))
+        prompts: dict[bytes, int] = {}
+        self.prompt = [prompts.setdefault(ids_hash(pair.prompt), len(prompts)) for pair in pairs]
+
+    def epoch(self, epoch: int, rows: Sequence[int] | None = None) -> list[list[int]]:
+        """Every pair once, or every pair of ``rows``, batch by batch."""
+        of_prompt: dict[int, list[int]] = {}
+        for row in range(len(self.widths)) if rows is None else rows:
+            of_prompt.setdefault(self.prompt[row], []).append(row)
+        prompts = list(of_prompt.values())
+        order = epoch_order(len(prompts), self.seed, epoch)
+        batches: list[list[int]] = []
+        for start in range(0, len(order), WINDOW):
+            units: list[_Unit] = []
+            for number in order[start : start + WINDOW]:  # the pairs of one prompt are cut where they exceed a batch
+                longest_first = sorted(prompts[number], key=lambda row: -self.widths[row])
+                pairs = [_Unit([row], {*self.sequences[row]}, self.widths[row]) for row in longest_first]
+                units += self._packed(pairs)
+            batches += [unit.rows for unit in self._packed(sorted(units, key=lambda unit: -unit.width))]
+        # A second stream (offset key) for the order of batches.
+        return [batches[number] for number in epoch_order(len(batches), self.seed + (1 << 32), epoch)]
+
+    def _packed(self, units: Sequence[_Unit]) -> Iterator[_Unit]:
+        """Join neighbours as long as they fit a batch."""
+        packed = units[0]
+        for unit in units[1:]:
+            rows, sequences = packed.rows + unit.rows, packed.sequences | unit.sequences
+            both = _Unit(rows, sequences, max(packed.width, unit.width))
+            within = len(rows) <= self.limits.max_pairs and len(sequences) * both.width <= self.limits.token_budget
+            if within or len(packed.rows) < self.limits.min_pairs:
+                packed = both
+            else:
+                yield packed
+                packed = unit
+        yield packed
+
+
+# Attention takes the square of a row: with more replies it would cost more than the copies of the prompt it saves.
+MOST_REPLIES = 4
+
+
+@dataclass(frozen=True)
+class PrefixRow:
+    """A prompt and replies to it, of which each sees the prompt and itself.
+
+    Attributes:
+        numbers: Number of the sequence that each reply makes with the prompt.
+    """
+
+    prompt: Sequence[int]
+    replies: list[Sequence[int]]
+    numbers: list[int]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row."""
+        return len(self.prompt) + sum(map(len, self.replies))
+
+
+def rows_of_sequences(sequences: PairSequences, prefix_sharing: bool) -> list[PrefixRow]:
+    """Return what is padded together: a row for each sequence, or for up to four of them that have the same prompt."""
+    if not prefix_sharing:
+        return [PrefixRow(prompt, [reply], [i]) for i, (prompt, reply) in enumerate(sequences.distinct)]
+    rows: list[PrefixRow] = []
+    open_rows: dict[bytes, PrefixRow] = {}
+    for number, (prompt, reply) in enumerate(sequences.distinct):
+        row = open_rows.get(key := ids_hash(prompt))
+        if row is None or len(row.replies) == MOST_REPLIES:
+            open_rows[key] = row = PrefixRow(prompt, [], [])
+            rows.append(row)
+        row.replies.append(reply)
+        row.numbers.append(number)
+    return rows

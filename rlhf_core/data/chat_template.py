@@ -271,13 +271,6 @@ def written_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool
     return whole[len(prompt) : len(whole) - len(form.after)] + form.tail
 
 
-def encode_rendered(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool = False
-) -> list[int]:
-    """Token ids of :func:`render`. The template writes special tokens itself, so none is added: not a second BOS."""
-    return encode_escaped(tokenizer, *render_escaped(tokenizer, messages, add_generation_prompt))
-
-
 def render_escaped(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool = False
 ) -> tuple[str, dict[str, str]]:

@@ -1,4 +1,4 @@
-"""What became of the rows of a source: one counter, and one record of a row that broke a rule and why."""
+"""Rows of a source as they are, and what became of them: one counter, one record of a row that broke a rule and why."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+import pyarrow as pa
 
 # The rule of rows that a reader could not use; all others are those of rlhf_core.config.data.
 READABLE = "readable"
@@ -15,6 +17,31 @@ OTHER_REASONS = "other reasons"
 FIRST_POSITIONS = 8
 # The counters of RowCounts.
 BY_WORD = ("dropped", "unused", "noticed")
+TEXT = pa.string()
+# Findings as they are stored: of readers, of rows in the quarantine, of rules about the whole set.
+REFUSED_SCHEMA = pa.schema({"kind": TEXT, "source": TEXT, "position": pa.int64(), "reason": TEXT, "row": TEXT})
+QUARANTINE_SCHEMA = pa.schema(
+    {"kind": TEXT, "id": TEXT, "source": TEXT, "position": pa.int64(), "reasons": pa.list_(TEXT), "row": TEXT}
+)
+FINDINGS_SCHEMA = pa.schema(
+    dict.fromkeys(("rule", "severity", "kind", "id", "source"), TEXT)
+    | {"position": pa.int64(), "reason": TEXT, "other": TEXT, "similarity": pa.float64()}
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of a file, as it is.
+
+    Attributes:
+        position: Counted from 1: the line in jsonl and csv (of a row of several lines the first), the row elsewhere.
+        value: The parsed row, or its raw text if it could not be parsed.
+        problem: Why the row could not be parsed.
+    """
+
+    position: int
+    value: Any
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,6 +84,13 @@ class RowFinding:
     def where(self) -> str:
         """The file and line of the row, or its id where it is from no file."""
         return self.id if self.source is None else f"{self.source}:{self.position}"
+
+
+def findings_table(findings: Sequence[RowFinding], schema: pa.Schema) -> pa.Table:
+    """Return findings as they are stored, with the columns of ``schema``."""
+    return pa.Table.from_pylist(
+        [{name: getattr(finding, name) for name in schema.names} for finding in findings], schema=schema
+    )
 
 
 @dataclass

@@ -200,13 +200,18 @@ def require_columns(path: Path, kind: str, names: Sequence[str], present: Sequen
         )
 
 
-def rows_of_table(table: pa.Table, cls: type[Row]) -> list[Row]:
-    """Make the rows of an arrow table dataclasses of type ``cls``."""
-    names = [f.name for f in fields(cls)]
-    columns = {name: table.column(name).to_pylist() for name in names}
+def columns_of(table: pa.Table) -> dict[str, list[Any]]:
+    """Return the values of each column of raw rows, prompts as lists of messages."""
+    columns = {name: table.column(name).to_pylist() for name in table.column_names}
     if "prompt" in columns:
         columns["prompt"] = [[Message(m["role"], m["content"]) for m in messages] for messages in columns["prompt"]]
-    return [cls(*values) for values in zip(*(columns[name] for name in names), strict=True)]
+    return columns
+
+
+def rows_of_table(table: pa.Table, cls: type[Row]) -> list[Row]:
+    """Make the rows of an arrow table dataclasses of type ``cls``."""
+    columns = columns_of(table.select([f.name for f in fields(cls)]))
+    return [cls(*values) for values in zip(*columns.values(), strict=True)]
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:

@@ -33,11 +33,11 @@ from rlhf_core.data.schema import (
     CLEAN_NAMES,
     CONTENT_FIELDS,
     Demonstration,
-    Message,
     Preference,
     PretrainText,
     Prompt,
     as_dict,
+    columns_of,
     plain_table,
     require_columns,
     tables_of,
@@ -135,9 +135,7 @@ def encode_file(tokenizer: PreTrainedTokenizerBase, kind: str, path: Path) -> It
 def _encoded(tokenizer: PreTrainedTokenizerBase, kind: str, tables: Iterable[pa.Table]) -> Iterator[pa.RecordBatch]:
     for table in tables:
         for part in table_slices(table, BATCH_ROWS, BATCH_BYTES):
-            texts = {name: part.column(name).to_pylist() for name in CONTENT_FIELDS[kind]}
-            if "prompt" in texts:
-                texts["prompt"] = [[Message(m["role"], m["content"]) for m in prompt] for prompt in texts["prompt"]]
+            texts = columns_of(part.select(CONTENT_FIELDS[kind]))
             ids = [pa.array(values, IDS) for values in encode_columns(tokenizer, texts).values()]
             category = part.column(CATEGORY).combine_chunks()
             yield pa.record_batch([*ids, category], schema=token_schema(kind))

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf_core.data.batches import PrefixRow
 from rlhf_core.data.encoding import right_pad
-from rlhf_core.data.pairs import PrefixRow
 from rlhf_core.errors import ModelError, first_line
 from rlhf_core.models.forward import hidden_states, probe_ids
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.batches import batch_at
-from rlhf_core.data.correlation import rank_correlation
 from rlhf_core.data.encoding import encode_prompts
 from rlhf_core.data.schema import Message
+from rlhf_core.data.statistics import rank_correlation
 from rlhf_core.data.text import commonest_share, is_refusal, mean, reply_statistics
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.models.adapters import FrozenLowerLayers

@@ -13,9 +13,9 @@ from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
 from rlhf_core.config.recipe import expectations_of
 from rlhf_core.data.collection.rows import DERIVED_FROM
 from rlhf_core.data.inspection.report_lines import column_lines, percentile_table, wrapped
-from rlhf_core.data.lengths import PERCENTILES, UNWRITABLE
 from rlhf_core.data.row_counts import BY_WORD, ReasonCount, ReasonCounts, RowCounts, RowFinding
 from rlhf_core.data.schema import ROW_TYPES, read_table
+from rlhf_core.data.statistics import PERCENTILES, UNWRITABLE
 from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.data_card.card import FINDINGS_FILE
 from rlhf_core.stages import collect, validate

@@ -19,9 +19,8 @@ from rlhf_core.data.collection.sources import (
     source_files,
 )
 from rlhf_core.data.readers.detection import unused_lines, warnings_of
-from rlhf_core.data.row_counts import RowCounts
+from rlhf_core.data.row_counts import REFUSED_SCHEMA, RowCounts, findings_table
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts, write_table
-from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, findings_table
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.progress import progress
 from rlhf_core.stages.runtime.contract import Paths, Stage

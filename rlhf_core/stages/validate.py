@@ -9,9 +9,11 @@ from tempfile import TemporaryDirectory
 
 from rlhf_core.config.data import ValidateConfig
 from rlhf_core.config.gates import Condition
+from rlhf_core.data.collection.raw_folder import read_raw
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.dataset import (
     Numbers,
+    count_tokens,
     data_metrics,
     file_names,
     length_bias,
@@ -21,9 +23,8 @@ from rlhf_core.data.dataset import (
 )
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.validation.set_rules import apply_set_rules, check_set
-from rlhf_core.data.validation.stored_rows import count_tokens, write_quarantine
 from rlhf_core.data.validation.suites import FOLDER, read_suites
-from rlhf_core.data.validation.tables import Validated, read_raw, validate
+from rlhf_core.data.validation.tables import Validated, validate, write_quarantine
 from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.data_card.card import CardSources, build_card, write_card
 from rlhf_core.gates import GateDecision, decide

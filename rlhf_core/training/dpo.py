@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.config.policy import DpoConfig
-from rlhf_core.data.batches import passes
-from rlhf_core.data.pairs import TokenisedPair, pair_sequences
+from rlhf_core.data.batches import TokenisedPair, pair_sequences, passes
 from rlhf_core.models.adapters import PeftAdapter, add_adapters, merge_adapters, peft_adapter
 from rlhf_core.models.forward import LOGITS_BYTES, selected_logits
 from rlhf_core.runtime import distributed

@@ -1,30 +1,35 @@
-"""The folder ``data/raw`` while it is written: rows arrive in parts, and derived rows follow those they come from."""
+"""The folder ``data/raw``: rows, where each came from and what readers refused, written and read in parts.
+
+While it is written, derived rows follow those they come from.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from rlhf_core.config.data import SourceOptions
 from rlhf_core.data.collection.rows import DERIVED_FROM, FileRows, derive, whole_records
 from rlhf_core.data.readers.detection import unused_summary
-from rlhf_core.data.row_counts import RowCounts
+from rlhf_core.data.row_counts import READABLE, REFUSED_SCHEMA, TEXT, RowCounts, RowFinding, findings_table
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, content_id, tables_of
-from rlhf_core.data.tables import TableWriter, table_chunks
-from rlhf_core.data.validation.stored_rows import (
-    PROMPT_ONLY,
-    PROMPT_ONLY_SCHEMA,
-    PROVENANCE_SCHEMA,
-    REFUSED_SCHEMA,
-    findings_table,
-    provenance_table,
-)
+from rlhf_core.data.tables import TableWriter, parquet_footer, table_chunks
+from rlhf_core.errors import DataError
+from rlhf_core.storage.files import read_json
+
+PROVENANCE_SCHEMA = pa.schema({"kind": TEXT, "id": TEXT, "source": TEXT, "position": pa.int64()})
+# Ids of derived prompts whose records give no other row: nothing that they come from can fail validation.
+PROMPT_ONLY = "prompt_only.parquet"
+PROMPT_ONLY_SCHEMA = pa.schema({"id": TEXT})
 
 
 class RawFolder(ExitStack):
@@ -88,7 +93,7 @@ class RawFolder(ExitStack):
         kept = rows if self.limit is None else rows[: max(self.limit - self.rows[kind], 0)]
         for table in tables_of(kind, kept):
             self._tables[f"{kind}/data.parquet"].write(table)
-        self._tables[f"{kind}/provenance.parquet"].write(provenance_table(kind, kept))
+        self._tables[f"{kind}/provenance.parquet"].write(_provenance_table(kind, kept))
         self.rows[kind] += len(kept)
         self.cut[kind] += len(rows) - len(kept)
         for child in self._children[kind]:
@@ -236,3 +241,182 @@ class _Spool:
             left -= min(left, table.num_rows)
             if not left:
                 return
+
+
+@dataclass(frozen=True)
+class Origins:
+    """The records that the rows of a kind were read from, in their order.
+
+    Attributes:
+        sources: The files, as params.yaml spells them.
+        source: By row, the number of its file (N,).
+        position: By row, the line or number of its record there (N,).
+    """
+
+    sources: Sequence[str]
+    source: npt.NDArray[np.int32]
+    position: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """The ``source`` and ``position`` of a row."""
+        return {"source": self.sources[self.source[row]], "position": int(self.position[row])}
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Rows of a kind.
+
+    Attributes:
+        stored: How many rows the file has.
+        kept: By row of the file, whether it is one of these (N,); None for all.
+        origins: Of all rows of the file; None where they are from no file of a user.
+    """
+
+    kind: str
+    path: Path
+    stored: int
+    kept: npt.NDArray[np.bool_] | None = None
+    origins: Origins | None = None
+
+    @classmethod
+    def of_file(cls, kind: str, path: Path) -> StoredRows:
+        """All rows of a file; ``DataError`` when it is missing or has other columns than those of ``kind``."""
+        stored_schema, rows = parquet_footer(path)
+        missing = [name for name in arrow_schema(kind).names if name not in stored_schema.names]
+        if missing:
+            raise DataError(f"{path} lacks the column {', '.join(missing)}; collect the data again")
+        stored = cls(kind, path, rows)
+        stored._as_schema(stored_schema.empty_table(), arrow_schema(kind).names)
+        return stored
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows these are."""
+        return self.stored if self.kept is None else int(self.kept.sum())
+
+    @property
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """Their numbers in the file."""
+        return np.arange(self.stored) if self.kept is None else np.flatnonzero(self.kept)
+
+    def origin(self, number: int) -> dict[str, Any]:
+        """The ``source`` and ``position`` that the row of this number in the file was read from; empty for none."""
+        return {} if self.origins is None else self.origins[number]
+
+    def where(self, keep: npt.NDArray[np.bool_]) -> StoredRows:
+        """Those of the rows for which ``keep`` (one value for each) holds."""
+        kept = np.zeros(self.stored, dtype=bool)
+        kept[self.numbers[keep]] = True
+        return replace(self, kept=kept)
+
+    def parts(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """Yield the rows in order, some thousand at a time, with all columns of the kind or some of them.
+
+        Raises:
+            DataError: The file is damaged, or a value is not of its column's type.
+        """
+        names = list(columns or arrow_schema(self.kind).names)
+        start = 0
+        for table in table_chunks(self.path, names):
+            end = start + table.num_rows
+            part = table if self.kept is None else table.filter(pa.array(self.kept[start:end]))
+            start = end
+            if part.num_rows:
+                yield self._as_schema(part, names)
+
+    def _as_schema(self, table: pa.Table, names: Sequence[str]) -> pa.Table:
+        schema = pa.schema([arrow_schema(self.kind).field(name) for name in names])
+        try:
+            return table.select(names).cast(schema)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
+            raise DataError(f"{self.path} has columns of other types than the schema's: {error}") from error
+
+
+@dataclass(frozen=True)
+class RawData:
+    """What the collect stage wrote.
+
+    Attributes:
+        refused: The file of rows that readers refused.
+        of_files: Of kinds that are also derived, how many of the first rows are files' own.
+        cut: How many rows of a kind ``collect.limit`` left out.
+        prompt_only: Ids of derived prompts that come from records which give no other row.
+    """
+
+    rows: Mapping[str, StoredRows]
+    refused: Path
+    derived: Collection[str] = ()
+    of_files: Mapping[str, int] = field(default_factory=dict)
+    cut: Mapping[str, int] = field(default_factory=dict)
+    prompt_only: Collection[str] = ()
+
+
+def read_raw(raw: Path) -> RawData:
+    """Open the folder ``data/raw``; ``DataError`` when a file is missing or has other columns or another length."""
+    rows = {kind: StoredRows.of_file(kind, raw / kind / "data.parquet") for kind in ROW_TYPES}
+    origins = _read_provenance(raw / "provenance.parquet")
+    for kind, listed in origins.items():
+        if len(listed) != rows[kind].num_rows:
+            raise DataError(f"{raw}/provenance.parquet does not fit the rows of {kind}; collect the data again")
+        rows[kind] = replace(rows[kind], origins=listed)
+    manifest = raw / "manifest.json"
+    kinds = read_json(manifest)["kinds"] if manifest.is_file() else {}
+    return RawData(
+        rows,
+        raw / "refused.parquet",
+        derived=[kind for kind, about in kinds.items() if about["derived_from"]],
+        of_files={
+            kind: about["rows"] - about["derived_rows"] for kind, about in kinds.items() if "derived_rows" in about
+        },
+        cut={kind: about["cut"] for kind, about in kinds.items() if about.get("cut")},
+        prompt_only=_read_prompt_only(raw / PROMPT_ONLY),
+    )
+
+
+def _provenance_table(kind: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Return the ``path`` and ``position`` of rows of a kind as they are stored."""
+    listed = [{"kind": kind, "id": row["id"], "source": row["path"], "position": row["position"]} for row in rows]
+    return pa.Table.from_pylist(listed, schema=PROVENANCE_SCHEMA)
+
+
+def _read_provenance(path: Path) -> dict[str, Origins]:
+    """Return the origins of the rows of each kind; none where the rows are from no file."""
+    numbers: dict[str, int] = {}
+    parts: dict[str, list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]] = {}
+    for chunk in table_chunks(path, ["kind", "source", "position"]) if path.exists() else ():
+        kinds = chunk.column("kind").to_numpy()
+        source = np.array([numbers.setdefault(s, len(numbers)) for s in chunk.column("source").to_pylist()], np.int32)
+        position = chunk.column("position").to_numpy()
+        for kind in dict.fromkeys(kinds):
+            parts.setdefault(kind, []).append((source[kinds == kind], position[kinds == kind]))
+    names = list(numbers)
+    return {
+        kind: Origins(names, np.concatenate([s for s, _ in listed]), np.concatenate([p for _, p in listed]))
+        for kind, listed in parts.items()
+    }
+
+
+def _read_prompt_only(path: Path) -> frozenset[str]:
+    """Return the ids of the prompts whose records give no other row; none where there is no such file."""
+    chunks = table_chunks(path) if path.exists() else ()
+    return frozenset(row_id for table in chunks for row_id in table.column("id").to_pylist())
+
+
+def read_refused(path: Path) -> Iterator[list[RowFinding]]:
+    """Yield the rows that readers refused in parts; a missing file means that there are none."""
+    for table in table_chunks(path) if path.exists() else ():
+        yield [
+            RowFinding(
+                READABLE, **{name: row[name] for name in REFUSED_SCHEMA.names}, id=f"{row['source']}:{row['position']}"
+            )
+            for row in table.to_pylist()
+        ]
+
+
+def count_refused(path: Path) -> Counter[str]:
+    """Return how many rows of each kind readers refused."""
+    chunks = table_chunks(path, ["kind"]) if path.exists() else ()
+    return Counter(kind for table in chunks for kind in table.column("kind").to_pylist())

@@ -12,7 +12,6 @@ from itertools import chain
 from typing import Any
 
 from rlhf_core.config.data import ReadOptions
-from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.detection import (
     first_records,
     format_named,
@@ -45,7 +44,7 @@ from rlhf_core.data.readers.labels import (
 )
 from rlhf_core.data.readers.residues import cleaned
 from rlhf_core.data.readers.turns import Refusal, Turn, text_of
-from rlhf_core.data.row_counts import READABLE, RowCounts, RowFinding
+from rlhf_core.data.row_counts import READABLE, Record, RowCounts, RowFinding
 from rlhf_core.data.schema import ROW_TYPES, content_id
 from rlhf_core.data.tables import bytes_in_memory, chunked, drained
 from rlhf_core.data.text import escaped_controls
@@ -175,10 +174,10 @@ def add_record(part: FileRows, original: Record, shape: Format, options: ReadOpt
 
 def _require_kind(shape: Format, kind: str, options: ReadOptions, where: str, first_row: str) -> None:
     name = shape.name
-    if kind not in shape.carries:
+    if kind not in shape.kinds:
         note = f" ({shape.note})" if shape.note else ""
         raise DataError(
-            f"{where} is of format {name}, which holds no {kind}; it can serve as {', '.join(sorted(shape.carries))}"
+            f"{where} is of format {name}, which holds no {kind}; it can serve as {', '.join(sorted(shape.kinds))}"
             f"{note}; its first row: {first_row}"
         )
     if options.dimension is not None and options.dimension not in shape.dimensions:

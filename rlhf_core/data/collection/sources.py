@@ -16,10 +16,10 @@ from typing import Any
 
 from rlhf_core.config.data import CollectConfig, DataSource, FileSources, ReadOptions, SourceOptions
 from rlhf_core.data.collection.rows import FileRows, joined, row_chunks
-from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.detection import PROBE, first_records, format_named, printable, recognised, unread_replies
 from rlhf_core.data.readers.stream import stream_records, uncounted
 from rlhf_core.data.readers.table_records import OnRead
+from rlhf_core.data.row_counts import Record
 from rlhf_core.errors import DataError, first_line
 from rlhf_core.storage.data_files import (
     expand,

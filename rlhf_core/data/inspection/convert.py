@@ -17,9 +17,8 @@ from rlhf_core.config.data import DataSource, FormatName, ReadOptions
 from rlhf_core.data.collection.rows import FileRows, add_record
 from rlhf_core.data.collection.sources import source_chunks, source_files
 from rlhf_core.data.inspection.report_lines import outcome_lines
-from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.detection import format_of
-from rlhf_core.data.row_counts import READABLE, ReasonCounts, RowCounts, RowFinding
+from rlhf_core.data.row_counts import READABLE, ReasonCounts, Record, RowCounts, RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS, MESSAGES, REPLIES
 from rlhf_core.data.tables import TableWriter, bytes_in_memory, chunked
 from rlhf_core.errors import DataError, RlhfError

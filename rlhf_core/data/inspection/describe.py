@@ -17,7 +17,10 @@ import numpy.typing as npt
 from rlhf_core.config.data import ReadOptions
 from rlhf_core.data.collection.sources import ARGUMENTS, SourceFile, data_source, source_chunks, source_files
 from rlhf_core.data.inspection.report_lines import INDENT, example_lines, outcome_lines, percentile_table, wrapped
-from rlhf_core.data.lengths import (
+from rlhf_core.data.readers.detection import format_named, unused_summary
+from rlhf_core.data.row_counts import ReasonCounts, RowCounts
+from rlhf_core.data.schema import ROW_TYPES, tables_of
+from rlhf_core.data.statistics import (
     PERCENTILES,
     SEQUENCE,
     TokenCounts,
@@ -25,9 +28,6 @@ from rlhf_core.data.lengths import (
     evenly_spread,
     percentiles,
 )
-from rlhf_core.data.readers.detection import format_named, unused_summary
-from rlhf_core.data.row_counts import ReasonCounts, RowCounts
-from rlhf_core.data.schema import ROW_TYPES, tables_of
 from rlhf_core.data.tables import bytes_in_memory
 from rlhf_core.data.text import language_shares
 

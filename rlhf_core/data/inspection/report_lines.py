@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_core.data.lengths import PERCENTILES
 from rlhf_core.data.readers.detection import unused_lines, warnings_of
 from rlhf_core.data.row_counts import RowCounts
 from rlhf_core.data.schema import REPLIES
+from rlhf_core.data.statistics import PERCENTILES
 
 INDENT, LABEL_WIDTH = "  ", 9
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, BinaryIO
 
-from rlhf_core.data.readers.content import Record
+from rlhf_core.data.row_counts import Record
 from rlhf_core.errors import DataError
 
 # The csv module refuses fields over 128 KiB by default, but transcripts may be longer.

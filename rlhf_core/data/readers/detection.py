@@ -10,13 +10,12 @@ from contextlib import suppress
 from typing import Any
 
 from rlhf_core.config.data import ReadOptions, template_columns
-from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.formats import COMPARISONS, GENERAL, REPLY_NAMES, Format
 from rlhf_core.data.readers.labels import may_be_flag, read_flags, score_columns, words_of
 from rlhf_core.data.readers.rankings import MESSAGE_TREES, RANKINGS
 from rlhf_core.data.readers.residues import AS_TEXT
 from rlhf_core.data.readers.turns import LOST_PARTS, Refusal, dialogue_as_json, is_missing, text_of
-from rlhf_core.data.row_counts import RowCounts
+from rlhf_core.data.row_counts import Record, RowCounts
 from rlhf_core.data.tables import bytes_in_memory, chunked
 from rlhf_core.errors import DataError
 

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 from rlhf_core.config.data import ReadOptions
-from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.turns import (
     Refusal,
     Turn,
@@ -26,15 +25,17 @@ from rlhf_core.data.readers.turns import (
     transcript_turns,
     turns_of,
 )
-from rlhf_core.data.schema import ROW_TYPES
+from rlhf_core.data.row_counts import Record
 
-PAIRS = frozenset({"preferences", "demonstrations", "prompts", "pretrain"})
-REPLIES = frozenset({"demonstrations", "prompts", "pretrain"})
-PROMPTS = frozenset({"prompts"})
-TEXTS = frozenset({"pretrain"})
+# The kinds of rows that a format can serve as, best first.
+PAIRS = ("preferences", "demonstrations", "prompts", "pretrain")
+REPLIES = ("demonstrations", "prompts", "pretrain")
+PROMPTS = ("prompts",)
+TEXTS = ("pretrain",)
 # Read in every format, for one kind of rows or another.
 LABELS = frozenset({"system", "source", "category", "margin", "preference_margin"})
-REPLY_LABELS = frozenset({"label", "kto_tag"})
+# TRL's name and LLaMA-Factory's of KTO's label.
+REPLY_LABELS = ("label", "kto_tag")
 REPLY_NAMES = ("reply", "completion", "response", "output")
 # Texts beside a pair that are no part of its prompt.
 NO_PROMPTS = frozenset({"chosen", "rejected", "system", "source", "category", "id", "prompt_id"})
@@ -119,7 +120,7 @@ class Format:
     """A known format.
 
     Attributes:
-        carries: The kinds of rows that it can serve as.
+        kinds: The kinds of rows that it can serve as, best first.
         matches: Whether a record is of this format; looks at keys and types only.
         parse: Returns what a record holds as rows of a kind, one or several. Raises :class:`Refusal` for a record that
             cannot be used, and :class:`Undecided` for one that prefers no reply.
@@ -130,7 +131,7 @@ class Format:
     """
 
     name: str
-    carries: frozenset[str]
+    kinds: tuple[str, ...]
     matches: Callable[[Any], bool]
     parse: Parse
     columns: str = ""
@@ -139,14 +140,9 @@ class Format:
     join: Callable[[Sequence[Record]], list[Record]] | None = None
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of rows that it can serve as, best first."""
-        return tuple(kind for kind in ROW_TYPES if kind in self.carries)
-
-    @property
     def is_single(self) -> bool:
         """Whether a record has one reply, which may be labelled as good or bad."""
-        return self.carries == REPLIES
+        return self.kinds == REPLIES
 
     @cached_property
     def read(self) -> frozenset[str]:

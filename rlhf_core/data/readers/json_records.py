@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, BinaryIO
 
-from rlhf_core.data.readers.content import Record, require_narrow_text
+from rlhf_core.data.row_counts import Record
 from rlhf_core.errors import DataError
 
 LISTED_KEYS = 8
@@ -30,6 +30,7 @@ HELD_CHARACTERS = 2**23
 # How far from the end of what was read a value that is cut off there may look wrong: in "-Infinity" or "\\ud83d".
 CUT_OFF = 16
 WHITE_SPACE = " \t\n\r"
+WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 JSON_TYPES = {str: "text", int: "number", float: "number", bool: "truth value", type(None): "null"}
 
 
@@ -290,6 +291,12 @@ def json_records(name: str, opened: Callable[[], AbstractContextManager[BinaryIO
             raise DataError(f"{name} is not valid JSON: Extra data: {extra}") from extra
     with opened() as stream:
         yield from json_line_records(name, stream)
+
+
+def require_narrow_text(name: str, content: bytes) -> None:
+    """Raise ``DataError`` for content that begins as UTF-16 or UTF-32 does."""
+    if content.startswith(WIDE_MARKS) or b"\0" in content[:2]:
+        raise DataError(f"{name} is not UTF-8 but UTF-16 or UTF-32; save it as UTF-8")
 
 
 def json_line_records(name: str, stream: BinaryIO) -> Iterator[Record]:

@@ -9,11 +9,9 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from rlhf_core.data.readers.formats import excerpt
+from rlhf_core.data.readers.formats import REPLY_LABELS, excerpt
 from rlhf_core.data.readers.turns import Refusal
 
-# TRL's name and LLaMA-Factory's of KTO's label.
-COLUMNS = ("label", "kto_tag")
 GOOD = frozenset({"true", "t", "yes", "y", "on", "good", "desirable", "chosen", "accepted", "preferred"})
 BAD = frozenset({"false", "f", "no", "n", "off", "bad", "undesirable", "rejected"})
 
@@ -105,7 +103,7 @@ def is_labelled_false(labels: Mapping[str, Any]) -> bool:
         Refusal: A label is none of the known words and numbers, so the reply might be a bad one.
     """
     is_bad = False
-    for name, value in ((name, labels.get(name)) for name in COLUMNS if labels.get(name) not in (None, "")):
+    for name, value in ((name, labels.get(name)) for name in REPLY_LABELS if labels.get(name) not in (None, "")):
         word, number = _word(value), _number(value)
         if word not in GOOD | BAD and number not in (1, 0, -1):
             raise Refusal(

@@ -7,9 +7,9 @@ from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 from rlhf_core.config.data import PairChoice, ReadOptions
-from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.formats import PAIRS, PROMPTS, Format, Needs, Parsed, Undecided, has, number_of
 from rlhf_core.data.readers.turns import Refusal, Turn, prompt_of, reply_of, text_of, turn_of
+from rlhf_core.data.row_counts import Record
 
 REPLY_LISTS = ("responses", "completions", "generations")
 VALUE_LISTS = ("scores", "ratings", "ranks")

@@ -11,26 +11,31 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, BinaryIO
 
 import pyarrow as pa
 
-from rlhf_core.data.readers.content import (
-    COMPRESSIONS,
-    HEAD,
-    MAX_EXPANSION,
-    Record,
-    expansion_limit,
-    kind_of,
-    require_content,
-    require_text,
-)
 from rlhf_core.data.readers.csv_records import csv_records
-from rlhf_core.data.readers.json_records import json_line_records, json_records
-from rlhf_core.data.readers.table_records import OnRead, table_records
+from rlhf_core.data.readers.json_records import json_line_records, json_records, require_narrow_text
+from rlhf_core.data.readers.table_records import MAX_EXPANSION, OnRead, expansion_limit, table_records
+from rlhf_core.data.row_counts import Record
 from rlhf_core.errors import DataError
 
+KINDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz"}
+# The first bytes of files of other kinds, and the suffix that the readers know them by.
+MAGIC = (
+    (b"\x1f\x8b", "gzip", ".gz"),
+    (b"\x28\xb5\x2f\xfd", "zstd", ".zst"),
+    (b"\xfd7zXZ\x00", "xz", ".xz"),
+    (b"PAR1", "parquet", ".parquet"),
+    (b"ARROW1", "arrow", ".arrow"),
+)
+ZIP = b"PK\x03\x04"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+WEB_PAGE = (b"<!doctype html", b"<html")
+HEAD = 4096
 TABLES = (".parquet", ".arrow")
 COPIED = 2**20
 UNPACK_MEMORY = 2**30  # A file of xz says what it takes, up to 4 GiB; one of xz -9 takes 65 MiB.
@@ -65,6 +70,42 @@ def stream_records(path: Path, on_read: OnRead = uncounted, name: str = "") -> I
         )
 
 
+def kind_of(name: str) -> tuple[str, str]:
+    """Return the suffixes that tell what a file is and how it is compressed ("" where it is not)."""
+    suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
+    compression = suffixes.pop() if suffixes[-1:] and suffixes[-1] in COMPRESSIONS else ""
+    kind = suffixes[-1] if suffixes else ""
+    if kind not in KINDS:
+        given = kind or compression or "without suffix"
+        known = f"{', '.join(KINDS)}, each also with {', '.join(COMPRESSIONS)}"
+        raise DataError(f"{name}: unknown kind of file {given!r}; known are {known}")
+    return kind, compression
+
+
+def require_content(name: str, kind: str, head: bytes) -> None:
+    """Refuse a file that begins as none of its kind does, but of which a reader could make rows all the same.
+
+    Raises:
+        DataError: It is what a download leaves in place of a file: a web page, or a pointer of Git LFS. Or it should be
+            text in UTF-8, and is compressed, of another kind, or in UTF-16 or UTF-32 (which JSON may be in).
+    """
+    if head.startswith(LFS_POINTER):
+        raise DataError(f"{name} is a pointer of Git LFS, not the file itself; get that with `git lfs pull`")
+    if head.lstrip().lower().startswith(WEB_PAGE):
+        raise DataError(f"{name} is a web page, not data: the download may have needed a login; get the file again")
+    if kind in TABLES:
+        return
+    for magic, found, suffix in MAGIC:
+        if head.startswith(magic):
+            raise DataError(f"{name} is {found} by its content; give it a name that ends with {suffix}, or unpack it")
+    if head.startswith(ZIP):
+        raise DataError(f"{name} is a zip archive (tables of Excel are too); unpack it, or save the table as CSV")
+    if not head.strip(b"\0"):
+        raise DataError(f"{name} is not text: it begins with {len(head)} zero bytes; get the file again")
+    if kind != ".json":
+        require_narrow_text(name, head)
+
+
 class _StoredFile:
     """A file to read, which messages call ``name``."""
 
@@ -77,9 +118,7 @@ class _StoredFile:
         with self.reading(), self.opened(uncounted) as stream:
             head = stream.read(HEAD)
         if head.strip():
-            require_content(self.name, head)
-            if self.kind not in TABLES:
-                require_text(self.name, head, allow_utf16=self.kind == ".json")
+            require_content(self.name, self.kind, head)
         elif len(head) < HEAD:
             return
         if self.kind in TABLES:

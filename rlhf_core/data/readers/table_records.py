@@ -14,13 +14,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rlhf_core.data.readers.content import MAX_EXPANSION, Record, expansion_limit
 from rlhf_core.data.readers.csv_records import require_distinct
+from rlhf_core.data.row_counts import Record
 from rlhf_core.data.tables import CHUNK_BYTES, rows_within, table_slices
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.limited_call import CallLimits, limit_reached, lower_limit
 
 BATCH_ROWS = 2048
+# Dialogues shrink to a tenth; what expands further than this was made to fill the memory, or is no text.
+MAX_EXPANSION = 200
+ALWAYS_ALLOWED = 64 * 2**20
 PARQUET_MARK = b"PAR1"  # the first and the last bytes of a file
 # Rows that take fewer bytes of a file than this repeat texts of a dictionary, whose size is seen only when they are
 # read: few at a time. A file that could not hold so many bytes for each of its rows was made to take time.
@@ -42,11 +45,16 @@ READ_BYTES = 2**20
 OnRead = Callable[[int], None]
 
 
+def expansion_limit(size: int) -> int:
+    """Return how many bytes a compressed file of this size may expand to."""
+    return max(ALWAYS_ALLOWED, MAX_EXPANSION * size)
+
+
 def table_records(kind: str, path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
     """Yield the rows of a ``.parquet`` or ``.arrow`` file; ``DataError``, which calls it ``name``, if it is none."""
     size, rows = path.stat().st_size, 0
     try:
-        for table, read in (_parquet_parts if kind == ".parquet" else _arrow_parts)(name, path, size):
+        for table, read in (parquet_parts if kind == ".parquet" else _arrow_parts)(name, path, size):
             yield from _records_of(table, first=rows + 1)
             rows += table.num_rows
             on_read(read)
@@ -55,15 +63,28 @@ def table_records(kind: str, path: Path, name: str, on_read: OnRead) -> Iterator
         raise DataError(f"{name} is not a readable {kind[1:]} file ({error})") from error
 
 
-def _parquet_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, int]]:
-    """Yield parts of a parquet file, and how many bytes of it are read with each."""
+def parquet_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, int]]:
+    """Yield the rows of a parquet file, some hundred at a time, and how many bytes of it are read with each part.
+
+    Raises:
+        ArrowInvalid: The file counts other rows than it holds, or is several that were joined.
+        DataError: It cannot be read within limits, has a column twice, or holds far more than fits its ``size``.
+    """
     rows = 0
     _require_readable_footer(name, path, size)
     with pq.ParquetFile(path, page_checksum_verification=True, buffer_size=READ_BYTES, pre_buffer=False) as file:
-        _require_one_file(path, file.metadata)
-        for table in parquet_tables(name, file, size):
+        footer = file.metadata
+        _require_one_file(path, footer)
+        require_distinct(name, file.schema_arrow.names)
+        _require_row_counts(file)
+        # A page is decompressed as a whole, so what they claim is looked at before.
+        claimed = sum(max(group.total_byte_size, SHORT_ROW * group.num_rows) for group in _groups(footer))
+        _require_size(name, claimed, size)
+        for table in _checked(name, file.iter_batches(_batch_rows(footer)), size):
             rows += table.num_rows
-            yield table, size * rows // file.metadata.num_rows
+            yield table, size * rows // footer.num_rows
+        if rows != footer.num_rows:
+            raise pa.ArrowInvalid(f"its footer counts {footer.num_rows} rows, but it holds {rows}")
 
 
 def _arrow_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, int]]:
@@ -90,20 +111,6 @@ def _arrow_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, i
             raise pa.ArrowInvalid(
                 f"{size - source.tell()} bytes follow the end of its stream: save one stream to a file"
             )
-
-
-def parquet_tables(name: str, file: pq.ParquetFile, size: int) -> Iterator[pa.Table]:
-    """Yield the rows of a parquet file of ``size`` bytes, some hundred at a time; ``ArrowInvalid`` for other counts."""
-    require_distinct(name, file.schema_arrow.names)
-    _require_row_counts(file)
-    groups = _groups(file.metadata)  # a page is decompressed as a whole, so what they claim is looked at before
-    _require_size(name, sum(max(group.total_byte_size, SHORT_ROW * group.num_rows) for group in groups), size)
-    rows = 0
-    for table in _checked(name, file.iter_batches(_batch_rows(file.metadata)), size):
-        rows += table.num_rows
-        yield table
-    if rows != file.metadata.num_rows:
-        raise pa.ArrowInvalid(f"its footer counts {file.metadata.num_rows} rows, but it holds {rows}")
 
 
 def _checked(name: str, batches: Iterable[pa.RecordBatch], size: int) -> Iterator[pa.Table]:

@@ -30,11 +30,11 @@ import numpy.typing as npt
 from datasketch import MinHash, MinHashLSH
 
 from rlhf_core.config.data import NearDuplicatesConfig, SplitConfig, ValidateConfig
+from rlhf_core.data.collection.raw_folder import StoredRows
 from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS, SPLITS, PairUser, assign, pair_user_of
 from rlhf_core.data.text import split_words
-from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.data.validation.suites import SET, Suites
 from rlhf_core.data.validation.tables import Validated, found_column
 from rlhf_core.errors import ConfigError

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,12 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rlhf_core.data.collection.raw_folder import RawData, StoredRows, count_refused, read_refused
 from rlhf_core.data.collection.rows import DERIVED_FROM, derive, whole_records
-from rlhf_core.data.row_counts import RowFinding
-from rlhf_core.data.schema import CONTENT_FIELDS, ROLES, ROW_TYPES
-from rlhf_core.data.tables import mapped_table
+from rlhf_core.data.row_counts import QUARANTINE_SCHEMA, RowFinding, findings_table
+from rlhf_core.data.schema import CONTENT_FIELDS, ROLES
+from rlhf_core.data.tables import TableWriter, mapped_table
 from rlhf_core.data.text import comparable, has_visible_text
-from rlhf_core.data.validation.stored_rows import (
-    PROMPT_ONLY,
-    StoredRows,
-    count_refused,
-    read_prompt_only,
-    read_provenance,
-    read_refused,
-)
 from rlhf_core.data.validation.suites import (
     CONTRADICTED_BY,
     COPIES,
@@ -47,28 +40,7 @@ from rlhf_core.data.validation.suites import (
     Verdicts,
     column_schema,
 )
-from rlhf_core.errors import DataError
 from rlhf_core.runtime.progress import Progress, progress
-from rlhf_core.storage.files import read_json
-
-
-@dataclass(frozen=True)
-class RawData:
-    """What the collect stage wrote.
-
-    Attributes:
-        refused: The file of rows that readers refused.
-        of_files: Of kinds that are also derived, how many of the first rows are files' own.
-        cut: How many rows of a kind ``collect.limit`` left out.
-        prompt_only: Ids of derived prompts that come from records which give no other row.
-    """
-
-    rows: Mapping[str, StoredRows]
-    refused: Path
-    derived: Collection[str] = ()
-    of_files: Mapping[str, int] = field(default_factory=dict)
-    cut: Mapping[str, int] = field(default_factory=dict)
-    prompt_only: Collection[str] = ()
 
 
 @dataclass
@@ -207,26 +179,11 @@ class Validated:
             yield from checked.quarantine()
 
 
-def read_raw(raw: Path) -> RawData:
-    """Open the folder ``data/raw``; ``DataError`` when a file is missing or has other columns or another length."""
-    rows = {kind: StoredRows.of_file(kind, raw / kind / "data.parquet") for kind in ROW_TYPES}
-    origins = read_provenance(raw / "provenance.parquet")
-    for kind, listed in origins.items():
-        if len(listed) != rows[kind].num_rows:
-            raise DataError(f"{raw}/provenance.parquet does not fit the rows of {kind}; collect the data again")
-        rows[kind] = replace(rows[kind], origins=listed)
-    manifest = raw / "manifest.json"
-    kinds = read_json(manifest)["kinds"] if manifest.is_file() else {}
-    return RawData(
-        rows,
-        raw / "refused.parquet",
-        derived=[kind for kind, about in kinds.items() if about["derived_from"]],
-        of_files={
-            kind: about["rows"] - about["derived_rows"] for kind, about in kinds.items() if "derived_rows" in about
-        },
-        cut={kind: about["cut"] for kind, about in kinds.items() if about.get("cut")},
-        prompt_only=read_prompt_only(raw / PROMPT_ONLY),
-    )
+def write_quarantine(path: Path, parts: Iterable[Sequence[RowFinding]]) -> None:
+    """Write ``data/quarantine.parquet``: every refused row with its reasons; an empty file when there is none."""
+    with TableWriter(path, QUARANTINE_SCHEMA) as writer:
+        for rows in parts:
+            writer.write(findings_table(rows, QUARANTINE_SCHEMA))
 
 
 def validate(raw: RawData, suites: Suites, folder: Path) -> Validated:

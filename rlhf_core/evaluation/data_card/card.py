@@ -18,12 +18,11 @@ from markupsafe import Markup, escape
 from rlhf_core.config.data import AUTOMATIC_ROWS, RULES, NearDuplicatesConfig, ValidateConfig
 from rlhf_core.data.dataset import KindStatistics, balance
 from rlhf_core.data.inspection.report_lines import counted
-from rlhf_core.data.lengths import PERCENTILES, SEQUENCE, TokenCounts, percentiles
-from rlhf_core.data.row_counts import ReasonCounts, RowFinding
+from rlhf_core.data.row_counts import FINDINGS_SCHEMA, ReasonCounts, RowFinding, findings_table
 from rlhf_core.data.schema import CONTENT_FIELDS, write_table
+from rlhf_core.data.statistics import PERCENTILES, SEQUENCE, TokenCounts, percentiles
 from rlhf_core.data.text import excerpt, safe_text, shortened
 from rlhf_core.data.validation.set_rules import SetFindings
-from rlhf_core.data.validation.stored_rows import FINDINGS_SCHEMA, findings_table
 from rlhf_core.data.validation.suites import NOT_DERIVED, SOURCE_PASSED, Suites
 from rlhf_core.data.validation.tables import Validated
 from rlhf_core.evaluation.figures import bar_chart, format_number

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from rlhf_core.config.reward_sources import ClassifierSource
-from rlhf_core.data.chat_template import encode_rendered, special_tokens
+from rlhf_core.data.chat_template import encode_escaped, render_escaped, special_tokens
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError, first_line
 from rlhf_core.models.foreign import require_openable
@@ -87,8 +87,10 @@ class Classifier:
         return (reply.join(part.replace("{prompt}", plain_text(prompt)) for part in (before, *after)),)
 
     def _chat(self, prompt: Sequence[Message], reply: str) -> list[int]:
+        dialogue = [*prompt, Message("assistant", reply)]
         try:
-            return encode_rendered(self.tokenizer, [*prompt, Message("assistant", reply)])
+            # The template writes special tokens itself, so none is added: not a second BOS.
+            return encode_escaped(self.tokenizer, *render_escaped(self.tokenizer, dialogue))
         except DataError as error:
             raise DataError(f"{self.who}: {error}, or set another template of this source") from error
 

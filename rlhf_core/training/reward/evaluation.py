@@ -14,8 +14,8 @@ import numpy as np
 from scipy import optimize, stats
 
 from rlhf_core.data.batches import length_balanced_rows
-from rlhf_core.data.correlation import linear_correlation, rank_correlation
 from rlhf_core.data.schema import Preference
+from rlhf_core.data.statistics import linear_correlation, rank_correlation
 from rlhf_core.data.text import IDEOGRAPHS
 from rlhf_core.errors import DataError
 from rlhf_core.storage.files import read_json

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rlhf_core.data.pairs import TokenisedPair, pair_sequences
+from rlhf_core.data.batches import TokenisedPair, pair_sequences
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.training.examples import ReplyBatch, values_of_sequences
 

@@ -12,9 +12,8 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.data.batches import length_balanced_epoch
+from rlhf_core.data.batches import TokenisedPair, length_balanced_epoch, usable_pairs
 from rlhf_core.data.encoding import pad_id
-from rlhf_core.data.pairs import TokenisedPair, usable_pairs
 from rlhf_core.data.schema import Preference, read_row_table
 from rlhf_core.data.tables import TableRows
 from rlhf_core.data.token_tables import TokenTable, read_tokens

@@ -17,14 +17,17 @@ from torch import Tensor
 
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.batches import (
+    PromptBatches,
+    TokenisedPair,
     least_padded,
     length_balanced_epoch,
     padding_share,
+    pair_sequences,
     passes,
     rows_by_category_share,
+    rows_of_sequences,
     token_budget_batches,
 )
-from rlhf_core.data.pairs import PromptBatches, TokenisedPair, pair_sequences, rows_of_sequences
 from rlhf_core.models.forward import LOGITS_BYTES, right_padded
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.prefix_sharing import PrefixBatch, prefix_batch

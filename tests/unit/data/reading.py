@@ -9,8 +9,8 @@ from typing import Any
 
 from rlhf_core.config.data import ReadOptions
 from rlhf_core.data.collection.rows import FileRows, read_records
-from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.stream import stream_records
+from rlhf_core.data.row_counts import Record
 
 
 def read(kind: str, *values: Any, **options: Any) -> FileRows:

@@ -15,17 +15,21 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data import batches as padding
 from rlhf_core.data.batches import (
+    MOST_REPLIES,
+    PromptBatches,
+    TokenisedPair,
     batch_at,
     epoch_order,
     least_padded,
     length_balanced_epoch,
     length_balanced_rows,
     padding_share,
+    pair_sequences,
     partitions,
     rows_by_category_share,
+    rows_of_sequences,
     token_budget_batches,
 )
-from rlhf_core.data.pairs import MOST_REPLIES, PromptBatches, TokenisedPair, pair_sequences, rows_of_sequences
 from rlhf_core.errors import DataError
 from rlhf_core.training.reward.trainer import rows_of_epoch
 

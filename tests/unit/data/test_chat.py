@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rlhf_core.data.batches import TokenisedPair, usable_pairs
 from rlhf_core.data.encoding import (
     decode_reply,
     encode_dialogue,
@@ -21,7 +22,6 @@ from rlhf_core.data.encoding import (
     right_pad,
     vocabulary_id,
 )
-from rlhf_core.data.pairs import TokenisedPair, usable_pairs
 from rlhf_core.data.schema import Message, Preference
 from rlhf_core.data.tables import TableRows
 from rlhf_core.data.token_tables import TokenTable

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from validation_rows import memory_rows, suites_of
 
 from rlhf_core.config.data import ValidateConfig
+from rlhf_core.data.collection.raw_folder import RawData
 from rlhf_core.data.schema import arrow_schema
 from rlhf_core.data.validation.suites import column_schema
-from rlhf_core.data.validation.tables import RawData, copies, read_columns, validate
+from rlhf_core.data.validation.tables import copies, read_columns, validate
 
 BASE: dict[str, Any] = {"id": "i", "margin": None, "category": "c", "source": "s", "group": "g"}
 CONFIG = ValidateConfig(max_prompt_chars=20, max_reply_chars=60, max_turns=4)

@@ -25,7 +25,7 @@ from rlhf_core.data.collection.rows import read_records
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.inspection.changes import as_text, compare, compare_kinds, file_state
 from rlhf_core.data.inspection.convert import Conversion, convert
-from rlhf_core.data.readers.content import Record
+from rlhf_core.data.row_counts import Record
 from rlhf_core.data.schema import arrow_schema
 from rlhf_core.errors import DataError, RlhfError
 

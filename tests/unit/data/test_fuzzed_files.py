@@ -16,7 +16,7 @@ from unit.data.reading import is_unmarked, records_of
 
 from rlhf_core.config.data import FormatName, PairChoice, ReadOptions
 from rlhf_core.data.collection.rows import FileRows, read_records
-from rlhf_core.data.readers.content import Record
+from rlhf_core.data.row_counts import Record
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema
 from rlhf_core.errors import DataError
 

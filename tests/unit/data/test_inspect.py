@@ -19,9 +19,9 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.data import FileSources, ReadOptions
 from rlhf_core.config.loading import check_params, parse_assignment
 from rlhf_core.data.inspection.describe import TokenLimit, TokenLimits, as_json_value, as_text, describe_sources
-from rlhf_core.data.lengths import SEQUENCE, TokenCounts, character_lengths, percentiles
 from rlhf_core.data.readers.detection import PROBE
 from rlhf_core.data.schema import tables_of
+from rlhf_core.data.statistics import SEQUENCE, TokenCounts, character_lengths, percentiles
 from rlhf_core.errors import DataError, ModelError, RlhfError
 from rlhf_core.models.causal_lm import load_tokenizer, new_model, save_policy, train_tokenizer
 from rlhf_core.stages.token_lengths import load_counting_tokenizer, local_token_limits, token_limits

@@ -16,6 +16,7 @@ from validation_rows import dialogue, make_row, memory_rows, origins_of, row, se
 from rlhf_core.config import yaml_text
 from rlhf_core.config.data import NearDuplicatesConfig, ValidateConfig
 from rlhf_core.config.loading import check_params, rebase_sources
+from rlhf_core.data.collection.raw_folder import RawData
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.schema import PairUser
 from rlhf_core.data.validation import set_rules as minhash
@@ -31,7 +32,7 @@ from rlhf_core.data.validation.set_rules import (
     shingle_hashes,
     similar_prompts,
 )
-from rlhf_core.data.validation.tables import RawData, Validated, validate
+from rlhf_core.data.validation.tables import Validated, validate
 from rlhf_core.errors import DataError
 
 SEARCH = NearDuplicatesConfig(search=True)

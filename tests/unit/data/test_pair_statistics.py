@@ -18,7 +18,6 @@ from scipy.stats import rankdata
 from validation_rows import make_row, memory_rows, row, set_of, suites_of
 
 from rlhf_core.config.data import SplitConfig, ValidateConfig
-from rlhf_core.data.correlation import linear_correlation, rank_correlation
 from rlhf_core.data.dataset import balance, group_overlap, length_bias, split_parts
 from rlhf_core.data.schema import (
     ROW_TYPES,
@@ -29,6 +28,7 @@ from rlhf_core.data.schema import (
     split_of,
     unit_hash,
 )
+from rlhf_core.data.statistics import linear_correlation, rank_correlation
 from rlhf_core.data.validation.set_rules import check_set
 from rlhf_core.data.validation.tables import label_agreement, read_columns
 from rlhf_core.errors import ConfigError

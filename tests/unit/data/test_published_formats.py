@@ -16,7 +16,7 @@ from rlhf_core.api.inputs import rows_of
 from rlhf_core.config.data import DataSource, ReadOptions
 from rlhf_core.data.collection.rows import FileRows, read_records
 from rlhf_core.data.collection.sources import read_sources
-from rlhf_core.data.readers.content import Record
+from rlhf_core.data.row_counts import Record
 from rlhf_core.data.schema import Preference
 from rlhf_core.errors import DataError
 

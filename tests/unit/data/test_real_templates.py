@@ -21,8 +21,8 @@ from rlhf_core.data.encoding import (
     stop_token_ids,
     vocabulary_id,
 )
-from rlhf_core.data.lengths import TokenCounts
 from rlhf_core.data.schema import Demonstration, Message
+from rlhf_core.data.statistics import TokenCounts
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.training.examples import collate, fitting_examples

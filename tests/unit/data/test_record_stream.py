@@ -23,10 +23,9 @@ from unit.data.malformed.containers import PACK
 from rlhf_core.config.data import DataSource
 from rlhf_core.data.collection import rows as formats
 from rlhf_core.data.collection.sources import source_chunks, source_files
-from rlhf_core.data.readers.content import Record
 from rlhf_core.data.readers.stream import stream_records
-from rlhf_core.data.readers.table_records import parquet_tables
-from rlhf_core.data.row_counts import MOST_REASONS, OTHER_REASONS, READABLE, ReasonCounts, RowCounts, RowFinding
+from rlhf_core.data.readers.table_records import parquet_parts
+from rlhf_core.data.row_counts import MOST_REASONS, OTHER_REASONS, READABLE, ReasonCounts, Record, RowCounts, RowFinding
 from rlhf_core.errors import DataError
 from rlhf_core.runtime.limited_call import GIB, CallLimits, limit_reached
 
@@ -151,8 +150,7 @@ def test_few_rows_of_a_repeated_text_are_read_at_a_time(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [f"{n} " * 20 for n in range(3000)]}), tmp_path / "usual.parquet")
     sizes = []
     for name in ("repeated", "usual"):
-        with pq.ParquetFile(tmp_path / f"{name}.parquet") as file:
-            sizes.append([batch.num_rows for batch in parquet_tables(name, file, 10**6)])
+        sizes.append([part.num_rows for part, _ in parquet_parts(name, tmp_path / f"{name}.parquet", 10**6)])
     assert sizes == [[64] * 46 + [56], [2048, 952]]
 
 

@@ -21,7 +21,7 @@ from rlhf_core.data.collection.sources import source_chunks, source_files
 from rlhf_core.data.inspection.describe import EvenSample
 from rlhf_core.data.readers import detection as registry
 from rlhf_core.data.readers import table_records as table_checks
-from rlhf_core.data.readers.table_records import parquet_tables
+from rlhf_core.data.readers.table_records import parquet_parts
 from rlhf_core.data.schema import Message, arrow_schema, tables_of, write_table
 from rlhf_core.data.tables import (
     TableWriter,
@@ -116,8 +116,7 @@ def test_few_long_rows_are_read_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(table_checks, "CHUNK_BYTES", 10_000)
     texts = [f"{i}" * 1000 for i in range(10, 40)]  # 2,000 bytes each
     pq.write_table(pa.table({"text": texts}), tmp_path / "x.parquet", compression="none", use_dictionary=False)
-    with pq.ParquetFile(tmp_path / "x.parquet") as file:
-        batches = list(parquet_tables("x.parquet", file, 10**6))
+    batches = [part for part, _ in parquet_parts("x.parquet", tmp_path / "x.parquet", 10**6)]
     assert max(batch.num_rows for batch in batches) == 4, "a text has a length beside its bytes"
     assert list(chain.from_iterable(batch.column("text").to_pylist() for batch in batches)) == texts
 

@@ -19,7 +19,7 @@ from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data import batches as padding
-from rlhf_core.data.pairs import TokenisedPair
+from rlhf_core.data.batches import TokenisedPair
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.experience import Experience

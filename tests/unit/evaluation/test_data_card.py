@@ -16,15 +16,15 @@ import pytest
 from validation_rows import good_rows, make_row, origins_of, row, run_validate, set_of, suites_of
 
 from rlhf_core.config.data import CollectConfig, FileSources, ValidateConfig
-from rlhf_core.data.dataset import data_metrics, write_clean
-from rlhf_core.data.lengths import character_lengths
-from rlhf_core.data.row_counts import READABLE, RowFinding
+from rlhf_core.data.collection.raw_folder import RawData
+from rlhf_core.data.dataset import count_tokens, data_metrics, write_clean
+from rlhf_core.data.row_counts import READABLE, REFUSED_SCHEMA, RowFinding, findings_table
 from rlhf_core.data.schema import arrow_schema, write_table
+from rlhf_core.data.statistics import character_lengths
 from rlhf_core.data.text import EXCERPT, TAKEN_OUT, excerpt
 from rlhf_core.data.validation.set_rules import SetFindings, apply_set_rules, check_set
-from rlhf_core.data.validation.stored_rows import REFUSED_SCHEMA, count_tokens, findings_table
 from rlhf_core.data.validation.suites import NOT_DERIVED, Checkpoints
-from rlhf_core.data.validation.tables import RawData, Validated, validate
+from rlhf_core.data.validation.tables import Validated, validate
 from rlhf_core.evaluation.data_card import card as cards
 from rlhf_core.evaluation.figures import bar_chart
 from rlhf_core.models.causal_lm import train_tokenizer
@@ -208,7 +208,7 @@ def test_lengths_in_tokens_are_those_of_the_sequences_that_training_sees() -> No
 
 
 def test_of_many_rows_some_are_tokenised_and_the_card_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.data.validation.stored_rows.COUNTED_ROWS", 3)
+    monkeypatch.setattr("rlhf_core.data.dataset.COUNTED_ROWS", 3)
     prompts = [row("prompts", i, "train", "x" * i) for i in range(1, 10)]
     clean = {"prompts": set_of(prompts=prompts).clean["prompts"]}
     counted = count_tokens(clean, train_tokenizer([""], 261))

@@ -14,8 +14,8 @@ from unit.training.tiny import SHAPE, preferences
 
 from rlhf_core.api.reward_model import train_reward_model
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
+from rlhf_core.data.batches import PrefixRow
 from rlhf_core.data.encoding import right_pad
-from rlhf_core.data.pairs import PrefixRow
 from rlhf_core.errors import ModelError
 from rlhf_core.models.forward import hidden_states
 from rlhf_core.models.prefix_sharing import prefix_batch, require_prefix_sharing

@@ -15,9 +15,10 @@ from validation_rows import SUITES, good_rows, make_row, memory_rows, run_valida
 from rlhf_core.config import yaml_text
 from rlhf_core.config.data import ROW_RULES, SET_RULES, ValidateConfig
 from rlhf_core.config.loading import check_params
+from rlhf_core.data.collection.raw_folder import RawData
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.validation.suites import read_suites
-from rlhf_core.data.validation.tables import RawData, Validated, validate
+from rlhf_core.data.validation.tables import Validated, validate
 from rlhf_core.errors import ConfigError, GateFailed
 
 

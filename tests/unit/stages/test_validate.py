@@ -24,11 +24,12 @@ from validation_rows import (
 )
 
 from rlhf_core.config.data import ValidateConfig
+from rlhf_core.data.collection.raw_folder import RawData
 from rlhf_core.data.dataset import KindStatistics, data_metrics, split_parts
 from rlhf_core.data.row_counts import READABLE, RowFinding
 from rlhf_core.data.schema import ROW_TYPES, Preference, arrow_schema, read_rows, write_dicts
 from rlhf_core.data.validation.suites import Checkpoints
-from rlhf_core.data.validation.tables import CheckedKind, RawData, Validated
+from rlhf_core.data.validation.tables import CheckedKind, Validated
 from rlhf_core.errors import EXIT_GATE_FAILED, DataError, GateFailed
 from rlhf_core.gates import decide
 from rlhf_core.stages import validate

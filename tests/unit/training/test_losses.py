@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from unit.training.tiny import SHAPE
 
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
-from rlhf_core.data.batches import partitions
+from rlhf_core.data.batches import TokenisedPair, partitions
 from rlhf_core.data.encoding import left_pad, right_pad
-from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.models.causal_lm import new_model, train_tokenizer
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.heads import ScalarModel

@@ -17,7 +17,7 @@ from rlhf_core.api.reward_model import train_reward_model
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
-from rlhf_core.data.pairs import TokenisedPair
+from rlhf_core.data.batches import TokenisedPair
 from rlhf_core.data.schema import Message, Preference
 from rlhf_core.errors import DataError
 from rlhf_core.gates import decide

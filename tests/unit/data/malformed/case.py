@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_core.data.readers.content import KINDS
+from rlhf_core.data.readers.stream import KINDS
 
 Row = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Lengths of texts in characters and tokens, and their percentiles."""
+"""Statistics of rows: lengths of texts in characters and tokens, percentiles, and correlations."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 PERCENTILES = (50, 90, 99, 100)
 SEQUENCE = "prompt + reply"
-
-
 # The rule of rows that findings.parquet calls so; it is none of a suite, since not every row is looked at.
 UNWRITABLE = "writable_by_tokenizer"
 
@@ -103,3 +101,34 @@ class TokenCounts:
 def evenly_spread(total: int, count: int) -> npt.NDArray[np.int64]:
     """Return up to ``count`` of the numbers below ``total``, evenly spread from the first to the last."""
     return np.unique(np.linspace(0, total - 1, min(total, count)).astype(np.int64))
+
+
+def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
+    """Spearman's rank correlation of two (n,) arrays, ties by average rank.
+
+    Pairs with a value that is not finite are left out; the result is 0 when either side is constant.
+    """
+    from scipy.stats import spearmanr
+
+    a, b = _varying(first, second)
+    return float(spearmanr(a, b).statistic) if len(a) else 0.0
+
+
+def linear_correlation(first: np.ndarray, second: np.ndarray) -> float:
+    """Pearson's correlation of two (n,) arrays.
+
+    Pairs with a value that is not finite are left out; the result is 0 when either side is constant.
+    """
+    from scipy.stats import pearsonr
+
+    a, b = _varying(first, second)
+    return float(pearsonr(a, b).statistic) if len(a) else 0.0
+
+
+def _varying(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The finite pairs as float64; none when either side is constant."""
+    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    finite = np.isfinite(a) & np.isfinite(b)
+    a, b = a[finite], b[finite]
+    constant = not len(a) or bool((a == a[0]).all() or (b == b[0]).all())
+    return (a[:0], b[:0]) if constant else (a, b)
