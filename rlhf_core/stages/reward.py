@@ -1,8 +1,9 @@
 """Reward: the model of human preference that PPO optimises against, judged by more than accuracy.
 
-The stages of referee and judge train and evaluate their models by the same function, each on pairs of its own.
+Referee and judge are reward models too, trained and evaluated by the same function on disjoint pairs. The referee
+selects checkpoints, and no reward source uses it. The judge judges what is done: nothing is trained or selected by it.
 
-This stage alone draws margins and calibration, and writes the pairs that its model gets most wrong. Many of those
+The stage reward alone draws margins and calibration, and writes the pairs that its model gets most wrong. Many of those
 (Zheng et al. 2023, "Secrets of RLHF", table 1) are mislabelled or ambiguous; the rest show what the model does not see.
 """
 
@@ -21,7 +22,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from rlhf_core.api.reward_model import TrainedRewardModel, train_reward_model
-from rlhf_core.config.reward import RewardConfig
+from rlhf_core.config.reward import JudgeConfig, RefereeConfig, RewardConfig
 from rlhf_core.data.schema import PairUser
 from rlhf_core.models.causal_lm import fitting_length, load_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage
@@ -123,6 +124,8 @@ def reward_stage(
 
 DESCRIBED = {"plots": "plots/reward", "mistakes": "samples/reward_mistakes.jsonl"}
 STAGE = reward_stage("reward", RewardConfig, PairUser.REWARD, plots_and_baseline, DESCRIBED)
+REFEREE = reward_stage("referee", RefereeConfig, PairUser.REFEREE)
+JUDGE = reward_stage("judge", JudgeConfig, PairUser.JUDGE)
 
 
 SIZE = (4.6, 3.0)  # inches; the letters are then as large as those of the report
