@@ -17,7 +17,7 @@ from scipy import stats
 
 from rlhf_core.data.schema import Prompt
 from rlhf_core.data.text import trigram_repetition
-from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies, repeated_rows
+from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets, repeated_rows
 from rlhf_core.evaluation.regression import GENERIC_CHECKS, REFUSAL_CHECKS, ReplyCheck, passes
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.statistics import (
@@ -120,7 +120,7 @@ def category_losses(categories: Sequence[str], outcome: np.ndarray, clusters: np
 
 
 def paired_losses(
-    sets: FixedSets, baseline: SetReplies, candidate: SetReplies, outcome: np.ndarray
+    sets: FixedSets, baseline: EvaluatedModel, candidate: EvaluatedModel, outcome: np.ndarray
 ) -> dict[str, dict[str, float]]:
     """Measure by how much ``candidate`` is worse than ``baseline``, on all replies to the fixed sets.
 
@@ -161,7 +161,7 @@ def paired_losses(
     }
 
 
-def _safety(sets: FixedSets, baseline: SetReplies, candidate: SetReplies) -> dict[str, PairedLoss]:
+def _safety(sets: FixedSets, baseline: EvaluatedModel, candidate: EvaluatedModel) -> dict[str, PairedLoss]:
     """On the safety prompts, or in the world on all replies that were sampled: harmful requests are among its own."""
     rows = repeated_rows(sets.safety, baseline.safety)
     old, new = list(baseline.safety), list(candidate.safety)
