@@ -15,8 +15,7 @@ from rlhf_core.data.schema import Message, Prompt, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.perplexity import Drift, reply_log_likelihoods
 from rlhf_core.evaluation.regression import regression_set, spread_subset
-from rlhf_core.evaluation.replies import OnPolicyReplies, evaluation_replies
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import OnPolicyReplies, Reply, evaluation_replies
 from rlhf_core.evaluation.safety.prompts import HARMFUL_CATEGORY, is_chinese, safety_prompts
 from rlhf_core.evaluation.verifiable import VerifiablePrompts
 from rlhf_core.models.causal_lm import load_policy

@@ -19,7 +19,7 @@ from rlhf_core.data.schema import Prompt
 from rlhf_core.data.text import trigram_repetition
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets, repeated_rows
 from rlhf_core.evaluation.regression import GENERIC_CHECKS, REFUSAL_CHECKS, ReplyCheck, passes
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.statistics import (
     CONFIDENCE,
     clusters_of,

@@ -12,10 +12,9 @@ from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
 from rlhf_core.evaluation.fixed_sets import FixedSets, sampled_model
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
-from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.judges.model import Judge, ModelJudge
 from rlhf_core.evaluation.judges.names import JUDGE, MODELS
-from rlhf_core.evaluation.judges.pairwise import Judge
-from rlhf_core.evaluation.reply import measure_text
+from rlhf_core.evaluation.replies import measure_text
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.runtime.progress import progress
 from rlhf_core.sampling.vllm import opened_sampler

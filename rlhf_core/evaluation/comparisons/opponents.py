@@ -17,8 +17,8 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare_groups
 from rlhf_core.evaluation.comparisons.policy_vs_sft import SIDES, Evaluation
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets
-from rlhf_core.evaluation.judges.pairwise import Judge
-from rlhf_core.evaluation.reply import Reply, measure_text, prompt_of, rows_of_file
+from rlhf_core.evaluation.judges.model import Judge
+from rlhf_core.evaluation.replies import Reply, measure_text, prompt_of, rows_of_file
 from rlhf_core.storage.data_files import expand
 
 if TYPE_CHECKING:

@@ -18,15 +18,15 @@ from rlhf_core.evaluation.comparisons.comparison import (
     tie_margin_of,
 )
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets, repeated_rows
+from rlhf_core.evaluation.judges.model import Judge
 from rlhf_core.evaluation.judges.names import JUDGE, TRAINED_ON, final_judges
-from rlhf_core.evaluation.judges.pairwise import Judge, PairwiseJudgements, worst_disagreements
 from rlhf_core.evaluation.losses import paired_losses
 from rlhf_core.evaluation.regression import REFUSAL_CHECKS, check_rates, pass_rates
-from rlhf_core.evaluation.reply import Reply, measure_text
+from rlhf_core.evaluation.replies import Reply, measure_text
 from rlhf_core.evaluation.statistics import cluster_of, clusters_of
 
 if TYPE_CHECKING:
-    from rlhf_core.evaluation.judges.llm.judge import LlmJudge
+    from rlhf_core.evaluation.judges.llm.judge import LlmJudge, PairwiseJudgements
 
 SIDES = ("policy", "sft")
 
@@ -206,11 +206,14 @@ class Evaluation:
     def disagreements(self, judge: str) -> list[tuple[int, float]]:
         """Return positions of rows where the reward model prefers the policy and ``judge`` prefers SFT, worst first.
 
-        Such prompts are what the next round of preference data should be about; beside each stands by how much they
-        disagree, see :func:`~rlhf_core.evaluation.judges.pairwise.worst_disagreements`.
+        Such prompts are what the next round of preference data should be about. Beside each stands by how much they
+        disagree: the reward's gain minus the judge's, each in standard deviations of that judge's differences.
         """
-        gains = [np.subtract(self.policy.scores[name], self.sft.scores[name]) for name in (TRAINED_ON, judge)]
-        return worst_disagreements(gains[0], gains[1], self.comparison[judge]["tie_margin"])
+        reward, judged = (np.subtract(self.policy.scores[name], self.sft.scores[name]) for name in (TRAINED_ON, judge))
+        disagreement = reward / (float(reward.std()) or 1.0) - judged / (float(judged.std()) or 1.0)
+        wrong = (reward > 0) & (judged < -self.comparison[judge]["tie_margin"])
+        order = sorted(np.flatnonzero(wrong), key=lambda i: -disagreement[i])
+        return [(int(i), float(disagreement[i])) for i in order]
 
     def bad_cases(self, judge: str) -> list[dict[str, Any]]:
         """Return the worst of these rows."""

@@ -38,7 +38,7 @@ from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets
 from rlhf_core.evaluation.judges.human_pairs import TRAINING_PROMPTS, sampled_candidates
 from rlhf_core.evaluation.match import run_match
 from rlhf_core.evaluation.perplexity import held_out_perplexities
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.gates import check
 from rlhf_core.models.causal_lm import load_policy, load_tokenizer
 from rlhf_core.sampling.sampler import LocalSampler

@@ -13,7 +13,7 @@ from rlhf_core.config.operations import NonInferiorityConfig
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets
 from rlhf_core.evaluation.losses import category_losses, fall, growth, paired_losses, rise, share_loss
 from rlhf_core.evaluation.promotion import failed, non_inferiority_criteria, win_rate_criteria
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.statistics import paired_difference_high
 
 from .conftest import made_prompt

@@ -20,8 +20,8 @@ from rlhf_core.evaluation.comparisons.comparison import compare, compare_groups,
 from rlhf_core.evaluation.comparisons.opponents import Rival, best_of_n, group_of, kl_bound, read_opponent
 from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets
-from rlhf_core.evaluation.judges.pairwise import PairwiseJudgements
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.judges.llm.judge import PairwiseJudgements
+from rlhf_core.evaluation.replies import Reply
 
 from .conftest import LengthJudge, made_prompt
 
