@@ -61,7 +61,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.compare": {"evaluation.judges.names.JUDGE", "training.history.read_history"},
     "flows.commands.registry_commands": {
         "commands.data",
-        "evaluation.power",
+        "evaluation.losses",
         "serving.protocol.ServingLimits",
         "stages.runtime.threads.limit_threads_of",
     },
