@@ -157,14 +157,14 @@ def sample_sets(
     tokenizer: PreTrainedTokenizerBase,
     sets: FixedSets,
     config: EvaluateConfig,
-    on_batch: Callable[[int], None] = lambda count: None,
-    sampler: Sampler | None = None,
+    on_batch: Callable[[int], None],
+    sampler: Sampler,
 ) -> EvaluatedModel:
     """Sample a model's replies; every model gets the same random numbers.
 
     Args:
         on_batch: Called with the number of replies of each finished batch.
-        sampler: Has the weights of ``model``; None samples with the model itself.
+        sampler: Has the weights of ``model``.
     """
     tokens = min(config.safety.max_new_tokens, config.sampling.max_new_tokens)
     shorter = config.sampling.model_copy(update={"max_new_tokens": tokens})
