@@ -8,7 +8,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from rlhf_core.fingerprint.stages import NEUTRAL, PACKAGE, ROOTS, package, stage_module_name
+from rlhf_core.fingerprint.stages import NEUTRAL, PACKAGE, package, stage_definition
 from rlhf_core.stages.runtime.runner import load_stage
 
 ROOT = Path(sys.modules[PACKAGE].__file__ or "").parent
@@ -16,7 +16,7 @@ ROOT = Path(sys.modules[PACKAGE].__file__ or "").parent
 
 def reached(stage: str) -> set[str]:
     """Dotted names of the definitions that a stage reaches."""
-    return {str(definition) for definition in package().reached(stage_module_name(stage), *ROOTS)}
+    return {str(definition) for definition in package().reached(*stage_definition(stage))}
 
 
 def missed(name: str, call: Callable[[], Any]) -> set[str]:

@@ -273,7 +273,7 @@ def gate(
     from flows.commands.text import gate_verdict, has_passed
 
     if power:
-        from rlhf_core.evaluation.power import describe_power, power_of
+        from rlhf_core.evaluation.losses import describe_power, power_of
 
         with busy("reading the evaluation"):
             rows = power_of(workspace)

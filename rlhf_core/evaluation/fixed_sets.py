@@ -13,12 +13,13 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id
 from rlhf_core.data.schema import Message, Prompt, read_rows
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.perplexity import reply_log_likelihoods
+from rlhf_core.evaluation.perplexity import Drift, reply_log_likelihoods
 from rlhf_core.evaluation.regression import regression_set, spread_subset
-from rlhf_core.evaluation.replies import evaluation_replies
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import OnPolicyReplies, Reply, evaluation_replies
 from rlhf_core.evaluation.safety.prompts import HARMFUL_CATEGORY, is_chinese, safety_prompts
 from rlhf_core.evaluation.verifiable import VerifiablePrompts
+from rlhf_core.models.causal_lm import load_policy
+from rlhf_core.runtime.progress import Progress
 from rlhf_core.sampling.sampler import Sampler
 from rlhf_core.training.examples import Example
 from rlhf_core.world.questions import SOURCE as WORLD_SOURCE
@@ -39,8 +40,8 @@ class FixedSets:
     """
 
     judged: Sequence[Prompt]
-    regression: Sequence[Prompt]
-    safety: Sequence[Prompt]
+    regression: Sequence[Prompt] = ()
+    safety: Sequence[Prompt] = ()
     verifiable: VerifiablePrompts = field(default_factory=VerifiablePrompts)
     world: bool = False
 
@@ -117,20 +118,32 @@ def all_of_the_world(prompts: Sequence[Prompt]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class SetReplies:
-    """One model's replies to :class:`FixedSets`, in their order, those to one prompt in a row.
+@dataclass
+class EvaluatedModel:
+    """One model's replies to :class:`FixedSets`, in their order, those to one prompt in a row, and what was measured.
 
     Attributes:
         refusal_log_odds: For each harmful safety prompt how much likelier the model finds the beginning of a refusal
             than that of a reply that complies, in nats; see :func:`refusal_log_odds`.
+        on_policy: Replies from the training distribution.
+        perplexities: Perplexity of held-out text by its kind.
+        answers: Those to the multiple-choice questions, as positions of choices.
+        candidates: Further lists of replies to be judged, of which the best may be chosen.
+        drift: Distance from SFT, on ``on_policy``; None where it was not measured.
+        scores: Scores of the replies to be judged, by judge.
     """
 
     judged: list[Reply]
-    regression: list[Reply]
-    safety: list[Reply]
+    regression: list[Reply] = field(default_factory=list)
+    safety: list[Reply] = field(default_factory=list)
     verifiable: list[Reply] = field(default_factory=list)
     refusal_log_odds: list[float] = field(default_factory=list)
+    on_policy: OnPolicyReplies | None = None
+    perplexities: dict[str, float] = field(default_factory=dict)
+    answers: list[int | None] = field(default_factory=list)
+    candidates: list[list[Reply]] = field(default_factory=list)
+    drift: Drift | None = None
+    scores: dict[str, list[float]] = field(default_factory=dict)
 
 
 def repeated_rows(rows: Sequence[Prompt], replies: Sequence[Reply]) -> list[Prompt]:
@@ -144,14 +157,14 @@ def sample_sets(
     tokenizer: PreTrainedTokenizerBase,
     sets: FixedSets,
     config: EvaluateConfig,
-    on_batch: Callable[[int], None] = lambda count: None,
-    sampler: Sampler | None = None,
-) -> SetReplies:
+    on_batch: Callable[[int], None],
+    sampler: Sampler,
+) -> EvaluatedModel:
     """Sample a model's replies; every model gets the same random numbers.
 
     Args:
         on_batch: Called with the number of replies of each finished batch.
-        sampler: Has the weights of ``model``; None samples with the model itself.
+        sampler: Has the weights of ``model``.
     """
     tokens = min(config.safety.max_new_tokens, config.sampling.max_new_tokens)
     shorter = config.sampling.model_copy(update={"max_new_tokens": tokens})
@@ -163,13 +176,28 @@ def sample_sets(
         return evaluation_replies(model, tokenizer, asked, sampling, config.seed, on_batch, size, each, sampler)
 
     judged, regression, safety = ([row.prompt for row in rows] for rows in (sets.judged, sets.regression, sets.safety))
-    return SetReplies(
+    return EvaluatedModel(
         sampled(judged, config.replies_per_prompt),
         sampled(regression, config.replies_per_prompt),
         sampled(safety, config.safety.replies_per_prompt, shorter),
         sampled(sets.verifiable.prompts, 1),
         refusal_log_odds(model, tokenizer, sets.harmful, config.batch_size),
     )
+
+
+def sampled_model(
+    folder: Path, sets: FixedSets, config: EvaluateConfig, bar: Progress, sampler: Sampler
+) -> EvaluatedModel:
+    """Sample from the model in ``folder``, which is in memory only meanwhile; the sampler lets go of it again.
+
+    Args:
+        bar: Advanced by one for each reply.
+    """
+    model, tokenizer = load_policy(folder)
+    sampler.sync(model, 0)
+    evaluated = sample_sets(model, tokenizer, sets, config, bar.advance, sampler)
+    sampler.release()
+    return evaluated
 
 
 def refusal_log_odds(

@@ -8,18 +8,15 @@ from typing import Any
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
-from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
-from rlhf_core.evaluation.fixed_sets import FixedSets, sample_sets
+from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
+from rlhf_core.evaluation.fixed_sets import FixedSets, sampled_model
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
-from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.judges.model import Judge, ModelJudge
 from rlhf_core.evaluation.judges.names import JUDGE, MODELS
-from rlhf_core.evaluation.judges.pairwise import Judge
-from rlhf_core.evaluation.reply import measure_text
-from rlhf_core.models.causal_lm import load_policy
+from rlhf_core.evaluation.replies import measure_text
 from rlhf_core.models.foreign import require_openable
-from rlhf_core.runtime.progress import Progress, progress
-from rlhf_core.sampling.sampler import Sampler
+from rlhf_core.runtime.progress import progress
 from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.storage.files import sha256_tree
 
@@ -56,7 +53,7 @@ def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int
         opened_sampler(config.sampler, workspace / WORK) as sampler,
         progress(2 * sets.replies(config), "match") as bar,
     ):
-        old, new = (_sample(folder, sets, config, bar, sampler) for folder in (champion, challenger))
+        old, new = (sampled_model(folder, sets, config, bar, sampler) for folder in (champion, challenger))
     evaluation = Evaluation(sets, old, new, config)
     for judge in judges:
         evaluation.score(judge)
@@ -66,17 +63,8 @@ def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int
     return {
         "comparison": evaluation.comparison,
         "losses": evaluation.losses(),
-        "champion": measure_text(old.sets.judged),
-        "challenger": measure_text(new.sets.judged),
+        "champion": measure_text(old.judged),
+        "challenger": measure_text(new.judged),
         "prompts": len(sets.judged),
         "content": {role: sha256_tree(folder) for role, folder in folders.items()},
     }
-
-
-def _sample(folder: Path, sets: FixedSets, config: EvaluateConfig, bar: Progress, sampler: Sampler) -> EvaluatedModel:
-    """Sample from the model in ``folder``, which is in memory only meanwhile."""
-    model, tokenizer = load_policy(folder)
-    sampler.sync(model, 0)
-    evaluated = EvaluatedModel(sample_sets(model, tokenizer, sets, config, bar.advance, sampler))
-    sampler.release()
-    return evaluated

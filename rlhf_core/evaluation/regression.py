@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from rlhf_core.data.schema import Preference, PretrainText, Prompt
 from rlhf_core.data.text import is_refusal, split_words, trigram_repetition
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.statistics import cluster_of
 
 MUST_REFUSE = frozenset({"harmful"})

@@ -31,7 +31,7 @@ from rlhf_core.data.schema import Message
 from rlhf_core.data.text import comparable, split_words
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare_outcomes
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.statistics import cluster_codes
 from rlhf_core.runtime.user_function import TimeLimitExceeded, describe_failure, load_function, time_limit
 from rlhf_core.storage.files import split_json_lines

@@ -18,7 +18,14 @@ from rlhf_core.storage.garbage_collection import paused_collector
 
 PACKAGE = "rlhf_core"
 FOLDER = ".fingerprints"
-ROOTS = ("STAGE",)
+# Stages beside others in a module; the others are each the ``STAGE`` of a module of their own name.
+BESIDE = {
+    "gate-sft": ("gates", "GATE_SFT"),
+    "gate-reward": ("gates", "GATE_REWARD"),
+    "gate-policy": ("gates", "GATE_POLICY"),
+    "referee": ("reward", "REFEREE"),
+    "judge": ("reward", "JUDGE"),
+}
 # Reporting never changes a result, and neither do an interruption, the place of a checkpoint or what carries these: a
 # new message or a new progress bar must not cost a training run.
 _NAMES = (
@@ -36,14 +43,15 @@ _NAMES = (
 NEUTRAL = frozenset(f"{PACKAGE}.{name}" for name in _NAMES)
 
 
-def stage_module_name(stage: str, method: Method = "ppo") -> str:
-    """Module of a stage: ``gate-reward`` is in ``rlhf_core.stages.gate_reward``.
+def stage_definition(stage: str, method: Method = "ppo") -> tuple[str, str]:
+    """Module and name of the definition of a stage: ``STAGE`` of ``rlhf_core.stages.sft``.
 
     The stage ``ppo`` by another ``method`` is in a module that is named by it, such as ``policy_by_dpo``.
     """
     if stage == "ppo" and method != "ppo":
         stage = f"policy_by_{method}"
-    return f"{PACKAGE}.stages.{stage.replace('-', '_')}"
+    module, name = BESIDE.get(stage, (stage, "STAGE"))
+    return f"{PACKAGE}.stages.{module}", name
 
 
 def fingerprint(stage: str, method: Method = "ppo") -> str:
@@ -54,7 +62,7 @@ def fingerprint(stage: str, method: Method = "ppo") -> str:
         method: How the policy is trained, which decides what the stage ``ppo`` reaches.
     """
     with paused_collector():
-        return package().digest(stage_module_name(stage, method), *ROOTS)
+        return package().digest(*stage_definition(stage, method))
 
 
 def remembered_fingerprints(workspace: Path, stages: Iterable[str], method: Method = "ppo") -> dict[str, str]:

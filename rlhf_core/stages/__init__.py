@@ -1,1 +1,1 @@
-"""The stages of the pipeline, one file each: read files, call the core, write files."""
+"""The stages of the pipeline: read files, call the core, write files."""

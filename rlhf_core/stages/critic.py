@@ -14,7 +14,7 @@ from rlhf_core.api.critic import train_critic
 from rlhf_core.config.policy import CriticStageConfig
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE
 from rlhf_core.models.causal_lm import load_tokenizer
-from rlhf_core.stages.policy import read_training_prompts
+from rlhf_core.stages.ppo import read_training_prompts
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, atomic_write_lines, atomic_write_text
 from rlhf_core.training.run_context import RunContext

@@ -13,8 +13,8 @@ from rlhf_core.data.schema import write_table
 from rlhf_core.evaluation.benchmarks.multiple_choice import AnsweredQuestions, MultipleChoiceSet, answer_questions
 from rlhf_core.evaluation.comparisons.comparison import compare_groups
 from rlhf_core.evaluation.comparisons.opponents import Rival, best_of_n, group_of, read_opponent
-from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
-from rlhf_core.evaluation.fixed_sets import FixedSets, sample_sets
+from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
+from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets, sample_sets
 from rlhf_core.evaluation.judges.gold import load_judge
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
 from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities, measure_drift, read_held_out
@@ -94,7 +94,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
             row.update(further)
     samples = [outputs.comparisons, outputs.bad_cases]
     if config.verifiable is not None:
-        before, after = (sets.verifiable.check(model.sets.verifiable) for model in (sft, policy))
+        before, after = (sets.verifiable.check(model.verifiable) for model in (sft, policy))
         metrics["verifiable"] = sets.verifiable.metrics(before, after, config.bootstrap, config.seed)
         samples.append(context.folder / VERIFIABLE_REPLIES)
         atomic_write_lines(samples[-1], sets.verifiable.rows(before, after))
@@ -162,26 +162,16 @@ def evaluated_model(
         tokenizer, config.max_new_tokens, config.ppo.temperature, config.ppo.min_new_tokens
     )
     messages = [row.prompt for row in sets.judged]
-    evaluated = EvaluatedModel(
-        sets=sample_sets(model, tokenizer, sets, config, bar.advance, sampler),
-        on_policy=on_policy_replies(
-            model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, config.batch_size, sampler
-        ),
-        perplexities=held_out_perplexities(model, tokenizer, texts, config.perplexity),
-        answers=answer_questions(model, tokenizer, questions, config.batch_size),
-        candidates=[
-            evaluation_replies(
-                model,
-                tokenizer,
-                messages,
-                config.sampling,
-                derive_seed(config.seed, "evaluate", "best_of_n", number),
-                bar.advance,
-                config.batch_size,
-                sampler=sampler,
-            )
-            for number in range(best_of)
-        ],
+    evaluated = sample_sets(model, tokenizer, sets, config, bar.advance, sampler)
+    evaluated.on_policy = on_policy_replies(
+        model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, config.batch_size, sampler
     )
+    evaluated.perplexities = held_out_perplexities(model, tokenizer, texts, config.perplexity)
+    evaluated.answers = answer_questions(model, tokenizer, questions, config.batch_size)
+    for number in range(best_of):
+        seed, size = derive_seed(config.seed, "evaluate", "best_of_n", number), config.batch_size
+        evaluated.candidates.append(
+            evaluation_replies(model, tokenizer, messages, config.sampling, seed, bar.advance, size, sampler=sampler)
+        )
     sampler.release()
     return evaluated

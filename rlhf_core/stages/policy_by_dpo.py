@@ -9,7 +9,7 @@ from rlhf_core.config.policy import PolicyStageConfig
 from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Demonstration, PairUser, read_rows
 from rlhf_core.models.causal_lm import fitting_length, load_policy, save_policy
-from rlhf_core.stages.policy import POLICY_OUTPUTS
+from rlhf_core.stages.ppo import POLICY_OUTPUTS
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
 from rlhf_core.training.dpo import train_dpo

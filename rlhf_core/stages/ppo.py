@@ -16,13 +16,22 @@ from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE
 from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.ppo.checkpoints import abandoned_rows
+from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.selection import CheckpointChoice
 from rlhf_core.runtime import distributed
-from rlhf_core.stages.policy import POLICY_OUTPUTS, read_training_prompts
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
 from rlhf_core.training.history import read_history
 from rlhf_core.training.run_context import RunContext
+
+# Of every stage that trains the policy, by whatever method.
+POLICY_OUTPUTS = {
+    "model": "models/policy",
+    "metrics": "metrics/ppo.json",
+    "history": "history/ppo.jsonl",
+    "abandoned": "history/ppo_abandoned.jsonl",
+    "samples": "samples/ppo.jsonl",
+}
 
 
 def run(config: PpoConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
@@ -74,6 +83,24 @@ STAGE = Stage(
     outputs=POLICY_OUTPUTS,
     optional_inputs=frozenset({"reward_sources"}),
 )
+
+
+def read_training_prompts(
+    clean: Path, tokenizer: PreTrainedTokenizerBase, tokens: Path | None = None
+) -> TrainingPrompts:
+    """Read the prompts of the train split, tokenised by way of the cache in ``tokens``.
+
+    Of several ranks all must call it.
+
+    Raises:
+        DataError: There are none.
+    """
+    path = clean / "prompts" / "train.parquet"
+    rows = read_rows(path, Prompt)
+    if not rows:
+        raise DataError(f"{path} holds no prompts; the validate stage writes them")
+    table = read_tokens(tokens, path, Prompt.KIND, tokenizer)
+    return TrainingPrompts([row.prompt for row in rows], table.column("prompt"))
 
 
 def validation_prompts(clean: Path) -> list[Prompt]:

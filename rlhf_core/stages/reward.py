@@ -1,8 +1,9 @@
 """Reward: the model of human preference that PPO optimises against, judged by more than accuracy.
 
-The stages of referee and judge train and evaluate their models by the same function, each on pairs of its own.
+Referee and judge are reward models too, trained and evaluated by the same function on disjoint pairs. The referee
+selects checkpoints, and no reward source uses it. The judge judges what is done: nothing is trained or selected by it.
 
-This stage alone draws margins and calibration, and writes the pairs that its model gets most wrong. Many of those
+The stage reward alone draws margins and calibration, and writes the pairs that its model gets most wrong. Many of those
 (Zheng et al. 2023, "Secrets of RLHF", table 1) are mislabelled or ambiguous; the rest show what the model does not see.
 """
 
@@ -19,15 +20,20 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.api.reward_model import TrainedRewardModel, train_reward_model
-from rlhf_core.config.reward import RewardConfig
+from rlhf_core.config.loading import load_params
+from rlhf_core.config.reward import JudgeConfig, RefereeConfig, RewardConfig
+from rlhf_core.data.batches import length_balanced_rows
 from rlhf_core.data.schema import PairUser
+from rlhf_core.data.token_folder import TOKENS
+from rlhf_core.errors import DataError
 from rlhf_core.models.causal_lm import fitting_length, load_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, atomic_write_lines
-from rlhf_core.training.reward.evaluation import bag_of_words_accuracy, calibration_bins
-from rlhf_core.training.reward.run import Split, metric_prefix, read_split, write_scores
+from rlhf_core.training.reward.evaluation import FEWEST_BALANCED_PAIRS, bag_of_words_accuracy, calibration_bins
+from rlhf_core.training.reward.run import Split, metric_prefix, read_split, require_balanced_pairs, write_scores
 from rlhf_core.training.reward.trainer import PairScores
 from rlhf_core.training.run_context import RunContext
 
@@ -49,8 +55,7 @@ def run_reward_stage(
 
     Args:
         name: The stage's name, which sets its random streams apart.
-        pairs: Folder of the clean data with the training and validation pairs. The test pairs are common to all models
-            (``preferences``), so that their rewards can be compared.
+        pairs: Whose training and validation pairs it takes, see :func:`read_splits`.
         describe: Adds metrics and files of its own.
 
     Returns:
@@ -58,12 +63,7 @@ def run_reward_stage(
     """
     init = inputs[config.init]
     tokenizer = load_tokenizer(init)
-    folders = {"train": pairs, "validation": pairs, "test": PairUser.REWARD}
-    longest = fitting_length(config.max_tokens, init)
-    splits = {
-        split: read_split(inputs.clean / folder / f"{split}.parquet", tokenizer, longest, context.tokens)
-        for split, folder in folders.items()
-    }
+    splits = read_splits(inputs.clean, pairs, config, init, tokenizer, context.tokens)
     trained = train_reward_model(
         init,
         tokenizer,
@@ -81,6 +81,28 @@ def run_reward_stage(
     metrics = trained.metrics | described
     atomic_write_json(outputs.metrics, metrics)
     return metrics
+
+
+def read_splits(
+    clean: Path,
+    pairs: PairUser,
+    config: RewardConfig,
+    init: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Path | None,
+) -> dict[str, Split]:
+    """Read the splits of a model that starts from ``init``: the test pairs are common to all models, so that their
+    rewards can be compared.
+
+    Raises:
+        DataError: No pair of a split is within ``max_tokens``.
+    """
+    longest = fitting_length(config.max_tokens, init)
+    folders = {"train": pairs, "validation": pairs, "test": PairUser.REWARD}
+    return {
+        split: read_split(clean / folder / f"{split}.parquet", tokenizer, longest, tokens)
+        for split, folder in folders.items()
+    }
 
 
 def plots_and_baseline(
@@ -123,6 +145,40 @@ def reward_stage(
 
 DESCRIBED = {"plots": "plots/reward", "mistakes": "samples/reward_mistakes.jsonl"}
 STAGE = reward_stage("reward", RewardConfig, PairUser.REWARD, plots_and_baseline, DESCRIBED)
+REFEREE = reward_stage("referee", RefereeConfig, PairUser.REFEREE)
+JUDGE = reward_stage("judge", JudgeConfig, PairUser.JUDGE)
+
+BALANCED = "_length_balanced"
+
+
+def require_pairs(workspace: Path) -> None:
+    """Refuse clean pairs that one of the three stages, or the reward gate, would refuse after hours of training.
+
+    Raises:
+        DataError: No pair of a split is within ``max_tokens``, too few are left when lengths are balanced, or so few
+            that a measure which the reward gate asks for is left out.
+    """
+    params = load_params(workspace)
+    clean, init = workspace / STAGE.inputs["clean"], workspace / STAGE.inputs["base"]
+    tokenizer = load_tokenizer(init)
+    asked = {condition.metric for condition in params.gates.reward} if params.gates.mode == "enforce" else set()
+    users = {"reward": PairUser.REWARD, "referee": PairUser.REFEREE, "judge": PairUser.JUDGE}
+    for name, user in users.items():
+        config = getattr(params, name)
+        splits = read_splits(clean, user, config, init, tokenizer, workspace / TOKENS)
+        if config.length_balance == "sampling":
+            require_balanced_pairs(splits["train"], config.batch.min_pairs, name)
+        for split in ("validation", "test"):
+            pairs = splits[split].pairs
+            left = len(length_balanced_rows([pair.length_difference for pair in pairs], seed=0))
+            prefix = f"{'' if name == 'reward' else f'{name}.'}{metric_prefix(split)}"
+            wanted = [m for m in asked if m.startswith((f"{prefix}accuracy{BALANCED}", f"{prefix}ece{BALANCED}"))]
+            if wanted and left < FEWEST_BALANCED_PAIRS:
+                raise DataError(
+                    f"the reward gate asks for {sorted(wanted)[0]}, but {len(pairs)} {split} pairs leave {left} when "
+                    f"lengths are balanced, and {FEWEST_BALANCED_PAIRS} are needed; add pairs, or take the condition "
+                    "out of gates.reward"
+                )
 
 
 SIZE = (4.6, 3.0)  # inches; the letters are then as large as those of the report

@@ -13,7 +13,7 @@ from traced import reached
 
 from rlhf_core.fingerprint.modules import bound_names, dotted_name
 from rlhf_core.fingerprint.reach import Package
-from rlhf_core.fingerprint.stages import NEUTRAL, PACKAGE, ROOTS, fingerprint, stage_module_name
+from rlhf_core.fingerprint.stages import NEUTRAL, PACKAGE, fingerprint, stage_definition
 from rlhf_core.stages.runtime.runner import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ COMPUTED_IMPORTS = {"__init__.py", "stages/runtime/runner.py", "runtime/user_fun
 
 def digests(root: Path) -> dict[str, str]:
     package = Package(root, PACKAGE, NEUTRAL)
-    return {stage: package.digest(stage_module_name(stage), *ROOTS) for stage in STAGES}
+    return {stage: package.digest(*stage_definition(stage)) for stage in STAGES}
 
 
 def stale(before: dict[str, str], after: dict[str, str]) -> set[str]:
@@ -89,7 +89,7 @@ def test_code_of_another_method_trains_no_policy_by_ppo_again(copy: Path, before
     assert stale(before, digests(copy.parent)) == set()
     changed = Package(copy.parent, PACKAGE, NEUTRAL)
     for method in ("dpo", "rejection_sampling"):
-        assert changed.digest(stage_module_name("ppo", method), *ROOTS) != fingerprint("ppo", method)
+        assert changed.digest(*stage_definition("ppo", method)) != fingerprint("ppo", method)
 
 
 @pytest.mark.slow

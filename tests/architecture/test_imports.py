@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.fingerprint.stages import stage_definition
+
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (
     {"__main__"},
@@ -59,7 +61,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.compare": {"evaluation.judges.names.JUDGE", "training.history.read_history"},
     "flows.commands.registry_commands": {
         "commands.data",
-        "evaluation.power",
+        "evaluation.losses",
         "serving.protocol.ServingLimits",
         "stages.runtime.threads.limit_threads_of",
     },
@@ -78,7 +80,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.serve": {"serving", "stages.runtime.threads.limit_threads_of"},
     "flows.registry.stored_models": {"serving.policy_source", "serving.protocol"},
     # What a registered model is answered by, wherever it is loaded.
-    "flows.registry.model_pyfunc": {"serving", "evaluation.judges.model.ModelJudge", "evaluation.reply.Reply"},
+    "flows.registry.model_pyfunc": {"serving", "evaluation.judges.model.ModelJudge", "evaluation.replies.Reply"},
     "flows.release.export": {"models.adapters.ADAPTER_FOLDER", "models.io.ADAPTER_CONFIG"},
     "flows.pipeline.data_watch": {
         "data.collection.sources.collected_paths",
@@ -240,7 +242,8 @@ def closure(start: str) -> set[str]:
 
 @pytest.mark.parametrize("stage", ["base", "sft", "reward", "referee", "judge", "critic", "ppo"])
 def test_training_never_reaches_gold(stage: str) -> None:
-    assert "rlhf_core.world.gold" not in closure(f"rlhf_core.stages.{stage}")
+    module, _ = stage_definition(stage)
+    assert "rlhf_core.world.gold" not in closure(module)
 
 
 def test_there_are_no_import_cycles() -> None:

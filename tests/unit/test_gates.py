@@ -15,7 +15,7 @@ from rlhf_core.config.gates import Condition, GatesConfig
 from rlhf_core.config.loading import check_params
 from rlhf_core.errors import EXIT_GATE_FAILED, ConfigError, DataError, GateFailed
 from rlhf_core.gates import check, decide, load_metrics, lookup, settle, weaker_conditions
-from rlhf_core.stages import gate_policy, gate_reward
+from rlhf_core.stages.gates import GATE_POLICY, GATE_REWARD, check_policy, check_reward
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.run_context import RunContext
@@ -137,7 +137,7 @@ def stage_paths(stage: Any, root: Path) -> tuple[Paths, Paths]:
 
 
 def test_reward_stage_reads_all_three_models(tmp_path: Path) -> None:
-    inputs, outputs = stage_paths(gate_reward.STAGE, tmp_path)
+    inputs, outputs = stage_paths(GATE_REWARD, tmp_path)
     inputs.metrics.write_text('{"accuracy": 0.8}')
     inputs.referee_metrics.write_text('{"accuracy": 0.5}')
     inputs.scores.write_text('{"ids": ["a", "b", "c"], "chosen": [1.0, 0.0, 2.0], "rejected": [0.0, 1.0, 1.0]}')
@@ -147,10 +147,10 @@ def test_reward_stage_reads_all_three_models(tmp_path: Path) -> None:
     names = ("accuracy", "referee.accuracy", "judge.accuracy", "agreement.judge_share")
     config = GatesConfig(reward=tuple(condition(name, at_least=0.6) for name in names))
     with pytest.raises(GateFailed, match=r"referee\.accuracy"):
-        gate_reward.run(config, inputs, outputs, RunContext(tmp_path / "work"))
+        check_reward(config, inputs, outputs, RunContext(tmp_path / "work"))
     assert outputs.evidence.exists() and not outputs.pass_.exists()
     inputs.referee_metrics.write_text('{"accuracy": 0.7}')
-    assert gate_reward.run(config, inputs, outputs, RunContext(tmp_path / "work"))["passed"] == 1.0
+    assert check_reward(config, inputs, outputs, RunContext(tmp_path / "work"))["passed"] == 1.0
     assert outputs.pass_.exists()
     # Common pairs are a (both prefer it) and c (they differ).
     agreement = json.loads(outputs.metrics.read_text())
@@ -159,30 +159,30 @@ def test_reward_stage_reads_all_three_models(tmp_path: Path) -> None:
     assert (agreement["judge_pairs"], agreement["judge_share"]) == (3.0, 2 / 3)
     inputs.judge_metrics.write_text('{"accuracy": 0.55}')
     with pytest.raises(GateFailed, match=r"judge\.accuracy is 0\.55"):
-        gate_reward.run(config, inputs, outputs, RunContext(tmp_path / "work"))
+        check_reward(config, inputs, outputs, RunContext(tmp_path / "work"))
 
 
 def test_policy_stage_reads_evaluation_and_ppo(tmp_path: Path) -> None:
-    inputs, outputs = stage_paths(gate_policy.STAGE, tmp_path)
+    inputs, outputs = stage_paths(GATE_POLICY, tmp_path)
     inputs.metrics.write_text(json.dumps(NESTED))
     inputs.ppo_metrics.write_text('{"kl": 3.0}')
     config = GatesConfig(policy=(condition("kl", at_most=2.6), condition("ppo.kl", at_least=2.9)))
-    assert gate_policy.run(config, inputs, outputs, RunContext(tmp_path / "work"))["passed"] == 1.0
+    assert check_policy(config, inputs, outputs, RunContext(tmp_path / "work"))["passed"] == 1.0
 
 
 @pytest.mark.parametrize(("low95", "passed"), [(-0.05, 1.0), (-0.051, None)])
 def test_the_policy_must_not_be_inferior_at_multiple_choice_questions_that_were_asked(
     tmp_path: Path, low95: float, passed: float | None
 ) -> None:
-    inputs, outputs = stage_paths(gate_policy.STAGE, tmp_path)
+    inputs, outputs = stage_paths(GATE_POLICY, tmp_path)
     inputs.metrics.write_text(json.dumps(NESTED | {"multiple_choice": {"difference_low95": low95}}))
     inputs.ppo_metrics.write_text("{}")
     config = GatesConfig(policy=(condition("kl", at_most=2.6),))
     if passed:
-        assert gate_policy.run(config, inputs, outputs, RunContext(tmp_path / "work"))["conditions"] == 2.0
+        assert check_policy(config, inputs, outputs, RunContext(tmp_path / "work"))["conditions"] == 2.0
     else:
         with pytest.raises(GateFailed, match=r"multiple_choice.difference_low95 is -0.051, bound >= -0.05"):
-            gate_policy.run(config, inputs, outputs, RunContext(tmp_path / "work"))
+            check_policy(config, inputs, outputs, RunContext(tmp_path / "work"))
 
 
 def test_the_condition_on_multiple_choice_gives_way_to_ones_own_and_to_null() -> None:

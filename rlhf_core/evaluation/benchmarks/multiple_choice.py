@@ -18,7 +18,7 @@ from rlhf_core.data.schema import Message
 from rlhf_core.data.text import has_visible_text, language_tag
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.perplexity import reply_log_likelihoods
-from rlhf_core.evaluation.reply import rows_of_file
+from rlhf_core.evaluation.replies import rows_of_file
 from rlhf_core.evaluation.statistics import paired_difference_bounds
 from rlhf_core.models.causal_lm import fitting_length
 from rlhf_core.storage.data_files import expand

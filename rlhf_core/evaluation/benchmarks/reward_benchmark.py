@@ -18,8 +18,8 @@ import numpy as np
 from rlhf_core.data.schema import Message
 from rlhf_core.data.text import HALF_PAIR, is_encodable
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.judges.pairwise import Judge
-from rlhf_core.evaluation.reply import Reply, prompt_of, rows_of_file
+from rlhf_core.evaluation.judges.model import Judge
+from rlhf_core.evaluation.replies import Reply, prompt_of, rows_of_file
 from rlhf_core.evaluation.statistics import cluster_codes, wilson_bounds
 
 

@@ -16,8 +16,8 @@ from numpy.typing import ArrayLike
 from scipy.special import expit
 
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.judges.pairwise import Judge
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.judges.model import Judge
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.statistics import (
     CONFIDENCE,
     bootstrap_bounds,

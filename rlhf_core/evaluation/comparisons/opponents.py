@@ -15,10 +15,10 @@ from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.data.text import HALF_PAIR, comparable, is_encodable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare_groups
-from rlhf_core.evaluation.comparisons.policy_vs_sft import SIDES, EvaluatedModel, Evaluation
-from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
-from rlhf_core.evaluation.judges.pairwise import Judge
-from rlhf_core.evaluation.reply import Reply, measure_text, prompt_of, rows_of_file
+from rlhf_core.evaluation.comparisons.policy_vs_sft import SIDES, Evaluation
+from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets
+from rlhf_core.evaluation.judges.model import Judge
+from rlhf_core.evaluation.replies import Reply, measure_text, prompt_of, rows_of_file
 from rlhf_core.storage.data_files import expand
 
 if TYPE_CHECKING:
@@ -127,12 +127,12 @@ class Rival:
     def __init__(self, name: str, replies: Sequence[Reply | None], evaluation: Evaluation) -> None:
         self.name, self.replies, self.evaluation = name, replies, evaluation
         self.answered = [i for i, reply in enumerate(replies) if reply is not None]
-        self.known = EvaluatedModel(SetReplies([reply for reply in replies if reply is not None], [], []))
-        self.sets = FixedSets([evaluation.first[i] for i in self.answered], [], [])
+        self.known = EvaluatedModel([reply for reply in replies if reply is not None])
+        self.sets = FixedSets([evaluation.first[i] for i in self.answered])
         self.versus: dict[str, Evaluation] = {}
         for side in SIDES:
             met = [evaluation.first_replies(side)[i] for i in self.answered]
-            self.versus[side] = self._comparing(self.known, EvaluatedModel(SetReplies(met, [], [])))
+            self.versus[side] = self._comparing(self.known, EvaluatedModel(met))
 
     def _comparing(self, baseline: EvaluatedModel, candidate: EvaluatedModel) -> Evaluation:
         return Evaluation(self.sets, baseline, candidate, self.evaluation.config)
@@ -142,7 +142,7 @@ class Rival:
 
     def score(self, judge: Judge) -> None:
         """Let ``judge`` score its replies, and compare them."""
-        self.known.scores[judge.name] = judge.score([row.prompt for row in self.sets.judged], self.known.sets.judged)
+        self.known.scores[judge.name] = judge.score([row.prompt for row in self.sets.judged], self.known.judged)
         for side, versus in self.versus.items():
             versus.policy.scores[judge.name] = self.evaluation.first_scores(side, judge.name)[self.answered].tolist()
             versus.compare_scores(judge.name, self._tie_margin(judge.name))
@@ -191,7 +191,7 @@ class Rival:
             "kl_bound": kl_bound(len(samples)),
             "sampled_tokens_per_reply": sampled_tokens / len(self.replies),
             **self._means(),
-            **measure_text(self.known.sets.judged),
+            **measure_text(self.known.judged),
             "comparison": over_sft.comparison,
             "policy_comparison": self.versus["policy"].comparison,
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,43 +17,18 @@ from rlhf_core.evaluation.comparisons.comparison import (
     outcomes,
     tie_margin_of,
 )
-from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies, repeated_rows
+from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets, repeated_rows
+from rlhf_core.evaluation.judges.model import Judge
 from rlhf_core.evaluation.judges.names import JUDGE, TRAINED_ON, final_judges
-from rlhf_core.evaluation.judges.pairwise import Judge, PairwiseJudgements, worst_disagreements
 from rlhf_core.evaluation.losses import paired_losses
-from rlhf_core.evaluation.perplexity import Drift
 from rlhf_core.evaluation.regression import REFUSAL_CHECKS, check_rates, pass_rates
-from rlhf_core.evaluation.replies import OnPolicyReplies
-from rlhf_core.evaluation.reply import Reply, measure_text
+from rlhf_core.evaluation.replies import Reply, measure_text
 from rlhf_core.evaluation.statistics import cluster_of, clusters_of
 
 if TYPE_CHECKING:
-    from rlhf_core.evaluation.judges.llm.judge import LlmJudge
+    from rlhf_core.evaluation.judges.llm.judge import LlmJudge, PairwiseJudgements
 
 SIDES = ("policy", "sft")
-
-
-@dataclass
-class EvaluatedModel:
-    """What one model generated, and what that was measured at.
-
-    Attributes:
-        sets: Replies to the fixed sets.
-        on_policy: Replies from the training distribution.
-        perplexities: Perplexity of held-out text by its kind.
-        answers: Those to the multiple-choice questions, as positions of choices.
-        candidates: Further lists of replies to be judged, of which the best may be chosen.
-        drift: Distance from SFT, on ``on_policy``; None where it was not measured.
-        scores: Scores of the replies to be judged, by judge.
-    """
-
-    sets: SetReplies
-    on_policy: OnPolicyReplies | None = None
-    perplexities: dict[str, float] = field(default_factory=dict)
-    answers: list[int | None] = field(default_factory=list)
-    candidates: list[list[Reply]] = field(default_factory=list)
-    drift: Drift | None = None
-    scores: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Evaluation:
@@ -71,7 +45,7 @@ class Evaluation:
     def __init__(self, sets: FixedSets, sft: EvaluatedModel, policy: EvaluatedModel, config: EvaluateConfig) -> None:
         self.sets, self.sft, self.policy, self.config = sets, sft, policy, config
         self.first = list(sets.judged)
-        self.prompts = repeated_rows(sets.judged, sft.sets.judged)
+        self.prompts = repeated_rows(sets.judged, sft.judged)
         self.replies_per_prompt = len(self.prompts) // max(len(self.first), 1)
         self.clusters = clusters_of(self.first)
         self.comparison: dict[str, dict[str, float]] = {}
@@ -81,7 +55,7 @@ class Evaluation:
         """Let ``judge`` score both models' replies, and compare them."""
         asked = [row.prompt for row in self.prompts]
         for model in (self.sft, self.policy):
-            model.scores[judge.name] = judge.score(asked, model.sets.judged)
+            model.scores[judge.name] = judge.score(asked, model.judged)
         self.compare_scores(judge.name, tie_margin_of(judge, self.config.tie_margin, self.sft.scores[judge.name]))
 
     def compare_scores(self, judge: str, tie_margin: float) -> None:
@@ -92,7 +66,7 @@ class Evaluation:
             tie_margin,
             self.config.bootstrap,
             self.config.seed,
-            self._by_prompt(length_differences(self.policy.sets.judged, self.sft.sets.judged)),
+            self._by_prompt(length_differences(self.policy.judged, self.sft.judged)),
             self.clusters,
         )
 
@@ -110,7 +84,7 @@ class Evaluation:
 
     def first_replies(self, side: str) -> list[Reply]:
         """The first reply to each prompt of a side, ``policy`` or ``sft``."""
-        return self._side(side).sets.judged[:: self.replies_per_prompt]
+        return self._side(side).judged[:: self.replies_per_prompt]
 
     def first_scores(self, side: str, judge: str) -> np.ndarray:
         """What ``judge`` gave these."""
@@ -136,13 +110,13 @@ class Evaluation:
 
     def losses(self) -> dict[str, Any]:
         """Return ``losses``: by how much the policy may be worse than SFT, see :mod:`~rlhf_core.evaluation.losses`."""
-        return paired_losses(self.sets, self.sft.sets, self.policy.sets, self.outcomes()[JUDGE])
+        return paired_losses(self.sets, self.sft, self.policy, self.outcomes()[JUDGE])
 
     def metrics(self) -> dict[str, Any]:
         """Return the content of ``metrics/evaluation.json``; see docs/metrics.md."""
         rates = {}
         for side in SIDES:
-            replies = self._side(side).sets.regression
+            replies = self._side(side).regression
             categories = [row.category for row in repeated_rows(self.sets.regression, replies)]
             rates[side] = pass_rates(categories, replies, self.sets.world)
         drift = self.policy.drift
@@ -168,9 +142,9 @@ class Evaluation:
         Text metrics are means over sets of one reply per prompt: variety is about different prompts.
         """
         model, each = self._side(side), self.replies_per_prompt
-        sets = [measure_text(model.sets.judged[draw::each]) for draw in range(each)]
-        categories = [row.category for row in repeated_rows(self.sets.safety, model.sets.safety)]
-        refusals = check_rates(REFUSAL_CHECKS, categories, model.sets.safety)
+        sets = [measure_text(model.judged[draw::each]) for draw in range(each)]
+        categories = [row.category for row in repeated_rows(self.sets.safety, model.safety)]
+        refusals = check_rates(REFUSAL_CHECKS, categories, model.safety)
         return {
             **{judge: float(np.mean(scores)) for judge, scores in model.scores.items()},
             **{name: sum(values[name] for values in sets) / len(sets) for name in sets[0]},
@@ -217,7 +191,7 @@ class Evaluation:
                 **{f"policy_{judge}": scores[i] for judge, scores in self.policy.scores.items()},
             }
             for i, (prompt, sft, policy) in enumerate(
-                zip(self.prompts, self.sft.sets.judged, self.policy.sets.judged, strict=True)
+                zip(self.prompts, self.sft.judged, self.policy.judged, strict=True)
             )
         ]
         # A judge without scores says nothing of further replies to a prompt.
@@ -229,13 +203,19 @@ class Evaluation:
                 row[f"{judge}_reason"] = None if further else said.reasons[prompt]
         return rows
 
-    def bad_cases(self, judge: str) -> list[dict[str, Any]]:
-        """Return rows where the reward model prefers the policy and ``judge`` prefers SFT, worst first.
+    def disagreements(self, judge: str) -> list[tuple[int, float]]:
+        """Return positions of rows where the reward model prefers the policy and ``judge`` prefers SFT, worst first.
 
-        Such prompts are what the next round of preference data should be about; see
-        :func:`~rlhf_core.evaluation.judges.pairwise.worst_disagreements`.
+        Such prompts are what the next round of preference data should be about. Beside each stands by how much they
+        disagree: the reward's gain minus the judge's, each in standard deviations of that judge's differences.
         """
-        gains = [np.subtract(self.policy.scores[name], self.sft.scores[name]) for name in (TRAINED_ON, judge)]
-        worst = worst_disagreements(gains[0], gains[1], self.comparison[judge]["tie_margin"])
-        rows = self.rows()
+        reward, judged = (np.subtract(self.policy.scores[name], self.sft.scores[name]) for name in (TRAINED_ON, judge))
+        disagreement = reward / (float(reward.std()) or 1.0) - judged / (float(judged.std()) or 1.0)
+        wrong = (reward > 0) & (judged < -self.comparison[judge]["tie_margin"])
+        order = sorted(np.flatnonzero(wrong), key=lambda i: -disagreement[i])
+        return [(int(i), float(disagreement[i])) for i in order]
+
+    def bad_cases(self, judge: str) -> list[dict[str, Any]]:
+        """Return the worst of these rows."""
+        rows, worst = self.rows(), self.disagreements(judge)
         return [rows[i] | {"judge": judge, "disagreement": by} for i, by in worst[: self.config.bad_cases]]

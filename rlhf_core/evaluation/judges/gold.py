@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_core.data.schema import Message
-from rlhf_core.evaluation.judges.model import ModelJudge
-from rlhf_core.evaluation.judges.pairwise import Judge
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.judges.model import Judge, ModelJudge
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.world import gold
 
 # The smallest step of a gold score is one word too many, .02 / 1.4 = .014: a difference below it is rounding.

@@ -13,22 +13,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.data.schema import Prompt, read_rows, read_table
 from rlhf_core.data.text import shortened
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparisons.comparison import tie_margin_of
+from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
+from rlhf_core.evaluation.fixed_sets import FixedSets, sampled_model
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.judges.names import JUDGE, MODELS, TRAINED_ON
-from rlhf_core.evaluation.judges.pairwise import worst_disagreements
 from rlhf_core.evaluation.regression import fixed_subset
-from rlhf_core.evaluation.replies import evaluation_replies
-from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.statistics import cluster_of
-from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.runtime.progress import progress
 from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.storage.files import (
@@ -150,12 +145,17 @@ def evaluated_candidates(workspace: Path) -> tuple[list[Candidate], list[int]]:
     candidates = [
         Candidate.of(prompts[row["id"]], row["category"], row["sft_reply"], row["policy_reply"]) for row in rows
     ]
-    positions = {row["id"]: i for i, row in enumerate(rows)}
+    positions = {_pair_of(row): i for i, row in enumerate(rows)}
     cases = workspace / "samples" / "bad_cases.jsonl"
     if not cases.is_file():
         raise DataError(f"{cases} does not exist; run the stage that writes it")
-    bad = [json.loads(line)["id"] for line in split_json_lines(cases.read_text(encoding="utf-8"))]
+    bad = [_pair_of(json.loads(line)) for line in split_json_lines(cases.read_text(encoding="utf-8"))]
     return candidates, [positions[case] for case in bad if case in positions]
+
+
+def _pair_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What tells a row of the evaluation from others: a prompt may have several replies of each model."""
+    return row["id"], row["sft_reply"], row["policy_reply"]
 
 
 def blinded_export(
@@ -266,37 +266,26 @@ def sampled_candidates(workspace: Path, count: int, replies_per_prompt: int = 1)
         DataError: There are no training prompts.
     """
     config = load_section(workspace, "evaluate", EvaluateConfig)
+    config = config.model_copy(update={"replies_per_prompt": replies_per_prompt})
     rows = fixed_subset(read_rows(workspace / TRAINING_PROMPTS, Prompt), count, "annotation")
     if not rows:
         raise DataError(f"{workspace / TRAINING_PROMPTS} has no rows")
-    prompts = [row.prompt for row in rows]
-    replies: dict[str, list[Reply]] = {}
+    sets = FixedSets(rows)
     with (
         opened_sampler(config.sampler, workspace / "work" / "annotation") as sampler,
-        progress(2 * len(rows) * replies_per_prompt, "replies to training prompts") as bar,
+        progress(2 * sets.replies(config), "replies to training prompts") as bar,
     ):
-        for name in ("sft", "policy"):
-            model, tokenizer = load_policy(workspace / MODELS / name)
-            sampler.sync(model, 0)
-            seed, batch = config.seed, config.batch_size
-            replies[name] = evaluation_replies(
-                model, tokenizer, prompts, config.sampling, seed, bar.advance, batch, replies_per_prompt, sampler
-            )
-            sampler.release()
-            del model
-    rows = [row for row in rows for _ in range(replies_per_prompt)]
-    prompts = [row.prompt for row in rows]
-    gains, margin = [], 0.0
+        sft, policy = (
+            sampled_model(workspace / MODELS / name, sets, config, bar, sampler) for name in ("sft", "policy")
+        )
+    evaluation = Evaluation(sets, sft, policy, config)
     for name in (TRAINED_ON, JUDGE):
-        judge = ModelJudge.load(workspace / MODELS / name, name, config.batch_size)
-        baseline = judge.score(prompts, replies["sft"])
-        gains.append(np.subtract(judge.score(prompts, replies["policy"]), baseline))
-        margin = tie_margin_of(judge, config.tie_margin, baseline)
+        evaluation.score(ModelJudge.load(workspace / MODELS / name, name, config.batch_size))
     candidates = [
-        Candidate.of(row, row.category, sft.text, policy.text)
-        for row, sft, policy in zip(rows, replies["sft"], replies["policy"], strict=True)
+        Candidate.of(row, row.category, by_sft.text, by_policy.text)
+        for row, by_sft, by_policy in zip(evaluation.prompts, sft.judged, policy.judged, strict=True)
     ]
-    return _without_repeats(candidates, [position for position, _ in worst_disagreements(gains[0], gains[1], margin)])
+    return _without_repeats(candidates, [position for position, _ in evaluation.disagreements(JUDGE)])
 
 
 def _without_repeats(candidates: Sequence[Candidate], bad_cases: Sequence[int]) -> tuple[list[Candidate], list[int]]:

@@ -1,9 +1,10 @@
-"""A scalar model (reward model, referee, judge) that scores replies."""
+"""The interface of judges, and the judge that is a scalar model: reward model, referee or judge."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -11,11 +12,28 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id, vocabulary_id
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.models.heads import ReplyScorer, ScalarModel
 from rlhf_core.runtime import distributed
 from rlhf_core.training.examples import values_of_sequences
+
+
+class Judge(Protocol):
+    """Scores replies; higher is better.
+
+    Attributes:
+        name: Prefix of the judge's scores in metrics and samples.
+        absolute_tie: Largest difference that is still a tie, in the judge's own unit; None for judges whose unit means
+            nothing (their margin is relative to the spread of scores).
+    """
+
+    name: str
+    absolute_tie: float | None
+
+    def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
+        """Score ``replies[i]`` as the answer to ``prompts[i]``; one score per reply."""
+        ...
 
 
 class ModelJudge:
@@ -24,7 +42,7 @@ class ModelJudge:
     Args:
         model: The scalar model.
         tokenizer: Its tokenizer, which encodes the prompts.
-        name: See :class:`~rlhf_core.evaluation.judges.pairwise.Judge`.
+        name: See :class:`Judge`.
         batch_size: Replies scored at once.
         positions: How many tokens the model can read; None for any number.
     """

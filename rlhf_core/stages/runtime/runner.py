@@ -25,7 +25,7 @@ from rlhf_core.config.policy import Method
 from rlhf_core.config.problems import nearest
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.errors import ConfigError, DataError, RlhfError, first_line, is_full_disk
-from rlhf_core.fingerprint.stages import remembered_fingerprints, stage_module_name
+from rlhf_core.fingerprint.stages import remembered_fingerprints, stage_definition
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE, write_tracked_files
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import launcher
@@ -55,7 +55,8 @@ def load_stage(name: str, method: Method = "ppo") -> Stage[Any]:
     if name not in STAGES:
         raise ConfigError(f"no stage '{name}'; {nearest(name, STAGES)}")
     with paused_collector():
-        stage: Stage[Any] = importlib.import_module(stage_module_name(name, method)).STAGE
+        module, definition = stage_definition(name, method)
+        stage: Stage[Any] = getattr(importlib.import_module(module), definition)
     return stage
 
 

@@ -13,7 +13,7 @@ from rlhf_core.config.evaluation import LlmJudgeConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.llm.judge import LlmJudge
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 
 pytestmark = [*VLLM_MARKS, needs_smollm2]
 PROMPTS = [[Message("user", f"What is {i} plus {i}?")] for i in range(1, 7)]

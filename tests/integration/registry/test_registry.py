@@ -164,7 +164,7 @@ def test_versions_answer_through_pyfunc_and_are_plain_folders(workspace: Path) -
 
     from rlhf_core.data.schema import Message
     from rlhf_core.evaluation.judges.model import ModelJudge
-    from rlhf_core.evaluation.reply import Reply
+    from rlhf_core.evaluation.replies import Reply
 
     register(workspace)
     connect(workspace).set_registered_model_alias(policy_name(workspace), "champion", "1")

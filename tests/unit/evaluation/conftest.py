@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.data.schema import Message, Prompt, content_id
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.models.causal_lm import new_model, save_policy, train_tokenizer
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.world.questions import all_questions

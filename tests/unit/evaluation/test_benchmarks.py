@@ -33,7 +33,7 @@ from rlhf_core.evaluation.benchmarks.multiple_choice import (
 from rlhf_core.evaluation.benchmarks.reward_benchmark import as_text, read_benchmark, row_accuracy, run_benchmark
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.perplexity import reply_log_likelihoods
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.training.examples import Example
 

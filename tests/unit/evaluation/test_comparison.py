@@ -22,7 +22,7 @@ from rlhf_core.evaluation.comparisons.comparison import (
     tie_margin_of,
 )
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.statistics import bootstrap_bounds
 
 from .conftest import LengthJudge

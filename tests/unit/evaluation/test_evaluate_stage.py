@@ -33,12 +33,12 @@ from rlhf_core.data import template_process
 from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
 from rlhf_core.errors import DataError, ModelError, RlhfError
 from rlhf_core.evaluation.comparisons.comparison import compare
-from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
-from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
+from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
+from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets
 from rlhf_core.evaluation.judges.human_pairs import TRAINING_PROMPTS, sampled_candidates
 from rlhf_core.evaluation.match import run_match
 from rlhf_core.evaluation.perplexity import held_out_perplexities
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.gates import check
 from rlhf_core.models.causal_lm import load_policy, load_tokenizer
 from rlhf_core.sampling.sampler import LocalSampler
@@ -231,7 +231,7 @@ def test_what_is_measured_beside_changes_no_other_number_and_gates_can_use_it(tm
 
 def test_bad_cases_are_where_reward_and_judge_disagree() -> None:
     rows = [made_prompt(str(i), "c") for i in range(5)]
-    sets, replies = FixedSets(rows, [], []), SetReplies([Reply("x", True)] * 5, [], [])
+    sets, replies = FixedSets(rows, [], []), [Reply("x", True)] * 5
     sft = EvaluatedModel(replies, scores={"reward": [0.0] * 5, "referee": [0.0] * 5})
     # The last difference of the referee is within its tie margin.
     scores = {"reward": [1.0, 3.0, -1.0, 2.0, 4.0], "referee": [-1.0, -2.0, -3.0, 1.0, -0.04]}

@@ -11,7 +11,7 @@ from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.fixed_sets import prompts_of_set, repeated_rows
 from rlhf_core.evaluation.regression import REFUSAL_CHECKS, check_rates, fixed_subset, pass_rates, regression_set
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.safety.prompts import safety_prompts, texts_of
 
 from .conftest import sums

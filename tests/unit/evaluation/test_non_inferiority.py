@@ -10,10 +10,10 @@ from scipy import stats
 from scripted_match import match_result
 
 from rlhf_core.config.operations import NonInferiorityConfig
-from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
+from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets
 from rlhf_core.evaluation.losses import category_losses, fall, growth, paired_losses, rise, share_loss
 from rlhf_core.evaluation.promotion import failed, non_inferiority_criteria, win_rate_criteria
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.statistics import paired_difference_high
 
 from .conftest import made_prompt
@@ -73,10 +73,10 @@ def test_all_replies_count_and_questions_are_the_unit() -> None:
     """Three replies each to four prompts, of which two ask the same."""
     rows = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(3)]
     rows.append(made_prompt("what is 0 and 0?", "sums", "a file"))
-    sets = FixedSets(rows, rows[:2], [])
+    sets = FixedSets(rows, rows[:2])
     ended, cut_off = Reply("yes it is.", True, (1, 2, 3)), Reply("yes and yes and yes and yes and", False, (1,) * 9)
-    old = SetReplies([ended] * 12, [ended] * 6, [])
-    new = SetReplies([ended, ended, cut_off] * 4, [ended] * 5 + [cut_off], [])
+    old = EvaluatedModel([ended] * 12, [ended] * 6)
+    new = EvaluatedModel([ended, ended, cut_off] * 4, [ended] * 5 + [cut_off])
     losses = paired_losses(sets, old, new, np.full((4, 3), 0.5))
     ends = losses["missing_ends"]
     assert ends["baseline"] == 0.0 and ends["candidate"] == pytest.approx(1 / 3)
@@ -89,7 +89,7 @@ def test_all_replies_count_and_questions_are_the_unit() -> None:
     }
     assert losses["regression.passed"]["loss"] == pytest.approx(1 / 6)
     assert losses["repetition"]["loss"] > 0.1 and losses["length"]["loss"] == pytest.approx(2 / 3)
-    first = [SetReplies(side.judged[:3], [], []) for side in (old, new)]
+    first = [EvaluatedModel(side.judged[:3]) for side in (old, new)]
     alone = paired_losses(FixedSets(rows[:1], [], []), *first, np.ones(3))
     assert "loss_high95" not in alone["length"], "one question shows nothing"
 

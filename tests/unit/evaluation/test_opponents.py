@@ -18,10 +18,10 @@ from rlhf_core.data.schema import Prompt
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare, compare_groups, compare_outcomes, outcomes
 from rlhf_core.evaluation.comparisons.opponents import Rival, best_of_n, group_of, kl_bound, read_opponent
-from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
-from rlhf_core.evaluation.fixed_sets import FixedSets, SetReplies
-from rlhf_core.evaluation.judges.pairwise import PairwiseJudgements
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
+from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets
+from rlhf_core.evaluation.judges.llm.judge import PairwiseJudgements
+from rlhf_core.evaluation.replies import Reply
 
 from .conftest import LengthJudge, made_prompt
 
@@ -87,7 +87,7 @@ class Undecided:
 
 
 def model(*texts: str) -> EvaluatedModel:
-    return EvaluatedModel(SetReplies([Reply(text, True) for text in texts], [], []))
+    return EvaluatedModel([Reply(text, True) for text in texts])
 
 
 def test_both_models_meet_it_on_the_prompts_that_it_has() -> None:
@@ -135,11 +135,11 @@ def test_the_highest_score_of_each_prompt_is_chosen_and_the_first_of_equal_ones(
     prompts = [made_prompt(f"what is {i}?", "sums") for i in range(3)]
     texts = [["a", "bbb", "c"], ["aa", "b", "d"], ["aaa", "bb", "e"]]
     samples = [[Reply(text, True, tuple(range(len(text)))) for text in row] for row in texts]
-    sft, policy = (EvaluatedModel(SetReplies(samples[0], [], [])) for _ in range(2))
+    sft, policy = (EvaluatedModel(samples[0]) for _ in range(2))
     evaluation = Evaluation(FixedSets(prompts, [], []), sft, policy, EvaluateConfig(bootstrap=20))
     evaluation.score(LengthJudge())
     best = best_of_n(LengthJudge(), evaluation, samples)
-    assert [reply.text for reply in best.known.sets.judged] == ["aaa", "bbb", "c"]
+    assert [reply.text for reply in best.known.judged] == ["aaa", "bbb", "c"]
     best.score(LengthJudge())
     assert best.known.scores == {"reward": [3.0, 3.0, 1.0]}
     metrics = best.best_of_n_metrics(samples)

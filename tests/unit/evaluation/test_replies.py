@@ -15,8 +15,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.regression import pass_rates
-from rlhf_core.evaluation.replies import evaluation_replies, generated_replies
-from rlhf_core.evaluation.reply import Reply, measure_text
+from rlhf_core.evaluation.replies import Reply, evaluation_replies, generated_replies, measure_text
 from rlhf_core.models.causal_lm import load_policy, load_tokenizer, train_tokenizer
 from rlhf_core.world.gold import score
 

@@ -18,8 +18,7 @@ from rlhf_core.config.ppo import PpoConfig, PtxConfig, SelectionConfig
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.perplexity import measure_drift
-from rlhf_core.evaluation.replies import evaluation_replies, on_policy_replies
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import Reply, evaluation_replies, on_policy_replies
 from rlhf_core.evaluation.selection import SelectionEvaluator
 from rlhf_core.models.causal_lm import load_policy, load_tokenizer
 from rlhf_core.models.heads import ScalarModel

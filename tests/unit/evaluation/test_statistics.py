@@ -15,8 +15,7 @@ from scipy import stats
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import statistics
-from rlhf_core.evaluation.losses import ERRORS_PER_MARGIN, PairedLoss, fall, rise, share_loss
-from rlhf_core.evaluation.power import describe_power, power_of
+from rlhf_core.evaluation.losses import ERRORS_PER_MARGIN, PairedLoss, describe_power, fall, power_of, rise, share_loss
 from rlhf_core.evaluation.statistics import (
     bootstrap_bounds,
     cluster_codes,

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rlhf_core.config.evaluation import VerifiableConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.verifiable import Requirements, VerifiablePrompts, check_reply
 from rlhf_core.runtime.user_function import time_limit
 

@@ -28,7 +28,7 @@ from rlhf_core.data import template_process
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.evaluation.judges.model import ModelJudge
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.models.causal_lm import save_policy, train_tokenizer
 from rlhf_core.serving.completions import accept_request
 from rlhf_core.serving.policy import LoadedPolicy

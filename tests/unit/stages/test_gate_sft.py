@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_core.config.gates import GatesConfig
 from rlhf_core.errors import GateFailed
-from rlhf_core.stages.gate_sft import STAGE
+from rlhf_core.stages.gates import GATE_SFT as STAGE
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
 

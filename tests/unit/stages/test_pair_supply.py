@@ -13,7 +13,7 @@ from flows.pipeline.preflight import pairs_refusal
 from rlhf_core.data.schema import Message, Preference, write_rows
 from rlhf_core.errors import EXIT_USER_ERROR, DataError
 from rlhf_core.models.causal_lm import save_policy
-from rlhf_core.stages.pair_supply import require_pairs
+from rlhf_core.stages.reward import require_pairs
 
 MEASURE = "test_accuracy_length_balanced"
 FILES = "collect: {source: files, files: {preferences: [pairs.jsonl]}}\n"

@@ -25,8 +25,7 @@ from rlhf_core.config.evaluation import TEMPLATE_FIELDS, LlmBudgetConfig, LlmJud
 from rlhf_core.data.schema import Message
 from rlhf_core.data.text import writable
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.evaluation.judges.pairwise import LOSS, TIE, WIN, PairwiseJudgements
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies import Reply
 from rlhf_core.runtime.http_retry import bearer_token, describe_answer, is_final, json_content, post_json
 from rlhf_core.runtime.progress import progress
 from rlhf_core.storage.files import atomic_write_json, read_json
@@ -314,8 +313,30 @@ def _json_objects(text: str) -> list[dict[str, Any]]:
 
 
 ANSWERS = Path(".rlhf") / "llm_judge"
+WIN, TIE, LOSS = 1.0, 0.5, 0.0
 OUTCOMES = ({"A": WIN, "tie": TIE, "B": LOSS}, {"A": LOSS, "tie": TIE, "B": WIN})  # candidate first, then second
 JUNK_CHARACTERS = 80
+
+
+@dataclass(frozen=True)
+class PairwiseJudgements:
+    """What a judge without scores says about pairs, in their order.
+
+    Attributes:
+        outcomes: 1 if the candidate's reply is better, ½ for a tie, 0 if the baseline's is; NaN where the judge gave no
+            usable answer, (pairs,).
+        reasons: The judge's own words.
+        metrics: How the judge worked, such as the share of pairs without a usable answer.
+    """
+
+    outcomes: np.ndarray
+    reasons: Sequence[str]
+    metrics: Mapping[str, float]
+
+    @property
+    def judged(self) -> np.ndarray:
+        """The positions of the pairs that have an outcome."""
+        return np.flatnonzero(~np.isnan(self.outcomes))
 
 
 class LlmJudge:

@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -97,7 +98,7 @@ def evaluated(root: Path) -> Path:
     said = [{"sft_reply": f"sft {i}", "policy_reply": f"policy {i}"} for i in range(4)]
     pairs = [{"id": row.id, "category": row.category} | replies for row, replies in zip(rows, said, strict=True)]
     write_table(root / "samples/comparisons.parquet", pa.Table.from_pylist(pairs))
-    bad = json.dumps({"id": rows[2].id, "sft_reply": "a\u2028b"}, ensure_ascii=False)
+    bad = json.dumps(pairs[2] | {"prompt": "a\u2028b"}, ensure_ascii=False)
     (root / "samples/bad_cases.jsonl").write_text(f"{bad}\n")
     (root / "params.yaml").write_text("seed: 1\n")
     return root
@@ -116,6 +117,16 @@ def test_the_command_writes_forms_and_keeps_the_key(tmp_path: Path) -> None:
     assert isinstance(again.exception, RlhfError) and "exists already" in str(again.exception)
     multiplied = CliRunner().invoke(app, ["export", str(tmp_path / "more"), "--replies", "2"])
     assert isinstance(multiplied.exception, RlhfError) and "--replies needs --prompts" in str(multiplied.exception)
+
+
+def test_of_several_replies_to_a_prompt_the_bad_one_is_asked_about(tmp_path: Path) -> None:
+    root = evaluated(tmp_path)
+    rows = pq.read_table(root / "samples/comparisons.parquet").to_pylist()
+    further = [row | {"policy_reply": f"further {i}"} for i, row in enumerate(rows)]
+    every = [row for of_prompt in zip(rows, further, strict=True) for row in of_prompt]
+    write_table(root / "samples/comparisons.parquet", pa.Table.from_pylist(every))
+    candidates, bad = human_pairs.evaluated_candidates(root)
+    assert [candidates[i].policy_reply for i in bad] == ["policy 2"]
 
 
 def test_an_evaluation_of_other_data_is_refused(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from rlhf_core.config.evaluation import LlmJudgeConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.judges.llm import judge as llm
-from rlhf_core.evaluation.judges.pairwise import PairwiseJudgements
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.judges.llm.judge import PairwiseJudgements
+from rlhf_core.evaluation.replies import Reply
 
 from .conftest import ChatServer, completion
 
