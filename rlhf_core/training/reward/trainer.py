@@ -223,9 +223,8 @@ class RewardTask:
         # Each rank takes its share of the batch.
         metrics = accumulate_gradients(self.engine, passes(rows, len(rows)), compute)
         computed = sum(part.computed for part in micro_batches)
-        padding = padding_share(sum(map(sum, shards)), computed)
-        tokens = sum(real_tokens(pair) for pair in pairs)
-        return StepReport(metrics | {"pairs": float(len(pairs))}, tokens, padding)
+        metrics |= {"pairs": float(len(pairs)), "padding_share": padding_share(sum(map(sum, shards)), computed)}
+        return StepReport(metrics, sum(real_tokens(pair) for pair in pairs))
 
     def evaluate(self) -> dict[str, float]:
         """Ranking ``loss``, ``accuracy`` and mean ``margin`` on held-out pairs (at most 512, for the curve)."""
