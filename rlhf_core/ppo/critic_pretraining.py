@@ -22,9 +22,9 @@ from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.trainer import PhaseClock, RolloutLoop
 from rlhf_core.sampling.sampler import LocalSampler, Sampler
 from rlhf_core.training.checkpoints.manager import CheckpointManager, RunCheckpoints
-from rlhf_core.training.device_scalars import totals_of_steps
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.history import History
+from rlhf_core.training.passes import totals_of_steps
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 

@@ -31,7 +31,7 @@ from rlhf_core.sampling.agreement import LIMITS
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.sampler import PromptBatch
 from rlhf_core.sampling.token_scoring import Tokens, pad_columns, response_logits, token_statistics
-from rlhf_core.training.side_by_side import run_side_by_side
+from rlhf_core.training.passes import run_side_by_side
 
 COMPARABLE_TOKENS = 32  # halves of fewer tokens than these differ by chance
 DIFFERENCE = "sampling_logp_difference"

@@ -29,11 +29,11 @@ from rlhf_core.models.forward import LOGITS_BYTES, right_padded
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.prefix_sharing import PrefixBatch, prefix_batch
 from rlhf_core.runtime import distributed
-from rlhf_core.training.device_scalars import Scalar, accumulate_gradients, device_scalar
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.examples import ReplyBatch, collate, values_of_sequences
 from rlhf_core.training.loop import StepReport
 from rlhf_core.training.losses import StepTotals, centering_loss, chunked_cross_entropy, pairwise_loss
+from rlhf_core.training.passes import Scalar, accumulate_gradients, device_scalar
 from rlhf_core.training.rng import derive_seed
 
 
