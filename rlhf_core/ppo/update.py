@@ -106,6 +106,7 @@ def update(learner: Learner, experience: Experience, kl_coef: float, iteration: 
     """
     config, pair, limit = learner.config, learner.pair, learner.config.target_kl_early_stop
     seed, early_stopped, policy_steps, skipped = derive_seed(config.seed, "ppo", "minibatches"), False, 0, 0
+    critic_alone = {name: engine for name, engine in pair.engines.items() if name == "critic"}
     # Of each step: the losses of its passes, on the device until all steps are made, and what the host knows.
     shares, known = list[list[Share]](), list[dict[str, float]]()
     try:
@@ -116,13 +117,13 @@ def update(learner: Learner, experience: Experience, kl_coef: float, iteration: 
                 if not early_stopped and (limit is not None or config.entropy.kind == "target"):
                     before = measure_minibatch(pair, minibatch)
                     early_stopped = limit is not None and before["old_policy_kl"] > limit
+                engines = critic_alone if early_stopped else pair.engines
                 if early_stopped:
-                    engines = {name: engine for name, engine in pair.engines.items() if name == "critic"}
                     pair.engines["policy"].pass_over_step()
                     if engines:
                         step = pair.accumulate_value_gradients(minibatch, learner.value_objective)
                 else:
-                    engines, sign = pair.engines, entropy_sign(config.entropy, before.get("entropy"))
+                    sign = entropy_sign(config.entropy, before.get("entropy"))
                     tasks = gradient_tasks(learner, minibatch, kl_coef, sign)
                     step = [share for own in run_side_by_side(*tasks, models=learner.models) for share in own]
                     if learner.ptx is not None and config.ptx.weight > 0:
