@@ -41,7 +41,7 @@ from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
-from rlhf_core.sampling.token_scoring import MicroBatchLimits, Tokens
+from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.training.engine.base import Engine, joint_step
 from rlhf_core.training.engine.factory import build_engine
 from rlhf_core.training.examples import Example
@@ -249,7 +249,7 @@ def run_ppo(subject: Subject, meter: Meter, context: RunContext) -> None:
         rollout = _rollout(subject, policy, rows)
         measure_drift(OnPolicyReplies([], [rollout], [1.0], sampling_of(subject)), reference)
         for judge in (reward, referee):
-            reward_model_fn(judge, MicroBatchLimits(rows))(_tokens(rollout))
+            reward_model_fn(judge, MicroBatchLimits(rows))(rollout.batch)
 
 
 def reference_of(policy: PreTrainedModel, config: PpoConfig) -> Any:
@@ -302,15 +302,11 @@ def _experience(
     with meter.phase("scoring"):
         experience = predict_tokens(pair, reference, rollout, reference is not pair.policy and config.kl.measures_full)
     with meter.phase("rewards"):
-        rewards = reward_fn(_tokens(rollout))
+        rewards = reward_fn(rollout.batch)
     moments = RunningMeanStd()
     moments.update(rewards)
     experience = with_rewards(experience, rewards, moments, config.kl.coefficient, config)
     return with_advantages(experience, config.advantage)
-
-
-def _tokens(rollout: Rollout) -> Tokens:
-    return Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
 
 
 RUNS = {"sft": run_sft, "reward": run_reward, "critic": run_critic, "ppo": run_ppo}

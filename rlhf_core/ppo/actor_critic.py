@@ -24,7 +24,6 @@ from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.token_scoring import (
     MicroBatchLimits,
     Tokens,
-    TokenScorer,
     logits_and_values,
     response_logits,
     response_values,
@@ -52,7 +51,7 @@ class ActorCriticPair:
     """
 
     policy: PreTrainedModel
-    critic: TokenScorer | ActorCritic | None
+    critic: ScalarModel | ActorCritic | None
     engines: Mapping[str, Engine]
     sampling: Sampling
     limits: MicroBatchLimits = field(default_factory=MicroBatchLimits)

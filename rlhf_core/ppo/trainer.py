@@ -187,7 +187,7 @@ class Trainer(RolloutLoop):
         with clock.phase("update"):
             updated = update(learner, experience, kl_coef, self.done)
 
-        replies = [self.decode(ids) for ids in experience.replies()]
+        replies = [self.decode(ids) for ids in experience.batch.replies()]
         metrics = self._metrics(experience, replies, updated, kl_coef)
         self.kl_controller.update(metrics["kl"], len(experience))
         self.done += 1

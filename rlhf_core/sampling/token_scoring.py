@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,20 +27,11 @@ from rlhf_core.models.forward import (
     position_ids_from_mask,
     right_padded,
 )
-from rlhf_core.models.heads import ActorCritic
+from rlhf_core.models.heads import ActorCritic, ScalarModel
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import Sampling, log_distribution, log_distribution_at
 
 MICRO_BATCH = 16
-
-
-class TokenScorer(Protocol):
-    """A model with one scalar at every position: a critic."""
-
-    def token_scores(
-        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, reply_mask: Tensor
-    ) -> Tensor:
-        """(B, L) four times -> scalar at every position (B, L); without a mask no row begins with padding."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +82,11 @@ class Tokens:
             return self.attention_mask.long() * (columns >= self.reply_starts.unsqueeze(1))
         prompt = self.tokens.shape[1] - self.width
         return torch.nn.functional.pad(self.response_mask.long(), (prompt, 0))
+
+    def replies(self) -> list[list[int]]:
+        """Token ids of each reply, its end marker included."""
+        rows = zip(self.response.tolist(), self.response_mask.sum(dim=1).tolist(), strict=True)
+        return [row[:length] for row, length in rows]
 
     @property
     def real_positions(self) -> Tensor:
@@ -169,7 +164,7 @@ def logits_and_values(model: ActorCritic, batch: Tokens) -> tuple[LazyLogits, Te
     return replace(logits, states=states), batch.before_and_at_replies(scores)[:, :-1]
 
 
-def response_values(critic: TokenScorer, batch: Tokens) -> Tensor:
+def response_values(critic: ScalarModel, batch: Tokens) -> Tensor:
     """Value of the state *before* each response token: (B, T)."""
     scores = critic.token_scores(batch.tokens, *batch.mask_and_positions, batch.reply_mask)
     return batch.before_and_at_replies(scores)[:, :-1]

@@ -90,9 +90,7 @@ class Replies:
 
     @cached_property
     def _decoded(self) -> list[tuple[str, bool]]:
-        lengths = self.tokens.response_mask.sum(dim=1).tolist()
-        rows = zip(self.tokens.response.tolist(), lengths, strict=True)
-        return [decode_reply(self.tokenizer, row[:length]) for row, length in rows]
+        return [decode_reply(self.tokenizer, ids) for ids in self.tokens.replies()]
 
     @property
     def texts(self) -> list[str]:

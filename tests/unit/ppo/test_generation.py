@@ -63,7 +63,7 @@ def test_sampler_and_trainer_agree(tiny: Tiny, temperature: float, minimum: int)
     """Trap 1: temperature and minimum length go into both the sampler and every later scoring."""
     sampling = Sampling(EOS, PAD, 7, temperature, minimum)
     rollout = sample(tiny, sampling)
-    assert int(rollout.lengths.min()) > minimum or minimum == 0
+    assert min(map(len, rollout.replies())) > minimum or minimum == 0
     scored = predict(tiny, rollout, sampling, 3)
     agreement = compared(rollout, scored)
     require_agreement(agreement, "float32")
@@ -116,7 +116,7 @@ def test_padding_side_changes_no_logprob(tiny: Tiny) -> None:
             tokens = token_statistics(response_logits(tiny.policy, alone), alone, tiny.sampling)
             score = tiny.reward.reply_scores(alone.tokens, alone.attention_mask)
         assert torch.allclose(tokens["logprobs"][0], scored.policy_logprobs[row, : len(reply)], atol=1e-5)
-        batched = tiny.reward_fn(Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask))
+        batched = tiny.reward_fn(rollout.batch)
         assert torch.allclose(score, batched[row : row + 1], atol=1e-5)
 
 
