@@ -24,7 +24,6 @@ from rlhf_core.sampling.distribution import (
     EvaluationSampling,
     Sampling,
     TokenDistribution,
-    evaluation_distribution,
     inverse_cdf,
     log_distribution,
     philox_uniforms,
@@ -224,14 +223,14 @@ def test_the_models_logits_are_left_as_they_are(dtype: torch.dtype, temperature:
 def test_top_p_keeps_the_smallest_sufficient_set() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     filtered = EvaluationSampling(Sampling(9, 9, 4), top_p=0.7)
-    kept = evaluation_distribution(logits, torch.zeros(1, 0, dtype=torch.long), torch.tensor([0]), filtered).exp()
+    kept = filtered.next_token(logits, torch.zeros(1, 0, dtype=torch.long), torch.tensor([0])).exp()
     assert torch.allclose(kept, torch.tensor([[0.625, 0.375, 0.0, 0.0]]), atol=1e-6)
 
 
 def test_repetition_penalty_by_hand() -> None:
     filtered = EvaluationSampling(Sampling(9, 9, 4), repetition_penalty=2.0)
     logits = torch.tensor([[1.0, -1.0, 1.0]])
-    got = evaluation_distribution(logits, torch.tensor([[0, 1, NOT_DRAWN]]), torch.tensor([2]), filtered)
+    got = filtered.next_token(logits, torch.tensor([[0, 1, NOT_DRAWN]]), torch.tensor([2]))
     assert torch.allclose(got, torch.log_softmax(torch.tensor([[0.5, -2.0, 1.0]]), 1))
 
 
