@@ -41,7 +41,7 @@ from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
-from rlhf_core.sampling.token_scoring import Tokens
+from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.training.engine.base import Engine, joint_step
 from rlhf_core.training.engine.factory import build_engine
 from rlhf_core.training.examples import Example
@@ -208,14 +208,14 @@ def run_reward(subject: Subject, meter: Meter, context: RunContext) -> None:
 def run_critic(subject: Subject, meter: Meter, context: RunContext) -> None:
     """A rollout of the frozen policy and the critic's steps on it."""
     config, ppo = subject.params.critic, subject.params.ppo
-    size, budget = ppo.micro_batch_size, ppo.micro_batch_tokens
+    limits = MicroBatchLimits(ppo.micro_batch_size, ppo.micro_batch_tokens)
     policy, critic, reward = new_policy(subject), new_scalar(subject), new_scalar(subject)
     policy.requires_grad_(False)
     reward.requires_grad_(False)
     engine = warmed(critic, config.optimizer, "critic", context)
     limit = context.launch.logits_bytes
-    pair = ActorCriticPair(policy, critic, {"critic": engine}, sampling_of(subject), size, limit, budget)
-    experience = _experience(subject, pair, policy, reward_model_fn(reward, size, budget), config.batch_size, meter)
+    pair = ActorCriticPair(policy, critic, {"critic": engine}, sampling_of(subject), limits, limit)
+    experience = _experience(subject, pair, policy, reward_model_fn(reward, limits), config.batch_size, meter)
     for minibatch in experience.minibatches(config.minibatches, 0, 0):
         with meter.phase("update critic"):
             pair.accumulate_value_gradients(minibatch, ValueObjective(0.2))
@@ -235,13 +235,13 @@ def run_ppo(subject: Subject, meter: Meter, context: RunContext) -> None:
         "policy": warmed(policy, config.policy_optimizer, "policy", context),
         "critic": warmed(critic, config.critic_optimizer or config.policy_optimizer, "critic", context),
     }
-    size, budget = config.micro_batch_size, config.micro_batch_tokens
+    limits = MicroBatchLimits(config.micro_batch_size, config.micro_batch_tokens)
     limit = context.launch.logits_bytes
-    pair = ActorCriticPair(policy, critic, engines, sampling_of(subject), size, limit, budget)
+    pair = ActorCriticPair(policy, critic, engines, sampling_of(subject), limits, limit)
     learner = Learner(config, pair, reference, ptx_of(subject))
-    experience = _experience(subject, pair, reference, reward_model_fn(reward, size, budget), config.batch_size, meter)
+    experience = _experience(subject, pair, reference, reward_model_fn(reward, limits), config.batch_size, meter)
     with meter.phase("rewards"):
-        reward_model_fn(referee, size, budget)(experience.batch)
+        reward_model_fn(referee, limits)(experience.batch)
     for minibatch in experience.minibatches(config.minibatches, 0, 0):
         _update(learner, pair, minibatch, meter)
     with meter.phase("selection"):  # what evaluation.selection does with a batch of validation prompts
@@ -249,7 +249,7 @@ def run_ppo(subject: Subject, meter: Meter, context: RunContext) -> None:
         rollout = _rollout(subject, policy, rows)
         measure_drift(OnPolicyReplies([], [rollout], [1.0], sampling_of(subject)), reference)
         for judge in (reward, referee):
-            reward_model_fn(judge, rows)(_tokens(rollout))
+            reward_model_fn(judge, MicroBatchLimits(rows))(rollout.batch)
 
 
 def reference_of(policy: PreTrainedModel, config: PpoConfig) -> Any:
@@ -302,15 +302,11 @@ def _experience(
     with meter.phase("scoring"):
         experience = predict_tokens(pair, reference, rollout, reference is not pair.policy and config.kl.measures_full)
     with meter.phase("rewards"):
-        rewards = reward_fn(_tokens(rollout))
+        rewards = reward_fn(rollout.batch)
     moments = RunningMeanStd()
     moments.update(rewards)
     experience = with_rewards(experience, rewards, moments, config.kl.coefficient, config)
     return with_advantages(experience, config.advantage)
-
-
-def _tokens(rollout: Rollout) -> Tokens:
-    return Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
 
 
 RUNS = {"sft": run_sft, "reward": run_reward, "critic": run_critic, "ppo": run_ppo}

@@ -20,7 +20,7 @@ from rlhf_core.ppo.rollout import logprob_differences, require_agreement
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.sampler import PromptBatch, Sampler, concatenate, sample_replies
-from rlhf_core.sampling.token_scoring import Tokens, response_logits, token_statistics
+from rlhf_core.sampling.token_scoring import response_logits, token_statistics
 
 EOS, OTHER_STOP, PAD, FORBIDDEN, VOCABULARY = 3, 5, 0, (0, 7), 23
 SAMPLING = Sampling(EOS, PAD, 9, 0.8, 2, FORBIDDEN, VOCABULARY - 2, (OTHER_STOP,))
@@ -52,7 +52,7 @@ def drawn(sampler: Sampler, batch: PromptBatch, version: int = 1, sampling: Samp
 
 def agreement(rollout: Rollout, trainer: PreTrainedModel, precision: Precision = "float32") -> dict[str, float]:
     """Compare the sampler's log-probabilities with those of one pass of ``trainer``."""
-    tokens = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
+    tokens = rollout.batch
     with torch.no_grad():
         scored: Tensor = token_statistics(response_logits(trainer, tokens), tokens, SAMPLING)["logprobs"]
     return logprob_differences(rollout.logprobs, scored, rollout.response_mask, precision)
@@ -66,7 +66,7 @@ class SamplerContract:
         rollout = drawn(sampler, batch_of(range(16)))
         width, prompt = rollout.response_mask.shape[1], max(map(len, PROMPTS))
         assert rollout.tokens.shape == rollout.attention_mask.shape == (16, prompt + width)
-        assert len(set(rollout.lengths.tolist())) > 2 and rollout.finished.any() and not rollout.finished.all()
+        assert len(set(map(len, rollout.replies()))) > 2 and rollout.finished.any() and not rollout.finished.all()
         for row, (ids, reply) in enumerate(zip(PROMPTS, rollout.replies(), strict=True)):
             left = prompt - len(ids)
             assert rollout.tokens[row, :prompt].tolist() == [PAD] * left + ids

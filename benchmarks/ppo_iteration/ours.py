@@ -25,6 +25,7 @@ from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.runtime.distributed import process_group
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.training.run_context import RunContext
 
 ITERATIONS = 10_000  # more than are asked for
@@ -76,7 +77,7 @@ def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
     ids = workload.prompt_ids()
     return Trainer(
         learner=Learner(config, pair, reference),
-        reward_fn=reward_model_fn(reward, workload.replies // workload.minibatches),
+        reward_fn=reward_model_fn(reward, MicroBatchLimits(workload.replies // workload.minibatches)),
         prompts=TrainingPrompts([[Message("user", str(row))] for row in range(len(ids))], ids),
         decode=lambda ids: " ".join(map(str, ids)),
         moments=RunningMeanStd(),

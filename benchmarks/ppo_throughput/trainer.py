@@ -23,6 +23,7 @@ from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.run_context import RunContext
@@ -116,7 +117,7 @@ def _pair(subject: Subject, policy: PreTrainedModel, context: RunContext) -> Act
 def _frozen_reward(subject: Subject, layers: int | None, frozen: FrozenModels) -> RewardFn:
     config = subject.params.ppo
     model = frozen.place(new_scalar(_lower(subject, layers)).requires_grad_(False))
-    return reward_model_fn(model, config.micro_batch_size, config.micro_batch_tokens)
+    return reward_model_fn(model, MicroBatchLimits(config.micro_batch_size, config.micro_batch_tokens))
 
 
 def _lower(subject: Subject, layers: int | None) -> Subject:

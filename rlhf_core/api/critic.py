@@ -36,6 +36,7 @@ from rlhf_core.ppo.critic_pretraining import CriticTrainer
 from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels
@@ -128,7 +129,7 @@ def train_critic(
         steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
         engine = build_engine(critic, config.optimizer, steps, "critic", run)
         sampling = Sampling.for_rollouts(tokenizer, rollout)
-        limits = rollout.micro_batch_size, run.launch.logits_bytes, rollout.micro_batch_tokens
+        limits = MicroBatchLimits(rollout.micro_batch_size, rollout.micro_batch_tokens), run.launch.logits_bytes
         pair = ActorCriticPair(frozen_policy, critic, {"critic": engine}, sampling, *limits)
         with opened_sampler(rollout.sampler, run.work) as sampler:
             trainer = CriticTrainer(config, rollout, pair, reward_fn, encoded, run, frozen=frozen, sampler=sampler)

@@ -47,6 +47,7 @@ from rlhf_core.ppo.reward_sources.source import (
 )
 from rlhf_core.ppo.rollout import TrainingPrompts, require_room
 from rlhf_core.runtime import distributed
+from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.storage.files import atomic_write_json, read_json
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.run_context import RunContext
@@ -282,18 +283,17 @@ def reward_fn_of(
     Raises:
         ConfigError: It is given twice, or cannot be one.
     """
-    limits = rollout.micro_batch_size, rollout.micro_batch_tokens
+    limits = MicroBatchLimits(rollout.micro_batch_size, rollout.micro_batch_tokens)
     own = reward_folder(reward, context)
     if own is not None:
         workspace = own.parents[1]
-        sources = SourceContext(
-            own, workspace / "data/clean", tokenizer, prompts, limits[0], distributed.device(), frozen, limits[1]
-        )
+        clean = workspace / "data/clean"
+        sources = SourceContext(own, clean, tokenizer, prompts, distributed.device(), frozen, limits)
         return build_reward_fn(rollout.reward.sources, sources)
     if rollout.reward.sources != DEFAULT_SOURCES:
         raise ConfigError("the reward is given twice, as an argument and by reward.sources: leave one of them out")
     if isinstance(reward, ScalarModel):
-        return reward_model_fn(reward.eval(), *limits)
+        return reward_model_fn(reward.eval(), limits)
     if not callable(reward):
         raise ConfigError(f"reward is a {type(reward).__name__}; give a function f(prompts, replies) or a reward model")
     function = PythonFunction(reward, f"the reward function {getattr(reward, '__name__', '')}".rstrip())

@@ -57,9 +57,10 @@ from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.selection import CheckpointChoice, CheckpointSelector
 from rlhf_core.ppo.trainer import Trainer
-from rlhf_core.ppo.update import Learner, PtxData, PtxTexts
+from rlhf_core.ppo.update import Learner, PtxData, PtxText, ptx_texts
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.sampler import Sampler
+from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.storage.files import read_json
 from rlhf_core.training.engine.frozen import FrozenModels
@@ -277,7 +278,8 @@ def assemble(inputs: PpoInputs, context: RunContext, sampler: Sampler) -> Traine
         proxy = own if isinstance(own, Path) and own.is_dir() else inputs.reward
         judge, reward_judge = _scorer(inputs.referee, frozen), _scorer(proxy, frozen)
         assert judge is not None
-        referee = reward_model_fn(judge, config.micro_batch_size, config.micro_batch_tokens)
+        limits = MicroBatchLimits(config.micro_batch_size, config.micro_batch_tokens)
+        referee = reward_model_fn(judge, limits)
         with frozen.on_device():
             evaluator = _evaluator(inputs, reference, judge, reward_judge, sampler)
         selector = CheckpointSelector(evaluator, config.selection, context.work / "best")
@@ -428,10 +430,7 @@ def ptx_data(config: PpoConfig, texts: Mapping[str, TokenTable], pad: int, posit
         return None
     seed, shares = derive_seed(config.seed, "ppo", "ptx"), config.ptx.category_shares
     tables = [texts[kind] for kind in PTX_KINDS[config.ptx.data] if kind in texts]
-    fitting = [
-        PtxTexts.of_table(table, positions).with_category_shares(shares, seed, "ppo.ptx.category_shares")
-        for table in tables
-    ]
+    fitting = [ptx_texts(table, positions, shares, seed) for table in tables]
     # It takes all that have a length and items.
-    joined: ConcatDataset[tuple[list[int], list[int]]] = ConcatDataset(fitting)  # type: ignore[arg-type]
+    joined: ConcatDataset[PtxText] = ConcatDataset(fitting)  # type: ignore[arg-type]
     return PtxData(joined, config.ptx.batch_size, seed, pad)

@@ -78,20 +78,20 @@ def refuse_high_learning_rates(params: Params) -> None:
         )
 
 
-def rules_for(config: PpoConfig, rules: Sequence[Rule] = DEFAULT_RULES) -> tuple[Rule, ...]:
-    """``rules`` as ``ppo.health.rules`` changes them, without those it says to ignore.
+def rules_for(config: PpoConfig) -> tuple[Rule, ...]:
+    """The health rules as ``ppo.health.rules`` changes them, without those it says to ignore.
 
     ``ConfigError`` for an unknown rule, a threshold that names none of its checks, and a rollback that is not allowed
     or would change nothing.
     """
     changes = config.health.rules
-    known = {rule.name for rule in rules}
+    known = {rule.name for rule in DEFAULT_RULES}
     for name in changes:
         if name not in known:
             raise ConfigError(f"unknown health rule 'ppo.health.rules.{name}'; {nearest(name, known)}")
     kept = [
         _changed(rule, changes[rule.name]) if rule.name in changes else rule
-        for rule in rules
+        for rule in DEFAULT_RULES
         if rule.name not in changes or changes[rule.name].action != "ignore"
     ]
     for rule in kept:

@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from rlhf_core.storage.data_files import carries_credentials
+
 
 class Strict(BaseModel):
     """Frozen, no unknown keys, no infinite numbers, no silent type changes such as ``"3"`` for ``3``."""
@@ -146,7 +148,7 @@ def check_endpoint(url: str, token_env: str | None, name: str = "url") -> None:
         usable = False
     if not usable:
         raise ValueError(f"{name} must be an absolute http:// or https:// address")
-    if parts.username is not None or parts.password is not None or SECRET_PARAMETER.search(parts.query):
+    if parts.username is not None or carries_credentials(url) or SECRET_PARAMETER.search(parts.query):
         raise ValueError(f"{name} carries credentials; put them in an environment variable and name it in token_env")
     if token_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", token_env):
         raise ValueError("token_env is the name of an environment variable, never the token itself")

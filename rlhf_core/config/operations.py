@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from rlhf_core.config.model import Strict, changed_field
 from rlhf_core.config.problems import SECRET
+from rlhf_core.storage.data_files import carries_credentials
 
 MIB = 1 << 20
 DEFAULT_LOGITS_MIB = 256
@@ -84,7 +85,7 @@ Margin = Annotated[float, Field(gt=0, strict=False)] | None
 
 
 def _without_credentials(url: str) -> str:
-    if "://" in url and "@" in urlsplit(url).netloc:
+    if "://" in url and ("@" in urlsplit(url).netloc or carries_credentials(url)):
         raise PydanticCustomError(SECRET, "leave user and password out of it: credentials come from the environment")
     return url
 

@@ -31,7 +31,7 @@ from rlhf_core.models.forward import lazy_logits, right_padded
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
-from rlhf_core.sampling.token_scoring import Tokens, response_logits, token_statistics
+from rlhf_core.sampling.token_scoring import response_logits, token_statistics
 from rlhf_core.training.examples import Example, by_length
 
 # They bound memory: rows of one pass, and positions whose logits exist at once.
@@ -194,11 +194,10 @@ def measure_drift(sampled: OnPolicyReplies, reference: PreTrainedModel, clusters
 @torch.inference_mode()
 def _score_tokens(rollout: Rollout, model: PreTrainedModel, sampling: Sampling) -> Tensor:
     """Log-probabilities of the sampled tokens under ``model``, (B, T) float64, 0 at masked positions."""
-    batch = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
     scored = torch.zeros(rollout.logprobs.shape, dtype=torch.float64, device=rollout.logprobs.device)
     # In one pass: the rollout fitted into memory while it was sampled.
     rows = rollout.attention_mask.sum(dim=1).argsort(stable=True)
-    part = batch.part(rows)
+    part = rollout.batch.part(rows)
     logprobs = token_statistics(response_logits(model, part), part, sampling)["logprobs"].double()
     scored[rows, : part.width] = logprobs.masked_fill(~part.response_mask, 0.0)
     return scored

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,14 @@ from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.token_scoring import (
     MicroBatchLimits,
     Tokens,
-    TokenScorer,
     logits_and_values,
     response_logits,
     response_values,
     token_statistics,
 )
-from rlhf_core.training.device_scalars import Scalar, Share, gradient_shares
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.engine.factory import build_engine, finish
+from rlhf_core.training.passes import Scalar, Share, gradient_shares
 from rlhf_core.training.run_context import RunContext
 
 
@@ -47,18 +46,16 @@ class ActorCriticPair:
         engines: By name: ``policy``, and ``critic`` where it is a model of its own. Critic pre-training has none for
             its frozen policy.
         sampling: The training distribution.
-        micro_batch_size: Sequences of one pass.
+        limits: Sequences and positions of one pass.
         logits_bytes: Bytes of float32 logits that may exist at a time.
-        micro_batch_tokens: Positions of one pass.
     """
 
     policy: PreTrainedModel
-    critic: TokenScorer | ActorCritic | None
+    critic: ScalarModel | ActorCritic | None
     engines: Mapping[str, Engine]
     sampling: Sampling
-    micro_batch_size: int | None = None
+    limits: MicroBatchLimits = field(default_factory=MicroBatchLimits)
     logits_bytes: int = LOGITS_BYTES
-    micro_batch_tokens: int | None = None
 
     @property
     def models(self) -> tuple[object, ...]:
@@ -66,16 +63,6 @@ class ActorCriticPair:
         if self.critic is None:
             return (self.policy,)
         return (self.critic,) if isinstance(self.critic, ActorCritic) else (self.policy, self.critic)
-
-    @property
-    def critic_engines(self) -> Mapping[str, Engine]:
-        """The engines whose steps leave the policy as it is."""
-        return {name: engine for name, engine in self.engines.items() if name == "critic"}
-
-    @property
-    def limits(self) -> MicroBatchLimits:
-        """Sequences and positions of one pass."""
-        return MicroBatchLimits(self.micro_batch_size, self.micro_batch_tokens)
 
     def predict(self, batch: Tokens) -> tuple[LazyLogits, Tensor]:
         """Logits (B, T + 1, V) and values (B, T; NaN without a critic), outside of any training step."""
@@ -93,12 +80,6 @@ class ActorCriticPair:
         with torch.no_grad():
             other = response_logits(reference, batch) if reference is not None else None
         return token_statistics(logits, batch, self.sampling, self.logits_bytes, entropies=entropies, reference=other)
-
-    def score_tokens(self, batch: Tokens) -> dict[str, Tensor]:
-        """Log-probabilities and entropies by the current policy, in a pass that its engine knows of."""
-        return self.engines["policy"].forward(
-            lambda: self.statistics(response_logits(self.policy, batch), batch, True, None)
-        )
 
     def accumulate_value_gradients(self, minibatch: Experience, objective: ValueObjective) -> list[Share]:
         """Backward passes of the loss of a critic that is a model of its own."""
@@ -143,7 +124,7 @@ def build_actor_critic(
         warmup = config.warmup_iterations * per_iteration or None
         return build_engine(model, optimizer, config.iterations * per_iteration, name, context, warmup)
 
-    limits = config.micro_batch_size, context.launch.logits_bytes, config.micro_batch_tokens
+    limits = MicroBatchLimits(config.micro_batch_size, config.micro_batch_tokens), context.launch.logits_bytes
     if critic is not None and config.critic_mode == "shared":
         both = ActorCritic.with_head_of(critic, policy)
         engines = {"policy": engine(both, config.policy_optimizer, "policy")}

@@ -22,9 +22,9 @@ from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.trainer import PhaseClock, RolloutLoop
 from rlhf_core.sampling.sampler import LocalSampler, Sampler
 from rlhf_core.training.checkpoints.manager import CheckpointManager, RunCheckpoints
-from rlhf_core.training.device_scalars import totals_of_steps
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.history import History
+from rlhf_core.training.passes import totals_of_steps
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 
@@ -163,12 +163,13 @@ class CriticTrainer(RolloutLoop):
     def meta(self) -> dict[str, Any]:
         """Whether and how far the critic is from the end of its training."""
         rule = self.stop_rule
-        return {
+        return super().meta() | {
             "stop_rule": [rule.reached, rule.best_loss, rule.since_best],
             "stopped": self.stopped,
             "explained_variance": self.explained_variance,
         }
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
+        super().load_meta(meta)
         self.stop_rule.reached, self.stop_rule.best_loss, self.stop_rule.since_best = meta["stop_rule"]
         self.stopped, self.explained_variance = meta["stopped"], meta["explained_variance"]

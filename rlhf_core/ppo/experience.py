@@ -92,11 +92,6 @@ class Experience:
         """Response tokens of each sequence (B,)."""
         return self.response_mask.sum(dim=1)
 
-    def replies(self) -> list[list[int]]:
-        """Token ids of each reply, its end marker included."""
-        rows = zip(self.batch.response.tolist(), self.lengths.tolist(), strict=True)
-        return [row[:length] for row, length in rows]
-
     def select(self, rows: Tensor) -> Experience:
         """The given rows, in the given order; widths stay as they are."""
         return Experience(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})

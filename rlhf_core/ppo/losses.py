@@ -23,9 +23,9 @@ from rlhf_core.models.forward import LOGITS_BYTES, selected_logits
 from rlhf_core.models.precision import Precision
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.kl import kl_estimate
-from rlhf_core.training.device_scalars import Scalar, device_scalar
 from rlhf_core.training.engine.base import Engine, StepResult, joint_step
 from rlhf_core.training.losses import StepTotals, chunked_cross_entropy
+from rlhf_core.training.passes import Scalar, device_scalar
 
 Aggregation = Literal["token", "sequence"]
 

@@ -18,7 +18,6 @@ from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.runtime.progress import progress
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.sampler import PromptBatch, Sampler, sample_replies
-from rlhf_core.sampling.token_scoring import Tokens
 from rlhf_core.storage.files import atomic_write_json, read_json
 from rlhf_core.training.engine.frozen import FrozenModels
 
@@ -132,7 +131,7 @@ class RejectionSampler:
         batch = PromptBatch([list(self.prompts.ids[row]) for row in asked], streams, self.seed)
         with self.frozen.on_device():
             rollout = sample_replies(self.sampler, 0, batch, self.sampling, self.batch_size)
-            rewards = self.reward_fn(Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)).tolist()
+            rewards = self.reward_fn(rollout.batch).tolist()
         replies = rollout.replies()
         best = best_of_each_prompt(rewards, rollout.finished.tolist(), n)
         part = BestReplies(

@@ -31,7 +31,7 @@ from rlhf_core.sampling.agreement import LIMITS
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.sampler import PromptBatch
 from rlhf_core.sampling.token_scoring import Tokens, pad_columns, response_logits, token_statistics
-from rlhf_core.training.side_by_side import run_side_by_side
+from rlhf_core.training.passes import run_side_by_side
 
 COMPARABLE_TOKENS = 32  # halves of fewer tokens than these differ by chance
 DIFFERENCE = "sampling_logp_difference"
@@ -113,7 +113,7 @@ def predict_tokens(
     pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout, exact_kl: bool = True
 ) -> Experience:
     """Run policy, reference and critic over all replies, in micro-batches of similar length that the ranks share."""
-    batch = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
+    batch = rollout.batch
     lower_layers = FrozenLowerLayers.shared_by(pair.policy, reference)
     columns = [torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for _ in range(5 if exact_kl else 4)]
     parts = list(pair.limits.split(batch))

@@ -6,7 +6,6 @@ Critic pre-training goes the same way up to the advantages, so both share one lo
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,11 +30,11 @@ from rlhf_core.ppo.rollout import TrainingPrompts, rollout_metrics, score_rollou
 from rlhf_core.ppo.selection import CheckpointSelector
 from rlhf_core.ppo.update import Learner, UpdateResult, update
 from rlhf_core.runtime import distributed
-from rlhf_core.runtime.progress import progress
 from rlhf_core.sampling.sampler import LocalSampler, Sampler, sample_replies
-from rlhf_core.training.checkpoints.manager import CheckpointManager, RunCheckpoints
+from rlhf_core.training.checkpoints.manager import CheckpointManager
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.history import History
+from rlhf_core.training.loop import ResumableLoop
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 
@@ -56,81 +55,22 @@ class PhaseClock:
         self.seconds[f"seconds_{name}"] = time.perf_counter() - started
 
 
-class RolloutLoop(ABC):
-    """What PPO and critic pre-training share: the resumable loop, and the way from prompts to rewarded replies."""
+class RolloutLoop(ResumableLoop):
+    """What PPO and critic pre-training share: the way from prompts to rewarded replies, whose moments they keep."""
 
-    name: str  # sets random streams apart, and titles the progress
-    unit: str  # what messages call one turn of the loop
     prompts: TrainingPrompts
     reward_fn: RewardFn
     moments: RunningMeanStd
-    context: RunContext
     frozen: FrozenModels
     sampler: Sampler
-    checkpoints: RunCheckpoints
-    done: int  # turns of the loop
     seed: int
-    total: int  # turns at most
 
-    def needs_start(self) -> bool:
-        """Whether the state before the first turn is to be saved, for a rollback to go back to."""
-        return False
-
-    def finished(self) -> bool:
-        """Whether no further turn is to be made."""
-        return self.done >= self.total
-
-    @abstractmethod
-    def turn(self) -> dict[str, float]:
-        """Make one turn of the loop and save the state where that is due; returns what the progress shows."""
-
-    @abstractmethod
     def meta(self) -> dict[str, Any]:
-        """What a checkpoint must say beside weights, optimisers and generators, as JSON with finite numbers."""
+        """The running moments of raw rewards."""
+        return {"moments": self.moments.to_dict()}
 
-    @abstractmethod
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`meta` of an earlier process said."""
-
-    def run(self) -> None:
-        """Go to the last turn, resuming where an earlier process stopped.
-
-        Raises:
-            TrainingPaused: A health rule stopped the run, or steps kept being non-finite; the last checkpoint before
-                that is kept, so that the same run pauses again at the same place.
-            Preempted: SIGTERM came; the turn was finished and the state saved.
-            CheckpointError: A checkpoint could not be written.
-        """
-        self.restore()
-        preemption, manager = self.context.preemption, self.checkpoints.manager
-        with manager, progress(self.total, self.name, self.done) as bar, preemption.deferred():
-            if self.needs_start():
-                self.save()
-            while not (preempted := preemption.requested()) and not self.finished():
-                before = self.done
-                shown = self.turn()
-                bar.advance(self.done - before, **shown)
-                manager.check()
-            if preempted:
-                # After a rollback the state is that of a checkpoint and the journal.
-                if self.done and not self.checkpoints.holds(self.done):
-                    self.save(extra=True)
-                manager.finish()
-                made = f"{self.name} made {self.unit} {self.done} of {self.total}"
-                preemption.raise_preempted(made, saved=self.done > 0)
-
-    def save(self, extra: bool = False) -> None:
-        """Write a checkpoint of the run as it is; ``extra``: see ``RunCheckpoints.save``."""
-        self.checkpoints.save(self.done, self.meta() | {"moments": self.moments.to_dict()}, extra)
-
-    def restore(self) -> None:
-        """Go to the newest checkpoint that no rollback has abandoned, if there is one."""
-        restored = self.checkpoints.load()
-        if restored is None:
-            return
-        self.done, meta = restored
         self.moments = RunningMeanStd.from_dict(meta["moments"])
-        self.load_meta(meta)
 
     def collect(
         self,
@@ -247,7 +187,7 @@ class Trainer(RolloutLoop):
         with clock.phase("update"):
             updated = update(learner, experience, kl_coef, self.done)
 
-        replies = [self.decode(ids) for ids in experience.replies()]
+        replies = [self.decode(ids) for ids in experience.batch.replies()]
         metrics = self._metrics(experience, replies, updated, kl_coef)
         self.kl_controller.update(metrics["kl"], len(experience))
         self.done += 1
@@ -298,13 +238,14 @@ class Trainer(RolloutLoop):
         return dict(distributed.broadcast_from_rank0(metrics))
 
     def meta(self) -> dict[str, Any]:
-        """The coefficient, and the states of selection and health."""
+        """The moments, the coefficient, and the states of selection and health."""
         selection = {"selection": self.selector.state()} if self.selector is not None else {}
         health = {"health": self.health.state()} if self.health is not None else {}
-        return {"kl_coef": self.kl_controller.value, **selection, **health}
+        return super().meta() | {"kl_coef": self.kl_controller.value, **selection, **health}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Undo :meth:`meta`, with the settings that rollbacks changed since."""
+        super().load_meta(meta)
         factor = self.checkpoints.journal.factor("kl_coefficient", meta["rollbacks"])
         self.kl_controller.value = float(meta["kl_coef"]) * factor
         if self.selector is not None:

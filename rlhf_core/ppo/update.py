@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data import ConcatDataset
 from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.batches import batch_at, passes, rows_by_category_share
+from rlhf_core.data.tables import TableRows
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.models.heads import ActorCritic
@@ -35,15 +36,17 @@ from rlhf_core.ppo.losses import (
     step_totals,
 )
 from rlhf_core.sampling.token_scoring import Tokens, logits_and_values, response_logits
-from rlhf_core.training.device_scalars import (
+from rlhf_core.training.engine.base import MAX_NONFINITE_IN_A_ROW
+from rlhf_core.training.passes import (
+    Scalar,
     Share,
     device_scalar,
+    gradient_shares,
     mean_of_steps,
+    run_side_by_side,
     totals_of_steps,
 )
-from rlhf_core.training.engine.base import MAX_NONFINITE_IN_A_ROW
 from rlhf_core.training.rng import derive_seed
-from rlhf_core.training.side_by_side import run_side_by_side
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ def update(learner: Learner, experience: Experience, kl_coef: float, iteration: 
     """
     config, pair, limit = learner.config, learner.pair, learner.config.target_kl_early_stop
     seed, early_stopped, policy_steps, skipped = derive_seed(config.seed, "ppo", "minibatches"), False, 0, 0
+    critic_alone = {name: engine for name, engine in pair.engines.items() if name == "critic"}
     # Of each step: the losses of its passes, on the device until all steps are made, and what the host knows.
     shares, known = list[list[Share]](), list[dict[str, float]]()
     try:
@@ -113,13 +117,13 @@ def update(learner: Learner, experience: Experience, kl_coef: float, iteration: 
                 if not early_stopped and (limit is not None or config.entropy.kind == "target"):
                     before = measure_minibatch(pair, minibatch)
                     early_stopped = limit is not None and before["old_policy_kl"] > limit
+                engines = critic_alone if early_stopped else pair.engines
                 if early_stopped:
-                    engines = pair.critic_engines
                     pair.engines["policy"].pass_over_step()
                     if engines:
                         step = pair.accumulate_value_gradients(minibatch, learner.value_objective)
                 else:
-                    engines, sign = pair.engines, entropy_sign(config.entropy, before.get("entropy"))
+                    sign = entropy_sign(config.entropy, before.get("entropy"))
                     tasks = gradient_tasks(learner, minibatch, kl_coef, sign)
                     step = [share for own in run_side_by_side(*tasks, models=learner.models) for share in own]
                     if learner.ptx is not None and config.ptx.weight > 0:
@@ -201,8 +205,12 @@ def measure_minibatch(pair: ActorCriticPair, minibatch: Experience) -> dict[str,
         ``old_policy_kl`` and ``entropy`` of the current policy in nats per token, by a pass without gradient.
     """
     shares: list[Share] = []
+
+    def forward(tokens: Tokens) -> dict[str, Tensor]:
+        return pair.statistics(response_logits(pair.policy, tokens), tokens, True, None)
+
     for batch, weight in minibatch.micro_batches(pair.limits):
-        statistics = pair.score_tokens(batch.batch)
+        statistics = pair.engines["policy"].forward(partial(forward, batch.batch))
         ratio = ratios(statistics["logprobs"], batch.old_logprobs, batch.response_mask)
         terms = {"old_policy_kl": old_policy_kl(ratio), "entropy": statistics["entropy"]}
         sums = {name: device_scalar(masked_sum(term, batch.response_mask)) for name, term in terms.items()}
@@ -211,63 +219,33 @@ def measure_minibatch(pair: ActorCriticPair, minibatch: Experience) -> dict[str,
     return {name: value / tokens for name, value in totals_of_steps([shares])[0].items()}
 
 
-class PtxTexts(Sequence[tuple[list[int], list[int]]]):
-    """Texts as ``(context ids, target ids)``, made of a table of token ids each time they are asked for.
+PtxText = tuple[list[int], list[int]]  # context ids, and the target ids that are to be predicted
 
-    Args:
-        table: Demonstrations, of which the replies are to be predicted, or plain texts, which have no context.
-        rows: Row numbers of the texts, in their order.
+
+def ptx_texts(table: TokenTable, longest: int | None, shares: Mapping[str, float], seed: int) -> TableRows[PtxText]:
+    """The texts of a table of at most ``longest`` tokens, repeated and drawn until categories have their ``shares``.
+
+    Of demonstrations the replies are the targets; plain texts are targets as a whole.
     """
+    *before, targets = (table.column(name) for name in table.id_columns)
 
-    def __init__(self, table: TokenTable, rows: npt.NDArray[np.int64]) -> None:
-        self.table, self.rows = table, rows
-        *before, self.targets = (table.column(name) for name in table.id_columns)
-        self.contexts = before[0] if before else None
+    def texts(rows: npt.NDArray[np.int64]) -> list[PtxText]:
+        return [(list(before[0][row]) if before else [], list(targets[row])) for row in rows.tolist()]
 
-    @classmethod
-    def of_table(cls, table: TokenTable, longest: int | None = None) -> PtxTexts:
-        """Those rows of demonstrations or of plain texts that have at most ``longest`` tokens."""
-        if longest is None:
-            return cls(table, np.arange(len(table)))
-        lengths = np.sum([table.column(name).lengths for name in table.id_columns], axis=0)
-        return cls(table, np.flatnonzero(lengths <= longest))
-
-    def with_category_shares(self, shares: Mapping[str, float], seed: int, parameter: str) -> PtxTexts:
-        """Repeat and draw texts until categories have their shares; see :func:`rows_by_category_share`."""
-        if not shares:
-            return self
-        mixed = rows_by_category_share(self.table.categories(), shares, seed, 0, parameter, self.rows.tolist())
-        return PtxTexts(self.table, np.array(mixed))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, number: int) -> tuple[list[int], list[int]]: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> PtxTexts: ...
-
-    def __getitem__(self, number: int | slice) -> tuple[list[int], list[int]] | PtxTexts:
-        if isinstance(number, slice):
-            return PtxTexts(self.table, self.rows[number])
-        row = int(self.rows[number])
-        return list(self.contexts[row]) if self.contexts is not None else [], list(self.targets[row])
-
-
-class Texts(Protocol):
-    """Texts by number, each as ``(context ids, target ids)``."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int, /) -> tuple[list[int], list[int]]: ...
+    rows = np.arange(len(table))
+    if longest is not None:
+        rows = np.flatnonzero(np.sum([column.lengths for column in (*before, targets)], axis=0) <= longest)
+    if shares:
+        parameter = "ppo.ptx.category_shares"
+        rows = np.array(rows_by_category_share(table.categories(), shares, seed, 0, parameter, rows.tolist()))
+    return TableRows(rows, texts)
 
 
 @dataclass(frozen=True)
 class PtxData:
-    """Sequences as ``(context ids, target ids)``; only the targets count. Plain text has an empty context."""
+    """Texts, of which only the targets count; plain text has an empty context."""
 
-    sequences: Texts
+    sequences: Sequence[PtxText] | ConcatDataset[PtxText]
     batch_size: int
     seed: int
     pad_id: int
@@ -277,7 +255,7 @@ class PtxData:
         if not any(context or len(target) > 1 for context, target in texts):
             raise DataError("there is no text for the ptx loss; set ppo.ptx.weight to 0 or ppo.ptx.data to another set")
 
-    def batch(self, step: int) -> list[tuple[list[int], list[int]]]:
+    def batch(self, step: int) -> list[PtxText]:
         """The texts of optimiser step ``step``, a function of (seed, step) alone."""
         rows = batch_at(len(self.sequences), self.batch_size, self.seed, step)
         return [self.sequences[row] for row in rows]
@@ -287,15 +265,14 @@ def accumulate_ptx_gradient(learner: Learner, step: int) -> list[Share]:
     """Backward passes of ``weight * CE`` on the texts of optimiser step ``step``; CE is in nats per target token."""
     config, pair, data = learner.config, learner.pair, learner.ptx
     assert data is not None
-    engine, texts = pair.engines["policy"], sorted(data.batch(step), key=lambda text: len(text[0]) + len(text[1]))
+    texts = sorted(data.batch(step), key=lambda text: len(text[0]) + len(text[1]))
     # The first token of a plain text has nothing before it to be predicted from.
     total = sum(len(target) - (not context) for context, target in texts)
     size = config.ptx.micro_batch_size or config.micro_batch_size or len(texts)
-    shares: list[Share] = []
-    for rows, counts in passes(list(range(len(texts))), size):
-        part = [texts[row] for row in rows]
-        loss_of_part = engine.forward(partial(ptx_loss_sum, pair.policy, part, data.pad_id, pair.logits_bytes))
-        loss = counts * loss_of_part / max(total, 1)
-        engine.backward(config.ptx.weight * loss)
-        shares.append(({"ptx_loss": device_scalar(loss)}, 1.0))
-    return shares
+
+    def compute(rows: list[int]) -> tuple[Tensor, dict[str, Scalar]]:
+        nats = ptx_loss_sum(pair.policy, [texts[row] for row in rows], data.pad_id, pair.logits_bytes)
+        loss = nats / max(total, 1)
+        return config.ptx.weight * loss, {"ptx_loss": device_scalar(loss)}
+
+    return gradient_shares(pair.engines["policy"], passes(list(range(len(texts))), size), compute)

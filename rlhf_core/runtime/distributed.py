@@ -196,10 +196,8 @@ def broadcast_from_rank0(value: Any) -> Any:
 
 def gather_items(items: Sequence[Any]) -> list[Any]:
     """Undo :func:`shard_for_rank` for a list of JSON values: the whole list, in order, on every rank."""
-    if world_size() == 1:
-        return list(items)
-    lists = [_from(source, list(items)) for source in range(world_size())]
-    return [lists[i % world_size()][i // world_size()] for i in range(sum(map(len, lists)))]
+    lists = every_rank(list(items))
+    return [lists[i % len(lists)][i // len(lists)] for i in range(sum(map(len, lists)))]
 
 
 def _from(source: int, value: Any, group: dist.ProcessGroup | None = None) -> Any:

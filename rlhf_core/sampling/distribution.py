@@ -107,8 +107,28 @@ class EvaluationSampling:
         return cls(base, config.top_p, config.repetition_penalty)
 
     def next_token(self, logits: Tensor, drawn: Tensor, position: Tensor) -> Tensor:
-        """Filtered log-probabilities (B, V) of the token at ``position``; see :func:`evaluation_distribution`."""
-        return evaluation_distribution(logits, drawn, position, self)
+        """Filtered log-probabilities (B, V) at ``position`` (1,): repetition penalty, ``base``, then top-p.
+
+        ``drawn`` (B, t) are the reply's tokens so far, and :data:`NOT_DRAWN` after them: the penalty divides positive
+        and multiplies negative logits of tokens that were generated before, not of those in the prompt (Keskar et al.
+        2019; paper, section 6.1). Top-p keeps the smallest set of tokens whose probability reaches ``top_p`` (Holtzman
+        et al. 2020).
+        """
+        logits = logits.float()
+        if self.repetition_penalty != 1.0:
+            penalty = self.repetition_penalty
+            vocabulary = logits.shape[1]  # one more column takes what was not drawn
+            occurred = logits.new_zeros(len(logits), vocabulary + 1, dtype=torch.bool)
+            occurred = occurred.scatter_(1, drawn.clamp(max=vocabulary), True)[:, :vocabulary]
+            logits = torch.where(occurred, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        logits = _constrained_logits(logits.unsqueeze(1), position, self.base).squeeze(1)
+        if self.top_p < 1.0:
+            ordered, order = logits.sort(dim=-1, descending=True)
+            probabilities = ordered.softmax(dim=-1)
+            outside = probabilities.cumsum(dim=-1) - probabilities >= self.top_p
+            dropped = torch.zeros_like(outside).scatter(1, order, outside)
+            logits = logits.masked_fill(dropped, FORBIDDEN)
+        return torch.log_softmax(logits, dim=-1)
 
 
 TokenDistribution = Sampling | EvaluationSampling
@@ -181,28 +201,3 @@ def philox_uniforms(seed: int, streams: Sequence[int], length: int) -> Tensor:
     """
     rows = [np.random.Generator(np.random.Philox(key=[seed, stream])).random(length) for stream in streams]
     return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, length, dtype=torch.float64)
-
-
-def evaluation_distribution(logits: Tensor, drawn: Tensor, position: Tensor, sampling: EvaluationSampling) -> Tensor:
-    """Filtered log-probabilities (B, V) at ``position`` (1,): repetition penalty, ``sampling.base``, then top-p.
-
-    ``drawn`` (B, t) are the reply's tokens so far, and :data:`NOT_DRAWN` after them: the penalty divides positive and
-    multiplies negative logits of tokens that were generated before, not of those in the prompt (Keskar et al. 2019;
-    paper, section 6.1). Top-p keeps the smallest set of tokens whose probability reaches ``top_p`` (Holtzman et al.
-    2020).
-    """
-    logits = logits.float()
-    if sampling.repetition_penalty != 1.0:
-        penalty = sampling.repetition_penalty
-        vocabulary = logits.shape[1]  # one more column takes what was not drawn
-        occurred = logits.new_zeros(len(logits), vocabulary + 1, dtype=torch.bool)
-        occurred = occurred.scatter_(1, drawn.clamp(max=vocabulary), True)[:, :vocabulary]
-        logits = torch.where(occurred, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-    logits = _constrained_logits(logits.unsqueeze(1), position, sampling.base).squeeze(1)
-    if sampling.top_p < 1.0:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        probabilities = ordered.softmax(dim=-1)
-        outside = probabilities.cumsum(dim=-1) - probabilities >= sampling.top_p
-        dropped = torch.zeros_like(outside).scatter(1, order, outside)
-        logits = logits.masked_fill(dropped, FORBIDDEN)
-    return torch.log_softmax(logits, dim=-1)

@@ -29,6 +29,7 @@ from rlhf_core.data.encoding import left_pad
 from rlhf_core.models.forward import arguments_of, position_ids_from_mask
 from rlhf_core.models.precision import LOW_PRECISION
 from rlhf_core.sampling.distribution import NOT_DRAWN, TokenDistribution, inverse_cdf
+from rlhf_core.sampling.token_scoring import Tokens
 
 # Tokens by which buffers grow: short replies allocate little, and a long one is copied once in so many tokens.
 BLOCK = 64
@@ -197,15 +198,13 @@ class Rollout:
     finished: Tensor  # (B,) bool: the reply ends with its end marker
 
     @property
-    def lengths(self) -> Tensor:
-        """Response tokens of each sequence (B,)."""
-        return self.response_mask.sum(dim=1)
+    def batch(self) -> Tokens:
+        """What models see of it."""
+        return Tokens(self.tokens, self.attention_mask, self.response_mask)
 
     def replies(self) -> list[list[int]]:
         """Token ids of each reply, its end marker included."""
-        width = self.response_mask.shape[1]
-        rows = self.tokens[:, self.tokens.shape[1] - width :].tolist()
-        return [row[:length] for row, length in zip(rows, self.lengths.tolist(), strict=True)]
+        return self.batch.replies()
 
 
 @dataclass

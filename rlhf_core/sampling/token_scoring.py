@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,20 +27,11 @@ from rlhf_core.models.forward import (
     position_ids_from_mask,
     right_padded,
 )
-from rlhf_core.models.heads import ActorCritic
+from rlhf_core.models.heads import ActorCritic, ScalarModel
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import Sampling, log_distribution, log_distribution_at
 
 MICRO_BATCH = 16
-
-
-class TokenScorer(Protocol):
-    """A model with one scalar at every position: a critic."""
-
-    def token_scores(
-        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, reply_mask: Tensor
-    ) -> Tensor:
-        """(B, L) four times -> scalar at every position (B, L); without a mask no row begins with padding."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +65,11 @@ class Tokens:
         return self.tokens[:, self.tokens.shape[1] - self.width :]
 
     @property
-    def position_ids(self) -> Tensor:
-        """(B, L), counted from the first real token, so that padding never changes a number."""
-        return self._told[1]
+    def mask_and_positions(self) -> tuple[Tensor | None, Tensor]:
+        """The mask that attention sees, where it needs one (see ``models.forward.right_padded``), and positions.
 
-    @property
-    def attended(self) -> Tensor | None:
-        """The mask that attention sees (B, L), where it needs one; see ``models.forward.right_padded``."""
-        return self._told[0]
-
-    @property
-    def _told(self) -> tuple[Tensor | None, Tensor]:
+        They are (B, L), and counted from the first real token, so that padding never changes a number.
+        """
         if self.reply_starts is not None:
             return right_padded(self.attention_mask)
         return self.attention_mask, position_ids_from_mask(self.attention_mask)
@@ -98,6 +82,11 @@ class Tokens:
             return self.attention_mask.long() * (columns >= self.reply_starts.unsqueeze(1))
         prompt = self.tokens.shape[1] - self.width
         return torch.nn.functional.pad(self.response_mask.long(), (prompt, 0))
+
+    def replies(self) -> list[list[int]]:
+        """Token ids of each reply, its end marker included."""
+        rows = zip(self.response.tolist(), self.response_mask.sum(dim=1).tolist(), strict=True)
+        return [row[:length] for row, length in rows]
 
     @property
     def real_positions(self) -> Tensor:
@@ -163,21 +152,21 @@ class Tokens:
 def response_logits(model: PreTrainedModel, batch: Tokens) -> LazyLogits:
     """Logits at the positions before each response token and at the last one: (B, T + 1, V)."""
     keep = batch.columns_with_logits(has_plain_head(model))
-    logits = lazy_logits(model, batch.tokens, batch.attended, batch.position_ids, keep)
+    logits = lazy_logits(model, batch.tokens, *batch.mask_and_positions, keep)
     return replace(logits, states=batch.before_and_at_replies(logits.states))
 
 
 def logits_and_values(model: ActorCritic, batch: Tokens) -> tuple[LazyLogits, Tensor]:
     """:func:`response_logits` (B, T + 1, V) and :func:`response_values` (B, T), in one pass of the backbone."""
     keep = batch.columns_with_logits(has_plain_head(model.policy))
-    logits, scores = model(batch.tokens, batch.attended, batch.position_ids, logits_to_keep=keep)
+    logits, scores = model(batch.tokens, *batch.mask_and_positions, logits_to_keep=keep)
     states = batch.before_and_at_replies(logits.states)
     return replace(logits, states=states), batch.before_and_at_replies(scores)[:, :-1]
 
 
-def response_values(critic: TokenScorer, batch: Tokens) -> Tensor:
+def response_values(critic: ScalarModel, batch: Tokens) -> Tensor:
     """Value of the state *before* each response token: (B, T)."""
-    scores = critic.token_scores(batch.tokens, batch.attended, batch.position_ids, batch.reply_mask)
+    scores = critic.token_scores(batch.tokens, *batch.mask_and_positions, batch.reply_mask)
     return batch.before_and_at_replies(scores)[:, :-1]
 
 

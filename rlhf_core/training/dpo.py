@@ -20,11 +20,11 @@ from rlhf_core.models.adapters import PeftAdapter, add_adapters, merge_adapters,
 from rlhf_core.models.forward import LOGITS_BYTES, selected_logits
 from rlhf_core.runtime import distributed
 from rlhf_core.training import loop
-from rlhf_core.training.device_scalars import Scalar, accumulate_gradients, device_scalar, read_scalars
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.examples import LengthBucketedBatches, ReplyBatch, collate, values_of_sequences
 from rlhf_core.training.loop import StepReport
 from rlhf_core.training.losses import chunked_token_logprobs
+from rlhf_core.training.passes import Scalar, accumulate_gradients, device_scalar, read_scalars
 from rlhf_core.training.reward.run import Split
 from rlhf_core.training.reward.trainer import real_tokens
 from rlhf_core.training.rng import derive_seed

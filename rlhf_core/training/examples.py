@@ -122,9 +122,9 @@ def values_of_sequences(
 class LengthBucketedBatches:
     """Fixed-size batches of rows of similar length. An epoch leaves out rows that do not fill a batch."""
 
-    def __init__(self, lengths: Sequence[int], size: int, seed: int, window: int = WINDOW) -> None:
-        """Plan batches: ``window`` of them are drawn at random, sorted by length together, cut and shuffled."""
-        self.lengths, self.size, self.seed, self.window = lengths, min(size, len(lengths)), seed, window
+    def __init__(self, lengths: Sequence[int], size: int, seed: int) -> None:
+        """Plan batches: ``WINDOW`` of them are drawn at random, sorted by length together, cut and shuffled."""
+        self.lengths, self.size, self.seed = lengths, min(size, len(lengths)), seed
         self.per_epoch = len(lengths) // self.size
         self._epoch, self._batches = -1, list[list[int]]()
 
@@ -138,8 +138,8 @@ class LengthBucketedBatches:
     def _epoch_batches(self, epoch: int) -> Iterator[list[int]]:
         order = epoch_order(len(self.lengths), self.seed, epoch)[: self.per_epoch * self.size]
         batches = []
-        for start in range(0, len(order), self.size * self.window):
-            rows = sorted(order[start : start + self.size * self.window], key=lambda i: (self.lengths[i], i))
+        for start in range(0, len(order), self.size * WINDOW):
+            rows = sorted(order[start : start + self.size * WINDOW], key=lambda i: (self.lengths[i], i))
             batches += [rows[at : at + self.size] for at in range(0, len(rows), self.size)]
         shuffle = np.random.Generator(np.random.Philox(key=[self.seed, (1 << 32) + epoch])).permutation(len(batches))
         return (batches[i] for i in shuffle)

@@ -1,4 +1,4 @@
-"""The resumable loop of supervised training: steps, records, evaluations and checkpoints.
+"""The resumable loop, and supervised training by it: steps, records, evaluations and checkpoints.
 
 A step is a function of its number, the seed and the restored state, so that a run killed at any moment and started
 again ends with the same weights and history, bit for bit on a CPU.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
 from rlhf_core.errors import TrainingPaused
-from rlhf_core.runtime.progress import Progress, progress
+from rlhf_core.runtime.progress import progress
 from rlhf_core.training.checkpoints.manager import CheckpointManager, RunCheckpoints
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.engine.factory import Model, build_engine, finish
@@ -25,20 +26,81 @@ from rlhf_core.training.run_context import RunContext
 RECORD_EVERY = 10
 
 
+class ResumableLoop(ABC):
+    """Turns of a training, such as steps or iterations, which go on where an earlier process stopped."""
+
+    name: str  # sets random streams apart, and titles the progress
+    unit: str  # what messages call one turn of the loop
+    context: RunContext
+    checkpoints: RunCheckpoints
+    done: int  # turns of the loop
+    total: int  # turns at most
+
+    def needs_start(self) -> bool:
+        """Whether the state before the first turn is to be saved, for a rollback to go back to."""
+        return False
+
+    def finished(self) -> bool:
+        """Whether no further turn is to be made."""
+        return self.done >= self.total
+
+    @abstractmethod
+    def turn(self) -> dict[str, float]:
+        """Make one turn of the loop and save the state where that is due; returns what the progress shows."""
+
+    @abstractmethod
+    def meta(self) -> dict[str, Any]:
+        """What a checkpoint must say beside weights, optimisers and generators, as JSON with finite numbers."""
+
+    @abstractmethod
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`meta` of an earlier process said."""
+
+    def run(self) -> None:
+        """Go to the last turn, resuming where an earlier process stopped.
+
+        Raises:
+            TrainingPaused: A health rule stopped the run, or steps kept being non-finite; the last checkpoint before
+                that is kept, so that the same run pauses again at the same place.
+            Preempted: SIGTERM came; the turn was finished and the state saved.
+            CheckpointError: A checkpoint could not be written.
+        """
+        self.restore()
+        preemption, manager = self.context.preemption, self.checkpoints.manager
+        with manager, progress(self.total, self.name, self.done) as bar, preemption.deferred():
+            if self.needs_start():
+                self.save()
+            while not (preempted := preemption.requested()) and not self.finished():
+                before = self.done
+                shown = self.turn()
+                bar.advance(self.done - before, **shown)
+                manager.check()
+            if preempted:
+                # After a rollback the state is that of a checkpoint and the journal.
+                if self.done and not self.checkpoints.holds(self.done):
+                    self.save(extra=True)
+                manager.finish()
+                made = f"{self.name} made {self.unit} {self.done} of {self.total}"
+                preemption.raise_preempted(made, saved=self.done > 0)
+
+    def save(self, extra: bool = False) -> None:
+        """Write a checkpoint of the run as it is; ``extra``: see ``RunCheckpoints.save``."""
+        self.checkpoints.save(self.done, self.meta(), extra)
+
+    def restore(self) -> None:
+        """Go to the newest checkpoint that is sound and that no rollback has abandoned, if there is one."""
+        restored = self.checkpoints.load()
+        if restored is not None:
+            self.done, meta = restored
+            self.load_meta(meta)
+
+
 @dataclass(frozen=True)
 class StepReport:
-    """What a task reports of one step.
-
-    Attributes:
-        metrics: What is averaged over a block of steps.
-        tokens: Tokens it trained on.
-        padding_share: Share of padding in the positions that all ranks computed. Unlike the metrics it depends on
-            their number. None where it is not measured.
-    """
+    """What a task reports of one step: metrics, which are averaged over a block of steps, and tokens it trained on."""
 
     metrics: dict[str, float]
     tokens: int
-    padding_share: float | None = None
 
 
 class Task(Protocol):
@@ -78,10 +140,12 @@ def train(
         name: Sets the run's random streams apart and titles its progress.
 
     Raises:
-        TrainingPaused, CheckpointError, Preempted: See :meth:`Loop.run`.
+        TrainingPaused, CheckpointError, Preempted: See :meth:`ResumableLoop.run`.
     """
     engine = build_engine(model, config.optimizer, config.steps, name, context)
-    result = Loop(engine, task(engine), config, name, seed, context).run()
+    loop = Loop(engine, task(engine), config, name, seed, context)
+    loop.run()
+    result = LoopResult(loop.history.rows(), loop.tokens, loop.seconds, engine.skipped_steps)
     return finish(engine, model), result
 
 
@@ -114,52 +178,33 @@ class LoopResult:
         return [record for record in self.history if any(name.startswith("validation_") for name in record)]
 
 
-class Loop:
-    """One run. Checkpoints and history of an interrupted run in ``context.work`` are resumed."""
+class Loop(ResumableLoop):
+    """One run of supervised training. Checkpoints and history of an interrupted one in ``context.work`` are resumed."""
+
+    unit = "step"
 
     def __init__(
         self, engine: Engine, task: Task, config: LoopConfig, name: str, seed: int, context: RunContext
     ) -> None:
         self.engine, self.task, self.config, self.context = engine, task, config, context
-        self.name, self.seed = name, seed
+        self.name, self.seed, self.total = name, seed, config.steps
         self.history = History(context.work / "history.jsonl")
         manager = CheckpointManager(context.work / "checkpoints", context.store)
         keep = config.checkpoint.keep
         self.checkpoints = RunCheckpoints(manager, {"engine": engine}, {"history": self.history}, keep)
         self.block = Block()
         self.done = self.tokens = 0
-        self.saved = 0  # the step that the newest checkpoint is of
         self.seconds = 0.0
 
-    def run(self) -> LoopResult:
-        """Train to the last step.
-
-        Raises:
-            TrainingPaused: Three steps in a row were not finite; the history is written.
-            CheckpointError: A checkpoint could not be written.
-            Preempted: SIGTERM came; the step was finished and the state saved.
-        """
-        self._restore()
+    def restore(self) -> None:
+        """See :meth:`ResumableLoop.restore`; a run that begins seeds the generators and evaluates its model first."""
+        super().restore()
         if self.done == 0:
+            seed_everything(derive_seed(self.seed, self.name, "process"))
             self._record(self._evaluation())
-        preemption = self.context.preemption
-        with (
-            self.checkpoints.manager as manager,
-            progress(self.config.steps, self.name, self.done) as bar,
-            preemption.deferred(),
-        ):
-            while not (preempted := preemption.requested()) and self.done < self.config.steps:
-                self._step(bar)
-                manager.check()
-            if preempted:
-                if self.done > self.saved:
-                    self._save()
-                manager.finish()
-                steps = f"{self.name} made step {self.done} of {self.config.steps}"
-                preemption.raise_preempted(steps, saved=self.done > 0)
-        return LoopResult(self.history.rows(), self.tokens, self.seconds, self.engine.skipped_steps)
 
-    def _step(self, bar: Progress) -> None:
+    def turn(self) -> dict[str, float]:
+        """Make one step; record, evaluate and save where its number says so."""
         started = time.perf_counter()
         self.engine.model.train()
         report = self.task.train_step(self.done)
@@ -170,25 +215,18 @@ class Loop:
             raise TrainingPaused(f"{paused} ({self.history.path})") from paused
         # Loss and norm belong to the same weights: both were taken before the update.
         self.block.add(report.metrics | {"grad_norm": result.grad_norm})
-        if report.padding_share is not None:
-            self.block.add({"padding_share": report.padding_share})
         self.done += 1
         self.tokens += report.tokens
         self.seconds += time.perf_counter() - started
-        self._after_step(result.lr)
-        bar.advance(loss=report.metrics["loss"], tokens_s=self.tokens / self.seconds)
-
-    def _after_step(self, rate: float) -> None:
-        """Record, evaluate and save where the step number says so."""
-        last = self.done == self.config.steps
-        evaluating = last or self.done % self.config.eval_every == 0
-        saving = last or self.done % self.config.checkpoint.every == 0
+        evaluating = self.finished() or self.done % self.config.eval_every == 0
+        saving = self.finished() or self.done % self.config.checkpoint.every == 0
         if evaluating or saving or self.done % RECORD_EVERY == 0:
             # A record closes its block, so that only the checkpoint of a preempted run falls inside one.
-            metrics = {"lr": rate, "skipped_steps": self.engine.skipped_steps}
+            metrics = {"lr": result.lr, "skipped_steps": self.engine.skipped_steps}
             self._record(metrics | (self._evaluation() if evaluating else {}))
         if saving:
-            self._save()
+            self.save()
+        return {"loss": report.metrics["loss"], "tokens_s": self.tokens / self.seconds}
 
     def _evaluation(self) -> dict[str, float]:
         self.engine.model.eval()
@@ -207,18 +245,12 @@ class Loop:
         finite = {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
         self.context.tracker.log_metrics(finite, step=int(record["step"]))
 
-    def _save(self) -> None:
-        self.checkpoints.save(self.done, {"tokens": self.tokens, "seconds": self.seconds, "block": self.block.state()})
-        self.saved = self.done
+    def meta(self) -> dict[str, Any]:
+        """Tokens and seconds of all steps, and the metrics that no record has yet."""
+        return {"tokens": self.tokens, "seconds": self.seconds, "block": self.block.state()}
 
-    def _restore(self) -> None:
-        """Continue from the newest sound checkpoint, or start from step 0."""
-        restored = self.checkpoints.load()
-        if restored is None:
-            seed_everything(derive_seed(self.seed, self.name, "process"))
-            return
-        self.done, meta = restored
-        self.saved, self.tokens, self.seconds = self.done, int(meta["tokens"]), float(meta["seconds"])
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        self.tokens, self.seconds = int(meta["tokens"]), float(meta["seconds"])
         self.block.load_state(meta["block"])
         # The tracked run is a new one, so that it gets the whole history.
         for record in self.history.rows():

@@ -17,11 +17,11 @@ from rlhf_core.data.encoding import decode_reply, encode_prompt, left_pad, pad_i
 from rlhf_core.data.schema import Demonstration
 from rlhf_core.models.forward import LOGITS_BYTES, position_ids_from_mask, selected_logits
 from rlhf_core.runtime import distributed
-from rlhf_core.training.device_scalars import Scalar, accumulate_gradients, device_scalar
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.examples import Example, LengthBucketedBatches, ReplyBatch, by_length, collate
 from rlhf_core.training.loop import StepReport
 from rlhf_core.training.losses import chunked_cross_entropy
+from rlhf_core.training.passes import Scalar, accumulate_gradients, device_scalar
 from rlhf_core.training.rng import derive_seed
 
 EVALUATION_ROWS = 64

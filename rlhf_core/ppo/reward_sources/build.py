@@ -31,6 +31,7 @@ from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import is_local
 from rlhf_core.ppo.reward_sources.source import (
     SIGNATURE,
+    HttpScorer,
     PromptReader,
     PythonFunction,
     RankShared,
@@ -43,7 +44,7 @@ from rlhf_core.ppo.reward_sources.source import (
     reward_model_fn,
 )
 from rlhf_core.ppo.rollout import TrainingPrompts
-from rlhf_core.sampling.token_scoring import MICRO_BATCH, Tokens
+from rlhf_core.sampling.token_scoring import MICRO_BATCH, MicroBatchLimits, Tokens
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.examples import collate
 
@@ -60,20 +61,18 @@ class SourceContext:
         clean: Folder of the clean data.
         tokenizer: The policy's tokenizer.
         prompts: The prompts that rollouts begin with.
-        micro_batch_size: Sequences of one pass of a reward model; None for the default.
         device: Where the policy is.
         frozen: The frozen models of the run.
-        micro_batch_tokens: Positions of one pass of a reward model; None for no such bound.
+        limits: Sequences and positions of one pass of a reward model.
     """
 
     reward: Path
     clean: Path
     tokenizer: PreTrainedTokenizerBase
     prompts: TrainingPrompts
-    micro_batch_size: int | None
     device: torch.device
     frozen: FrozenModels = field(default_factory=FrozenModels)
-    micro_batch_tokens: int | None = None
+    limits: MicroBatchLimits = field(default_factory=MicroBatchLimits)
 
     @property
     def workspace(self) -> Path:
@@ -108,8 +107,7 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
     who = f"reward source '{name}'"
     if isinstance(source, ModelSource):
         if _is_own(source.path, context):
-            own = context.frozen.scalar(context.reward)
-            return RewardModelSource(reward_model_fn(own, context.micro_batch_size, context.micro_batch_tokens))
+            return RewardModelSource(reward_model_fn(context.frozen.scalar(context.reward), context.limits))
         return RewardModelSource(_reward_fn(_reward_model(source.path, who, context), context))
     if isinstance(source, EnsembleSource):
         models = [_reward_model(path, who, context) for path in source.paths]
@@ -133,8 +131,6 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
         function = load_function(source.target, context.workspace, who, SIGNATURE)
         return RankShared(PythonFunction(function, f"{who} ({source.target})"))
     assert isinstance(source, HttpSource)
-    from rlhf_core.ppo.reward_sources.source import HttpScorer
-
     return RankShared(HttpScorer(source, f"{who} ({source.url})"))
 
 
@@ -149,7 +145,7 @@ def probe(context: SourceContext) -> Tokens:
 
 
 def _reward_fn(model: ScalarModel, context: SourceContext) -> RewardFn:
-    return reward_model_fn(context.frozen.place(model), context.micro_batch_size, context.micro_batch_tokens)
+    return reward_model_fn(context.frozen.place(model), context.limits)
 
 
 def _reward_model(path: str, who: str, context: SourceContext) -> ScalarModel:

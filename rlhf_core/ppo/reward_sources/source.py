@@ -31,7 +31,7 @@ from rlhf_core.runtime import distributed
 from rlhf_core.runtime.http_retry import RetriesExhausted, bearer_token, describe_answer, json_content, post_json
 from rlhf_core.runtime.user_function import describe_failure
 from rlhf_core.sampling.token_scoring import MicroBatchLimits, Tokens
-from rlhf_core.training.side_by_side import run_side_by_side
+from rlhf_core.training.passes import run_side_by_side
 
 LARGEST = torch.finfo(torch.float32).max
 SIGNATURE = "f(prompts, replies)"
@@ -90,9 +90,7 @@ class Replies:
 
     @cached_property
     def _decoded(self) -> list[tuple[str, bool]]:
-        lengths = self.tokens.response_mask.sum(dim=1).tolist()
-        rows = zip(self.tokens.response.tolist(), lengths, strict=True)
-        return [decode_reply(self.tokenizer, row[:length]) for row, length in rows]
+        return [decode_reply(self.tokenizer, ids) for ids in self.tokens.replies()]
 
     @property
     def texts(self) -> list[str]:
@@ -147,17 +145,8 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def reward_model_fn(
-    model: ReplyScorer, micro_batch_size: int | None, micro_batch_tokens: int | None = None
-) -> RewardFn:
-    """Make a reward function of a model that scores replies; ranks share the rows.
-
-    Args:
-        model: The reward model.
-        micro_batch_size: Sequences of one pass; None for the default.
-        micro_batch_tokens: Positions of one pass; None for no such bound.
-    """
-    limits = MicroBatchLimits(micro_batch_size, micro_batch_tokens)
+def reward_model_fn(model: ReplyScorer, limits: MicroBatchLimits = MicroBatchLimits()) -> RewardFn:
+    """Make a reward function of a model that scores replies, in passes within ``limits``; ranks share the rows."""
 
     def reward_fn(batch: Tokens) -> Tensor:
         rewards = torch.zeros(len(batch.tokens), device=batch.tokens.device)

@@ -31,22 +31,22 @@ def accuracy(margins: np.ndarray) -> float:
     return float(((margins > 0) + 0.5 * (margins == 0)).mean())
 
 
-def calibration_bins(margins: np.ndarray, bins: int = CALIBRATION_BINS) -> list[tuple[float, float, int]]:
-    """``(mean confidence, share correct, pairs)`` of each non-empty bin.
+def calibration_bins(margins: np.ndarray) -> list[tuple[float, float, int]]:
+    """``(mean confidence, share correct, pairs)`` of each non-empty one of ten bins.
 
     The model says that the reply it scores higher is preferred with probability ``sigma(|margin|)``, which lies in
     [0.5, 1]; the bins divide that range evenly.
     """
     confidence = 1.0 / (1.0 + np.exp(-np.abs(margins)))
     correct = (margins > 0) + 0.5 * (margins == 0)
-    which = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
-    held = [which == i for i in range(bins)]
+    which = np.minimum(((confidence - 0.5) * 2 * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
+    held = [which == i for i in range(CALIBRATION_BINS)]
     return [(float(confidence[k].mean()), float(correct[k].mean()), int(k.sum())) for k in held if k.any()]
 
 
-def expected_calibration_error(margins: np.ndarray, bins: int = CALIBRATION_BINS) -> float:
+def expected_calibration_error(margins: np.ndarray) -> float:
     """Mean over pairs of |confidence - share correct| of their bin: 0 when margins mean what they say."""
-    return sum(abs(c - a) * n for c, a, n in calibration_bins(margins, bins)) / len(margins)
+    return sum(abs(c - a) * n for c, a, n in calibration_bins(margins)) / len(margins)
 
 
 def evaluate_scores(

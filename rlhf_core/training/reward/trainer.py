@@ -32,11 +32,11 @@ from rlhf_core.models.forward import LOGITS_BYTES, right_padded
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.prefix_sharing import PrefixBatch, prefix_batch
 from rlhf_core.runtime import distributed
-from rlhf_core.training.device_scalars import Scalar, accumulate_gradients, device_scalar
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.examples import ReplyBatch, collate, values_of_sequences
 from rlhf_core.training.loop import StepReport
 from rlhf_core.training.losses import StepTotals, centering_loss, chunked_cross_entropy, pairwise_loss
+from rlhf_core.training.passes import Scalar, accumulate_gradients, device_scalar
 from rlhf_core.training.rng import derive_seed
 
 
@@ -226,9 +226,8 @@ class RewardTask:
         # Each rank takes its share of the batch.
         metrics = accumulate_gradients(self.engine, passes(rows, len(rows)), compute)
         computed = sum(part.computed for part in micro_batches)
-        padding = padding_share(sum(map(sum, shards)), computed)
-        tokens = sum(real_tokens(pair) for pair in pairs)
-        return StepReport(metrics | {"pairs": float(len(pairs))}, tokens, padding)
+        metrics |= {"pairs": float(len(pairs)), "padding_share": padding_share(sum(map(sum, shards)), computed)}
+        return StepReport(metrics, sum(real_tokens(pair) for pair in pairs))
 
     def evaluate(self) -> dict[str, float]:
         """Ranking ``loss``, ``accuracy`` and mean ``margin`` on held-out pairs (at most 512, for the curve)."""

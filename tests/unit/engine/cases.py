@@ -26,9 +26,10 @@ from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.losses import ValueObjective
 from rlhf_core.ppo.update import Learner, PtxData, update
 from rlhf_core.runtime import distributed
-from rlhf_core.training.device_scalars import totals_of_steps
+from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.training.engine.base import Engine, LocalEngine
 from rlhf_core.training.examples import Example
+from rlhf_core.training.passes import totals_of_steps
 from rlhf_core.training.reward.trainer import RewardTask
 from rlhf_core.training.sft import SftTask
 
@@ -83,7 +84,7 @@ def ppo_config(lr: float, minibatches: int = 2) -> PpoConfig:
 
 def rollout(tiny: Tiny, rows: range = range(7), pair: ActorCriticPair | None = None) -> Experience:
     """One experience of seven prompts, sampled and scored by all ranks together."""
-    pair = pair or ActorCriticPair(tiny.policy, tiny.critic, {}, tiny.sampling, 2, FEW_LOGITS)
+    pair = pair or ActorCriticPair(tiny.policy, tiny.critic, {}, tiny.sampling, MicroBatchLimits(2), FEW_LOGITS)
     return collect(tiny, ppo_config(0.1), rows, streams=[100 + row for row in rows], seed=5, kl_coef=0.1, pair=pair)
 
 
@@ -170,7 +171,7 @@ def _reward(
 
 def _critic(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> tuple[list[Engine], dict[str, float]]:
     experience, engine = load_experience(stored), make(tiny.critic, optimizer(lr), "critic")
-    pair = ActorCriticPair(tiny.policy, tiny.critic, {"critic": engine}, tiny.sampling, 2)
+    pair = ActorCriticPair(tiny.policy, tiny.critic, {"critic": engine}, tiny.sampling, MicroBatchLimits(2))
     figures: dict[str, float] = {}
     for step in range(steps):
         (minibatch, *_) = experience.minibatches(2, 3, step)
@@ -185,7 +186,8 @@ def _ppo(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> t
         "policy": make(tiny.policy, config.policy_optimizer, "policy"),
         "critic": make(tiny.critic, config.critic_optimizer, "critic"),
     }
-    pair = ActorCriticPair(tiny.policy, tiny.critic, engines, tiny.sampling, config.micro_batch_size, FEW_LOGITS)
+    limits = MicroBatchLimits(config.micro_batch_size)
+    pair = ActorCriticPair(tiny.policy, tiny.critic, engines, tiny.sampling, limits, FEW_LOGITS)
     ptx = PtxData([(p, [*reversed(p), EOS]) for p in tiny.prompts], config.ptx.batch_size, 5, PAD)
     learner = Learner(config, pair, tiny.reference, ptx)
     figures: dict[str, float] = {}

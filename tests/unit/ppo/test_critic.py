@@ -40,6 +40,7 @@ from rlhf_core.ppo.losses import entropy_sign
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.update import Learner, measure_minibatch
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.training.engine.base import LocalEngine
 from rlhf_core.training.run_context import RunContext
 
@@ -213,8 +214,8 @@ def learner_of(policy: HiddenTableLM, score: Tensor, config: PpoConfig, referenc
     """One recording engine over a table of hidden states, an unembedding and a value head (1, H)."""
     model = ActorCritic(policy, linear(score))  # type: ignore[arg-type]
     engine: Any = RecordingEngine(model)
-    policy_model, size = cast(Any, policy), config.micro_batch_size
-    pair = ActorCriticPair(policy_model, model, {"policy": engine}, Sampling(0, 0, 8), size)
+    policy_model, limits = cast(Any, policy), MicroBatchLimits(config.micro_batch_size)
+    pair = ActorCriticPair(policy_model, model, {"policy": engine}, Sampling(0, 0, 8), limits)
     return Learner(config, pair, reference)
 
 

@@ -24,7 +24,6 @@ from rlhf_core.sampling.distribution import (
     EvaluationSampling,
     Sampling,
     TokenDistribution,
-    evaluation_distribution,
     inverse_cdf,
     log_distribution,
     philox_uniforms,
@@ -63,7 +62,7 @@ def test_sampler_and_trainer_agree(tiny: Tiny, temperature: float, minimum: int)
     """Trap 1: temperature and minimum length go into both the sampler and every later scoring."""
     sampling = Sampling(EOS, PAD, 7, temperature, minimum)
     rollout = sample(tiny, sampling)
-    assert int(rollout.lengths.min()) > minimum or minimum == 0
+    assert min(map(len, rollout.replies())) > minimum or minimum == 0
     scored = predict(tiny, rollout, sampling, 3)
     agreement = compared(rollout, scored)
     require_agreement(agreement, "float32")
@@ -116,7 +115,7 @@ def test_padding_side_changes_no_logprob(tiny: Tiny) -> None:
             tokens = token_statistics(response_logits(tiny.policy, alone), alone, tiny.sampling)
             score = tiny.reward.reply_scores(alone.tokens, alone.attention_mask)
         assert torch.allclose(tokens["logprobs"][0], scored.policy_logprobs[row, : len(reply)], atol=1e-5)
-        batched = tiny.reward_fn(Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask))
+        batched = tiny.reward_fn(rollout.batch)
         assert torch.allclose(score, batched[row : row + 1], atol=1e-5)
 
 
@@ -224,14 +223,14 @@ def test_the_models_logits_are_left_as_they_are(dtype: torch.dtype, temperature:
 def test_top_p_keeps_the_smallest_sufficient_set() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     filtered = EvaluationSampling(Sampling(9, 9, 4), top_p=0.7)
-    kept = evaluation_distribution(logits, torch.zeros(1, 0, dtype=torch.long), torch.tensor([0]), filtered).exp()
+    kept = filtered.next_token(logits, torch.zeros(1, 0, dtype=torch.long), torch.tensor([0])).exp()
     assert torch.allclose(kept, torch.tensor([[0.625, 0.375, 0.0, 0.0]]), atol=1e-6)
 
 
 def test_repetition_penalty_by_hand() -> None:
     filtered = EvaluationSampling(Sampling(9, 9, 4), repetition_penalty=2.0)
     logits = torch.tensor([[1.0, -1.0, 1.0]])
-    got = evaluation_distribution(logits, torch.tensor([[0, 1, NOT_DRAWN]]), torch.tensor([2]), filtered)
+    got = filtered.next_token(logits, torch.tensor([[0, 1, NOT_DRAWN]]), torch.tensor([2]))
     assert torch.allclose(got, torch.log_softmax(torch.tensor([[0.5, -2.0, 1.0]]), 1))
 
 

@@ -23,6 +23,7 @@ from rlhf_core.ppo.rewards import RunningMeanStd, with_rewards
 from rlhf_core.ppo.update import Learner, measure_minibatch
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
+from rlhf_core.sampling.token_scoring import MicroBatchLimits
 
 VOCABULARY, WIDTH = 5, 6
 CHOICES: dict[str, list[Any]] = {
@@ -151,10 +152,11 @@ class Case:
     def learner(self) -> Learner:
         policy, critic = TableLM(torch.from_numpy(self.logits)), TableCritic(torch.from_numpy(self.values))
         engines: Any = {"policy": RecordingEngine(policy), "critic": RecordingEngine(critic)}
-        sampling, size, lm = Sampling(0, 0, self.s.max_new_tokens), self.config.micro_batch_size, cast(Any, policy)
-        pair = ActorCriticPair(lm, critic, engines, sampling, size)
+        sampling, lm = Sampling(0, 0, self.s.max_new_tokens), cast(Any, policy)
+        limits = MicroBatchLimits(self.config.micro_batch_size)
+        pair = ActorCriticPair(lm, critic, engines, sampling, limits)
         if self.config.advantage.critic_free:
-            pair = ActorCriticPair(lm, None, {"policy": engines["policy"]}, sampling, size)
+            pair = ActorCriticPair(lm, None, {"policy": engines["policy"]}, sampling, limits)
         reference: Any = TableLM(torch.from_numpy(self.ref_logits))
         return Learner(self.config, pair, reference)
 

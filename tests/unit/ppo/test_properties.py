@@ -43,7 +43,7 @@ from rlhf_core.sampling.token_scoring import (
     filled_parts,
     response_logits,
 )
-from rlhf_core.training.device_scalars import totals_of_steps
+from rlhf_core.training.passes import totals_of_steps
 
 MODELS = make_tiny()
 
@@ -291,7 +291,8 @@ def test_parts_change_neither_loss_nor_gradient(parts: str, name: str, own_logit
         metrics |= accumulate_gradients(learner, experience, 0.2, -1.0)
         fields = ("policy_logprobs", "ref_logprobs", "full_kl", "entropy", "values")
         columns = [getattr(experience, field) for field in fields]
-        columns.append(reward_model_fn(tiny.reward, None, limits.get("micro_batch_tokens"))(experience.batch))
+        passes = MicroBatchLimits(tokens=limits.get("micro_batch_tokens"))
+        columns.append(reward_model_fn(tiny.reward, passes)(experience.batch))
         gradients = [p.grad for model in (tiny.policy, tiny.critic) for p in model.parameters()]
         results.append((metrics, columns, gradients))
     (metrics, columns, gradients), (metrics_in_parts, columns_in_parts, gradients_in_parts) = results
@@ -347,7 +348,7 @@ def reads_of_an_update(experience: Experience, rows: int) -> list[str]:
         "policy": cases.local(tiny.policy, config.policy_optimizer, "policy"),
         "critic": cases.local(tiny.critic, config.critic_optimizer, "critic"),
     }
-    pair = ActorCriticPair(tiny.policy, tiny.critic, engines, tiny.sampling, rows)
+    pair = ActorCriticPair(tiny.policy, tiny.critic, engines, tiny.sampling, MicroBatchLimits(rows))
     with counted_reads() as calls:
         updated = update(Learner(config, pair, tiny.reference), experience, 0.1, 0)
     assert updated.metrics["steps"] == 1 and not updated.paused

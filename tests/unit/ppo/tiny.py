@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from rlhf_core.config.health import DEFAULT_RULES, Rule
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.schema import Message
+from rlhf_core.models.forward import LOGITS_BYTES
 from rlhf_core.models.heads import ActorCritic, ScalarModel
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import estimate_advantages
@@ -29,9 +30,10 @@ from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner, PtxData, gradient_tasks
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
+from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.tracking.stage_run import Tracker
-from rlhf_core.training.device_scalars import totals_of_steps
 from rlhf_core.training.engine.base import LocalEngine
+from rlhf_core.training.passes import totals_of_steps
 from rlhf_core.training.run_context import RunContext
 
 EOS, PAD, VOCABULARY = 3, 0, 23
@@ -59,11 +61,12 @@ class Tiny:
 
     @property
     def reward_fn(self) -> RewardFn:
-        return reward_model_fn(self.reward, None)
+        return reward_model_fn(self.reward)
 
     def untrained_pair(self, sampling: Sampling | None = None, micro_batch_size: int | None = None) -> ActorCriticPair:
         """Policy and critic without engines, for what only looks at them."""
-        return ActorCriticPair(self.policy, self.critic, {}, sampling or self.sampling, micro_batch_size)
+        limits = MicroBatchLimits(micro_batch_size)
+        return ActorCriticPair(self.policy, self.critic, {}, sampling or self.sampling, limits)
 
 
 def make_tiny() -> Tiny:
@@ -97,9 +100,9 @@ def make_config(**changes: Any) -> PpoConfig:
     return PpoConfig.model_validate(BASE | without | changes)
 
 
-def make_learner(tiny: Tiny, config: PpoConfig, **limits: int) -> Learner:
-    """Policy and critic with their engines; ``limits`` are those fields of the pair, in place of the config's."""
-    bounds = {"micro_batch_size": config.micro_batch_size, "micro_batch_tokens": config.micro_batch_tokens} | limits
+def make_learner(tiny: Tiny, config: PpoConfig, logits_bytes: int = LOGITS_BYTES, **limits: int) -> Learner:
+    """Policy and critic with their engines; ``limits`` of a pass take the place of the config's."""
+    bounds = config.model_copy(update=limits)
     per_iteration = config.epochs * config.minibatches
     total, warmup = config.iterations * per_iteration, config.warmup_iterations * per_iteration or None
     pairs = [(prompt, [*reversed(prompt), EOS]) for prompt in tiny.prompts]
@@ -114,7 +117,8 @@ def make_learner(tiny: Tiny, config: PpoConfig, **limits: int) -> Learner:
     if critic is tiny.critic:
         assert config.critic_optimizer is not None
         engines["critic"] = LocalEngine(tiny.critic, config.critic_optimizer, total, "critic", warmup)
-    pair = ActorCriticPair(tiny.policy, critic, engines, sampling, **bounds)
+    passes = MicroBatchLimits(bounds.micro_batch_size, bounds.micro_batch_tokens)
+    pair = ActorCriticPair(tiny.policy, critic, engines, sampling, passes, logits_bytes)
     ptx = PtxData(pairs, config.ptx.batch_size, 5, PAD) if config.ptx.weight else None
     return Learner(config, pair, tiny.reference, ptx)
 
@@ -168,7 +172,7 @@ def make_trainer(
         "context": RunContext(work),
         "selector": CheckpointSelector(measure, config.selection, work / "best"),
         "health": HealthGuard(HealthMonitor(limits, rules), config.health),
-        "referee": reward_model_fn(tiny.reward, None),
+        "referee": reward_model_fn(tiny.reward),
     }
     return Trainer(**(parts | changes))
 

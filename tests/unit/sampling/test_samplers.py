@@ -61,7 +61,7 @@ def test_replies_become_a_rollout_as_wide_as_the_longest() -> None:
     ]
     assert rollout.attention_mask.tolist() == [[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
     assert rollout.logprobs.tolist() == [[-1.0, -2.0, -3.0], [-0.5, 0.0, 0.0]]
-    assert rollout.finished.tolist() == [True, True] and rollout.lengths.tolist() == [3, 1]
+    assert rollout.finished.tolist() == [True, True] and [len(reply) for reply in rollout.replies()] == [3, 1]
     cut = rollout_of(PromptBatch([[4]], [0], 1), [([9] * 9, [-1.0] * 9)], contract.SAMPLING)
     assert cut.finished.tolist() == [False]
 
@@ -137,6 +137,7 @@ def test_errors_of_a_server_are_one_line_without_its_token() -> None:
         ({"kind": "vllm", "python": "p", "url": "http://h:1"}, CORRECTED, "either python"),
         ({"kind": "vllm", "url": "http://h:1"}, CORRECTED, "weights_folder"),
         ({"kind": "vllm", "url": "http://u:p@h:1", "weights_folder": "/w"}, CORRECTED, "carries credentials"),
+        ({"kind": "vllm", "url": "http://h:1?se=1&sig=x", "weights_folder": "/w"}, CORRECTED, "carries credentials"),
         ({"kind": "vllm", "python": "p", "token_env": "TOKEN"}, CORRECTED, "random token"),
         ({"kind": "vllm", "url": "http://h:1", "weights_folder": "/w", "arguments": ["--x"]}, CORRECTED, "arguments"),
         ({"kind": "vllm", "python": "p", "engine": 1}, CORRECTED, "engine"),

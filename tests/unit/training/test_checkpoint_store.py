@@ -206,8 +206,12 @@ def test_a_store_that_cannot_be_used_is_refused_in_one_line(url: str, message: s
     assert raised.value.exit_code == EXIT_USER_ERROR and "\n" not in str(raised.value)
 
 
-def test_credentials_in_the_address_are_refused_and_not_repeated() -> None:
+@pytest.mark.parametrize("url", ["s3://key:hunter2@bucket/runs", "https://host/runs?sig=hunter2"])
+def test_credentials_in_the_address_are_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError, match=r"'checkpoints.store': leave user and password out of it") as raised:
-        check_params({"checkpoints": {"store": "s3://key:hunter2@bucket/runs"}})
+        check_params({"checkpoints": {"store": url}})
     assert "hunter2" not in str(raised.value)
+
+
+def test_an_address_without_credentials_is_accepted() -> None:
     assert check_params({"checkpoints": {"store": "s3://bucket/runs"}}).checkpoints.store == "s3://bucket/runs"

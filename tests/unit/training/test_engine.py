@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import CheckpointError, TrainingPaused
-from rlhf_core.training import side_by_side
-from rlhf_core.training.device_scalars import device_scalar, read_scalars
+from rlhf_core.training import passes
 from rlhf_core.training.engine.base import LocalEngine, clip_scale, joint_step, lr_at
-from rlhf_core.training.side_by_side import run_side_by_side
+from rlhf_core.training.passes import device_scalar, read_scalars, run_side_by_side
 
 CONSTANT = OptimizerConfig(lr=0.1, schedule="constant", warmup=0.0, max_grad_norm=1.0)
 
@@ -171,7 +170,7 @@ def test_numbers_alone_need_no_device() -> None:
 
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "idle_workers", lambda: 2)
+    monkeypatch.setattr(passes, "idle_workers", lambda: 2)
 
 
 def gradient_of(model: nn.Module, rows: Tensor) -> list[Tensor]:
@@ -237,4 +236,4 @@ def test_what_keeps_state_or_is_large_runs_alone(model: object) -> None:
 def test_cores_that_products_use_are_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert side_by_side.idle_workers() == 2
+    assert passes.idle_workers() == 2

@@ -16,9 +16,9 @@ from rlhf_core.data.encoding import left_pad, right_pad
 from rlhf_core.models.causal_lm import new_model, train_tokenizer
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.training.device_scalars import read_scalars
 from rlhf_core.training.examples import Example, LengthBucketedBatches, collate
 from rlhf_core.training.losses import StepTotals, centering_loss, pairwise_loss, token_cross_entropy
+from rlhf_core.training.passes import read_scalars
 from rlhf_core.training.reward.trainer import PairBatches, pair_batch, pair_loss, row_lengths, score_pairs
 from rlhf_core.training.sft import example_batch, mean_reply_loss, reply_loss
 

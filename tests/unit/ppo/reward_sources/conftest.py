@@ -44,7 +44,7 @@ class Place:
     def context(self) -> SourceContext:
         prompts = TrainingPrompts.encode(self.tokenizer, [row.prompt for row in self.rows])
         reward, clean = self.root / "models/reward", self.root / "data/clean"
-        return SourceContext(reward, clean, self.tokenizer, prompts, None, torch.device("cpu"))
+        return SourceContext(reward, clean, self.tokenizer, prompts, torch.device("cpu"))
 
     def replies(self, texts: Sequence[str], finished: Sequence[bool] | None = None) -> Replies:
         """Replies to the first prompts, as a rollout holds them."""

@@ -54,7 +54,7 @@ def mixture(place: Place, *parts: WeightedSource) -> RewardMixture:
 def test_the_default_is_the_reward_model_bit_for_bit(place: Place) -> None:
     tokens = place.replies(TEXTS).tokens
     scorer = build_reward_fn(DEFAULT_SOURCES, place.context)
-    alone = reward_model_fn(ScalarModel.load(place.context.reward).eval(), None)
+    alone = reward_model_fn(ScalarModel.load(place.context.reward).eval())
     assert torch.equal(scorer(tokens), alone(tokens)) and reward_metrics(scorer) == reward_metrics(alone) == {}
 
 
@@ -128,7 +128,7 @@ def test_an_ensemble_of_folders_centres_each_member_on_demonstrations(place: Pla
     raw, origins = [], []
     with torch.no_grad():
         for model in models:
-            raw.append(reward_model_fn(model, None)(tokens).double())
+            raw.append(reward_model_fn(model)(tokens).double())
             ids = [torch.tensor([prompt + reply]) for prompt, reply in dialogues]
             origins.append(sum(float(model.reply_scores(i, torch.ones_like(i))) for i in ids) / len(ids))
     a, b = raw[0] - origins[0], raw[1] - origins[1]
