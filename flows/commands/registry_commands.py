@@ -326,11 +326,10 @@ def serve(
     $ rlhf serve --alias challenger
     """
     with busy("looking up the model"):
-        from flows.commands.serve import ServeOptions, served_source
         from flows.commands.serve import serve as run_server
+        from flows.commands.serve import served_source
         from rlhf_core.serving.protocol import ServingLimits
 
         served = served_source(workspace, model, alias, version, run)
     limits = ServingLimits(max_prompt_tokens, max_new_tokens, max_concurrent, timeout)
-    options = ServeOptions(host, port, limits, watch_seconds, vllm, vllm_args)
-    raise typer.Exit(run_server(served, options))
+    raise typer.Exit(run_server(served, host, port, limits, watch_seconds, vllm, vllm_args))
