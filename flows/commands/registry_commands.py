@@ -269,8 +269,8 @@ def gate(
     """
     from dataclasses import asdict
 
-    from flows.commands.registry_output import explain_gate, gate_report
-    from flows.commands.text import gate_verdict, has_passed
+    from flows.commands.registry_output import explain_gate, judged_gate
+    from flows.commands.text import gate_verdict
 
     if power:
         from rlhf_core.evaluation.power import describe_power, power_of
@@ -282,16 +282,16 @@ def gate(
         else:
             typer.echo(describe_power(rows))
         raise typer.Exit(EXIT_OK if all(row.suffices for row in rows) else EXIT_GATE_FAILED)
-    report = gate_report(workspace, name)
+    report = judged_gate(workspace, name)
     if as_json:
-        print_json({"gate": name, **report, "passed": has_passed(report)})
+        print_json({"gate": name, **report.content, "passed": report.passed})
     else:
-        typer.echo(gate_verdict(name, report))
+        typer.echo(gate_verdict(report))
     if explain and not as_json:
         from rich.console import Console
 
         Console().print(explain_gate(workspace, report), soft_wrap=not sys.stdout.isatty())
-    raise typer.Exit(EXIT_OK if has_passed(report) else EXIT_GATE_FAILED)
+    raise typer.Exit(EXIT_OK if report.passed else EXIT_GATE_FAILED)
 
 
 @app.command()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group
 from rich.padding import Padding
@@ -12,19 +10,18 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.commands.text import gate_table
+from flows.gates import GATES, GateReport, read_gate
 from flows.registry.aliases import CHAMPION
 from flows.registry.client import connect
 from flows.registry.decisions import PromotionDecision, report_name
-from flows.registry.evidence import GATES
 from flows.registry.history import ReleaseState, version_words
 from flows.registry.retention import RetentionPlan
 from flows.registry.workspace import printed_line
-from flows.stage import condition_rows
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.data.token_folder import remove_entries, unneeded_entries
 from rlhf_core.errors import RlhfError
-from rlhf_core.storage.files import read_json, sha256_file
+from rlhf_core.storage.files import sha256_file
 
 
 def explain_promotion(decision: PromotionDecision) -> Group:
@@ -52,7 +49,7 @@ def explain_promotion(decision: PromotionDecision) -> Group:
     return Group(*lines, Padding(table, (0, 0, 0, 2)), f"decided by: {decided}")
 
 
-def gate_report(workspace: Path, name: str) -> Mapping[str, Any]:
+def judged_gate(workspace: Path, name: str) -> GateReport:
     """Read ``gates/NAME.json``.
 
     Raises:
@@ -60,23 +57,21 @@ def gate_report(workspace: Path, name: str) -> Mapping[str, Any]:
     """
     if name not in GATES:
         raise RlhfError(f"there is no gate '{name}'; the gates are {', '.join(GATES)}")
-    path = workspace / "gates" / f"{name}.json"
-    if not path.is_file():
+    gate = read_gate(workspace, name)
+    if gate is None:
         raise RlhfError(f"gates/{name}.json does not exist: the {name} gate has not judged this workspace; `rlhf run`")
-    report: Mapping[str, Any] = read_json(path)
-    return report
+    return gate
 
 
-def explain_gate(workspace: Path, report: Mapping[str, Any]) -> Group:
+def explain_gate(workspace: Path, gate: GateReport) -> Group:
     """Return every condition of a gate with value, bound and reason, which decided, and what they were read from."""
-    unmet = [row.metric for row in condition_rows(report) if not row.passed]
-    lines = [f"decided by: {', '.join(unmet) or 'all conditions hold'}"]
-    for name, expected in (report.get("evidence") or {}).items():
+    lines = [f"decided by: {', '.join(gate.failed) or 'all conditions hold'}"]
+    for name, expected in gate.evidence.items():
         path = workspace / name
         same = path.is_file() and sha256_file(path) == expected
         state = "unchanged since" if same else "changed since: run `rlhf run` to judge it anew"
-        lines.append(f"read from {name} (sha256 {str(expected)[:12]}, {state})")
-    return Group(gate_table(report, every_reason=True), *lines)
+        lines.append(f"read from {name} (sha256 {expected[:12]}, {state})")
+    return Group(gate_table(gate, every_reason=True), *lines)
 
 
 def describe_history(state: ReleaseState) -> str:

@@ -15,6 +15,7 @@ from flows.commands.text import INDENT, format_age, format_seconds
 from flows.dvc_repo.graph import describe_changes, dvc_status
 from flows.dvc_repo.inputs import refresh_inputs
 from flows.dvc_repo.lock_file import recorded_stages
+from flows.gates import read_gates
 from flows.pipeline.events import COMPLETED
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
 from flows.registry.client import PIPELINE_TAG, REPORT_PAGE, WORKSPACE_ID_TAG, connect, has_record
@@ -27,7 +28,6 @@ from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.report.headline import ReleaseDecision
-from rlhf_core.storage.files import read_json
 from rlhf_core.tracking.journal import waiting_records
 from rlhf_core.tracking.stage_run import CLIENT_SETTINGS, default_environment
 
@@ -209,7 +209,10 @@ def status(workspace: Path) -> WorkspaceStatus:
         step = "rlhf status", "a command is under way; a run ends with its verdict"
     else:
         step = next_step(stages, bool(resumable), last, registry)
-    gates = gate_statuses(workspace)
+    gates = [
+        {"gate": gate.name, "passed": gate.passed, "mode": gate.mode, "failed": gate.failed}
+        for gate in read_gates(workspace)
+    ]
     return WorkspaceStatus(workspace, holder, stages, gates, resumable, last, recorded, registry, step)
 
 
@@ -277,17 +280,6 @@ def _state(name: str, stale: Mapping[str, Any], recorded: Mapping[str, Any]) -> 
         return "up to date"
     details = describe_changes(stale[name])
     return f"stale: {details if len(details) <= DETAIL else details[:DETAIL] + ' …'}"
-
-
-def gate_statuses(workspace: Path) -> list[dict[str, Any]]:
-    """Read how each gate has decided that was judged."""
-    gates = []
-    for path in sorted((workspace / "gates").glob("*.json")):
-        report = read_json(path)
-        failed = [c["metric"] for c in report.get("conditions", []) if not c.get("passed")]
-        mode = report.get("mode", "enforce")
-        gates.append({"gate": path.stem, "passed": bool(report.get("passed")), "mode": mode, "failed": failed})
-    return gates
 
 
 def gate_line(gate: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ FLOWS_LAYERS = (
     {"jobs", "registry"},
     {"stage"},
     {"prefect_server", "dvc_repo"},
-    {"workspace"},
+    {"workspace", "gates"},
     {"supervision"},
 )
 # What flows uses of the core: these packages and modules, and single functions where a module asks for more.
