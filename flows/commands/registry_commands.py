@@ -189,8 +189,8 @@ def terms(workspace: Workspace = NEAREST) -> None:
     Example: rlhf registry terms
     """
     with busy("reading the registered policy"):
+        from flows.commands.registry_output import describe_terms
         from flows.commands.text import fitted
-        from flows.registry.session import describe_terms
 
         described = describe_terms(workspace)
     typer.echo(fitted(described))

@@ -12,15 +12,14 @@ from rich.text import Text
 from flows.commands.text import gate_table
 from flows.gates import GATES, GateReport, read_gate
 from flows.registry.aliases import CHAMPION
-from flows.registry.client import connect
 from flows.registry.decisions import PromotionDecision, report_name
+from flows.registry.evidence import gate_conditions
 from flows.registry.history import ReleaseState, version_words
 from flows.registry.retention import RetentionPlan
-from flows.registry.workspace import printed_line
-from rlhf_core.config.loading import load_section
-from rlhf_core.config.operations import RegistryConfig
+from flows.registry.workspace import OWNER_TAG, printed_line
 from rlhf_core.data.token_folder import remove_entries, unneeded_entries
 from rlhf_core.errors import RlhfError
+from rlhf_core.gates import describe_bound
 from rlhf_core.storage.files import sha256_file
 
 
@@ -105,11 +104,34 @@ def model_history(workspace: Path, model: str | None = None) -> ReleaseState:
     Raises:
         RlhfError: The model is unknown, or its history cannot be read.
     """
-    name = model or load_section(workspace, "registry", RegistryConfig).policy
-    state = ReleaseState.read(connect(workspace), workspace, name)
+    state = ReleaseState.of(workspace, model or "")
     if not state.entries:
-        raise RlhfError(f"{name} has no history yet; it begins with the first version that becomes challenger")
+        raise RlhfError(f"{state.name} has no history yet; it begins with the first version that becomes challenger")
     return state
+
+
+def describe_terms(workspace: Path) -> str:
+    """Say who owns the registered policy of ``workspace``, and what a promotion by this workspace requires."""
+    workspace = workspace.resolve()
+    state = ReleaseState.of(workspace)
+    config = state.config
+    if state.model is None or OWNER_TAG not in state.model.tags:
+        owner = "nobody yet: whoever promotes first"
+    else:
+        owner = state.other_owner or "this workspace"
+    lines = [
+        f"{config.policy}, owned by {owner}",
+        f"every judge's lower 95 % bound of the win rate above {config.promote_win_rate_low95:g}",
+        f"error budget {config.error_budget:g} over all attempts on the same prompts",
+    ]
+    margins = config.non_inferiority.model_dump(exclude={"min_refusals", "min_category_prompts"}, exclude_none=True)
+    held = ", ".join(f"{name} {margin:g}" for name, margin in margins.items())
+    lines += [f"worse than the champion by less than: {held}"] if held else []
+    lines += ["a person approves each promotion (`rlhf approve`)"] if config.approval else []
+    for name, conditions in gate_conditions(workspace).items():
+        bounds = [f"{condition.metric} {describe_bound(condition)}" for condition in conditions]
+        lines += [f"gates.{name}: {', '.join(bounds)}"] if bounds else []
+    return "\n".join(lines)
 
 
 MIB = 1 << 20

@@ -58,8 +58,8 @@ def registry_status(workspace: Path, config: RegistryConfig) -> RegistryStatus:
     """
     if not has_record(workspace):
         return RegistryStatus([])
-    client = connect(workspace)
-    state, release = ReleaseState.read(client, workspace, config.policy), read_release_decision(workspace)
+    state, release = ReleaseState.of(workspace), read_release_decision(workspace)
+    client = state.client
     interrupted = str(state.unfinished[-1]["action"]) if state.unfinished else ""
     said = (release_sentences(release), release.champion, release.decided)
     lines = [

@@ -13,7 +13,7 @@ from flows.dvc_repo.graph import dvc_status, read_graph
 from flows.gates import GATES, GateReport
 from flows.registry.aliases import CHALLENGER, registry_errors, versions
 from flows.registry.client import experiment_id, fluent, log_data_input, log_numbers
-from flows.registry.decisions import TAG_LIMIT, commit, move, new_entry
+from flows.registry.decisions import TAG_LIMIT, commit, move, new_entry, registry_session
 from flows.registry.evidence import (
     DATA_CARD,
     PARENT_TAG,
@@ -24,7 +24,6 @@ from flows.registry.evidence import (
     short_conditions,
 )
 from flows.registry.history import ReleaseState
-from flows.registry.session import registry_session
 from flows.registry.signing import SIGNER_TAG, Signer, require_signer, sign_version
 from flows.registry.stored_models import COMPLETE_TAG, CONTENT_TAG, known_version, log_model
 from flows.registry.workspace import RegisteredHere, write_registered
@@ -80,9 +79,9 @@ class Registration:
     def describe(self) -> str:
         """What was registered and what was refused, in one line."""
         parts = [
-            f"{name} version {entry.version}{' (as before)' if entry.reused else ''}"
+            f"{entry.model} version {entry.version}{' (as before)' if entry.reused else ''}"
             f"{f', ungated ({entry.ungated}): no challenger' if entry.ungated else ''}"
-            for name, entry in self.registered.items()
+            for entry in self.registered.values()
         ]
         parts += [f"{name} not registered: {reason}" for name, reason in self.refused.items()]
         return "; ".join(parts)
@@ -118,11 +117,11 @@ def register(workspace: Path, run_id: str | None = None, *, known_only: bool = F
     workspace = workspace.resolve()
     signer = require_signer(load_section(workspace, "registry", RegistryConfig).signature)
     result = Registration()
-    registered: dict[str, RegisteredHere] = {}
     with registry_session(workspace) as policy:
         graph, stale = read_graph(workspace), {} if known_only else dvc_status(workspace)
         reward_version: dict[str, str] = {}
-        for model in registrable_models(policy.config):
+        models = registrable_models(policy.config)
+        for model in models:
             try:
                 evidence = [read_gate_evidence(workspace, gate) for gate in model.gates]
                 require_recorded(graph, stale, model.gate_stage)
@@ -132,9 +131,10 @@ def register(workspace: Path, run_id: str | None = None, *, known_only: bool = F
                 result.refused[model.name] = str(error)
                 continue
             result.registered[model.name] = version
-            registered[model.folder] = version
             reward_version = {REWARD_VERSION_TAG: version.version}
-    write_registered(workspace, registered)
+    write_registered(
+        workspace, {of.folder: result.registered[of.name] for of in models if of.name in result.registered}
+    )
     return result
 
 

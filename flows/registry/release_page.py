@@ -17,7 +17,6 @@ from flows.registry.decisions import read_decisions, utc_now
 from flows.registry.evidence import DATA_CARD, gate_conditions
 from flows.registry.history import DECLINE, ReleaseState, utc_minute
 from flows.registry.promote import DECLINED_TAG, promotion_obstacle
-from flows.registry.session import not_the_owner
 from flows.registry.workspace import RegisteredHere, read_registered
 from flows.workspace import PRIVATE, private_path
 from rlhf_core.config.loading import load_section
@@ -66,7 +65,7 @@ def read_release_decision(workspace: Path, notes: RunNotes | None = None) -> Rel
     here = _version_of_policy(workspace, notes)
     if here is None:
         return _not_registered(workspace, notes)
-    state = ReleaseState.read(connect(workspace), workspace, here.model)
+    state = ReleaseState.of(workspace, here.model)
     version = state.version(here.version)
     gates = f"; no gate vouches for it: {here.ungated}" if here.ungated else "; it passed its gates"
     return replace(
@@ -181,7 +180,7 @@ def _not_promoted(state: ReleaseState, here: RegisteredHere, version: ModelVersi
     """An obstacle by what is recorded of the version, else the last match, else that nobody has decided."""
     workspace, label = state.workspace, _label(here)
     headline = f"Not released: {label} was not promoted"
-    not_allowed = not_the_owner(state)
+    not_allowed = state.not_the_owner
     if obstacle := promotion_obstacle(version, gate_conditions(workspace)):
         explain = ("rlhf gate policy --explain", "every condition; `rlhf promote --force --reason TEXT` overrides")
         # Why no gate vouches for a version is said where it is named.

@@ -19,9 +19,9 @@ from flows.registry.aliases import (
     versions,
 )
 from flows.registry.client import connect, fluent, knock
+from flows.registry.decisions import registry_session
 from flows.registry.evidence import PARENT_TAG
 from flows.registry.history import ReleaseState
-from flows.registry.session import registry_session
 from flows.registry.signing import verify_signature
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
@@ -221,8 +221,7 @@ def policy_with_alias(workspace: Path, alias: str = CHAMPION) -> ModelVersion:
         RlhfError: No version has the alias.
     """
     workspace = workspace.resolve()
-    name = load_section(workspace, "registry", RegistryConfig).policy
-    state = ReleaseState.read(connect(workspace), workspace, name)
+    state = ReleaseState.of(workspace)
     if state.unfinished:  # else a match of another workspace need not be waited for
         with registry_session(workspace) as state:
             pass
@@ -232,7 +231,7 @@ def policy_with_alias(workspace: Path, alias: str = CHAMPION) -> ModelVersion:
         remedy = "in this workspace yet; `rlhf run` makes one, `rlhf status` shows what is"
     else:
         remedy = f"in this workspace; its aliases are {', '.join(sorted(state.aliases)) or 'none'}"
-    raise RlhfError(f"no {alias} of {name} {remedy}")
+    raise RlhfError(f"no {alias} of {state.name} {remedy}")
 
 
 class RegisteredPolicy:

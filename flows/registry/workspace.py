@@ -55,6 +55,15 @@ def workspace_id(workspace: Path) -> str:
         raise cannot_write(workspace, error) from error
 
 
+def ownership(workspace: Path) -> str:
+    """The tag by which ``workspace`` owns a registered model: its id, then its folder for messages.
+
+    The first promotion makes a workspace the owner. Others may register versions under the same name; whether one
+    becomes champion is decided by the owner's gates, prompts, judge and bounds.
+    """
+    return f"{workspace_id(workspace)} {workspace}"
+
+
 def known_workspace_id(workspace: Path) -> str | None:
     """Return the id of a workspace, None before its first use."""
     return _read_id(workspace)[0]
@@ -167,5 +176,5 @@ def _rename(connection: sqlite3.Connection, earlier: Path, workspace: Path) -> N
                 )
     connection.execute(
         "UPDATE registered_model_tags SET value = ? WHERE key = ? AND value LIKE ?",
-        (f"{workspace_id(workspace)} {workspace}", OWNER_TAG, f"% {earlier}"),
+        (ownership(workspace), OWNER_TAG, f"% {earlier}"),
     )
