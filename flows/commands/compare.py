@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.commands.text import format_seconds
-from flows.dvc_repo.lock_file import RecordedStage, recorded_stages
+from flows.dvc_repo.graph import RecordedStage, recorded_stages
 from flows.gates import REPORT_MODE, read_gate
 from flows.registry.workspace import read_registered
 from flows.workspace import display_path, is_workspace

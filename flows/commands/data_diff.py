@@ -117,7 +117,7 @@ def _revision_state(
     workspace: Path, revision: str, files: Sequence[str], options: ReadOptions, kind: str | None, scratch: Path
 ) -> DataState:
     """Return the rows of ``files``, or of the collected data, at a revision; they are kept in ``scratch``."""
-    from flows.dvc_repo.revision import check_out, commit_of, repository_of
+    from flows.dvc_repo.root import check_out, commit_of, repository_of
     from rlhf_core.data.inspection.changes import collected_state, file_state
 
     with tempfile.TemporaryDirectory(prefix="rlhf-revision-") as checkout:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from flows.commands.display import Display, open_display
 from flows.commands.doctor import require_ready
-from flows.commands.summary import EXIT_CODES, print_verdict, summary
+from flows.commands.run_state import EXIT_CODES, print_verdict, summary
 from flows.commands.text import print_failed_gates
 from flows.dvc_repo.inputs import refresh_inputs
 from flows.dvc_repo.recipe import check_tracked_params

@@ -9,12 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flows.commands.run_state import RunState, describe_stage, read_run_state
-from flows.commands.summary import next_line, verdict_rows
+from flows.commands.run_state import RunState, describe_stage, next_line, read_run_state, verdict_rows
 from flows.commands.text import INDENT, format_age, format_seconds
-from flows.dvc_repo.graph import describe_changes, dvc_status
+from flows.dvc_repo.graph import describe_changes, dvc_status, recorded_stages
 from flows.dvc_repo.inputs import refresh_inputs
-from flows.dvc_repo.lock_file import recorded_stages
 from flows.gates import read_gates
 from flows.pipeline.events import COMPLETED
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions

@@ -25,8 +25,7 @@ from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterType
 from prefect.client.schemas.sorting import ArtifactSort
 
-from flows.dvc_repo.graph import StageNode
-from flows.dvc_repo.lock_file import LOCK_FILE
+from flows.dvc_repo.graph import LOCK_FILE, StageNode
 from flows.dvc_repo.root import cache_of
 from flows.jobs.job import Handoff, Job
 from flows.jobs.transfer import (

@@ -22,9 +22,8 @@ from prefect.futures import PrefectFuture
 from prefect.states import Cancelled, Completed, Failed, State
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
-from flows.dvc_repo.graph import StageNode, read_graph
+from flows.dvc_repo.graph import StageNode, read_graph, recorded_hash
 from flows.dvc_repo.inputs import refresh_inputs
-from flows.dvc_repo.lock_file import recorded_hash
 from flows.jobs.job import Job
 from flows.jobs.run_on_pool import run_on_pool, run_on_remote_pool
 from flows.pipeline.artifacts import ProgressArtifact, publish_run

@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from filelock import FileLock
 
-from flows.dvc_repo.lock_file import recorded_hash
+from flows.dvc_repo.graph import recorded_hash
 from flows.registry.aliases import registry_errors
 from flows.registry.workspace import repair_moved, workspace_id
 from flows.workspace import private_path, run_tags, running_services

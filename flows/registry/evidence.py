@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.dvc_repo.graph import StageNode, all_before, describe_changes
-from flows.dvc_repo.lock_file import recorded_hash
+from flows.dvc_repo.graph import StageNode, all_before, describe_changes, recorded_hash
 from flows.gates import GATES, REPORT_MODE, GateReport, read_gate
 from rlhf_core.config.gates import Condition, GatesConfig
 from rlhf_core.config.loading import PARAMS_FILE, load_section

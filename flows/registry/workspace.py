@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
-from flows.dvc_repo.lock_file import recorded_hash
+from flows.dvc_repo.graph import recorded_hash
 from flows.workspace import PRIVATE, cannot_write, private_path
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json
