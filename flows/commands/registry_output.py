@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Group
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
-from flows.commands.text import gate_table
+from flows.commands.text import gate_table, marked_table
 from flows.gates import GATES, GateReport, read_gate
 from flows.registry.aliases import CHAMPION
 from flows.registry.decisions import PromotionDecision, report_name
@@ -35,17 +32,14 @@ def explain_promotion(decision: PromotionDecision) -> Group:
         f"judged: attempt {decision.attempt} on these test prompts ({turn}data {str(question.get('prompts'))[:12]}), "
         f"settings of section evaluate, level of the intervals 95 %"
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for title in ("", "criterion", "measured", "required"):
-        table.add_column(title, overflow="fold")
-    for criterion in sorted(decision.criteria, key=lambda criterion: criterion.passed):
-        mark = Text("ok", style="green") if criterion.passed else Text("FAIL", style="bold red")
-        table.add_row(mark, criterion.name, criterion.measured, criterion.required)
+    criteria = sorted(decision.criteria, key=lambda criterion: criterion.passed)
+    rows = ((of.passed, of.name, of.measured, of.required) for of in criteria)
+    table = marked_table(["criterion", "measured", "required"], rows)
     unmet = [criterion.name for criterion in decision.criteria if not criterion.passed]
     decided = ", ".join(unmet) or f"all {len(decision.criteria)} criteria hold"
     if decision.forced:
         decided = f"force ({decision.forced}); without it: {decided}"
-    return Group(*lines, Padding(table, (0, 0, 0, 2)), f"decided by: {decided}")
+    return Group(*lines, table, f"decided by: {decided}")
 
 
 def judged_gate(workspace: Path, name: str) -> GateReport:

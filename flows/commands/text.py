@@ -8,14 +8,14 @@ import shutil
 import sys
 import textwrap
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console, Group
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from flows.gates import REPORT_MODE, GateReport
@@ -90,20 +90,23 @@ def gate_table(gate: GateReport, *, every_reason: bool = False) -> Group:
     Args:
         every_reason: Give the reasons of the bounds that hold, too.
     """
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("")
-    table.add_column("metric", overflow="fold")
-    table.add_column("value", justify="right")
-    table.add_column("bound", overflow="fold")
-    for row in gate.rows:
-        mark = Text("ok", style="green") if row.passed else Text("FAIL", style="bold red")
-        table.add_row(mark, row.metric, row.value, row.bound)
+    rows = ((row.passed, row.metric, row.value, row.bound) for row in gate.rows)
+    table = marked_table(["metric", Column("value", justify="right"), "bound"], rows)
     reasons = [
         Text.assemble((row.metric, "bold"), f": {row.why}")
         for row in gate.rows
         if row.why and (every_reason or not row.passed)
     ]
-    return Group(Padding(table, (0, 0, 0, 2)), *(Padding(reason, (0, 0, 0, 2)) for reason in reasons))
+    return Group(table, *(Padding(reason, (0, 0, 0, 2)) for reason in reasons))
+
+
+def marked_table(columns: Sequence[str | Column], rows: Iterable[tuple[bool, str, str, str]]) -> Padding:
+    """Return a table of what was required, each row marked by its first entry: whether it holds."""
+    folded = [column if isinstance(column, Column) else Column(column, overflow="fold") for column in columns]
+    table = Table("", *folded, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for holds, *cells in rows:
+        table.add_row(Text("ok", style="green") if holds else Text("FAIL", style="bold red"), *cells)
+    return Padding(table, (0, 0, 0, 2))
 
 
 def fitted(text: str) -> str:

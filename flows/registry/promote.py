@@ -81,7 +81,7 @@ def promote(
     """
     workspace = workspace.resolve()
     if force_reason is not None:
-        _required_reason(force_reason, "a forced promotion needs a reason; say why, it is recorded")
+        _required_reason(force_reason, "a forced promotion needs a reason; add --reason TEXT, it is recorded")
     with registry_session(workspace) as state:
         config, owner = state.config, {OWNER_TAG: ownership(workspace)}
         challenger = state.version_with(CHALLENGER) if version is None else state.version(version)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 LINEAGE = "lineage."
-KINDS = ("gates", "metrics")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,8 @@ def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obsta
         registry_errors(f"read the evidence of {name}"),
         fluent(workspace),
     ):
-        _, metrics = (Path(client.download_artifacts(version.run_id, kind, temporary)) for kind in KINDS)
+        client.download_artifacts(version.run_id, "gates", temporary)
+        metrics = Path(client.download_artifacts(version.run_id, "metrics", temporary))
         order = {name: number for number, name in enumerate(GATES)}
         training, sft = metrics / "ppo.json", metrics / "sft.json"
         return ReleaseEvidence(
