@@ -16,10 +16,10 @@ from ruamel.yaml import YAML
 
 from flows.dvc_repo.root import follow_git
 from flows.supervision.processes import run_module
+from flows.workspace import is_elsewhere, matching_files
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.data.collection.sources import collected_paths
-from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.storage.data_files import expand, is_url
+from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import atomic_write_text
 
 DVC_FILE = "dvc.yaml"
@@ -106,11 +106,7 @@ def _dependencies(sources: list[str], workspace: Path, outputs: list[str]) -> li
     """
     dependencies: dict[str, None] = {}
     for source in sources:
-        if is_url(source) or source.startswith("hub:"):
-            continue
-        try:
-            files = expand(source, workspace)
-        except DataError:
+        if is_elsewhere(source) or not (files := matching_files(source, workspace)):
             continue
         folder = _folder(source, workspace)
         paths = [folder] if folder is not None and not _holds_outputs(folder, workspace, outputs) else files
