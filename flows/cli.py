@@ -13,15 +13,7 @@ from typing import Annotated
 import typer
 
 from flows.commands import data_diff, registry_commands
-from flows.commands.options import (
-    NEAREST,
-    AnyFolder,
-    Commands,
-    CommandWithProfiles,
-    Reason,
-    Workspace,
-    profile_names,
-)
+from flows.commands.options import NEAREST, AnyFolder, Commands, CommandWithProfiles, Reason, Workspace, profile_names
 from rlhf_core import __version__
 from rlhf_core import cli as core
 from rlhf_core.commands.data import JsonOption, print_json

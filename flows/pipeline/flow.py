@@ -41,13 +41,7 @@ from flows.pipeline.events import (
     events_file,
     new_events_file,
 )
-from flows.pipeline.preflight import (
-    find_unchanged,
-    has_gated_policy,
-    memory_refusal,
-    pairs_refusal,
-    undecided_because,
-)
+from flows.pipeline.preflight import find_unchanged, has_gated_policy, memory_refusal, pairs_refusal, undecided_because
 from flows.pipeline.registration import MATCH_LOG, follow_request, promote_task, register_task, was_suspended
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans

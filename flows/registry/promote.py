@@ -26,15 +26,7 @@ from flows.registry.decisions import (
     version_tag,
 )
 from flows.registry.evidence import gate_conditions, weaker_gates
-from flows.registry.history import (
-    APPROVE,
-    DECLINE,
-    REQUEST,
-    WITHDRAW,
-    ApprovalRequest,
-    ReleaseState,
-    version_words,
-)
+from flows.registry.history import APPROVE, DECLINE, REQUEST, WITHDRAW, ApprovalRequest, ReleaseState, version_words
 from flows.registry.match import PlayMatch, decided_by, make_attempt, play_match
 from flows.registry.register import CONDITIONS_TAG, GATES_PASSED, GATES_TAG, REWARD_VERSION_TAG, UNGATED_TAG
 from flows.registry.stored_models import COMPLETE_TAG, verified_folder
