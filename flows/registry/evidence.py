@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.dvc_repo.graph import StageNode, all_before, describe_changes, recorded_hash
+from flows.dvc_repo.graph import StageNode, all_before, describe_changes, recorded_hash, recorded_stages
 from flows.gates import GATES, REPORT_MODE, GateReport, read_gate
 from rlhf_core.config.gates import Condition, GatesConfig
 from rlhf_core.config.loading import PARAMS_FILE, load_section
-from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import GateFailed, RlhfError
 from rlhf_core.gates import weaker_conditions
 from rlhf_core.git import git_revision
@@ -174,9 +173,8 @@ def source_of_version(client: MlflowClient, version: ModelVersion) -> TrainingSo
 
 def source_of_workspace(workspace: Path) -> TrainingSource | None:
     """Read what the models of ``workspace`` were trained on from dvc.lock; None before the first run."""
-    lock = workspace / "dvc.lock"
-    stages = (plain(read(lock)) if lock.is_file() else {}).get("stages") or {}
-    recorded = [stages.get(name, {}).get("params", {}).get("params.yaml", {}) for name in ("collect", "base")]
+    stages = recorded_stages(workspace)
+    recorded = [stages[name].params for name in ("collect", "base") if name in stages]
     try:
         pairs = flatten(read_json(workspace / "metrics" / "data.json")).get(PAIRS)
     except RlhfError:
