@@ -13,15 +13,7 @@ from typing import Annotated
 import typer
 
 from flows.commands import data_diff, registry_commands
-from flows.commands.options import (
-    NEAREST,
-    AnyFolder,
-    Commands,
-    CommandWithProfiles,
-    Reason,
-    Workspace,
-    profile_names,
-)
+from flows.commands.options import NEAREST, AnyFolder, Commands, CommandWithProfiles, Reason, Workspace, profile_names
 from rlhf_core import __version__
 from rlhf_core import cli as core
 from rlhf_core.commands.data import JsonOption, print_json
@@ -204,11 +196,18 @@ def export(
     if force and not (reason or "").strip():
         raise RlhfError("a forced release needs a reason; add --reason TEXT, the card shows it")
     with busy("writing the model and its card"):
-        from flows.release.export import ExportRequest
         from flows.release.export import export as write
 
-        request = ExportRequest(version, push, public, license_id, reason if force else None, adapter)
-        done = write(workspace, target, request)
+        done = write(
+            workspace,
+            target,
+            version=version,
+            push=push,
+            public=public,
+            license_id=license_id,
+            force_reason=reason if force else None,
+            adapter=adapter,
+        )
     typer.echo(done.describe())
 
 

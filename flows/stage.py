@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from flows.gates import GateReport
 from flows.supervision.processes import CommandResult, LogReader, child_environment, dvc_errors, start_supervised
 from flows.supervision.signals import STOP, Stopwatch
 from flows.workspace import locked, private_path
@@ -141,13 +142,6 @@ def load_gate_file(workspace: Path, outputs: tuple[str, ...]) -> tuple[Mapping[s
     return None
 
 
-def failed_conditions(decision: Mapping[str, Any]) -> str:
-    """Describe the failed conditions of a gate's decision in one line."""
-    return "; ".join(
-        f"{row.metric} is {row.value}, bound {row.bound}" for row in condition_rows(decision) if not row.passed
-    )
-
-
 def progress_lines(log_text: str) -> list[LoggedProgress]:
     """Return all progress lines in the text of a stage's log."""
     found = []
@@ -170,54 +164,6 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None
-
-
-SIGNS = {">=": "≥", "<=": "≤", "worse by <": "worse by <"}
-DIGITS = (4, 6, 9, 17)
-
-
-@dataclass(frozen=True)
-class ConditionRow:
-    """One condition of a gate: ``value`` and ``bound`` are texts, such as "0.5312" and "≥ 0.65"."""
-
-    metric: str
-    passed: bool
-    value: str
-    bound: str
-    why: str
-
-
-def condition_rows(decision: Mapping[str, Any]) -> list[ConditionRow]:
-    """Return a row per condition of the content of ``gates/NAME.json``, those that failed first."""
-    rows = [_row(condition) for condition in decision.get("conditions", [])]
-    return sorted(rows, key=lambda row: row.passed)
-
-
-def _row(condition: Mapping[str, Any]) -> ConditionRow:
-    value, limit = condition.get("value"), condition.get("limit")
-    rest = str(condition.get("bound", ""))
-    sign = next((sign for sign in SIGNS if rest.startswith(f"{sign} ")), "")
-    rest = rest.removeprefix(sign).strip()
-    digits = _digits_that_differ(value, limit)
-    bound = _number(limit, digits) if limit is not None else rest.replace("*", "×")
-    return ConditionRow(
-        metric=str(condition.get("metric", "")),
-        passed=bool(condition.get("passed")),
-        value=str(condition.get("note") or ("missing" if value is None else _number(value, digits))),
-        bound=f"{SIGNS.get(sign, '')} {bound}".strip(),
-        why=str(condition.get("why", "")),
-    )
-
-
-def _number(value: float, digits: int) -> str:
-    return f"{value:.0f}" if float(value).is_integer() else f"{value:.{digits}g}"
-
-
-def _digits_that_differ(value: float | None, limit: float | None) -> int:
-    """Return how many digits show that two unequal numbers differ: 0.64999 must not read as 0.65."""
-    if value is None or limit is None or value == limit:
-        return DIGITS[0]
-    return next((d for d in DIGITS if f"{value:.{d}g}" != f"{limit:.{d}g}"), DIGITS[-1])
 
 
 PROGRESS_SECONDS, PROGRESS_BYTES = 10.0, 8192
@@ -331,7 +277,7 @@ def _outcome(
     if report is not None and report.exit_code:
         exit_code, message = report.exit_code, report.message
     elif report is None and gate_decision and gate_decision.get("passed") is False:
-        exit_code, message = EXIT_GATE_FAILED, failed_conditions(gate_decision)
+        exit_code, message = EXIT_GATE_FAILED, GateReport(spec.name, gate_decision).failed_conditions()
     else:
         exit_code, message = _dvc_failure(result)
     return StageOutcome.failed(spec.name, message, exit_code, started=started, ended=ended, work_seconds=work_seconds)

@@ -20,7 +20,8 @@ from typing import Any
 
 from flows.supervision.processes import start_token
 from flows.supervision.signals import STOP
-from rlhf_core.errors import ModelError, RlhfError
+from rlhf_core.errors import DataError, ModelError, RlhfError
+from rlhf_core.storage.data_files import expand, is_url
 from rlhf_core.storage.files import atomic_write_json
 
 PRIVATE = ".rlhf"
@@ -86,6 +87,19 @@ def require_model_folder(path: Path) -> None:
             f"no model at {path} (it has no config.json{adapter}); name a model folder such as models/sft, or none "
             "to talk to the champion"
         )
+
+
+def is_elsewhere(source: str) -> bool:
+    """Whether a source of data is a URL or a hub id, which is looked up when it is read."""
+    return is_url(source) or source.startswith("hub:")
+
+
+def matching_files(source: str, workspace: Path) -> list[Path]:
+    """Return the files that a source names, relative to ``workspace``; none where there is none."""
+    try:
+        return expand(source, workspace)
+    except DataError:
+        return []
 
 
 SEPARATOR = " · "

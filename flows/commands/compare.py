@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.commands.text import format_seconds
-from flows.dvc_repo.lock_file import RecordedStage, recorded_stages
+from flows.dvc_repo.graph import RecordedStage, recorded_stages
+from flows.gates import REPORT_MODE, read_gate
 from flows.registry.workspace import read_registered
-from flows.stage import condition_rows
 from flows.workspace import display_path, is_workspace
 from rlhf_core.config import yaml_text
 from rlhf_core.config.evaluation import EvaluateConfig
@@ -32,7 +32,6 @@ from rlhf_core.training.history import read_history
 
 POLICY = "models/policy"
 EVALUATION = Path("metrics") / "evaluation.json"
-GATE = Path("gates") / "policy.json"
 WITHOUT_CRITIC = {"rloo": "RLOO", "grpo": "GRPO"}
 HISTORIES = ("ppo", "ppo_abandoned", "critic", "reward", "referee")
 # The stages beside its own that a method needs a model of. DPO reads the pairs themselves.
@@ -194,15 +193,13 @@ def _seconds(rows: Iterable[Values]) -> float | None:
 
 def gate_standing(folder: Path) -> RunResults:
     """What ``gates/policy.json`` says of the evaluation that is there, and the metrics whose bounds do not hold."""
-    if not (folder / GATE).is_file():
+    gate = read_gate(folder, "policy")
+    if gate is None:
         return {"decision": "not judged", "failed": ()}
-    report = read_json(folder / GATE)
-    if (report.get("evidence") or {}).get(str(EVALUATION)) != sha256_file(folder / EVALUATION):
+    if gate.evidence.get(str(EVALUATION)) != sha256_file(folder / EVALUATION):
         return {"decision": "outdated", "failed": ()}
-    failed = tuple(row.metric for row in condition_rows(report) if not row.passed)
-    if report.get("passed") is True and not failed:
-        return {"decision": "passed", "failed": ()}
-    return {"decision": "failed, mode report" if report.get("mode") == "report" else "failed", "failed": failed}
+    decision = "passed" if gate.passed else "failed, mode report" if gate.mode == REPORT_MODE else "failed"
+    return {"decision": decision, "failed": tuple(gate.failed)}
 
 
 # What two evaluations must have in common; the other settings of the section add measurements.

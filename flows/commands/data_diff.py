@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.commands.options import AnyFolder
+from flows.workspace import is_elsewhere, matching_files
 from rlhf_core.commands.data import (
     ColumnOption,
     DimensionOption,
@@ -24,9 +25,8 @@ from rlhf_core.commands.data import (
     read_options,
     terminal_width,
 )
-from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.errors import RlhfError
 from rlhf_core.runtime.progress import busy
-from rlhf_core.storage.data_files import expand, is_url
 
 if TYPE_CHECKING:
     from rlhf_core.config.data import ReadOptions
@@ -96,14 +96,9 @@ def diff(
 
 def _names_files(spec: str) -> bool:
     """Whether an argument is a path that exists, a URL or a hub id, and not a revision."""
-    if is_url(spec) or spec.startswith("hub:"):
-        return True
     if spec == WORKING_TREE:  # also where a folder is called so
         return False
-    try:
-        return bool(expand(spec, Path.cwd()))
-    except DataError:
-        return False
+    return is_elsewhere(spec) or bool(matching_files(spec, Path.cwd()))
 
 
 def _require_no_file(before: str, after: str) -> None:
@@ -117,7 +112,7 @@ def _revision_state(
     workspace: Path, revision: str, files: Sequence[str], options: ReadOptions, kind: str | None, scratch: Path
 ) -> DataState:
     """Return the rows of ``files``, or of the collected data, at a revision; they are kept in ``scratch``."""
-    from flows.dvc_repo.revision import check_out, commit_of, repository_of
+    from flows.dvc_repo.root import check_out, commit_of, repository_of
     from rlhf_core.data.inspection.changes import collected_state, file_state
 
     with tempfile.TemporaryDirectory(prefix="rlhf-revision-") as checkout:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from flows.dvc_repo.recipe import check_tracked_params
 from flows.prefect_server.services import LOOPBACK, free_port
 from flows.registry.client import knock
-from flows.workspace import lock_holder
+from flows.workspace import is_elsewhere, lock_holder
 from rlhf_core.config.data import DataSource
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.config.reward_sources import OWN_MODEL, ClassifierSource, FunctionSource, refuse_own_model
@@ -175,9 +175,6 @@ def _mlflow() -> DoctorCheck:
     return DoctorCheck(OK, "mlflow", f"{uri} answers")
 
 
-HUB = "hub:"
-
-
 def require_ready(workspace: Path) -> None:
     """Refuse a run that cannot succeed, before anything is started: what `rlhf doctor` finds in the workspace.
 
@@ -261,7 +258,7 @@ def unread_sources(workspace: Path, sources: Sequence[DataSource]) -> Iterator[D
 
     remedy = "`rlhf data FILE` shows how it is read"
     for source in sources:
-        if source.path.startswith(HUB) or is_url(source.path):
+        if is_elsewhere(source.path):
             continue
         with suppress(DataError):
             first_file = source_files([source], workspace)[0]
@@ -333,10 +330,9 @@ def base_model_check(workspace: Path, source: str, revision: str | None) -> Doct
 
 def _source(workspace: Path, name: str, pattern: str) -> DoctorCheck:
     """Check that files which params.yaml names are there."""
-    if pattern.startswith(HUB):
-        return DoctorCheck(OK, name, f"{pattern} (a hub id; looked up when it is read)")
-    if is_url(pattern):
-        return DoctorCheck(OK, name, f"{pattern} (a URL; looked up when it is read)")
+    if is_elsewhere(pattern):
+        kind = "URL" if is_url(pattern) else "hub id"
+        return DoctorCheck(OK, name, f"{pattern} (a {kind}; looked up when it is read)")
     try:
         files = expand(pattern, workspace, "correct it in params.yaml; relative paths start at the workspace")
     except DataError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flows.dvc_repo.recipe import TRIALS, merged_params, write_recipe
 from flows.dvc_repo.root import cache_of, ensure_dvc
-from flows.workspace import display_path, is_workspace
+from flows.workspace import display_path, is_elsewhere, is_workspace, matching_files
 from rlhf_core.config import yaml_text
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.data import CollectConfig
@@ -23,8 +23,7 @@ from rlhf_core.config.loading import (
 )
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.recipe import profiles_of, recipe_folder
-from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.storage.data_files import expand, is_url
+from rlhf_core.errors import RlhfError
 
 
 def initialise(folder: Path, profile: str | None, sets: Sequence[str], cache: Path | None = None) -> Path:
@@ -49,7 +48,7 @@ def refuse_absent(data: Sequence[str], model: str | None) -> None:
     Raises:
         RlhfError: No file matches one of ``data``, or there is nothing at the path ``model``.
     """
-    absent = [path for path in data if not _exists(path, Path.cwd())]
+    absent = _unmatched(data, Path.cwd())
     if absent:
         raise RlhfError(f"--data: no file matches {', '.join(absent)}; nothing was made")
     if model and _is_absent(model, Path.cwd()):
@@ -76,7 +75,7 @@ def next_step(workspace: Path) -> str:
         )
     from flows.commands.doctor import unread_sources
 
-    missing = [path for path in sources.files.paths() if not _exists(path, workspace)]
+    missing = _unmatched(sources.files.paths(), workspace)
     if missing:
         return (
             f"{name} is made, but no file matches {', '.join(missing)}, seen from there: put the files there, or "
@@ -97,14 +96,9 @@ def _is_absent(model: str, folder: Path) -> bool:
     return is_path and not (folder / Path(model).expanduser()).exists()
 
 
-def _exists(path: str, workspace: Path) -> bool:
-    """Whether a source matches a file; URLs and hub ids are looked up when they are collected."""
-    if is_url(path) or path.startswith("hub:"):
-        return True
-    try:
-        return bool(expand(path, workspace))
-    except DataError:
-        return False
+def _unmatched(sources: Sequence[str], folder: Path) -> list[str]:
+    """Those of ``sources`` that name no file, seen from ``folder``."""
+    return [source for source in sources if not (is_elsewhere(source) or matching_files(source, folder))]
 
 
 def trial_workspace(base: Path, profile: str | None, sets: Sequence[str]) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from flows.commands.options import NEAREST, AnyFolder, Reason, Workspace
 from rlhf_core.commands.data import JsonOption, print_json, terminal_width
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
 from rlhf_core.runtime.progress import busy
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 app = typer.Typer(add_completion=False)
 
@@ -88,22 +91,24 @@ def promote(
     $ rlhf promote --dry-run --explain
     $ rlhf promote --force --reason "champion was trained on leaked data"
     """
-    if force and not (reason or "").strip():
-        raise RlhfError("a forced promotion needs a reason; add --reason TEXT, it is recorded")
     with busy("comparing challenger and champion"):
         from flows.registry.promote import promote as decide
 
-        decision = decide(workspace, version=version, force_reason=reason if force else None, dry_run=dry_run)
+        decision = decide(workspace, version=version, force_reason=reason or "" if force else None, dry_run=dry_run)
     typer.echo(decision.describe())
     if not dry_run:
         _refresh_release_page(workspace)
     if explain:
-        from rich.console import Console
-
         from flows.commands.registry_output import explain_promotion
 
-        Console().print(explain_promotion(decision), soft_wrap=not sys.stdout.isatty())
+        _print(explain_promotion(decision))
     raise typer.Exit(EXIT_OK if decision.is_champion else EXIT_NOT_PROMOTED)
+
+
+def _print(explained: Group) -> None:
+    from rich.console import Console
+
+    Console().print(explained, soft_wrap=not sys.stdout.isatty())
 
 
 VersionLookedAt = Annotated[
@@ -189,8 +194,8 @@ def terms(workspace: Workspace = NEAREST) -> None:
     Example: rlhf registry terms
     """
     with busy("reading the registered policy"):
+        from flows.commands.registry_output import describe_terms
         from flows.commands.text import fitted
-        from flows.registry.session import describe_terms
 
         described = describe_terms(workspace)
     typer.echo(fitted(described))
@@ -269,8 +274,8 @@ def gate(
     """
     from dataclasses import asdict
 
-    from flows.commands.registry_output import explain_gate, gate_report
-    from flows.commands.text import gate_verdict, has_passed
+    from flows.commands.registry_output import explain_gate, judged_gate
+    from flows.commands.text import gate_verdict
 
     if power:
         from rlhf_core.evaluation.losses import describe_power, power_of
@@ -282,16 +287,14 @@ def gate(
         else:
             typer.echo(describe_power(rows))
         raise typer.Exit(EXIT_OK if all(row.suffices for row in rows) else EXIT_GATE_FAILED)
-    report = gate_report(workspace, name)
+    report = judged_gate(workspace, name)
     if as_json:
-        print_json({"gate": name, **report, "passed": has_passed(report)})
+        print_json({"gate": name, **report.content, "passed": report.passed})
     else:
-        typer.echo(gate_verdict(name, report))
+        typer.echo(gate_verdict(report))
     if explain and not as_json:
-        from rich.console import Console
-
-        Console().print(explain_gate(workspace, report), soft_wrap=not sys.stdout.isatty())
-    raise typer.Exit(EXIT_OK if has_passed(report) else EXIT_GATE_FAILED)
+        _print(explain_gate(workspace, report))
+    raise typer.Exit(EXIT_OK if report.passed else EXIT_GATE_FAILED)
 
 
 @app.command()
@@ -326,11 +329,10 @@ def serve(
     $ rlhf serve --alias challenger
     """
     with busy("looking up the model"):
-        from flows.commands.serve import ServeOptions, served_source
         from flows.commands.serve import serve as run_server
+        from flows.commands.serve import served_source
         from rlhf_core.serving.protocol import ServingLimits
 
         served = served_source(workspace, model, alias, version, run)
     limits = ServingLimits(max_prompt_tokens, max_new_tokens, max_concurrent, timeout)
-    options = ServeOptions(host, port, limits, watch_seconds, vllm, vllm_args)
-    raise typer.Exit(run_server(served, options))
+    raise typer.Exit(run_server(served, host, port, limits, watch_seconds, vllm, vllm_args))

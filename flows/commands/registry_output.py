@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
-from flows.commands.text import gate_table
+from flows.commands.text import gate_table, marked_table
+from flows.gates import GATES, GateReport, read_gate
 from flows.registry.aliases import CHAMPION
-from flows.registry.client import connect
 from flows.registry.decisions import PromotionDecision, report_name
-from flows.registry.evidence import GATES
+from flows.registry.evidence import gate_conditions
 from flows.registry.history import ReleaseState, version_words
 from flows.registry.retention import RetentionPlan
-from flows.registry.workspace import printed_line
-from flows.stage import condition_rows
-from rlhf_core.config.loading import load_section
-from rlhf_core.config.operations import RegistryConfig
+from flows.registry.workspace import OWNER_TAG, printed_line
 from rlhf_core.data.token_folder import remove_entries, unneeded_entries
 from rlhf_core.errors import RlhfError
-from rlhf_core.storage.files import read_json, sha256_file
+from rlhf_core.gates import describe_bound
+from rlhf_core.storage.files import sha256_file
 
 
 def explain_promotion(decision: PromotionDecision) -> Group:
@@ -39,20 +32,17 @@ def explain_promotion(decision: PromotionDecision) -> Group:
         f"judged: attempt {decision.attempt} on these test prompts ({turn}data {str(question.get('prompts'))[:12]}), "
         f"settings of section evaluate, level of the intervals 95 %"
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for title in ("", "criterion", "measured", "required"):
-        table.add_column(title, overflow="fold")
-    for criterion in sorted(decision.criteria, key=lambda criterion: criterion.passed):
-        mark = Text("ok", style="green") if criterion.passed else Text("FAIL", style="bold red")
-        table.add_row(mark, criterion.name, criterion.measured, criterion.required)
+    criteria = sorted(decision.criteria, key=lambda criterion: criterion.passed)
+    rows = ((of.passed, of.name, of.measured, of.required) for of in criteria)
+    table = marked_table(["criterion", "measured", "required"], rows)
     unmet = [criterion.name for criterion in decision.criteria if not criterion.passed]
     decided = ", ".join(unmet) or f"all {len(decision.criteria)} criteria hold"
     if decision.forced:
         decided = f"force ({decision.forced}); without it: {decided}"
-    return Group(*lines, Padding(table, (0, 0, 0, 2)), f"decided by: {decided}")
+    return Group(*lines, table, f"decided by: {decided}")
 
 
-def gate_report(workspace: Path, name: str) -> Mapping[str, Any]:
+def judged_gate(workspace: Path, name: str) -> GateReport:
     """Read ``gates/NAME.json``.
 
     Raises:
@@ -60,23 +50,21 @@ def gate_report(workspace: Path, name: str) -> Mapping[str, Any]:
     """
     if name not in GATES:
         raise RlhfError(f"there is no gate '{name}'; the gates are {', '.join(GATES)}")
-    path = workspace / "gates" / f"{name}.json"
-    if not path.is_file():
+    gate = read_gate(workspace, name)
+    if gate is None:
         raise RlhfError(f"gates/{name}.json does not exist: the {name} gate has not judged this workspace; `rlhf run`")
-    report: Mapping[str, Any] = read_json(path)
-    return report
+    return gate
 
 
-def explain_gate(workspace: Path, report: Mapping[str, Any]) -> Group:
+def explain_gate(workspace: Path, gate: GateReport) -> Group:
     """Return every condition of a gate with value, bound and reason, which decided, and what they were read from."""
-    unmet = [row.metric for row in condition_rows(report) if not row.passed]
-    lines = [f"decided by: {', '.join(unmet) or 'all conditions hold'}"]
-    for name, expected in (report.get("evidence") or {}).items():
+    lines = [f"decided by: {', '.join(gate.failed) or 'all conditions hold'}"]
+    for name, expected in gate.evidence.items():
         path = workspace / name
         same = path.is_file() and sha256_file(path) == expected
         state = "unchanged since" if same else "changed since: run `rlhf run` to judge it anew"
-        lines.append(f"read from {name} (sha256 {str(expected)[:12]}, {state})")
-    return Group(gate_table(report, every_reason=True), *lines)
+        lines.append(f"read from {name} (sha256 {expected[:12]}, {state})")
+    return Group(gate_table(gate, every_reason=True), *lines)
 
 
 def describe_history(state: ReleaseState) -> str:
@@ -110,11 +98,34 @@ def model_history(workspace: Path, model: str | None = None) -> ReleaseState:
     Raises:
         RlhfError: The model is unknown, or its history cannot be read.
     """
-    name = model or load_section(workspace, "registry", RegistryConfig).policy
-    state = ReleaseState.read(connect(workspace), workspace, name)
+    state = ReleaseState.of(workspace, model or "")
     if not state.entries:
-        raise RlhfError(f"{name} has no history yet; it begins with the first version that becomes challenger")
+        raise RlhfError(f"{state.name} has no history yet; it begins with the first version that becomes challenger")
     return state
+
+
+def describe_terms(workspace: Path) -> str:
+    """Say who owns the registered policy of ``workspace``, and what a promotion by this workspace requires."""
+    workspace = workspace.resolve()
+    state = ReleaseState.of(workspace)
+    config = state.config
+    if state.model is None or OWNER_TAG not in state.model.tags:
+        owner = "nobody yet: whoever promotes first"
+    else:
+        owner = state.other_owner or "this workspace"
+    lines = [
+        f"{config.policy}, owned by {owner}",
+        f"every judge's lower 95 % bound of the win rate above {config.promote_win_rate_low95:g}",
+        f"error budget {config.error_budget:g} over all attempts on the same prompts",
+    ]
+    margins = config.non_inferiority.model_dump(exclude={"min_refusals", "min_category_prompts"}, exclude_none=True)
+    held = ", ".join(f"{name} {margin:g}" for name, margin in margins.items())
+    lines += [f"worse than the champion by less than: {held}"] if held else []
+    lines += ["a person approves each promotion (`rlhf approve`)"] if config.approval else []
+    for name, conditions in gate_conditions(workspace).items():
+        bounds = [f"{condition.metric} {describe_bound(condition)}" for condition in conditions]
+        lines += [f"gates.{name}: {', '.join(bounds)}"] if bounds else []
+    return "\n".join(lines)
 
 
 MIB = 1 << 20

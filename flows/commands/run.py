@@ -10,22 +10,14 @@ from typing import TYPE_CHECKING
 
 from flows.commands.display import Display, open_display
 from flows.commands.doctor import require_ready
-from flows.commands.summary import EXIT_CODES, print_verdict, summary
+from flows.commands.run_state import EXIT_CODES, print_verdict, summary
 from flows.commands.text import print_failed_gates
 from flows.dvc_repo.inputs import refresh_inputs
 from flows.dvc_repo.recipe import check_tracked_params
 from flows.dvc_repo.root import ensure_dvc
-from flows.pipeline.events import (
-    EventLog,
-    new_events_file,
-)
+from flows.pipeline.events import EventLog, new_events_file
 from flows.pipeline.preflight import SCRATCH, find_unchanged, open_starting_model
-from flows.prefect_server.services import (
-    Services,
-    known_url,
-    open_services,
-    wait_for_server,
-)
+from flows.prefect_server.services import Services, known_url, open_services, wait_for_server
 from flows.supervision import signals
 from flows.supervision.processes import SupervisedProcess
 from flows.workspace import LOCK_HELD_VARIABLE, cannot_write, cleanup, locked, private_path

@@ -16,7 +16,7 @@ from flows.registry.aliases import CHAMPION, get_version
 from flows.registry.client import connect
 from flows.registry.evidence import TrainingSource, source_of_version, source_of_workspace
 from flows.registry.promote import promotion_obstacle
-from flows.registry.stored_models import AliasSource, VersionSource, policy_with_alias, version_of_run
+from flows.registry.stored_models import RegisteredPolicy, policy_with_alias, version_of_run
 from flows.supervision import signals
 from flows.workspace import display_path, find_workspace, is_workspace, require_model_folder
 from rlhf_core.config.evaluation import EvaluateConfig
@@ -65,24 +65,6 @@ def _training(source: TrainingSource | None, verb: str = "trained on") -> tuple[
 
 
 @dataclass(frozen=True)
-class ServeOptions:
-    """How it is served.
-
-    Attributes:
-        watch_seconds: How often the registry is asked whether the alias has moved.
-        vllm: A Python that has vLLM, whose server is started instead; None for the own one.
-        vllm_arguments: Further arguments of vLLM's server.
-    """
-
-    host: str
-    port: int
-    limits: ServingLimits
-    watch_seconds: float
-    vllm: Path | None = None
-    vllm_arguments: str = ""
-
-
-@dataclass(frozen=True)
 class ServedSource:
     """The source of a policy to serve or to talk to, and lines that say what it is and what it was trained on.
 
@@ -97,17 +79,30 @@ class ServedSource:
     moves: bool = False
 
 
-def serve(served: ServedSource, options: ServeOptions) -> int:
+def serve(
+    served: ServedSource,
+    host: str,
+    port: int,
+    limits: ServingLimits,
+    watch_seconds: float,
+    vllm: Path | None = None,
+    vllm_arguments: str = "",
+) -> int:
     """Serve the policy until SIGTERM or Ctrl-C; return the exit status.
+
+    Args:
+        watch_seconds: How often the registry is asked whether the alias has moved.
+        vllm: A Python that has vLLM, whose server is started instead; None for the own one.
+        vllm_arguments: Further arguments of vLLM's server.
 
     Raises:
         RlhfError: The policy's files are not the registered ones, or the address cannot be used.
     """
-    token = checked_token(os.environ.get(TOKEN_VARIABLE), options.host)
+    token = checked_token(os.environ.get(TOKEN_VARIABLE), host)
     for line in served.about:
         typer.echo(line)
-    if options.vllm is not None:
-        _become_vllm(options.vllm, served, options, token)
+    if vllm is not None:
+        _become_vllm(served, host, port, limits, token, vllm, vllm_arguments)
     if served.workspace is not None:
         limit_threads_of(served.workspace)
     from rlhf_core.serving.app import create_app
@@ -116,16 +111,16 @@ def serve(served: ServedSource, options: ServeOptions) -> int:
     from rlhf_core.serving.policy import PolicyWatch
     from rlhf_core.serving.server import base_url, bind, run_server
 
-    bound = bind(options.host, options.port)  # before the model is loaded, which takes longer
+    bound = bind(host, port)  # before the model is loaded, which takes longer
     metrics = ServingMetrics()
     watch = PolicyWatch(served.source, metrics)
-    completions = Completions(watch, options.limits, metrics)
-    app = create_app(completions, token, options.watch_seconds)
+    completions = Completions(watch, limits, metrics)
+    app = create_app(completions, token, watch_seconds)
     if token is None:
         typer.echo(f"no token: every user of this machine may ask; set {TOKEN_VARIABLE} to require one")
-    typer.echo(f"serving {watch.policy.revision.id} at {base_url(options.host, bound)}; Ctrl-C stops it")
+    typer.echo(f"serving {watch.policy.revision.id} at {base_url(host, bound)}; Ctrl-C stops it")
     signals.install(signal.SIGINT, signal.SIGTERM)
-    run_server(app, bound, options.limits.timeout_seconds)
+    run_server(app, bound, limits.timeout_seconds)
     return EXIT_INTERRUPTED if signals.last() == signal.SIGINT else EXIT_OK
 
 
@@ -159,16 +154,18 @@ def served_source(
     if version is None and run is None:
         alias = alias or CHAMPION
         about = about_version(folder, policy_with_alias(folder, alias), alias)
-        return ServedSource(AliasSource(folder, alias), about, folder, moves=True)
+        return ServedSource(RegisteredPolicy(folder, alias=alias), about, folder, moves=True)
     name, client = load_section(folder, "registry", RegistryConfig).policy, connect(folder)
     found = get_version(client, name, version) if version is not None else version_of_run(client, name, run or "")
     about = about_version(folder, found)
     if obstacle := promotion_obstacle(found):
         about = (*about, f"it could not be promoted: {obstacle}")
-    return ServedSource(VersionSource(folder, str(found.version)), about, folder)
+    return ServedSource(RegisteredPolicy(folder, number=str(found.version)), about, folder)
 
 
-def _become_vllm(python: Path, served: ServedSource, options: ServeOptions, token: str | None) -> NoReturn:
+def _become_vllm(
+    served: ServedSource, host: str, port: int, limits: ServingLimits, token: str | None, python: Path, arguments: str
+) -> NoReturn:
     """Replace this process by vLLM's server, which then gets its signals."""
     from rlhf_core.serving.vllm_command import require_limited, vllm_command, vllm_environment
 
@@ -177,8 +174,8 @@ def _become_vllm(python: Path, served: ServedSource, options: ServeOptions, toke
     revision = served.source.latest()
     files = served.source.files(revision)
     require_limited(files.folder)
-    command = vllm_command(python, revision, files, options.host, options.port, options.limits)
-    command += shlex.split(options.vllm_arguments)
+    command = vllm_command(python, revision, files, host, port, limits)
+    command += shlex.split(arguments)
     if served.moves:
         typer.echo(f"vLLM serves {revision.id} until it is started again; a moved alias is not followed")
     typer.echo(f"starting {shlex.join(command)}", color=False)

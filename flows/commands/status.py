@@ -9,12 +9,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flows.commands.run_state import RunState, describe_stage, read_run_state
-from flows.commands.summary import next_line, verdict_rows
+from flows.commands.run_state import RunState, describe_stage, next_line, read_run_state, verdict_rows
 from flows.commands.text import INDENT, format_age, format_seconds
-from flows.dvc_repo.graph import describe_changes, dvc_status
+from flows.dvc_repo.graph import describe_changes, dvc_status, recorded_stages
 from flows.dvc_repo.inputs import refresh_inputs
-from flows.dvc_repo.lock_file import recorded_stages
+from flows.gates import read_gates
 from flows.pipeline.events import COMPLETED
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
 from flows.registry.client import PIPELINE_TAG, REPORT_PAGE, WORKSPACE_ID_TAG, connect, has_record
@@ -27,7 +26,6 @@ from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.report.headline import ReleaseDecision
-from rlhf_core.storage.files import read_json
 from rlhf_core.tracking.journal import waiting_records
 from rlhf_core.tracking.stage_run import CLIENT_SETTINGS, default_environment
 
@@ -58,8 +56,8 @@ def registry_status(workspace: Path, config: RegistryConfig) -> RegistryStatus:
     """
     if not has_record(workspace):
         return RegistryStatus([])
-    client = connect(workspace)
-    state, release = ReleaseState.read(client, workspace, config.policy), read_release_decision(workspace)
+    state, release = ReleaseState.of(workspace), read_release_decision(workspace)
+    client = state.client
     interrupted = str(state.unfinished[-1]["action"]) if state.unfinished else ""
     said = (release_sentences(release), release.champion, release.decided)
     lines = [
@@ -209,7 +207,10 @@ def status(workspace: Path) -> WorkspaceStatus:
         step = "rlhf status", "a command is under way; a run ends with its verdict"
     else:
         step = next_step(stages, bool(resumable), last, registry)
-    gates = gate_statuses(workspace)
+    gates = [
+        {"gate": gate.name, "passed": gate.passed, "mode": gate.mode, "failed": gate.failed}
+        for gate in read_gates(workspace)
+    ]
     return WorkspaceStatus(workspace, holder, stages, gates, resumable, last, recorded, registry, step)
 
 
@@ -277,17 +278,6 @@ def _state(name: str, stale: Mapping[str, Any], recorded: Mapping[str, Any]) -> 
         return "up to date"
     details = describe_changes(stale[name])
     return f"stale: {details if len(details) <= DETAIL else details[:DETAIL] + ' …'}"
-
-
-def gate_statuses(workspace: Path) -> list[dict[str, Any]]:
-    """Read how each gate has decided that was judged."""
-    gates = []
-    for path in sorted((workspace / "gates").glob("*.json")):
-        report = read_json(path)
-        failed = [c["metric"] for c in report.get("conditions", []) if not c.get("passed")]
-        mode = report.get("mode", "enforce")
-        gates.append({"gate": path.stem, "passed": bool(report.get("passed")), "mode": mode, "failed": failed})
-    return gates
 
 
 def gate_line(gate: Mapping[str, Any]) -> str:

@@ -8,16 +8,17 @@ import shutil
 import sys
 import textwrap
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console, Group
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from flows.stage import condition_rows
+from flows.gates import REPORT_MODE, GateReport
 from flows.workspace import PRIVATE
 from rlhf_core.data.text import for_terminal
 from rlhf_core.errors import DataError, GateFailed, RlhfError
@@ -49,13 +50,16 @@ def print_error(message: str, stream: TextIO) -> None:
 
 def print_gate_failure(error: GateFailed, stream: TextIO) -> None:
     """Print which conditions of a gate failed as a table, or the message where the evidence cannot be read."""
-    decision = _read_decision(error.evidence)
-    if decision is None:
+    gate = None
+    if error.evidence is not None:
+        with suppress(DataError):
+            gate = GateReport(error.evidence.stem, read_json(error.evidence))
+    if gate is None:
         print_error(str(error), stream)
         return
-    print_error(gate_verdict(decision.get("gate", error.evidence.stem if error.evidence else ""), decision), stream)
+    print_error(gate_verdict(gate), stream)
     console = error_console(stream)
-    console.print(gate_table(decision))
+    console.print(gate_table(gate))
     console.print(f"evidence: {error.evidence}", soft_wrap=not console.is_terminal)
 
 
@@ -63,61 +67,46 @@ def print_failed_gates(workspace: Path, stream: TextIO) -> None:
     """Print the table of every gate of ``workspace`` whose conditions do not hold."""
     console = error_console(stream)
     for path in sorted((workspace / "gates").glob("*.json")):
-        decision = _read_decision(path)
-        if decision is not None and not decision.get("passed"):
-            console.print(f"gate {path.stem}", style="bold")
-            console.print(gate_table(decision))
+        with suppress(DataError):  # `rlhf status` names a file that cannot be read
+            gate = GateReport(path.stem, read_json(path))
+            if gate.failed:
+                console.print(f"gate {gate.name}", style="bold")
+                console.print(gate_table(gate))
 
 
-def _read_decision(evidence: Path | None) -> Mapping[str, Any] | None:
-    """Return the content of ``gates/NAME.json``, None if there is none or it is no JSON."""
-    if evidence is None:
-        return None
-    try:
-        decision: Mapping[str, Any] = read_json(evidence)
-    except DataError:
-        return None
-    return decision
-
-
-def has_passed(decision: Mapping[str, Any]) -> bool:
-    """Return whether a gate has conditions and all of them hold."""
-    rows = condition_rows(decision)
-    return decision.get("passed") is True and bool(rows) and all(row.passed for row in rows)
-
-
-def gate_verdict(name: str, decision: Mapping[str, Any]) -> str:
+def gate_verdict(gate: GateReport) -> str:
     """Say in one line whether a gate passed."""
-    rows = condition_rows(decision)
-    if has_passed(decision):
-        return f"the {name} gate passed: {len(rows)} of {len(rows)} conditions hold"
-    failed = sum(not row.passed for row in rows)
-    counted = f"{failed} of {len(rows)} conditions do not hold" if rows else "it has no conditions"
-    mode = ", but the mode is report: the pipeline went on" if decision.get("mode") == "report" else ""
-    return f"the {name} gate failed: {counted}{mode}"
+    count = len(gate.rows)
+    if gate.passed:
+        return f"the {gate.name} gate passed: {count} of {count} conditions hold"
+    counted = f"{len(gate.failed)} of {count} conditions do not hold" if count else "it has no conditions"
+    mode = ", but the mode is report: the pipeline went on" if gate.mode == REPORT_MODE else ""
+    return f"the {gate.name} gate failed: {counted}{mode}"
 
 
-def gate_table(decision: Mapping[str, Any], *, every_reason: bool = False) -> Group:
+def gate_table(gate: GateReport, *, every_reason: bool = False) -> Group:
     """Return a gate's conditions as a table, failures first, and below it the reason for each bound that failed.
 
     Args:
         every_reason: Give the reasons of the bounds that hold, too.
     """
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("")
-    table.add_column("metric", overflow="fold")
-    table.add_column("value", justify="right")
-    table.add_column("bound", overflow="fold")
-    rows = condition_rows(decision)
-    for row in rows:
-        mark = Text("ok", style="green") if row.passed else Text("FAIL", style="bold red")
-        table.add_row(mark, row.metric, row.value, row.bound)
+    rows = ((row.passed, row.metric, row.value, row.bound) for row in gate.rows)
+    table = marked_table(["metric", Column("value", justify="right"), "bound"], rows)
     reasons = [
         Text.assemble((row.metric, "bold"), f": {row.why}")
-        for row in rows
+        for row in gate.rows
         if row.why and (every_reason or not row.passed)
     ]
-    return Group(Padding(table, (0, 0, 0, 2)), *(Padding(reason, (0, 0, 0, 2)) for reason in reasons))
+    return Group(table, *(Padding(reason, (0, 0, 0, 2)) for reason in reasons))
+
+
+def marked_table(columns: Sequence[str | Column], rows: Iterable[tuple[bool, str, str, str]]) -> Padding:
+    """Return a table of what was required, each row marked by its first entry: whether it holds."""
+    folded = [column if isinstance(column, Column) else Column(column, overflow="fold") for column in columns]
+    table = Table("", *folded, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for holds, *cells in rows:
+        table.add_row(Text("ok", style="green") if holds else Text("FAIL", style="bold red"), *cells)
+    return Padding(table, (0, 0, 0, 2))
 
 
 def fitted(text: str) -> str:

@@ -16,10 +16,10 @@ from ruamel.yaml import YAML
 
 from flows.dvc_repo.root import follow_git
 from flows.supervision.processes import run_module
+from flows.workspace import is_elsewhere, matching_files
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.data.collection.sources import collected_paths
-from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.storage.data_files import expand, is_url
+from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import atomic_write_text
 
 DVC_FILE = "dvc.yaml"
@@ -63,13 +63,13 @@ def with_sources(dvc_yaml: str, params: Params, workspace: Path) -> str:
     yaml.indent(mapping=2, sequence=4, offset=2)
     document = yaml.load(dvc_yaml)
     stages = document.get("stages") or {}
-    outputs = [name for stage in stages.values() for name in _names(stage.get("outs"))]
+    outputs = [name for stage in stages.values() for name in entry_names(stage.get("outs"))]
     changed = False
     for name, sources in _sources(params, workspace).items():
         stage = stages.get(name)
-        if stage is None or not any(dep.startswith(FINGERPRINTS) for dep in _names(stage.get("deps"))):
+        if stage is None or not any(dep.startswith(FINGERPRINTS) for dep in entry_names(stage.get("deps"))):
             continue
-        deps = list(_names(stage["deps"]))
+        deps = list(entry_names(stage["deps"]))
         kept = [dep for dep in deps if dep.startswith(FINGERPRINTS) or dep in outputs]
         kept += OF_WORKSPACE.get(name, [])
         wanted = [*kept, *(path for path in _dependencies(sources, workspace, outputs) if path not in kept)]
@@ -83,7 +83,8 @@ def with_sources(dvc_yaml: str, params: Params, workspace: Path) -> str:
     return stream.getvalue()
 
 
-def _names(entries: Any) -> Iterator[str]:
+def entry_names(entries: Any) -> Iterator[str]:
+    """The paths in a list of dvc.yaml, whose entries may have options."""
     for entry in entries or []:
         yield from [entry] if isinstance(entry, str) else entry
 
@@ -105,11 +106,7 @@ def _dependencies(sources: list[str], workspace: Path, outputs: list[str]) -> li
     """
     dependencies: dict[str, None] = {}
     for source in sources:
-        if is_url(source) or source.startswith("hub:"):
-            continue
-        try:
-            files = expand(source, workspace)
-        except DataError:
+        if is_elsewhere(source) or not (files := matching_files(source, workspace)):
             continue
         folder = _folder(source, workspace)
         paths = [folder] if folder is not None and not _holds_outputs(folder, workspace, outputs) else files

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.dvc_repo.inputs import EXPECTATIONS, with_sources
+from flows.dvc_repo.inputs import DVC_FILE, EXPECTATIONS, entry_names, with_sources
 from flows.workspace import cannot_write
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import (
@@ -28,7 +28,6 @@ from rlhf_core.storage.files import atomic_write_text
 
 PROFILE_LINE = "# Profile "  # opens what the comment at the top of params.yaml says about the profile
 HEADER_WIDTH = 118
-DVC_FILE = "dvc.yaml"
 TRIALS = "workspaces"
 ABSENT = object()
 DVC_IGNORE = "# never part of a dependency or an output\n__pycache__\n*.pyc\n.rlhf\nwork\n"
@@ -108,9 +107,8 @@ def _with_ignores(file: Path, dvc_yaml: str) -> str:
     """Return .gitignore with every output and what runs leave behind: DVC adds outputs only where there is git."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     stages = yaml_text.plain(yaml_text.parse(dvc_yaml, DVC_FILE)).get("stages") or {}
-    lists = [stage.get(key) or [] for stage in stages.values() for key in ("outs", "metrics", "plots")]
-    entries = [entry for listed in lists for entry in listed]
-    outputs = [f"/{entry if isinstance(entry, str) else next(iter(entry))}" for entry in entries]
+    lists = [stage.get(key) for stage in stages.values() for key in ("outs", "metrics", "plots")]
+    outputs = [f"/{name}" for listed in lists for name in entry_names(listed)]
     missing = [line for line in (*GIT_IGNORE, *outputs) if line not in text.splitlines()]
     return text + "".join(f"{line}\n" for line in missing)
 

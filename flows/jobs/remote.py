@@ -25,17 +25,10 @@ from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterType
 from prefect.client.schemas.sorting import ArtifactSort
 
-from flows.dvc_repo.graph import StageNode
-from flows.dvc_repo.lock_file import LOCK_FILE
+from flows.dvc_repo.graph import LOCK_FILE, StageNode
 from flows.dvc_repo.root import cache_of
 from flows.jobs.job import Handoff, Job
-from flows.jobs.transfer import (
-    LogShipper,
-    TransferFailed,
-    describe_remote,
-    dvc_transfer,
-    restore_result,
-)
+from flows.jobs.transfer import LogShipper, TransferFailed, describe_remote, dvc_transfer, restore_result
 from flows.stage import StageOutcome, StageSpec, run_stage, stage_log
 from flows.supervision.processes import run_module
 from flows.supervision.signals import retry

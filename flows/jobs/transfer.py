@@ -22,7 +22,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.types import DateTime
 
 from flows.stage import StageOutcome, StageSpec, run_stage
-from flows.supervision.processes import child_environment, dvc_errors, run_module, start_supervised
+from flows.supervision.processes import LogReader, child_environment, dvc_errors, run_module, start_supervised
 from flows.supervision.signals import STOP, retry
 from flows.workspace import private_path
 from rlhf_core.errors import RlhfError
@@ -118,8 +118,7 @@ class LogShipper:
     """
 
     def __init__(self, log: Path, flow_run: UUID) -> None:
-        self.log, self.flow_run = log, flow_run
-        self.offset = log.stat().st_size if log.exists() else 0
+        self.reader, self.flow_run = LogReader(log), flow_run
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name="log-shipper", daemon=True)
 
@@ -131,20 +130,16 @@ class LogShipper:
         self.thread.join(FLUSH_SECONDS)
 
     def _run(self) -> None:
-        deadline = float("inf")
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
-            while time.monotonic() < deadline:
-                flush = self.ended.wait(INTERVAL_SECONDS)
-                if flush:
-                    deadline = min(deadline, time.monotonic() + FLUSH_SECONDS)
-                if self._send(client, flush) and flush:
-                    return
-                if flush:
-                    time.sleep(INTERVAL_SECONDS)
+            while not self.ended.wait(INTERVAL_SECONDS):
+                self._send(client)
+            deadline = time.monotonic() + FLUSH_SECONDS
+            while not self._send(client, unfinished=True) and time.monotonic() < deadline:
+                time.sleep(INTERVAL_SECONDS)
 
-    def _send(self, client: SyncPrefectClient, flush: bool) -> bool:
+    def _send(self, client: SyncPrefectClient, unfinished: bool = False) -> bool:
         """Send what is there; return whether all of it was accepted."""
-        while chunk := self._next_chunk(flush):
+        while chunk := self.reader.lines(CHUNK_BYTES, unfinished):
             now = cast(DateTime, datetime.now(UTC))
             text = chunk.decode("utf-8", errors="replace")
             record = LogCreate(name=LOGGER, level=INFO, message=text, timestamp=now, flow_run_id=self.flow_run)
@@ -152,16 +147,8 @@ class LogShipper:
                 client.create_logs([record])
             except Exception:  # whatever the reason, the same chunk is sent again
                 return False
-            self.offset += len(chunk)
+            self.reader.start += len(chunk)
         return True
-
-    def _next_chunk(self, flush: bool) -> bytes:
-        if not self.log.exists():
-            return b""
-        with self.log.open("rb") as stream:
-            stream.seek(self.offset)
-            chunk = stream.read(CHUNK_BYTES)
-        return chunk if flush or len(chunk) == CHUNK_BYTES else chunk[: chunk.rfind(b"\n") + 1]
 
 
 class LogFollower:

@@ -17,6 +17,7 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
+from flows.gates import read_gates
 from flows.pipeline.verdict import RunVerdict, verdict_markdown
 from flows.registry.client import (
     REPORT_PAGE,
@@ -27,9 +28,8 @@ from flows.registry.client import (
     mlflow_address,
     run_page,
 )
-from flows.stage import LoggedProgress, StageOutcome, condition_rows
+from flows.stage import LoggedProgress, StageOutcome
 from flows.workspace import workspace_slug
-from rlhf_core.storage.files import read_json
 
 # What Markdown would read as markup, and what looks like it.
 LOOK_ALIKES = {">=": "≥", "<=": "≤", "<": "‹", ">": "›", "*": "∗", "`": "ˋ", "](": "] ("}
@@ -68,16 +68,12 @@ def publish_stage_table(workspace: Path, outcomes: Iterable[StageOutcome]) -> No
 
 def publish_gate_tables(workspace: Path) -> None:
     """Create a table of conditions, failures first, for each gate that has left evidence."""
-    for path in sorted((workspace / "gates").glob("*.json")):
-        gate = read_json(path)
+    for gate in read_gates(workspace):
         rows = [
-            asdict(row) | {"passed": "yes" if row.passed else "NO", "why": table_cell(row.why)}
-            for row in condition_rows(gate)
+            asdict(row) | {"passed": "yes" if row.passed else "NO", "why": table_cell(row.why)} for row in gate.rows
         ]
-        verdict = "passed" if gate.get("passed") else "FAILED"
-        create_table_artifact(
-            rows, key=artifact_key(workspace, "gate", path.stem), description=f"Gate {path.stem}: {verdict}"
-        )
+        described = f"Gate {gate.name}: {'passed' if gate.passed else 'FAILED'}"
+        create_table_artifact(rows, key=artifact_key(workspace, "gate", gate.name), description=described)
 
 
 def publish_report(workspace: Path, report: Path, report_link: str | None) -> None:

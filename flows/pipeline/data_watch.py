@@ -16,7 +16,7 @@ from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.states import Completed, State
 
-from flows.dvc_repo.lock_file import recorded_stages
+from flows.dvc_repo.graph import recorded_stages
 from flows.workspace import lock_holder, private_path
 from rlhf_core.config.loading import load_params
 from rlhf_core.data.collection.sources import collected_paths

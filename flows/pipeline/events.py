@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from flows.pipeline.verdict import RunVerdict
 from flows.stage import StageOutcome
+from flows.supervision.processes import LogReader
 from flows.workspace import PRIVATE, private_path
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
 
@@ -108,8 +109,7 @@ class EventLog:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offset = 0
+        self.path, self.reader = path, LogReader(path, 0)
         self.first = self.last = 0.0
 
     def emit(self, event: PipelineEvent) -> None:
@@ -120,13 +120,8 @@ class EventLog:
 
     def read_new(self) -> list[PipelineEvent]:
         """Return the complete events that have not been returned yet."""
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as stream:
-            stream.seek(self.offset)
-            data = stream.read()
-        complete = data[: data.rfind(b"\n") + 1]
-        self.offset += len(complete)
+        complete = self.reader.lines()
+        self.reader.start += len(complete)
         events = []
         for line in complete.splitlines():
             fields = json.loads(line)

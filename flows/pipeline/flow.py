@@ -22,9 +22,8 @@ from prefect.futures import PrefectFuture
 from prefect.states import Cancelled, Completed, Failed, State
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
-from flows.dvc_repo.graph import StageNode, read_graph
+from flows.dvc_repo.graph import StageNode, read_graph, recorded_hash
 from flows.dvc_repo.inputs import refresh_inputs
-from flows.dvc_repo.lock_file import recorded_hash
 from flows.jobs.job import Job
 from flows.jobs.run_on_pool import run_on_pool, run_on_remote_pool
 from flows.pipeline.artifacts import ProgressArtifact, publish_run
@@ -42,13 +41,7 @@ from flows.pipeline.events import (
     events_file,
     new_events_file,
 )
-from flows.pipeline.preflight import (
-    find_unchanged,
-    has_gated_policy,
-    memory_refusal,
-    pairs_refusal,
-    undecided_because,
-)
+from flows.pipeline.preflight import find_unchanged, has_gated_policy, memory_refusal, pairs_refusal, undecided_because
 from flows.pipeline.registration import MATCH_LOG, follow_request, promote_task, register_task, was_suspended
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans

@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from flows.dvc_repo.graph import StageNode, dvc_status, read_graph
-from flows.pipeline.events import (
-    COMPLETED,
-    EventLog,
-    RegistryUpdated,
-    RunEnded,
-    RunPlanned,
-    StageEnded,
-    VerdictReached,
-)
+from flows.pipeline.events import COMPLETED, EventLog, RegistryUpdated, RunEnded, RunPlanned, StageEnded, VerdictReached
 from flows.pipeline.verdict import RegistrationResult, RunVerdict, reach_verdict
 from flows.registry.client import has_record
 from flows.registry.promote import promote

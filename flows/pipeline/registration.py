@@ -26,13 +26,11 @@ from pydantic import ConfigDict, Field
 
 from flows.prefect_server.flow_runs import SUSPENDED
 from flows.prefect_server.services import known_server
-from flows.registry.client import connect
-from flows.registry.decisions import PromotionDecision
+from flows.registry.decisions import PromotionDecision, registry_session
 from flows.registry.history import APPROVE, DECLINE, Entry, ReleaseState
 from flows.registry.promote import approve, decline, open_request, promote
 from flows.registry.register import register
 from flows.registry.release_page import try_release_page
-from flows.registry.session import registry_session
 from flows.registry.workspace import ACTOR_VARIABLE
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
@@ -92,12 +90,12 @@ def follow_request(workspace: Path) -> State[Any]:
     """
     context = FlowRunContext.get()
     assert context is not None and context.flow_run is not None
-    run, model = context.flow_run, load_section(workspace, "registry", RegistryConfig).policy
+    run = context.flow_run
     try:
-        state = ReleaseState.read(connect(workspace), workspace, model)
+        state = ReleaseState.of(workspace)
         request = state.request
         if request is None:
-            return Completed(message=f"no version of {model} waits for approval")
+            return Completed(message=f"no version of {state.name} waits for approval")
         may_suspend = run.deployment_id is not None and run.parent_task_run_id is None
         with get_client(sync_client=True) as client:
             for other in _waiting_runs(client, state.entries):
@@ -107,8 +105,8 @@ def follow_request(workspace: Path) -> State[Any]:
         if not request.is_open:
             return Completed(message=request.closed_because())
         if not may_suspend:
-            return Completed(message=f"version {request.challenger} of {model} waits for approval")
-        about = f"Version {request.challenger} of {model} passed everything: {request.entry['reason']}"
+            return Completed(message=f"version {request.challenger} of {state.name} waits for approval")
+        about = f"Version {request.challenger} of {state.name} passed everything: {request.entry['reason']}"
         # Prefect passes over the key of a request that has been answered, and gives the answer.
         answer = suspend_flow_run(wait_for_input=Approval.with_initial_data(description=about), key=request.entry["id"])
     except (RlhfError, RuntimeError, HTTPError) as error:  # the request is in the history all the same
@@ -166,7 +164,7 @@ def answer_request(workspace: Path, answer: Approval, version: str | None) -> st
     if run is None:
         reason = answer.decide(workspace, request.challenger).reason
     else:
-        latest = ReleaseState.read(connect(workspace), workspace, request.entry["model"]).request
+        latest = ReleaseState.of(workspace).request
         decided = latest.followed_by if latest is not None else None
         if decided is None or decided["action"] != (APPROVE if answer.approve else DECLINE):
             ended = "" if run.state is None else f"{run.state.name}: {run.state.message}"

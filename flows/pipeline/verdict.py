@@ -8,10 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from flows.gates import read_gate
 from flows.registry.client import RELEASE_PAGE, REPORT_PAGE
 from flows.registry.decisions import PromotionDecision
 from flows.registry.release_page import RunNotes, current_page, release_sentences, try_release_page
-from flows.stage import StageOutcome, failed_conditions
+from flows.stage import StageOutcome
 from rlhf_core.config.loading import load_params, profile_names
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
 from rlhf_core.evaluation.report.headline import MEANINGS
@@ -163,9 +164,9 @@ def describe_failure(workspace: Path, failed: StageOutcome) -> str:
     """Say in one line which stage ended the run and why; of a gate, which conditions failed."""
     if failed.action == "stopped":
         return f"stopped during {failed.stage}"
-    evidence = workspace / "gates" / f"{failed.stage.removeprefix('gate-')}.json"
-    if failed.exit_code == EXIT_GATE_FAILED and evidence.is_file():
-        return f"{failed.stage} failed: {failed_conditions(read_json(evidence))}"
+    gate = read_gate(workspace, failed.stage.removeprefix("gate-")) if failed.exit_code == EXIT_GATE_FAILED else None
+    if gate is not None:
+        return f"{failed.stage} failed: {gate.failed_conditions()}"
     first_line = failed.message.strip().partition("\n")[0]
     return f"{failed.stage} failed: {first_line}"
 

@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
-from filelock import FileLock
-
-from flows.dvc_repo.lock_file import recorded_hash
+from flows.dvc_repo.graph import recorded_hash
 from flows.registry.aliases import registry_errors
 from flows.registry.workspace import repair_moved, workspace_id
-from flows.workspace import private_path, run_tags, running_services
+from flows.workspace import locked, run_tags, running_services
 from rlhf_core.config.loading import PARAMS_FILE, load_params, load_section
 from rlhf_core.config.operations import RegistryConfig, TrackingConfig
 from rlhf_core.config.yaml_text import plain, read
@@ -131,7 +129,7 @@ def prepare_tracking(workspace: Path) -> MlflowClient:
     Two processes that create the schema at once fail with "duplicate column name", hence the lock. What stages have
     recorded while the server was away is delivered now.
     """
-    with FileLock(private_path(workspace, "mlflow.lock")):
+    with locked(workspace, "mlflow.lock", wait=True):
         client = connect(workspace)
         own = experiment_id(client, workspace)
     Courier(client, lambda: own, workspace, tracking_uri(workspace)).deliver_waiting()

@@ -11,9 +11,13 @@ again, with the same ids.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,11 +26,16 @@ from uuid import UUID, uuid4, uuid5
 
 from flows.prefect_server.services import known_server
 from flows.registry.aliases import read_aliases, registry_errors, version_numbers
+from flows.registry.client import prepare_tracking
 from flows.registry.history import DECLINE, DONE_TAG, ENTRY_LIMIT, REQUEST, Entry, Ledger, ReleaseState, read_history
 from flows.registry.workspace import actor
+from flows.workspace import locked
+from rlhf_core.config.loading import load_section
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.promotion import Criterion
 from rlhf_core.storage.files import atomic_write_json, permitted, read_json
+from rlhf_core.tracking.stage_run import default_environment, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -318,3 +327,36 @@ def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | No
     if len(entries) > entry["number"]:  # another machine decided meanwhile, and these moves may have undone its own
         _carry_out(client, workspace, entries[-1])
     return report
+
+
+@contextmanager
+def registry_lock(workspace: Path, model: str) -> Iterator[None]:
+    """Hold the lock of the registered model ``model`` for the block; wait for another holder.
+
+    The file lies beside a SQLite database, and for a server in the temporary folder of the user. Processes of other
+    machines and users are not locked out: of two that decide at the same time, the second one's entry in the history is
+    refused (:meth:`flows.registry.history.Ledger.append`).
+    """
+    from sqlalchemy.engine import make_url
+
+    uri = tracking_uri(workspace)
+    if uri.startswith("sqlite"):
+        folder, subject = Path(make_url(uri).database or "").resolve().parent, model
+    else:
+        folder, subject = Path(tempfile.gettempdir()) / f"rlhf-{os.getuid()}", f"{uri} {model}"
+    digest = hashlib.sha256(subject.encode()).hexdigest()[:16]
+    with locked(folder, f"registry-{digest}.lock", wait=True):
+        yield
+
+
+RETRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5"}  # after 4, 8, 16 and 32 seconds; MLflow retries for four minutes
+
+
+@contextmanager
+def registry_session(workspace: Path) -> Iterator[ReleaseState]:
+    """Lock the registered policy of ``workspace`` for the block, after completing what an earlier call began."""
+    workspace = workspace.resolve()
+    name = load_section(workspace, "registry", RegistryConfig).policy
+    client = prepare_tracking(workspace)
+    with registry_lock(workspace, name), default_environment(RETRIES):
+        yield finish_interrupted(client, workspace, name)

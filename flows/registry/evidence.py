@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.dvc_repo.graph import StageNode, all_before, describe_changes
-from flows.dvc_repo.lock_file import recorded_hash
+from flows.dvc_repo.graph import StageNode, all_before, describe_changes, recorded_hash, recorded_stages
+from flows.gates import GATES, REPORT_MODE, GateReport, read_gate
 from rlhf_core.config.gates import Condition, GatesConfig
 from rlhf_core.config.loading import PARAMS_FILE, load_section
-from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import GateFailed, RlhfError
 from rlhf_core.gates import weaker_conditions
 from rlhf_core.git import git_revision
@@ -22,51 +21,29 @@ if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
 
-GATES = ("data", "sft", "reward", "policy")
-REPORT_MODE = "report"
 ALWAYS_CHANGED = "always changed"
 
 
-@dataclass(frozen=True)
-class GateEvidence:
-    """What one gate recorded. ``failed`` is empty if it passed, else why it does not vouch for a model."""
-
-    gate: str
-    report: Mapping[str, Any]
-    failed: str
-
-
-def read_gate_evidence(workspace: Path, gate: str) -> GateEvidence:
-    """The evidence of ``gate``; a gate that only reports (``mode: report``) may have failed.
+def read_gate_evidence(workspace: Path, gate: str) -> GateReport:
+    """The report of ``gate``; a gate that only reports (``mode: report``) may have failed.
 
     Raises :class:`GateFailed` when there is no evidence, when an enforced gate failed, or when a judged file has
     changed since.
     """
-    path = workspace / "gates" / f"{gate}.json"
-    if not path.is_file():
+    report = read_gate(workspace, gate)
+    if report is None:
         raise GateFailed(
             f"gates/{gate}.json does not exist: the {gate} gate has not judged this workspace; run `rlhf run`"
         )
-    report: dict[str, Any] = read_json(path)
-    evidence = report.get("evidence") or {}
-    if not evidence:
+    if not report.evidence:
         raise GateFailed(f"gates/{gate}.json names no evidence, so it cannot vouch for a model; run `rlhf run` again")
-    for name, expected in evidence.items():
+    for name, expected in report.evidence.items():
         file = workspace / name
         if not file.is_file() or sha256_file(file) != expected:
             raise GateFailed(f"{name} is not the file that the {gate} gate judged; run `rlhf run` to judge it anew")
-    conditions = report.get("conditions") or []
-    if not conditions:
-        failed = f"the {gate} gate has no conditions, so it cannot vouch for a model"
-    else:
-        unmet = [str(condition.get("metric")) for condition in conditions if condition.get("passed") is not True]
-        mode = " (mode: report)" if report.get("mode") == REPORT_MODE else ""
-        failed = f"the {gate} gate did not pass{mode}: {', '.join(unmet) or f'see gates/{gate}.json'}"
-        if report.get("passed") is True and not unmet:
-            failed = ""
-    if failed and report.get("mode") != REPORT_MODE:
-        raise GateFailed(failed)
-    return GateEvidence(gate, report, failed)
+    if (objection := report.objection()) and report.mode != REPORT_MODE:
+        raise GateFailed(objection)
+    return report
 
 
 def require_recorded(graph: Mapping[str, StageNode], stale: Mapping[str, Any], stage: str) -> None:
@@ -196,9 +173,8 @@ def source_of_version(client: MlflowClient, version: ModelVersion) -> TrainingSo
 
 def source_of_workspace(workspace: Path) -> TrainingSource | None:
     """Read what the models of ``workspace`` were trained on from dvc.lock; None before the first run."""
-    lock = workspace / "dvc.lock"
-    stages = (plain(read(lock)) if lock.is_file() else {}).get("stages") or {}
-    recorded = [stages.get(name, {}).get("params", {}).get("params.yaml", {}) for name in ("collect", "base")]
+    stages = recorded_stages(workspace)
+    recorded = [stages[name].params for name in ("collect", "base") if name in stages]
     try:
         pairs = flatten(read_json(workspace / "metrics" / "data.json")).get(PAIRS)
     except RlhfError:

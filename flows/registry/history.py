@@ -18,6 +18,8 @@ from flows.registry.aliases import (
     version_numbers,
     versions,
 )
+from flows.registry.client import connect
+from flows.registry.workspace import OWNER_TAG, workspace_id
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
@@ -217,7 +219,7 @@ DONE_TAG = "rlhf.decisions_done"
 class ReleaseState:
     """A registered model and the decisions on it, by one reading of its registry.
 
-    Under its lock (:func:`flows.registry.session.registry_session`) decisions are made on it; what is committed holds
+    Under its lock (:func:`flows.registry.decisions.registry_session`) decisions are made on it; what is committed holds
     only if the registry is still so.
 
     Attributes:
@@ -231,6 +233,12 @@ class ReleaseState:
     name: str
     model: RegisteredModel | None
     entries: Sequence[Entry]
+
+    @classmethod
+    def of(cls, workspace: Path, name: str = "") -> ReleaseState:
+        """Read the registered policy of a workspace, or another registered model."""
+        name = name or load_section(workspace, "registry", RegistryConfig).policy
+        return cls.read(connect(workspace), workspace, name)
 
     @classmethod
     def read(cls, client: MlflowClient, workspace: Path, name: str) -> ReleaseState:
@@ -294,6 +302,23 @@ class ReleaseState:
         """The decisions that were not carried out to their end."""
         done = "0" if self.model is None else self.model.tags.get(DONE_TAG, "0")
         return self.entries[int(done) if done.isdecimal() else 0 :]
+
+    @property
+    def other_owner(self) -> str:
+        """The folder of the workspace that owns the model, where it is another one; empty too without an owner."""
+        owner, _, folder = ("" if self.model is None else self.model.tags.get(OWNER_TAG, "")).partition(" ")
+        return "" if owner in ("", workspace_id(self.workspace)) else folder
+
+    @property
+    def not_the_owner(self) -> str:
+        """Why the workspace may not decide on the champion; empty if it may."""
+        if not (folder := self.other_owner):
+            return ""
+        return (
+            f"{self.name} is owned by {folder}: promote there, or set another name in registry.policy; if that folder "
+            f"is gone, delete the tag {OWNER_TAG} of {self.name} in MLflow, and the next promotion makes its workspace "
+            "the owner"
+        )
 
     def version(self, number: str) -> ModelVersion:
         """Version ``number``; ``RlhfError`` if there is none or the registry does not answer."""

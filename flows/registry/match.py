@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.dvc_repo.lock_file import recorded_hash
+from flows.dvc_repo.graph import recorded_hash
 from flows.registry.aliases import registry_errors
 from flows.registry.history import EntryTaken, Ledger
 from flows.registry.stored_models import CONTENT_TAG

@@ -21,24 +21,16 @@ from flows.registry.decisions import (
     new_entry,
     publish_decision,
     read_decisions,
+    registry_session,
     utc_now,
     version_tag,
 )
 from flows.registry.evidence import gate_conditions, weaker_gates
-from flows.registry.history import (
-    APPROVE,
-    DECLINE,
-    REQUEST,
-    WITHDRAW,
-    ApprovalRequest,
-    ReleaseState,
-    version_words,
-)
+from flows.registry.history import APPROVE, DECLINE, REQUEST, WITHDRAW, ApprovalRequest, ReleaseState, version_words
 from flows.registry.match import PlayMatch, decided_by, make_attempt, play_match
 from flows.registry.register import CONDITIONS_TAG, GATES_PASSED, GATES_TAG, REWARD_VERSION_TAG, UNGATED_TAG
-from flows.registry.session import not_the_owner, ownership, registry_session
 from flows.registry.stored_models import COMPLETE_TAG, verified_folder
-from flows.registry.workspace import OWNER_TAG, actor, printed_line
+from flows.registry.workspace import OWNER_TAG, actor, ownership, printed_line
 from rlhf_core.config.gates import Condition
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.promotion import non_inferiority_criteria, win_rate_criteria
@@ -63,8 +55,8 @@ def promote(
     """Decide whether the challenger becomes ``@champion``, act on it, and keep the decision as an immutable report.
 
     The registered files must be the ones that the gates judged, and the version must have passed every gate. Only the
-    workspace that owns the registered model promotes (:mod:`flows.registry.session`). Where there was never a
-    champion the challenger then takes the place at once; else every criterion of
+    workspace that owns the registered model promotes (:func:`flows.registry.workspace.ownership`). Where there was
+    never a champion the challenger then takes the place at once; else every criterion of
     :mod:`rlhf_core.evaluation.promotion` must hold. With ``registry.approval`` a challenger that passes is not
     promoted, forced or not: it waits for :func:`approve`.
 
@@ -81,7 +73,7 @@ def promote(
     """
     workspace = workspace.resolve()
     if force_reason is not None:
-        _required_reason(force_reason, "a forced promotion needs a reason; say why, it is recorded")
+        _required_reason(force_reason, "a forced promotion needs a reason; add --reason TEXT, it is recorded")
     with registry_session(workspace) as state:
         config, owner = state.config, {OWNER_TAG: ownership(workspace)}
         challenger = state.version_with(CHALLENGER) if version is None else state.version(version)
@@ -141,7 +133,7 @@ def _decide(
     )
     if champion is not None and champion.version == challenger.version:
         return decision.refused("the challenger is the champion already", unchanged=True)
-    if not_allowed := not_the_owner(state):
+    if not_allowed := state.not_the_owner:
         return decision.refused(not_allowed, unchanged=True)
     folder = verified_folder(workspace, challenger, client)
     obstacle = promotion_obstacle(challenger, gate_conditions(workspace))

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.dvc_repo.graph import dvc_status, read_graph
+from flows.gates import GATES, GateReport
 from flows.registry.aliases import CHALLENGER, registry_errors, versions
 from flows.registry.client import experiment_id, fluent, log_data_input, log_numbers
-from flows.registry.decisions import TAG_LIMIT, commit, move, new_entry
+from flows.registry.decisions import TAG_LIMIT, commit, move, new_entry, registry_session
 from flows.registry.evidence import (
     DATA_CARD,
-    GATES,
     PARENT_TAG,
-    GateEvidence,
     gate_conditions,
     lineage_tags,
     read_gate_evidence,
@@ -25,7 +24,6 @@ from flows.registry.evidence import (
     short_conditions,
 )
 from flows.registry.history import ReleaseState
-from flows.registry.session import registry_session
 from flows.registry.signing import SIGNER_TAG, Signer, require_signer, sign_version
 from flows.registry.stored_models import COMPLETE_TAG, CONTENT_TAG, known_version, log_model
 from flows.registry.workspace import RegisteredHere, write_registered
@@ -81,9 +79,9 @@ class Registration:
     def describe(self) -> str:
         """What was registered and what was refused, in one line."""
         parts = [
-            f"{name} version {entry.version}{' (as before)' if entry.reused else ''}"
+            f"{entry.model} version {entry.version}{' (as before)' if entry.reused else ''}"
             f"{f', ungated ({entry.ungated}): no challenger' if entry.ungated else ''}"
-            for name, entry in self.registered.items()
+            for entry in self.registered.values()
         ]
         parts += [f"{name} not registered: {reason}" for name, reason in self.refused.items()]
         return "; ".join(parts)
@@ -119,11 +117,11 @@ def register(workspace: Path, run_id: str | None = None, *, known_only: bool = F
     workspace = workspace.resolve()
     signer = require_signer(load_section(workspace, "registry", RegistryConfig).signature)
     result = Registration()
-    registered: dict[str, RegisteredHere] = {}
     with registry_session(workspace) as policy:
         graph, stale = read_graph(workspace), {} if known_only else dvc_status(workspace)
         reward_version: dict[str, str] = {}
-        for model in registrable_models(policy.config):
+        models = registrable_models(policy.config)
+        for model in models:
             try:
                 evidence = [read_gate_evidence(workspace, gate) for gate in model.gates]
                 require_recorded(graph, stale, model.gate_stage)
@@ -133,20 +131,20 @@ def register(workspace: Path, run_id: str | None = None, *, known_only: bool = F
                 result.refused[model.name] = str(error)
                 continue
             result.registered[model.name] = version
-            registered[model.folder] = version
             reward_version = {REWARD_VERSION_TAG: version.version}
-    write_registered(workspace, registered)
+    write_registered(
+        workspace, {of.folder: result.registered[of.name] for of in models if of.name in result.registered}
+    )
     return result
 
 
-def _gate_tags(workspace: Path, model: RegistrableModel, evidence: Sequence[GateEvidence]) -> dict[str, str]:
+def _gate_tags(workspace: Path, model: RegistrableModel, evidence: Sequence[GateReport]) -> dict[str, str]:
     """Whether all gates passed, why not, their conditions, and the report of the model's own gate (the last)."""
-    failures, gates = "; ".join(gate.failed for gate in evidence if gate.failed), gate_conditions(workspace)
-    report = json.dumps(evidence[-1].report, sort_keys=True)
+    failures, gates = "; ".join(filter(None, (gate.objection() for gate in evidence))), gate_conditions(workspace)
+    own = evidence[-1]
+    report = json.dumps(own.content, sort_keys=True)
     if len(report) > TAG_LIMIT:  # the run has the whole
-        report = json.dumps(
-            {**evidence[-1].report, "conditions": len(evidence[-1].report["conditions"])}, sort_keys=True
-        )
+        report = json.dumps({**own.content, "conditions": len(own.rows)}, sort_keys=True)
     return {
         GATES_TAG: GATES_FAILED if failures else GATES_PASSED,
         GATE_REPORT_TAG: report[:TAG_LIMIT],
@@ -159,7 +157,7 @@ def _register_one(
     client: MlflowClient,
     workspace: Path,
     model: RegistrableModel,
-    evidence: Sequence[GateEvidence],
+    evidence: Sequence[GateReport],
     tags: Mapping[str, str],
     run_id: str | None,
     signer: Signer | None,
@@ -203,7 +201,7 @@ def _create_version(
     client: MlflowClient,
     workspace: Path,
     model: RegistrableModel,
-    evidence: Sequence[GateEvidence],
+    evidence: Sequence[GateReport],
     tags: Mapping[str, str],
     run_id: str | None,
 ) -> str:
@@ -218,7 +216,7 @@ def _create_version(
     if run_id:
         run_tags[PARENT_TAG] = run_id
     experiment = experiment_id(client, workspace)
-    files = [workspace / name for name in dict.fromkeys(name for gate in evidence for name in gate.report["evidence"])]
+    files = [workspace / name for name in dict.fromkeys(name for gate in evidence for name in gate.evidence)]
     with (
         registry_errors(f"register {model.name}"),
         fluent(workspace),
@@ -228,7 +226,7 @@ def _create_version(
         trained_by = training_run(client, workspace, model.stage)
         logged = log_model(workspace, model.kind, model.folder, tags[CONTENT_TAG], trained_by)
         for gate in evidence:
-            client.log_artifact(own_run, str(workspace / "gates" / f"{gate.gate}.json"), "gates")
+            client.log_artifact(own_run, str(workspace / "gates" / f"{gate.name}.json"), "gates")
         for path in files:
             client.log_artifact(own_run, str(path), "metrics")
         if (workspace / DATA_CARD).is_file():

@@ -10,15 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.gates import GATES, REPORT_MODE, SIGNS, read_gate
 from flows.registry.aliases import CHAMPION, get_version, read_aliases, registry_errors
 from flows.registry.client import RELEASE_PAGE, REPORT_PAGE, connect, has_record
 from flows.registry.decisions import read_decisions, utc_now
-from flows.registry.evidence import DATA_CARD, GATES, REPORT_MODE, gate_conditions
+from flows.registry.evidence import DATA_CARD, gate_conditions
 from flows.registry.history import DECLINE, ReleaseState, utc_minute
 from flows.registry.promote import DECLINED_TAG, promotion_obstacle
-from flows.registry.session import not_the_owner
 from flows.registry.workspace import RegisteredHere, read_registered
-from flows.stage import SIGNS, condition_rows
 from flows.workspace import PRIVATE, private_path
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
@@ -66,7 +65,7 @@ def read_release_decision(workspace: Path, notes: RunNotes | None = None) -> Rel
     here = _version_of_policy(workspace, notes)
     if here is None:
         return _not_registered(workspace, notes)
-    state = ReleaseState.read(connect(workspace), workspace, here.model)
+    state = ReleaseState.of(workspace, here.model)
     version = state.version(here.version)
     gates = f"; no gate vouches for it: {here.ungated}" if here.ungated else "; it passed its gates"
     return replace(
@@ -107,19 +106,15 @@ def _version_of_policy(workspace: Path, notes: RunNotes) -> RegisteredHere | Non
 
 def _refused_by(workspace: Path) -> str:
     """The first gate that is enforced and did not pass; empty if there is none."""
-    for gate in GATES:
-        path = workspace / "gates" / f"{gate}.json"
-        report = read_json(path) if path.is_file() else {"passed": True}
-        if report.get("passed") is not True and report.get("mode") != REPORT_MODE:
-            return gate
-    return ""
+    reports = (report for gate in GATES if (report := read_gate(workspace, gate)) is not None)
+    return next((report.name for report in reports if not report.passed and report.mode != REPORT_MODE), "")
 
 
 def _unmet_conditions(workspace: Path, gates: Sequence[str] = GATES) -> tuple[UnmetCondition, ...]:
     """The conditions that do not hold in ``gates/NAME.json``, gate by gate."""
-    paths = [workspace / "gates" / f"{gate}.json" for gate in gates]
-    rows = (row for path in paths if path.is_file() for row in condition_rows(read_json(path)))
-    return tuple(UnmetCondition(row.metric, row.value, row.bound, row.why) for row in rows if not row.passed)
+    reports = (report for gate in gates if (report := read_gate(workspace, gate)) is not None)
+    rows = (row for report in reports for row in report.rows if not row.passed)
+    return tuple(UnmetCondition(row.metric, row.value, row.bound, row.why) for row in rows)
 
 
 def _not_registered(workspace: Path, notes: RunNotes) -> ReleaseDecision:
@@ -185,7 +180,7 @@ def _not_promoted(state: ReleaseState, here: RegisteredHere, version: ModelVersi
     """An obstacle by what is recorded of the version, else the last match, else that nobody has decided."""
     workspace, label = state.workspace, _label(here)
     headline = f"Not released: {label} was not promoted"
-    not_allowed = not_the_owner(state)
+    not_allowed = state.not_the_owner
     if obstacle := promotion_obstacle(version, gate_conditions(workspace)):
         explain = ("rlhf gate policy --explain", "every condition; `rlhf promote --force --reason TEXT` overrides")
         # Why no gate vouches for a version is said where it is named.

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 from flows.registry.aliases import read_aliases, registry_errors, versions
 from flows.registry.client import fluent
-from flows.registry.decisions import commit, new_entry
+from flows.registry.decisions import commit, new_entry, registry_session
 from flows.registry.history import RETENTION, ReleaseState
 from flows.registry.match import MATCH_TAG, MATCHES
 from flows.registry.register import REWARD_VERSION_TAG
-from flows.registry.session import other_owner, registry_session
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
@@ -62,7 +61,7 @@ def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
     if config.retention.versions is None:
         raise RlhfError("registry.retention.versions is not set, so every version is kept; set how many newest to keep")
     with registry_session(workspace) as state:
-        if owner := other_owner(state):
+        if owner := state.other_owner:
             raise RlhfError(f"{config.policy} is owned by {owner}; its versions are deleted there")
         plan = _plan(state, config.retention.versions)
         if delete and plan.deleted:

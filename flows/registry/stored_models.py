@@ -19,9 +19,9 @@ from flows.registry.aliases import (
     versions,
 )
 from flows.registry.client import connect, fluent, knock
+from flows.registry.decisions import registry_session
 from flows.registry.evidence import PARENT_TAG
 from flows.registry.history import ReleaseState
-from flows.registry.session import registry_session
 from flows.registry.signing import verify_signature
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
@@ -214,15 +214,6 @@ def _sizes(store: ArtifactRepository, folder: str, root: str) -> dict[str, int |
     return sizes
 
 
-def champion_folder(workspace: Path, alias: str = CHAMPION) -> Path:
-    """The Hugging Face folder of the policy with ``alias``, its content verified.
-
-    A promotion that was interrupted is completed first. Raises ``RlhfError`` where no version has the alias and
-    ``ModelError`` where its files are not the registered ones.
-    """
-    return verified_folder(workspace.resolve(), policy_with_alias(workspace, alias))
-
-
 def policy_with_alias(workspace: Path, alias: str = CHAMPION) -> ModelVersion:
     """The version of the policy that ``alias`` points to, after an interrupted promotion was completed.
 
@@ -230,8 +221,7 @@ def policy_with_alias(workspace: Path, alias: str = CHAMPION) -> ModelVersion:
         RlhfError: No version has the alias.
     """
     workspace = workspace.resolve()
-    name = load_section(workspace, "registry", RegistryConfig).policy
-    state = ReleaseState.read(connect(workspace), workspace, name)
+    state = ReleaseState.of(workspace)
     if state.unfinished:  # else a match of another workspace need not be waited for
         with registry_session(workspace) as state:
             pass
@@ -241,20 +231,33 @@ def policy_with_alias(workspace: Path, alias: str = CHAMPION) -> ModelVersion:
         remedy = "in this workspace yet; `rlhf run` makes one, `rlhf status` shows what is"
     else:
         remedy = f"in this workspace; its aliases are {', '.join(sorted(state.aliases)) or 'none'}"
-    raise RlhfError(f"no {alias} of {name} {remedy}")
+    raise RlhfError(f"no {alias} of {state.name} {remedy}")
 
 
-class VersionSource:
-    """One version of the registered policy of a workspace."""
+class RegisteredPolicy:
+    """A version of the registered policy of a workspace: one by its number, or whichever has an alias when asked."""
 
-    def __init__(self, workspace: Path, number: str) -> None:
-        self.workspace, self.number = workspace, number
+    def __init__(self, workspace: Path, *, number: str | None = None, alias: str = CHAMPION) -> None:
+        self.workspace, self.number, self.alias = workspace, number, alias
         self.name = load_section(workspace, "registry", RegistryConfig).policy
         self.client = connect(workspace)
 
     def latest(self) -> PolicyRevision:
-        """Return the version."""
-        return PolicyRevision(f"{self.name}:{self.number}")
+        """Return the version of that number, or the one that has the alias now.
+
+        Raises:
+            RlhfError: No version has it, or the registry does not answer.
+        """
+        if self.number is not None:
+            return PolicyRevision(f"{self.name}:{self.number}")
+        uri = tracking_uri(self.workspace)
+        with registry_errors(f"look up {self.name}"):
+            if uri.startswith(("http://", "https://")):
+                knock(uri)  # MLflow itself would try for minutes
+        number = read_aliases(self.client, self.name).get(self.alias)
+        if number is None:
+            raise RlhfError(f"no version of {self.name} has the alias {self.alias}; `rlhf status` shows what there is")
+        return PolicyRevision(f"{self.name}:{number}", f"{self.name}@{self.alias}")
 
     def files(self, revision: PolicyRevision) -> PolicyFiles:
         """Return the folder of a version, its content verified, and the sampling it was judged with.
@@ -265,29 +268,6 @@ class VersionSource:
         number = revision.id.rpartition(":")[2]
         folder = verified_folder(self.workspace, get_version(self.client, self.name, number))
         return PolicyFiles(folder, SamplingConfig(**stored_sampling(folder)))
-
-
-class AliasSource(VersionSource):
-    """The version that an alias points to whenever it is asked."""
-
-    def __init__(self, workspace: Path, alias: str) -> None:
-        super().__init__(workspace, "")
-        self.alias = alias
-
-    def latest(self) -> PolicyRevision:
-        """Return the version that has the alias now.
-
-        Raises:
-            RlhfError: No version has it, or the registry does not answer.
-        """
-        uri = tracking_uri(self.workspace)
-        with registry_errors(f"look up {self.name}"):
-            if uri.startswith(("http://", "https://")):
-                knock(uri)  # MLflow itself would try for minutes
-        number = read_aliases(self.client, self.name).get(self.alias)
-        if number is None:
-            raise RlhfError(f"no version of {self.name} has the alias {self.alias}; `rlhf status` shows what there is")
-        return PolicyRevision(f"{self.name}:{number}", f"{self.name}@{self.alias}")
 
 
 def version_of_run(client: MlflowClient, name: str, run_id: str) -> ModelVersion:

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
-from flows.dvc_repo.lock_file import recorded_hash
+from flows.dvc_repo.graph import recorded_hash
 from flows.workspace import PRIVATE, cannot_write, private_path
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json
@@ -53,6 +53,15 @@ def workspace_id(workspace: Path) -> str:
         return known
     except OSError as error:
         raise cannot_write(workspace, error) from error
+
+
+def ownership(workspace: Path) -> str:
+    """The tag by which ``workspace`` owns a registered model: its id, then its folder for messages.
+
+    The first promotion makes a workspace the owner. Others may register versions under the same name; whether one
+    becomes champion is decided by the owner's gates, prompts, judge and bounds.
+    """
+    return f"{workspace_id(workspace)} {workspace}"
 
 
 def known_workspace_id(workspace: Path) -> str | None:
@@ -167,5 +176,5 @@ def _rename(connection: sqlite3.Connection, earlier: Path, workspace: Path) -> N
                 )
     connection.execute(
         "UPDATE registered_model_tags SET value = ? WHERE key = ? AND value LIKE ?",
-        (f"{workspace_id(workspace)} {workspace}", OWNER_TAG, f"% {earlier}"),
+        (ownership(workspace), OWNER_TAG, f"% {earlier}"),
     )

@@ -133,27 +133,6 @@ MODEL_FILES = ("config.json", GENERATION, "model.safetensors.index.json")
 
 
 @dataclass(frozen=True)
-class ExportRequest:
-    """What to export and where to.
-
-    Attributes:
-        version: Version of the registered policy; None is the champion.
-        push: ``owner/name`` of the hub repository that receives the folder too; None for none.
-        public: Whether a repository that is made is public.
-        license_id: The license on the card, as hubs spell it (``apache-2.0``).
-        adapter: Only what was trained, for PEFT, of a policy that was trained as adapters.
-        force_reason: Release whatever gates say; the reason is written on the card.
-    """
-
-    version: str | None = None
-    push: str | None = None
-    public: bool = False
-    license_id: str | None = None
-    force_reason: str | None = None
-    adapter: bool = False
-
-
-@dataclass(frozen=True)
 class Export:
     """The folder that was written, of which version, and the address on the hub if it was pushed."""
 
@@ -179,10 +158,28 @@ class Export:
         )
 
 
-def export(workspace: Path, target: Path, request: ExportRequest) -> Export:
+def export(
+    workspace: Path,
+    target: Path,
+    *,
+    version: str | None = None,
+    push: str | None = None,
+    public: bool = False,
+    license_id: str | None = None,
+    force_reason: str | None = None,
+    adapter: bool = False,
+) -> Export:
     """Write the model to ``target``: safetensors, tokenizer, chat template, the sampling it was judged with, a card.
 
     Where the environment names a signing key, the whole folder is signed, in ``model.sig``.
+
+    Args:
+        version: Version of the registered policy; None is the champion.
+        push: ``owner/name`` of the hub repository that receives the folder too; None for none.
+        public: Whether a repository that is made is public.
+        license_id: The license on the card, as hubs spell it (``apache-2.0``).
+        force_reason: Release whatever gates say; the reason is written on the card.
+        adapter: Only what was trained, for PEFT, of a policy that was trained as adapters.
 
     Raises:
         RlhfError: ``target`` is not empty, there is no such version, or the hub refuses; nothing is left half-written.
@@ -194,27 +191,26 @@ def export(workspace: Path, target: Path, request: ExportRequest) -> Export:
     workspace = workspace.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RlhfError(f"{target} is not an empty folder; name a new one")
-    if request.push is not None:
-        check_repository(request.push)
+    if push is not None:
+        check_repository(push)
     config = load_section(workspace, "registry", RegistryConfig)
     signer = Signer.of_environment()
-    version = (
-        policy_with_alias(workspace, CHAMPION)
-        if request.version is None
-        else get_version(connect(workspace), config.policy, request.version)
-    )
-    obstacle = promotion_obstacle(version)
-    if obstacle and request.force_reason is None:
+    if version is None:
+        released = policy_with_alias(workspace, CHAMPION)
+    else:
+        released = get_version(connect(workspace), config.policy, version)
+    obstacle = promotion_obstacle(released)
+    if obstacle and force_reason is None:
         raise GateFailed(f"{obstacle}; to release it all the same, add --force --reason TEXT, which the card will show")
-    source = verified_folder(workspace, version)
-    evidence = release_evidence(workspace, version, source, obstacle)
-    title = (request.push or target.name).rpartition("/")[2]
-    if request.adapter and not (source / ADAPTER_FOLDER).is_dir():
+    source = verified_folder(workspace, released)
+    evidence = release_evidence(workspace, released, source, obstacle)
+    title = (push or target.name).rpartition("/")[2]
+    if adapter and not (source / ADAPTER_FOLDER).is_dir():
         raise RlhfError(
             f"{evidence.name} was not trained as an adapter (ppo.policy_lora), so there is none; leave --adapter out"
         )
     with atomic_dir(target) as folder:
-        if request.adapter:
+        if adapter:
             _copy_adapter(source, folder, evidence)
             reads_in_4 = True
         else:
@@ -225,18 +221,15 @@ def export(workspace: Path, target: Path, request: ExportRequest) -> Export:
             sampled = {**settings, "do_sample": True, **evidence.sampling}
             file.write_text(json.dumps(sampled, indent=2) + "\n", encoding="utf-8")
             reads_in_4 = write_earlier_names(folder)
-        data = card_data(evidence, request.license_id) | ({"library_name": "peft"} if request.adapter else {})
-        forced = request.force_reason if obstacle else None
-        text = card_text(evidence, title, forced, reads_in_4, request.adapter)
+        data = card_data(evidence, license_id) | ({"library_name": "peft"} if adapter else {})
+        text = card_text(evidence, title, force_reason if obstacle else None, reads_in_4, adapter)
         ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{text}").save(folder / "README.md")
         if evidence.data_card:
             (folder / DATA_CARD_FILE).write_text(evidence.data_card, encoding="utf-8")
         if signer is not None:
             signer.sign(folder, folder / SIGNATURE_NAME)
-    address = None
-    if request.push is not None:
-        address = upload(target, request.push, request.public, evidence.name)
-    return Export(target, evidence.name, address, request.adapter)
+    address = None if push is None else upload(target, push, public, evidence.name)
+    return Export(target, evidence.name, address, adapter)
 
 
 def _copy_adapter(source: Path, folder: Path, evidence: ReleaseEvidence) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.gates import GATES, GateReport, read_gates
 from flows.pipeline.verdict import JUDGE_COLUMNS, judge_cells, markdown_table, markdown_text
 from flows.registry.aliases import registry_errors
 from flows.registry.client import connect, fluent
-from flows.registry.evidence import GATES, TrainingSource, read_data_card, source_of_version
+from flows.registry.evidence import TrainingSource, read_data_card, source_of_version
 from flows.registry.stored_models import stored_sampling
-from flows.stage import condition_rows
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import SELECTED_BY, TRAINED_ON
 from rlhf_core.evaluation.verdict import judge_results
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 LINEAGE = "lineage."
-KINDS = ("gates", "metrics")
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class ReleaseEvidence:
     Attributes:
         name: Registered model and version, ``rlhf-policy version 3``.
         run_id: The MLflow run that registered it.
-        gates: The gate reports by name, in the order in which they judged.
+        gates: The gate reports, in the order in which they judged.
         evaluation: The content of ``metrics/evaluation.json``.
         sampling: The sampling that the policy was judged with.
         source: What it was trained on; None if MLflow no longer knows.
@@ -49,7 +48,7 @@ class ReleaseEvidence:
 
     name: str
     run_id: str
-    gates: Mapping[str, Mapping[str, Any]]
+    gates: Sequence[GateReport]
     evaluation: Mapping[str, Any]
     sampling: Mapping[str, Any]
     source: TrainingSource | None
@@ -77,13 +76,14 @@ def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obsta
         registry_errors(f"read the evidence of {name}"),
         fluent(workspace),
     ):
-        gates, metrics = (Path(client.download_artifacts(version.run_id, kind, temporary)) for kind in KINDS)
-        reports = {path.stem: read_json(path) for path in sorted(gates.glob("*.json"))}
+        client.download_artifacts(version.run_id, "gates", temporary)
+        metrics = Path(client.download_artifacts(version.run_id, "metrics", temporary))
+        order = {name: number for number, name in enumerate(GATES)}
         training, sft = metrics / "ppo.json", metrics / "sft.json"
         return ReleaseEvidence(
             name=name,
             run_id=version.run_id,
-            gates={gate: reports[gate] for gate in dict.fromkeys((*GATES, *reports)) if gate in reports},
+            gates=sorted(read_gates(Path(temporary)), key=lambda gate: order.get(gate.name, len(order))),
             evaluation=read_json(metrics / "evaluation.json"),
             sampling=stored_sampling(folder),
             source=source_of_version(client, version),
@@ -200,7 +200,7 @@ def card_text(
         _both_models(evidence.evaluation),
         _kl(evidence.evaluation),
     ]
-    blocks += ["## Gates", *(_gate(name, report) for name, report in evidence.gates.items())]
+    blocks += ["## Gates", *map(_gate, evidence.gates)]
     limits = [*([TOY] if evidence.source and evidence.source.is_synthetic else []), *LIMITS]
     if evidence.sampling.get("repetition_penalty", 1.0) != 1.0:
         limits.append(PENALTY)
@@ -259,13 +259,12 @@ def _kl(evaluation: Mapping[str, Any]) -> str:
     return f"KL from SFT: {evaluation['kl']:.2f} nats per reply{interval}."
 
 
-def _gate(name: str, report: Mapping[str, Any]) -> str:
-    verdict = "passed" if report.get("passed") else f"did not pass (mode {report.get('mode')})"
+def _gate(gate: GateReport) -> str:
+    verdict = "passed" if gate.passed else f"did not pass (mode {gate.mode})"
     rows = [
-        (f"`{row.metric}`", row.value, markdown_text(row.bound), "yes" if row.passed else "**no**")
-        for row in condition_rows(report)
+        (f"`{row.metric}`", row.value, markdown_text(row.bound), "yes" if row.passed else "**no**") for row in gate.rows
     ]
-    return f"**{name}** {verdict}\n\n" + markdown_table(("metric", "value", "bound", "passed"), rows)
+    return f"**{gate.name}** {verdict}\n\n" + markdown_table(("metric", "value", "bound", "passed"), rows)
 
 
 def _use(sampling: Mapping[str, Any]) -> str:

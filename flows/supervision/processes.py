@@ -23,6 +23,19 @@ class LogReader:
         self.log = log
         self.start = start if start is not None else log.stat().st_size if log.exists() else 0
 
+    def lines(self, most: int = -1, unfinished: bool = False) -> bytes:
+        """Return at most ``most`` bytes from ``start`` on in whole lines; whoever has used them moves ``start`` on.
+
+        Args:
+            unfinished: Return a last line that has no end yet, too.
+        """
+        if not self.log.exists():
+            return b""
+        with self.log.open("rb") as stream:
+            stream.seek(self.start)
+            chunk = stream.read(most)
+        return chunk if unfinished or len(chunk) == most else chunk[: chunk.rfind(b"\n") + 1]
+
     def text(self, last_bytes: int | None = None) -> str:
         """Return everything appended so far, or only its last ``last_bytes`` bytes."""
         if not self.log.exists():

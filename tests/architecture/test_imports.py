@@ -33,7 +33,7 @@ FLOWS_LAYERS = (
     {"jobs", "registry"},
     {"stage"},
     {"prefect_server", "dvc_repo"},
-    {"workspace"},
+    {"workspace", "gates"},
     {"supervision"},
 )
 # What flows uses of the core: these packages and modules, and single functions where a module asks for more.
@@ -92,9 +92,8 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.verdict.alarms",
         "evaluation.verdict",
     },
-    "flows.commands.run_state": {"evaluation.verdict.judge_results"},
+    "flows.commands.run_state": {"evaluation.verdict.Standing", "evaluation.verdict.judge_results"},
     "flows.commands.status": {"evaluation.report.headline.ReleaseDecision"},
-    "flows.commands.summary": {"evaluation.verdict.Standing"},
     "flows.registry.decisions": {"evaluation.promotion.Criterion"},
     "flows.registry.release_page": {"evaluation.report.headline", "evaluation.report.view.with_release"},
     "flows.dvc_repo.inputs": {"data.collection.sources.collected_paths"},

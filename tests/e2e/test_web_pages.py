@@ -17,9 +17,9 @@ import pytest
 from browser import Browser, find_chromium
 from commands import SmokeRun, command_environment
 
+from flows.gates import GateReport
 from flows.pipeline.artifacts import artifact_key
 from flows.registry.client import MODEL_TRAINING, run_page
-from flows.stage import condition_rows
 from rlhf_core.storage.files import read_json
 
 CHROMIUM = find_chromium()
@@ -134,7 +134,7 @@ def test_every_printed_address_opens_its_page(
 def test_the_table_of_a_gate_keeps_the_signs_of_its_bounds(
     served: ServedWorkspace, browser: Browser, gate: str, ui: str
 ) -> None:
-    rows = condition_rows(read_json(served.folder / "gates" / f"{gate}.json"))[:ROWS_OF_A_PAGE]
+    rows = GateReport(gate, read_json(served.folder / "gates" / f"{gate}.json")).rows[:ROWS_OF_A_PAGE]
     artifact = served.artifact("gate", gate)
     text = browser.open(f"{served.prefect}{ui}/artifacts/artifact/{artifact['id']}", rows[0].metric, rows[-1].why)
     cells = [cell.strip() for cell in re.split(r"[\t\n]", text)]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flows.commands.display import Display, open_display
-from flows.commands.summary import print_verdict
+from flows.commands.run_state import print_verdict
 from flows.pipeline.events import PhaseStarted, RunEnded, RunPlanned, StageEnded, StageStarted
 from flows.pipeline.verdict import KlEstimate, RunVerdict
 from flows.stage import StageOutcome

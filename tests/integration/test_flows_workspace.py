@@ -16,7 +16,7 @@ import typer
 from integration.flow_toys import CommandLine, environment, make_toy, rlhf, wait_until
 
 from flows.cli import app
-from flows.commands.summary import busy_seconds
+from flows.commands.run_state import busy_seconds
 from flows.dvc_repo.graph import read_graph
 from flows.dvc_repo.root import cache_of, ensure_dvc
 from flows.stage import StageOutcome, StageSpec, run_stage

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from champion import champion_folder
 from killed_call import killed_before
 from servers.small_registry import SmallRegistry
 from unit.flows.registry.conftest import ScriptedMatch
 
 from flows.registry.history import Ledger
 from flows.registry.promote import promote, rollback
-from flows.registry.stored_models import champion_folder
 from flows.supervision.processes import child_environment
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]
@@ -25,7 +25,6 @@ PROMOTE = """
 import sys
 from pathlib import Path
 from scripted_match import match_result
-from flows.registry.stored_models import champion_folder
 from flows.registry.history import Ledger
 from flows.registry.promote import promote
 from rlhf_core.errors import RlhfError

@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import psycopg2
 import pytest
+from champion import champion_folder
 from mlflow import MlflowClient
 from servers.conftest import Servers
 from servers.small_registry import SmallRegistry
@@ -26,7 +27,6 @@ from flows.commands.registry_output import describe_history, model_history
 from flows.registry import decisions
 from flows.registry.history import Ledger
 from flows.registry.promote import promote, rollback
-from flows.registry.stored_models import champion_folder
 from flows.supervision.processes import child_environment
 from rlhf_core.errors import RlhfError
 

@@ -16,7 +16,7 @@ from vllm_service import VLLM_MARKS, VLLM_PYTHON, VllmService, started
 
 from flows.prefect_server.services import free_port
 from flows.registry.register import register
-from flows.release.export import ExportRequest, export
+from flows.release.export import export
 from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.models.causal_lm import load_policy, load_tokenizer, save_policy
@@ -40,7 +40,7 @@ def exported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_policy(policy, *far_from_ties(policy))
     commit(workspace)
     register(workspace)
-    return export(workspace, workspace.parent / "exported", ExportRequest(version="1")).folder
+    return export(workspace, workspace.parent / "exported", version="1").folder
 
 
 def far_from_ties(policy: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

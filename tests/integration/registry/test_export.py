@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.registry.promote import promote
 from flows.registry.register import register
-from flows.release.export import ExportRequest, export
+from flows.release.export import export
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.errors import EXIT_USER_ERROR, GateFailed, ModelError, RlhfError
 from rlhf_core.models.adapters import add_adapters, merge_adapters, peft_adapter
@@ -44,7 +44,7 @@ def released(workspace: Path) -> Path:
 
 
 def test_the_champion_loads_in_plain_transformers_with_its_card(released: Path, tmp_path: Path) -> None:
-    done = export(released, tmp_path / "my-model", ExportRequest(license_id="apache-2.0"))
+    done = export(released, tmp_path / "my-model", license_id="apache-2.0")
     assert done.folder == tmp_path / "my-model" and done.name.endswith("version 1") and done.address is None
     where, *next_steps = done.describe().splitlines()
     assert where.endswith(f"version 1 is in {done.folder}") and next_steps[0] == f"next: rlhf chat {done.folder}"
@@ -75,7 +75,7 @@ def test_an_adapter_is_exported_where_one_was_trained(workspace: Path, tmp_path:
 
     with pytest.raises(RlhfError, match="was not trained as an adapter"):
         register(workspace)
-        export(workspace, tmp_path / "none", ExportRequest(version="1", adapter=True))
+        export(workspace, tmp_path / "none", version="1", adapter=True)
     assert not (tmp_path / "none").exists()
     policy, tokenizer = load_policy(workspace / "models" / "policy")
     policy.save_pretrained(tmp_path / "sft")
@@ -88,12 +88,12 @@ def test_an_adapter_is_exported_where_one_was_trained(workspace: Path, tmp_path:
     save_policy(workspace / "models" / "policy", policy, tokenizer, adapter=adapter)
     commit(workspace)
     register(workspace)
-    done = export(workspace, tmp_path / "adapter", ExportRequest(version="2", adapter=True))
+    done = export(workspace, tmp_path / "adapter", version="2", adapter=True)
     assert "PeftModel.from_pretrained" in done.describe()
     card = ModelCard.load(done.folder / "README.md")
     assert card.data.library_name == "peft" and "PeftModel.from_pretrained" in card.text
     assert not (done.folder / "model.safetensors").exists()
-    plain = export(workspace, tmp_path / "plain", ExportRequest(version="2")).folder
+    plain = export(workspace, tmp_path / "plain", version="2").folder
     assert not (plain / "adapter").exists()
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "sft"), str(done.folder))
     ids = torch.arange(1, 60)[None]
@@ -109,14 +109,14 @@ def test_a_folder_in_use_and_changed_files_are_refused(released: Path, tmp_path:
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "note.txt").write_text("mine")
     with pytest.raises(RlhfError, match="not an empty folder"):
-        export(released, tmp_path / "used", ExportRequest())
+        export(released, tmp_path / "used")
     with pytest.raises(RlhfError, match="has no version 9"):
-        export(released, tmp_path / "new", ExportRequest(version="9"))
+        export(released, tmp_path / "new", version="9")
     if not os.environ.get("MLFLOW_TRACKING_URI"):  # files on the server cannot be reached from here
         (stored,) = (released / "mlartifacts").rglob("artifacts/policy/config.json")
         stored.write_text(stored.read_text() + "\n")
         with pytest.raises(ModelError, match="not the ones that were registered"):
-            export(released, tmp_path / "new", ExportRequest())
+            export(released, tmp_path / "new")
     assert not (tmp_path / "new").exists() and os.listdir(tmp_path / "used") == ["note.txt"]
 
 
@@ -126,9 +126,9 @@ def test_an_ungated_version_is_released_by_force_alone(workspace: Path, tmp_path
     commit(workspace)
     register(workspace)
     with pytest.raises(GateFailed, match="version 1 is ungated"):
-        export(workspace, tmp_path / "out", ExportRequest(version="1"))
+        export(workspace, tmp_path / "out", version="1")
     assert not (tmp_path / "out").exists()
-    export(workspace, tmp_path / "out", ExportRequest(version="1", force_reason="for a study"))
+    export(workspace, tmp_path / "out", version="1", force_reason="for a study")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Released by force" in card and "for a study" in card and "**policy** did not pass (mode report)" in card
 
@@ -143,7 +143,7 @@ def test_a_push_that_cannot_work_is_one_line(released: Path, tmp_path: Path, mon
     ):
         monkeypatch.setenv("HF_TOKEN", token)
         with pytest.raises(RlhfError, match=reason) as refusal:
-            export(released, target, ExportRequest(push=repository))
+            export(released, target, push=repository)
         assert refusal.value.exit_code == EXIT_USER_ERROR and not target.exists()
 
     environment = {"HF_TOKEN": "hf_secret", "HF_ENDPOINT": CLOSED_PORT, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}

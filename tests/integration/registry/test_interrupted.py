@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from champion import champion_folder
 from integration.registry.conftest import copy_workspace
 from integration.registry.test_promotion import ScriptedMatch, aliases, reports
 from killed_call import killed_before
@@ -17,7 +18,6 @@ from killed_call import killed_before
 from flows.commands.status import status
 from flows.registry.promote import promote, rollback
 from flows.registry.register import register
-from flows.registry.stored_models import champion_folder
 from rlhf_core.errors import RlhfError
 
 MORE_THAN_ALL = 40

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from champion import champion_folder
 from integration.registry.conftest import commit, policy_name, reward_name, wait_for_url, write_gate
 
 from flows.prefect_server.services import free_port
@@ -29,7 +30,6 @@ from flows.registry.client import (
 )
 from flows.registry.promote import promote
 from flows.registry.register import NotRegistered, register
-from flows.registry.stored_models import champion_folder
 from flows.supervision.processes import child_environment
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.storage.files import sha256_file, sha256_tree

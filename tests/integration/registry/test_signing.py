@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from champion import champion_folder
 from integration.registry.conftest import copy_workspace, make_policy, policy_name
 
 from flows.registry.aliases import get_version
@@ -14,8 +15,7 @@ from flows.registry.client import connect
 from flows.registry.promote import promote
 from flows.registry.register import NotRegistered, register
 from flows.registry.signing import CERTIFICATES_VARIABLE, KEY_VARIABLE, PASSWORD_VARIABLE, SIGNER_TAG
-from flows.registry.stored_models import champion_folder
-from flows.release.export import ExportRequest, export
+from flows.release.export import export
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.storage.files import sha256_tree
 
@@ -59,7 +59,7 @@ def test_a_signed_version_is_promoted_and_exported_with_a_signature_of_its_own(
 ) -> None:
     register(signing)
     assert promote(signing).promoted and champion_folder(signing).is_dir()
-    export(signing, tmp_path / "released", ExportRequest())
+    export(signing, tmp_path / "released")
     verifier = model_signing.verifying.Config().use_elliptic_key_verifier(public_key=keys / "key.pub")
     verifier.verify(tmp_path / "released", tmp_path / "released" / "model.sig")
     (tmp_path / "released" / "README.md").write_text("another card")

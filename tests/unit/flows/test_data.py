@@ -14,7 +14,7 @@ from commands import command_environment
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.dvc_repo.revision import check_out
+from flows.dvc_repo.root import check_out
 from flows.pipeline.data_watch import ANNOUNCED, EVENT, find_new_data
 from flows.workspace import private_path
 from rlhf_core.config.data import CollectConfig, FileSources

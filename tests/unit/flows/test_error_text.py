@@ -16,7 +16,7 @@ import pytest
 
 from flows import cli
 from flows.commands.text import print_error, print_failed_gates, print_gate_failure
-from flows.stage import ConditionRow, condition_rows
+from flows.gates import ConditionRow, GateReport
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, GateFailed
 
 WHY = "below this the proxy misleads PPO more than it guides it"
@@ -57,7 +57,7 @@ def failure(tmp_path: Path) -> GateFailed:
 
 
 def test_conditions_are_rounded_signed_and_sorted_by_failure() -> None:
-    rows = condition_rows(DECISION)
+    rows = GateReport("policy", DECISION).rows
     assert [row.metric for row in rows] == ["comparison.judge.win_rate_low95", "policy.length", "absent", "kl"]
     # Four digits would show 0.5 ≥ 0.5 as a failure; nine tell the two apart.
     assert (rows[0].value, rows[0].bound) == ("0.4999996", "≥ 0.5")
@@ -66,7 +66,7 @@ def test_conditions_are_rounded_signed_and_sorted_by_failure() -> None:
     assert rows[3].passed and rows[3].value == "2.31"
     # A bound whose other metric is missing has no number.
     unknown = {"metric": "m", "value": 1.0, "bound": "<= max(2 * a.b, a.b + 0)", "limit": None, "passed": False}
-    assert condition_rows({"conditions": [unknown]})[0].bound == "≤ max(2 × a.b, a.b + 0)"
+    assert GateReport("policy", {"conditions": [unknown]}).rows[0].bound == "≤ max(2 × a.b, a.b + 0)"
 
 
 def test_a_gate_failure_is_a_table_that_fits_80_columns(terminal: Terminal, failure: GateFailed) -> None:

@@ -12,6 +12,7 @@ import torch
 from tiny_llama import tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from flows.gates import GateReport
 from flows.registry.evidence import TrainingSource
 from flows.release.export import earlier_rope, write_earlier_names
 from flows.release.model_card import ReleaseEvidence, card_data, card_text
@@ -44,7 +45,7 @@ def evidence(base: str = "owner/base") -> ReleaseEvidence:
     source = TrainingSource("files", base, "pairs.jsonl", 5998)
     lineage = {"data": "f00.dir"}
     name = "rlhf-policy version 3"
-    return ReleaseEvidence(name, "abc", {"policy": POLICY_GATE}, EVALUATION, SAMPLING, source, lineage, "")
+    return ReleaseEvidence(name, "abc", [GateReport("policy", POLICY_GATE)], EVALUATION, SAMPLING, source, lineage, "")
 
 
 def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from flows.commands.summary import verdict_rows
+from flows.commands.run_state import verdict_rows
 from flows.pipeline import artifacts
 from flows.pipeline import verdict as pipeline
 from flows.pipeline.artifacts import publish_gate_tables, publish_report, publish_stage_table

@@ -173,8 +173,8 @@ def test_a_version_that_was_registered_since_takes_the_place_of_the_request(regi
 
 def test_two_people_on_two_machines(registry: Registry, waiting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one read the history before the first one's entry was in it, and wrote after."""
+    from flows.registry import decisions as session
     from flows.registry import promote as promotion
-    from flows.registry import session
 
     def late(*arguments: object) -> object:
         with monkeypatch.context() as patch:

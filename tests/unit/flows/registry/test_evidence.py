@@ -12,8 +12,8 @@ from mlflow.entities.model_registry import ModelVersion, ModelVersionTag
 from rich.console import Console
 from scripted_match import match_result
 
-from flows.commands.registry_output import describe_history, explain_gate, explain_promotion, gate_report, model_history
-from flows.commands.text import gate_verdict, has_passed
+from flows.commands.registry_output import describe_history, explain_gate, explain_promotion, judged_gate, model_history
+from flows.commands.text import gate_verdict
 from flows.dvc_repo.graph import StageNode
 from flows.registry.evidence import require_recorded
 from flows.registry.match import attempt_number, match_question, question_digest
@@ -142,8 +142,8 @@ def write_gate(workspace: Path, **changes: Any) -> None:
 
 def test_a_gate_is_explained(tmp_path: Path) -> None:
     write_gate(tmp_path)
-    report = gate_report(tmp_path, "policy")
-    assert gate_verdict("policy", report) == "the policy gate failed: 1 of 2 conditions do not hold"
+    report = judged_gate(tmp_path, "policy")
+    assert gate_verdict(report) == "the policy gate failed: 1 of 2 conditions do not hold"
     text = printed(explain_gate(tmp_path, report))
     assert "why kl" in text and "why policy.length" in text and "decided by: kl" in text
     assert "unchanged since" in text
@@ -153,11 +153,11 @@ def test_a_gate_is_explained(tmp_path: Path) -> None:
 
 def test_a_gate_without_conditions_or_without_report_has_not_passed(tmp_path: Path) -> None:
     write_gate(tmp_path, conditions=[], passed=True)
-    assert not has_passed(gate_report(tmp_path, "policy"))
+    assert not judged_gate(tmp_path, "policy").passed
     with pytest.raises(RlhfError, match=r"gates/sft\.json does not exist"):
-        gate_report(tmp_path, "sft")
+        judged_gate(tmp_path, "sft")
     with pytest.raises(RlhfError, match="no gate 'ppo'; the gates are data, sft, reward, policy"):
-        gate_report(tmp_path, "ppo")
+        judged_gate(tmp_path, "ppo")
 
 
 EDGES = {"collect": (), "validate": ("collect",), "ppo": ("validate",), "gate-policy": ("ppo",), "report": ("ppo",)}

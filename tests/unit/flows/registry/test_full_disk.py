@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mlflow.store.db.utils
 import pytest
+from champion import champion_folder
 from mlflow import MlflowClient
 from small_disk import small_disk
 from unit.flows.registry.conftest import Registry, ScriptedMatch
@@ -16,7 +17,6 @@ from flows.cli import _report_error
 from flows.registry.client import connect
 from flows.registry.history import read_history
 from flows.registry.promote import promote
-from flows.registry.stored_models import champion_folder
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 from rlhf_core.tracking.stage_run import stage_tracker
 

@@ -11,9 +11,9 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 
+from flows.commands.registry_output import describe_terms
 from flows.registry.client import connect, end_pipeline_run, start_pipeline_run
-from flows.registry.session import describe_terms, ownership
-from flows.registry.workspace import OWNER_TAG, repair_moved, workspace_id
+from flows.registry.workspace import OWNER_TAG, ownership, repair_moved, workspace_id
 
 
 @pytest.fixture
