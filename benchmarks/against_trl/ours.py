@@ -1,18 +1,38 @@
-"""``python -m benchmarks.ppo_iteration.ours FOLDER``: iterations of this project's trainer, one per line of input."""
+"""``python -m benchmarks.against_trl.ours FOLDER``: runs of this project's trainers, one per line of input."""
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 
-from benchmarks.ppo_iteration.workload import EOS, GROUP, PAD, EndOfInput, Stopwatch, Workload, ranks
+import rlhf_core
+from benchmarks.against_trl.workload import (
+    ENDLESS,
+    EOS,
+    GROUP,
+    LONGEST,
+    PAD,
+    TRAININGS,
+    EndOfInput,
+    Stopwatch,
+    Workload,
+    ranks,
+)
+from rlhf_core.api.inputs import rows_of, run_context
+from rlhf_core.config.policy import DpoConfig
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.data.schema import Message
+from rlhf_core.config.reward import PairBatchConfig
+from rlhf_core.data.encoding import pad_id
+from rlhf_core.data.schema import Message, Preference
 from rlhf_core.models.fused_norms import fuse_norms
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.openblas_linear import use_openblas
@@ -25,18 +45,49 @@ from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.runtime.distributed import process_group
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.training.dpo import train_dpo
+from rlhf_core.training.reward.run import split_of
 from rlhf_core.training.run_context import RunContext
 
-ITERATIONS = 10_000  # more than are asked for
+HELD_OUT = 2  # rows that the evaluations before and after training read
 
 
 def main() -> int:
-    """Load the models, and make iterations until the input ends."""
+    """Load the models, and train or make iterations until the input ends."""
     folder = Path(sys.argv[1])
     workload = Workload.read(folder)
     with ranks(workload.processes), suppress(EndOfInput), tempfile.TemporaryDirectory() as work, process_group():
-        Stopwatch().repeat(_trainer(workload, folder, Path(work)).iterate)
+        if workload.method in TRAININGS:
+            run = _training(workload, folder)
+        else:
+            run = _trainer(workload, folder, Path(work)).iterate
+        Stopwatch().repeat(run)
     return 0
+
+
+def _training(workload: Workload, folder: Path) -> Callable[[], object]:
+    """A whole training, from texts in memory."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    data, rows = json.loads((folder / "rows.json").read_text()), workload.rows
+    given: dict[str, Any] = {"steps": workload.steps, "max_tokens": LONGEST, "eval_every": workload.steps}
+    if workload.method == "sft":
+        sft = rlhf_core.SftConfig(batch_size=rows, **given)
+        return partial(rlhf_core.train_sft, model, tokenizer, data, validation=data[:HELD_OUT], config=sft)
+    if workload.method == "reward":
+        batch = PairBatchConfig(token_budget=2 * rows * LONGEST, min_pairs=rows, max_pairs=rows)
+        reward = rlhf_core.RewardConfig(imitation=0.0, batch=batch, **given)  # TRL has no loss on the chosen replies
+        return partial(rlhf_core.train_reward_model, model, tokenizer, data, validation=data[:HELD_OUT], config=reward)
+    return partial(_dpo, model, tokenizer, data, DpoConfig(batch_size=rows, **given))
+
+
+def _dpo(model: Any, tokenizer: Any, data: list[dict[str, Any]], config: DpoConfig) -> None:
+    rows = rows_of(Preference, data, "pairs")
+    train, validation = (split_of(part, tokenizer, LONGEST, "pairs") for part in (rows, rows[:HELD_OUT]))
+    copy = type(model)(model.config)
+    copy.load_state_dict(model.state_dict())
+    with run_context(None, "dpo", config, model) as context:
+        train_dpo(copy, pad_id(tokenizer), train, validation, config, 0, context)
 
 
 def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
@@ -46,7 +97,7 @@ def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
     config = PpoConfig.model_validate(
         {
             **({} if with_critic else group),
-            "iterations": ITERATIONS,
+            "iterations": ENDLESS,
             "batch_size": workload.replies,
             "minibatches": workload.minibatches,
             "epochs": workload.epochs,
@@ -56,7 +107,7 @@ def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
             "min_new_tokens": workload.reply - 1,
             "warmup_iterations": 0,
             "ptx": {"weight": 0.0},
-            "checkpoint": {"every": ITERATIONS},
+            "checkpoint": {"every": ENDLESS},
             "health": {"mode": "report"},
         }
     )
