@@ -27,20 +27,19 @@ from benchmarks.against_trl.workload import (
     Workload,
     ranks,
 )
+from benchmarks.random_models import bare_trainer
 from rlhf_core.api.inputs import rows_of, run_context
 from rlhf_core.config.policy import DpoConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.reward import PairBatchConfig
 from rlhf_core.data.encoding import pad_id
-from rlhf_core.data.schema import Message, Preference
+from rlhf_core.data.schema import Preference
 from rlhf_core.models.fused_norms import fuse_norms
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.openblas_linear import use_openblas
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.ppo.actor_critic import build_actor_critic
 from rlhf_core.ppo.reward_sources.source import reward_model_fn
-from rlhf_core.ppo.rewards import RunningMeanStd
-from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.runtime.distributed import process_group
@@ -124,15 +123,9 @@ def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
         fuse_norms(model)
     sampling = Sampling(EOS, PAD, workload.reply, min_new_tokens=workload.reply)
     pair = build_actor_critic(config, policy, value if with_critic else None, sampling, RunContext(work))
-    ids = workload.prompt_ids()
-    return Trainer(
-        learner=Learner(config, pair, reference),
-        reward_fn=reward_model_fn(reward, workload.replies // workload.minibatches),
-        prompts=TrainingPrompts([[Message("user", str(row))] for row in range(len(ids))], ids),
-        decode=lambda ids: " ".join(map(str, ids)),
-        moments=RunningMeanStd(),
-        context=RunContext(work),
-    )
+    learner = Learner(config, pair, reference)
+    reward_fn = reward_model_fn(reward, workload.replies // workload.minibatches)
+    return bare_trainer(learner, reward_fn, workload.prompt_ids(), RunContext(work))
 
 
 if __name__ == "__main__":
