@@ -13,10 +13,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+from benchmarks.against_trl import __main__ as against_trl
 from benchmarks.harness import announce, matmul_flops, seconds
-from benchmarks.ppo_iteration import __main__ as ppo_iteration
 from benchmarks.sampling import sample_ours, sample_theirs
-from benchmarks.training_runs import __main__ as training_runs
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.models.causal_lm import new_model, train_tokenizer
@@ -38,13 +37,9 @@ def main() -> None:
     with quiet():
         ratios = _of_the_demo()
         if given.trl_python:
-            trl = ["--trl-python", str(given.trl_python)]
-            small = ["--repeats", "1"] if given.quick else []
-            print("\nwhole trainings")
-            against = training_runs.main([*trl, *small, *(["--steps", "2"] if given.quick else [])])
+            small = ("--repeats", "1", "--steps", "2", "--size", "0.43 M", "--reply", "8", "--cores", "1x1")
             print()
-            tiny = ["--size", "0.43 M", "--reply", "8", "--cores", "1x1"] if given.quick else []
-            against |= ppo_iteration.main([*trl, *small, *tiny])
+            against = against_trl.main(["--trl-python", str(given.trl_python), *(small if given.quick else ())])
             ratios += [f"{ratio:.2f} times as fast as TRL: {what}" for what, ratio in against.items()]
     print("\nratios", *ratios, sep="\n")
 

@@ -26,20 +26,25 @@ def announce(what: str) -> None:
 
 
 def seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """The median wall time of ``work`` after one run to warm up."""
-    work()
-    times = []
-    for _ in range(repeats):
+    """The median wall time of ``work`` after one run to warm up, on a GPU until its last kernel has ended."""
+
+    def taken() -> float:
         started = time.perf_counter()
         work()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    taken()
+    return statistics.median(taken() for _ in range(repeats))
 
 
-def matmul_flops(size: int = 1024) -> float:
-    """Floating-point operations per second of a large float32 matrix product."""
-    left, right = torch.randn(size, size), torch.randn(size, size)
-    return 2 * size**3 / seconds(lambda: left @ right, 20)
+def matmul_flops(
+    size: int = 1024, repeats: int = 20, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> float:
+    """Floating-point operations per second of a product of large square matrices."""
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / seconds(lambda: left @ right, repeats)
 
 
 def in_turn(runs: Sequence[Run], repeats: int) -> list[list[float]]:

@@ -21,7 +21,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # The plan counts work space of libraries (32 MiB for each thread and stream) with the context, not with the phases.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 
-from benchmarks.memory_phases import Meter, Subject, measure
+from benchmarks.memory_phases import Meter, measure
+from benchmarks.random_models import Subject
 from rlhf_core.config.loading import check_params, load_params, load_section, overridden
 from rlhf_core.memory.architecture import Architecture, starting_architecture
 from rlhf_core.memory.command import PlanRequest

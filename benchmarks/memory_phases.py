@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
-from rlhf_core.config.loading import Params
+from benchmarks.random_models import (
+    PAD,
+    Subject,
+    frozen_scalar,
+    launch_of,
+    new_learner,
+    new_policy,
+    new_scalar,
+    sampling_of,
+)
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.operations import LaunchConfig
-from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.batches import TokenisedPair
 from rlhf_core.evaluation.perplexity import measure_drift
 from rlhf_core.evaluation.replies import OnPolicyReplies
-from rlhf_core.memory.architecture import Architecture
 from rlhf_core.memory.dry_run import TensorMemory
-from rlhf_core.memory.sequence_lengths import LongestSequences, SequenceLengths
-from rlhf_core.memory.stages import EstimateInputs
-from rlhf_core.models.adapters import WithoutAdapters, add_adapters
-from rlhf_core.models.fused_norms import fuse_norms
-from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import with_advantages
 from rlhf_core.ppo.experience import Experience
@@ -36,20 +34,17 @@ from rlhf_core.ppo.losses import PolicyObjective, ValueObjective
 from rlhf_core.ppo.reward_sources.source import RewardFn, reward_model_fn
 from rlhf_core.ppo.rewards import RunningMeanStd, with_rewards
 from rlhf_core.ppo.rollout import predict_tokens
-from rlhf_core.ppo.update import Learner, PtxData, accumulate_policy_gradients, accumulate_ptx_gradient
-from rlhf_core.runtime import distributed
-from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.ppo.update import Learner, accumulate_policy_gradients, accumulate_ptx_gradient
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.training.engine.base import Engine, joint_step
 from rlhf_core.training.engine.factory import build_engine
+from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.examples import Example
 from rlhf_core.training.reward.trainer import RewardTask
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import SftTask
-
-EOS, PAD = 3, 0
 
 
 class CudaMemory(nullcontext[None]):
@@ -89,79 +84,26 @@ class Meter:
         self.peaks[name] = max(self.memory.peak, self.peaks.get(name, 0))
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A shape with settings, and sequences of the longest kind: ``prompt`` and ``reply`` tokens of every row."""
-
-    name: str
-    architecture: Architecture
-    params: Params
-    prompt: int
-    reply: int
-
-    @property
-    def inputs(self) -> EstimateInputs:
-        """The inputs of the estimate: exactly what is run."""
-        longest = LongestSequences(((self.prompt + self.reply, self.reply),))
-        lengths = SequenceLengths(self.prompt, longest, longest, longest, "the rows that are run")
-        return EstimateInputs(self.params, self.architecture, lengths, Path())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        dtype: torch.dtype = getattr(torch, self.params.base.dtype)
-        return dtype
-
-    def ids(self, row: int, length: int) -> list[int]:
-        """Token ids that are neither padding nor the end marker."""
-        return [4 + (7 * row + 3 * i) % (self.architecture.config().vocab_size - 4) for i in range(length)]
-
-    def ragged(self, row: int, length: int) -> list[int]:
-        """The same, one row in four a token shorter, so that batches are padded as real ones are."""
-        return self.ids(row, length - (row % 4 == 1))
-
-
-def new_policy(subject: Subject) -> PreTrainedModel:
-    """Random weights in the planned precision, made on the GPU where there is one."""
-    with torch.random.fork_rng(devices=[]), distributed.device():
-        torch.manual_seed(1)
-        model: Any = AutoModelForCausalLM.from_config(
-            subject.architecture.config(), dtype=subject.dtype, attn_implementation="sdpa"
-        )
-    use_float32_unembedding(model)
-    fuse_norms(model)
-    placed: PreTrainedModel = model.to(distributed.device()).eval()
-    return placed
-
-
-def new_scalar(subject: Subject, unembedding: bool = False) -> ScalarModel:
-    """A scalar model, with the unembedding that a reward model in training keeps where it is not tied."""
-    config = subject.architecture.config()
-    with torch.random.fork_rng(devices=[]), distributed.device():
-        torch.manual_seed(2)
-        model = AutoModelForSequenceClassification.from_config(config, dtype=subject.dtype, attn_implementation="sdpa")
-        table = torch.randn(config.vocab_size, config.hidden_size, dtype=subject.dtype) if unembedding else None
-    fuse_norms(model)
-    return ScalarModel(model, table).to(distributed.device()).eval()
-
-
 def measure(subject: Subject, stages: tuple[str, ...]) -> dict[str, dict[str, int]]:
     """Peak bytes by stage and phase, each stage with models of its own, one pass at a time."""
     found = {}
     # Products that use all cores leave none for passes side by side, whose tensors the meter would not see.
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     for stage in stages:
-        launch = {str(name): one for name, one in subject.params.compute.launch.items()}.get(stage, LaunchConfig())
         meter = Meter()
         with meter.memory:
-            RUNS[stage](subject, meter, RunContext(Path("work"), launch=launch))
+            RUNS[stage](subject, meter, RunContext(Path("work"), launch=launch_of(subject.params, stage)))
         found[stage] = meter.peaks
     return found
 
 
-def warmed(model: torch.nn.Module, config: OptimizerConfig, name: str, context: RunContext) -> Engine:
-    """The engine that the stage would build, after a step of zero gradients: its optimiser's moments exist."""
-    engine = build_engine(model, config, 10, name, context)
+def new_engine(model: torch.nn.Module, config: OptimizerConfig, name: str, context: RunContext) -> Engine:
+    """The engine that the stage would build, warmed."""
+    return warmed(build_engine(model, config, 10, name, context), model)
+
+
+def warmed(engine: Engine, model: Any) -> Engine:
+    """An engine after a step of zero gradients: its optimiser's moments exist."""
     engine.backward(torch.stack([(p.flatten()[:1] * 0).sum() for p in model.parameters() if p.requires_grad]).sum())
     engine.step()
     return engine
@@ -181,7 +123,7 @@ def run_sft(subject: Subject, meter: Meter, context: RunContext) -> None:
     """The heaviest step; a full held-out batch."""
     config = subject.params.sft
     model = new_policy(subject)
-    engine = warmed(model, config.optimizer, "sft", context)
+    engine = new_engine(model, config.optimizer, "sft", context)
     rows = [Example(subject.ids(i, subject.prompt), subject.ragged(i, subject.reply)) for i in range(64)]
     task = SftTask(
         engine, model, rows[: config.batch_size], rows, config, config.seed, PAD, context.launch.logits_bytes
@@ -193,7 +135,7 @@ def run_reward(subject: Subject, meter: Meter, context: RunContext) -> None:
     """The heaviest batch of pairs; a full held-out batch."""
     config = subject.params.reward
     model = new_scalar(subject, unembedding=not subject.architecture.config().tie_word_embeddings)
-    engine = warmed(model, config.optimizer, "reward", context)
+    engine = new_engine(model, config.optimizer, "reward", context)
     prompt, reply = subject.prompt, subject.reply
     pairs = [
         TokenisedPair(i, subject.ids(i, prompt), subject.ids(i + 1, reply), subject.ragged(i + 2, reply))
@@ -212,7 +154,7 @@ def run_critic(subject: Subject, meter: Meter, context: RunContext) -> None:
     policy, critic, reward = new_policy(subject), new_scalar(subject), new_scalar(subject)
     policy.requires_grad_(False)
     reward.requires_grad_(False)
-    engine = warmed(critic, config.optimizer, "critic", context)
+    engine = new_engine(critic, config.optimizer, "critic", context)
     limit = context.launch.logits_bytes
     pair = ActorCriticPair(policy, critic, {"critic": engine}, sampling_of(subject), limits, limit)
     experience = _experience(subject, pair, policy, reward_model_fn(reward, limits), config.batch_size, meter)
@@ -224,21 +166,14 @@ def run_critic(subject: Subject, meter: Meter, context: RunContext) -> None:
 
 
 def run_ppo(subject: Subject, meter: Meter, context: RunContext) -> None:
-    """One iteration, with the models that stages/ppo.py keeps."""
-    config = subject.params.ppo
-    policy, critic = new_policy(subject), new_scalar(subject)
-    if config.critic_lora is not None:
-        critic.add_adapters(config.critic_lora, 0)
-    reference = reference_of(policy, config)
-    reward, referee = (new_scalar(subject).requires_grad_(False) for _ in range(2))
-    engines = {
-        "policy": warmed(policy, config.policy_optimizer, "policy", context),
-        "critic": warmed(critic, config.critic_optimizer or config.policy_optimizer, "critic", context),
-    }
+    """One iteration, with the models that the stage keeps."""
+    params, config, frozen = subject.params, subject.params.ppo, FrozenModels(context.launch)
+    learner = new_learner(subject, context, frozen)
+    reward, referee = (frozen_scalar(subject, of.layers, frozen) for of in (params.reward, params.referee))
+    pair, reference = learner.pair, learner.reference
+    for engine, model in zip(pair.engines.values(), pair.models, strict=True):
+        warmed(engine, model)
     limits = MicroBatchLimits(config.micro_batch_size, config.micro_batch_tokens)
-    limit = context.launch.logits_bytes
-    pair = ActorCriticPair(policy, critic, engines, sampling_of(subject), limits, limit)
-    learner = Learner(config, pair, reference, ptx_of(subject))
     experience = _experience(subject, pair, reference, reward_model_fn(reward, limits), config.batch_size, meter)
     with meter.phase("rewards"):
         reward_model_fn(referee, limits)(experience.batch)
@@ -246,18 +181,10 @@ def run_ppo(subject: Subject, meter: Meter, context: RunContext) -> None:
         _update(learner, pair, minibatch, meter)
     with meter.phase("selection"):  # what evaluation.selection does with a batch of validation prompts
         rows = min(config.selection.prompts, config.selection.batch_size)
-        rollout = _rollout(subject, policy, rows)
+        rollout = _rollout(subject, pair.policy, rows)
         measure_drift(OnPolicyReplies([], [rollout], [1.0], sampling_of(subject)), reference)
         for judge in (reward, referee):
             reward_model_fn(judge, MicroBatchLimits(rows))(rollout.batch)
-
-
-def reference_of(policy: PreTrainedModel, config: PpoConfig) -> Any:
-    """A frozen copy, or the policy itself without its adapters."""
-    if config.policy_lora is None:
-        return copy.deepcopy(policy).requires_grad_(False)
-    add_adapters(policy, config.policy_lora, 0)
-    return WithoutAdapters(policy)
 
 
 def _update(learner: Learner, pair: ActorCriticPair, minibatch: Experience, meter: Meter) -> None:
@@ -272,19 +199,6 @@ def _update(learner: Learner, pair: ActorCriticPair, minibatch: Experience, mete
         pair.accumulate_value_gradients(minibatch, learner.value_objective)
     with meter.phase("step"):
         joint_step(list(pair.engines.values()), 1.0)
-
-
-def sampling_of(subject: Subject) -> Sampling:
-    """No token is the end marker: the longest rollout that the settings allow."""
-    config = subject.params.ppo
-    return Sampling(-1, PAD, config.max_new_tokens, config.temperature, forbidden_ids=(PAD,))
-
-
-def ptx_of(subject: Subject) -> PtxData | None:
-    if subject.params.ppo.ptx.weight == 0:
-        return None
-    rows = [(subject.ids(i, subject.prompt), subject.ragged(i, subject.reply)) for i in range(32)]
-    return PtxData(rows, subject.params.ppo.ptx.batch_size, 0, PAD)
 
 
 def _rollout(subject: Subject, policy: PreTrainedModel, rows: int, at_once: int | None = None) -> Rollout:

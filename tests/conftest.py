@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from background import make_prefect_database
 from commands import OFFLINE, ROOT, SHARED_DATA, SmokeRun, run
 from cpu_time import CpuTime
 from distribution import LongestFirst, sort_by_length
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
-from prefect_database import make_prefect_database
 
 from rlhf_core.storage.garbage_collection import collect_rarely, paused_collector, skip_last_collection
 

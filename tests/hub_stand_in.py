@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from scripted_server import serving
 
 NAME = "owner/name"
 
@@ -34,9 +35,6 @@ def _entry(path: str, content: bytes) -> dict[str, object]:
 
 def _handler(hub: HubStandIn) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            """Print nothing."""
-
         def reply(self, status: int, content: bytes = b"", **headers: str) -> None:
             self.send_response(status)
             headers = {"Content-Length": str(len(content)), **{k.replace("_", "-"): v for k, v in headers.items()}}
@@ -96,12 +94,5 @@ def _handler(hub: HubStandIn) -> type[BaseHTTPRequestHandler]:
 def hub_stand_in(commits: Mapping[str, Mapping[str, bytes]], revisions: Mapping[str, str]) -> Iterator[HubStandIn]:
     """Serve a data set until the block ends."""
     hub = HubStandIn(commits, revisions)
-    with ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub)) as server:
-        hub.address = f"http://127.0.0.1:{server.server_address[1]}"
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield hub
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(_handler(hub)) as hub.address:
+        yield hub

@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback whose answers a test decides."""
+"""Real HTTP servers on loopback whose answers a test decides."""
 
 from __future__ import annotations
 
@@ -11,6 +11,22 @@ from typing import Any
 
 # Status, content and headers. Text is sent as it is, an iterator of bytes without a length, anything else as JSON.
 Answer = tuple[int, Any] | tuple[int, Any, dict[str, str]]
+
+
+@contextlib.contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Yield the address of a server with this handler, which runs until the block ends and logs nothing."""
+    handler.log_message = lambda *_: None  # type: ignore[method-assign]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 @contextlib.contextmanager
@@ -32,20 +48,9 @@ def post_server(answer: Callable[[str, dict[str, Any], dict[str, str]], Answer])
             self.end_headers()
             self.wfile.write(data)
 
-        def log_message(self, *args: Any) -> None:
-            pass
-
         def handle(self) -> None:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client gave up
                 super().handle()
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Handler) as address:
+        yield address

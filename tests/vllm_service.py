@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx
 import pytest
+from background import wait_for_answer
 from commands import command_environment
-from integration.registry.conftest import wait_for_url
 
 VLLM_PYTHON = os.environ.get("RLHF_VLLM_PYTHON")
 VLLM_MARKS = [
@@ -28,7 +28,7 @@ VLLM_MARKS = [
     pytest.mark.skipif(VLLM_PYTHON is None, reason="RLHF_VLLM_PYTHON names no Python that has vLLM"),
 ]
 SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "2"}
-STOP_SECONDS = 120
+START_SECONDS, STOP_SECONDS = 1500, 120
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,7 @@ def started(command: Sequence[str], url: str, log: Path, **environment: str) -> 
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
-        try:
-            wait_for_url(f"{url}/health", process)
-        except AssertionError as error:
-            raise AssertionError(f"{error}; its last lines:\n{log.read_text()[-3000:]}") from error
+        wait_for_answer(f"{url}/health", process, log, START_SECONDS)
         yield process
     finally:
         try:

@@ -11,9 +11,11 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -23,15 +25,24 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.ppo_throughput.roofline import PHASES, Device, Iteration
-from benchmarks.ppo_throughput.trainer import Times, measure, subject_of
+from benchmarks.random_models import Subject, bare_trainer, frozen_scalar, launch_of, new_learner
+from rlhf_core.config.loading import Params, check_params, overridden
 from rlhf_core.errors import RlhfError
-from rlhf_core.memory.architecture import starting_architecture
+from rlhf_core.memory.architecture import Architecture, starting_architecture
 from rlhf_core.memory.command import PlanRequest
 from rlhf_core.models.precision import allow_tf32, weights_precision
+from rlhf_core.ppo.reward_sources.source import reward_model_fn
+from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.runtime import distributed
+from rlhf_core.sampling.sampler import Sampler
+from rlhf_core.sampling.token_scoring import MicroBatchLimits
+from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.storage.files import atomic_write_json
+from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.run_context import RunContext
 
 ROOT = Path(__file__).resolve().parents[2]
+ENDLESS = 1_000_000  # iterations: more than are made
 
 
 def main() -> int:
@@ -66,11 +77,19 @@ def _measured(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     processes = distributed.world_size()
     params = PlanRequest(ROOT, given.profile, given.set, ("ppo",), given.config, gpus=processes).params
     allow_tf32(params.compute.tf32)
-    subject = subject_of(params, starting_architecture(params.base, ROOT, given.config), given.prompt, given.reply)
+    subject = _subject(params, starting_architecture(params.base, ROOT, given.config), given.prompt, given.reply)
     precision = weights_precision(params.base.dtype)
     device = Device.measured(getattr(torch, precision))
-    times = measure(subject, given.iterations, work)
+    times = _times(subject, given.iterations, work)
+    seconds = times["seconds"]
     iteration = Iteration.of(subject.params, subject.architecture, given.prompt, given.reply, processes)
+    # FLOP of the model on its tokens, what is computed twice counted once, as shares of the device's limit.
+    flops = {
+        "generation": iteration.policy.forward(iteration.rows, iteration.length, iteration.reply),
+        "forward": iteration.scoring_flops(),
+        "rewards": iteration.reward_flops(),
+        "update": replace(iteration, recomputed=False).update_flops(),
+    }
     return {
         "model": str(given.config or params.base.source),
         "precision": precision,
@@ -79,24 +98,61 @@ def _measured(given: argparse.Namespace, work: Path) -> dict[str, Any]:
         "prompt": given.prompt,
         "reply": given.reply,
         "device": asdict(device),
-        "seconds": {"iteration": times.iteration, **times.phases},
-        "tokens_per_second": iteration.tokens / times.iteration,
-        "peak_bytes": times.peak_bytes,
-        "sampler_against_trainer": times.agreement,
-        "matmul_shares": _matmul_shares(iteration, device, times),
-        "roofline_shares": {name: least / times.phases[name] for name, least in iteration.roofline(device).items()},
+        **times,
+        "tokens_per_second": iteration.tokens / seconds["iteration"],
+        "matmul_shares": {name: flops[name] / seconds[name] / device.flops for name in PHASES},
+        "roofline_shares": {name: least / seconds[name] for name, least in iteration.roofline(device).items()},
     }
 
 
-def _matmul_shares(iteration: Iteration, device: Device, times: Times) -> dict[str, float]:
-    """FLOP of the model on its tokens, what is computed twice counted once, as shares of the device's limit."""
-    flops = {
-        "generation": iteration.policy.forward(iteration.rows, iteration.length, iteration.reply),
-        "forward": iteration.scoring_flops(),
-        "rewards": iteration.reward_flops(),
-        "update": replace(iteration, recomputed=False).update_flops(),
+def _subject(params: Params, architecture: Architecture, prompt: int, reply: int) -> Subject:
+    """What is run: the recipe's PPO without warm-up and checkpoints, on lengths of its own."""
+    document = params.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    changes = {
+        "ppo.iterations": ENDLESS,
+        "ppo.warmup_iterations": 0,
+        "ppo.max_new_tokens": reply,
+        "ppo.min_new_tokens": 0,
+        "ppo.checkpoint.every": ENDLESS,
     }
-    return {name: flops[name] / times.phases[name] / device.flops for name in PHASES}
+    return Subject("ppo", architecture, check_params(overridden(document, changes)), prompt, reply)
+
+
+def _times(subject: Subject, iterations: int, work: Path) -> dict[str, Any]:
+    """Make an iteration to warm up and ``iterations`` more; of several ranks all must call it.
+
+    Returns:
+        Median seconds of an iteration and of its phases, the memory of the GPU if there is one, and by how much
+        log-probabilities of sampler and trainer differed in the last iteration.
+    """
+    context = RunContext(work, launch=launch_of(subject.params, "ppo"))
+    with opened_sampler(subject.params.ppo.sampler, work) as sampler:
+        trainer = _trainer(subject, context, sampler)
+        trainer.iterate()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        laps = []
+        for _ in range(iterations):
+            started = time.perf_counter()
+            record = trainer.iterate()
+            laps.append({"seconds_iteration": time.perf_counter() - started} | record.seconds)
+    return {
+        "seconds": {name: median(lap[f"seconds_{name}"] for lap in laps) for name in ("iteration", *PHASES)},
+        "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+        "sampler_against_trainer": {key: value for key, value in record.metrics.items() if key.startswith("sampl")},
+    }
+
+
+def _trainer(subject: Subject, context: RunContext, sampler: Sampler) -> Trainer:
+    """Policy, reference, critic, reward model and referee as the stage has them, each with weights of its own."""
+    params, config, frozen = subject.params, subject.params.ppo, FrozenModels(context.launch)
+    learner = new_learner(subject, context, frozen)
+    limits = MicroBatchLimits(config.micro_batch_size, config.micro_batch_tokens)
+    reward, referee = (
+        reward_model_fn(frozen_scalar(subject, of.layers, frozen), limits) for of in (params.reward, params.referee)
+    )
+    prompts = [subject.ids(row, subject.prompt) for row in range(config.batch_size)]
+    return bare_trainer(learner, reward, prompts, context, referee=referee, frozen=frozen, sampler=sampler)
 
 
 def _table(found: Mapping[str, Any]) -> Table:

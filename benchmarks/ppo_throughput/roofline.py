@@ -8,15 +8,14 @@ model: Williams, Waterman and Patterson 2009,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from benchmarks.harness import seconds
+from benchmarks.harness import matmul_flops, seconds
+from benchmarks.random_models import launch_of
 from rlhf_core.config.loading import Params
-from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.memory.architecture import Architecture
 from rlhf_core.memory.dry_run import ModelVariant, model_size
 from rlhf_core.models.precision import weights_precision
@@ -24,11 +23,6 @@ from rlhf_core.runtime import distributed
 
 BYTES = {"float32": 4, "bfloat16": 2}
 PHASES = ("generation", "forward", "rewards", "update")
-
-
-def launch_of_ppo(params: Params) -> LaunchConfig:
-    """How a recipe runs the PPO stage."""
-    return {str(name): launch for name, launch in params.compute.launch.items()}.get("ppo", LaunchConfig())
 
 
 @dataclass(frozen=True)
@@ -45,21 +39,11 @@ class Device:
         device = distributed.device()
         on_gpu = device.type == "cuda"
         size, length = (8192, 1 << 28) if on_gpu else (2048, 1 << 26)
-        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         source, target = (torch.zeros(length, dtype=torch.float32, device=device) for _ in range(2))
-        product = seconds(_finished(lambda: left @ right), 10)
-        copy = seconds(_finished(lambda: target.copy_(source)), 10)
+        flops = matmul_flops(size, 10, dtype, device)
+        copy = seconds(lambda: target.copy_(source), 10)
         name = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
-        return cls(name, 2 * size**3 / product, 2 * source.nbytes / copy)
-
-
-def _finished(work: Callable[[], Any]) -> Callable[[], None]:
-    def run() -> None:
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-
-    return run
+        return cls(name, flops, 2 * source.nbytes / copy)
 
 
 @dataclass(frozen=True)
@@ -145,7 +129,7 @@ class Iteration:
             ptx_tokens=ptx * (prompt + reply) // processes,
             adapters=ppo.policy_lora is not None,
             critic_adapters=ppo.critic_lora is not None,
-            recomputed=launch_of_ppo(params).gradient_checkpointing,
+            recomputed=launch_of(params, "ppo").gradient_checkpointing,
             critic_free=ppo.advantage.critic_free,
         )
 

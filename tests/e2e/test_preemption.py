@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import signal
 import sqlite3
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
-from flow_toys import begin, find_process, make_toy, processes_of, wait_until
+from background import wait_until
+from integration.flow_toys import begin, find_process, make_toy, processes_of
 
 pytestmark = [pytest.mark.services, pytest.mark.slow]
 STEPS = 24

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+from background import wait_until
 from dvc.lock import make_lock
-from toys import make_toy, wait_until
+from integration.flow_toys import make_toy
 
 from flows.dvc_repo.root import ensure_dvc
 from flows.stage import StageSpec, run_stage

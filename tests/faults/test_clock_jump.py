@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from toys import assert_nothing_held, begin, environment, rlhf, rows, training_toy, wait_until
+from background import wait_until
+from faults.toys import assert_nothing_held, rows, training_toy
+from integration.flow_toys import begin, environment, rlhf
 
 from flows.workspace import workspace_slug
 

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from toys import (
+from background import wait_until
+from faults.toys import (
     PARAMS,
     SAVE_EVERY,
     STEPS,
     assert_nothing_held,
     assert_nothing_lost,
-    find_process,
     in_the_middle,
-    processes_of,
-    rlhf,
     rows,
     set_pace,
     steps_done,
     training_toy,
-    wait_until,
 )
+from integration.flow_toys import find_process, processes_of, rlhf
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(1500)]
 STAGE, JOB, WORKER = ("python train.py",), ("prefect.engine",), ("prefect worker start",)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
 import httpx
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from flow_toys import begin, processes_of, wait_until
-from network import second_host
-from remote_toys import Host, caller_environment, make_clone, params, prefect_server
+from background import prefect_server, wait_until
+from faults.network import second_host
+from integration.flow_toys import begin, processes_of
+from integration.remote_toys import Host, caller_environment, make_clone, params
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(1200)]
 CUT_SECONDS = 60
@@ -22,7 +19,7 @@ STEP_SECONDS = 1.0
 
 @pytest.mark.parametrize("steps", [100, 30], ids=["the job outlasts the cut", "the job ends during the cut"])
 def test_a_minute_without_the_server_costs_no_work_and_no_result(tmp_path: Path, steps: int) -> None:
-    with second_host() as (ours, other), prefect_server(tmp_path / "server", ours) as url:
+    with second_host() as (ours, other), prefect_server(tmp_path / "server", address=ours) as url:
         host = Host(tmp_path / "worker-home", url, other.prefix)
         clone = make_clone(tmp_path / "clone", tmp_path / "remote", params(steps, retries=2, deliver_seconds=60))
         reach = {"NO_PROXY": f"{ours},127.0.0.1"}

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
+from background import wait_for_answer
+from faults.toys import assert_nothing_lost, in_the_middle, training_toy
+from integration.flow_toys import begin, processes_of
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
 from prefect.client.schemas.objects import FlowRun, StateType
@@ -21,9 +22,6 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.prefect_server.services import LOOPBACK, claim_port
 from flows.supervision.processes import CHILD_SETTINGS
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from toys import assert_nothing_lost, begin, in_the_middle, processes_of, training_toy, wait_until
 
 ACTIVE = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 
@@ -47,14 +45,7 @@ class LastingServer:
         command = [sys.executable, "-m", "prefect", "server", "start", "--host", LOOPBACK, "--port", str(self.port)]
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
-        wait_until(self._answers, 600, "answer of the Prefect server")
-
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2):
-                return True
-        except OSError:
-            return False
+        wait_for_answer(f"{self.url}/health", self.process, self.folder / "server.log", 600)
 
     def kill(self) -> None:
         """Kill the server with SIGKILL."""

@@ -10,12 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from flow_toys import environment, rlhf
-from network import Host, two_hosts
-from remote_toys import running
+from background import running
+from faults.network import Host, two_hosts
+from integration.flow_toys import environment, rlhf
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(1200)]
 SMALL = ("collect.world.demonstrations=400", "collect.world.preferences=800", "collect.world.pretrain=100")

@@ -8,18 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from toys import (
-    assert_nothing_held,
-    assert_nothing_lost,
-    begin,
-    in_the_middle,
-    make_toy,
-    rlhf,
-    training_toy,
-    wait_until,
-)
+from background import wait_until
+from faults.toys import assert_nothing_held, assert_nothing_lost, in_the_middle, training_toy
+from integration.flow_toys import begin, make_toy, rlhf
 
 from flows.dvc_repo.root import ensure_dvc
 from flows.stage import StageSpec, run_stage

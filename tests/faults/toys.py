@@ -5,13 +5,10 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 import subprocess
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
-from flow_toys import begin, environment, find_process, make_toy, processes_of, rlhf, wait_until
-
-__all__ = ["begin", "environment", "find_process", "make_toy", "processes_of", "rlhf", "wait_until"]
+from background import wait_until
+from integration.flow_toys import begin, make_toy, processes_of
 
 STEPS, SAVE_EVERY = 36, 3
 PIPELINE = """

@@ -7,8 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -97,14 +95,6 @@ def begin(*arguments: str, cwd: Path, **env: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             ["sh", "-c", f"trap '' INT; exec {quoted}"], cwd=cwd, env=environment(**env), stdout=log, stderr=log
         )
-
-
-def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Poll until ``condition`` holds; an AssertionError naming ``what`` otherwise."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {seconds} s"
-        time.sleep(0.1)
 
 
 def processes_of(workspace: Path) -> list[psutil.Process]:

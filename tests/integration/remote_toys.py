@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from integration.flow_toys import environment, make_toy, wait_until
-
-from flows.prefect_server.services import free_port
+from background import running, wait_until
+from integration.flow_toys import environment, make_toy
 
 POOL = "away"
 PIPELINE = """
@@ -106,50 +104,6 @@ class Host:
 def _online(address: str) -> list[bool]:
     answer = httpx.post(address, json={}, timeout=60)
     return [row["status"] == "ONLINE" for row in answer.json()] if answer.status_code == 200 else []
-
-
-@contextmanager
-def running(command: Sequence[str], cwd: Path, env: dict[str, str], log: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command in the background for the block."""
-    cwd.mkdir(parents=True, exist_ok=True)
-    with (cwd / log).open("ab") as output:
-        process = subprocess.Popen(
-            command, cwd=cwd, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(120)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-@contextmanager
-def prefect_server(
-    folder: Path, address: str = "127.0.0.1", prefix: Sequence[str] = (), database: Path | None = None
-) -> Iterator[str]:
-    """Run an external Prefect server, on a copy of ``database`` if one is given, and yield its API address."""
-    port = free_port()
-    if database is not None:
-        (folder / "home").mkdir(parents=True)
-        shutil.copy(database, folder / "home" / "prefect.db")
-    url = f"http://{address}:{port}/api"
-    env = environment(PREFECT_HOME=str(folder / "home"), PREFECT_SERVER_ANALYTICS_ENABLED="false")
-    command = [*prefix, sys.executable, "-m", "prefect", "server", "start", "--host", address, "--port", str(port)]
-    with running(command, folder, env, "server.log") as process:
-
-        def answers() -> bool:
-            assert process.poll() is None, (folder / "server.log").read_text()
-            try:
-                return httpx.get(f"{url}/health", timeout=60).status_code == 200
-            except httpx.HTTPError:
-                return False
-
-        wait_until(answers, 400, "Prefect server")
-        yield url
 
 
 def caller_environment(url: str, folder: Path) -> dict[str, str]:

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from background import wait_until
 from commands import ROOT
-from integration.flow_toys import CommandLine, begin, processes_of, rlhf, wait_until
+from integration.flow_toys import CommandLine, begin, processes_of, rlhf
 
 from benchmarks.ablation.run import AblationJob, AblationRequest, definition, make_plan, run_job, run_jobs
 from benchmarks.ablation.verdicts import AblationRun

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+from background import prefect_server
 from commands import ROOT
 from integration.flow_toys import environment, make_toy
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect_database import prefect_server
+from scripted_server import Answer, post_server
 
 from flows.jobs.deployments import JOB_SETTINGS, deploy_all, deploy_jobs
 from flows.jobs.job import Job
@@ -54,9 +53,8 @@ def params() -> Params:
 @pytest.fixture(scope="module")
 def client(prefect_database: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncPrefectClient]:
     """A client of a fresh server with a cluster's pool."""
-    database = Path(shutil.copy(prefect_database, tmp_path_factory.mktemp("prefect")))
     with (
-        prefect_server(database) as url,
+        prefect_server(tmp_path_factory.mktemp("prefect"), prefect_database) as url,
         temporary_settings({PREFECT_API_URL: url}),
         pytest.MonkeyPatch.context() as patch,
         get_client(sync_client=True) as client,
@@ -142,11 +140,9 @@ def test_the_alerts_of_the_manual_tell_of_failed_runs_requests_and_champions(
     (script,) = [code for code in re.findall(r"```python\n(.*?)```", MANUAL.read_text(), re.S) if "rlhf-alerts" in code]
     told: queue.Queue[str] = queue.Queue()
 
-    class Hook(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            told.put(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
-            self.send_response(200)
-            self.end_headers()
+    def hook(_: str, body: dict[str, Any], __: dict[str, str]) -> Answer:
+        told.put(body["text"])
+        return 200, {}
 
     ends = {
         "rlhf-pipeline": 'the policy gate failed: "kl" is 3, bound <= 2',
@@ -154,15 +150,11 @@ def test_the_alerts_of_the_manual_tell_of_failed_runs_requests_and_champions(
         "other": "end",
     }
     env = environment(PREFECT_API_URL=os.environ["PREFECT_API_URL"], PREFECT_HOME=str(tmp_path))
-    with HTTPServer(("127.0.0.1", 0), Hook) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            script = script.replace("https://hooks.slack.com/services/…", f"http://127.0.0.1:{server.server_port}/")
-            # A process sends its events to the first server that it has spoken to.
-            for code in (script, RUNS_AND_EVENTS.format(ends=ends)):
-                subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, check=True)
-            texts = sorted(told.get(timeout=120).partition(": ")[2] for _ in range(3))
-        finally:
-            server.shutdown()
+    with post_server(hook) as address:
+        script = script.replace("https://hooks.slack.com/services/…", f"{address}/")
+        # A process sends its events to the first server that it has spoken to.
+        for code in (script, RUNS_AND_EVENTS.format(ends=ends)):
+            subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, check=True)
+        texts = sorted(told.get(timeout=120).partition(": ")[2] for _ in range(3))
     failed = f"GateFailed: {ends['rlhf-pipeline']}"
     assert texts == sorted([failed, "rlhf.approval.requested", "rlhf.champion.changed"]) and told.empty()

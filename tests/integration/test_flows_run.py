@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integration.flow_toys import begin, environment, make_toy, processes_of, rlhf, wait_until
+from background import wait_until
+from integration.flow_toys import begin, environment, make_toy, processes_of, rlhf
 
 from flows.workspace import workspace_slug as slug
 

@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 import typer
-from integration.flow_toys import CommandLine, environment, make_toy, rlhf, wait_until
+from background import wait_until
+from integration.flow_toys import CommandLine, environment, make_toy, rlhf
 
 from flows.cli import app
 from flows.commands.run_state import busy_seconds

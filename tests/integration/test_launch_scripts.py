@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from integration.flow_toys import ROOT, environment, make_toy, wait_until
+from background import wait_until
+from integration.flow_toys import ROOT, environment, make_toy
 
 pytestmark = [pytest.mark.services, pytest.mark.slow]
 STEPS = """

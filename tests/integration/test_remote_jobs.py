@@ -10,8 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from background import prefect_server
 from integration.flow_toys import processes_of, rlhf
-from integration.remote_toys import Host, caller_environment, make_clone, params, prefect_server
+from integration.remote_toys import Host, caller_environment, make_clone, params
 
 from flows.jobs.transfer import restore_result
 from flows.stage import StageSpec
@@ -24,7 +25,7 @@ PATIENCE = 480
 def host(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[Host]:
     """Run a server and, with another home in another folder, a worker of the pool."""
     base = tmp_path_factory.mktemp("away")
-    with prefect_server(base / "server", database=prefect_database) as url:
+    with prefect_server(base / "server", prefect_database) as url:
         host = Host(base / "worker-home", url)
         with host.worker():
             yield host

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from integration.flow_toys import environment, wait_until
+from background import wait_until
+from integration.flow_toys import environment
 
 pytestmark = pytest.mark.services
 ESCAPE = "import subprocess,sys,time; p=subprocess.Popen(['sleep','300'],start_new_session=True); "

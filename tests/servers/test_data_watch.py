@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from background import wait_until
 from commands import run
-from integration.flow_toys import begin, environment, processes_of, rlhf, wait_until
+from integration.flow_toys import begin, environment, processes_of, rlhf
 from servers.conftest import Servers
 from servers.test_prefect import ask, login
 

@@ -21,8 +21,9 @@ from typing import Any
 
 import httpx
 import pytest
+from background import wait_for_answer, wait_until
 from browser import Browser, find_chromium
-from integration.flow_toys import rlhf, wait_until
+from integration.flow_toys import rlhf
 
 from flows.prefect_server.services import free_port
 
@@ -77,7 +78,7 @@ def label_studio(program: str, folder: Path) -> Iterator[LabelStudio]:
             start_new_session=True,
         )  # fmt: skip
     try:
-        _wait(server, process, log)
+        wait_for_answer(f"{server.url}/health", process, log, START_SECONDS)
         yield server
     finally:
         for sent in (signal.SIGTERM, signal.SIGKILL):
@@ -87,19 +88,6 @@ def label_studio(program: str, folder: Path) -> Iterator[LabelStudio]:
                     process.wait(STOP_SECONDS)
                 except subprocess.TimeoutExpired:
                     continue
-
-
-def _wait(server: LabelStudio, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until the server answers."""
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        assert process.poll() is None and time.monotonic() < deadline, f"it did not start:\n{log.read_text()[-3000:]}"
-        try:
-            if httpx.get(f"{server.url}/health", timeout=30).is_success:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.5)
 
 
 PROGRAM = find_label_studio()

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.flow_toys import begin, environment, find_process, make_toy, processes_of, rlhf, wait_until
+from background import wait_until
+from integration.flow_toys import begin, environment, find_process, make_toy, processes_of, rlhf
 from servers.conftest import Servers
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]

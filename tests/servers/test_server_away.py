@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from background import wait_until
 from servers.conftest import Servers
 
 from flows.registry.client import connect, delivered_records, prepare_tracking
@@ -85,14 +86,14 @@ def test_a_run_delivers_what_its_stage_recorded_while_the_server_was_away(
             monkeypatch.setenv(name, value)
         with stage_tracker("sft", toy, "away") as tracker:
             tracker.log_metrics({"loss": 3.0}, 1)
-            until_delivered(toy)
+            wait_until(lambda: not waiting_records(toy), 300, "delivery")
             servers.call("kill", "mlflow")
             for step in range(2, 500):
                 tracker.log_metrics({"loss": 3.0 / step}, step)
             while "mlflow: up" in servers.call("status"):
                 time.sleep(0.1)
             servers.call("up", "mlflow")
-            until_delivered(toy)
+            wait_until(lambda: not waiting_records(toy), 300, "delivery")
             tracker.log_metrics({"loss": 3.0 / 500}, 500)
     run_id = newest_run(toy)
     assert losses(toy, run_id) == [(n, 3.0 / n) for n in range(1, 501)], "each once and in order"
@@ -107,10 +108,3 @@ def log_until(happened: Callable[[], bool], tracker: Tracker, step: int) -> int:
         step += 1
         time.sleep(0.5)
     return step
-
-
-def until_delivered(workspace: Path) -> None:
-    deadline = time.monotonic() + 300
-    while waiting_records(workspace) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert waiting_records(workspace) == 0

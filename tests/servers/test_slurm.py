@@ -14,7 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from integration.flow_toys import ROOT, begin, environment, make_toy, processes_of, rlhf, wait_until
+from background import wait_until
+from integration.flow_toys import ROOT, begin, environment, make_toy, processes_of, rlhf
 from servers.conftest import Servers
 from servers.test_prefect import login, online, states, training
 

@@ -37,6 +37,10 @@ def gated(metric: str, **bound: object) -> dict:
 NO_SAFETY = {"collect": {"source": "files"}, "evaluate": {"safety": {"prompts": 0}}}
 
 
+def told(**rules: dict) -> dict:
+    return {"ppo": {"health": {"rules": rules}}}
+
+
 @pytest.mark.parametrize(
     ("document", "expected"),
     [
@@ -73,22 +77,6 @@ NO_SAFETY = {"collect": {"source": "files"}, "evaluate": {"safety": {"prompts": 
         ({"compute": {"launch": {"evaluate": {"processes": 2, "engine": "deepspeed"}}}}, "evaluate.engine is about"),
         ({"compute": {"launch": {"evaluate": {"processes": 2, "frozen": "offload"}}}}, "evaluate.frozen is about"),
         ({"compute": {"launch": {"evaluate": {"processes": 2, "gradient_checkpointing": True}}}}, "gradient_checkpo"),
-    ],
-)  # fmt: skip
-def test_problems_are_told_with_path_and_remedy(document: dict, expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_params(document)
-    assert expected in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 1
-
-
-def told(**rules: dict) -> dict:
-    return {"ppo": {"health": {"rules": rules}}}
-
-
-@pytest.mark.parametrize(
-    ("document", "expected"),
-    [
         (told(kl_runawy={}), "unknown health rule 'ppo.health.rules.kl_runawy'; did you mean 'kl_runaway'?"),
         (told(kl_runaway={"actoin": "warn"}), "'ppo.health.rules.kl_runaway.actoin'; did you mean 'action'?"),
         (told(kl_runaway={"action": "stop"}), "should be 'ignore', 'warn', 'pause' or 'rollback' (got 'stop')"),
@@ -107,7 +95,7 @@ def told(**rules: dict) -> dict:
          "max_rollbacks 0 could only pause"),
     ],
 )  # fmt: skip
-def test_problems_with_health_rules_are_told_before_anything_runs(document: dict, expected: str) -> None:
+def test_problems_are_told_with_path_and_remedy(document: dict, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_params(document)
     assert expected in str(caught.value)

@@ -8,8 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import chdir
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from uuid import uuid4
 
 import pytest
 import torch
+from background import wait_for_answer
 from dvc.repo import Repo
 from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 from tiny_llama import tiny_config
@@ -147,22 +146,11 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             start_new_session=True,
         )
     try:
-        wait_for_url(f"http://127.0.0.1:{port}/health", server)
+        wait_for_answer(f"http://127.0.0.1:{port}/health", server, folder / "server.log")
         yield f"http://127.0.0.1:{port}"
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(120)
-
-
-def wait_for_url(url: str, server: subprocess.Popen[bytes]) -> None:
-    for _ in range(1200):
-        assert server.poll() is None, "the server ended"
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise AssertionError(f"{url} never answered")
 
 
 @pytest.fixture(params=BACKENDS)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
+from background import prefect_server, wait_until
 from integration.registry.conftest import policy_name
 from integration.registry.test_promotion import ScriptedMatch, aliases
 from integration.registry.test_unchanged import records
@@ -27,7 +27,6 @@ from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 from prefect.states import Pending, Running, Suspended
-from prefect_database import prefect_server
 
 from flows.commands.registry_output import model_history
 from flows.commands.status import status
@@ -48,9 +47,7 @@ SECONDS = 300
 
 @pytest.fixture(scope="module")
 def server(prefect_database: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    database = tmp_path_factory.mktemp("prefect") / "prefect.db"
-    shutil.copy(prefect_database, database)
-    with prefect_server(database) as url:
+    with prefect_server(tmp_path_factory.mktemp("prefect"), prefect_database) as url:
         yield url
 
 
@@ -98,20 +95,13 @@ class Deployment:
         """Give a command that answers the form of a suspended run, and run what it resumes, as a worker does."""
         with ThreadPoolExecutor() as pool:
             given = pool.submit(command, *words, "--workspace", str(self.workspace))
-            wait_until(lambda: given.done() or self.state(run) == "Resuming", "answer to the form")
+            wait_until(lambda: given.done() or self.state(run) == "Resuming", SECONDS, "answer to the form")
             if not given.done():
                 self.execute(run)
             given.result()
 
     def state(self, run: UUID) -> str:
         return str(self.client.read_flow_run(run).state_name)
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {SECONDS} s"
-        time.sleep(0.2)
 
 
 def cached_pipeline(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,9 +165,9 @@ def test_a_promotion_suspends_until_a_person_has_decided_and_an_automation_start
         ("rlhf.champion.changed", "rlhf-policy", "2", "approve"),
         ("rlhf.previous.changed", "rlhf-policy", "1", "approve"),
     ]
-    wait_until(lambda: events() == expected, "events")
+    wait_until(lambda: events() == expected, SECONDS, "events")
     of_listener = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[listener]))
-    wait_until(lambda: client.read_flow_runs(flow_run_filter=of_listener), "run started by the automation")
+    wait_until(lambda: client.read_flow_runs(flow_run_filter=of_listener), SECONDS, "run started by the automation")
 
 
 @pytest.mark.parametrize("flow", [promotion_flow, rlhf_pipeline], ids=["promotion", "pipeline"])
@@ -252,9 +242,9 @@ def test_a_run_that_waits_for_a_person_is_not_taken_for_dead(client: SyncPrefect
         beat = {"id": str(uuid4()), "event": HEARTBEAT, "occurred": str(datetime.now(UTC)), "resource": resource}
         client.request("POST", "/events", json=[beat])
     beats = EventFilter(event=EventNameFilter(name=[HEARTBEAT]))
-    wait_until(lambda: len(client.read_events(beats, limit=9).events) == 2, "heartbeats on the server")
+    wait_until(lambda: len(client.read_events(beats, limit=9).events) == 2, SECONDS, "heartbeats on the server")
     client.set_flow_run_state(waiting, Suspended(), force=True)
-    wait_until(lambda: client.read_flow_run(dead).state_name == "Crashed", "end of the dead run")
+    wait_until(lambda: client.read_flow_run(dead).state_name == "Crashed", SECONDS, "end of the dead run")
     time.sleep(5)
     assert client.read_flow_run(waiting).state_name == "Suspended"
 

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from background import wait_for_answer
 from champion import champion_folder
-from integration.registry.conftest import commit, policy_name, reward_name, wait_for_url, write_gate
+from integration.registry.conftest import commit, policy_name, reward_name, write_gate
 
 from flows.prefect_server.services import free_port
 from flows.registry.aliases import versions
@@ -315,7 +316,7 @@ def test_mlflow_serves_the_policy_and_refuses_in_one_line(workspace: Path) -> No
     )
     url = f"http://127.0.0.1:{port}/invocations"
     try:
-        wait_for_url(f"http://127.0.0.1:{port}/ping", server)
+        wait_for_answer(f"http://127.0.0.1:{port}/ping", server)
         answer = _post(url, {**CHAT, "max_tokens": 4, "seed": 1})
         assert answer[0]["choices"][0]["message"]["role"] == "assistant"
         assert answer[0]["usage"]["completion_tokens"] <= 4

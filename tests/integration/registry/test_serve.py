@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from background import wait_until
 from commands import command_environment
 from integration.registry.conftest import policy_name, reward_name
 
@@ -82,9 +82,9 @@ def test_the_alias_moves_under_load_and_a_stop_lets_replies_end(contest: Path) -
         for thread in threads:
             thread.start()
         try:
-            wait_until(lambda: served[f"{name}:1"] > 1)
+            wait_until(lambda: served[f"{name}:1"] > 1, PATIENCE, "reply of the first version")
             assert promote(contest, force_reason="test").promoted
-            wait_until(lambda: served[f"{name}:2"] > 1)
+            wait_until(lambda: served[f"{name}:2"] > 1, PATIENCE, "reply of the second version")
         finally:
             stop.set()
             for thread in threads:
@@ -125,10 +125,3 @@ def test_a_version_is_found_by_number_run_and_alias(contest: Path) -> None:
     ):
         with pytest.raises(RlhfError, match=words):
             served_source(contest, **choice)
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -7,15 +7,15 @@ import hashlib
 import hmac
 import json
 import queue
-import threading
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 
 import pytest
 from integration.registry.conftest import policy_name
 from integration.registry.test_promotion import ScriptedMatch
+from scripted_server import serving
 
 from flows.registry.client import connect
 from flows.registry.promote import promote
@@ -25,34 +25,26 @@ SECRET = "a secret of this test"
 SECONDS = 120
 
 
+@dataclass(frozen=True)
 class Receiver:
-    """An HTTP server on loopback that keeps what is posted to it."""
+    """The address of an HTTP server on loopback, and what was posted to it."""
 
-    def __init__(self) -> None:
-        received: queue.Queue[tuple[Mapping[str, str], bytes]] = queue.Queue()
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                received.put((dict(self.headers), body))
-                self.send_response(204)
-                self.end_headers()
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.received = received
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/champion"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+    url: str
+    received: queue.Queue[tuple[Mapping[str, str], bytes]]
 
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    receiver = Receiver()
-    yield receiver
-    receiver.server.shutdown()
-    receiver.server.server_close()
+    received: queue.Queue[tuple[Mapping[str, str], bytes]] = queue.Queue()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.put((dict(self.headers), self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+    with serving(Handler) as address:
+        yield Receiver(f"{address}/champion", received)
 
 
 def is_signed(headers: Mapping[str, str], body: bytes) -> bool:

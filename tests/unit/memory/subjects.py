@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.memory_phases import Subject
+from benchmarks.random_models import Subject
 from rlhf_core.config.loading import Params, check_params
 from rlhf_core.memory.architecture import Architecture, starting_architecture
 from rlhf_core.memory.sequence_lengths import lengths_from_limits

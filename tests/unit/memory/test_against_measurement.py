@@ -8,7 +8,8 @@ import pytest
 import torch
 from unit.memory import subjects
 
-from benchmarks.memory_phases import RUNS, Subject, measure
+from benchmarks.memory_phases import RUNS, measure
+from benchmarks.random_models import Subject
 from rlhf_core.memory.stages import plan_stages
 
 pytestmark = pytest.mark.slow

@@ -6,15 +6,15 @@ import re
 import struct
 from collections.abc import Callable
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import torch
 from base_stage import run_base
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from scripted_server import serving
 from transformers import LlamaForCausalLM
 from transformers import PreTrainedTokenizerFast as Tokenizer
 from unit.models.damages import CONFIG, INDEX, WEIGHTS, Damage, edit, in_shards
@@ -275,8 +275,6 @@ class StubHub(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def log_message(self, *_: object) -> None: ...
-
 
 @pytest.mark.parametrize(
     ("status", "cause", "message"),
@@ -294,14 +292,12 @@ def test_a_hubs_answer_is_one_line(
     status: int, cause: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     handler = type("Handler", (StubHub,), {"status": status, "cause": cause})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+    with serving(handler) as address:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(constants, "ENDPOINT", address)
         with pytest.raises(ModelError) as refused:
             run_base("owner/name", tmp_path)
-        server.shutdown()
     text_of_error = str(refused.value)
     assert message in text_of_error and "owner/name" in text_of_error and "\n" not in text_of_error
     assert not (tmp_path / "base").exists()

@@ -1,7 +1,8 @@
-"""``python trl_trainer.py FOLDER``: iterations of TRL's trainers, one per line of input. Needs TRL alone."""
+"""``python trl_trainers.py FOLDER``: runs of TRL's trainers, one per line of input. Needs TRL alone."""
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from contextlib import suppress
@@ -10,14 +11,41 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import torch
+import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
 from trl.experimental.ppo import PPOConfig, PPOTrainer
-from workload import EOS, GROUP, PAD, VOCABULARY, EndOfInput, Stopwatch, Workload, ranks
+from workload import (
+    ENDLESS,
+    EOS,
+    GROUP,
+    LONGEST,
+    PAD,
+    TRAININGS,
+    VOCABULARY,
+    EndOfInput,
+    Stopwatch,
+    Workload,
+    ranks,
+)
 
-ITERATIONS = 10_000  # more than are asked for
+TRAINERS = {
+    "sft": (trl.SFTTrainer, trl.SFTConfig),
+    "reward": (trl.RewardTrainer, trl.RewardConfig),
+    "dpo": (trl.DPOTrainer, trl.DPOConfig),
+    "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+    "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
+}
 
 
 class Laps(TrainerCallback):
@@ -37,8 +65,28 @@ def main() -> int:
     folder = Path(sys.argv[1])
     workload = Workload.read(folder)
     with ranks(workload.processes), suppress(EndOfInput), tempfile.TemporaryDirectory() as work:
-        (_ppo if workload.method == "ppo" else _groups)(workload, folder, work).train()
+        if workload.method in TRAININGS:
+            _repeat_training(workload, folder, work)
+        else:
+            (_ppo if workload.method == "ppo" else _groups)(workload, folder, work).train()
     return 0
+
+
+def _repeat_training(workload: Workload, folder: Path, work: str) -> None:
+    trainer, config = TRAINERS[workload.method]
+    rows, tokenizer = json.loads((folder / "rows.json").read_text()), AutoTokenizer.from_pretrained(folder / "model")
+    loaded: Any = AutoModelForCausalLM
+    sizes: dict[str, Any] = {}
+    if workload.method == "reward":
+        loaded, sizes = AutoModelForSequenceClassification, {"num_labels": 1}
+    model = loaded.from_pretrained(folder / "model", dtype=torch.float32, **sizes)
+
+    def train() -> None:
+        arguments = config(**_arguments(workload, work, workload.rows), max_steps=workload.steps, max_length=LONGEST)
+        data = Dataset.from_list(rows)
+        trainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer).train()
+
+    Stopwatch().repeat(train)
 
 
 def _ppo(workload: Workload, folder: Path, work: str) -> PPOTrainer:
@@ -46,11 +94,11 @@ def _ppo(workload: Workload, folder: Path, work: str) -> PPOTrainer:
     value, reward = (LlamaForSequenceClassification.from_pretrained(folder / name) for name in ("value", "reward"))
     return PPOTrainer(
         args=PPOConfig(
-            **_arguments(workload, work),
+            **_iteration_arguments(workload, work),
             gradient_accumulation_steps=workload.minibatches,
             num_mini_batches=workload.minibatches,
             num_ppo_epochs=workload.epochs,
-            total_episodes=workload.replies * ITERATIONS,
+            total_episodes=workload.replies * ENDLESS,
             local_rollout_forward_batch_size=workload.replies // workload.processes,
             response_length=workload.reply,
             num_sample_generations=0,
@@ -66,15 +114,15 @@ def _ppo(workload: Workload, folder: Path, work: str) -> PPOTrainer:
     )
 
 
-def _groups(workload: Workload, folder: Path, work: str) -> GRPOTrainer | RLOOTrainer:
-    trainer, config = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}[workload.method]
+def _groups(workload: Workload, folder: Path, work: str) -> trl.GRPOTrainer | trl.RLOOTrainer:
+    trainer, config = TRAINERS[workload.method]
     tokenizer = _tokenizer()
     reward = LlamaForSequenceClassification.from_pretrained(folder / "reward")
     prompts = [" ".join(map("t{}".format, ids)) for ids in workload.prompt_ids()]
     return trainer(
         args=config(
-            **_arguments(workload, work),
-            max_steps=workload.minibatches * ITERATIONS,
+            **_iteration_arguments(workload, work),
+            max_steps=workload.minibatches * ENDLESS,
             steps_per_generation=workload.minibatches,
             num_iterations=workload.epochs,
             num_generations=GROUP,
@@ -97,15 +145,19 @@ def _policy(folder: Path) -> LlamaForCausalLM:
     return model
 
 
-def _arguments(workload: Workload, work: str) -> dict[str, Any]:
+def _iteration_arguments(workload: Workload, work: str) -> dict[str, Any]:
+    rows = workload.replies // workload.minibatches // workload.processes
+    backend = "gloo" if workload.processes > 1 else None
+    return {**_arguments(workload, work, rows), "ddp_backend": backend, "temperature": 1.0}
+
+
+def _arguments(workload: Workload, work: str, rows: int) -> dict[str, Any]:
     return {
         "output_dir": work,
         "bf16": workload.dtype == "bfloat16",
         "use_cpu": True,
         "gradient_checkpointing": False,
-        "ddp_backend": "gloo" if workload.processes > 1 else None,
-        "per_device_train_batch_size": workload.replies // workload.minibatches // workload.processes,
-        "temperature": 1.0,
+        "per_device_train_batch_size": rows,
         "report_to": "none",
         "save_strategy": "no",
         "logging_strategy": "no",

@@ -1,4 +1,4 @@
-"""What both systems train on: random Llamas in a folder, prompts of equal length, and the sizes of an iteration.
+"""What both systems train on: random Llamas in a folder, prompts of equal length, and the sizes of a run.
 
 The standard library, torch and transformers are all that may be imported here: TRL runs in an environment of its own.
 """
@@ -22,15 +22,19 @@ import torch
 
 PAD, EOS, VOCABULARY = 0, 1, 1024
 GROUP = 4  # replies to a prompt where a group is the baseline
+LONGEST = 256  # tokens of a row of a training
 ANSWER = "benchmark: "  # trainers print lines of their own
+ENDLESS = 10_000  # iterations: more than are asked for
+TRAININGS, ITERATIONS = ("sft", "reward", "dpo"), ("ppo", "grpo", "rloo")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One iteration of PPO, GRPO or RLOO: every reply has ``reply`` tokens, whatever is sampled.
+    """A training of ``steps`` with ``rows`` each, or one iteration.
 
-    There are ``replies``, to as many prompts with a critic (``ppo``), to a :data:`GROUP`-th of them without.
-    ``processes`` divide them among themselves, and have ``threads`` each.
+    Every reply of an iteration has ``reply`` tokens, whatever is sampled. There are ``replies``, to as many prompts
+    with a critic (``ppo``), to a :data:`GROUP`-th of them without. ``processes`` divide them among themselves, and have
+    ``threads`` each.
     """
 
     hidden: int
@@ -40,12 +44,14 @@ class Workload:
     reply: int
     processes: int
     threads: int
-    method: str = "ppo"
+    method: str
+    dtype: str
+    steps: int = 12
+    rows: int = 32
     replies: int = 64
     prompt: int = 20
     epochs: int = 1
     minibatches: int = 2
-    dtype: str = "float32"
 
     @classmethod
     def read(cls, folder: Path) -> Workload:
@@ -54,13 +60,15 @@ class Workload:
         torch.set_num_threads(workload.threads)
         return workload
 
-    def write(self, folder: Path) -> int:
-        """Save it with its models (policy, value and reward) to ``folder``; returns the parameters of the policy."""
+    def write(self, folder: Path) -> None:
+        """Save it to ``folder``, for iterations with their models (policy, value and reward)."""
+        folder.mkdir(parents=True)
+        (folder / "workload.json").write_text(json.dumps(asdict(self)))
+        if self.method in TRAININGS:
+            return
         # Imports bitsandbytes where it is installed, which warns.
         from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
-        folder.mkdir(parents=True)
-        (folder / "workload.json").write_text(json.dumps(asdict(self)))
         config = LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=self.hidden,
@@ -74,12 +82,10 @@ class Workload:
             tie_word_embeddings=True,
         )
         set_seed(0)
-        policy = LlamaForCausalLM(config)
-        policy.save_pretrained(folder / "policy")
+        LlamaForCausalLM(config).save_pretrained(folder / "policy")
         config.num_labels = 1
         for name in ("value", "reward"):
             LlamaForSequenceClassification(config).save_pretrained(folder / name)
-        return sum(parameter.numel() for parameter in policy.parameters())
 
     def prompt_ids(self) -> list[list[int]]:
         """Token ids of all prompts."""
@@ -122,7 +128,7 @@ class EndOfInput(BaseException):
 
 
 class Stopwatch:
-    """Answers each line of standard input with the seconds of one iteration, and ends with the input.
+    """Answers each line of standard input with the seconds of one run, and ends with the input.
 
     An iteration is made between two calls of :meth:`lap`; the first lap only warms up. Of several ranks the first one
     answers, and the others keep step with it.
