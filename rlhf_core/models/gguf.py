@@ -36,7 +36,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from rlhf_core.errors import ModelError, first_line
 from rlhf_core.models.forward import embedding_weight
-from rlhf_core.models.io import attention_of, quiet, require_room_for
+from rlhf_core.models.io import attention_of, quiet, require_finite_weights, require_room_for
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.runtime import distributed
 
@@ -210,6 +210,7 @@ def load_gguf(file: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedM
         entries = embedding_weight(model).shape[0]
         tokenizer = _without_entries_beyond(tokenizer, entries)
     require_room_for(tokenizer, entries, file)
+    require_finite_weights(model, file)
     return model.to(distributed.device()).eval(), tokenizer
 
 

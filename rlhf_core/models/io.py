@@ -187,7 +187,7 @@ def load_model(
 
     Raises:
         ModelError: The folder lacks weights of the model, or has them in other shapes, which the library would fill at
-            random, or some of them are not finite, with which every reply would be empty.
+            random, or some of them are not finite.
     """
     place = device or distributed.device()
     # A model on its way to a GPU is in host memory as a whole.
@@ -218,7 +218,7 @@ def load_model(
         raise ModelError(
             f"{source} lacks {len(names)} of the weights of a {type(model).__name__}, such as {names[0]}; {REPAIR}"
         )
-    _require_finite(model, source)
+    require_finite_weights(model, source)
     if info["unexpected_keys"]:
         names = sorted(info["unexpected_keys"])
         kind = type(model).__name__
@@ -234,13 +234,20 @@ def load_model(
     return model
 
 
-def _require_finite(model: nn.Module, source: str | Path) -> None:
-    for name, weight in model.named_parameters():
-        if weight.is_meta or not weight.is_floating_point() or weight.itemsize == 1 or not weight.numel():
-            continue
-        bounds = torch.stack(weight.detach().aminmax())  # makes no copy of the weight, and is NaN where that has any
-        if not bounds.isfinite().all():
-            raise ModelError(f"{source}: the weight {name} has numbers that are not finite; {REPAIR}")
+def require_finite_weights(model: nn.Module, source: str | Path) -> None:
+    """Raise ``ModelError`` where a weight is NaN or infinite: every loss would be, and every reply empty."""
+    broken = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
+    if broken:
+        raise ModelError(
+            f"{source} has weights that are not finite numbers, in {broken[0]} ({len(broken)} such tensors): it is "
+            "damaged, or was converted to float16 beyond its range; get it again"
+        )
+
+
+def _is_finite(weight: Tensor) -> bool:
+    if weight.is_meta or not weight.is_floating_point() or weight.itemsize == 1 or not weight.numel():
+        return True
+    return bool(torch.stack(weight.detach().aminmax()).isfinite().all())  # NaN is both; no copy of the weight is made
 
 
 @contextmanager

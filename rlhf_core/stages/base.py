@@ -13,7 +13,6 @@ from rlhf_core.config.base import BaseStageConfig
 from rlhf_core.data.chat_template import refused_dialogues
 from rlhf_core.data.schema import Demonstration, Message, PairUser, Preference, PretrainText, Prompt, read_rows
 from rlhf_core.data.token_tables import read_tokens
-from rlhf_core.errors import ModelError
 from rlhf_core.fingerprint.tracked_files import STARTING_MODEL_FILE
 from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer, with_stop_tokens
 from rlhf_core.models.foreign import find_hub_model, prepare_tokenizer, require_openable, require_trainable
@@ -51,7 +50,6 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
         else:
             require_trainable(source, config.revision)
             model, tokenizer = load_policy(source, dtype, config.revision)
-        require_finite_weights(model, source)
         require_replies_as_scored(model, config.source)
         if type(model.config) not in AutoModelForSequenceClassification._model_mapping:
             logger.warning(
@@ -88,16 +86,6 @@ STAGE = Stage(
 def _source(source: str) -> str:
     expanded = Path(source).expanduser()
     return str(expanded) if expanded.exists() else source
-
-
-def require_finite_weights(model: PreTrainedModel, source: str) -> None:
-    """Raise ``ModelError`` where a weight is NaN or infinite: every loss would be, from the first step on."""
-    broken = [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()]
-    if broken:
-        raise ModelError(
-            f"{source} has weights that are not finite numbers, in {broken[0]} ({len(broken)} such tensors): it is "
-            "damaged, or was converted to float16 beyond its range; get it again"
-        )
 
 
 def training_texts(clean: Path) -> Iterator[str]:

@@ -115,7 +115,7 @@ DAMAGES = {
     "weight-missing": (edit_weights(lambda tensors: tensors.pop(NORM)), "lacks 1 of the weights of a LlamaForCausalLM"),
     "weight-shape": (edit_weights(lambda tensors: tensors.update({NORM: torch.zeros(3)})), "has the shape [3]"),
     **{
-        f"weight-{value}-{weight}": (set_number(weight, value), f"the weight {weight} has numbers that are not finite")
+        f"weight-{value}-{weight}": (set_number(weight, value), f"weights that are not finite numbers, in {weight}")
         for value in ("nan", "inf", "-inf")
         for weight in (NORM, EMBEDDING)
     },

@@ -222,10 +222,10 @@ def test_pickled_weights_are_never_read(place: Place, bert: Path, tmp_path: Path
 
 
 def test_a_score_that_is_not_finite_is_refused(place: Place, bert: Path, tmp_path: Path) -> None:
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(bert)
-    with torch.no_grad():
-        model.classifier.bias.fill_(float("nan"))
-    model.save_pretrained(tmp_path)
+    transformers.AutoModelForSequenceClassification.from_pretrained(bert).save_pretrained(tmp_path)
     transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
+    source = build(place, tmp_path)
+    with torch.no_grad():
+        source.model.classifier.bias.fill_(float("nan"))
     with pytest.raises(DataError, match="reward source 'classifier': score 0 is nan"):
-        build(place, tmp_path).rewards(place.replies(["red"]))
+        source.rewards(place.replies(["red"]))
