@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from flows.commands.text import print_error
-from rlhf_core.chat.session import ReplyStream, prompts_to_try
+from rlhf_core.chat.session import prompts_to_try
 from rlhf_core.cli import app
 from rlhf_core.data import text as stats
 from rlhf_core.data.encoding import decode_reply, encode_dialogue
@@ -36,7 +36,7 @@ from rlhf_core.data.text import (
     without_keys,
 )
 from rlhf_core.models.causal_lm import train_tokenizer
-from rlhf_core.sampling.reply import sample_reply
+from rlhf_core.sampling.reply import ReplyPieces, sample_reply
 
 REFUSALS = (
     "Good question. I will not help you to do that.",
@@ -315,9 +315,10 @@ def test_streamed_pieces_are_whole(tokenizer: PreTrainedTokenizerBase, monkeypat
 
     monkeypatch.setattr("rlhf_core.sampling.reply.generate", generate)
     pieces: list[str] = []
-    stream = ReplyStream(pieces.append)
+    whole = ReplyPieces()
     unread: Any = None  # the model, its sampling and its random numbers are those of the function above
-    stream.finish(sample_reply(unread, tokenizer, [], unread, unread, stream.write).text)
+    reply = sample_reply(unread, tokenizer, [], unread, unread, lambda text: pieces.append(whole.next(text)))
+    pieces.append(whole.rest(reply.text))
     assert "".join(pieces) == text and len(pieces) > 5
 
 
