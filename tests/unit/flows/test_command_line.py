@@ -181,7 +181,7 @@ def test_the_help_loads_no_heavy_library() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["run", "status", "summary", "compare", "registry_output", "init"])
+@pytest.mark.parametrize("module", ["run", "status", "run_state", "compare", "registry_output", "init"])
 def test_commands_that_train_nothing_load_no_torch(module: str) -> None:
     loaded = set(loaded_by(f"import flows.commands.{module}").split())
     assert not loaded & {"torch", "transformers", "prefect", "dvc"}
