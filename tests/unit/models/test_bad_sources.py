@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Callable
@@ -57,16 +58,6 @@ def edit_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
     return damage
 
 
-def set_number(weight: str, value: str) -> Damage:
-    """Put ``value`` in place of the last number of a weight."""
-
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[weight] = tensors[weight].clone()
-        tensors[weight].view(-1)[-1] = float(value)
-
-    return edit_weights(change)
-
-
 def cut(name: str, keep: int) -> Damage:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:keep]) and None
 
@@ -114,11 +105,6 @@ DAMAGES = {
     "weights-long-header": (write(WEIGHTS, b"\xff" * 64), "is not a readable safetensors file"),
     "weight-missing": (edit_weights(lambda tensors: tensors.pop(NORM)), "lacks 1 of the weights of a LlamaForCausalLM"),
     "weight-shape": (edit_weights(lambda tensors: tensors.update({NORM: torch.zeros(3)})), "has the shape [3]"),
-    **{
-        f"weight-{value}-{weight}": (set_number(weight, value), f"weights that are not finite numbers, in {weight}")
-        for value in ("nan", "inf", "-inf")
-        for weight in (NORM, EMBEDDING)
-    },
     "shard-missing": (lambda folder: in_shards(folder, "c.safetensors"), "lacks 1 of 2 shards, such as c.safetensors"),
     "index-cut": (
         lambda folder: (in_shards(folder, "b.safetensors"), cut(INDEX, 30)(folder)), "cannot load the model folder"
@@ -139,6 +125,16 @@ DAMAGES = {
     "adapter-beside": (write("adapter_config.json", '{"peft_type": "LORA"}'), "holds an adapter beside a model"),
     "adapter": (lambda folder: (folder / CONFIG).rename(folder / "adapter_config.json"), "holds an adapter beside"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("weight", [NORM, EMBEDDING])
+def test_weights_that_are_not_finite_are_refused_where_a_model_is_loaded(
+    weight: str, value: float, folder: Path
+) -> None:
+    edit_weights(lambda tensors: tensors[weight].view(-1)[-1:].fill_(value))(folder)
+    with pytest.raises(ModelError, match=rf"has weights that are not finite numbers, in {weight} \(1 such tensors\)"):
+        load_policy(folder)
 
 
 OF_A_STAGE = (
