@@ -115,7 +115,8 @@ def describe_terms(workspace: Path) -> str:
         owner = state.other_owner or "this workspace"
     lines = [
         f"{config.policy}, owned by {owner}",
-        f"every judge's lower 95 % bound of the win rate above {config.promote_win_rate_low95:g}",
+        f"every judge's lower 95 % bound of the win rate above {config.promote_win_rate_low95:g}, "
+        "as it is and at equal lengths",
         f"error budget {config.error_budget:g} over all attempts on the same prompts",
     ]
     margins = config.non_inferiority.model_dump(exclude={"min_refusals", "min_category_prompts"}, exclude_none=True)

@@ -71,8 +71,10 @@ def export(
         exported = human_pairs.blinded_export(candidates, bad[:bad_cases], control, seed)
         exported.save_key(root)
         human_pairs.write_forms(exported.pairs, folder)
-    counts = [sum(pair.bad_case for pair in exported.pairs), sum(pair.control for pair in exported.pairs)]
-    typer.echo(f"{len(exported.pairs)} pairs in {folder}: {counts[0]} bad cases, {counts[1]} of the control")
+    bad_ones, controls = (sum(getattr(pair, of) for pair in exported.pairs) for of in ("bad_case", "control"))
+    both = bad_ones + controls - len(exported.pairs)
+    shared = f", {both} of them both" if both else ""
+    typer.echo(f"{len(exported.pairs)} pairs in {folder}: {bad_ones} bad cases, {controls} of the control{shared}")
     typer.echo(f"the answers come back with: rlhf annotate import FILE... (export {exported.name})")
 
 

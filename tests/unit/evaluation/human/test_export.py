@@ -112,7 +112,9 @@ def test_the_command_writes_forms_and_keeps_the_key(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "1 bad cases, 2 of the control" in result.output
-    assert len(list((root / "data/annotations/exports").iterdir())) == 1
+    all_of_them = CliRunner().invoke(app, ["export", str(tmp_path / "all"), "--workspace", str(root), "--control", "4"])
+    assert "4 pairs" in all_of_them.output and "1 bad cases, 4 of the control, 1 of them both" in all_of_them.output
+    assert len(list((root / "data/annotations/exports").iterdir())) == 2
     again = CliRunner().invoke(app, command)
     assert isinstance(again.exception, RlhfError) and "exists already" in str(again.exception)
     multiplied = CliRunner().invoke(app, ["export", str(tmp_path / "more"), "--replies", "2"])
