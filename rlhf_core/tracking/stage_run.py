@@ -142,6 +142,7 @@ def grouped(name: str) -> str:
 CLIENT_SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "1",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",  # it tells of each table that it makes
     # MLflow's client itself would hold a training up for minutes.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
