@@ -364,7 +364,6 @@ def main() -> None:
             import traceback
 
             sys.stderr.write(redacted(traceback.format_exc()))
-            raise SystemExit(1) from None
         raise SystemExit(_report_error(error)) from None
 
 

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 from flows.dvc_repo.recipe import check_tracked_params
 from flows.prefect_server.services import LOOPBACK, free_port
 from flows.registry.client import knock
+from flows.registry.signing import key_files
 from flows.workspace import is_elsewhere, lock_holder
 from rlhf_core.config.data import DataSource
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.config.reward_sources import OWN_MODEL, ClassifierSource, FunctionSource, refuse_own_model
-from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.errors import ConfigError, DataError, RlhfError
 from rlhf_core.fingerprint.tracked_files import missing_function, model_folders, verifiable_functions
 from rlhf_core.runtime.machine import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels
 from rlhf_core.storage.data_files import expand, is_url
@@ -223,6 +224,10 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
         yield base_model_check(workspace, params.base.source, params.base.revision)
     yield from _reward_sources(workspace, params)
     yield from _judges(workspace, params)
+    try:
+        key_files(workspace, params.registry.signature)
+    except ConfigError as error:
+        yield DoctorCheck(FAIL, "signature", str(error), "without it nothing is promoted, served or exported")
 
 
 def _writable(workspace: Path) -> DoctorCheck:

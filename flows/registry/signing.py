@@ -151,11 +151,21 @@ def verify_signature(
             ) from error
 
 
-def _verifier(workspace: Path, config: SignatureConfig) -> Any:
+def key_files(workspace: Path, config: SignatureConfig) -> list[Path]:
+    """Return the files that ``registry.signature`` names.
+
+    Raises:
+        ConfigError: One of them is not there.
+    """
     paths = [workspace / Path(path).expanduser() for path in (config.public_key, *config.certificates) if path]
     for path in paths:
         if not path.is_file():
             raise ConfigError(f"registry.signature: there is no file {path}")
+    return paths
+
+
+def _verifier(workspace: Path, config: SignatureConfig) -> Any:
+    paths = key_files(workspace, config)
     library = _library()
     verifier = library.verifying.Config().set_hashing_config(_every_file(library))
     try:

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -408,7 +408,17 @@ def load_section(workspace: Path, section: str, model: type[Model], beside: Sequ
 
 DEFAULT_PROFILE = "demo"
 EXTENDS = re.compile(r"^extends: *([\w.-]+) *\n", re.MULTILINE)
-OWN_ANNOTATIONS = "data/annotations/"
+ANNOTATIONS, OWN_ANNOTATIONS = "collect.annotations", "data/annotations/"
+# Settings whose relative paths start at the workspace, `*` for any key or entry: of files, and of what may be a hub id.
+FILES = (
+    ANNOTATIONS, "collect.files.*.*.path", "validate.evaluation_files.*.path", "evaluate.verifiable.path",
+    "evaluate.multiple_choice.files.*", "evaluate.multiple_choice.few_shot_files.*", "evaluate.opponents.*.path",
+    "compute.launch.*.deepspeed", "registry.signature.public_key", "registry.signature.certificates.*",
+)  # fmt: skip
+MODELS = (
+    "base.source", "validate.tokenizer", "ppo.reward.sources.*.path", "ppo.reward.sources.*.model",
+    "ppo.reward.sources.*.paths.*",
+)  # fmt: skip
 
 
 def profiles(folder: Path) -> dict[str, Path]:
@@ -501,38 +511,33 @@ def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
 
 
 def rebase_sources(text: str, origin: Path, target: Path) -> str:
-    """``text`` with its relative paths, written for ``origin``, made right for ``target``.
+    """``text`` with its relative paths (:data:`FILES`, :data:`MODELS`), written for ``origin``, made right for ``target``.
 
-    These are the paths of data, evaluation, verifiable and multiple-choice files, of opponents' replies, of the
-    starting model, of the tokenizer to count with and of reward sources. A workspace's own ``models/`` and
-    ``data/annotations/`` stay its own.
+    A workspace's own ``models/`` and ``data/annotations/`` stay its own.
     """
     document = yaml_text.parse(text, "params.yaml")
-    collect, evaluate = document.get("collect") or {}, document.get("evaluate") or {}
-    verifiable, multiple_choice = evaluate.get("verifiable") or {}, evaluate.get("multiple_choice") or {}
-    if collect.get("annotations") and not collect["annotations"].startswith(OWN_ANNOTATIONS):
-        collect["annotations"] = _rebase_file(collect["annotations"], origin, target)
-    if verifiable:
-        verifiable["path"] = _rebase_file(str(verifiable.get("path")), origin, target)
-    files = collect.get("files") or {}
-    questions = [multiple_choice.get(key) for key in ("files", "few_shot_files")]
-    opponents = evaluate.get("opponents")
-    for sources in [*files.values(), (document.get("validate") or {}).get("evaluation_files"), *questions, opponents]:
-        for position, source in enumerate(sources or []):
-            entries, key = (source, "path") if isinstance(source, dict) else (sources, position)
-            entries[key] = _rebase_file(str(entries[key]), origin, target)
-    validate = document.get("validate") or {}
-    if validate.get("tokenizer"):
-        validate["tokenizer"] = _rebase_model(validate["tokenizer"], origin, target)
-    base = document.get("base") or {}
-    if is_pretrained(str(base.get("source", SCRATCH))):
-        base["source"] = _rebase_model(base["source"], origin, target)
-    for reward_source in ((document.get("ppo") or {}).get("reward") or {}).get("sources") or []:
-        for key in reward_source.keys() & {"path", "model"}:
-            reward_source[key] = _rebase_model(reward_source[key], origin, target)
-        if "paths" in reward_source:
-            reward_source["paths"] = [_rebase_model(path, origin, target) for path in reward_source["paths"]]
+    for setting in FILES:
+        for entries, key in _texts_at(document, setting.split(".")):
+            if not (setting == ANNOTATIONS and entries[key].startswith(OWN_ANNOTATIONS)):
+                entries[key] = _rebase_file(entries[key], origin, target)
+    for setting in MODELS:
+        for entries, key in _texts_at(document, setting.split(".")):
+            if is_pretrained(entries[key]):
+                entries[key] = _rebase_model(entries[key], origin, target)
     return yaml_text.dump(document)
+
+
+def _texts_at(node: Any, keys: Sequence[str]) -> Iterator[tuple[Any, Any]]:
+    """Each text at a dotted setting, with what holds it and its key there; a source may be a text or have a path."""
+    head, *rest = keys
+    if not isinstance(node, dict | list):
+        return
+    for key in (range(len(node)) if isinstance(node, list) else list(node)) if head == "*" else [head]:
+        value = node.get(key) if isinstance(node, dict) else node[key] if isinstance(key, int) else None
+        if isinstance(value, str) and rest in ([], ["path"]):
+            yield node, key
+        elif rest:
+            yield from _texts_at(value, rest)
 
 
 def _rebase_file(path: str, origin: Path, target: Path) -> str:

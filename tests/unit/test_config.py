@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -398,3 +399,39 @@ def test_folders_move_with_a_workspace_and_names_do_not(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert os.path.normpath(trial / moved[1]["model"]) == str(base / "extra/rm")
     assert moved[2]["model"] == "owner/name" and "path" not in moved[3]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("registry.signature.public_key", "keys/a.pem"),
+        ("registry.signature.certificates", ["keys/root.pem", "/etc/root.pem"]),
+        ("evaluate.multiple_choice.files", ["test/*.csv"]),
+        ("collect.files.preferences", ["a.jsonl", {"path": "data/annotations/b.jsonl", "cap": 9}]),
+        ("collect.annotations", "labels/*.jsonl"),
+        ("evaluate.verifiable.path", "checks.jsonl"),
+        ("evaluate.opponents", [{"name": "a", "path": "theirs.jsonl"}]),
+    ],
+)
+def test_every_path_of_a_workspace_is_seen_from_its_trials(tmp_path: Path, setting: str, value: Any) -> None:
+    text = merge("profile: demo\n", sets=[f"{setting}={json.dumps(value)}"])
+    (moved,) = rebased(text, tmp_path / "base", tmp_path / "base/workspaces/trial", setting)
+    expected = [path if path.startswith("/") else f"../../{path}" for path in paths_of(value)]
+    assert paths_of(moved) == expected
+
+
+def test_a_file_for_deepspeed_is_seen_from_a_trial(tmp_path: Path) -> None:
+    text = "compute:\n  launch:\n    ppo: {engine: deepspeed, deepspeed: zero.json}\n    sft: null\n"
+    assert rebased(text, tmp_path, tmp_path / "a/b", "compute.launch.ppo.deepspeed") == ["../../zero.json"]
+
+
+def rebased(text: str, origin: Path, target: Path, setting: str) -> list[Any]:
+    document: Any = yaml_text.plain(yaml_text.parse(rebase_sources(text, origin, target), "p"))
+    for key in setting.split("."):
+        document = document[key]
+    return [document]
+
+
+def paths_of(value: Any) -> list[str]:
+    entries = value if isinstance(value, list) else [value]
+    return [entry["path"] if isinstance(entry, dict) else entry for entry in entries]
