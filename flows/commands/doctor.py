@@ -224,6 +224,10 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
         yield base_model_check(workspace, params.base.source, params.base.revision)
     yield from _reward_sources(workspace, params)
     yield from _judges(workspace, params)
+    for stage, launch in params.compute.launch.items():
+        if launch.deepspeed and not (workspace / launch.deepspeed).is_file():
+            finding = f"compute.launch.{stage}.deepspeed: there is no file {workspace / launch.deepspeed}"
+            yield DoctorCheck(FAIL, "deepspeed", finding)
     try:
         key_files(workspace, params.registry.signature)
     except ConfigError as error:

@@ -67,8 +67,8 @@ def next_step(workspace: Path) -> str:
         )
     sources = load_section(workspace, "collect", CollectConfig)
     if sources.source == "world":
-        unread = ", on the synthetic world: collect.files are read with collect.source=files"
-        return f"{name} is ready{unread if sources.files.paths() else ''}; next: {run}"
+        world = ", on the synthetic world: collect.files are read with collect.source=files"
+        return f"{name} is ready{world if sources.files.paths() else ''}; next: {run}"
     if not sources.files.preferences:
         return (
             f"{name} is made, but its data are missing: name files with pairs of replies under "

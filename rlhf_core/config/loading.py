@@ -511,7 +511,7 @@ def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
 
 
 def rebase_sources(text: str, origin: Path, target: Path) -> str:
-    """``text`` with its relative paths (:data:`FILES`, :data:`MODELS`), written for ``origin``, made right for ``target``.
+    """``text``, written for ``origin``, with the relative paths of FILES and MODELS made right for ``target``.
 
     A workspace's own ``models/`` and ``data/annotations/`` stay its own.
     """

@@ -23,6 +23,7 @@ from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
     ("collect", "expected"),
     [
         ("source: world", "my-run is ready; next: rlhf run --workspace my-run"),
+        ("{files: {preferences: [here.jsonl]}}", "on the synthetic world: collect.files are read with"),
         ("source: files", "its data are missing: name files with pairs of replies under collect.files.preferences in"),
         ("{source: files, files: {preferences: [here.jsonl]}}", "my-run is ready"),
         ('{source: files, files: {preferences: ["hub:a/b", "s3://c/d"]}}', "my-run is ready"),
@@ -110,11 +111,16 @@ def test_a_file_that_gives_no_pairs_is_named(row: str, options: str, level: str,
         ("ppo: {reward: {sources: [{kind: ensemble, paths: [models/reward, gone/model]}]}}", FAIL),
         ("ppo: {reward: {sources: [{kind: model}, {kind: classifier, model: ./gone}]}}", FAIL),
         ("ppo: {reward: {sources: [{kind: model}, {kind: classifier, model: owner/name}]}}", OK),
+        ("registry: {signature: {public_key: gone.pem}}", FAIL),
+        ("registry: {signature: {certificates: [checks.jsonl, gone/root.pem]}}", FAIL),
+        ("registry: {signature: {public_key: checks.jsonl}}", OK),
+        ("compute: {launch: {ppo: {engine: deepspeed, deepspeed: gone.json}}}", FAIL),
+        ("compute: {launch: {ppo: {engine: deepspeed, deepspeed: checks.jsonl}}}", OK),
         ("evaluate: {verifiable: {path: checks.jsonl, functions: {mine: 'gone_rules:check'}}}", FAIL),
         ("evaluate: {verifiable: {path: checks.jsonl, functions: {mine: 'rules:score'}}}", OK),
     ],
 )
-def test_a_function_or_model_that_is_not_there_ends_the_run(params: str, level: str, tmp_path: Path) -> None:
+def test_what_a_run_needs_and_is_not_there_ends_it(params: str, level: str, tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_text(params + "\n")
     (tmp_path / "dvc.yaml").write_text("stages: {}\n")
     (tmp_path / ".dvc").mkdir()
