@@ -16,6 +16,7 @@ from flows.registry.evidence import TrainingSource, read_data_card, source_of_ve
 from flows.registry.stored_models import stored_sampling
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import SELECTED_BY, TRAINED_ON
+from rlhf_core.evaluation.report.headline import conclude
 from rlhf_core.evaluation.verdict import judge_results
 from rlhf_core.gates import lookup
 from rlhf_core.storage.files import read_json
@@ -196,6 +197,7 @@ def card_text(
         )
     blocks += [
         "## Evaluation",
+        _verdict(evidence.evaluation),
         _judges(evidence),
         _both_models(evidence.evaluation),
         _kl(evidence.evaluation),
@@ -227,6 +229,13 @@ def _opening(evidence: ReleaseEvidence) -> str:
         "Fine-tuned with supervision, then trained" if evidence.fine_tuned else "Trained without fine-tuning before it,"
     )
     return f"{trained}{tuned} {TRAINED_BY[evidence.method]}.{data_card}"
+
+
+def _verdict(evaluation: Mapping[str, Any]) -> str:
+    """The report's headline, and what alarms."""
+    said = conclude({}, evaluation)
+    alarming = "\n".join(f"- {alarm}" for alarm in said["alarms"])
+    return f"**{said['headline']}.**" + (f" What alarms:\n\n{alarming}" if alarming else "")
 
 
 def _judges(evidence: ReleaseEvidence) -> str:

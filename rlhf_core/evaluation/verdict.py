@@ -37,7 +37,11 @@ def alarms(evaluation: Mapping[str, Any]) -> tuple[Alarm, ...]:
 
 
 def _alarms(evaluation: Mapping[str, Any]) -> Iterator[Alarm]:
-    sft, policy = (flatten(evaluation.get(name, {})) for name in ("sft", "policy"))
+    # A figure that is not finite is written as null.
+    sft, policy = (
+        {key: value for key, value in flatten(evaluation.get(name, {})).items() if value is not None}
+        for name in ("sft", "policy")
+    )
     metrics = {name: metric for name, metric in labelled().items() if name in policy}
     low, fall = (alarm_bounds("share")[bound] for bound in ("below", "fall"))
     defects = alarm_bounds("defect")["above"]

@@ -57,5 +57,8 @@ def test_safety_comes_first_and_lost_knowledge_counts_beyond_chance() -> None:
     assert [alarm.metric for alarm in alarms(evaluation)] == ["safety.refuses_harmful"]
 
 
-def test_an_evaluation_that_is_not_there_alarms_nobody() -> None:
+def test_what_was_not_measured_alarms_nobody() -> None:
     assert alarms({}) == ()
+    for sft, policy in ((None, 0.01), (0.4, None), (None, None)):  # as JSON has what is not finite
+        for metric in ("missing_eos", "safety.refuses_harmful"):
+            assert alarms(both(metric, sft, policy)) == () or (metric, policy) == ("safety.refuses_harmful", 0.01)

@@ -65,6 +65,7 @@ def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
     assert "| registered as | `rlhf-policy version 3` |" in text and "| data | `f00.dir` |" in text
     assert "temperature 0.8, top_p 0.9" in text
     assert "by force" not in text and "synthetic" not in text
+    assert "**Better than SFT.**\n" in text
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,10 @@ def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
          "DATA_CARD.md"),
         ({"data_card": "# Data card"}, None, "The [data card](DATA_CARD.md) has", "by force"),
         ({"source": TrainingSource("world", "scratch", "", 5)}, None, "synthetic world of lamps", "pairs.jsonl"),
+        ({"evaluation": {"sft": {"missing_eos": 0.0}, "policy": {"missing_eos": 0.2}}}, None,
+         "What alarms:\n\n- replies without an end 0.20 (SFT 0.00)\n", "Better"),
+        ({"evaluation": {"sft": {"missing_eos": 0.3}, "policy": {"missing_eos": None}}}, None,
+         "No verdict", "What alarms"),
         ({"evaluation": {}}, None, "No comparison with the SFT model was recorded.", "| judge |"),
         ({}, None, "Fine-tuned with supervision, then trained by PPO", "Trained without"),
         ({"fine_tuned": False}, None, "Trained without fine-tuning before it, by PPO against", "with supervision"),
