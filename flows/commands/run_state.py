@@ -326,7 +326,7 @@ def summary(state: RunState, total: float) -> list[str]:
     actions = [outcome.action for outcome in outcomes]
     counts = [f"{actions.count(a)} {a}" for a in ("ran", "cached", "failed", "stopped") if a in actions]
     busy = busy_seconds([(o.ended - o.work_seconds, o.ended) for o in outcomes if o.work_seconds > 0])
-    times = f"{total:.1f} s in all, of which {busy:.1f} s in stages"
+    times = f"{total:.1f} s in all; for {busy:.1f} s of them some stage was at work"
     return [f"stages: {', '.join(counts) or 'none'}; {times}", f"logs:   {state.workspace / '.rlhf' / 'logs'}"]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from flows.commands.run_state import RunState, describe_stage, next_line, read_run_state, verdict_rows
 from flows.commands.text import INDENT, format_age, format_seconds
 from flows.dvc_repo.graph import describe_changes, dvc_status, recorded_stages
-from flows.dvc_repo.inputs import refresh_inputs
+from flows.dvc_repo.inputs import entry_names, refresh_inputs
 from flows.gates import read_gates
 from flows.pipeline.events import COMPLETED
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
@@ -249,6 +249,10 @@ def stages_status(workspace: Path) -> StagesStatus:
         return StagesStatus({}, note=str(error))
     names = [name for name, stage in stages.items() if not stage.get("always_changed")]
     states = {name: _state(name, stale, recorded) for name in names}
+    for name in names:
+        made = [workspace / out for out in entry_names(stages[name].get("outs"))]
+        if name not in recorded and made and all(path.exists() for path in made):
+            states[name] = "done without DVC, as by `rlhf stage`: a run does it again"
     not_run = sum(name not in recorded for name in names)
     return StagesStatus(states, not_run, sum(name in recorded and name in stale for name in names))
 

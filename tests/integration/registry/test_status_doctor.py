@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import time
 from importlib.metadata import PackageNotFoundError
@@ -75,8 +76,10 @@ def test_status_of_a_new_workspace_creates_nothing(workspace: Path) -> None:
     (workspace / "mlflow.db").unlink()
     (workspace / "dvc.lock").unlink()
     screen = status(workspace).as_text()
-    assert "ppo          not run yet" in screen and "last run\n  none" in screen
+    assert "ppo          done without DVC" in screen and "last run\n  none" in screen
     assert not (workspace / "mlflow.db").exists()
+    shutil.rmtree(workspace / "models" / "policy")
+    assert "ppo          not run yet" in status(workspace).as_text()
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
