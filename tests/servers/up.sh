@@ -304,15 +304,21 @@ signal() {
   fi
 }
 
+# Waits up to 20 s until the server $1 is gone.
+gone() {
+  local tenths
+  for ((tenths = 0; tenths < 200; tenths++)); do
+    is_up "$1" || break
+    sleep 0.1
+  done
+}
+
 stop() {
-  local name=$1 tenths
+  local name=$1
   is_up "$name" || return 0
   # A fast shutdown of PostgreSQL is SIGINT; it would wait for its clients after SIGTERM.
   signal "$([[ $name == postgres ]] && echo INT || echo TERM)" "$name"
-  for ((tenths = 0; tenths < 200; tenths++)); do
-    is_up "$name" || break
-    sleep 0.1
-  done
+  gone "$name"
   if is_up "$name"; then
     signal KILL "$name"
   fi
@@ -353,6 +359,7 @@ case $command in
     for name in "$@"; do
       is_up "$name" || fail "$name is not up"
       signal KILL "$name"
+      gone "$name" # else a following `up` may find it still there
     done
     ;;
   down) down "$@" ;;
