@@ -326,6 +326,8 @@ def summary(
     """The selected checkpoint, the last iteration, health findings, each rollback."""
     journal = trainer.checkpoints.journal
     last = {name: value for name, value in history[-1].items() if isinstance(value, int | float)}
+    # A mean reward that is not finite is null in the history.
+    rewards = [history[number]["reward_mean"] for number in (0, -1)]
     metrics: dict[str, Any] = {f"rollback_{n}": entry.record() for n, entry in enumerate(journal.entries, start=1)}
     metrics |= {
         "iterations": trainer.done,
@@ -333,7 +335,7 @@ def summary(
         "findings": len(findings),
         "pauses": sum(finding["action"] == "pause" for finding in findings),
         "rollbacks": len(journal),
-        "reward_gain": last["reward_mean"] - history[0]["reward_mean"],
+        "reward_gain": None if None in rewards else rewards[1] - rewards[0],
         "last": last,
     }
     if choice is not None:
