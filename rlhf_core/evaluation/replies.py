@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,8 @@ def evaluation_replies(
     Prompt ``i`` uses random stream ``i`` of ``seed`` for its first reply, and of seeds derived from it for the others,
     so two models get the same random numbers, and further replies change none. Prompts of similar length share a batch.
     Of several ranks each samples its share of the batches, and gets all replies, which have the same bits as those of
-    one process; another batch size changes them by rounding, where that decides a draw.
+    one process; another batch size changes them by rounding, where that decides a draw. Where prompt and reply would
+    have more tokens than the model has positions, the replies of the batch are cut off before.
 
     Args:
         on_batch: Called with the number of replies of each finished batch, of all ranks together.
@@ -157,12 +158,19 @@ def evaluation_replies(
             for done, (rows, weight) in enumerate(shared):
                 if weight:
                     batch = PromptBatch([encoded[row] for row in rows], rows, draw_seed)
-                    own.append(sampler.sample(batch, sampling).replies())
+                    own.append(sampler.sample(batch, _within_positions(sampling, batch, model)).replies())
                 together = batch_size * distributed.world_size()
                 on_batch(min(together, len(prompts) - done * together))
             by_prompt = dict(zip(order, gather_passes(own), strict=True))
             draws.append([by_prompt[prompt] for prompt in range(len(order))])
     return generated_replies(tokenizer, [reply for of_prompt in zip(*draws, strict=True) for reply in of_prompt])
+
+
+def _within_positions(sampling: EvaluationSampling, batch: PromptBatch, model: PreTrainedModel) -> EvaluationSampling:
+    """``sampling`` of replies that fit the model beside the longest prompt of the batch."""
+    longest, base = max(map(len, batch.ids)), sampling.base
+    room = fitting_length(longest + base.max_new_tokens, model) - longest
+    return replace(sampling, base=replace(base, max_new_tokens=room))
 
 
 def on_policy_replies(
