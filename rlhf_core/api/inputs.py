@@ -286,7 +286,7 @@ def reward_fn_of(
     limits = MicroBatchLimits(rollout.micro_batch_size, rollout.micro_batch_tokens)
     own = reward_folder(reward, context)
     if own is not None:
-        workspace = own.parents[1]
+        workspace = own.parent.parent
         clean = workspace / "data/clean"
         sources = SourceContext(own, clean, tokenizer, prompts, distributed.device(), frozen, limits)
         return build_reward_fn(rollout.reward.sources, sources)

@@ -236,6 +236,8 @@ class PpoInputs:
             raise ConfigError(f"{kind} is for the ptx loss, but {unread}: leave it out, or set that")
         if needed and not self.texts:
             raise ConfigError(f"ptx.weight is {config.ptx.weight}, but there are no {' or '.join(needed)}: give them")
+        if not isinstance(self.referee, ScalarModel | Path | None):
+            raise ConfigError(f"referee is a {type(self.referee).__name__}; give a reward model or the folder of one")
         if self.validation_prompts and self.referee is None:
             raise ConfigError("validation_prompts are judged by a referee, but there is none: give one")
         if self.referee is not None and not self.validation_prompts:

@@ -34,6 +34,10 @@ def ppo(settings: dict[str, Any], reward: Any = by_length, critic: bool = True, 
     )
 
 
+def refereed(referee: Any) -> Call:
+    return ppo({}, referee=referee, validation_prompts=["a"])
+
+
 REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "no records": (sft(), DataError, "demonstrations is empty"),
     "one record": (sft(PAIRS[0]), DataError, "none can be held out"),
@@ -51,6 +55,8 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
         ConfigError,
         "config is a PpoConfig; a SftConfig is needed",
     ),
+    "a function as referee": (refereed(by_length), ConfigError, "referee is a function; give a reward model"),
+    "a name as referee": (refereed("models/referee"), ConfigError, "referee is a str; give a reward model"),
     "one string": (pretraining("Name a colour"), DataError, "prompts is one str"),
     "a table of columns": (pretraining({"prompt": QUESTIONS}), DataError, "prompts is one dict"),
     "an empty prompt": (pretraining(["a", " "]), DataError, "prompts, record 2: the prompt is empty"),
