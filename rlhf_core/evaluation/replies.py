@@ -25,7 +25,7 @@ from rlhf_core.data.text import mean, reply_statistics, split_words
 from rlhf_core.errors import DataError
 from rlhf_core.models.causal_lm import fitting_length
 from rlhf_core.runtime import distributed
-from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
+from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, TokenDistribution
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, Sampler
 from rlhf_core.training.examples import by_length
@@ -166,11 +166,12 @@ def evaluation_replies(
     return generated_replies(tokenizer, [reply for of_prompt in zip(*draws, strict=True) for reply in of_prompt])
 
 
-def _within_positions(sampling: EvaluationSampling, batch: PromptBatch, model: PreTrainedModel) -> EvaluationSampling:
+def _within_positions(sampling: TokenDistribution, batch: PromptBatch, model: PreTrainedModel) -> TokenDistribution:
     """``sampling`` of replies that fit the model beside the longest prompt of the batch."""
-    longest, base = max(map(len, batch.ids)), sampling.base
-    room = fitting_length(longest + base.max_new_tokens, model) - longest
-    return replace(sampling, base=replace(base, max_new_tokens=room))
+    positions, base = getattr(model.config, "max_position_embeddings", None), sampling.base
+    if positions is not None:
+        base = replace(base, max_new_tokens=min(base.max_new_tokens, positions - max(map(len, batch.ids))))
+    return base if isinstance(sampling, Sampling) else replace(sampling, base=base)
 
 
 def on_policy_replies(
@@ -184,7 +185,8 @@ def on_policy_replies(
 ) -> OnPolicyReplies:
     """Sample one reply per prompt from the training distribution: the one that KL and checkpoint selection are about.
 
-    Prompts use their random streams as in :func:`evaluation_replies`; of several ranks each samples its share.
+    Prompts use their random streams as in :func:`evaluation_replies`, and replies end at the model's last position; of
+    several ranks each samples its share.
     """
     sequences: list[list[list[int]]] = []  # by batch
     rollouts, weights = [], []
@@ -194,7 +196,8 @@ def on_policy_replies(
     with sampler.awake(sampler.version, largest, len(shared) * sampling.max_new_tokens):
         for rows, weight in shared:
             ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
-            rollouts.append(sampler.sample(PromptBatch(ids, rows, seed), sampling))
+            batch = PromptBatch(ids, rows, seed)
+            rollouts.append(sampler.sample(batch, _within_positions(sampling, batch, model)))
             weights.append(weight)
             if weight:
                 sequences.append(rollouts[-1].replies())

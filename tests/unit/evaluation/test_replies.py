@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
 from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.perplexity import measure_drift
 from rlhf_core.evaluation.regression import pass_rates
-from rlhf_core.evaluation.replies import Reply, evaluation_replies, generated_replies, measure_text
+from rlhf_core.evaluation.replies import Reply, evaluation_replies, generated_replies, measure_text, on_policy_replies
 from rlhf_core.models.causal_lm import load_policy, load_tokenizer, train_tokenizer
+from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.world.gold import score
 
 REPLIES = [Reply("yes.", True), Reply("it is a rather long reply about nothing at all", True), Reply("no", False)]
@@ -150,3 +153,6 @@ def test_replies_end_where_the_model_has_no_further_position(new_tokens: int, lo
         model, tokenizer, [prompt], SamplingConfig(max_new_tokens=new_tokens), 1, replies_per_prompt=8
     )
     assert max(len(reply.token_ids) for reply in replies) == longest
+    sampled = on_policy_replies(model, tokenizer, [prompt] * 8, Sampling.for_tokenizer(tokenizer, new_tokens), seed=1)
+    assert max(len(reply.token_ids) for reply in sampled.replies) == longest
+    assert math.isfinite(measure_drift(sampled, model).kl)
