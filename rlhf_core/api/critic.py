@@ -109,6 +109,7 @@ def train_critic(
         DataError: A prompt leaves no room for a reply, or the reward function breaks its contract.
         TrainingPaused: Three steps in a row were not finite.
     """
+    require_type(rollout, RolloutConfig, "rollout")
     rollout = rollout or RolloutConfig()
     if rollout.advantage.critic_free:
         raise ConfigError(f"advantage.estimator {rollout.advantage.estimator} needs no critic: call train_ppo without")

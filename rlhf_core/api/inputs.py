@@ -211,7 +211,14 @@ def encode_prompts(
 
 
 def require_loadable(model: PreTrainedModel | ScalarModel | Path | None, name: str) -> None:
-    """Refuse a model in memory that no folder could hold as it is; ``ModelError`` says why."""
+    """Refuse a model in memory that no folder could hold as it is, and what is neither a model nor a folder.
+
+    Raises:
+        ConfigError: ``model`` is something else, such as the name of a model.
+        ModelError: A saved copy of it would compute something else.
+    """
+    if not isinstance(model, nn.Module | Path | None):
+        raise ConfigError(f"{name} is a {type(model).__name__}; give a model, or its folder as a Path")
     own = model.model if isinstance(model, ScalarModel) else model
     if isinstance(own, PreTrainedModel):
         require_computed_buffers(own, name)
@@ -286,7 +293,7 @@ def reward_fn_of(
     limits = MicroBatchLimits(rollout.micro_batch_size, rollout.micro_batch_tokens)
     own = reward_folder(reward, context)
     if own is not None:
-        workspace = own.parents[1]
+        workspace = own.parent.parent
         clean = workspace / "data/clean"
         sources = SourceContext(own, clean, tokenizer, prompts, distributed.device(), frozen, limits)
         return build_reward_fn(rollout.reward.sources, sources)

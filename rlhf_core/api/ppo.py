@@ -236,6 +236,8 @@ class PpoInputs:
             raise ConfigError(f"{kind} is for the ptx loss, but {unread}: leave it out, or set that")
         if needed and not self.texts:
             raise ConfigError(f"ptx.weight is {config.ptx.weight}, but there are no {' or '.join(needed)}: give them")
+        if not isinstance(self.referee, ScalarModel | Path | None):
+            raise ConfigError(f"referee is a {type(self.referee).__name__}; give a reward model or the folder of one")
         if self.validation_prompts and self.referee is None:
             raise ConfigError("validation_prompts are judged by a referee, but there is none: give one")
         if self.referee is not None and not self.validation_prompts:
@@ -326,6 +328,8 @@ def summary(
     """The selected checkpoint, the last iteration, health findings, each rollback."""
     journal = trainer.checkpoints.journal
     last = {name: value for name, value in history[-1].items() if isinstance(value, int | float)}
+    # A mean reward that is not finite is null in the history.
+    rewards = [history[number]["reward_mean"] for number in (0, -1)]
     metrics: dict[str, Any] = {f"rollback_{n}": entry.record() for n, entry in enumerate(journal.entries, start=1)}
     metrics |= {
         "iterations": trainer.done,
@@ -333,7 +337,7 @@ def summary(
         "findings": len(findings),
         "pauses": sum(finding["action"] == "pause" for finding in findings),
         "rollbacks": len(journal),
-        "reward_gain": last["reward_mean"] - history[0]["reward_mean"],
+        "reward_gain": None if None in rewards else rewards[1] - rewards[0],
         "last": last,
     }
     if choice is not None:

@@ -17,7 +17,7 @@ from rlhf_core.evaluation.perplexity import Drift, reply_log_likelihoods
 from rlhf_core.evaluation.regression import regression_set, spread_subset
 from rlhf_core.evaluation.replies import OnPolicyReplies, Reply, evaluation_replies
 from rlhf_core.evaluation.safety.prompts import HARMFUL_CATEGORY, is_chinese, safety_prompts
-from rlhf_core.evaluation.verifiable import VerifiablePrompts
+from rlhf_core.evaluation.verifiable import CheckedReplies, VerifiablePrompts
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.runtime.progress import Progress
 from rlhf_core.sampling.sampler import Sampler
@@ -136,7 +136,7 @@ class EvaluatedModel:
     judged: list[Reply]
     regression: list[Reply] = field(default_factory=list)
     safety: list[Reply] = field(default_factory=list)
-    verifiable: list[Reply] = field(default_factory=list)
+    verifiable: CheckedReplies = field(default_factory=lambda: CheckedReplies((), ()))
     refusal_log_odds: list[float] = field(default_factory=list)
     on_policy: OnPolicyReplies | None = None
     perplexities: dict[str, float] = field(default_factory=dict)
@@ -162,9 +162,14 @@ def sample_sets(
 ) -> EvaluatedModel:
     """Sample a model's replies; every model gets the same random numbers.
 
+    The user's own checks run on the first replies that there are, so that a mistake in one shows at once.
+
     Args:
         on_batch: Called with the number of replies of each finished batch.
         sampler: Has the weights of ``model``.
+
+    Raises:
+        DataError: A check of the verifiable prompts raised, or did not end in time.
     """
     tokens = min(config.safety.max_new_tokens, config.sampling.max_new_tokens)
     shorter = config.sampling.model_copy(update={"max_new_tokens": tokens})
@@ -175,12 +180,13 @@ def sample_sets(
         size = config.batch_size
         return evaluation_replies(model, tokenizer, asked, sampling, config.seed, on_batch, size, each, sampler)
 
+    verifiable = sets.verifiable.check(sampled(sets.verifiable.prompts, 1))
     judged, regression, safety = ([row.prompt for row in rows] for rows in (sets.judged, sets.regression, sets.safety))
     return EvaluatedModel(
         sampled(judged, config.replies_per_prompt),
         sampled(regression, config.replies_per_prompt),
         sampled(safety, config.safety.replies_per_prompt, shorter),
-        sampled(sets.verifiable.prompts, 1),
+        verifiable,
         refusal_log_odds(model, tokenizer, sets.harmful, config.batch_size),
     )
 

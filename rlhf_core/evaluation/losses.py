@@ -161,7 +161,7 @@ def paired_losses(
         checks = GENERIC_CHECKS | (REFUSAL_CHECKS if sets.world else {})
         losses["regression.passed"] = _passed(checks, rows, baseline.regression, candidate.regression)
     if sets.verifiable.lines:
-        before, after = (sets.verifiable.check(side.verifiable).passed for side in (baseline, candidate))
+        before, after = baseline.verifiable.passed, candidate.verifiable.passed
         losses["verifiable.passed"] = share_loss(before.tolist(), after.tolist(), sets.verifiable.clusters)
     losses |= _safety(sets, baseline, candidate)
     categories = [row.category for row in repeated_rows(sets.judged, baseline.judged)]

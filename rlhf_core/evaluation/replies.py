@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from rlhf_core.data.text import mean, reply_statistics, split_words
 from rlhf_core.errors import DataError
 from rlhf_core.models.causal_lm import fitting_length
 from rlhf_core.runtime import distributed
-from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
+from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, TokenDistribution
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, Sampler
 from rlhf_core.training.examples import by_length
@@ -128,7 +128,8 @@ def evaluation_replies(
     Prompt ``i`` uses random stream ``i`` of ``seed`` for its first reply, and of seeds derived from it for the others,
     so two models get the same random numbers, and further replies change none. Prompts of similar length share a batch.
     Of several ranks each samples its share of the batches, and gets all replies, which have the same bits as those of
-    one process; another batch size changes them by rounding, where that decides a draw.
+    one process; another batch size changes them by rounding, where that decides a draw. Where prompt and reply would
+    have more tokens than the model has positions, the replies of the batch are cut off before.
 
     Args:
         on_batch: Called with the number of replies of each finished batch, of all ranks together.
@@ -157,12 +158,20 @@ def evaluation_replies(
             for done, (rows, weight) in enumerate(shared):
                 if weight:
                     batch = PromptBatch([encoded[row] for row in rows], rows, draw_seed)
-                    own.append(sampler.sample(batch, sampling).replies())
+                    own.append(sampler.sample(batch, _within_positions(sampling, batch, model)).replies())
                 together = batch_size * distributed.world_size()
                 on_batch(min(together, len(prompts) - done * together))
             by_prompt = dict(zip(order, gather_passes(own), strict=True))
             draws.append([by_prompt[prompt] for prompt in range(len(order))])
     return generated_replies(tokenizer, [reply for of_prompt in zip(*draws, strict=True) for reply in of_prompt])
+
+
+def _within_positions(sampling: TokenDistribution, batch: PromptBatch, model: PreTrainedModel) -> TokenDistribution:
+    """``sampling`` of replies that fit the model beside the longest prompt of the batch."""
+    positions, base = getattr(model.config, "max_position_embeddings", None), sampling.base
+    if positions is not None:
+        base = replace(base, max_new_tokens=min(base.max_new_tokens, positions - max(map(len, batch.ids))))
+    return base if isinstance(sampling, Sampling) else replace(sampling, base=base)
 
 
 def on_policy_replies(
@@ -176,7 +185,8 @@ def on_policy_replies(
 ) -> OnPolicyReplies:
     """Sample one reply per prompt from the training distribution: the one that KL and checkpoint selection are about.
 
-    Prompts use their random streams as in :func:`evaluation_replies`; of several ranks each samples its share.
+    Prompts use their random streams as in :func:`evaluation_replies`, and replies end at the model's last position; of
+    several ranks each samples its share.
     """
     sequences: list[list[list[int]]] = []  # by batch
     rollouts, weights = [], []
@@ -186,7 +196,8 @@ def on_policy_replies(
     with sampler.awake(sampler.version, largest, len(shared) * sampling.max_new_tokens):
         for rows, weight in shared:
             ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
-            rollouts.append(sampler.sample(PromptBatch(ids, rows, seed), sampling))
+            batch = PromptBatch(ids, rows, seed)
+            rollouts.append(sampler.sample(batch, _within_positions(sampling, batch, model)))
             weights.append(weight)
             if weight:
                 sequences.append(rollouts[-1].replies())

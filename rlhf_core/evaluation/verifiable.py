@@ -292,8 +292,12 @@ class VerifiablePrompts:
 
     @property
     def clusters(self) -> np.ndarray:
-        """The cluster of each prompt: lines that begin with the same text ask the same, whatever they require."""
-        return cluster_codes([comparable(line.prompt[0].content) for line in self.lines])
+        """The cluster of each prompt: lines whose first turn is the same ask the same, whatever they require.
+
+        System turns do not count.
+        """
+        first = (next(turn for turn in line.prompt if turn.role != "system") for line in self.lines)
+        return cluster_codes([comparable(turn.content) for turn in first])
 
     def check(self, replies: Sequence[Reply]) -> CheckedReplies:
         """Check one reply per prompt.

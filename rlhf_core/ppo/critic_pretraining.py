@@ -6,6 +6,7 @@ paper, section 5.3.3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +46,8 @@ class StopRule:
     def observe(self, variance: float, loss: float) -> str | None:
         """Take in one rollout; why to stop, or None. ``variance`` is explained variance before the update."""
         self.reached = self.reached + 1 if variance >= self.threshold else 0
-        if self.best_loss is None or loss < FALLS_BY * self.best_loss:
+        # A loss that is not finite is that of a skipped step: no later one is below it, and no checkpoint can hold it.
+        if math.isfinite(loss) and (self.best_loss is None or loss < FALLS_BY * self.best_loss):
             self.best_loss, self.since_best = loss, 0
         else:
             self.since_best += 1

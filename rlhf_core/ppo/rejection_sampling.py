@@ -5,6 +5,7 @@ RAFT (Dong et al. 2023) and the rejection sampling of Llama 2 (Touvron et al. 20
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -32,8 +33,9 @@ class BestReplies:
         prompts: Number of each prompt that has one.
         replies: Its token ids, end marker included.
         rewards: Its raw reward.
-        sampled_rewards: Sum of the raw rewards of all replies that were sampled.
-        sampled_replies: How many those were.
+        sampled_rewards: Sum of the raw rewards of all replies that were sampled, of those that are finite.
+        sampled_replies: How many were sampled.
+        unrewarded_replies: How many of these have a reward that is not finite.
         sampled_tokens: Their tokens.
         seconds: Time of sampling and scoring.
     """
@@ -43,6 +45,7 @@ class BestReplies:
     rewards: list[float]
     sampled_rewards: float
     sampled_replies: int
+    unrewarded_replies: int
     sampled_tokens: int
     seconds: float
 
@@ -50,12 +53,12 @@ class BestReplies:
 def best_of_each_prompt(rewards: Sequence[float], finished: Sequence[bool], n: int) -> list[int | None]:
     """Return the number of the best finished reply to each prompt, whose ``n`` replies follow each other.
 
-    Of equal rewards the first wins. None where no reply has ended: the reward model has seen finished replies alone,
-    and a policy that is trained on others learns not to end its own.
+    Of equal rewards the first wins; one that is not finite says nothing of its reply. None where no reply has ended:
+    the reward model has seen finished replies alone, and a policy that is trained on others learns not to end its own.
     """
     best: list[int | None] = []
     for start in range(0, len(rewards), n):
-        ended = [row for row in range(start, start + n) if finished[row]]
+        ended = [row for row in range(start, start + n) if finished[row] and math.isfinite(rewards[row])]
         best.append(max(ended, key=lambda row: rewards[row], default=None))
     return best
 
@@ -102,13 +105,14 @@ class RejectionSampler:
                 if self.preemption.requested():
                     made = f"rejection_sampling sampled replies to {start} of {len(rows)} prompts"
                     self.preemption.raise_preempted(made, saved=start > 0)
-                parts.append(self._part(rows[start : start + PROMPTS_AT_ONCE], start))
-                bar.advance(len(parts[-1].prompts))
+                part = rows[start : start + PROMPTS_AT_ONCE]
+                parts.append(self._part(part, start))
+                bar.advance(len(part))
         kept = [row for part in parts for row in part.prompts]
         if not kept:
             raise DataError(
                 f"none of {self.replies_per_prompt} replies to each of {len(rows)} prompts ended within "
-                f"{self.sampling.max_new_tokens} tokens; raise ppo.max_new_tokens"
+                f"{self.sampling.max_new_tokens} tokens and has a finite reward; raise ppo.max_new_tokens"
             )
         return BestReplies(
             prompts=kept,
@@ -116,6 +120,7 @@ class RejectionSampler:
             rewards=[reward for part in parts for reward in part.rewards],
             sampled_rewards=sum(part.sampled_rewards for part in parts),
             sampled_replies=sum(part.sampled_replies for part in parts),
+            unrewarded_replies=sum(part.unrewarded_replies for part in parts),
             sampled_tokens=sum(part.sampled_tokens for part in parts),
             seconds=sum(part.seconds for part in parts),
         )
@@ -133,13 +138,15 @@ class RejectionSampler:
             rollout = sample_replies(self.sampler, 0, batch, self.sampling, self.batch_size)
             rewards = self.reward_fn(rollout.batch).tolist()
         replies = rollout.replies()
+        finite = [reward for reward in rewards if math.isfinite(reward)]
         best = best_of_each_prompt(rewards, rollout.finished.tolist(), n)
         part = BestReplies(
             prompts=[row for row, reply in zip(rows, best, strict=True) if reply is not None],
             replies=[replies[reply] for reply in best if reply is not None],
             rewards=[rewards[reply] for reply in best if reply is not None],
-            sampled_rewards=sum(rewards),
+            sampled_rewards=sum(finite),
             sampled_replies=len(replies),
+            unrewarded_replies=len(replies) - len(finite),
             sampled_tokens=sum(map(len, replies)),
             seconds=time.perf_counter() - started,
         )

@@ -94,10 +94,10 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
             row.update(further)
     samples = [outputs.comparisons, outputs.bad_cases]
     if config.verifiable is not None:
-        before, after = (sets.verifiable.check(model.verifiable) for model in (sft, policy))
-        metrics["verifiable"] = sets.verifiable.metrics(before, after, config.bootstrap, config.seed)
+        checked = sft.verifiable, policy.verifiable
+        metrics["verifiable"] = sets.verifiable.metrics(*checked, config.bootstrap, config.seed)
         samples.append(context.folder / VERIFIABLE_REPLIES)
-        atomic_write_lines(samples[-1], sets.verifiable.rows(before, after))
+        atomic_write_lines(samples[-1], sets.verifiable.rows(*checked))
     if config.multiple_choice is not None:
         answered = AnsweredQuestions(questions, sft.answers, policy.answers)
         answered.add_to(metrics)

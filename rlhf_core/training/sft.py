@@ -15,6 +15,7 @@ from rlhf_core.config.policy import RejectionSamplingConfig
 from rlhf_core.data.batches import passes, whole_passes
 from rlhf_core.data.encoding import decode_reply, encode_prompt, left_pad, pad_id, stop_token_ids
 from rlhf_core.data.schema import Demonstration
+from rlhf_core.models.causal_lm import fitting_length
 from rlhf_core.models.forward import LOGITS_BYTES, position_ids_from_mask, selected_logits
 from rlhf_core.runtime import distributed
 from rlhf_core.training.engine.base import Engine
@@ -113,9 +114,16 @@ def sample_replies(
     """Sample a reply to the prompt of each row, for people to read. The process's random state is left unchanged.
 
     Returns:
-        One mapping per row with ``prompt``, ``reply``, ``finished``, ``reference`` and ``category``.
+        One mapping per row with ``prompt``, ``reply``, ``finished``, ``reference`` and ``category``; none for a row
+        whose prompt leaves no room for a reply within the model's positions.
     """
-    ids, mask = left_pad([encode_prompt(tokenizer, row.prompt) for row in rows], pad_id(tokenizer))
+    encoded = [encode_prompt(tokenizer, row.prompt) for row in rows]
+    lengths = [len(prompt) + sampling.max_new_tokens for prompt in encoded]
+    fitting = [number for number, length in enumerate(lengths) if fitting_length(length, model) == length]
+    if not fitting:
+        return []
+    rows = [rows[number] for number in fitting]
+    ids, mask = left_pad([encoded[number] for number in fitting], pad_id(tokenizer))
     ids, mask = ids.to(model.device), mask.to(model.device)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -18,7 +18,7 @@ import numpy as np
 from rlhf_core.data.schema import Message
 from rlhf_core.data.text import HALF_PAIR, is_encodable
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.judges.model import Judge
+from rlhf_core.evaluation.judges.model import Judge, require_finite
 from rlhf_core.evaluation.replies import Reply, prompt_of, rows_of_file
 from rlhf_core.evaluation.statistics import cluster_codes, wilson_bounds
 
@@ -89,9 +89,14 @@ def run_benchmark(judge: Judge, rows: Sequence[BenchmarkRow]) -> dict[str, Any]:
         ``mean``, the unweighted mean accuracy of the ``subsets``, and for each of these how many ``rows`` and different
         prompts (``clusters``) it has, ``accuracy`` with 95 % bounds over these (Wilson), and that of guessing,
         ``chance``.
+
+    Raises:
+        DataError: A score is not finite.
     """
     prompts = [row.prompt for row in rows for _ in row.replies]
-    scores = iter(judge.score(prompts, [Reply(text, True) for row in rows for text in row.replies]))
+    scored = judge.score(prompts, [Reply(text, True) for row in rows for text in row.replies])
+    require_finite(scored)
+    scores = iter(scored)
     accuracies, chances, asked = defaultdict(list), defaultdict(list), defaultdict(list)
     for row in rows:
         chosen, rejected = ([next(scores) for _ in texts] for texts in (row.chosen, row.rejected))

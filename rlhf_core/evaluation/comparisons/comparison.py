@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from scipy.special import expit
 
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.judges.model import Judge
+from rlhf_core.evaluation.judges.model import Judge, require_finite
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.statistics import (
     CONFIDENCE,
@@ -144,8 +144,8 @@ def compare(
         raise DataError(f"a comparison needs one score per prompt on both sides, got {first.shape} and {second.shape}")
     if first.size == 0:
         raise DataError("a comparison needs at least one prompt; the test split is empty")
-    if not (np.isfinite(first).all() and np.isfinite(second).all()):
-        raise DataError("a judge gave a score that is not finite; its model folder is probably damaged")
+    require_finite(first)
+    require_finite(second)
     # One row per prompt, one column per reply to it.
     difference = (first - second).reshape(len(first), -1)
     means = {"mean_difference": difference.mean(axis=1)}

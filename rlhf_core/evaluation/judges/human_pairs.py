@@ -129,7 +129,7 @@ class AnnotationExport:
 
 
 def evaluated_candidates(workspace: Path) -> tuple[list[Candidate], list[int]]:
-    """Return the pairs of the evaluation, and the positions of its bad cases, worst first.
+    """Return the pairs of the evaluation, each once, and the positions of its bad cases, worst first.
 
     Raises:
         DataError: There is no evaluation, or the data are no longer those that it was made with.
@@ -145,12 +145,12 @@ def evaluated_candidates(workspace: Path) -> tuple[list[Candidate], list[int]]:
     candidates = [
         Candidate.of(prompts[row["id"]], row["category"], row["sft_reply"], row["policy_reply"]) for row in rows
     ]
-    positions = {_pair_of(row): i for i, row in enumerate(rows)}
+    positions = {_pair_of(row): i for i, row in reversed(list(enumerate(rows)))}  # the first of equal ones
     cases = workspace / "samples" / "bad_cases.jsonl"
     if not cases.is_file():
         raise DataError(f"{cases} does not exist; run the stage that writes it")
     bad = [_pair_of(json.loads(line)) for line in split_json_lines(cases.read_text(encoding="utf-8"))]
-    return candidates, [positions[case] for case in bad if case in positions]
+    return _without_repeats(candidates, [positions[case] for case in dict.fromkeys(bad) if case in positions])
 
 
 def _pair_of(row: Mapping[str, Any]) -> tuple[str, str, str]:

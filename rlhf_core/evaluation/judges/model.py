@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id, vocabulary_id
@@ -34,6 +36,12 @@ class Judge(Protocol):
     def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
         """Score ``replies[i]`` as the answer to ``prompts[i]``; one score per reply."""
         ...
+
+
+def require_finite(scores: ArrayLike) -> None:
+    """Raise :class:`DataError` for scores of which one is not finite."""
+    if not np.isfinite(scores).all():
+        raise DataError("a judge gave a score that is not finite; its model folder is probably damaged")
 
 
 class ModelJudge:

@@ -182,7 +182,7 @@ def sft_beside_policy(evaluation: Mapping[str, Any], gate: Mapping[str, Any]) ->
             "alarming": key in alarming,
         }
         for key, metric in labelled().items()
-        if key in sft and key in policy
+        if sft.get(key) is not None and policy.get(key) is not None
     ]
     return sorted(rows, key=lambda row: (row["gate"] != "fails", not row["alarming"]))
 

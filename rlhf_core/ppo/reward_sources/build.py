@@ -77,7 +77,7 @@ class SourceContext:
     @property
     def workspace(self) -> Path:
         """The folder that relative paths start from."""
-        return self.reward.parents[1]
+        return self.reward.parent.parent
 
 
 def build_reward_fn(sources: RewardSources, context: SourceContext) -> RewardMixture:

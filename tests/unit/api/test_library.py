@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from unit.api.conftest import CRITIC_FREE, PPO, QUESTIONS, LanguageModel, by_length
 from unit.ppo.tiny import Interrupting
-from unit.training.tiny import demonstrations, preferences, prompts
+from unit.training.tiny import demonstrations, make_workspace, preferences, prompts
 
 import rlhf_core as rlhf
-from rlhf_core.models.causal_lm import save_policy
+from rlhf_core.models.causal_lm import load_policy, save_policy
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -254,3 +254,16 @@ def test_the_import_is_cheap_and_the_names_exist() -> None:
     assert int(done.stdout) == len(rlhf.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'train_sftt'"):
         getattr(rlhf, "train_sftt")  # noqa: B009
+
+
+@pytest.mark.parametrize("given", ["rm", "models/reward", "a/folder/further/down"])
+def test_a_reward_model_may_lie_in_any_folder(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_workspace(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    if given != "models/reward":
+        Path(given).parent.mkdir(parents=True, exist_ok=True)
+        Path("models/reward").rename(given)
+    model, tokenizer = load_policy("models/sft")
+    config = rlhf.PpoConfig(**PPO | CRITIC_FREE | {"iterations": 1, "warmup_iterations": 0})
+    policy = rlhf.train_ppo(model, tokenizer, QUESTIONS, Path(given), config=config)
+    assert policy.history[0]["reward_std"] > 0

@@ -34,6 +34,10 @@ def ppo(settings: dict[str, Any], reward: Any = by_length, critic: bool = True, 
     )
 
 
+def refereed(referee: Any) -> Call:
+    return ppo({}, referee=referee, validation_prompts=["a"])
+
+
 REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "no records": (sft(), DataError, "demonstrations is empty"),
     "one record": (sft(PAIRS[0]), DataError, "none can be held out"),
@@ -50,6 +54,31 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
         sft(*PAIRS, config=rlhf.PpoConfig(**PPO)),
         ConfigError,
         "config is a PpoConfig; a SftConfig is needed",
+    ),
+    **{
+        f"a name as {name}": (call, ConfigError, f"{name.split()[0]} is a str; give a model, or its folder as a Path")
+        for name, call in {
+            "model of sft": lambda model, tokenizer, critic: rlhf.train_sft("org/model", tokenizer, PAIRS),
+            "model of the reward": lambda model, tokenizer, critic: rlhf.train_reward_model(
+                "org/model", tokenizer, PAIRS
+            ),
+            "model of ppo": lambda model, tokenizer, critic: rlhf.train_ppo(
+                "org/model", tokenizer, QUESTIONS, by_length
+            ),
+            "policy of the critic": lambda model, tokenizer, critic: rlhf.train_critic(
+                "org/model", tokenizer, QUESTIONS
+            ),
+            "init of the critic": lambda model, tokenizer, critic: rlhf.train_critic(
+                model, tokenizer, QUESTIONS, by_length, init="models/reward"
+            ),
+        }.items()
+    },
+    "a function as referee": (refereed(by_length), ConfigError, "referee is a function; give a reward model"),
+    "a name as referee": (refereed("models/referee"), ConfigError, "referee is a str; give a reward model"),
+    "settings of rollouts as a dictionary": (
+        lambda model, tokenizer, critic: rlhf.train_critic(model, tokenizer, QUESTIONS, by_length, rollout={}),
+        ConfigError,
+        "rollout is a dict; a RolloutConfig is needed",
     ),
     "one string": (pretraining("Name a colour"), DataError, "prompts is one str"),
     "a table of columns": (pretraining({"prompt": QUESTIONS}), DataError, "prompts is one dict"),

@@ -64,6 +64,19 @@ def test_a_row_by_hand(chosen: list[float], rejected: list[float], accuracy: flo
     assert row_accuracy(chosen, rejected) == pytest.approx(accuracy)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("position", [0, 1, 3])
+def test_scores_that_are_not_finite_are_neither_right_nor_wrong(tmp_path: Path, bad: float, position: int) -> None:
+    class Broken(LengthJudge):
+        def score(self, *given: Any) -> list[float]:
+            scores = super().score(*given)
+            return [*scores[:position], bad, *scores[position + 1 :]]
+
+    rows = read_benchmark(jsonl(tmp_path / "rows.jsonl", row("long reply", ["a", "b", "c"])))
+    with pytest.raises(DataError, match="a score that is not finite"):
+        run_benchmark(Broken(), rows)
+
+
 def test_accuracy_is_by_subset_and_the_mean_over_subsets(tmp_path: Path) -> None:
     file = jsonl(
         tmp_path / "bench.jsonl",

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from rlhf_core.config.evaluation import EvaluateConfig
+from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.fixed_sets import prompts_of_set, repeated_rows
+from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets, prompts_of_set, repeated_rows, sample_sets
+from rlhf_core.evaluation.losses import paired_losses
 from rlhf_core.evaluation.regression import REFUSAL_CHECKS, check_rates, fixed_subset, pass_rates, regression_set
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.safety.prompts import safety_prompts, texts_of
+from rlhf_core.evaluation.verifiable import VerifiableLine, VerifiablePrompts
+from rlhf_core.models.causal_lm import load_policy
+from rlhf_core.sampling.sampler import LocalSampler
 
 from .conftest import sums
 
@@ -99,3 +108,30 @@ def test_a_set_that_would_be_incomplete_is_refused() -> None:
         prompts_of_set(ELEVEN, 5, 0, 3)
     with pytest.raises(DataError, match="11 test prompts make 1 sets"):
         prompts_of_set(ELEVEN, 9, 1, 1)
+
+
+LINE = VerifiableLine.model_validate({"prompt": "say yes", "require": {"function": "mine"}})
+
+
+def sampled(models: Path, check: Callable[[], bool], sampled: list[int]) -> tuple[FixedSets, EvaluatedModel]:
+    """Replies of SFT to ten prompts and to one of the user's own, which ``check`` is about."""
+    model, tokenizer = load_policy(models / "sft")
+    verifiable = VerifiablePrompts([LINE], {"mine": lambda prompt, reply: check()})
+    sets, config = FixedSets(sums(10), verifiable=verifiable), EvaluateConfig(sampling=SamplingConfig(max_new_tokens=4))
+    return sets, sample_sets(model, tokenizer, sets, config, sampled.append, LocalSampler.of(model))
+
+
+def test_a_check_that_fails_stops_before_all_else_is_sampled(models: Path) -> None:
+    replies: list[int] = []
+    with pytest.raises(DataError, match=r"the function mine of evaluate\.verifiable .*ZeroDivisionError"):
+        sampled(models, lambda: bool(1 / 0), replies)
+    assert replies == [1]
+
+
+def test_each_reply_is_checked_once(models: Path) -> None:
+    said: Iterator[bool] = iter([True, False])
+    sets, sft = sampled(models, lambda: next(said), [])
+    _, policy = sampled(models, lambda: next(said), [])
+    losses = paired_losses(sets, sft, policy, np.full((10, 1), 0.5))
+    metrics = sets.verifiable.metrics(sft.verifiable, policy.verifiable, 10, 1)
+    assert (losses["verifiable.passed"]["loss"], metrics["policy"]["passed"], next(said, None)) == (1.0, 0.0, None)

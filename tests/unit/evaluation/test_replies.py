@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.encoding import encode_dialogue, encode_prompt, encode_reply
@@ -14,9 +15,11 @@ from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
 from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.perplexity import measure_drift
 from rlhf_core.evaluation.regression import pass_rates
-from rlhf_core.evaluation.replies import Reply, evaluation_replies, generated_replies, measure_text
+from rlhf_core.evaluation.replies import Reply, evaluation_replies, generated_replies, measure_text, on_policy_replies
 from rlhf_core.models.causal_lm import load_policy, load_tokenizer, train_tokenizer
+from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.world.gold import score
 
 REPLIES = [Reply("yes.", True), Reply("it is a rather long reply about nothing at all", True), Reply("no", False)]
@@ -137,3 +140,19 @@ def test_a_prompt_without_room_for_a_reply_is_refused(models: Path) -> None:
     prompts = [[Message("user", "short")], [Message("user", "long " * model.config.max_position_embeddings)]]
     with pytest.raises(DataError, match=r"leaves no room for a reply within the model's positions; .*'long long "):
         evaluation_replies(model, tokenizer, prompts, SamplingConfig(max_new_tokens=2), seed=1)
+
+
+@pytest.mark.parametrize(("new_tokens", "longest"), [(20, 20), (57, 57), (58, 57), (500, 57)])
+def test_replies_end_where_the_model_has_no_further_position(new_tokens: int, longest: int) -> None:
+    tokenizer = train_tokenizer(["a b"], 261)
+    config = GPT2Config(vocab_size=261, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    model = GPT2LMHeadModel(config).eval()  # its positions are learned, and there are no others
+    prompt = [Message("user", "a a a")]
+    assert len(encode_prompt(tokenizer, prompt)) == 64 - 57
+    replies = evaluation_replies(
+        model, tokenizer, [prompt], SamplingConfig(max_new_tokens=new_tokens), 1, replies_per_prompt=8
+    )
+    assert max(len(reply.token_ids) for reply in replies) == longest
+    sampled = on_policy_replies(model, tokenizer, [prompt] * 8, Sampling.for_tokenizer(tokenizer, new_tokens), seed=1)
+    assert max(len(reply.token_ids) for reply in sampled.replies) == longest
+    assert math.isfinite(measure_drift(sampled, model).kl)

@@ -291,6 +291,13 @@ def test_over_optimization_needs_kl_and_scores() -> None:
     assert charts.over_optimization_chart(history, evaluation, []) is None
 
 
+@pytest.mark.parametrize(("sft", "policy"), [(None, 2.0), (2.0, None), (None, None)])
+def test_figures_that_are_null_are_not_shown(sft: float | None, policy: float | None) -> None:
+    sides = {"sft": {"judge": 0.1, "length": sft}, "policy": {"judge": 0.2, "length": policy}}
+    (row,) = view.sft_beside_policy(sides, {})
+    assert row["change"] == pytest.approx(0.1)
+
+
 def test_tax_and_safety_stand_side_by_side_where_they_were_measured() -> None:
     sft = {"perplexity_preferred": 5.0, "safety": {"refuses_harmful": 0.5}, "length": 9.0}
     policy = {"perplexity_preferred": 5.5, "safety": {"refuses_harmful": 0.25}}

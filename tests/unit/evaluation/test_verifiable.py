@@ -194,3 +194,14 @@ def test_lines_that_ask_the_same_are_one_question(tmp_path: Path) -> None:
     sft, policy = (prompts.check([Reply(text, True)] * 6) for text in (" ".join("abcdefgh"), "a"))
     comparison = prompts.metrics(sft, policy, 100, 1)["comparison"]
     assert (comparison["prompts"], comparison["clusters"], comparison["clusters_won"]) == (6, 2, 2)
+
+
+def test_a_system_prompt_that_lines_share_makes_them_no_question(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "You are a helpful assistant."}
+    lines = [
+        {"prompt": [system, {"role": "user", "content": f"say {i % 3}"}], "require": {"max_words": 1}} for i in range(6)
+    ]
+    other = {"role": "system", "content": "Be brief."}
+    lines.append({"prompt": [other, {"role": "user", "content": "say 0"}], "require": {"max_words": 1}})
+    prompts = VerifiablePrompts.load(written(tmp_path, *lines), tmp_path)
+    assert prompts.clusters.tolist() == [0, 1, 2, 0, 1, 2, 0]

@@ -40,7 +40,7 @@ from rlhf_core.ppo.losses import entropy_sign
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.update import Learner, measure_minibatch
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.token_scoring import MicroBatchLimits
+from rlhf_core.sampling.token_scoring import MicroBatchLimits, Tokens
 from rlhf_core.training.engine.base import LocalEngine
 from rlhf_core.training.run_context import RunContext
 
@@ -186,6 +186,29 @@ def test_stops_at_the_threshold_only_with_patience() -> None:
 def test_stops_on_a_plateau() -> None:
     rule = StopRule(threshold=2.0, patience=1, plateau=2)
     assert [rule.observe(0.0, loss) for loss in (1.0, 0.5, 0.499, 0.51)] == [None, None, None, "plateau"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_never_the_best(bad: float) -> None:
+    rule = StopRule(threshold=2.0, patience=1, plateau=2)
+    assert [rule.observe(0.0, loss) for loss in (bad, 1.0, 0.5, bad, 0.25)] == [None] * 5
+    assert (rule.best_loss, rule.since_best) == (0.25, 0)
+    assert [rule.observe(0.0, bad) for _ in range(2)] == [None, "plateau"]
+
+
+def test_a_first_rollout_with_a_reward_that_is_not_finite_ends_no_run(tiny: Tiny, tmp_path: Path) -> None:
+    trainer, rollouts = make(tiny, tmp_path, max_rollouts=4, plateau=2, epochs=1, checkpoint={"every": 1}), []
+    original = trainer.reward_fn
+
+    def reward_fn(batch: Tokens) -> torch.Tensor:
+        rollouts.append(len(batch.tokens))
+        rewards = original(batch)
+        return rewards.index_fill(0, torch.tensor([0]), math.nan) if len(rollouts) == 1 else rewards
+
+    trainer.reward_fn = reward_fn
+    trainer.run()
+    losses = [row["value_loss"] for row in trainer.history.rows()]
+    assert losses[0] is None and trainer.stop_rule.best_loss == min(losses[1:]) and len(losses) > 2
 
 
 def test_learns_with_the_policy_frozen(tiny: Tiny, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from unit.ppo.test_trainer import history, weights
 from unit.ppo.tiny import Tiny, health_of, make_config, make_trainer
 
+from rlhf_core.api.ppo import summary
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.ppo.trainer import Trainer
 
@@ -130,6 +131,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tiny: Tiny, tmp_path: 
     assert all_finite(trainer)
     assert trainer.moments.count == (8 if name == "rewards" else 16)
     assert any(finding["rule"] == "steps_skipped" for finding in health_of(trainer).findings)
+    for rows in ([first, second], [second, first]):  # the end of the run says what there is to say
+        gain = summary(trainer, rows, [], None)["reward_gain"]
+        assert (gain is None) == (name == "rewards")
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

@@ -8,11 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel
 from unit.training.tiny import SHAPE
 
+from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.batches import TokenisedPair, partitions
 from rlhf_core.data.encoding import left_pad, right_pad
+from rlhf_core.data.schema import Demonstration, Message
 from rlhf_core.models.causal_lm import new_model, train_tokenizer
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.heads import ScalarModel
@@ -20,7 +23,7 @@ from rlhf_core.training.examples import Example, LengthBucketedBatches, collate
 from rlhf_core.training.losses import StepTotals, centering_loss, pairwise_loss, token_cross_entropy
 from rlhf_core.training.passes import read_scalars
 from rlhf_core.training.reward.trainer import PairBatches, pair_batch, pair_loss, row_lengths, score_pairs
-from rlhf_core.training.sft import example_batch, mean_reply_loss, reply_loss
+from rlhf_core.training.sft import example_batch, mean_reply_loss, reply_loss, sample_replies
 
 CPU = torch.device("cpu")
 VOCABULARY = 261
@@ -36,6 +39,21 @@ def model():  # type: ignore[no-untyped-def]
 @pytest.fixture(scope="module")
 def scalar(workspace):  # type: ignore[no-untyped-def]
     return ScalarModel.from_causal_lm(workspace / "models/base", 5).double()
+
+
+@pytest.mark.parametrize(("words", "new_tokens", "kept"), [((3, 80, 2), 20, [0, 2]), ((3, 80), 64, []), ((), 8, [])])
+def test_sample_replies_leave_out_prompts_without_room_for_one(
+    words: tuple[int, ...], new_tokens: int, kept: list[int]
+) -> None:
+    tokenizer = train_tokenizer(["a b"], VOCABULARY)
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    model = GPT2LMHeadModel(config)  # its positions are learned, and there are no others
+    rows = [
+        Demonstration(str(n), [Message("user", " ".join("a" * count))], f"reply {n}", "", "", "")
+        for n, count in enumerate(words)
+    ]
+    samples = sample_replies(model, tokenizer, rows, SamplingConfig(max_new_tokens=new_tokens), seed=1)
+    assert [sample["reference"] for sample in samples] == [f"reply {n}" for n in kept]
 
 
 def test_cross_entropy_by_hand() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,10 @@ def test_the_best_is_the_first_of_the_highest_reward_among_those_that_ended() ->
     assert best_of_each_prompt(rewards, [True] * 6, 3) == [1, 5]
 
 
+def test_a_reward_that_is_not_finite_is_never_the_best() -> None:
+    assert best_of_each_prompt([math.nan, 0.5, math.inf, -1.0, math.nan, -math.inf], [True] * 6, 2) == [1, 3, None]
+
+
 def sampler(workspace: Path, work: Path, new_tokens: int = 40) -> RejectionSampler:
     """The tiny SFT model's replies, rewarded by their length."""
     policy, tokenizer = load_policy(workspace / "models/sft")
@@ -72,6 +77,16 @@ def test_parts_change_no_reply_or_are_made_twice(
     assert parts.sampled_tokens == whole.sampled_tokens
     monkeypatch.setattr(rejection_sampling, "sample_replies", pytest.fail)
     assert sampler(workspace, tmp_path / "parts").best_replies([2, 0, 3]) == parts
+
+
+def test_rewards_that_are_not_finite_end_no_run(workspace: Path, tmp_path: Path) -> None:
+    whole, broken = (sampler(workspace, tmp_path / name) for name in ("whole", "broken"))
+    broken.reward_fn = lambda batch: batch.response_mask.sum(dim=1).float().index_fill(0, torch.tensor([0]), math.nan)
+    expected, best = whole.best_replies([2, 0, 3]), broken.best_replies([2, 0, 3])
+    assert all(math.isfinite(reward) for reward in best.rewards) and best.prompts == expected.prompts
+    assert (best.sampled_replies, best.unrewarded_replies, expected.unrewarded_replies) == (48, 1, 0)
+    assert 0 < expected.sampled_rewards - best.sampled_rewards <= 40
+    assert broken.best_replies([2, 0, 3]) == best
 
 
 def test_replies_that_never_end_are_an_error_that_says_so(workspace: Path, tmp_path: Path) -> None:

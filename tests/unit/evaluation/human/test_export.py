@@ -131,6 +131,19 @@ def test_of_several_replies_to_a_prompt_the_bad_one_is_asked_about(tmp_path: Pat
     assert [candidates[i].policy_reply for i in bad] == ["policy 2"]
 
 
+def test_of_several_equal_replies_to_a_prompt_the_bad_case_stays_one(tmp_path: Path) -> None:
+    root = evaluated(tmp_path)
+    rows = pq.read_table(root / "samples/comparisons.parquet").to_pylist()
+    write_table(root / "samples/comparisons.parquet", pa.Table.from_pylist([row for row in rows for _ in range(3)]))
+    cases = root / "samples/bad_cases.jsonl"
+    cases.write_text(cases.read_text() * 3)
+    candidates, bad = human_pairs.evaluated_candidates(root)
+    assert (len(candidates), bad) == (4, [2])
+    for seed in range(5):
+        export = human_pairs.blinded_export(candidates, bad, 4, seed)
+        assert [pair.bad_case for pair in export.pairs].count(True) == 1
+
+
 def test_an_evaluation_of_other_data_is_refused(tmp_path: Path) -> None:
     root = evaluated(tmp_path)
     write_rows(root / "data/clean/prompts/test.parquet", [made_prompt("another?", "sums", "a file")])
