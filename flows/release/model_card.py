@@ -16,8 +16,7 @@ from flows.registry.evidence import TrainingSource, read_data_card, source_of_ve
 from flows.registry.stored_models import stored_sampling
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import SELECTED_BY, TRAINED_ON
-from rlhf_core.evaluation.report.headline import conclude
-from rlhf_core.evaluation.verdict import judge_results
+from rlhf_core.evaluation.verdict import Standing, alarms, judge_results, standing_of
 from rlhf_core.gates import lookup
 from rlhf_core.storage.files import read_json
 
@@ -232,10 +231,11 @@ def _opening(evidence: ReleaseEvidence) -> str:
 
 
 def _verdict(evaluation: Mapping[str, Any]) -> str:
-    """The report's headline, and what alarms."""
-    said = conclude({}, evaluation)
-    alarming = "\n".join(f"- {alarm}" for alarm in said["alarms"])
-    return f"**{said['headline']}.**" + (f" What alarms:\n\n{alarming}" if alarming else "")
+    """How the policy stands to SFT, and what alarms."""
+    standing = standing_of(judge_results(evaluation.get("comparison") or {}))
+    said = "Not compared with SFT" if standing is Standing.NOT_COMPARED else f"{standing.value.capitalize()} than SFT"
+    alarming = "\n".join(f"- {alarm.sentence}" for alarm in alarms(evaluation))
+    return f"**{said}.**" + (f" What alarms:\n\n{alarming}" if alarming else "")
 
 
 def _judges(evidence: ReleaseEvidence) -> str:

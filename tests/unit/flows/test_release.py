@@ -78,7 +78,7 @@ def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
         ({"evaluation": {"sft": {"missing_eos": 0.0}, "policy": {"missing_eos": 0.2}}}, None,
          "What alarms:\n\n- replies without an end 0.20 (SFT 0.00)\n", "Better"),
         ({"evaluation": {"sft": {"missing_eos": 0.3}, "policy": {"missing_eos": None}}}, None,
-         "No verdict", "What alarms"),
+         "Not compared", "What alarms"),
         ({"evaluation": {}}, None, "No comparison with the SFT model was recorded.", "| judge |"),
         ({}, None, "Fine-tuned with supervision, then trained by PPO", "Trained without"),
         ({"fine_tuned": False}, None, "Trained without fine-tuning before it, by PPO against", "with supervision"),
