@@ -22,6 +22,7 @@ from scipy import stats
 from rlhf_core.config.gates import LOSSES, GatesConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.data.clusters import CONFIDENCE, clusters_of, one_each
 from rlhf_core.data.schema import Prompt
 from rlhf_core.data.text import trigram_repetition
 from rlhf_core.errors import DataError
@@ -29,13 +30,7 @@ from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets, repeated_
 from rlhf_core.evaluation.promotion import MEASUREMENTS
 from rlhf_core.evaluation.regression import GENERIC_CHECKS, REFUSAL_CHECKS, ReplyCheck, passes
 from rlhf_core.evaluation.replies import Reply
-from rlhf_core.evaluation.statistics import (
-    CONFIDENCE,
-    clusters_of,
-    mean_high,
-    one_each,
-    share_difference_high,
-)
+from rlhf_core.evaluation.statistics import mean_high, share_difference_high
 from rlhf_core.storage.files import read_json
 
 Z = float(stats.norm.ppf(CONFIDENCE))

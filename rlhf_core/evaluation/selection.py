@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from transformers import PreTrainedModel
 
+from rlhf_core.data.clusters import clusters_of
 from rlhf_core.data.schema import Prompt
 from rlhf_core.evaluation.comparisons.comparison import compare, tie_margin_of
 from rlhf_core.evaluation.judges.model import Judge
 from rlhf_core.evaluation.perplexity import measure_drift
 from rlhf_core.evaluation.replies import OnPolicyReplies, measure_text
-from rlhf_core.evaluation.statistics import clusters_of
 
 TIE_MARGIN = 0.05  # differences up to this share of the spread of SFT's scores are ties
 SampleReplies = Callable[[PreTrainedModel], OnPolicyReplies]

@@ -8,50 +8,17 @@ a design effect of 2 an interval over rows that says 2.5 % is wrong at 8 %.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import scipy  # its parts are loaded when they are first used
 from numpy.typing import ArrayLike
 
-from rlhf_core.data.schema import Prompt
-from rlhf_core.world.questions import SOURCE as WORLD
-from rlhf_core.world.questions import content_of_group
+from rlhf_core.data.clusters import CONFIDENCE, cluster_sums, one_each, standard_error
 
-CONFIDENCE = 0.95  # one-sided; two-sided intervals have 2.5 % on each side
 BATCH = 256  # resamples drawn at once, to bound memory for many prompts
 # With fewer clusters in which the two sides differ, how much replies to one question differ cannot be estimated.
 FEW_DIFFERING = 10
-
-
-def cluster_of(prompt: Prompt) -> str:
-    """Return what a prompt is about: its content in the synthetic world, elsewhere its group."""
-    return content_of_group(prompt.group) if prompt.source.partition(":")[0] == WORLD else prompt.group or prompt.id
-
-
-def clusters_of(prompts: Sequence[Prompt], repeats: int = 1) -> np.ndarray:
-    """Return the number of the cluster of each prompt, each ``repeats`` times in a row, (n * repeats,)."""
-    return np.repeat(cluster_codes([cluster_of(prompt) for prompt in prompts]), repeats)
-
-
-def cluster_codes(names: Sequence[Hashable]) -> np.ndarray:
-    """Number the clusters by first appearance, (n,)."""
-    known: dict[Hashable, int] = {}
-    return np.array([known.setdefault(name, len(known)) for name in names], dtype=np.int64)
-
-
-def one_each(count: int, clusters: ArrayLike | None) -> np.ndarray:
-    """Return ``clusters``, or for None a cluster of its own for each row."""
-    return np.arange(count) if clusters is None else np.asarray(clusters, dtype=np.int64)
-
-
-def cluster_sums(rows: np.ndarray, clusters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Add up rows by cluster: (r, n) -> sums (r, k) and sizes (k,)."""
-    count = int(clusters.max()) + 1 if len(clusters) else 0
-    sums = np.stack([np.bincount(clusters, weights=row, minlength=count) for row in rows])
-    sizes = np.bincount(clusters, minlength=count).astype(np.float64)
-    held = sizes > 0
-    return sums[:, held], sizes[held]
 
 
 def resample_weights(clusters: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
@@ -89,26 +56,6 @@ def bootstrap_bounds(
     resampled = np.concatenate([sums @ weights.T / (weights @ sizes) for weights in drawn], axis=1)
     tail = (1 - CONFIDENCE) / 2
     return percentile(resampled, tail, count), percentile(resampled, 1 - tail, count)
-
-
-def wilson_bounds(share: float, count: int) -> tuple[float, float]:
-    """95 % bounds (Wilson, 1927) of a share of ``count`` clusters; those of a share of 1 end below it.
-
-    Where a cluster counts in part, its variance is smaller than the formula's, and the bounds are too wide.
-    """
-    z = float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2))
-    centre = share + z**2 / (2 * count)
-    half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return max(0.0, (centre - half) / (1 + z**2 / count)), min(1.0, (centre + half) / (1 + z**2 / count))
-
-
-def standard_error(values: np.ndarray, clusters: np.ndarray) -> tuple[float, int]:
-    """The cluster-robust standard error of a mean (n,), and the number of clusters; infinite for one cluster."""
-    sums, sizes = cluster_sums((values - values.mean())[np.newaxis], clusters)
-    count = len(sizes)
-    if count < 2:
-        return math.inf, count
-    return math.sqrt(float((sums[0] ** 2).sum()) * count / (count - 1)) / len(values), count
 
 
 def mean_high(values: np.ndarray, clusters: np.ndarray) -> float:

@@ -27,12 +27,12 @@ from referencing.jsonschema import DRAFT202012
 
 from rlhf_core.config.evaluation import VerifiableConfig
 from rlhf_core.config.model import Strict
+from rlhf_core.data.clusters import cluster_codes
 from rlhf_core.data.schema import Message
 from rlhf_core.data.text import comparable, split_words
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare_outcomes
 from rlhf_core.evaluation.replies import Reply
-from rlhf_core.evaluation.statistics import cluster_codes
 from rlhf_core.runtime.user_function import TimeLimitExceeded, describe_failure, load_function, time_limit
 from rlhf_core.storage.files import split_json_lines
 

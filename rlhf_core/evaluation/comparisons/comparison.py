@@ -15,17 +15,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import expit
 
+from rlhf_core.data.clusters import CONFIDENCE, cluster_sums, one_each
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.model import Judge, require_finite
 from rlhf_core.evaluation.replies import Reply
-from rlhf_core.evaluation.statistics import (
-    CONFIDENCE,
-    bootstrap_bounds,
-    cluster_sums,
-    one_each,
-    percentile,
-    resample_weights,
-)
+from rlhf_core.evaluation.statistics import bootstrap_bounds, percentile, resample_weights
 
 MOST_RESAMPLES = 500  # each is a regression of its own
 NEWTON_STEPS, LONGEST_STEP, TOLERANCE = 100, 2.0, 1e-9

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_core.config.evaluation import EvaluateConfig
+from rlhf_core.data.clusters import cluster_of, clusters_of
 from rlhf_core.data.text import language_shares
 from rlhf_core.evaluation.comparisons.comparison import (
     compare,
@@ -23,7 +24,6 @@ from rlhf_core.evaluation.judges.names import JUDGE, TRAINED_ON, final_judges
 from rlhf_core.evaluation.losses import paired_losses
 from rlhf_core.evaluation.regression import REFUSAL_CHECKS, check_rates, pass_rates
 from rlhf_core.evaluation.replies import Reply, measure_text
-from rlhf_core.evaluation.statistics import cluster_of, clusters_of
 
 if TYPE_CHECKING:
     from rlhf_core.evaluation.judges.llm.judge import LlmJudge, PairwiseJudgements

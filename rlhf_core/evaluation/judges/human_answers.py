@@ -14,6 +14,7 @@ from typing import Any
 
 from rlhf_core.config.data import CollectConfig
 from rlhf_core.config.loading import load_section
+from rlhf_core.data.clusters import cluster_codes
 from rlhf_core.data.collection.sources import annotation_sources
 from rlhf_core.data.inspection.convert import record_of
 from rlhf_core.data.readers.json_records import JsonParser
@@ -22,7 +23,6 @@ from rlhf_core.data.text import shortened, writable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare_outcomes
 from rlhf_core.evaluation.judges.human_pairs import EXPORTS, AnnotationExport, AnnotationPair
-from rlhf_core.evaluation.statistics import cluster_codes
 from rlhf_core.storage.files import LockFile, atomic_write_json, atomic_write_lines, split_json_lines
 
 CHOICES = {"1": "1", "1.0": "1", "2": "2", "2.0": "2", "tie": "tie"}

@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
+from rlhf_core.data.clusters import cluster_of
 from rlhf_core.data.schema import Prompt, read_rows, read_table
 from rlhf_core.data.text import shortened
 from rlhf_core.errors import DataError
@@ -23,7 +24,6 @@ from rlhf_core.evaluation.fixed_sets import FixedSets, sampled_model
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.judges.names import JUDGE, MODELS, TRAINED_ON
 from rlhf_core.evaluation.regression import fixed_subset
-from rlhf_core.evaluation.statistics import cluster_of
 from rlhf_core.runtime.progress import progress
 from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.storage.files import (

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import optimize
 
 from rlhf_core.data.batches import length_balanced_rows
+from rlhf_core.data.clusters import design_effect, one_each, wilson_bounds
 from rlhf_core.data.schema import Preference
 from rlhf_core.data.statistics import linear_correlation, rank_correlation
 from rlhf_core.data.text import IDEOGRAPHS
@@ -56,8 +57,9 @@ def evaluate_scores(
     rejected_lengths: np.ndarray,
     seed: int = 0,
     temperature: float | None = None,
+    clusters: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """All figures of one split: rewards and reply lengths in tokens, each (B,).
+    """All figures of one split: rewards and reply lengths in tokens, and the cluster of each pair's prompt, each (B,).
 
     ``accuracy_shorter_preferred`` is left out where no preferred reply is the shorter one. ``seed`` draws the
     length-balanced pairs. With ``temperature``, fitted on other pairs, calibration is measured after scaling too.
@@ -81,7 +83,7 @@ def evaluate_scores(
     if shorter.any():
         figures["accuracy_shorter_preferred"] = accuracy(margins[shorter])
     balanced = length_balanced_rows(chosen_lengths - rejected_lengths, seed)
-    figures |= length_balanced_accuracy(margins[balanced])
+    figures |= length_balanced_accuracy(margins[balanced], one_each(len(margins), clusters)[balanced])
     if temperature is not None:
         for name, rows in (("ece", slice(None)), ("ece_length_balanced", balanced)):
             if name in figures:
@@ -90,17 +92,18 @@ def evaluate_scores(
     return figures
 
 
-def length_balanced_accuracy(margins: np.ndarray) -> dict[str, float]:
+def length_balanced_accuracy(margins: np.ndarray, clusters: np.ndarray) -> dict[str, float]:
     """Accuracy and calibration error on length-balanced pairs, and how many there are.
 
     Fewer than fifty pairs say nothing; both are left out then, so that a gate on them fails. ``low95`` is the lower
-    bound of Wilson's 95 % interval; a tie of rewards, half a success for the accuracy, is a failure for its bound.
+    bound of Wilson's 95 % interval for as many pairs as these are worth, which share ``clusters``; a tie of rewards,
+    half a success for the accuracy, is a failure for its bound.
     """
     figures = {"length_balanced_pairs": float(len(margins))}
     if len(margins) < FEWEST_BALANCED_PAIRS:
         return figures
-    right = stats.binomtest(int((margins > 0).sum()), len(margins))
-    low = float(right.proportion_ci(0.95, method="wilson").low)
+    right = (margins > 0).astype(float)
+    low, _ = wilson_bounds(float(right.mean()), len(right) / design_effect(right, clusters))
     return figures | {
         "accuracy_length_balanced": accuracy(margins),
         "accuracy_length_balanced_low95": low,

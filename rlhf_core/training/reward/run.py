@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.batches import TokenisedPair, length_balanced_epoch, usable_pairs
+from rlhf_core.data.clusters import clusters_of
 from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Preference, read_row_table
 from rlhf_core.data.tables import TableRows
@@ -213,7 +214,8 @@ def quality_metrics(
         # The temperature was fitted on the validation pairs.
         fitted = None if name == "validation" else temperature
         balancing = derive_seed(seed, "length_balanced", name)
-        quality = evaluate_scores(rewards.chosen, rewards.rejected, *lengths, balancing, fitted)
+        asked = clusters_of(split.rows)
+        quality = evaluate_scores(rewards.chosen, rewards.rejected, *lengths, balancing, fitted, asked)
         if "accuracy_length_balanced" not in quality:
             logger.warning(
                 "%s pairs: %d can be balanced by length and %d are needed; %saccuracy_length_balanced is left out",

@@ -12,19 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from rlhf_core.data.clusters import cluster_codes, clusters_of, wilson_bounds
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import statistics
 from rlhf_core.evaluation.losses import ERRORS_PER_MARGIN, PairedLoss, describe_power, fall, power_of, rise, share_loss
-from rlhf_core.evaluation.statistics import (
-    bootstrap_bounds,
-    cluster_codes,
-    clusters_of,
-    level_of_attempt,
-    share_difference_high,
-    sign_test,
-    wilson_bounds,
-)
+from rlhf_core.evaluation.statistics import bootstrap_bounds, level_of_attempt, share_difference_high, sign_test
 
 CLUSTERS, REPLIES, RUNS = 150, 4, 3000
 CLUSTER = np.repeat(np.arange(CLUSTERS), REPLIES)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from scipy.special import expit
 from sklearn.linear_model import LogisticRegression
 from unit.training.tiny import SHAPE, text
@@ -18,6 +19,7 @@ from rlhf_core.config.gates import Condition
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.batches import TokenisedPair
+from rlhf_core.data.clusters import wilson_bounds
 from rlhf_core.data.schema import Message, Preference
 from rlhf_core.errors import DataError
 from rlhf_core.gates import decide
@@ -80,8 +82,29 @@ def test_length_balanced_accuracy_by_hand() -> None:
     assert figures["accuracy_length_balanced_low95"] == pytest.approx(0.39297, abs=1e-4)
 
 
+@pytest.mark.parametrize(("clusters", "worth"), [(50, 300), (150, 300), (5, 5)])
+def test_pairs_of_one_question_are_no_further_evidence(clusters: int, worth: int) -> None:
+    """300 pairs, 200 of them right: with equal ones in each cluster they are worth their clusters alone."""
+    right = np.arange(300) % 3 > 0
+    margins = np.where(right, 1.0, -1.0)
+    alone = evaluation.length_balanced_accuracy(margins, np.arange(300))
+    by_chance = evaluation.length_balanced_accuracy(margins, np.arange(300) // (300 // clusters))
+    assert alone["accuracy_length_balanced"] == by_chance["accuracy_length_balanced"]
+    low = stats.binomtest(200, 300).proportion_ci(0.95, method="wilson").low
+    assert alone["accuracy_length_balanced_low95"] == pytest.approx(low)
+    expected = wilson_bounds(2 / 3, worth)[0]
+    assert by_chance["accuracy_length_balanced_low95"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_six_times_the_same_fifty_pairs_are_fifty() -> None:
+    margins = np.where(np.arange(50) < 33, 1.0, -1.0)
+    once = evaluation.length_balanced_accuracy(margins, np.arange(50))["accuracy_length_balanced_low95"]
+    again = evaluation.length_balanced_accuracy(np.tile(margins, 6), np.tile(np.arange(50), 6))
+    assert again["accuracy_length_balanced_low95"] == pytest.approx(once, abs=0.003)
+
+
 def test_a_tie_of_rewards_is_no_success_for_the_bound() -> None:
-    figures = evaluation.length_balanced_accuracy(np.zeros(60))
+    figures = evaluation.length_balanced_accuracy(np.zeros(60), np.arange(60))
     assert figures == {
         "length_balanced_pairs": 60.0,
         "accuracy_length_balanced": 0.5,

@@ -1,0 +1,82 @@
+"""Rows that ask the same question are one cluster: numbers, sums, and intervals of shares over clusters.
+
+Replies to one question, in whatever form or number, succeed and fail together. A cluster is the content of a question
+in the synthetic world, elsewhere the group that prompts are split by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import scipy  # its parts are loaded when they are first used
+from numpy.typing import ArrayLike
+
+from rlhf_core.data.schema import Preference, Prompt
+from rlhf_core.world.questions import SOURCE as WORLD
+from rlhf_core.world.questions import content_of_group
+
+CONFIDENCE = 0.95  # one-sided; two-sided intervals have 2.5 % on each side
+FEW = 10  # fewer clusters do not tell how much rows of one differ
+
+
+def cluster_of(row: Prompt | Preference) -> str:
+    """Return what a row's prompt is about: its content in the synthetic world, elsewhere its group."""
+    return content_of_group(row.group) if row.source.partition(":")[0] == WORLD else row.group or row.id
+
+
+def clusters_of(rows: Sequence[Prompt | Preference], repeats: int = 1) -> np.ndarray:
+    """Return the number of the cluster of each row, each ``repeats`` times in a row, (n * repeats,)."""
+    return np.repeat(cluster_codes([cluster_of(row) for row in rows]), repeats)
+
+
+def cluster_codes(names: Sequence[Hashable]) -> np.ndarray:
+    """Number the clusters by first appearance, (n,)."""
+    known: dict[Hashable, int] = {}
+    return np.array([known.setdefault(name, len(known)) for name in names], dtype=np.int64)
+
+
+def one_each(count: int, clusters: ArrayLike | None) -> np.ndarray:
+    """Return ``clusters``, or for None a cluster of its own for each row."""
+    return np.arange(count) if clusters is None else np.asarray(clusters, dtype=np.int64)
+
+
+def cluster_sums(rows: np.ndarray, clusters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Add up rows by cluster: (r, n) -> sums (r, k) and sizes (k,)."""
+    count = int(clusters.max()) + 1 if len(clusters) else 0
+    sums = np.stack([np.bincount(clusters, weights=row, minlength=count) for row in rows])
+    sizes = np.bincount(clusters, minlength=count).astype(np.float64)
+    held = sizes > 0
+    return sums[:, held], sizes[held]
+
+
+def standard_error(values: np.ndarray, clusters: np.ndarray) -> tuple[float, int]:
+    """The cluster-robust standard error of a mean (n,), and the number of clusters; infinite for one cluster."""
+    sums, sizes = cluster_sums((values - values.mean())[np.newaxis], clusters)
+    count = len(sizes)
+    if count < 2:
+        return math.inf, count
+    return math.sqrt(float((sums[0] ** 2).sum()) * count / (count - 1)) / len(values), count
+
+
+def design_effect(values: np.ndarray, clusters: np.ndarray) -> float:
+    """By how much clusters widen the variance of a mean (n,): from 1 to that of rows which are equal within each.
+
+    That largest one where fewer than :data:`FEW` clusters are known, or all values are equal.
+    """
+    error, count = standard_error(values, clusters)
+    sizes = np.bincount(clusters)
+    largest, independent = float((sizes**2).sum() / len(values)), float(values.var()) / len(values)
+    return min(max(error**2 / independent, 1.0), largest) if independent > 0 and count >= FEW else largest
+
+
+def wilson_bounds(share: float, count: float) -> tuple[float, float]:
+    """95 % bounds (Wilson, 1927) of a share of ``count`` clusters or independent rows; those of 1 end below it.
+
+    Where a cluster counts in part, its variance is smaller than the formula's, and the bounds are too wide.
+    """
+    z = float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2))
+    centre = share + z**2 / (2 * count)
+    half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return max(0.0, (centre - half) / (1 + z**2 / count)), min(1.0, (centre + half) / (1 + z**2 / count))
