@@ -132,8 +132,7 @@ class JournalTracker(Tracker):
 GROUPS = ("reward", "kl", "policy", "value", "critic", "ptx", "selection", "validation", "sampling", "ratio", "seconds")
 
 
-# What MLflow refuses in the name of a metric, and all other metrics of the request with it: a category of the data, such
-# as Q&A, is part of a name.
+# What MLflow refuses in the name of a metric, and all others of the request with it. Names have categories of the data.
 REFUSED = re.compile(r"[^/\w.\- :]|/(?=/|\Z|\.\.?(?:/|\Z))")
 LONGEST_NAME = 250
 

@@ -151,7 +151,8 @@ def data_source(spec: str, options: ReadOptions) -> DataSource:
 
 
 def sources_by_kind(files: Sequence[str], base: Path, options: ReadOptions, kind: str | None = None) -> FileSources:
-    """Return paths, globs, URLs and hub ids as sources of ``kind``, by default each as what it serves as best.
+    """Return paths, globs, URLs and hub ids as sources of ``kind``, by default each of their files as what that serves
+    as best.
 
     Raises:
         DataError: A file cannot be read, or is of no known format.
@@ -159,7 +160,11 @@ def sources_by_kind(files: Sequence[str], base: Path, options: ReadOptions, kind
     sources: dict[str, list[DataSource]] = {}
     for spec in files:
         source = data_source(spec, options)
-        sources.setdefault(kind or best_kind(source_files([source], base, ARGUMENTS)[0]), []).append(source)
+        if kind is not None:
+            sources.setdefault(kind, []).append(source)
+            continue
+        for file in source_files([source], base, ARGUMENTS):
+            sources.setdefault(best_kind(file), []).append(source.model_copy(update={"path": file.name}))
     return FileSources(**{name: tuple(listed) for name, listed in sources.items()})
 
 
