@@ -293,6 +293,13 @@ class CollectConfig(StageConfig):
     limit: PositiveInt | None = None
     licence: str | None = None
 
+    @field_validator("annotations")
+    @classmethod
+    def _on_this_machine(cls, annotations: str | None) -> str | None:
+        if annotations is not None and (annotations.startswith("hub:") or is_url(annotations)):
+            raise ValueError("give a path or glob; rows at URLs and on the hub go into collect.files.preferences")
+        return annotations
+
     @model_validator(mode="after")
     def _consistent(self) -> CollectConfig:
         if self.also_derive and self.source == "world":

@@ -22,6 +22,7 @@ from rlhf_core.data.readers.table_records import OnRead
 from rlhf_core.data.row_counts import Record
 from rlhf_core.errors import DataError, first_line
 from rlhf_core.storage.data_files import (
+    NothingMatches,
     expand,
     expand_url,
     is_url,
@@ -72,8 +73,11 @@ def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
     """Return the files of annotations that there are, none where ``pattern`` (``collect.annotations``) matches none."""
     if pattern is None:
         return []
-    files = (Path(path) for path in sorted(glob.glob(pattern, root_dir=base)))
-    return [DataSource(path=str(file)) for file in files if (base / file).is_file()]
+    try:
+        files = expand(pattern, base, "correct it in collect.annotations, which may be null")
+    except NothingMatches:
+        return []
+    return [DataSource(path=spelled(file, pattern, base)) for file in files]
 
 
 def collected_paths(config: CollectConfig, base: Path) -> list[str]:
