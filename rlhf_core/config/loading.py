@@ -409,15 +409,17 @@ def load_section(workspace: Path, section: str, model: type[Model], beside: Sequ
 DEFAULT_PROFILE = "demo"
 EXTENDS = re.compile(r"^extends: *([\w.-]+) *\n", re.MULTILINE)
 ANNOTATIONS, OWN_ANNOTATIONS = "collect.annotations", "data/annotations/"
-# Settings whose relative paths start at the workspace, `*` for any key or entry: of files, and of what may be a hub id.
+# Settings whose relative paths start at the workspace, `*` for any key or entry: of files, and of what may be a hub id,
+# or a command.
 FILES = (
     ANNOTATIONS, "collect.files.*.*.path", "validate.evaluation_files.*.path", "evaluate.verifiable.path",
     "evaluate.multiple_choice.files.*", "evaluate.multiple_choice.few_shot_files.*", "evaluate.opponents.*.path",
     "compute.launch.*.deepspeed", "registry.signature.public_key", "registry.signature.certificates.*",
+    "ppo.sampler.weights_folder", "evaluate.sampler.weights_folder",
 )  # fmt: skip
 MODELS = (
     "base.source", "validate.tokenizer", "ppo.reward.sources.*.path", "ppo.reward.sources.*.model",
-    "ppo.reward.sources.*.paths.*",
+    "ppo.reward.sources.*.paths.*", "ppo.sampler.python", "evaluate.sampler.python",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -418,6 +419,19 @@ def test_every_path_of_a_workspace_is_seen_from_its_trials(tmp_path: Path, setti
     (moved,) = rebased(text, tmp_path / "base", tmp_path / "base/workspaces/trial", setting)
     expected = [path if path.startswith("/") else f"../../{path}" for path in paths_of(value)]
     assert paths_of(moved) == expected
+
+
+@pytest.mark.parametrize("section", ["ppo", "evaluate"])
+def test_a_python_with_vllm_is_seen_from_a_trial(tmp_path: Path, section: str) -> None:
+    (tmp_path / "vllm/bin").mkdir(parents=True)
+    (tmp_path / "vllm/bin/python").symlink_to(sys.executable)
+    given = {"vllm/bin/python": "../../vllm/bin/python"}
+    given |= {path: path for path in ("python3", "~/vllm/bin/python", "/opt/vllm/bin/python")}
+    for path, seen in given.items():
+        text = f"{section}:\n  sampler: {{kind: vllm, python: {path}}}\n"
+        assert rebased(text, tmp_path, tmp_path / "a/b", f"{section}.sampler.python") == [seen]
+    text = f"{section}:\n  sampler: {{kind: vllm, url: 'http://a', weights_folder: shared}}\n"
+    assert rebased(text, tmp_path, tmp_path / "a/b", f"{section}.sampler.weights_folder") == ["../../shared"]
 
 
 def test_a_file_for_deepspeed_is_seen_from_a_trial(tmp_path: Path) -> None:
