@@ -297,7 +297,7 @@ def _reward_sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
             yield DoctorCheck(level, "function", f"{setting} names {target}, but {problem}")
     for source in sources:
         for named in model_folders(source):
-            folder = workspace / Path(named).expanduser()
+            folder = workspace / Path(os.path.expanduser(named))
             if folder.resolve() == (workspace / OWN_MODEL).resolve():
                 continue
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import string
 from pathlib import Path
 from typing import Any, Literal
@@ -422,9 +423,9 @@ class ValidateConfig(StageConfig):
         evaluation = [
             source
             if source.path.startswith("hub:") or is_url(source.path)
-            else source.model_copy(update={"path": str(base / Path(source.path).expanduser())})
+            else source.model_copy(update={"path": str(base / Path(os.path.expanduser(source.path)))})
             for source in self.evaluation_files
         ]
-        model = None if self.tokenizer is None else base / Path(self.tokenizer).expanduser()
+        model = None if self.tokenizer is None else base / Path(os.path.expanduser(self.tokenizer))
         tokenizer = str(model) if model is not None and model.exists() else self.tokenizer
         return self.model_copy(update={"evaluation_files": tuple(evaluation), "tokenizer": tokenizer})

@@ -213,6 +213,16 @@ def test_every_file_that_a_pattern_matches_is_read_as_what_it_serves_as_best(tmp
     assert named.paths() == [spec.format(folder=tmp_path)]
 
 
+@pytest.mark.parametrize(
+    "options", [["inspect", "--tokenizer"], ["validate", "--tokenizer"], ["validate", "--set"]], ids=" ".join
+)
+def test_the_home_of_nobody_is_a_path_that_is_not_there(options: list[str], here: Path) -> None:
+    command, option = options
+    given = "~nobody-here/x" if option == "--tokenizer" else "validate.evaluation_files=['~nobody-here/x']"
+    done = CliRunner().invoke(app, ["data", command, write(here, rows(2)), option, given])
+    assert isinstance(done.exception, RlhfError) and "~nobody-here/x" in str(done.exception)
+
+
 @pytest.mark.slow
 def test_the_command_exits_as_the_gate_decides(here: Path) -> None:
     file = write(here, rows(80), tail="{broken\n")
