@@ -189,6 +189,24 @@ def test_a_profile_extends_another(tmp_path: Path) -> None:
         profile_text(tmp_path, "lost")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "extends: large # as it is\nsft: {steps: 9}\n",
+        "extends: 'large'\nsft: {steps: 9}\n",
+        "sft: {steps: 9}\nextends: large",
+        "\ufeffextends: large\r\nsft: {steps: 9}\r\n",
+        "extends : large\nsft: {steps: 9}\n",
+        "{extends: large, sft: {steps: 9}}\n",
+    ],
+)
+def test_a_profile_extends_another_however_yaml_writes_it(text: str, tmp_path: Path) -> None:
+    (tmp_path / "large.yaml").write_text("seed: 3\nsft: {steps: 7, batch_size: 4}\n")
+    (tmp_path / "mine.yaml").write_bytes(text.encode())
+    merged = yaml_text.plain(yaml_text.parse(profile_text(tmp_path, "mine"), "x"))
+    assert merged == {"seed": 3, "sft": {"steps": 9, "batch_size": 4}}
+
+
 def test_each_of_several_problems_has_its_line() -> None:
     with pytest.raises(ConfigError) as caught:
         check_params({"sft": {"stepz": 3}, "ppo": {"iterations": -1}})
