@@ -14,7 +14,12 @@ from rlhf_core.training.run_context import RunContext
 
 
 def run_base(
-    source: Path | str, target: Path, prompts: Sequence[str] = (), split: str = "train", **sections: Any
+    source: Path | str,
+    target: Path,
+    prompts: Sequence[str] = (),
+    split: str = "train",
+    workspace: Path | None = None,
+    **sections: Any,
 ) -> dict[str, float]:
     """Run the stage; the model is in ``target / "base"``. ``prompts`` are those of one split, the others are empty."""
     for name in ("train", "validation", "test"):
@@ -23,4 +28,4 @@ def run_base(
         write_dicts(target / "clean" / "prompts" / f"{name}.parquet", Prompt.KIND, [as_dict(row) for row in rows])
     config = BaseStageConfig.model_validate({"source": str(source), **sections})
     inputs, outputs = Paths({"clean": target / "clean"}), Paths({"model": target / "base"})
-    return base.run(config, inputs, outputs, RunContext(target / "work"))
+    return base.run(config, inputs, outputs, RunContext(target / "work", folder=workspace or Path()))

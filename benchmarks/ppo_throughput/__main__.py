@@ -126,7 +126,7 @@ def _times(subject: Subject, iterations: int, work: Path) -> dict[str, Any]:
         log-probabilities of sampler and trainer differed in the last iteration.
     """
     context = RunContext(work, launch=launch_of(subject.params, "ppo"))
-    with opened_sampler(subject.params.ppo.sampler, work) as sampler:
+    with opened_sampler(subject.params.ppo.sampler, work, Path()) as sampler:
         trainer = _trainer(subject, context, sampler)
         trainer.iterate()
         if torch.cuda.is_available():

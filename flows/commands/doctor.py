@@ -224,6 +224,11 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
         yield base_model_check(workspace, params.base.source, params.base.revision)
     yield from _reward_sources(workspace, params)
     yield from _judges(workspace, params)
+    for setting, sampler in (("ppo.sampler", params.ppo.sampler), ("evaluate.sampler", params.evaluate.sampler)):
+        python = None if sampler.kind == "local" else sampler.seen_from(workspace).python
+        if python and shutil.which(python) is None:
+            finding = f"{setting}.python: {python} is no program; name the Python of an environment that has vLLM"
+            yield DoctorCheck(WARN if params.pools else FAIL, "vllm", finding)
     for stage, launch in params.compute.launch.items():
         if launch.deepspeed and not (workspace / launch.deepspeed).is_file():
             finding = f"compute.launch.{stage}.deepspeed: there is no file {workspace / launch.deepspeed}"
@@ -292,7 +297,7 @@ def _reward_sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
             yield DoctorCheck(level, "function", f"{setting} names {target}, but {problem}")
     for source in sources:
         for named in model_folders(source):
-            folder = workspace / Path(named).expanduser()
+            folder = workspace / Path(os.path.expanduser(named))
             if folder.resolve() == (workspace / OWN_MODEL).resolve():
                 continue
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,7 +95,7 @@ def next_step(workspace: Path) -> str:
 def _is_absent(model: str, folder: Path) -> bool:
     """Whether a starting model is a path, rather than a hub id, and nothing lies there."""
     is_path = model.startswith((".", "/", "~")) or model.lower().endswith(".gguf")
-    return is_path and not (folder / Path(model).expanduser()).exists()
+    return is_path and not (folder / Path(os.path.expanduser(model))).exists()
 
 
 def _unmatched(sources: Sequence[str], folder: Path) -> list[str]:

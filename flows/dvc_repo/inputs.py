@@ -116,7 +116,7 @@ def _dependencies(sources: list[str], workspace: Path, outputs: list[str]) -> li
 
 def _folder(source: str, workspace: Path) -> Path | None:
     """Return the folder that a source names, by itself or before its first wildcard; None for a file."""
-    path = workspace / Path(source).expanduser()
+    path = workspace / Path(os.path.expanduser(source))
     if path.is_file():
         return None
     while any(sign in part for part in path.parts for sign in WILD) and not path.is_dir():

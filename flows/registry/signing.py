@@ -52,8 +52,8 @@ class Signer:
         if not key:
             return None
         listed = os.environ.get(CERTIFICATES_VARIABLE, "").split(os.pathsep)
-        certificates = tuple(Path(path).expanduser() for path in listed if path.strip())
-        signer = cls(Path(key).expanduser(), certificates, os.environ.get(PASSWORD_VARIABLE, ""))
+        certificates = tuple(Path(os.path.expanduser(path)) for path in listed if path.strip())
+        signer = cls(Path(os.path.expanduser(key)), certificates, os.environ.get(PASSWORD_VARIABLE, ""))
         for variable, paths in ((KEY_VARIABLE, [signer.private_key]), (CERTIFICATES_VARIABLE, certificates)):
             for path in paths:
                 if not path.is_file():
@@ -157,7 +157,7 @@ def key_files(workspace: Path, config: SignatureConfig) -> list[Path]:
     Raises:
         ConfigError: One of them is not there.
     """
-    paths = [workspace / Path(path).expanduser() for path in (config.public_key, *config.certificates) if path]
+    paths = [workspace / Path(os.path.expanduser(path)) for path in (config.public_key, *config.certificates) if path]
     for path in paths:
         if not path.is_file():
             raise ConfigError(f"registry.signature: there is no file {path}")

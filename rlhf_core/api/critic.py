@@ -132,7 +132,7 @@ def train_critic(
         sampling = Sampling.for_rollouts(tokenizer, rollout)
         limits = MicroBatchLimits(rollout.micro_batch_size, rollout.micro_batch_tokens), run.launch.logits_bytes
         pair = ActorCriticPair(frozen_policy, critic, {"critic": engine}, sampling, *limits)
-        with opened_sampler(rollout.sampler, run.work) as sampler:
+        with opened_sampler(rollout.sampler, run.work, run.folder) as sampler:
             trainer = CriticTrainer(config, rollout, pair, reward_fn, encoded, run, frozen=frozen, sampler=sampler)
             trainer.run()
         history = trainer.history.rows()

@@ -23,8 +23,9 @@ from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.config.reward_sources import DEFAULT_SOURCES, OWN_MODEL
 from rlhf_core.data.collection.rows import read_records
 from rlhf_core.data.readers.detection import format_of
+from rlhf_core.data.readers.turns import Refusal, text_of
 from rlhf_core.data.row_counts import Record
-from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, Prompt
+from rlhf_core.data.schema import ROLES, Demonstration, Message, Preference, PretrainText, Prompt
 from rlhf_core.data.text import has_visible_text
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import ConfigError, DataError, ModelError, RlhfError
@@ -55,6 +56,7 @@ from rlhf_core.training.run_context import RunContext
 Row = TypeVar("Row", Demonstration, Preference, Prompt, PretrainText)
 
 HELD_OUT_EVERY = 20
+TEXTS = {"chosen", "rejected", "reply", "text"}
 # (prompts, replies) -> one number per reply; a prompt is its turns as {"role": ..., "content": ...}.
 RewardFunction = Callable[[list[list[dict[str, str]]], list[str]], Sequence[float] | Any]
 
@@ -77,11 +79,17 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
     if not listed:
         raise DataError(f"{name} is empty; at least one record is needed")
     rows = [record for record in listed if isinstance(record, kind)]
-    if len(rows) == len(listed):
-        return rows
+    if len(rows) < len(listed):
+        rows = _read(kind, listed, name)
+    for number, row in enumerate(rows, start=1):
+        _require_usable(row, f"{name}, record {number}")
+    return rows
+
+
+def _read(kind: type[Row], listed: Sequence[Mapping[str, Any] | str | Row], name: str) -> list[Row]:
+    """Read records, all of which must be of one format: that of the first which has one."""
     field = "text" if kind is PretrainText else "prompt"
     values = [{field: record} if isinstance(record, str) else record for record in listed]
-    # All records must be of one format: that of the first which has one.
     shape = next(filter(None, map(format_of, values)), None)
     numbered = [Record(number, value) for number, value in enumerate(values, start=1)]
     options = ReadOptions.model_validate({"format": shape.name if shape else None})
@@ -92,15 +100,12 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
     if result.counts.dropped:
         reason, count = result.counts.dropped.most_common(1)[0]
         raise DataError(f"{name}: {count} of the records cannot be used ({reason}); take them out")
-    rows = [
+    return [
         kind(**row | {"prompt": [Message(turn["role"], turn["content"]) for turn in row["prompt"]]})
         if "prompt" in row
         else kind(**row)
         for row in result.rows
     ]
-    for number, row in enumerate(rows, start=1):
-        _require_usable(row, f"{name}, record {number}")
-    return rows
 
 
 def records_of(given: Any, name: str) -> list[Any]:
@@ -156,6 +161,16 @@ def plain_values(value: Any) -> Any:
 
 
 def _require_usable(row: Demonstration | Preference | Prompt | PretrainText, where: str) -> None:
+    """Raise ``DataError`` for a row of which nothing can be learned, or whose texts are none."""
+    try:
+        for name in TEXTS & vars(row).keys():
+            text_of(getattr(row, name), name)
+        for turn in () if isinstance(row, PretrainText) else row.prompt:
+            if not isinstance(turn, Message) or turn.role not in ROLES:
+                raise Refusal(f"a turn of the prompt is no Message of the role {', '.join(ROLES)}")
+            text_of(turn.content, f"the {turn.role} turn")
+    except Refusal as refusal:
+        raise DataError(f"{where}: {refusal}") from refusal
     if isinstance(row, PretrainText):
         return
     if not row.prompt or row.prompt[-1].role != "user":

@@ -183,7 +183,7 @@ def train_ppo(
     inputs.require_consistent()
     seed_everything(config.seed)
     with evaluating(model, inputs.reward, inputs.referee), run_context(context, "train_ppo", *inputs.identity()) as run:
-        with opened_sampler(config.sampler, run.work) as sampler:
+        with opened_sampler(config.sampler, run.work, run.folder) as sampler:
             trainer = assemble(inputs, run, sampler)
             trainer.run()
         selector, health, choice = trainer.selector, trainer.health, None

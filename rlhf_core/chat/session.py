@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message, Prompt, read_rows
+from rlhf_core.data.text import is_encodable
 from rlhf_core.errors import DataError
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.models.foreign import require_openable
@@ -49,9 +50,11 @@ class ChatSession:
         """The model's reply to ``text``, which joins the conversation.
 
         ``on_text`` is called with each piece of the reply as it is sampled, on one line. Where the model's context is
-        full the oldest turns are forgotten (``forgotten`` counts them). ``DataError`` when ``text`` alone does not fit;
-        the conversation then stays as it was.
+        full the oldest turns are forgotten (``forgotten`` counts them). ``DataError`` when ``text`` alone does not fit
+        or is not UTF-8; the conversation then stays as it was.
         """
+        if not is_encodable(text):
+            raise DataError("that line is not UTF-8; save the input as UTF-8, or set the terminal to it")
         turns = [*self.turns, Message("user", text)]
         ids, turns = self._fit(turns)
         uniforms = philox_uniforms(self.seed, [self._asked], self.sampling.max_new_tokens)

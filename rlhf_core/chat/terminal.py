@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -35,6 +36,8 @@ def talk(
             raise ConfigError(message) from error
         session = ChatSession.open(folder, checked, seed)
         prompts = prompts_to_try(workspace) if workspace is not None else []
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # so that a line that is not UTF-8 is refused by itself
     to_try = ["", "try, for example:", *(f"  {prompt}" for prompt in prompts), ""] if prompts else []
     converse(session, sys.stdin, sys.stdout, [*about, *to_try], edited_line)
 

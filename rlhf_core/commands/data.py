@@ -272,7 +272,7 @@ def _validate_config(workspace: Path | None, sets: Sequence[str], tokenizer: str
     if tokenizer is not None:
         if not tokenizer.strip():
             raise ConfigError("--tokenizer is empty; give a model's folder, a .gguf file or a hub id")
-        path = Path(tokenizer).expanduser()
+        path = Path(os.path.expanduser(tokenizer))
         sets = [*sets, f"validate.tokenizer={json.dumps(str(path.absolute()) if path.exists() else tokenizer)}"]
     text, root = "", _root_of(workspace)
     if root is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import string
 from pathlib import Path
 from typing import Any, Literal
@@ -293,6 +294,13 @@ class CollectConfig(StageConfig):
     limit: PositiveInt | None = None
     licence: str | None = None
 
+    @field_validator("annotations")
+    @classmethod
+    def _on_this_machine(cls, annotations: str | None) -> str | None:
+        if annotations is not None and (annotations.startswith("hub:") or is_url(annotations)):
+            raise ValueError("give a path or glob; rows at URLs and on the hub go into collect.files.preferences")
+        return annotations
+
     @model_validator(mode="after")
     def _consistent(self) -> CollectConfig:
         if self.also_derive and self.source == "world":
@@ -415,9 +423,9 @@ class ValidateConfig(StageConfig):
         evaluation = [
             source
             if source.path.startswith("hub:") or is_url(source.path)
-            else source.model_copy(update={"path": str(base / Path(source.path).expanduser())})
+            else source.model_copy(update={"path": str(base / Path(os.path.expanduser(source.path)))})
             for source in self.evaluation_files
         ]
-        model = None if self.tokenizer is None else base / Path(self.tokenizer).expanduser()
+        model = None if self.tokenizer is None else base / Path(os.path.expanduser(self.tokenizer))
         tokenizer = str(model) if model is not None and model.exists() else self.tokenizer
         return self.model_copy(update={"evaluation_files": tuple(evaluation), "tokenizer": tokenizer})

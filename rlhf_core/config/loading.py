@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -407,17 +406,18 @@ def load_section(workspace: Path, section: str, model: type[Model], beside: Sequ
 
 
 DEFAULT_PROFILE = "demo"
-EXTENDS = re.compile(r"^extends: *([\w.-]+) *\n", re.MULTILINE)
 ANNOTATIONS, OWN_ANNOTATIONS = "collect.annotations", "data/annotations/"
-# Settings whose relative paths start at the workspace, `*` for any key or entry: of files, and of what may be a hub id.
+# Settings whose relative paths start at the workspace, `*` for any key or entry: of files, and of what may be a hub id,
+# or a command.
 FILES = (
     ANNOTATIONS, "collect.files.*.*.path", "validate.evaluation_files.*.path", "evaluate.verifiable.path",
     "evaluate.multiple_choice.files.*", "evaluate.multiple_choice.few_shot_files.*", "evaluate.opponents.*.path",
     "compute.launch.*.deepspeed", "registry.signature.public_key", "registry.signature.certificates.*",
+    "ppo.sampler.weights_folder", "evaluate.sampler.weights_folder",
 )  # fmt: skip
 MODELS = (
     "base.source", "validate.tokenizer", "ppo.reward.sources.*.path", "ppo.reward.sources.*.model",
-    "ppo.reward.sources.*.paths.*",
+    "ppo.reward.sources.*.paths.*", "ppo.sampler.python", "evaluate.sampler.python",
 )  # fmt: skip
 
 
@@ -446,11 +446,11 @@ def profile_text(folder: Path, name: str, below: tuple[str, ...] = ()) -> str:
     if name in below:
         raise ConfigError(f"profile '{name}' extends itself, by {', '.join(below)}; take one line 'extends' out")
     text = known[name].read_text(encoding="utf-8")
-    extends = EXTENDS.search(text)
-    if extends is None:
+    document = yaml_text.parse(text, f"profile {name}")
+    if "extends" not in document:
         return text
-    rest = text.replace(extends[0], "")
-    return overlaid(profile_text(folder, extends[1], (*below, name)), [(f"profile {name}", rest)])
+    extended = profile_text(folder, str(document.pop("extends")), (*below, name))
+    return overlaid(extended, [(f"profile {name}", yaml_text.dump(document))])
 
 
 def merge(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[str] = ()) -> str:

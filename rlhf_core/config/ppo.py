@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -156,7 +158,8 @@ class VllmSamplerConfig(Strict):
     """A vLLM server, which gets the policy's weights before every rollout. Not bit-exact.
 
     Attributes:
-        python: Python of an environment with vLLM, from which the server is started.
+        python: Python of an environment with vLLM, from which the server is started: a command, or a path that is
+            relative to the workspace.
         arguments: Added to its command line.
         start_seconds: Bounds the start.
         url: Or the address of a running server.
@@ -192,6 +195,16 @@ class VllmSamplerConfig(Strict):
         if self.arguments:
             raise ValueError("arguments are for a server that is started from python; start the one at url with them")
         return self
+
+    def seen_from(self, folder: Path) -> VllmSamplerConfig:
+        """Return these settings with relative paths, which start at ``folder``, made absolute; a bare command stays."""
+        paths = {"python": self.python, "weights_folder": self.weights_folder}
+        absolute = {
+            name: os.path.abspath(folder / os.path.expanduser(path))
+            for name, path in paths.items()
+            if path is not None and (name != "python" or "/" in path)
+        }
+        return self.model_copy(update=absolute)
 
 
 SamplerConfig = Annotated[LocalSamplerConfig | VllmSamplerConfig, Field(discriminator="kind")]

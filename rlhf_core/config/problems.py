@@ -12,6 +12,12 @@ from pydantic import BaseModel, ValidationError
 SECRET = "secret"  # the kind of an error whose value must not be shown again
 MOST_LINES, LONGEST_LINE = 20, 1000
 SHOWN_CHARACTERS = 120  # of a wrong value
+# What pydantic says of these in Python's words.
+IN_WORDS_OF_YAML = {
+    "tuple_type": "input should be a list, such as [a, b]",
+    "model_type": "input should be a mapping of settings, such as {a: 1}",
+    "dict_type": "input should be a mapping, such as {a: 1}",
+}
 MOST_DEEPER = 3  # a name that occurs in more places, such as seed, tells nothing
 
 
@@ -43,7 +49,8 @@ def shortened(text: str, most: int) -> str:
 
 
 def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:
-    kind, message = problem["type"], problem["msg"].removeprefix("Value error, ")
+    kind = problem["type"]
+    message = IN_WORDS_OF_YAML.get(kind, problem["msg"].removeprefix("Value error, "))
     location, owner = _locate(model, [str(part) for part in problem["loc"]], at_owner=kind == "extra_forbidden")
     path = ".".join([prefix, *location] if prefix else location)
     if not path:

@@ -50,7 +50,7 @@ def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int
     for folder in (champion, challenger):  # either may be of somebody else's
         require_openable(folder)
     with (
-        opened_sampler(config.sampler, workspace / WORK) as sampler,
+        opened_sampler(config.sampler, workspace / WORK, workspace) as sampler,
         progress(2 * sets.replies(config), "match") as bar,
     ):
         old, new = (sampled_model(folder, sets, config, bar, sampler) for folder in (champion, challenger))

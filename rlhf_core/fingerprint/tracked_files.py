@@ -11,6 +11,7 @@ import ast
 import glob
 import hashlib
 import json
+import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -99,7 +100,7 @@ def tokenizer_patterns(workspace: Path, source: str | None) -> list[str]:
 
 
 def _patterns(workspace: Path, source: str, inside: Sequence[str]) -> list[str]:
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     name = glob.escape(str(path))
     if (workspace / path).is_dir():
         return [f"{name}/{pattern}" for pattern in inside]
@@ -130,7 +131,7 @@ def verifiable_functions(config: VerifiableConfig | None) -> tuple[FunctionSourc
 def folder_patterns(workspace: Path, sources: RewardSources) -> list[str]:
     """A pattern for the files of each local model folder, as ``write_sources`` takes it."""
     own = (workspace / OWN_MODEL).resolve()
-    places = [Path(folder).expanduser() for source in sources for folder in model_folders(source)]
+    places = [Path(os.path.expanduser(folder)) for source in sources for folder in model_folders(source)]
     return [
         f"{glob.escape(str(p))}/**" for p in places if (workspace / p).is_dir() and (workspace / p).resolve() != own
     ]

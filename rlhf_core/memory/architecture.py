@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -104,7 +105,7 @@ def starting_architecture(base: BaseConfig, root: Path, config_file: Path | None
         ModelError: No configuration can be found. Only a hub id that :data:`PUBLISHED_CONFIGS` lacks is asked for on
             the hub, for its config.json alone.
     """
-    folder = root / Path(base.source).expanduser()
+    folder = root / Path(os.path.expanduser(base.source))
     if config_file is not None:
         architecture = architecture_of_file(config_file)
     elif base.source == "scratch":

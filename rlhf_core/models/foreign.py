@@ -60,7 +60,7 @@ def require_openable(source: str | Path, revision: str | None = None, auto_class
     Raises:
         ModelError: A limit was reached, or the files name what lies outside of the folder.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if not path.exists():
         if is_local(source) or is_gguf(path):
             return
@@ -189,7 +189,7 @@ def open_starting_model(workspace: Path, source: str, revision: str | None = Non
     Raises:
         ModelError: It does not exist, or the base stage would refuse it.
     """
-    path = workspace / Path(source).expanduser()
+    path = workspace / Path(os.path.expanduser(source))
     if not path.exists() and not is_local(source):
         # Nothing is downloaded here; the base stage opens it under limits.
         return OpenedModel(f"a hub id, {find_hub_model(source, revision)}")

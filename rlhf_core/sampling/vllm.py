@@ -410,13 +410,15 @@ def rollout_of(prompts: PromptBatch, replies: list[SampledTokens], sampling: Sam
 
 
 @contextmanager
-def opened_sampler(config: SamplerConfig, work: Path) -> Iterator[Sampler]:
+def opened_sampler(config: SamplerConfig, work: Path, folder: Path) -> Iterator[Sampler]:
     """Yield the sampler that ``config`` names, and end what it started after the block.
 
-    ``work`` is the folder of the run's partial state.
+    Args:
+        config: Its relative paths start at ``folder``, the workspace.
+        work: The folder of the run's partial state.
     """
     if config.kind == "local":
         yield LocalSampler()
         return
-    with closing(VllmSampler(config, work / "sampler")) as sampler:
+    with closing(VllmSampler(config.seen_from(folder), work / "sampler")) as sampler:
         yield sampler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,7 +42,8 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
         )
         model: PreTrainedModel = new_model(config, tokenizer, derive_seed(config.seed, "base", "weights"))
     else:
-        source, dtype = _source(config.source), getattr(torch, weights_precision(config.dtype))
+        path = context.folder / os.path.expanduser(config.source)
+        source, dtype = str(path) if path.exists() else config.source, getattr(torch, weights_precision(config.dtype))
         if not is_local(source) and not is_gguf(source):
             find_hub_model(source, config.revision)
         require_openable(source, config.revision)
@@ -81,11 +83,6 @@ STAGE = Stage(
     outputs={"model": "models/base"},
     optional_inputs=frozenset({"source"}),
 )
-
-
-def _source(source: str) -> str:
-    expanded = Path(source).expanduser()
-    return str(expanded) if expanded.exists() else source
 
 
 def training_texts(clean: Path) -> Iterator[str]:

@@ -104,7 +104,7 @@ def sample_best(
     """Sample replies to the training prompts from ``policy``, and keep the best by ``ppo.reward.sources``."""
     settings, frozen = config.policy.rejection_sampling, FrozenModels(context.launch)
     order = epoch_order(len(prompts), derive_seed(config.seed, NAME, "prompts"), 0)
-    with opened_sampler(config.sampler, context.work) as sampler:
+    with opened_sampler(config.sampler, context.work, context.folder) as sampler:
         sampler.sync(policy, 0)
         rejection_sampler = RejectionSampler(
             sampler=sampler,

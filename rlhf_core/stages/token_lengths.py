@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ def load_counting_tokenizer(source: str, base: Path) -> PreTrainedTokenizerBase:
     """
     if not source.strip():
         raise ModelError(f"the name of the tokenizer is empty; {WANTED}")
-    path = base / Path(source).expanduser()
+    path = base / Path(os.path.expanduser(source))
     if source.startswith(HUB_PREFIX) and not path.exists():
         raise ModelError(
             f"{source}: {HUB_PREFIX} is for data sets; name the tokenizer as {source.removeprefix(HUB_PREFIX)}"
@@ -102,7 +103,7 @@ def local_token_limits(workspace: Path) -> TokenLimits | None:
         RlhfError: params.yaml is wrong, or the model folder is incomplete.
     """
     params = load_params(workspace)
-    source = Path(params.base.source).expanduser()
+    source = Path(os.path.expanduser(params.base.source))
     if params.base.source == SCRATCH or not (workspace / source).is_dir():
         source = Path("models") / "base"
     folder = workspace / source
@@ -122,7 +123,7 @@ def token_limits(params: Params, source: str, base: Path) -> TokenLimits:
         ModelError: It has no usable tokenizer, or its config.json is damaged.
     """
     tokenizer = load_counting_tokenizer(source, base)
-    bound = model_positions(base / Path(source).expanduser())
+    bound = model_positions(base / Path(os.path.expanduser(source)))
     limits = {
         "preferences": TokenLimit("reward.max_tokens", params.reward.max_tokens, bound),
         "demonstrations": TokenLimit("sft.max_tokens", params.sft.max_tokens, bound),

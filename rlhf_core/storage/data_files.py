@@ -29,6 +29,10 @@ NO_DATA = re.compile(
 )
 
 
+class NothingMatches(DataError):
+    """A path or glob matches no file."""
+
+
 def is_url(spec: str) -> bool:
     """Return whether a source is a URL such as ``s3://bucket/pairs.jsonl``, and no path."""
     return URL.match(spec) is not None
@@ -42,7 +46,8 @@ def expand(spec: str, base: Path, remedy: str = NOT_FOUND) -> list[Path]:
     several times, by way of links to folders, is returned once, by its shortest path.
 
     Raises:
-        DataError: There are none; the message ends with ``remedy``.
+        NothingMatches: There are none; the message ends with ``remedy``.
+        DataError: They cannot be looked up.
     """
     if not spec.strip():
         raise DataError(f"the path {spec!r} is empty; {remedy}")
@@ -81,11 +86,11 @@ def _matches(spec: str, name: str, base: Path, remedy: str) -> list[Path]:
     if files:
         return files
     if is_folder:
-        raise DataError(f"the folder {name} holds no file of data; {remedy}")
+        raise NothingMatches(f"the folder {name} holds no file of data; {remedy}")
     if matches:
         raise DataError(f"{name} matches folders only; name one of them, or files, for example {name}/*.jsonl")
     looked_in = "" if pattern.is_absolute() else f" (looked in {base})"
-    raise DataError(f"no file matches {name!r}{looked_in}; {remedy}")
+    raise NothingMatches(f"no file matches {name!r}{looked_in}; {remedy}")
 
 
 def _require_no_lost_folder(matches: Sequence[str], files: Sequence[Path], remedy: str) -> None:

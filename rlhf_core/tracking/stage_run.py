@@ -9,6 +9,7 @@ import getpass
 import logging
 import math
 import os
+import re
 import sqlite3
 import sys
 import time
@@ -131,12 +132,21 @@ class JournalTracker(Tracker):
 GROUPS = ("reward", "kl", "policy", "value", "critic", "ptx", "selection", "validation", "sampling", "ratio", "seconds")
 
 
+# What MLflow refuses in the name of a metric, and all others of the request with it. Names have categories of the data.
+REFUSED = re.compile(r"[^/\w.\- :]|/(?=/|\Z|\.\.?(?:/|\Z))")
+LONGEST_NAME = 250
+
+
 def grouped(name: str) -> str:
-    """The name of a metric in MLflow, which groups by what stands before "/": ``reward_mean`` is ``reward/mean``."""
+    """The name of a metric in MLflow, which groups by what stands before "/": ``reward_mean`` is ``reward/mean``.
+
+    What MLflow refuses in a name becomes an underscore.
+    """
     if name == "kl":
         return "kl/k1"  # the estimate, beside kl_k2 and kl_k3
     first, _, rest = name.partition("_")
-    return f"{first}/{rest}" if rest and first in GROUPS else name
+    name = f"{first}/{rest}" if rest and first in GROUPS else name
+    return REFUSED.sub("_", name[:LONGEST_NAME])
 
 
 CLIENT_SETTINGS = {

@@ -23,7 +23,7 @@ class RunContext:
         preemption: Says at safe points whether SIGTERM asks the run to stop.
         store: Receives a copy of the partial state after every checkpoint; None keeps it in ``work`` alone.
         launch: Engine and placement of models.
-        folder: Folder that relative files named in ``launch`` lie in: the workspace.
+        folder: Folder that relative files named in the settings lie in: the workspace.
         tokens: Folder that token ids of data files are kept in; None keeps none.
     """
 

@@ -12,6 +12,7 @@ from tiny_llama import tiny_config
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from rlhf_core.chat.session import HELP, ChatSession, converse, one_line, prompts_to_try
+from rlhf_core.chat.terminal import talk
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message, Prompt, write_rows
 from rlhf_core.errors import DataError, ModelError
@@ -93,6 +94,22 @@ def test_a_terminal_gets_prompts_and_a_refusal_does_not_end_the_talk(session: Ch
     assert given == 2
     assert sink.getvalue().startswith(HELP + "\nyou> model> (that is ")
     assert sink.getvalue().count(HELP) == 2
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_line_that_is_not_utf8_is_refused_by_itself(
+    session: ChatSession, errors: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    content = io.BytesIO("sky\nd\u00e9j\u00e0\n".encode("latin-1"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(content, encoding="utf-8", errors=errors))
+    sink = io.StringIO()
+    monkeypatch.setattr("sys.stdout", sink)
+    monkeypatch.setattr(ChatSession, "open", lambda *_: session)
+    with pytest.raises(DataError, match="that line is not UTF-8; save the input as UTF-8"):
+        talk(tmp_path, {}, 0)
+    assert sink.getvalue().count("\n") == 1 and len(session.turns) == 2
+    converse(session, Terminal("d\udce9j\udce0\nsky\n"), sink)
+    assert "(that line is not UTF-8" in sink.getvalue() and len(session.turns) == 4
 
 
 def test_streamed_pieces_are_the_reply_that_the_same_seed_gives_without_streaming(model, tokenizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ def told(**rules: dict) -> dict:
         ({"validate": {"split": {"x": 1}}}, "'validate.split.x'; known names: judge, referee, test, valid"),
         ({"ppo": {"kl": {"coeficient": 0.1}}}, "unknown parameter 'ppo.kl.coeficient'; did you mean 'coefficient'?"),
         ({"sft": {"steps": "ten"}}, "parameter 'sft.steps': input should be a valid integer (got 'ten')"),
+        ({"collect": {"files": {"preferences": "a.jsonl"}}}, "input should be a list, such as [a, b] (got"),
+        ({"validate": {"languages": "en"}}, "'validate.languages': input should be a list, such as [a, b] (got 'en')"),
+        ({"ppo": None}, "parameter 'ppo': input should be a mapping of settings, such as {a: 1} (got None)"),
+        ({"reward": {"category_shares": 3}}, "'reward.category_shares': input should be a mapping, such"),
         ({"sft": {"steps": -1}}, "parameter 'sft.steps': input should be greater than or equal to 0 (got -1)"),
         ({"ppo": {"kl": {"coefficient": float("inf")}}}, "'ppo.kl.coefficient': input should be a finite number"),
         ({"sft": {"optimizer": {"lr": float("inf")}}}, "'sft.optimizer.lr': input should be a finite number (got inf)"),
@@ -186,6 +191,24 @@ def test_a_profile_extends_another(tmp_path: Path) -> None:
         profile_text(tmp_path, "round")
     with pytest.raises(ConfigError, match=r"no profile 'larg'.*large"):
         profile_text(tmp_path, "lost")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "extends: large # as it is\nsft: {steps: 9}\n",
+        "extends: 'large'\nsft: {steps: 9}\n",
+        "sft: {steps: 9}\nextends: large",
+        "\ufeffextends: large\r\nsft: {steps: 9}\r\n",
+        "extends : large\nsft: {steps: 9}\n",
+        "{extends: large, sft: {steps: 9}}\n",
+    ],
+)
+def test_a_profile_extends_another_however_yaml_writes_it(text: str, tmp_path: Path) -> None:
+    (tmp_path / "large.yaml").write_text("seed: 3\nsft: {steps: 7, batch_size: 4}\n")
+    (tmp_path / "mine.yaml").write_bytes(text.encode())
+    merged = yaml_text.plain(yaml_text.parse(profile_text(tmp_path, "mine"), "x"))
+    assert merged == {"seed": 3, "sft": {"steps": 9, "batch_size": 4}}
 
 
 def test_each_of_several_problems_has_its_line() -> None:
@@ -418,6 +441,19 @@ def test_every_path_of_a_workspace_is_seen_from_its_trials(tmp_path: Path, setti
     (moved,) = rebased(text, tmp_path / "base", tmp_path / "base/workspaces/trial", setting)
     expected = [path if path.startswith("/") else f"../../{path}" for path in paths_of(value)]
     assert paths_of(moved) == expected
+
+
+@pytest.mark.parametrize("section", ["ppo", "evaluate"])
+def test_a_python_with_vllm_is_seen_from_a_trial(tmp_path: Path, section: str) -> None:
+    (tmp_path / "vllm/bin").mkdir(parents=True)
+    (tmp_path / "vllm/bin/python").symlink_to(sys.executable)
+    given = {"vllm/bin/python": "../../vllm/bin/python"}
+    given |= {path: path for path in ("python3", "~/vllm/bin/python", "/opt/vllm/bin/python")}
+    for path, seen in given.items():
+        text = f"{section}:\n  sampler: {{kind: vllm, python: {path}}}\n"
+        assert rebased(text, tmp_path, tmp_path / "a/b", f"{section}.sampler.python") == [seen]
+    text = f"{section}:\n  sampler: {{kind: vllm, url: 'http://a', weights_folder: shared}}\n"
+    assert rebased(text, tmp_path, tmp_path / "a/b", f"{section}.sampler.weights_folder") == ["../../shared"]
 
 
 def test_a_file_for_deepspeed_is_seen_from_a_trial(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def _require_kind(shape: Format, kind: str, options: ReadOptions, where: str, fi
     if shape.dimensions and options.dimension is None and kind != "prompts":
         raise DataError(
             f"{where} is of format {name}, which states several preferences; choose one of "
-            f"{', '.join(shape.dimensions)} (dimension: beside the path in collect.files)"
+            f"{', '.join(shape.dimensions)} (--dimension, or dimension: beside the path in collect.files)"
         )
 
 

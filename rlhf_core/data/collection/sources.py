@@ -22,6 +22,7 @@ from rlhf_core.data.readers.table_records import OnRead
 from rlhf_core.data.row_counts import Record
 from rlhf_core.errors import DataError, first_line
 from rlhf_core.storage.data_files import (
+    NothingMatches,
     expand,
     expand_url,
     is_url,
@@ -72,8 +73,11 @@ def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
     """Return the files of annotations that there are, none where ``pattern`` (``collect.annotations``) matches none."""
     if pattern is None:
         return []
-    files = (Path(path) for path in sorted(glob.glob(pattern, root_dir=base)))
-    return [DataSource(path=str(file)) for file in files if (base / file).is_file()]
+    try:
+        files = expand(pattern, base, "correct it in collect.annotations, which may be null")
+    except NothingMatches:
+        return []
+    return [DataSource(path=spelled(file, pattern, base)) for file in files]
 
 
 def collected_paths(config: CollectConfig, base: Path) -> list[str]:
@@ -151,7 +155,8 @@ def data_source(spec: str, options: ReadOptions) -> DataSource:
 
 
 def sources_by_kind(files: Sequence[str], base: Path, options: ReadOptions, kind: str | None = None) -> FileSources:
-    """Return paths, globs, URLs and hub ids as sources of ``kind``, by default each as what it serves as best.
+    """Return paths, globs, URLs and hub ids as sources of ``kind``, by default each of their files as what that serves
+    as best.
 
     Raises:
         DataError: A file cannot be read, or is of no known format.
@@ -159,7 +164,11 @@ def sources_by_kind(files: Sequence[str], base: Path, options: ReadOptions, kind
     sources: dict[str, list[DataSource]] = {}
     for spec in files:
         source = data_source(spec, options)
-        sources.setdefault(kind or best_kind(source_files([source], base, ARGUMENTS)[0]), []).append(source)
+        if kind is not None:
+            sources.setdefault(kind, []).append(source)
+            continue
+        for file in source_files([source], base, ARGUMENTS):
+            sources.setdefault(best_kind(file), []).append(source.model_copy(update={"path": file.name}))
     return FileSources(**{name: tuple(listed) for name, listed in sources.items()})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import textwrap
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -320,13 +321,14 @@ def _token_lines(measured: TokenCounts, limits: TokenLimits, width: int) -> list
 def _init_command(description: Description) -> list[str] | None:
     """Return the arguments of the ``rlhf init`` command for these sources, by the kind that each serves as best.
 
-    Sources without usable rows are left out. None if no other serves as preferences. The profile suits the language of
-    most pairs.
+    Sources without usable rows are left out, and those whose files serve as several kinds are named file by file. None
+    if no other serves as preferences. The profile suits the language of most pairs.
     """
-    kinds: dict[str, str] = {}
-    for file in description.files:
-        if file.counts.kept:
-            kinds.setdefault(file.spec, file.counts.kind)
+    usable = [file for file in description.files if file.counts.kept]
+    kinds_of: defaultdict[str, set[str]] = defaultdict(set)
+    for file in usable:
+        kinds_of[file.spec].add(file.counts.kind)
+    kinds = {file.spec if len(kinds_of[file.spec]) == 1 else file.name: file.counts.kind for file in usable}
     if "preferences" not in kinds.values():
         return None
     pairs = [file for file in description.files if file.counts.kind == "preferences"]

@@ -77,7 +77,7 @@ def recognised(first: Sequence[Record], options: ReadOptions, where: str) -> For
         raise DataError(
             f"{where}: the first {len(readable)} rows are of several formats "
             f"({', '.join(f'{count} {name}' for name, count in counts.most_common())}); split the file, or name one "
-            "of them (format: beside the path in collect.files), which refuses the other rows"
+            "of them (--format, or format: beside the path in collect.files), which refuses the other rows"
         )
     if not readable:
         record = mapped(first[0], options) if first else Record(0, None, "there are no rows")

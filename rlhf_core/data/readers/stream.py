@@ -59,8 +59,8 @@ def stream_records(path: Path, on_read: OnRead = uncounted, name: str = "") -> I
     file = _StoredFile(path, name, on_read)
     if not path.is_file():
         if path.exists():
-            raise DataError(f"cannot read {name}: it is no file; correct the path in collect.files")
-        raise DataError(f"{name} does not exist; correct the path in collect.files")
+            raise DataError(f"cannot read {name}: it is no file; correct the path")
+        raise DataError(f"{name} does not exist; correct the path")
     record: Record | None = None
     for record in file.records():
         yield record

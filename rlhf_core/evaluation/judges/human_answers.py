@@ -99,14 +99,16 @@ def read_form(path: Path, annotator: str | None = None) -> FilledForm:
     if not path.is_file():
         raise DataError(f"{path} does not exist")
     form, annotator = FilledForm(path), _on_one_line(annotator or "")
-    if path.suffix == ".json":
+    kind = path.suffix.lower()
+    if kind == ".json":
         _read_label_studio(form, annotator)
         return form
-    if path.suffix not in (".jsonl", ".csv"):
+    if kind not in (".jsonl", ".csv"):
         raise DataError(f"{path}: a filled form ends with .jsonl, .csv or .json (Label Studio)")
-    is_table, records = path.suffix == ".csv", list(stream_records(path))
-    if is_table and not all({"id", "choice"} <= record.value.keys() for record in records if not record.problem):
-        raise DataError(f"{path} has no columns id and choice; keep the header of the exported file")
+    is_table, records = kind == ".csv", list(stream_records(path))
+    rows = [record.value for record in records if not record.problem and isinstance(record.value, dict)]
+    if (rows or not is_table) and not any({"id", "choice"} <= row.keys() for row in rows):
+        raise DataError(f"{path} has no columns id and choice; keep those of the exported file")
     for record in records:
         row = record.value
         if is_table and not any(row.values() if isinstance(row, dict) else row):

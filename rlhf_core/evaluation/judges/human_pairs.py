@@ -272,7 +272,7 @@ def sampled_candidates(workspace: Path, count: int, replies_per_prompt: int = 1)
         raise DataError(f"{workspace / TRAINING_PROMPTS} has no rows")
     sets = FixedSets(rows)
     with (
-        opened_sampler(config.sampler, workspace / "work" / "annotation") as sampler,
+        opened_sampler(config.sampler, workspace / "work" / "annotation", workspace) as sampler,
         progress(2 * sets.replies(config), "replies to training prompts") as bar,
     ):
         sft, policy = (

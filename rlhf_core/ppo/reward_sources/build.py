@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,7 +118,7 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
     if isinstance(source, ClassifierSource):
         from rlhf_core.ppo.reward_sources.classifier import load_classifier
 
-        folder: str | Path = context.workspace / Path(source.model).expanduser()
+        folder: str | Path = context.workspace / Path(os.path.expanduser(source.model))
         if not Path(folder).is_dir() and not is_local(source.model):
             folder = source.model  # maybe a hub id
         elif Path(folder).resolve() != (context.workspace / OWN_MODEL).resolve():
@@ -150,7 +151,7 @@ def _reward_fn(model: ScalarModel, context: SourceContext) -> RewardFn:
 
 def _reward_model(path: str, who: str, context: SourceContext) -> ScalarModel:
     """Load a frozen reward model that reads the policy's tokens."""
-    folder, is_own = context.workspace / Path(path).expanduser(), _is_own(path, context)
+    folder, is_own = context.workspace / Path(os.path.expanduser(path)), _is_own(path, context)
     if not is_own:
         refuse_own_model(folder, who, context.workspace)
         require_openable(folder, auto_class=AutoModelForSequenceClassification)
@@ -162,7 +163,7 @@ def _reward_model(path: str, who: str, context: SourceContext) -> ScalarModel:
 
 def _is_own(path: str, context: SourceContext) -> bool:
     """Whether ``path`` is the reward model that was trained for this policy, which its usual name stands for."""
-    folder = context.workspace / Path(path).expanduser()
+    folder = context.workspace / Path(os.path.expanduser(path))
     return path == OWN_MODEL or folder.resolve() == context.reward.resolve()
 
 

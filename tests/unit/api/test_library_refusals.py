@@ -10,6 +10,8 @@ import pytest
 from unit.api.conftest import CRITIC_FREE, PPO, QUESTIONS, LanguageModel, by_length
 
 import rlhf_core as rlhf
+from rlhf_core.api.inputs import rows_of
+from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, Prompt
 from rlhf_core.errors import ConfigError, DataError, ModelError
 
 Call = Callable[[Any, Any, rlhf.TrainedCritic], Any]
@@ -110,6 +112,34 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
         "validation_prompts is empty",
     ),
 }
+
+
+def demonstration(reply: Any = "a", question: Any = "q", role: str = "user") -> Demonstration:
+    return Demonstration("1", [Message(role, question)], reply, "general", "mine", "q")
+
+
+def preference(chosen: Any) -> Preference:
+    return Preference("1", [Message("user", "q")], chosen, "b", None, "general", "mine", "q")
+
+
+UNUSABLE_ROWS: list[tuple[type[Any], Any, str]] = [
+    (Demonstration, demonstration("a\ud83d"), "reply holds half of a surrogate pair"),
+    (Demonstration, demonstration(question="\udc00"), "the user turn holds half of a surrogate pair"),
+    (Preference, preference("\ud83d"), "chosen holds half of a surrogate pair"),
+    (PretrainText, PretrainText("1", "a\ud83d", "general", "mine", "a"), "text holds half of a surrogate pair"),
+    (Preference, preference(None), "chosen is missing"),
+    (Demonstration, demonstration(5), "reply is not text but int"),
+    (Demonstration, demonstration(" "), "the reply is empty"),
+    (Demonstration, demonstration(role="human"), "no Message of the role system, user, assistant"),
+    (Demonstration, demonstration(role="assistant"), "must end with a turn of the user"),
+    (Prompt, Prompt("1", [], "general", "mine", ""), "must end with a turn of the user"),
+]
+
+
+@pytest.mark.parametrize(("kind", "row", "message"), UNUSABLE_ROWS)
+def test_a_row_that_is_made_by_hand_is_checked_as_a_record_is(kind: type[Any], row: Any, message: str) -> None:
+    with pytest.raises(DataError, match=f"^rows, record 1: .*{message}"):
+        rows_of(kind, [row], "rows")
 
 
 @pytest.fixture(scope="module")

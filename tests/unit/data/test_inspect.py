@@ -157,6 +157,20 @@ def test_the_command_to_paste_names_all_sources_by_kind(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("spec", ["given/*.jsonl", "given", "given/**/*.jsonl"])
+def test_files_of_several_kinds_that_one_pattern_matches_are_named_apart(tmp_path: Path, spec: str) -> None:
+    (tmp_path / "given").mkdir()
+    write(tmp_path, {"prompt": "Q?", "completion": "a"}, name="given/a.jsonl")
+    write(tmp_path, PAIR, name="given/b.jsonl")
+    write(tmp_path, {"messages": [{"role": "user", "content": "Q?"}]}, name="given/c.jsonl")
+    assert command_words(described(tmp_path, spec))[5:] == [
+        "--set",
+        f'collect.files.preferences=["{tmp_path}/given/b.jsonl"]',
+        "--set",
+        f'collect.files.demonstrations=["{tmp_path}/given/a.jsonl"]',
+    ]
+
+
 @pytest.mark.parametrize(
     ("chinese", "english", "profile"), [(3, 0, "chinese-sample"), (3, 2, "chinese-sample"), (2, 2, "own-data")]
 )

@@ -80,7 +80,7 @@ def test_safety_and_helpfulness_are_chosen_between() -> None:
     assert different == [7, 8, 9]
     assert {row["category"] for row in helpful} == {"helpful"} and {row["category"] for row in safe} == {"safe"}
     assert len(read("pku-saferlhf", "prompts").rows) == 10
-    with pytest.raises(DataError, match=r"several preferences; choose one of helpful, safe, agreed \(dimension:"):
+    with pytest.raises(DataError, match=r"several preferences; choose one of helpful, safe, agreed \(--dimension, or"):
         read("pku-saferlhf")
     with pytest.raises(DataError, match="format shp, which has no dimension safe"):
         read("shp", dimension="safe")

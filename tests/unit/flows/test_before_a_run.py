@@ -3,6 +3,7 @@ and registered models."""
 
 from __future__ import annotations
 
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -100,6 +101,9 @@ def test_a_file_that_gives_no_pairs_is_named(row: str, options: str, level: str,
     assert all("rows.jsonl" in check.finding and check.remedy for check in failed)
 
 
+VLLM = "ppo: {{importance_sampling_correction: {{mode: always}}, sampler: {{kind: vllm, python: {}}}}}"
+
+
 @pytest.mark.parametrize(
     ("params", "level"),
     [
@@ -114,13 +118,28 @@ def test_a_file_that_gives_no_pairs_is_named(row: str, options: str, level: str,
         ("registry: {signature: {public_key: gone.pem}}", FAIL),
         ("registry: {signature: {certificates: [checks.jsonl, gone/root.pem]}}", FAIL),
         ("registry: {signature: {public_key: checks.jsonl}}", OK),
+        ("registry: {signature: {public_key: '~gone/key.pem'}}", FAIL),
+        ("base: {source: '~gone/model', allow_high_learning_rates: true}", FAIL),
+        ("ppo: {reward: {sources: [{kind: model}, {kind: model, path: '~gone/model', weight: 0.5}]}}", FAIL),
         ("compute: {launch: {ppo: {engine: deepspeed, deepspeed: gone.json}}}", FAIL),
         ("compute: {launch: {ppo: {engine: deepspeed, deepspeed: checks.jsonl}}}", OK),
+        (VLLM.format("gone/bin/python"), FAIL),
+        (VLLM.format("gone-python"), FAIL),
+        (VLLM.format("bin/python"), OK),
+        (VLLM.format("~/bin/python"), OK),
+        (VLLM.format("sh"), OK),
+        (VLLM.format("gone/bin/python") + "\npools: {ppo: gpus}", OK),
+        ("evaluate: {sampling: {repetition_penalty: 1.0}, sampler: {kind: vllm, python: ./gone}}", FAIL),
         ("evaluate: {verifiable: {path: checks.jsonl, functions: {mine: 'gone_rules:check'}}}", FAIL),
         ("evaluate: {verifiable: {path: checks.jsonl, functions: {mine: 'rules:score'}}}", OK),
     ],
 )
-def test_what_a_run_needs_and_is_not_there_ends_it(params: str, level: str, tmp_path: Path) -> None:
+def test_what_a_run_needs_and_is_not_there_ends_it(
+    params: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").symlink_to(sys.executable)
     (tmp_path / "params.yaml").write_text(params + "\n")
     (tmp_path / "dvc.yaml").write_text("stages: {}\n")
     (tmp_path / ".dvc").mkdir()

@@ -20,7 +20,7 @@ from rlhf_core.config.ppo import PpoConfig, VllmSamplerConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.adapters import add_adapters
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, Sampler, sample_replies
-from rlhf_core.sampling.vllm import VllmClient, VllmSampler, request_seed, rollout_of, save_merged
+from rlhf_core.sampling.vllm import VllmClient, VllmSampler, opened_sampler, request_seed, rollout_of, save_merged
 
 CORRECTED = {"importance_sampling_correction": {"mode": "always"}}
 
@@ -102,6 +102,24 @@ def test_a_python_without_vllm_is_named_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(RlhfError, match=r"sampler.python .* cannot be started .*has vLLM$"):
         sampler.sync(contract.contract_policy(), 1)
     sampler.close()
+
+
+def test_paths_of_a_sampler_start_at_the_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    monkeypatch.chdir(tmp_path)
+    for given, seen in {
+        "vllm/bin/python": f"{tmp_path}/ws/vllm/bin/python",
+        "../python": f"{tmp_path}/python",
+        "~/vllm/bin/python": "/home/ann/vllm/bin/python",
+        "/opt/python": "/opt/python",
+        "python3": "python3",
+    }.items():
+        config = VllmSamplerConfig(kind="vllm", python=given)
+        assert config.seen_from(Path("ws")).python == seen
+        with opened_sampler(config, tmp_path / "work", Path("ws")) as sampler:
+            assert isinstance(sampler, VllmSampler) and sampler.config.python == seen
+    server = VllmSamplerConfig(kind="vllm", url="http://vllm", weights_folder="weights")
+    assert server.seen_from(Path("ws")).weights_folder == f"{tmp_path}/ws/weights"
 
 
 def test_a_server_that_ends_says_why_and_leaves_nothing(tmp_path: Path) -> None:

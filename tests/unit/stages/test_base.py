@@ -21,6 +21,7 @@ from rlhf_core.models.foreign import prepare_tokenizer
 from rlhf_core.models.io import save_folder
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages import base
+from rlhf_core.storage.files import sha256_tree
 
 DIALOGUE = [Message("user", "Why?"), Message("assistant", "Because."), Message("user", "What is that?")]
 BASE = RealTemplate("base", "", ("<|begin|>", "<|end|>"), "<|end|>", "<|end|>", bos="<|begin|>")
@@ -46,6 +47,22 @@ def test_a_model_without_template_gets_a_plain_one(tmp_path: Path, caplog: pytes
     assert decode_reply(tokenizer, reply) == ("The sky is blue.", True)
     whole = tokenizer.encode(f"<|begin|>{text} The sky is blue.<|end|>", add_special_tokens=False)
     assert [*prompt, *reply] == whole
+
+
+@pytest.mark.parametrize("source", ["extra/model", "./extra/model", "../ws/extra/model", "~/ws/extra/model"])
+def test_a_relative_source_is_the_workspaces_wherever_the_stage_is_started(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = BASE.tokenizer
+    tokenizer.chat_template = None
+    save_policy(tmp_path / "ws/extra/model", tiny_model(tokenizer), tokenizer)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for number, folder in enumerate(("elsewhere", "ws")):
+        monkeypatch.chdir(tmp_path / folder)
+        run_base(source, tmp_path / str(number), workspace=tmp_path / "ws")
+    assert sha256_tree(tmp_path / "0/base") == sha256_tree(tmp_path / "1/base")
+    assert not [file for file in (tmp_path / "0/base").iterdir() if str(tmp_path).encode() in file.read_bytes()]
 
 
 def test_a_plain_template_begins_as_the_tokenizer_does() -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from rlhf_core.cli import app
 from rlhf_core.commands import data as data_commands
-from rlhf_core.config.data import ReadOptions, ValidateConfig
+from rlhf_core.config.data import FileSources, ReadOptions, ValidateConfig
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.data.collection.sources import best_kind, source_files, sources_by_kind
 from rlhf_core.errors import DataError, RlhfError
@@ -198,6 +198,29 @@ def test_the_kind_of_a_file_is_the_best_that_it_serves_as(tmp_path: Path) -> Non
             ValidateConfig(),
             tmp_path / "out",
         )
+
+
+@pytest.mark.parametrize("spec", ["*.jsonl", "**/*.jsonl", "{folder}", "file://{folder}/*.jsonl"])
+def test_every_file_that_a_pattern_matches_is_read_as_what_it_serves_as_best(tmp_path: Path, spec: str) -> None:
+    write(tmp_path, [{"prompt": "Q?", "completion": "a"}], "a.jsonl")
+    write(tmp_path, rows(2), "b.jsonl")
+    write(tmp_path, [{"prompt": "Q?"}], "c.jsonl")
+    sources = sources_by_kind([spec.format(folder=tmp_path)], tmp_path, ReadOptions(pairs="adjacent"))
+    kinds = {kind: [Path(source.path).name for source in sources.of(kind)] for kind in FileSources.model_fields}
+    assert kinds == {"preferences": ["b.jsonl"], "demonstrations": ["a.jsonl"], "prompts": ["c.jsonl"], "pretrain": []}
+    assert sources.preferences[0].pairs == "adjacent"
+    named = sources_by_kind([spec.format(folder=tmp_path)], tmp_path, ReadOptions(), "prompts")
+    assert named.paths() == [spec.format(folder=tmp_path)]
+
+
+@pytest.mark.parametrize(
+    "options", [["inspect", "--tokenizer"], ["validate", "--tokenizer"], ["validate", "--set"]], ids=" ".join
+)
+def test_the_home_of_nobody_is_a_path_that_is_not_there(options: list[str], here: Path) -> None:
+    command, option = options
+    given = "~nobody-here/x" if option == "--tokenizer" else "validate.evaluation_files=['~nobody-here/x']"
+    done = CliRunner().invoke(app, ["data", command, write(here, rows(2)), option, given])
+    assert isinstance(done.exception, RlhfError) and "~nobody-here/x" in str(done.exception)
 
 
 @pytest.mark.slow

@@ -141,3 +141,41 @@ def test_a_source_that_the_stage_would_delete_is_refused(spec: str, tmp_path: Pa
 def test_weights_are_numbers_that_can_be_shared_by(weight: float) -> None:
     with pytest.raises(ValueError, match="weight"):
         DataSource(path="x.jsonl", weight=weight)
+
+
+ANNOTATED = {
+    "notes/*.jsonl": ["b[1]", "plain"],
+    "notes/b[1].jsonl": ["b[1]"],
+    "notes/**/*.jsonl": ["b[1]", "plain", "deep"],
+    "notes": ["b[1]", "plain", "deep"],
+    "~/own.jsonl": ["own"],
+    "~/*.jsonl": ["own"],
+    "other/*.jsonl": [],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize(("pattern", "names"), ANNOTATED.items())
+@pytest.mark.parametrize("source", ["world", "files"])
+def test_annotations_are_found_as_all_files_are(
+    source: str, pattern: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("notes/plain", "notes/b[1]", "notes/deep/deep", "home/own"):
+        file = tmp_path / f"{name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(pair(f"What is {file.stem}?", "good", "bad")))
+    config = (WORLD if source == "world" else from_files(tmp_path, [pair("Q?", "a", "b")])).model_dump()
+    raw, _ = run(CollectConfig.model_validate(config | {"annotations": pattern}), tmp_path)
+    pairs = rows_of_table(read_table(raw / "preferences/data.parquet"), Preference)
+    assert {p.prompt[-1].content[8:-1] for p in pairs if (p.chosen, p.rejected) == ("good", "bad")} == set(names)
+
+
+def test_annotations_that_cannot_be_read_are_not_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "data/annotations").mkdir(parents=True)
+    (tmp_path / "data/annotations/alice.jsonl").symlink_to("gone.jsonl")
+    with pytest.raises(DataError, match=r"alice\.jsonl is no file .*correct it in collect\.annotations"):
+        run(WORLD, tmp_path)
+    for url in ("s3://bucket/pairs.jsonl", "hub:owner/pairs"):
+        with pytest.raises(ValueError, match=r"go into collect\.files\.preferences"):
+            CollectConfig(annotations=url)

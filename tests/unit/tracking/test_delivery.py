@@ -17,6 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from requests import HTTPError, Response
@@ -26,7 +28,7 @@ from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.tracking import journal
 from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, ServerAway, address, away_errors
 from rlhf_core.tracking.journal import Journal, RunHeader, waiting_records
-from rlhf_core.tracking.stage_run import JournalTracker, stage_tracker
+from rlhf_core.tracking.stage_run import JournalTracker, grouped, stage_tracker
 
 URI = "http://user:secret@127.0.0.1:5000"
 AWAY = MlflowException("API request to http://127.0.0.1:5000 failed with exception connection refused")
@@ -126,6 +128,17 @@ def test_mlflows_page_finds_metrics_in_groups(server: Server, courier: Courier, 
     ((_, batch),) = [call for call in server.calls if call[0] == "batch"]
     assert [name for name, _, _ in batch] == ["reward/mean", "kl/k1", "kl/k3", "loss", "final/selected.kl"]
     stage.end("FINISHED")
+
+
+def test_no_category_of_the_data_costs_a_stage_its_metrics(tmp_path: Path) -> None:
+    odd = ["Q&A", "C++", "what is it?", "code (python)", "don't", "a//b", "open/", "x/../y", "x/./y", "x" * 300]
+    names = [grouped(f"final/category.{category}") for category in (*odd, "plain", "问答 1:2", "a/b")]
+    assert names[-3:] == ["final/category.plain", "final/category.问答 1:2", "final/category.a/b"]
+    assert names[0] == "final/category.Q_A" and len(set(names)) == len(names)
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    run = client.create_run(client.create_experiment("x", artifact_location=str(tmp_path))).info.run_id
+    client.log_batch(run, metrics=[Metric(name, 0.5, 0, 0) for name in names])
+    assert client.get_run(run).data.metrics == dict.fromkeys(names, 0.5)
 
 
 def test_use_of_the_machine_is_recorded_beside_a_stages_metrics_where_mlflows_setting_says_so(

@@ -305,7 +305,11 @@ FILES += [
     jsonl("texts-as-prompts", [{"text": "a"}], "holds no prompts", **PROMPTS),
     jsonl("stepwise-as-pairs", [{"prompt": "a?", "completions": ["b"], "labels": [True]}], "not steps"),
     jsonl("oasst-messages", [MESSAGE], RowsRead(0, dropped={"the tree has no two ranked replies": 1})),
-    jsonl("mixed-formats", [*pairs("mixed", 3), *UNPAIRED], "are of several formats (3 standard, 3 prompt-reply)"),
+    jsonl(
+        "mixed-formats",
+        [*pairs("mixed", 3), *UNPAIRED],
+        "are of several formats (3 standard, 3 prompt-reply); split the file, or name one of them (--format, or",
+    ),
     jsonl(
         "mixed-formats-named",
         [*pairs("mn", 3), *UNPAIRED],

@@ -70,6 +70,16 @@ def test_csv_of_any_spreadsheet_is_read(tmp_path: Path) -> None:
     assert form.unanswered == 1 and form.unusable == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("bo.CSV", "id,choice\na-1,1\n"), ("bo.JSONL", '{"id": "a-1", "choice": "1"}\n'), ("bo.JSON", "label studio")],
+)
+def test_a_suffix_in_capitals_is_the_same_form(tmp_path: Path, name: str, content: str) -> None:
+    text = json.dumps([label_studio("a-1", "left", who="bo")]) if name == "bo.JSON" else content
+    (tmp_path / name).write_text(text)
+    assert [answer.pair for answer in read_form(tmp_path / name, "bo").answers] == ["a-1"]
+
+
 def test_what_cannot_be_used_is_said_by_line_and_never_guessed(tmp_path: Path) -> None:
     file = tmp_path / "alice.jsonl"
     rows = ['{"id": "a-1", "choice": 2}', "[1]", "{", '{"choice": "1"}', '{"id": "a-2", "choice": "maybe"}']
@@ -107,6 +117,10 @@ def test_label_studio_is_read(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.csv", b"id,answer\nx,1\n", "has no columns id and choice"),
+        ("a.jsonl", b'{"prompt": "q", "chosen": "a", "rejected": "b"}\n', "has no columns id and choice"),
+        ("a.jsonl", b'{"id": "a-1", "answer": "1"}\n{"choice": "1"}\n', "has no columns id and choice"),
+        ("a.jsonl", b"a letter\n[1]\n", "has no columns id and choice"),
+        ("a.CSV", b"id,answer\nx,1\n", "has no columns id and choice"),
         ("a.csv", "id,choice\nä,1".encode("latin-1"), "is not UTF-8"),
         ("a.json", b'[{"id": 1, "choice": "left"}]', "is no JSON export of Label Studio"),
         ("a.json", b"{", "is not valid JSON"),
