@@ -183,7 +183,7 @@ def test_the_tags_are_what_a_person_looks_for(tmp_path: Path) -> None:
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(init, "ensure_dvc", lambda *_: None)
-    monkeypatch.setattr(init, "cache_of", lambda *_: None)
+    monkeypatch.setattr(init, "share_settings", lambda *_: None)
     for name in ("params.yaml", "dvc.yaml"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     return tmp_path
