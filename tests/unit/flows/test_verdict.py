@@ -86,6 +86,15 @@ def test_the_reward_model_is_no_judge_and_nor_is_the_referee_that_selected_the_p
     assert verdict.headline == "not shown better than SFT"
 
 
+@pytest.mark.parametrize("name", pipeline.KL_KEYS)
+def test_a_kl_that_is_not_finite_leaves_the_rest_of_the_verdict(tmp_path: Path, name: str) -> None:
+    file = workspace_with(tmp_path, judge=interval(0.6, 0.7, 0.8)) / "metrics" / "evaluation.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: None}))
+    verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4"))
+    assert verdict.headline == "better than SFT" and verdict.kl is None
+    assert "KL" not in pipeline.verdict_markdown(verdict) and "KL" not in dict(verdict_rows(verdict, tmp_path))
+
+
 def test_a_match_makes_the_champion_the_opponent(tmp_path: Path) -> None:
     workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
     match = {"comparison": {"judge": interval(0.2, 0.3, 0.4)}}
