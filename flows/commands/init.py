@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from flows.dvc_repo.inputs import DVC_FILE
 from flows.dvc_repo.recipe import TRIALS, merged_params, write_recipe
 from flows.dvc_repo.root import ensure_dvc, share_settings
 from flows.workspace import display_path, is_elsewhere, is_workspace, matching_files
@@ -37,6 +38,11 @@ def initialise(folder: Path, profile: str | None, sets: Sequence[str], cache: Pa
     """
     if is_workspace(folder):
         raise RlhfError(f"{folder} is already a workspace; edit its params.yaml, or choose another folder")
+    for name in (PARAMS_FILE, DVC_FILE):
+        if (folder / name).exists():
+            raise RlhfError(
+                f"{folder} has a {name} already, which would be lost; move it away, or choose another folder"
+            )
     write_recipe(folder, merged_params(recipe_folder(), profile, sets, folder), recipe_folder())
     ensure_dvc(folder.resolve(), cache)
     return folder.resolve()

@@ -189,6 +189,14 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("name", ["params.yaml", "dvc.yaml"])
+def test_a_file_of_another_project_is_not_written_over(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine: 1\n")
+    with pytest.raises(RlhfError, match=f"has a {name} already, which would be lost"):
+        init.initialise(tmp_path, "smoke", [])
+    assert (tmp_path / name).read_text() == "mine: 1\n" and [*tmp_path.iterdir()] == [tmp_path / name]
+
+
 def names(workspace: Path) -> tuple[str, str]:
     config = load_section(workspace, "registry", RegistryConfig)
     return config.policy, config.reward_model
