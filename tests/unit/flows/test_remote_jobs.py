@@ -32,7 +32,7 @@ from flows.jobs.remote import (
 )
 from flows.jobs.transfer import LogFollower, LogShipper, TransferFailed, describe_remote
 from flows.stage import StageOutcome, StageSpec
-from flows.supervision.processes import CommandResult
+from flows.supervision.processes import CommandResult, LogReader
 from flows.workspace import private_path
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import Placement
@@ -109,6 +109,19 @@ def test_a_stage_that_cannot_travel_is_refused_before_the_stages_before_it_run(
         return
     with pytest.raises(ConfigError, match=complaint):
         check_remote_stages(workspace, load_params(workspace))
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+@pytest.mark.parametrize("most", [14, 20, 40, 1000])
+def test_a_log_in_pieces_loses_no_letter(tmp_path: Path, most: int, unfinished: bool) -> None:
+    log = tmp_path / "ppo.log"
+    log.write_text("中文日志\n" * 10 + "no end yet")
+    reader, pieces = LogReader(log, 0), []
+    while piece := reader.lines(most, unfinished):
+        assert len(piece) <= most
+        pieces.append(piece.decode())
+        reader.start += len(piece)
+    assert "".join(pieces) == "中文日志\n" * 10 + ("no end yet" if unfinished else "")
 
 
 def test_secrets_of_a_remote_stay_on_their_host(tmp_path: Path) -> None:
