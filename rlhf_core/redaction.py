@@ -17,7 +17,8 @@ SECRET_NAME = r"(?:key|token|secret|passw(?:or)?d|signature|sig|auth|authorizati
 # Shorter values of the environment are words that occur in ordinary texts.
 SHORTEST_SECRET = 6
 _SECRET_VARIABLE = re.compile(r"(?:KEY|TOKEN|SECRET|PASSW(?:OR)?D|AUTH_STRING|CREDENTIALS?)$", re.IGNORECASE)
-_KEY_FILE = re.compile(r"[~.]{0,2}(?:/[\w.-]+)+\.\w{1,8}")  # the path of a key, no key: a message has to name it
+# The path of a key, no key: a message has to name it.
+_KEY_FILE = re.compile(r"[~.]{0,2}(?:/[\w.-]+)+\.\w{1,8}|.+\.(?:pem|key|crt)")
 _WITH_PASSWORD = re.compile(r"://[^\s/@:]*:(.+)@[^\s@]*$")
 _TOKEN_SHAPES = (
     r"hf_[A-Za-z0-9]{16,}",

@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from flows.dvc_repo.inputs import DVC_FILE
 from flows.dvc_repo.recipe import TRIALS, merged_params, write_recipe
-from flows.dvc_repo.root import cache_of, ensure_dvc
+from flows.dvc_repo.root import ensure_dvc, share_settings
 from flows.workspace import display_path, is_elsewhere, is_workspace, matching_files
 from rlhf_core.config import yaml_text
 from rlhf_core.config.base import BaseConfig
@@ -38,6 +39,11 @@ def initialise(folder: Path, profile: str | None, sets: Sequence[str], cache: Pa
     """
     if is_workspace(folder):
         raise RlhfError(f"{folder} is already a workspace; edit its params.yaml, or choose another folder")
+    for name in (PARAMS_FILE, DVC_FILE):
+        if (folder / name).exists():
+            raise RlhfError(
+                f"{folder} has a {name} already, which would be lost; move it away, or choose another folder"
+            )
     write_recipe(folder, merged_params(recipe_folder(), profile, sets, folder), recipe_folder())
     ensure_dvc(folder.resolve(), cache)
     return folder.resolve()
@@ -106,15 +112,17 @@ def _unmatched(sources: Sequence[str], folder: Path) -> list[str]:
 def trial_workspace(base: Path, profile: str | None, sets: Sequence[str]) -> Path:
     """Return the workspace of a profile and overrides under ``base/workspaces``, created or updated from ``base``.
 
-    It shares the DVC cache of ``base``, so that equal stages are not computed again. Its registered models have names
-    of their own, unless the profile or ``sets`` name them: on a server, a trial does not meet the models of ``base``.
+    It shares the DVC cache of ``base``, so that equal stages are not computed again, and its remotes. Its registered
+    models have names of their own, unless the profile or ``sets`` name them: on a server, a trial does not meet the
+    models of ``base``.
     """
     name = workspace_name(profile or load_params(base).profile or DEFAULT_PROFILE, sets)
     folder = base / TRIALS / name
     named = [*_own_model_names(base, profile, name, folder), *sets]
     write_recipe(folder, merged_params(base, profile, named, folder), base)
     ensure_dvc(base)
-    ensure_dvc(folder, cache_of(base))
+    ensure_dvc(folder)
+    share_settings(base, folder)
     return folder
 
 

@@ -18,6 +18,7 @@ from flows.dvc_repo.root import ensure_dvc
 from flows.pipeline.events import EventLog, new_events_file
 from flows.pipeline.preflight import SCRATCH, find_unchanged, open_starting_model
 from flows.prefect_server.services import Services, known_url, open_services, wait_for_server
+from flows.registry.signing import try_signing
 from flows.supervision import signals
 from flows.supervision.processes import SupervisedProcess
 from flows.workspace import LOCK_HELD_VARIABLE, cannot_write, cleanup, locked, private_path
@@ -52,11 +53,12 @@ def run(workspace: Path, promote: bool = True, wait: bool = False, port: int | N
             display.phase("preparing the workspace")
             ensure_dvc(workspace)
             require_ready(workspace)
-            _check_remote_pools(workspace, params)
+            try_signing(workspace, params.registry.signature)
             for line in cleanup(workspace):
                 display.line(line)
             display.phase("looking at code and data")
             refresh_inputs(workspace)
+            _check_remote_pools(workspace, params)
             return PipelineRun(workspace, params, promote, display, lock).execute(port)
     except OSError as error:
         if isinstance(error, PermissionError) or error.errno in CANNOT_WRITE:
@@ -65,10 +67,10 @@ def run(workspace: Path, promote: bool = True, wait: bool = False, port: int | N
 
 
 def _check_remote_pools(workspace: Path, params: Params) -> None:
-    """Check that stages on other hosts can reach a Prefect server and a DVC remote.
+    """Check that stages on other hosts can reach a Prefect server and a DVC remote, and that their inputs can travel.
 
     Raises:
-        RlhfError: no lasting server is set, or a remote cannot serve two hosts.
+        RlhfError: no lasting server is set, a remote cannot serve two hosts, or a stage cannot travel.
     """
     remote_pools = params.pools_away()
     if not remote_pools:
@@ -80,9 +82,9 @@ def _check_remote_pools(workspace: Path, params: Params) -> None:
             "start one and set PREFECT_API_URL (docs/operations.md)"
         )
     os.environ["PREFECT_API_URL"] = url  # which Prefect reads when it is loaded
-    from flows.jobs.remote import check_remotes
+    from flows.jobs.remote import check_remote_stages
 
-    check_remotes(workspace, params)
+    check_remote_stages(workspace, params)
 
 
 class PipelineRun:

@@ -320,14 +320,12 @@ def recorded_run(workspace: Path, experiment: str, in_use: bool, last: RunState 
     mlflow_experiment = client.get_experiment_by_name(experiment)
     if mlflow_experiment is None:
         return []
-    of_name = f"tags.`{PIPELINE_TAG}` = 'true' and tags.`rlhf.workspace` = '{workspace.name}'"
+    own = f"tags.`{PIPELINE_TAG}` = 'true' and tags.`{WORKSPACE_ID_TAG}` = '{known_workspace_id(workspace)}'"
     newest_first = ["attributes.start_time DESC"]
-    runs = client.search_runs([mlflow_experiment.experiment_id], of_name, max_results=100, order_by=newest_first)
-    # A server may know workspaces of that name elsewhere.
-    own = known_workspace_id(workspace)
-    info = next((run.info for run in runs if run.data.tags.get(WORKSPACE_ID_TAG) == own), None)
-    if info is None:
+    runs = client.search_runs([mlflow_experiment.experiment_id], own, max_results=1, order_by=newest_first)
+    if not runs:
         return []
+    info = runs[0].info
     if last is not None and abs(info.start_time / 1000 - last.started.timestamp()) < SAME_RUN_SECONDS:
         return [f"MLflow run  {info.run_id}"]
     state = info.status.lower()

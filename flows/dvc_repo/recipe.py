@@ -24,6 +24,7 @@ from rlhf_core.config.loading import (
 )
 from rlhf_core.config.recipe import expectations_of, profile_headers, profiles_of
 from rlhf_core.errors import ConfigError
+from rlhf_core.fingerprint.tracked_files import function_files, verifiable_functions
 from rlhf_core.storage.files import atomic_write_text
 
 PROFILE_LINE = "# Profile "  # opens what the comment at the top of params.yaml says about the profile
@@ -73,7 +74,7 @@ def with_profile_header(params: str, profile: str, header: str) -> str:
 
 
 def write_recipe(folder: Path, params: str, base: Path) -> None:
-    """Write ``params`` as params.yaml, and dvc.yaml and the suites of expectations of ``base``, into ``folder``.
+    """Write ``params`` as params.yaml, and dvc.yaml, suites of expectations and functions of ``base``, into ``folder``.
 
     Unchanged files are left alone.
 
@@ -83,11 +84,10 @@ def write_recipe(folder: Path, params: str, base: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         recipe = (base / DVC_FILE).read_text(encoding="utf-8")
+        checked = check_params(yaml_text.plain(yaml_text.parse(params, PARAMS_FILE)))
         texts = {
             PARAMS_FILE: params,
-            DVC_FILE: with_sources(
-                recipe, check_params(yaml_text.plain(yaml_text.parse(params, PARAMS_FILE))), folder.resolve()
-            ),
+            DVC_FILE: with_sources(recipe, checked, folder.resolve()),
             ".gitignore": _with_ignores(folder / ".gitignore", recipe),
         }
         if not (folder / ".dvcignore").exists():
@@ -95,6 +95,9 @@ def write_recipe(folder: Path, params: str, base: Path) -> None:
         (folder / EXPECTATIONS).mkdir(exist_ok=True)
         for suite in sorted(expectations_of(base).glob("*.json")):
             texts[f"{EXPECTATIONS}/{suite.name}"] = suite.read_text(encoding="utf-8")
+        functions = (*checked.ppo.reward.sources, *verifiable_functions(checked.evaluate.verifiable))
+        for module in function_files(base, functions):
+            texts[module] = (base / module).read_text(encoding="utf-8")
         for name, text in texts.items():
             path = folder / name
             if not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flows.supervision.processes import run_module
 from flows.workspace import cannot_write
 from rlhf_core.errors import RlhfError
+from rlhf_core.storage.files import atomic_write_text
 
+OWN_SETTINGS = ("core.no_scm", "core.analytics", "core.check_update")  # each root has them as it needs them
 IGNORED = "/config.local\n/tmp\n/cache\n"  # as `dvc init` writes it within git
 
 
@@ -39,13 +41,10 @@ def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
             text = (folder / "config").read_text(encoding="utf-8") or "[core]\n"  # has at most the section core
             settings = f"{text}    analytics = false\n    check_update = false\n"
             (folder / "config").write_text(settings, encoding="utf-8")
-            if cache is not None:
-                path = str(cache.resolve())
-                if not path.isascii():  # DVC cannot write such letters
-                    path = os.path.relpath(path, workspace.resolve())
-                _run_dvc(workspace, "cache", "dir", "--local", path)
         else:
             follow_git(workspace)
+        if cache is not None:
+            _set_locally(workspace, {"cache.dir": str(cache.resolve())})
         if not (folder / ".gitignore").is_file():
             (folder / ".gitignore").write_text(IGNORED, encoding="utf-8")
     except OSError as error:
@@ -66,6 +65,44 @@ def follow_git(workspace: Path) -> None:
             _run_dvc(workspace, "config", "--unset", "core.no_scm")
         elif outside and not without and shutil.which("git") is not None:
             _run_dvc(workspace, "config", "core.no_scm", "true")
+
+
+def share_settings(base: Path, workspace: Path) -> None:
+    """Give the DVC root ``workspace`` what ``base`` has: its cache, how files are linked from it, and its remotes.
+
+    Raises:
+        RlhfError: DVC fails, or the settings cannot be written.
+    """
+    shared = {name: value for name, value in dvc_settings(base).items() if name not in OWN_SETTINGS}
+    _set_locally(workspace, {"cache.dir": str((base / ".dvc" / "cache").resolve()), **shared})
+    secrets = base / ".dvc" / "config.local"
+    if secrets.is_file():
+        shutil.copymode(secrets, workspace / ".dvc" / "config.local")
+
+
+def _set_locally(workspace: Path, settings: Mapping[str, str]) -> None:
+    """Set DVC's settings in ``config.local``, which git never sees; DVC itself cannot write letters beyond ASCII."""
+    from configobj import ConfigObj
+
+    file = workspace / ".dvc" / "config.local"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    content = ConfigObj(text.splitlines(), interpolation=False)
+    for name, value in settings.items():
+        section, *middle, key = name.split(".")
+        content.setdefault(f'{section} "{".".join(middle)}"' if middle else section, {})[key] = value
+    changed = "\n".join(content.write()) + "\n"
+    if changed != text:
+        atomic_write_text(file, changed)
+
+
+def dvc_settings(workspace: Path) -> dict[str, str]:
+    """Return DVC's settings by their dotted names, such as ``core.remote``, with absolute paths.
+
+    Raises:
+        RlhfError: DVC fails.
+    """
+    listed = _run_dvc(workspace, "config", "--list")
+    return dict(line.partition("=")[::2] for line in listed.splitlines())
 
 
 def cache_of(workspace: Path) -> Path:

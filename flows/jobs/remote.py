@@ -25,7 +25,7 @@ from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterType
 from prefect.client.schemas.sorting import ArtifactSort
 
-from flows.dvc_repo.graph import LOCK_FILE, StageNode
+from flows.dvc_repo.graph import LOCK_FILE, StageNode, all_before, dvc_status, read_graph
 from flows.dvc_repo.root import cache_of
 from flows.jobs.job import Handoff, Job
 from flows.jobs.transfer import LogShipper, TransferFailed, describe_remote, dvc_transfer, restore_result
@@ -46,16 +46,20 @@ REPORT_ARTIFACT = "rlhf-outcome"
 STAGES_WITH_REWARD_SOURCES = ("critic", "ppo")
 
 
-def check_remotes(workspace: Path, params: Params) -> None:
-    """Check the DVC remote of every stage that is placed on a pool whose workers do not see the workspace.
+def check_remote_stages(workspace: Path, params: Params) -> None:
+    """Check what every stage needs that is placed on a pool whose workers do not see the workspace: a remote and files.
 
     Raises:
-        ConfigError: a remote is missing or of a kind that cannot serve two hosts.
+        ConfigError: a remote is missing or of a kind that cannot serve two hosts, or a stage cannot travel.
     """
-    remotes = {placement.remote: stage for stage, placement in params.pools.items() if not placement.shared}
-    for remote, stage in remotes.items():
+    graph, stale = read_graph(workspace), dvc_status(workspace).keys()
+    for stage, placement in params.pools.items():
+        if placement.shared:
+            continue
         try:
-            describe_remote(workspace, remote)
+            describe_remote(workspace, placement.remote)
+            if stage in graph and stale & {stage, *all_before(graph, stage)}:  # what is up to date stays here
+                files_to_carry(workspace, graph[stage])
         except RlhfError as error:
             raise ConfigError(f"pools.{stage} has shared: false, but {error} (docs/operations.md)") from error
 
@@ -68,27 +72,37 @@ def prepare_remote_job(job: Job, node: StageNode) -> Job:
         KeyboardInterrupt: the stop flag was raised.
     """
     workspace, stage = job.spec.workspace, job.spec.name
+    files = files_to_carry(workspace, node)
+    remote = describe_remote(workspace, job.placement.remote)
+    if node.cached_inputs:
+        dvc_transfer(workspace, ("push", "--remote", remote["name"], *node.cached_inputs))
+    handoff = Handoff(
+        key=f"{stage}-{hashlib.sha256(f'{socket.gethostname()} {workspace}'.encode()).hexdigest()[:16]}",
+        remote=remote,
+        inputs=node.cached_inputs,
+        files=files,
+        revision=git_revision(Path(__file__).parent),
+        deliver_seconds=job.placement.deliver_seconds or DELIVER_SECONDS,
+    )
+    return replace(job, handoff=handoff)
+
+
+def files_to_carry(workspace: Path, node: StageNode) -> dict[str, str]:
+    """Return the contents of the files that travel with the submission of a stage, as far as they are there, by path.
+
+    Raises:
+        RlhfError: the stage cannot travel.
+    """
     if not node.shareable:
         raise RlhfError(
             "DVC's run cache does not take this stage (frozen, always changed, or with outputs that are persisted or "
             "not cached), so its result cannot come back: place it on a pool that sees the workspace"
         )
-    outside = next((path for path in (*node.cached_inputs, *node.carried_inputs) if path.startswith("..")), None)
+    carried = [*node.carried_inputs, *_untracked_inputs(workspace, node.name)]
+    outside = next((path for path in (*node.cached_inputs, *carried) if path.startswith("..")), None)
     if outside is not None:
         raise RlhfError(f"{node.name} reads {outside}, which is outside the workspace: `dvc add` a copy in it")
-    remote = describe_remote(workspace, job.placement.remote)
-    if node.cached_inputs:
-        dvc_transfer(workspace, ("push", "--remote", remote["name"], *node.cached_inputs))
-    carried = [*RECIPE_FILES, *node.carried_inputs, *_untracked_inputs(workspace, stage)]
-    handoff = Handoff(
-        key=f"{stage}-{hashlib.sha256(f'{socket.gethostname()} {workspace}'.encode()).hexdigest()[:16]}",
-        remote=remote,
-        inputs=node.cached_inputs,
-        files=read_carried_files(workspace, carried),
-        revision=git_revision(Path(__file__).parent),
-        deliver_seconds=job.placement.deliver_seconds or DELIVER_SECONDS,
-    )
-    return replace(job, handoff=handoff)
+    return read_carried_files(workspace, [*RECIPE_FILES, *carried])
 
 
 def _untracked_inputs(workspace: Path, stage: str) -> list[str]:

@@ -21,8 +21,9 @@ from prefect.client.schemas.sorting import LogSort
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.types import DateTime
 
+from flows.dvc_repo.root import dvc_settings
 from flows.stage import StageOutcome, StageSpec, run_stage
-from flows.supervision.processes import LogReader, child_environment, dvc_errors, run_module, start_supervised
+from flows.supervision.processes import LogReader, child_environment, dvc_errors, start_supervised
 from flows.supervision.signals import STOP, retry
 from flows.workspace import private_path
 from rlhf_core.errors import RlhfError
@@ -80,10 +81,7 @@ def describe_remote(workspace: Path, name: str | None) -> dict[str, str]:
     Raises:
         RlhfError: it is missing or of a kind that cannot serve two hosts.
     """
-    listed = run_module(workspace, "dvc", "config", "--list")
-    if listed.exit_code:
-        raise RlhfError(listed.error_line)
-    settings = dict(line.partition("=")[::2] for line in listed.stdout.splitlines())
+    settings = dvc_settings(workspace)
     name = name or settings.get("core.remote")
     if name is None:
         raise RlhfError("no DVC remote is set; make one with `dvc remote add -d NAME URL`")

@@ -46,12 +46,13 @@ from flows.pipeline.registration import MATCH_LOG, follow_request, promote_task,
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans
 from flows.registry.client import delivered_records, end_pipeline_run, start_pipeline_run, without_delivery
+from flows.registry.signing import try_signing
 from flows.stage import LoggedProgress, StageOutcome, StageSpec, run_stage, shown_progress, stage_log
 from flows.supervision import signals
 from flows.workspace import LOCK_HELD_VARIABLE, cleanup, locked, run_label, run_tags
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import FlowConfig, Placement
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import RlhfError, named_line
 from rlhf_core.storage.garbage_collection import skip_last_collection
 
 PIPELINE_FLOW = "rlhf-pipeline"
@@ -146,7 +147,12 @@ def rlhf_pipeline(workspace: str = ".", promote: bool = True, profile: str = "",
         if not started_by_command:
             cleanup(folder)
         events = EventLog(events_file(folder) if started_by_command else new_events_file(folder))
-        return _run_pipeline(folder, promote, events, answered)
+        try:
+            return _run_pipeline(folder, promote, events, answered)
+        except RlhfError as error:  # of no stage, such as a record that does not answer
+            name = FAILED_STATES.get(error.exit_code, "StageFailed")
+            events.emit(RunEnded(name, str(error)))
+            return Failed(name=name, message=str(error))
 
 
 def _run_pipeline(workspace: Path, promote: bool, events: EventLog, answered: State[Any] | None) -> State[Any]:
@@ -157,10 +163,12 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventLog, answered: St
     unchanged = find_unchanged(workspace, promotes=promote)
     if unchanged is not None:
         unchanged.emit(events)
-        publish_run(workspace, None, unchanged.outcomes, unchanged.verdict)
-        return Completed(message=unchanged.message)
+        completed: State[Any] = Completed(message=unchanged.message)
+        _publish(workspace, None, completed, unchanged.outcomes, unchanged.verdict)
+        return completed
     if answered is not None:  # what has changed while the run waited is for the next one
         return answered
+    try_signing(workspace, params.registry.signature)  # a schedule asks nobody before it starts a run
     graph = read_graph(workspace)
     name = runtime.flow_run.name or run_label(workspace, params.profile, datetime.now())
     run_id = start_pipeline_run(workspace, name) if has_gated_policy(graph) else None
@@ -190,14 +198,31 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventLog, answered: St
         if problem:
             get_run_logger().warning(problem)
         events.emit(VerdictReached(verdict))
-    if not signals.STOP.is_set():
-        publish_run(workspace, run_id, outcomes, verdict)
-    if run_id:
-        end_pipeline_run(run_id, str(state.type.value), workspace)
-    events.emit(RunEnded(state.name or state.type.value, state.message or ""))
+    unpublished = _publish(workspace, run_id, state, outcomes, verdict)
+    message = "; ".join(filter(None, (state.message, unpublished)))
+    events.emit(RunEnded(state.name or state.type.value, message))
     if registration.decision is not None and params.registry.approval:
         follow_request(workspace)
     return state
+
+
+def _publish(
+    workspace: Path,
+    run_id: str | None,
+    state: State[Any],
+    outcomes: Mapping[str, StageOutcome],
+    verdict: RunVerdict | None,
+) -> str:
+    """Show how a run ended on the servers; return why that is incomplete, which changes nothing about the run."""
+    try:
+        if not signals.STOP.is_set():
+            publish_run(workspace, run_id, outcomes, verdict)
+        if run_id:
+            end_pipeline_run(run_id, str(state.type.value), workspace)
+    except Exception as error:  # of either server, of its client or of a disk
+        get_run_logger().exception("the record of this run is incomplete")
+        return f"its record is incomplete ({named_line(error)})"
+    return ""
 
 
 def _describe_flow_run(workspace: Path, profile: str) -> None:

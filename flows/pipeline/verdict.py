@@ -131,6 +131,7 @@ def reach_verdict(
     because = registration.error or registration.undecided_because
     if not registration.registered:
         because = failure or registration.error or "the run was stopped"
+    kl = [evaluation[key] for key in KL_KEYS if evaluation.get(key) is not None]  # null is what was not finite
     notes = RunNotes(registration.registered, because, _hint(failed, registration))
     release, problem = try_release_page(workspace, notes, write=page)
     report = REPORT_PAGE if reported is not None and reported.ok and (workspace / REPORT_PAGE).is_file() else None
@@ -138,7 +139,7 @@ def reach_verdict(
         standing=standing_of(judges),
         opponent=opponent,
         judges=judges,
-        kl=KlEstimate(*(evaluation[key] for key in KL_KEYS)) if set(KL_KEYS) <= set(evaluation) else None,
+        kl=KlEstimate(*kl) if len(kl) == len(KL_KEYS) else None,
         not_compared_because="" if judges else failure or "this pipeline has no evaluation",
         registered=registration.registered or f"nothing: {because}",
         promotion=release_sentences(release),

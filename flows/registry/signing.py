@@ -60,6 +60,12 @@ class Signer:
                     raise ConfigError(f"{variable}: there is no file {path}")
         return signer
 
+    def name_files(self) -> None:
+        """Name the files by absolute paths in the environment, for processes that run in other folders."""
+        os.environ[KEY_VARIABLE] = str(self.private_key.absolute())
+        if self.certificates:
+            os.environ[CERTIFICATES_VARIABLE] = os.pathsep.join(str(path.absolute()) for path in self.certificates)
+
     @property
     def id(self) -> str:
         """What tells this signer from another: a hash of its certificate, else of its public key."""
@@ -121,6 +127,34 @@ def require_signer(config: SignatureConfig) -> Signer | None:
     if signer is not None:
         _library()
     return signer
+
+
+def try_signing(workspace: Path, config: SignatureConfig) -> None:
+    """Sign and verify a folder as a run will do with its models, and let the run's processes find the signer's files.
+
+    Raises:
+        ConfigError: Versions cannot be signed so that ``registry.signature`` accepts them.
+    """
+    signer = require_signer(config)
+    if signer is None:
+        return
+    signer.name_files()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, signature = Path(temporary, "model"), Path(temporary, SIGNATURE_NAME)
+        folder.mkdir()
+        (folder / "config.json").write_text("{}", encoding="utf-8")
+        signer.sign(folder, signature)
+        if not config.required:
+            return
+        try:
+            _verifier(workspace, config).verify(folder, signature)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"what {signer.private_key} signs does not match registry.signature ({_first_line(error)}), so no "
+                "version could be promoted; name the key that belongs to it"
+            ) from error
 
 
 def verify_signature(

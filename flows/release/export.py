@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,12 +206,12 @@ def export(
         raise GateFailed(f"{obstacle}; to release it all the same, add --force --reason TEXT, which the card will show")
     source = verified_folder(workspace, released)
     evidence = release_evidence(workspace, released, source, obstacle)
-    title = (push or target.name).rpartition("/")[2]
+    title = (push or target.resolve().name).rpartition("/")[2]
     if adapter and not (source / ADAPTER_FOLDER).is_dir():
         raise RlhfError(
             f"{evidence.name} was not trained as an adapter (ppo.policy_lora), so there is none; leave --adapter out"
         )
-    with atomic_dir(target) as folder:
+    with _all_or_nothing(target) as folder:
         if adapter:
             _copy_adapter(source, folder, evidence)
             reads_in_4 = True
@@ -230,6 +232,22 @@ def export(
             signer.sign(folder, folder / SIGNATURE_NAME)
     address = None if push is None else upload(target, push, public, evidence.name)
     return Export(target, evidence.name, address, adapter)
+
+
+@contextmanager
+def _all_or_nothing(target: Path) -> Iterator[Path]:
+    """Yield a folder whose files are in ``target`` once the block ends without an error.
+
+    An empty ``target`` is not replaced: it may be a mount point, the end of a link, or the current folder of a shell.
+    """
+    if not target.is_dir():
+        with atomic_dir(target) as folder:
+            yield folder
+        return
+    with tempfile.TemporaryDirectory(dir=target, prefix=".") as temporary:
+        yield Path(temporary)
+        for file in Path(temporary).iterdir():
+            file.rename(target / file.name)
 
 
 def _copy_adapter(source: Path, folder: Path, evidence: ReleaseEvidence) -> None:

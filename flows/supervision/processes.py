@@ -26,6 +26,8 @@ class LogReader:
     def lines(self, most: int = -1, unfinished: bool = False) -> bytes:
         """Return at most ``most`` bytes from ``start`` on in whole lines; whoever has used them moves ``start`` on.
 
+        Of a longer line as much as is read.
+
         Args:
             unfinished: Return a last line that has no end yet, too.
         """
@@ -34,7 +36,10 @@ class LogReader:
         with self.log.open("rb") as stream:
             stream.seek(self.start)
             chunk = stream.read(most)
-        return chunk if unfinished or len(chunk) == most else chunk[: chunk.rfind(b"\n") + 1]
+        whole = chunk[: chunk.rfind(b"\n") + 1]
+        if len(chunk) == most:
+            return whole or chunk
+        return chunk if unfinished else whole
 
     def text(self, last_bytes: int | None = None) -> str:
         """Return everything appended so far, or only its last ``last_bytes`` bytes."""

@@ -159,6 +159,15 @@ class SignatureConfig(Strict):
         return bool(self.public_key or self.certificates)
 
 
+def _registrable(name: str) -> str:
+    if not name.strip(". ") or set(name) & set("/:'\n"):
+        raise ValueError("a registered model's name has a letter or digit, and no '/', ':', quote or line break")
+    return name
+
+
+ModelName = Annotated[str, AfterValidator(_registrable)]
+
+
 class RegistryConfig(Strict):
     """Registered models and their promotion.
 
@@ -181,8 +190,8 @@ class RegistryConfig(Strict):
         retention: What is kept.
     """
 
-    policy: str = "rlhf-policy"
-    reward_model: str = "rlhf-reward-model"
+    policy: ModelName = "rlhf-policy"
+    reward_model: ModelName = "rlhf-reward-model"
     promote_win_rate_low95: float = Field(default=0.5, ge=0, le=1)
     error_budget: float = Field(default=0.05, gt=0, le=1)
     prompt_sets: PositiveInt = 1
@@ -191,6 +200,12 @@ class RegistryConfig(Strict):
     approval: bool = False
     signature: SignatureConfig = SignatureConfig()
     retention: RetentionConfig = RetentionConfig()
+
+    @model_validator(mode="after")
+    def _two_models(self) -> RegistryConfig:
+        if self.policy == self.reward_model:
+            raise ValueError(f"policy and reward_model are both {self.policy}: each needs a name of its own")
+        return self
 
 
 class ComputeConfig(Strict):

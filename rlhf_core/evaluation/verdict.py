@@ -65,8 +65,8 @@ def _alarms(evaluation: Mapping[str, Any]) -> Iterator[Alarm]:
         yield Alarm("", _sentence("verifiable prompts passed", share, before))
     comparisons = evaluation.get("comparison", {})
     reward = comparisons.get(TRAINED_ON, {})
-    for judge in final_judges(comparisons) if reward.get("mean_difference_low95", 0.0) > 0.0 else ():
-        change = comparisons[judge].get("mean_difference", 0.0)
+    for judge in final_judges(comparisons) if (reward.get("mean_difference_low95") or 0.0) > 0.0 else ():
+        change = comparisons[judge].get("mean_difference") or 0.0
         if change < 0.0:
             rise = format_number(reward["mean_difference"], 2)
             yield Alarm(judge, f"the reward rises by {rise} where the score by {judge} falls by {-change:.2f}")

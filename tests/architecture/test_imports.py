@@ -66,6 +66,10 @@ FLOWS_MAY_ALSO_USE = {
         "stages.runtime.threads.limit_threads_of",
     },
     "flows.commands.text": {"data.text"},
+    "flows.dvc_repo.recipe": {
+        "fingerprint.tracked_files.function_files",
+        "fingerprint.tracked_files.verifiable_functions",
+    },
     "flows.stage": {"stages.runtime.launcher"},
     "flows.commands.registry_output": {"data.token_folder"},
     "flows.commands.doctor": {

@@ -19,7 +19,8 @@ from integration.flow_toys import CommandLine, environment, make_toy, rlhf
 from flows.cli import app
 from flows.commands.run_state import busy_seconds
 from flows.dvc_repo.graph import read_graph
-from flows.dvc_repo.root import cache_of, ensure_dvc
+from flows.dvc_repo.root import cache_of, dvc_settings, ensure_dvc, share_settings
+from flows.jobs.transfer import describe_remote
 from flows.stage import StageOutcome, StageSpec, run_stage
 from flows.workspace import cleanup, locked
 
@@ -73,11 +74,53 @@ def test_dvc_reads_the_settings_of_a_new_root(tmp_path: Path, in_git: bool) -> N
 
 @pytest.mark.slow
 def test_a_cache_under_a_name_beyond_ascii_is_shared(tmp_path: Path) -> None:
-    clone, workspace = tmp_path / "wörk 中", tmp_path / "wörk 中" / "workspaces" / "smoke"
-    workspace.mkdir(parents=True)
+    clone, workspace = tmp_path / "wörk 中", tmp_path / "elsewhere"
+    for folder in (clone, workspace):
+        folder.mkdir()
     ensure_dvc(clone)
     ensure_dvc(workspace, cache_of(clone))
     assert cache_of(workspace) == cache_of(clone) == clone / ".dvc" / "cache"
+
+
+def dvc(folder: Path, *arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "dvc", *arguments], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture
+def base_and_trial(tmp_path: Path) -> tuple[Path, Path]:
+    base, trial = tmp_path / "base", tmp_path / "base" / "workspaces" / "trial"
+    trial.mkdir(parents=True)
+    for folder in (base, trial):
+        ensure_dvc(folder)
+    return base, trial
+
+
+@pytest.mark.slow
+def test_a_trial_has_the_remotes_and_links_of_its_base(base_and_trial: tuple[Path, Path]) -> None:
+    base, trial = base_and_trial
+    dvc(base, "remote", "add", "--default", "store", "../store")
+    dvc(base, "remote", "add", "--local", "far", "ssh://host/far")
+    dvc(base, "remote", "modify", "--local", "far", "password", "hidden")
+    dvc(base, "config", "cache.type", "hardlink,symlink")
+    (base / ".dvc" / "config.local").chmod(0o600)
+    share_settings(base, trial)
+    settings = dvc_settings(trial)
+    assert describe_remote(trial, None) == {"name": "store", "url": str(base.parent / "store")}
+    assert settings["remote.far.password"] == "hidden" and settings["cache.type"] == "hardlink,symlink"
+    assert (trial / ".dvc" / "config.local").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.slow
+def test_a_trial_that_was_interrupted_or_moved_uses_the_cache_of_its_base(base_and_trial: tuple[Path, Path]) -> None:
+    base, trial = base_and_trial
+    assert cache_of(trial) != cache_of(base), "interrupted before it shared anything"
+    dvc(trial, "remote", "add", "--local", "own", "/own")
+    share_settings(base, trial)
+    assert cache_of(trial) == cache_of(base) and dvc_settings(trial)["remote.own.url"] == "/own"
+    moved = base.rename(base.with_name("moved"))
+    trial = moved / "workspaces" / "trial"
+    share_settings(moved, trial)
+    assert cache_of(trial) == cache_of(moved) == moved / ".dvc" / "cache" and not base.exists()
 
 
 SHARED = """

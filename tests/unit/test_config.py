@@ -61,6 +61,12 @@ def told(**rules: dict) -> dict:
         ({"ppo": {"kl": {"coefficient": float("inf")}}}, "'ppo.kl.coefficient': input should be a finite number"),
         ({"sft": {"optimizer": {"lr": float("inf")}}}, "'sft.optimizer.lr': input should be a finite number (got inf)"),
         ({"gates": {"policy": [{"metric": "kl", "why": "x", "at_most": float("nan")}]}}, "should be a finite number"),
+        *(
+            ({"registry": {key: name}}, f"parameter 'registry.{key}': a registered model's name has a letter or digit")
+            for key in ("policy", "reward_model")
+            for name in ("team/policy", "team:policy", "bob's", "", "..", "a\nb")
+        ),
+        ({"registry": {"policy": "m", "reward_model": "m"}}, "policy and reward_model are both m: each needs a name"),
         ({"seed": 2**63}, "parameter 'seed': input should be less than 9223372036854775808"),
         ({"ppo": {"kl": {"estimator": "k3"}}}, "does not give the gradient of the KL"),
         ({"ppo": {"batch_size": 63}}, "batch_size 63 is not a multiple of minibatches 2"),

@@ -67,6 +67,12 @@ def test_secrets_of_the_environment_are_masked_wherever_a_library_writes_them(mo
     assert text == "Port '***' and '***'; ***; ***; '***'"
 
 
+@pytest.mark.parametrize("path", ["signing.pem", "my keys/release.pem", "/gone/ci.key"])
+def test_the_file_of_a_key_is_named(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setenv("RLHF_SIGNING_KEY", path)
+    assert redacted(f"there is no file {path}") == f"there is no file {path}"
+
+
 def test_logs_and_tracebacks_are_redacted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def crash(**_: object) -> None:
         raise ValueError(f"no answer from http://user:{SECRET}@localhost")

@@ -152,3 +152,23 @@ def test_a_push_that_cannot_work_is_one_line(released: Path, tmp_path: Path, mon
     assert done.returncode == EXIT_USER_ERROR and done.stderr.count("\n") == 1
     assert f"{target} is written, but could not be pushed to owner/name" in done.stderr and target.is_dir()
     assert "hf_secret" not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_an_empty_folder_is_filled_and_not_replaced(
+    released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a mount point, the end of a link, or the current folder of a shell."""
+    folder, link = tmp_path / "disk", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(folder)
+    known = folder.stat().st_ino
+    monkeypatch.chdir(folder)
+    written = export(released, Path())
+    assert (folder / "model.safetensors").is_file() and folder.stat().st_ino == known
+    assert "# disk" in (folder / "README.md").read_text() and written.describe()
+    for file in folder.iterdir():
+        file.unlink()
+    export(released, link)
+    assert link.is_symlink() and (folder / "model.safetensors").is_file() and folder.stat().st_ino == known
+    assert not [file for file in folder.iterdir() if file.is_dir()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,11 +11,13 @@ import pytest
 from champion import champion_folder
 from integration.registry.conftest import copy_workspace, make_policy, policy_name
 
+from flows.commands import run
+from flows.commands.init import initialise
 from flows.registry.aliases import get_version
 from flows.registry.client import connect
 from flows.registry.promote import promote
 from flows.registry.register import NotRegistered, register
-from flows.registry.signing import CERTIFICATES_VARIABLE, KEY_VARIABLE, PASSWORD_VARIABLE, SIGNER_TAG
+from flows.registry.signing import CERTIFICATES_VARIABLE, KEY_VARIABLE, PASSWORD_VARIABLE, SIGNER_TAG, Signer
 from flows.release.export import export
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.storage.files import sha256_tree
@@ -119,6 +122,45 @@ def test_the_signature_of_another_key_is_refused_until_the_right_one_signs(
     register(signing)
     assert get_version(connect(signing), policy_name(signing), "1").tags[SIGNER_TAG] != other
     assert promote(signing).promoted
+
+
+@pytest.mark.parametrize(
+    ("key", "signature", "message"),
+    [
+        (None, "public_key: key.pub", f"{KEY_VARIABLE} names no private key"),
+        ("gone.pem", "public_key: key.pub", f"{KEY_VARIABLE}: there is no file gone.pem"),
+        ("locked.pem", "public_key: key.pub", "cannot sign with .*locked.pem"),
+        ("locked.pem", "", "cannot sign with .*locked.pem"),
+        ("other.pem", "public_key: key.pub", "what .*other.pem signs does not match registry.signature"),
+        ("key.pem", "public_key: locked.pem", "registry.signature: cannot use .*locked.pem"),
+    ],
+)
+def test_a_run_whose_versions_could_not_be_signed_is_refused_before_it_starts_anything(
+    tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch, key: str | None, signature: str, message: str
+) -> None:
+    monkeypatch.chdir(keys)
+    workspace = initialise(tmp_path / "ws", "smoke", [f"registry.signature={{{signature}}}"])
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    if key is not None:
+        monkeypatch.setenv(KEY_VARIABLE, key)
+    monkeypatch.setattr(run, "require_ready", lambda _: None)
+    monkeypatch.setattr(run, "PipelineRun", lambda *_: pytest.fail("the run was started"))
+    with pytest.raises(ConfigError, match=message) as refused:
+        run.run(workspace)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_key_is_found_by_processes_in_other_folders(
+    tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(keys)
+    monkeypatch.setenv(KEY_VARIABLE, "key.pem")
+    monkeypatch.setenv(CERTIFICATES_VARIABLE, os.pathsep.join(["key.pub", "other.pub"]))
+    signer = Signer.of_environment()
+    assert signer is not None
+    signer.name_files()
+    monkeypatch.chdir(tmp_path)
+    assert Signer.of_environment() == Signer(keys / "key.pem", (keys / "key.pub", keys / "other.pub"))
 
 
 @pytest.mark.slow

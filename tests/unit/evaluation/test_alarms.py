@@ -62,3 +62,6 @@ def test_what_was_not_measured_alarms_nobody() -> None:
     for sft, policy in ((None, 0.01), (0.4, None), (None, None)):  # as JSON has what is not finite
         for metric in ("missing_eos", "safety.refuses_harmful"):
             assert alarms(both(metric, sft, policy)) == () or (metric, policy) == ("safety.refuses_harmful", 0.01)
+    for judge, reward in ((None, 0.2), (-0.3, None), (None, None)):
+        comparison = {"judge": {"mean_difference": judge}, "reward": {"mean_difference_low95": reward}}
+        assert alarms({"comparison": comparison}) == ()

@@ -202,10 +202,18 @@ def test_the_tags_are_what_a_person_looks_for(tmp_path: Path) -> None:
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(init, "ensure_dvc", lambda *_: None)
-    monkeypatch.setattr(init, "cache_of", lambda *_: None)
+    monkeypatch.setattr(init, "share_settings", lambda *_: None)
     for name in ("params.yaml", "dvc.yaml"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     return tmp_path
+
+
+@pytest.mark.parametrize("name", ["params.yaml", "dvc.yaml"])
+def test_a_file_of_another_project_is_not_written_over(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine: 1\n")
+    with pytest.raises(RlhfError, match=f"has a {name} already, which would be lost"):
+        init.initialise(tmp_path, "smoke", [])
+    assert (tmp_path / name).read_text() == "mine: 1\n" and [*tmp_path.iterdir()] == [tmp_path / name]
 
 
 def names(workspace: Path) -> tuple[str, str]:
@@ -241,3 +249,23 @@ def test_a_trial_that_exists_keeps_its_names_and_so_its_champion(base: Path) -> 
     params = trial / "params.yaml"
     params.write_text(params.read_text().replace(f"policy: rlhf-policy-{trial.name}", "policy: rlhf-policy"))
     assert names(init.trial_workspace(base, None, ["seed=2"]))[0] == "rlhf-policy"
+
+
+def test_a_trial_has_the_functions_of_its_base_as_they_are_now(base: Path) -> None:
+    (base / "own_rules.py").write_text(
+        "from own_wording import polite\n\ndef ends_politely(prompts, replies):\n    return [1.0]\n"
+    )
+    (base / "own_checks").mkdir()
+    for name in ("own_wording.py", "own_checks/__init__.py", "own_checks/all.py", "unrelated.py"):
+        (base / name).write_text("def polite(*_):\n    return True\n")
+    (base / "checks.jsonl").write_text("")
+    sets = [
+        "ppo.reward.sources=[{kind: function, target: 'own_rules:ends_politely'}]",
+        "evaluate.verifiable={path: checks.jsonl, functions: {polite: 'own_checks.all:polite'}}",
+    ]
+    trial = init.trial_workspace(base, None, sets)
+    modules = {path.relative_to(trial).as_posix() for path in trial.rglob("*.py")}
+    assert modules >= {"own_rules.py", "own_wording.py", "own_checks/all.py"} and "unrelated.py" not in modules
+    assert "function" not in {check.name for check in workspace_checks(trial, opens_files=False) if check.level == FAIL}
+    (base / "own_wording.py").write_text("polite = None\n")
+    assert (init.trial_workspace(base, None, sets) / "own_wording.py").read_text() == "polite = None\n"

@@ -199,7 +199,7 @@ def test_the_embedded_server_has_no_other_workers(monkeypatch: pytest.MonkeyPatc
 
 def test_jobs_on_other_hosts_go_to_the_server_of_rlhf_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefect reads its address when it is loaded, which the check of the remotes does."""
-    monkeypatch.setattr("flows.jobs.remote.check_remotes", lambda *_: None)
+    monkeypatch.setattr("flows.jobs.remote.check_remote_stages", lambda *_: None)
     monkeypatch.setenv("PREFECT_API_URL", "")
     away = check_params({"pools": {"ppo": {"pool": "cluster", "shared": False}}})
     with pytest.raises(RlhfError, match="need a lasting server"):

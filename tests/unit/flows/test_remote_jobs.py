@@ -22,14 +22,21 @@ from unit.flows.test_retry_and_clock import FakeClock
 
 from flows.jobs import run_on_pool, stage_job, transfer
 from flows.jobs.job import Handoff, Job
-from flows.jobs.remote import CARRIED_BYTES, _untracked_inputs, code_difference, read_carried_files, rebuild_workspace
+from flows.jobs.remote import (
+    CARRIED_BYTES,
+    _untracked_inputs,
+    check_remote_stages,
+    code_difference,
+    read_carried_files,
+    rebuild_workspace,
+)
 from flows.jobs.transfer import LogFollower, LogShipper, TransferFailed, describe_remote
 from flows.stage import StageOutcome, StageSpec
-from flows.supervision.processes import CommandResult
+from flows.supervision.processes import CommandResult, LogReader
 from flows.workspace import private_path
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import Placement
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, RlhfError
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, ConfigError, RlhfError
 from rlhf_core.fingerprint.stages import fingerprint
 from rlhf_core.fingerprint.tracked_files import write_tracked_files
 
@@ -59,6 +66,62 @@ def test_a_remote_that_serves_no_two_hosts_is_refused(tmp_path: Path, options: d
         describe_remote(tmp_path, None)
     assert refusal.value.exit_code == EXIT_USER_ERROR
     assert "secret" not in str(refusal.value)
+
+
+READS_OUTSIDE = """
+stages:
+  sft: {{cmd: echo > model, deps: [raw], outs: [model]}}
+  evaluate: {{cmd: echo > out, deps: {deps}, outs: [{out}]}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("deps", "out", "launch", "complaint"),
+    [
+        ("[model, ../checks.jsonl]", "out", "{}", "evaluate reads ../checks.jsonl, which is outside the workspace"),
+        ("[model, picture]", "out", "{}", "picture is an input that DVC does not cache, and it is not text"),
+        ("[model]", "out: {cache: false}", "{}", "DVC's run cache does not take this stage"),
+        (
+            "[model]",
+            "out",
+            "{sft: {engine: deepspeed, deepspeed: ../ds.json}}",
+            "sft reads ../ds.json, which",
+        ),
+        ("[model]", "out", "{}", ""),
+    ],
+)
+def test_a_stage_that_cannot_travel_is_refused_before_the_stages_before_it_run(
+    tmp_path: Path, deps: str, out: str, launch: str, complaint: str
+) -> None:
+    workspace = tmp_path / "ws"
+    workspace.mkdir()
+    away = "{pool: far, shared: false}"
+    params = f"pools: {{sft: {away}, evaluate: {away}}}\ncompute: {{launch: {launch}}}\n"
+    (workspace / "params.yaml").write_text(params)
+    (workspace / "dvc.yaml").write_text(READS_OUTSIDE.format(deps=deps, out=out))
+    for name in ("raw", "../checks.jsonl", "../ds.json"):
+        (workspace / name).write_text("{}")
+    (workspace / "picture").write_bytes(b"\xff\xfe")
+    rebuild_workspace(workspace, handoff(), tmp_path / "cache")
+    if not complaint:
+        check_remote_stages(workspace, load_params(workspace))
+        return
+    with pytest.raises(ConfigError, match=complaint):
+        check_remote_stages(workspace, load_params(workspace))
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+@pytest.mark.parametrize("most", [14, 20, 40, 1000])
+def test_a_log_in_pieces_loses_no_letter(tmp_path: Path, most: int, unfinished: bool) -> None:
+    log = tmp_path / "ppo.log"
+    log.write_text("中文日志\n" * 10 + "no end yet")
+    reader, pieces = LogReader(log, 0), []
+    while piece := reader.lines(most, unfinished):
+        assert len(piece) <= most
+        pieces.append(piece.decode())
+        reader.start += len(piece)
+    assert "".join(pieces) == "中文日志\n" * 10 + ("no end yet" if unfinished else "")
 
 
 def test_secrets_of_a_remote_stay_on_their_host(tmp_path: Path) -> None:

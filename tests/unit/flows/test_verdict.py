@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from dataclasses import asdict, replace
@@ -10,19 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.states import Completed
 from pydantic import TypeAdapter
 
-from flows.commands.run_state import verdict_rows
-from flows.pipeline import artifacts
+from flows.commands.run_state import EXIT_CODES, verdict_rows
+from flows.pipeline import artifacts, flow
 from flows.pipeline import verdict as pipeline
 from flows.pipeline.artifacts import publish_gate_tables, publish_report, publish_stage_table
+from flows.pipeline.events import EventLog, RunEnded, events_file
 from flows.registry.client import mlflow_address, run_page
 from flows.registry.decisions import PromotionDecision
 from flows.stage import StageOutcome
 from flows.workspace import record_services
 from rlhf_core.config.loading import profiles
 from rlhf_core.config.recipe import profiles_of, recipe_folder
-from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
 from rlhf_core.evaluation.verdict import JudgeResult, Standing, judge_results, standing_of
 
 EVALUATED = {
@@ -84,6 +87,15 @@ def test_the_reward_model_is_no_judge_and_nor_is_the_referee_that_selected_the_p
     verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4", decided(champion=None)))
     assert [judge.judge for judge in verdict.judges] == ["gold", "judge"]
     assert verdict.headline == "not shown better than SFT"
+
+
+@pytest.mark.parametrize("name", pipeline.KL_KEYS)
+def test_a_kl_that_is_not_finite_leaves_the_rest_of_the_verdict(tmp_path: Path, name: str) -> None:
+    file = workspace_with(tmp_path, judge=interval(0.6, 0.7, 0.8)) / "metrics" / "evaluation.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: None}))
+    verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4"))
+    assert verdict.headline == "better than SFT" and verdict.kl is None
+    assert "KL" not in pipeline.verdict_markdown(verdict) and "KL" not in dict(verdict_rows(verdict, tmp_path))
 
 
 def test_a_match_makes_the_champion_the_opponent(tmp_path: Path) -> None:
@@ -260,3 +272,43 @@ def test_the_mlflow_pages_are_those_of_a_running_up(tmp_path: Path, monkeypatch:
     assert record["pid"] == os.getpid()
     (tmp_path / ".rlhf" / "services.json").write_text(json.dumps({**record, "start_token": "another process"}))
     assert mlflow_address(tmp_path) is None
+
+
+@pytest.fixture
+def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow.signals, "install", lambda: None)
+    monkeypatch.setattr(flow, "get_run_logger", lambda: logging.getLogger("test"))
+
+
+@pytest.mark.usefixtures("no_servers")
+@pytest.mark.parametrize(
+    ("error", "name", "code"),
+    [
+        (RlhfError("MLflow at http://server does not answer"), "UserError", EXIT_USER_ERROR),
+        (RlhfError("a transfer failed", 1), "StageFailed", 1),
+    ],
+)
+def test_an_error_of_no_stage_is_how_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: RlhfError, name: str, code: int
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(flow, "_run_pipeline", fail)
+    assert flow.rlhf_pipeline.fn(str(tmp_path)).name == name
+    assert EventLog(events_file(tmp_path)).read_new() == [RunEnded(name, str(error))]
+    assert EXIT_CODES.get(name, 1) == code
+
+
+@pytest.mark.usefixtures("no_servers")
+@pytest.mark.parametrize("away", ["publish_run", "end_pipeline_run"])
+def test_a_server_that_goes_away_at_the_end_changes_nothing_about_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: str
+) -> None:
+    def gone(*_: object) -> None:
+        raise ConnectionError("no answer from http://user:hidden@server")
+
+    for name in ("publish_run", "end_pipeline_run"):
+        monkeypatch.setattr(flow, name, gone if name == away else lambda *_: None)
+    said = flow._publish(tmp_path, "run", Completed(), EVALUATED, VERDICT)
+    assert said == "its record is incomplete (ConnectionError: no answer from http://***@server)"

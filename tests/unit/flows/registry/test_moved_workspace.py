@@ -12,6 +12,7 @@ from mlflow import MlflowClient
 from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 
 from flows.commands.registry_output import describe_terms
+from flows.commands.status import recorded_run
 from flows.registry.client import connect, end_pipeline_run, start_pipeline_run
 from flows.registry.workspace import OWNER_TAG, ownership, repair_moved, workspace_id
 
@@ -46,6 +47,13 @@ def note(workspace: Path) -> tuple[MlflowClient, Any, Path]:
 
 def listing(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["another", "bob's", 'so "called"', "実験"])
+def test_a_workspace_that_was_renamed_finds_its_last_run(original: Path, name: str) -> None:
+    renamed = original.rename(original.with_name(name))
+    (said,) = recorded_run(renamed, "own", False, None)
+    assert f"finished after 0 s  (MLflow run {note(renamed)[1].info.run_id})" in said
 
 
 def test_a_moved_workspace_finds_its_models_and_stays_the_owner(original: Path, tmp_path: Path) -> None:
