@@ -253,7 +253,7 @@ def test_a_hub_id_is_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
     check = base_model_check(tmp_path, "owner/name", None)
     assert check.level == FAIL and "does not answer" in check.finding and "\n" not in check.finding
-    with pytest.raises(ModelError, match=r"^owner/name is neither .* does not answer .*--config FILE$"):
+    with pytest.raises(ModelError, match=r"^owner/name cannot be loaded: .* does not answer .*--config FILE$"):
         starting_architecture(BaseConfig(source="owner/name"), tmp_path)
 
 
