@@ -24,6 +24,7 @@ def require_hub(wanted: str, error_class: type[RlhfError]) -> None:
     except httpx.HTTPError as error:
         reason = str(error) or type(error).__name__
         raise error_class(
-            f"{wanted} cannot be loaded: the hub {constants.ENDPOINT} does not answer ({reason}); check the network and "
-            "HF_ENDPOINT (and the name, if it should be a path here), or set HF_HUB_OFFLINE=1 to use a copy in the cache"
+            f"{wanted} cannot be loaded: the hub {constants.ENDPOINT} does not answer ({reason}); check the network "
+            "and HF_ENDPOINT (and the name, if it should be a path here), or set HF_HUB_OFFLINE=1 to use a copy in the "
+            "cache"
         ) from error
