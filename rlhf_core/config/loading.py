@@ -413,7 +413,7 @@ FILES = (
     ANNOTATIONS, "collect.files.*.*.path", "validate.evaluation_files.*.path", "evaluate.verifiable.path",
     "evaluate.multiple_choice.files.*", "evaluate.multiple_choice.few_shot_files.*", "evaluate.opponents.*.path",
     "compute.launch.*.deepspeed", "registry.signature.public_key", "registry.signature.certificates.*",
-    "ppo.sampler.weights_folder", "evaluate.sampler.weights_folder",
+    "ppo.sampler.weights_folder", "evaluate.sampler.weights_folder", "checkpoints.store",
 )  # fmt: skip
 MODELS = (
     "base.source", "validate.tokenizer", "ppo.reward.sources.*.path", "ppo.reward.sources.*.model",

@@ -439,6 +439,7 @@ def test_folders_move_with_a_workspace_and_names_do_not(tmp_path: Path) -> None:
         ("collect.files.preferences", ["a.jsonl", {"path": "data/annotations/b.jsonl", "cap": 9}]),
         ("collect.annotations", "labels/*.jsonl"),
         ("evaluate.verifiable.path", "checks.jsonl"),
+        ("checkpoints.store", "partial"),
         ("evaluate.opponents", [{"name": "a", "path": "theirs.jsonl"}]),
     ],
 )
