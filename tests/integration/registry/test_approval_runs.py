@@ -233,7 +233,7 @@ def test_a_run_that_waits_for_an_earlier_request_is_not_asked(
 
 @pytest.mark.usefixtures("backend")
 def test_a_run_that_waits_for_a_person_is_not_taken_for_dead(client: SyncPrefectClient) -> None:
-    client.create_automation(zombie_automation(timedelta(seconds=10)))
+    client.create_automation(zombie_automation(timedelta(seconds=40)))
     listener = client.create_deployment(client.create_flow_from_name("silent"), "silent")
     dead, waiting = (client.create_flow_run_from_deployment(listener).id for _ in range(2))
     for run in (dead, waiting):
