@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,7 @@ from rlhf_core.runtime.progress import busy
 if TYPE_CHECKING:
     from rich.console import Group
 
+PIPED_WIDTH = 1000  # no line of a table is longer
 app = typer.Typer(add_completion=False)
 
 
@@ -106,9 +108,16 @@ def promote(
 
 
 def _print(explained: Group) -> None:
+    """Print a table and its reasons, fitted to the terminal; elsewhere nothing is wrapped, cut or padded."""
     from rich.console import Console
 
-    Console().print(explained, soft_wrap=not sys.stdout.isatty())
+    if sys.stdout.isatty():
+        Console().print(explained)
+        return
+    console = Console(width=PIPED_WIDTH, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(explained)
+    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 VersionLookedAt = Annotated[

@@ -252,7 +252,7 @@ def stages_status(workspace: Path) -> StagesStatus:
     for name in names:
         made = [workspace / out for out in entry_names(stages[name].get("outs"))]
         if name not in recorded and made and all(path.exists() for path in made):
-            states[name] = "done without DVC, as by `rlhf stage`: a run does it again"
+            states[name] = "made, but not known to DVC (`rlhf stage`, or a run that failed): a run makes it again"
     not_run = sum(name not in recorded for name in names)
     return StagesStatus(states, not_run, sum(name in recorded and name in stale for name in names))
 

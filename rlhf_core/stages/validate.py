@@ -129,7 +129,11 @@ def gate_conditions(config: ValidateConfig, kinds: Collection[str] = tuple(ROW_T
             ),
         ]
     return conditions + [
-        Condition(metric=rows_metric(name), at_least=1, why="a stage reads this split")
+        Condition(
+            metric=rows_metric(name),
+            at_least=1,
+            why="a stage reads this split: with too few rows, or shares (validate.split) too small, it has none",
+        )
         for name in file_names()
         if rows_metric(name).partition(".")[0] in kinds
     ]

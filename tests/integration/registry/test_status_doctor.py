@@ -76,7 +76,7 @@ def test_status_of_a_new_workspace_creates_nothing(workspace: Path) -> None:
     (workspace / "mlflow.db").unlink()
     (workspace / "dvc.lock").unlink()
     screen = status(workspace).as_text()
-    assert "ppo          done without DVC" in screen and "last run\n  none" in screen
+    assert "ppo          made, but not known to DVC" in screen and "last run\n  none" in screen
     assert not (workspace / "mlflow.db").exists()
     shutil.rmtree(workspace / "models" / "policy")
     assert "ppo          not run yet" in status(workspace).as_text()

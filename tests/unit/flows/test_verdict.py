@@ -14,7 +14,10 @@ import pytest
 from prefect.states import Completed
 from pydantic import TypeAdapter
 
+from flows.commands import registry_commands
 from flows.commands.run_state import EXIT_CODES, verdict_rows
+from flows.commands.text import gate_table
+from flows.gates import GateReport
 from flows.pipeline import artifacts, flow
 from flows.pipeline import verdict as pipeline
 from flows.pipeline.artifacts import publish_gate_tables, publish_report, publish_stage_table
@@ -312,3 +315,12 @@ def test_a_server_that_goes_away_at_the_end_changes_nothing_about_the_run(
         monkeypatch.setattr(flow, name, gone if name == away else lambda *_: None)
     said = flow._publish(tmp_path, "run", Completed(), EVALUATED, VERDICT)
     assert said == "its record is incomplete (ConnectionError: no answer from http://***@server)"
+
+
+def test_reasons_of_a_gate_are_whole_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    report = GateReport(
+        "policy", {"conditions": [{"metric": "kl", "value": 1.0, "passed": True, "why": "because " * 30}]}
+    )
+    registry_commands._print(gate_table(report, every_reason=True))
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.count("because") == 30 for line in lines) and not any(line.endswith(" ") for line in lines)
