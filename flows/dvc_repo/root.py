@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -74,13 +75,14 @@ def share_settings(base: Path, workspace: Path) -> None:
         RlhfError: DVC fails, or the settings cannot be written.
     """
     shared = {name: value for name, value in dvc_settings(base).items() if name not in OWN_SETTINGS}
-    _set_locally(workspace, {"cache.dir": str((base / ".dvc" / "cache").resolve()), **shared})
-    secrets = base / ".dvc" / "config.local"
-    if secrets.is_file():
-        shutil.copymode(secrets, workspace / ".dvc" / "config.local")
+    local = base / ".dvc" / "config.local"
+    # Of a remote in the user's own settings, too, they may have the password.
+    mode = stat.S_IMODE(local.stat().st_mode) if local.is_file() else 0o600
+    _set_locally(workspace, {"cache.dir": str((base / ".dvc" / "cache").resolve()), **shared}, mode)
+    (workspace / ".dvc" / "config.local").chmod(mode)
 
 
-def _set_locally(workspace: Path, settings: Mapping[str, str]) -> None:
+def _set_locally(workspace: Path, settings: Mapping[str, str], mode: int = 0o644) -> None:
     """Set DVC's settings in ``config.local``, which git never sees; DVC itself cannot write letters beyond ASCII."""
     from configobj import ConfigObj
 
@@ -92,7 +94,7 @@ def _set_locally(workspace: Path, settings: Mapping[str, str]) -> None:
         content.setdefault(f'{section} "{".".join(middle)}"' if middle else section, {})[key] = value
     changed = "\n".join(content.write()) + "\n"
     if changed != text:
-        atomic_write_text(file, changed)
+        atomic_write_text(file, changed, mode)
 
 
 def dvc_settings(workspace: Path) -> dict[str, str]:

@@ -27,8 +27,11 @@ def permitted(mode: int) -> int:
     return mode & ~int(umask[1], 8) if umask else mode
 
 
-def atomic_write_text(path: Path, text: str) -> None:
-    """Write ``text`` (UTF-8) to a neighbour of ``path``, flush it to disk, then rename it over ``path``."""
+def atomic_write_text(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write ``text`` (UTF-8) to a neighbour of ``path``, flush it to disk, then rename it over ``path``.
+
+    Nobody sees it with other permissions than ``mode``, less what the umask takes away.
+    """
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +43,7 @@ def atomic_write_text(path: Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, permitted(0o644))
+        os.chmod(temporary, permitted(mode))
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -117,6 +117,7 @@ def test_a_trial_that_was_interrupted_or_moved_uses_the_cache_of_its_base(base_a
     dvc(trial, "remote", "add", "--local", "own", "/own")
     share_settings(base, trial)
     assert cache_of(trial) == cache_of(base) and dvc_settings(trial)["remote.own.url"] == "/own"
+    assert (trial / ".dvc" / "config.local").stat().st_mode & 0o777 == 0o600, "a remote of the user's own has passwords"
     moved = base.rename(base.with_name("moved"))
     trial = moved / "workspaces" / "trial"
     share_settings(moved, trial)
