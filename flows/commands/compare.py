@@ -349,7 +349,8 @@ def _broken(name: str) -> str:
 
 
 def _percent(estimate: Values, _: RunResults) -> str:
-    interval = "" if estimate["low95"] is None else f"\n{estimate['low95']:.1%}–{estimate['high95']:.1%}"
+    low, high = estimate["low95"], estimate["high95"]
+    interval = "" if low is None or high is None else f"\n{low:.1%}–{high:.1%}"
     return f"{estimate['value']:.1%}{interval}"
 
 

@@ -128,6 +128,7 @@ def reach_verdict(
         opponent = f"champion version {registration.decision.champion}"
     elif "comparison" in evaluation:
         judges, opponent = judge_results(evaluation["comparison"]), "SFT"
+    uncompared = f"a win rate against {opponent} is no number" if opponent else "this pipeline has no evaluation"
     because = registration.error or registration.undecided_because
     if not registration.registered:
         because = failure or registration.error or "the run was stopped"
@@ -140,7 +141,7 @@ def reach_verdict(
         opponent=opponent,
         judges=judges,
         kl=KlEstimate(*kl) if len(kl) == len(KL_KEYS) else None,
-        not_compared_because="" if judges else failure or "this pipeline has no evaluation",
+        not_compared_because="" if judges else failure or uncompared,
         registered=registration.registered or f"nothing: {because}",
         promotion=release_sentences(release),
         report=RELEASE_PAGE if report and page and not problem and current_page(workspace) else report,

@@ -86,10 +86,17 @@ def decided_by(match: Mapping[str, Any], bar: float, criteria: Sequence[Criterio
     judges = match.get("comparison") or {}
     if not judges:
         return False, "no judge has compared them"
-    short = sorted(name for name, result in judges.items() if not result["win_rate_low95"] > bar)
-    rates = ", ".join(
-        f"{name} win rate {result['win_rate']:.3f} (at least {result['win_rate_low95']:.3f})"
+    measured = {
+        name: (result["win_rate"], result["win_rate_low95"])
         for name, result in sorted(judges.items())
+        if None not in (result["win_rate"], result["win_rate_low95"])  # null is what was not finite
+    }
+    short = sorted(name for name in judges if name not in measured or not measured[name][1] > bar)
+    rates = ", ".join(
+        f"{name} win rate {measured[name][0]:.3f} (at least {measured[name][1]:.3f})"
+        if name in measured
+        else f"{name} win rate not measured"
+        for name in sorted(judges)
     )
     unmet = [str(criterion) for criterion in failed(criteria) if not criterion.is_plain_win_rate]
     if short:

@@ -111,12 +111,12 @@ def category_losses(categories: Sequence[str], outcome: np.ndarray, clusters: np
     """Compare win rates by category: the loss is what the candidate's win rate lacks of one half.
 
     Args:
-        categories: The category of each pair (n,).
+        categories: The category of each pair (n,); pairs of "" are in none.
         outcome: 1 for a win of the candidate, ½ for a tie, 0 for a loss, (n,).
         clusters: The cluster of each pair (n,).
     """
     losses = {}
-    for category in sorted(set(categories)):
+    for category in sorted(set(categories) - {""}):
         rows = np.array([name == category for name in categories])
         won = outcome[rows]
         high = share_difference_high((won < 0.5).astype(float), (won > 0.5).astype(float), clusters[rows]) / 2

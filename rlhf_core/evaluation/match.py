@@ -19,6 +19,7 @@ from rlhf_core.models.foreign import require_openable
 from rlhf_core.runtime.progress import progress
 from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.storage.files import sha256_tree
+from rlhf_core.training.history import nonfinite_as_none
 
 CLEAN = Path("data") / "clean"
 WORK = Path("work") / "match"
@@ -60,11 +61,13 @@ def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int
     if llm_judge is not None:
         evaluation.judge(llm_judge)
     folders = {"champion": champion, "challenger": challenger, JUDGE: workspace / MODELS / JUDGE}
-    return {
-        "comparison": evaluation.comparison,
-        "losses": evaluation.losses(),
-        "champion": measure_text(old.judged),
-        "challenger": measure_text(new.judged),
-        "prompts": len(sets.judged),
-        "content": {role: sha256_tree(folder) for role, folder in folders.items()},
-    }
+    return nonfinite_as_none(
+        {
+            "comparison": evaluation.comparison,
+            "losses": evaluation.losses(),
+            "champion": measure_text(old.judged),
+            "challenger": measure_text(new.judged),
+            "prompts": len(sets.judged),
+            "content": {role: sha256_tree(folder) for role, folder in folders.items()},
+        }
+    )

@@ -95,6 +95,9 @@ class Standing(StrEnum):
     NOT_COMPARED = "not compared"
 
 
+WIN_RATE_KEYS = ("win_rate", "win_rate_low95", "win_rate_high95")
+
+
 @dataclass(frozen=True)
 class JudgeResult:
     """The win rate of the new policy by one judge, ties counted as half, with its 95 % interval over questions.
@@ -113,7 +116,13 @@ class JudgeResult:
 
 
 def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeResult, ...]:
-    """Return the results of the judges that decide: not the reward model's, nor beside a judge the referee's."""
+    """Return the results of the judges that decide: not the reward model's, nor beside a judge the referee's.
+
+    None are returned where one of them was not measured (null): the others alone do not decide.
+    """
+    names = final_judges(comparison)
+    if any(comparison[name].get(key) is None for name in names for key in WIN_RATE_KEYS):
+        return ()
     return tuple(
         JudgeResult(
             name,
@@ -124,7 +133,7 @@ def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeR
             int(comparison[name]["clusters"]),
             comparison[name].get("lc_win_rate"),
         )
-        for name in final_judges(comparison)
+        for name in names
     )
 
 

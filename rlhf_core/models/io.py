@@ -252,13 +252,20 @@ def _is_finite(weight: Tensor) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence progress bars and warnings of libraries inside the block."""
+    """Silence progress bars and warnings of libraries inside the block.
+
+    A panic of tokenizers or safetensors, which is no ``Exception``, becomes a ``RuntimeError``.
+    """
     disabled = logging.root.manager.disable
     bars = transformers_logging.is_progress_bar_enabled()
     logging.disable(logging.WARNING)
     transformers_logging.disable_progress_bar()
     try:
         yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of pyo3, which gives it no module to import it from
+            raise
+        raise RuntimeError(first_line(error)) from error
     finally:
         logging.disable(disabled)
         if bars:

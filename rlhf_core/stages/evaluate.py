@@ -27,6 +27,7 @@ from rlhf_core.sampling.sampler import Sampler
 from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines, atomic_write_text
+from rlhf_core.training.history import nonfinite_as_none
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 
@@ -110,10 +111,11 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     # The last judge is the best one there is: gold in the synthetic world, else the one that selected nothing.
     bad_cases = evaluation.bad_cases(names[-1])
     atomic_write_text(outputs.bad_cases, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad_cases))
-    atomic_write_json(outputs.metrics, metrics)
+    finite: dict[str, Any] = nonfinite_as_none(metrics)  # one such number is not worth the others, which took hours
+    atomic_write_json(outputs.metrics, finite)
     for path in samples:
         context.tracker.log_artifact(path, "samples")
-    return metrics
+    return finite
 
 
 STAGE = Stage(

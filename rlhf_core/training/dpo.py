@@ -23,7 +23,7 @@ from rlhf_core.training import loop
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.examples import LengthBucketedBatches, ReplyBatch, collate, values_of_sequences
 from rlhf_core.training.loop import StepReport
-from rlhf_core.training.losses import chunked_token_logprobs
+from rlhf_core.training.losses import chunked_token_logprobs, ranked_right
 from rlhf_core.training.passes import Scalar, accumulate_gradients, device_scalar, read_scalars
 from rlhf_core.training.reward.run import Split
 from rlhf_core.training.reward.trainer import real_tokens
@@ -185,7 +185,7 @@ class DpoTask:
         chosen, rejected = rewards.detach()
         return loss, {
             "loss": device_scalar(loss),
-            "accuracy": device_scalar((chosen - rejected > 0).sum()) / total,
+            "accuracy": device_scalar(ranked_right(chosen - rejected).sum()) / total,
             "margin": device_scalar((chosen - rejected).sum()) / total,
             "implicit_reward_chosen": device_scalar(chosen.sum()) / total,
             "implicit_reward_rejected": device_scalar(rejected.sum()) / total,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -60,6 +61,11 @@ def pairwise_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None, total
     if margin is not None:
         difference = difference - margin
     return -functional.logsigmoid(difference).sum() / total
+
+
+def ranked_right(margins: Tensor) -> Tensor:
+    """1 where the preferred reply is ahead, 0 where it is behind; an exact tie counts half: (B,) -> (B,)."""
+    return torch.heaviside(margins, margins.new_tensor(0.5))
 
 
 def centering_loss(chosen: Tensor, rejected: Tensor, total: int) -> Tensor:

@@ -161,7 +161,7 @@ class Evaluation:
         deciding = {judge: outcome[judge] for judge in final_judges(outcome)}
         compared = compare_groups(names, deciding, self.config.bootstrap, self.config.seed, self.clusters)
         table: dict[str, dict[str, Any]] = {}
-        for category in sorted(set(names)):
+        for category in sorted(set(names) - {""}):
             here = np.array([name == category for name in names])
             each = np.repeat(here, self.replies_per_prompt)
             row: dict[str, Any] = {"prompts": int(here.sum()), "clusters": len(set(self.clusters[here].tolist()))}

@@ -29,7 +29,7 @@ from rlhf_core.evaluation.report.charts import (
 from rlhf_core.evaluation.report.headline import BEGIN, END, ReleaseDecision, conclude
 from rlhf_core.evaluation.report.metrics import labelled
 from rlhf_core.evaluation.report.sources import JsonObject, ReportSources, package_versions
-from rlhf_core.evaluation.verdict import alarms
+from rlhf_core.evaluation.verdict import WIN_RATE_KEYS, alarms
 from rlhf_core.storage.files import flatten as dotted
 
 COMMIT = 12  # characters of it that are shown
@@ -42,10 +42,7 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
     fired = findings(history)
     method: Method = sources.metrics.get("ppo", {}).get("method", "ppo")  # PPO's own metrics name none
     comparisons = dict(_best_judge_first(evaluation.get("comparison", {})))
-    intervals = [
-        (judge, float(c["win_rate_low95"]), float(c["win_rate"]), float(c["win_rate_high95"]))
-        for judge, c in comparisons.items()
-    ]
+    intervals = measured_intervals(comparisons)
     categories = {
         name: {key: value for key, value in row.items() if key != "comparison"}
         for name, row in evaluation.get("category", {}).items()
@@ -124,6 +121,15 @@ def about(sources: ReportSources) -> list[str]:
     return [f"{name}: {value}" for name, value in known.items() if value]
 
 
+def measured_intervals(comparisons: Mapping[str, JsonObject]) -> list[tuple[str, float, float, float]]:
+    """Return (judge, lower bound, win rate, upper bound) of the comparisons whose numbers are finite."""
+    return [
+        (judge, float(c["win_rate_low95"]), float(c["win_rate"]), float(c["win_rate_high95"]))
+        for judge, c in comparisons.items()
+        if None not in map(c.get, WIN_RATE_KEYS)
+    ]
+
+
 def whole(value: Any) -> Any:
     """Return a whole number as an integer, which is printed as the count that it is, and any other value as it is."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -193,9 +199,11 @@ def category_charts(categories: Mapping[str, JsonObject]) -> list[tuple[str, Mar
     judges = {judge for by_judge in compared.values() for judge in by_judge}
     charts = []
     for judge in final_judges(judges):
-        rows = [(name, by_judge[judge]) for name, by_judge in compared.items() if judge in by_judge]
+        of_judge = {name: by_judge[judge] for name, by_judge in compared.items() if judge in by_judge}
+        rows = [(name, row) for name, row in of_judge.items() if None not in map(row.get, WIN_RATE_KEYS)]
         rows.sort(key=lambda row: row[1]["win_rate"])
-        charts.append((judge, outcome_chart(rows, f"wins, ties and losses by category, by {judge}")))
+        if rows:
+            charts.append((judge, outcome_chart(rows, f"wins, ties and losses by category, by {judge}")))
     return charts
 
 

@@ -112,9 +112,9 @@ def length_balanced_accuracy(margins: np.ndarray, clusters: np.ndarray) -> dict[
 
 
 def accuracy_by_category(margins: np.ndarray, categories: Sequence[str]) -> dict[str, float]:
-    """Accuracy of each category with at least ten pairs (fewer say nothing)."""
+    """Accuracy of each category with at least ten pairs (fewer say nothing); pairs of "" are in none."""
     names = np.asarray(categories)
-    groups = {name: names == name for name in sorted(set(categories))}
+    groups = {name: names == name for name in sorted(set(categories) - {""})}
     return {name: accuracy(margins[k]) for name, k in groups.items() if k.sum() >= SMALLEST_CATEGORY}
 
 

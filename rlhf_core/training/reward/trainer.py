@@ -35,8 +35,9 @@ from rlhf_core.runtime import distributed
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.examples import ReplyBatch, collate, values_of_sequences
 from rlhf_core.training.loop import StepReport
-from rlhf_core.training.losses import StepTotals, centering_loss, chunked_cross_entropy, pairwise_loss
+from rlhf_core.training.losses import StepTotals, centering_loss, chunked_cross_entropy, pairwise_loss, ranked_right
 from rlhf_core.training.passes import Scalar, accumulate_gradients, device_scalar
+from rlhf_core.training.reward.evaluation import accuracy
 from rlhf_core.training.rng import derive_seed
 
 
@@ -233,7 +234,7 @@ class RewardTask:
         """Ranking ``loss``, ``accuracy`` and mean ``margin`` on held-out pairs (at most 512, for the curve)."""
         margins = score_pairs(self.model, self.validation, self.pad).margins
         loss = float(np.logaddexp(0.0, -margins).mean())
-        return {"loss": loss, "accuracy": float((margins > 0).mean()), "margin": float(margins.mean())}
+        return {"loss": loss, "accuracy": accuracy(margins), "margin": float(margins.mean())}
 
 
 def real_tokens(pair: TokenisedPair) -> int:
@@ -271,7 +272,7 @@ def pair_loss(
     share = len(pairs) / totals.rows
     metrics: dict[str, Scalar] = {
         "ranking_loss": device_scalar(loss),
-        "accuracy": share * device_scalar((chosen > rejected).float().mean()),
+        "accuracy": share * device_scalar(ranked_right(chosen - rejected).mean()),
         "margin": share * device_scalar((chosen - rejected).mean()),
     }
     if config.imitation > 0:

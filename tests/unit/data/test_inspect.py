@@ -348,6 +348,14 @@ def test_many_unused_columns_are_counted(tmp_path: Path) -> None:
     assert (value["unused"], value["unused_columns"]) == (file["unused"], 1001)
 
 
+# A tokenizer.json that ends tokenizers in a panic, which is no Exception.
+PANICS = json.dumps({
+    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "pre_tokenizer": None,
+    "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "post_processor": None, "decoder": None,
+    "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+})  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -359,6 +367,7 @@ def test_many_unused_columns_are_counted(tmp_path: Path) -> None:
         ("config-only", "the folder config-only has no tokenizer (tokenizer.json); give a"),
         ("class-only", "the tokenizer in class-only has no vocabulary (tokenizer.json); give a complete folder"),
         ("damaged", "damaged has no readable tokenizer: "),
+        ("panics", "panics has no readable tokenizer: Precompiled: "),
     ],
 )
 def test_a_tokenizer_that_is_none(source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,6 +377,7 @@ def test_a_tokenizer_that_is_none(source: str, message: str, tmp_path: Path, mon
         ("config-only", "config.json", '{"model_type": "llama"}'),
         ("class-only", "tokenizer_config.json", '{"tokenizer_class": "LlamaTokenizer"}'),
         ("damaged", "tokenizer.json", "{"),
+        ("panics", "tokenizer.json", PANICS),
     ):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / file).write_text(text)

@@ -77,6 +77,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory, models: Path, prompts: list[
     return run_stage(tmp_path_factory.mktemp("plain"), models, prompts)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_number_that_is_not_finite_is_null_beside_the_others(
+    tmp_path: Path, models: Path, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    monkeypatch.setattr(evaluate, "held_out_perplexities", lambda *_: {"preferred": value})
+    metrics, _ = run_stage(tmp_path, models, prompts)
+    assert metrics["sft"].pop("perplexity_preferred") is metrics["policy"].pop("perplexity_preferred") is None
+    assert finite(metrics)
+
+
 def test_world_prompts_are_judged_by_all(plain: Measured, models: Path, prompts: list[Prompt]) -> None:
     metrics, outputs = plain
     judges = {"gold", "reward", "referee", "judge"}

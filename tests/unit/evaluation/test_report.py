@@ -271,6 +271,16 @@ def test_the_conclusion_is_the_judges_and_the_release_the_gates(
     assert ("Stopped at the policy gate: kl. Nothing may be registered." in conclusion["release"]) == (not passed)
 
 
+@pytest.mark.parametrize("name", ["win_rate", "win_rate_low95", "win_rate_high95"])
+def test_a_win_rate_that_is_not_finite_is_no_conclusion_and_in_no_chart(name: str) -> None:
+    row = judged(0.6, 0.7) | {name: None}
+    evaluation = {"comparison": {"judge": row}, "category": {"fact": {"comparison": {"judge": row}}}}
+    assert headlines.conclude({}, evaluation)["headline"].startswith("No verdict")
+    assert view.measured_intervals(evaluation["comparison"]) == []
+    assert view.category_charts(evaluation["category"]) == []
+    assert len(view.tiles({"evaluation": evaluation})) <= 1
+
+
 def test_charts_by_category_begin_with_the_worst_and_count_questions() -> None:
     won = {"win": 1.0, "tie": 0.0, "lose": 0.0, "win_rate": 0.75, "win_rate_low95": 0.5, "win_rate_high95": 0.875}
     better, worse = ({**won, "win_rate": rate, "prompts": 12, "clusters": 5} for rate in (0.75, 0.25))

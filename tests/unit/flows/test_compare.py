@@ -213,3 +213,11 @@ def test_names_of_settings_break_behind_dots_and_underscores(tmp_path: Path, mon
         workspace(tmp_path / name, params={"ppo": {"selection": {"max_repetition_increase": most}}})
     lines = [line.split() for line in command("a", "b").stdout.splitlines()]
     assert ["repetition_increase"] in lines and any(line[:1] == ["ppo.selection.max_"] for line in lines)
+
+
+@pytest.mark.parametrize("name", ["win_rate", "win_rate_low95", "win_rate_high95"])
+def test_a_win_rate_that_is_not_finite_leaves_the_rest_of_the_table(tmp_path: Path, name: str) -> None:
+    evaluation = json.loads(json.dumps(EVALUATION))
+    evaluation["comparison"]["judge"][name] = None
+    text = command(workspace(tmp_path / "one", evaluation=evaluation)).stdout
+    assert "75.0%" in text and ("70.0%" in text) == (name != "win_rate")

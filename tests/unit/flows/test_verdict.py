@@ -24,12 +24,14 @@ from flows.pipeline.artifacts import publish_gate_tables, publish_report, publis
 from flows.pipeline.events import EventLog, RunEnded, events_file
 from flows.registry.client import mlflow_address, run_page
 from flows.registry.decisions import PromotionDecision
+from flows.registry.match import decided_by
 from flows.stage import StageOutcome
 from flows.workspace import record_services
 from rlhf_core.config.loading import profiles
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
-from rlhf_core.evaluation.verdict import JudgeResult, Standing, judge_results, standing_of
+from rlhf_core.evaluation.promotion import win_rate_criteria
+from rlhf_core.evaluation.verdict import WIN_RATE_KEYS, JudgeResult, Standing, judge_results, standing_of
 
 EVALUATED = {
     name: StageOutcome(name, "ran", started=0.0, ended=1.0, work_seconds=1.0) for name in ("evaluate", "report")
@@ -99,6 +101,23 @@ def test_a_kl_that_is_not_finite_leaves_the_rest_of_the_verdict(tmp_path: Path, 
     verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4"))
     assert verdict.headline == "better than SFT" and verdict.kl is None
     assert "KL" not in pipeline.verdict_markdown(verdict) and "KL" not in dict(verdict_rows(verdict, tmp_path))
+
+
+@pytest.mark.parametrize("name", WIN_RATE_KEYS)
+def test_a_win_rate_that_is_not_finite_decides_nothing(tmp_path: Path, name: str) -> None:
+    sure = interval(0.6, 0.7, 0.8)
+    workspace_with(tmp_path, judge=sure, gold=sure | {name: None})  # type: ignore[dict-item]
+    verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4"))
+    assert verdict.standing is Standing.NOT_COMPARED and "a win rate against SFT is no number" in verdict.headline
+    assert verdict_rows(verdict, tmp_path) and pipeline.verdict_markdown(verdict)
+
+
+@pytest.mark.parametrize("name", WIN_RATE_KEYS[:2])
+def test_a_match_with_a_win_rate_that_is_not_finite_promotes_nothing(name: str) -> None:
+    sure = interval(0.6, 0.7, 0.8)
+    match = {"comparison": {"judge": sure, "gold": sure | {name: None}}}
+    passed, reason = decided_by(match, 0.5, win_rate_criteria(match, 0.5, 0.05, 1))
+    assert not passed and "by gold: gold win rate not measured, judge win rate 0.700" in reason
 
 
 def test_a_match_makes_the_champion_the_opponent(tmp_path: Path) -> None:

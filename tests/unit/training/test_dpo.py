@@ -23,7 +23,15 @@ from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.stages import critic, policy_by_dpo
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.tracking.stage_run import Tracker
-from rlhf_core.training.dpo import DpoTask, all_logprobs, batch_logprobs, dpo_loss, implicit_rewards, reference_logprobs
+from rlhf_core.training.dpo import (
+    DpoTask,
+    all_logprobs,
+    batch_logprobs,
+    dpo_loss,
+    implicit_rewards,
+    reference_logprobs,
+    scoring_rows,
+)
 from rlhf_core.training.engine.base import LocalEngine
 from rlhf_core.training.history import read_history
 from rlhf_core.training.reward.run import Split, split_of
@@ -144,6 +152,14 @@ def test_training_begins_at_log_2_in_any_micro_batches(loaded: Fixture, workspac
     assert gradients[0] and max(float(g.abs().max()) for g in gradients[0]) > 1e-4
     for whole, parts in zip(*gradients, strict=True):
         assert torch.allclose(whole, parts, atol=1e-6)
+
+
+def test_before_training_every_pair_is_a_tie_that_counts_half(loaded: Fixture, workspace: Path, tmp_path: Path) -> None:
+    model, _ = load_policy(workspace / "models/sft")
+    one = task(loaded, model, tmp_path)
+    one.validation_reference = all_logprobs(model, one.validation, one.pad, scoring_rows(one.config), one.logits_bytes)
+    measured = one.evaluate()
+    assert (measured["accuracy"], measured["margin"]) == (0.5, 0.0)
 
 
 def test_length_normalised_rewards_are_means_over_tokens(loaded: Fixture, workspace: Path, tmp_path: Path) -> None:

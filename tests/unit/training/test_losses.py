@@ -159,6 +159,16 @@ def test_parts_and_shared_prompts_change_neither_loss_nor_gradient(scalar, rows,
         assert metrics == pytest.approx(measured[0][2], rel=1e-5, abs=1e-6)
 
 
+def test_a_tie_counts_half_in_the_accuracy_of_a_step(scalar) -> None:  # type: ignore[no-untyped-def]
+    won, lost = [9, 10, 4], [11, 4]
+    if float(score_pairs(scalar, [TokenisedPair(0, [7, 8], won, lost)], 0).margins[0]) < 0:
+        won, lost = lost, won
+    for chosen, rejected, accuracy in ((won, lost, 1.0), (lost, won, 0.0), (won, won, 0.5), (lost, lost, 0.5)):
+        pair = TokenisedPair(0, [7, 8], chosen, rejected)
+        _, metrics = pair_loss(scalar, [pair], None, RewardConfig(), 0, StepTotals(1, len(chosen)))
+        assert float(metrics["accuracy"]) == accuracy
+
+
 def test_a_sequence_that_pairs_share_is_scored_once_and_rewards_keep_their_order(scalar, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     prompt, best, long = [7, 8], [9, 10, 4], [11, 12, 13, 14, 15, 16, 4]
     pairs = [

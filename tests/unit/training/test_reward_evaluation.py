@@ -116,6 +116,7 @@ def test_a_tie_of_rewards_is_no_success_for_the_bound() -> None:
 def test_categories_too_small_to_say_anything_are_left_out() -> None:
     margins = np.array([1.0] * 8 + [-1.0] * 2 + [1.0])
     assert evaluation.accuracy_by_category(margins, ["a"] * 10 + ["b"]) == {"a": 0.8}
+    assert evaluation.accuracy_by_category(margins, [""] * 11) == {}
 
 
 def test_agreement() -> None:
