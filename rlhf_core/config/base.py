@@ -41,7 +41,7 @@ class BaseConfig(StageConfig):
 
 
 class BaseStageConfig(BaseConfig):
-    """The stage's settings with PPO's beside them: of ``ppo`` only ``max_new_tokens`` is read."""
+    """The stage's settings with PPO's beside them: of ``ppo`` only ``max_new_tokens`` and the adapters are read."""
 
     ppo: PpoConfig = PpoConfig()
 

@@ -133,6 +133,26 @@ Result = TypeVar("Result")
 MISSING_LORA = "lora is set, but peft is not installed: pip install 'rlhf-pipeline[lora]', or remove the setting"
 
 
+def adapted_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Return the names, such as ``q_proj``, of the layers that adapters go into.
+
+    Raises:
+        ModelError: ``config.targets`` names something that is not a linear layer, the model has none (GPT-2, whose
+            layers are transposed), or it has fewer layers than ``config.upper_layers``.
+    """
+    of_class = type(model).__name__
+    layers = {name.rpartition(".")[2] for name, module in model.base_model.named_modules() if is_linear(module)}
+    unknown = sorted(set(config.targets) - layers)
+    if layers and unknown:
+        raise ModelError(f"{of_class} has no linear layer {unknown[0]} for lora; it has {sorted(layers)}")
+    if not layers:
+        raise ModelError(f"{of_class} has no layers of the class Linear, which lora adapts; train it without lora")
+    depth = model.config.get_text_config().num_hidden_layers
+    if config.upper_layers is not None and config.upper_layers > depth:
+        raise ModelError(f"lora.upper_layers is {config.upper_layers}, but {of_class} has {depth} layers")
+    return sorted(config.targets or layers)
+
+
 def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     """Freeze ``model`` and add adapters to its linear layers, in place. Untrained adapters change no output.
 
@@ -143,8 +163,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         seed: Determines the random half of every adapter.
 
     Raises:
-        ModelError: ``config.targets`` names something that is not a linear layer, or the model has fewer layers than
-            ``config.upper_layers``.
+        ModelError: As for :func:`adapted_names`.
         RlhfError: peft is not installed.
     """
     try:
@@ -152,16 +171,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
             import peft
     except ImportError as error:
         raise RlhfError(MISSING_LORA) from error
-    layers = {name.rpartition(".")[2] for name, module in model.base_model.named_modules() if is_linear(module)}
-    unknown = sorted(set(config.targets) - layers)
-    if unknown:
-        raise ModelError(f"{type(model).__name__} has no linear layer {unknown[0]} for lora; it has {sorted(layers)}")
-    if not layers:
-        raise ModelError(f"{type(model).__name__} has no linear layers that lora could adapt; train it without lora")
-    chosen = sorted(config.targets or layers)
+    chosen = adapted_names(model, config)
     depth = model.config.get_text_config().num_hidden_layers
-    if config.upper_layers is not None and config.upper_layers > depth:
-        raise ModelError(f"lora.upper_layers is {config.upper_layers}, but {type(model).__name__} has {depth} layers")
     upper = list(range(depth - config.upper_layers, depth)) if config.upper_layers is not None else None
     settings = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=chosen, layers_to_transform=upper, lora_dropout=0.0

@@ -15,6 +15,7 @@ from rlhf_core.data.chat_template import refused_dialogues
 from rlhf_core.data.schema import Demonstration, Message, PairUser, Preference, PretrainText, Prompt, read_rows
 from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.fingerprint.tracked_files import STARTING_MODEL_FILE
+from rlhf_core.models.adapters import adapted_names
 from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer, with_stop_tokens
 from rlhf_core.models.foreign import find_hub_model, prepare_tokenizer, require_openable, require_trainable
 from rlhf_core.models.gguf import is_gguf, load_gguf
@@ -33,7 +34,8 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
     """Write ``models/base``.
 
     Raises:
-        ModelError: ``base.source`` cannot be loaded, or samples replies otherwise than it scores them.
+        ModelError: ``base.source`` cannot be loaded, samples replies otherwise than it scores them, or has no layers
+            for PPO's adapters.
         DataError: A prompt leaves no room for a reply of PPO.
     """
     if config.source == "scratch":
@@ -66,8 +68,11 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
         tokenizer = with_stop_tokens(tokenizer, model)
         for dialogue, reason in refused_dialogues(tokenizer).items():
             logger.warning("the chat template of %s does not take %s: %s", config.source, dialogue, reason)
+    # What follows would else be found by a later stage, after hours.
+    for lora in filter(None, (config.ppo.policy_lora, config.ppo.critic_lora)):
+        adapted_names(model, lora)
     positions = getattr(model.config, "max_position_embeddings", None)
-    for split in ("train", "validation", "test"):  # the stages from critic to evaluate would stop after hours
+    for split in ("train", "validation", "test"):
         table = read_tokens(context.tokens, inputs.clean / "prompts" / f"{split}.parquet", Prompt.KIND, tokenizer)
         require_room(table.column("prompt"), config.ppo.max_new_tokens, positions, "ppo.max_new_tokens")
     save_policy(outputs.model, model, tokenizer)

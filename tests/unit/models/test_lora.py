@@ -100,7 +100,7 @@ def test_ppo_with_adapters_keeps_its_reference_and_resumes_exactly(tmp_path: Pat
     [
         (llama, LoraConfig(targets=("query",)), r"no linear layer query.*q_proj"),
         (llama, LoraConfig(upper_layers=3), r"upper_layers is 3, but LlamaForCausalLM has 2 layers"),
-        (gpt2, LORA, "GPT2LMHeadModel has no linear layers that lora could adapt"),  # it has layers of its own class
+        (gpt2, LORA, "GPT2LMHeadModel has no layers of the class Linear, which lora adapts"),
     ],
 )
 def test_what_a_model_does_not_have_cannot_be_adapted(make: Any, lora: LoraConfig, reason: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,3 +155,19 @@ def test_a_prompt_that_leaves_no_room_for_a_reply_stops_the_stage(split: str, tm
     run_base(tmp_path / "source", tmp_path, [question], split, ppo={"max_new_tokens": 40 - tokens})
     with pytest.raises(DataError, match=rf"longest prompt \({tokens} tokens\) and ppo.max_new_tokens .* 40 positions"):
         run_base(tmp_path / "source", tmp_path, [question], split, ppo={"max_new_tokens": 41 - tokens})
+
+
+@pytest.mark.parametrize(
+    ("ppo", "reason"),
+    [
+        ({"policy_lora": {"targets": ["query"]}}, "no linear layer query"),
+        ({"critic_lora": {"upper_layers": 99}}, "upper_layers is 99"),
+    ],
+)
+def test_adapters_that_the_model_has_no_layers_for_stop_the_stage(
+    ppo: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    tokenizer = BASE.tokenizer
+    save_policy(tmp_path / "source", tiny_model(tokenizer), tokenizer)
+    with pytest.raises(ModelError, match=reason):
+        run_base(tmp_path / "source", tmp_path, ppo=ppo)
