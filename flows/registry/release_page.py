@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.gates import GATES, REPORT_MODE, SIGNS, read_gate
-from flows.registry.aliases import CHAMPION, get_version, read_aliases, registry_errors
+from flows.registry.aliases import CHAMPION, read_aliases, registry_errors, version_numbers, versions
 from flows.registry.client import RELEASE_PAGE, REPORT_PAGE, connect, has_record
 from flows.registry.decisions import read_decisions, utc_now
 from flows.registry.evidence import DATA_CARD, gate_conditions
@@ -66,6 +66,11 @@ def read_release_decision(workspace: Path, notes: RunNotes | None = None) -> Rel
     if here is None:
         return _not_registered(workspace, notes)
     state = ReleaseState.of(workspace, here.model)
+    if here.version not in version_numbers(state.client, here.model):
+        champion = _champion_sentence(here.model, state.champion)
+        again = ("rlhf run", "registers the policy again")
+        gone = _say(BAD, f"Not released: {_label(here)} was deleted", "It is no longer in the registry.", "", again)
+        return replace(gone, registered="No version holds this policy.", champion=champion)
     version = state.version(here.version)
     gates = f"; no gate vouches for it: {here.ungated}" if here.ungated else "; it passed its gates"
     return replace(
@@ -258,8 +263,8 @@ def write_release_page(workspace: Path, notes: RunNotes | None = None) -> Releas
     atomic_write_json(private_path(workspace, RECORD), {"report_sha256": digest, "notes": asdict(notes)})
     if here is not None:  # the page lies beside the evidence of the version that it is about
         client = connect(workspace)
-        run_id = get_version(client, here.model, here.version).run_id
-        if run_id:
+        listed = {str(version.version): version for version in versions(client, here.model)}  # it may be deleted
+        if here.version in listed and (run_id := listed[here.version].run_id):
             with registry_errors(f"attach {page.name} to {_label(here)}"):
                 client.log_artifact(run_id, str(page))
                 if (card := workspace / DATA_CARD.with_name("card.html")).is_file():  # to which it links

@@ -214,6 +214,18 @@ def test_a_report_without_a_place_for_it_has_no_page(registry: Registry, contest
     assert not (contest / "release.html").exists()
 
 
+@pytest.mark.parametrize(("number", "champion"), [("1", "has no champion"), ("2", "is version 1")])
+def test_a_version_that_was_deleted_is_no_longer_called_released(
+    registry: Registry, contest: Path, number: str, champion: str
+) -> None:
+    assert f"{MODEL} version {number}" in on_page(hold(contest, number))
+    registry.client.delete_model_version(MODEL, number)
+    shown, decision = on_page(contest), decided(contest)
+    assert f"Not released: {MODEL} version {number} was deleted" in shown and "is the champion" not in shown
+    assert (decision.state, decision.next_command) == ("bad", "rlhf run")
+    assert champion in decision.champion
+
+
 def test_an_absent_registry_leaves_the_page(registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_release_page(hold(contest, "2"))
     before = (contest / "release.html").read_text()
