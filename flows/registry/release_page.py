@@ -16,7 +16,7 @@ from flows.registry.client import RELEASE_PAGE, REPORT_PAGE, connect, has_record
 from flows.registry.decisions import read_decisions, utc_now
 from flows.registry.evidence import DATA_CARD, gate_conditions
 from flows.registry.history import DECLINE, ReleaseState, utc_minute
-from flows.registry.promote import DECLINED_TAG, promotion_obstacle
+from flows.registry.promote import DECLINED_TAG, promotion_obstacle, removed_champion
 from flows.registry.workspace import RegisteredHere, read_registered
 from flows.workspace import PRIVATE, private_path
 from rlhf_core.config.loading import load_section
@@ -34,6 +34,7 @@ GOOD, BAD, OPEN = "good", "bad", "open"
 CHANGE = ("rlhf run", "after a change of data or params.yaml; what is up to date is not repeated")
 CHAT = ("rlhf chat", "talk to the champion")
 EXPLAIN = ("rlhf promote --dry-run --explain", "every criterion with its value and margin")
+FORCE = ("rlhf promote --force --reason TEXT", "makes it champion without a match")
 OWNER = ("rlhf registry terms", "who owns the registered policy, and what a promotion requires")
 
 
@@ -193,6 +194,8 @@ def _not_promoted(state: ReleaseState, here: RegisteredHere, version: ModelVersi
         reason = "" if said else f"{obstacle[0].upper()}{obstacle[1:]}."
         unmet = _unmet_conditions(workspace) if here.ungated else ()
         return _say(OPEN, headline, reason, "", OWNER if not_allowed else explain, unmet)
+    if removed := removed_champion(state):
+        return _say(OPEN, headline, f"{removed[0].upper()}{removed[1:]}.", "", OWNER if not_allowed else FORCE)
     about = (here.model, here.version)
     decisions = [made for made in read_decisions(workspace) if (made.get("model"), made.get("challenger")) == about]
     if decisions:  # criteria that do not hold, or a request that no longer stands

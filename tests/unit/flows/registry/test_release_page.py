@@ -226,6 +226,22 @@ def test_a_version_that_was_deleted_is_no_longer_called_released(
     assert champion in decision.champion
 
 
+@pytest.mark.parametrize("by", ["version", "alias"])
+def test_a_challenger_whose_champion_was_removed_by_hand(registry: Registry, contest: Path, by: str) -> None:
+    hold(contest, "2")
+    if by == "version":
+        registry.client.delete_model_version(MODEL, "1")
+    else:
+        registry.client.delete_registered_model_alias(MODEL, "champion")
+    refusal = promote(contest, play=ScriptedMatch())
+    decision = decided(contest)
+    assert not refusal.promoted and decision.headline == f"Not released: {MODEL} version 2 was not promoted"
+    assert decision.reason[1:] == f"{refusal.reason[1:]}." and "version 1 was champion" in refusal.reason
+    assert decision.next_command == "rlhf promote --force --reason TEXT"
+    promote(contest, force_reason="nothing to compare with")
+    assert "is the champion" in on_page(contest)
+
+
 def test_an_absent_registry_leaves_the_page(registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_release_page(hold(contest, "2"))
     before = (contest / "release.html").read_text()
