@@ -106,8 +106,15 @@ SEPARATOR = " · "
 
 
 def workspace_slug(workspace: Path) -> str:
-    """Return the name of the workspace as names on a server carry it: lowercase letters, digits and dashes."""
-    return re.sub(r"[^a-z0-9]+", "-", workspace.resolve().name.lower()).strip("-") or "workspace"
+    """Return the name of the workspace as names on a server carry it: lowercase letters, digits and dashes.
+
+    That of a trial begins with its base: trials of the same settings have the same folder name in every base.
+    """
+    from rlhf_core.tracking.stage_run import record_folder
+
+    folder = workspace.resolve()
+    names = dict.fromkeys([record_folder(folder), folder])
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(part.name for part in names).lower()).strip("-") or "workspace"
 
 
 def run_label(workspace: Path, profile: str, started: datetime) -> str:

@@ -17,6 +17,9 @@ SECRET_NAME = r"(?:key|token|secret|passw(?:or)?d|signature|sig|auth|authorizati
 # Shorter values of the environment are words that occur in ordinary texts.
 SHORTEST_SECRET = 6
 _SECRET_VARIABLE = re.compile(r"(?:KEY|TOKEN|SECRET|PASSW(?:OR)?D|AUTH_STRING|CREDENTIALS?)$", re.IGNORECASE)
+# Any other name that ends in KEY may be that of a column or a sort, whose value messages have to say.
+_PLAIN_KEY = re.compile(r"(?<!API)(?<!ACCESS)(?<!ACCOUNT)(?<!ENCRYPTION)(?<!PRIVATE)(?<!SECRET)(?<!SIGNING)_KEY$", re.I)
+_WORDS = re.compile(r"(?=.{0,24}$)[a-z]+(?:[_.-][a-z]+)*")
 # The path of a key, no key: a message has to name it.
 _KEY_FILE = re.compile(r"[~.]{0,2}(?:/[\w.-]+)+\.\w{1,8}|.+\.(?:pem|key|crt)")
 _WITH_PASSWORD = re.compile(r"://[^\s/@:]*:(.+)@[^\s@]*$")
@@ -60,6 +63,8 @@ def environment_secrets() -> list[str]:
     """Values of environment variables named as secrets, and passwords of URLs in others; the longest first."""
     secrets = set()
     for name, value in os.environ.items():
+        if _PLAIN_KEY.search(name) and _WORDS.fullmatch(value):
+            continue
         if _SECRET_VARIABLE.search(name) and not _KEY_FILE.fullmatch(value) and not os.path.exists(value):
             secrets |= {value, *value.split(":", 1)[1:]}  # user:password, as Prefect's is
         elif "://" in value and (match := _WITH_PASSWORD.search(value)):

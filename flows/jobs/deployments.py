@@ -60,16 +60,16 @@ def require_own_names(client: SyncPrefectClient, workspace: Path) -> None:
         ConfigError: names the other workspace.
     """
     is_own = os.environ.get("PREFECT_API_DATABASE_CONNECTION_URL") == embedded_database(workspace)
-    ending = f"-{workspace_slug(workspace)}"
+    slug = workspace_slug(workspace)
     ours = FlowFilter(name=FlowFilterName(any_=[JOB_FLOW, *FLOWS]))
-    named = DeploymentFilter(name=DeploymentFilterName(like_=ending))
+    named = DeploymentFilter(name=DeploymentFilterName(like_=f"-{slug}"))
     for deployment in client.read_deployments(flow_filter=ours, deployment_filter=None if is_own else named):
         owner = deployment.parameters.get("workspace")
         if not owner or os.path.realpath(owner) == os.path.realpath(workspace):
             continue
         if is_own:
             client.delete_deployment(deployment.id)
-        elif deployment.name.endswith(ending):
+        elif workspace_slug(Path(owner)) == slug:
             raise ConfigError(
                 f"the deployment {deployment.name} on this Prefect server belongs to the workspace {owner}; rename the "
                 f"folder {workspace}, use another server, or, if that workspace is gone, delete its deployments "

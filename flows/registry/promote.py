@@ -140,17 +140,9 @@ def _decide(
     if obstacle and force_reason is None:
         return decision.refused(f"{obstacle}; promote it with --force --reason TEXT", unchanged=True)
     if champion is None:
-        removed = ""
-        if state.recorded_champion is not None:  # without the alias it would be spared a match
-            last = next(reversed(state.champions), None)
-            remedy = f"--version {last} --force --reason TEXT` restores version {last}"
-            remedy = remedy if last is not None else "--force --reason TEXT` promotes without a match"
-            removed = (
-                f"version {state.recorded_champion} was champion, and @{CHAMPION} was removed by something else than "
-                f"rlhf, so there is nothing to compare with; `rlhf promote {remedy}"
-            )
-            if force_reason is None:
-                return decision.refused(removed, unchanged=True)
+        removed = removed_champion(state)
+        if removed and force_reason is None:  # without the alias it would be spared a match
+            return decision.refused(removed, unchanged=True)
         reason = "; ".join(part for part in (obstacle, removed) if part) or "there was no champion"
         passed = True  # else it is forced
     else:
@@ -331,6 +323,19 @@ def _champion_entry(
         champions=champions,
         decision=decision,
         model_tags=model_tags,
+    )
+
+
+def removed_champion(state: ReleaseState) -> str:
+    """Why no challenger takes the free place of the champion; empty if there never was one, or there is one."""
+    if state.champion is not None or state.recorded_champion is None:
+        return ""
+    last = next(reversed(state.champions), None)
+    remedy = f"--version {last} --force --reason TEXT` restores version {last}"
+    remedy = remedy if last is not None else "--force --reason TEXT` promotes without a match"
+    return (
+        f"version {state.recorded_champion} was champion, and @{CHAMPION} was removed by something else than rlhf, so "
+        f"there is nothing to compare with; `rlhf promote {remedy}"
     )
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.gates import GATES, REPORT_MODE, SIGNS, read_gate
-from flows.registry.aliases import CHAMPION, get_version, read_aliases, registry_errors
+from flows.registry.aliases import CHAMPION, read_aliases, registry_errors, version_numbers, versions
 from flows.registry.client import RELEASE_PAGE, REPORT_PAGE, connect, has_record
 from flows.registry.decisions import read_decisions, utc_now
 from flows.registry.evidence import DATA_CARD, gate_conditions
 from flows.registry.history import DECLINE, ReleaseState, utc_minute
-from flows.registry.promote import DECLINED_TAG, promotion_obstacle
+from flows.registry.promote import DECLINED_TAG, promotion_obstacle, removed_champion
 from flows.registry.workspace import RegisteredHere, read_registered
 from flows.workspace import PRIVATE, private_path
 from rlhf_core.config.loading import load_section
@@ -34,6 +34,7 @@ GOOD, BAD, OPEN = "good", "bad", "open"
 CHANGE = ("rlhf run", "after a change of data or params.yaml; what is up to date is not repeated")
 CHAT = ("rlhf chat", "talk to the champion")
 EXPLAIN = ("rlhf promote --dry-run --explain", "every criterion with its value and margin")
+FORCE = ("rlhf promote --force --reason TEXT", "makes it champion without a match")
 OWNER = ("rlhf registry terms", "who owns the registered policy, and what a promotion requires")
 
 
@@ -66,6 +67,11 @@ def read_release_decision(workspace: Path, notes: RunNotes | None = None) -> Rel
     if here is None:
         return _not_registered(workspace, notes)
     state = ReleaseState.of(workspace, here.model)
+    if here.version not in version_numbers(state.client, here.model):
+        champion = _champion_sentence(here.model, state.champion)
+        again = ("rlhf run", "registers the policy again")
+        gone = _say(BAD, f"Not released: {_label(here)} was deleted", "It is no longer in the registry.", "", again)
+        return replace(gone, registered="No version holds this policy.", champion=champion)
     version = state.version(here.version)
     gates = f"; no gate vouches for it: {here.ungated}" if here.ungated else "; it passed its gates"
     return replace(
@@ -188,6 +194,8 @@ def _not_promoted(state: ReleaseState, here: RegisteredHere, version: ModelVersi
         reason = "" if said else f"{obstacle[0].upper()}{obstacle[1:]}."
         unmet = _unmet_conditions(workspace) if here.ungated else ()
         return _say(OPEN, headline, reason, "", OWNER if not_allowed else explain, unmet)
+    if removed := removed_champion(state):
+        return _say(OPEN, headline, f"{removed[0].upper()}{removed[1:]}.", "", OWNER if not_allowed else FORCE)
     about = (here.model, here.version)
     decisions = [made for made in read_decisions(workspace) if (made.get("model"), made.get("challenger")) == about]
     if decisions:  # criteria that do not hold, or a request that no longer stands
@@ -258,8 +266,8 @@ def write_release_page(workspace: Path, notes: RunNotes | None = None) -> Releas
     atomic_write_json(private_path(workspace, RECORD), {"report_sha256": digest, "notes": asdict(notes)})
     if here is not None:  # the page lies beside the evidence of the version that it is about
         client = connect(workspace)
-        run_id = get_version(client, here.model, here.version).run_id
-        if run_id:
+        listed = {str(version.version): version for version in versions(client, here.model)}  # it may be deleted
+        if here.version in listed and (run_id := listed[here.version].run_id):
             with registry_errors(f"attach {page.name} to {_label(here)}"):
                 client.log_artifact(run_id, str(page))
                 if (card := workspace / DATA_CARD.with_name("card.html")).is_file():  # to which it links

@@ -25,6 +25,7 @@ BACKLOG = 2048
 MOST_CONNECTIONS = 1024
 # From the opening of a connection to the end of a request's head, and so from its next request's first byte on.
 HEAD_SECONDS = 10.0
+WRITE_SECONDS = 60.0  # that a client may take to read some of a response for which there is no more room
 MINUTE = 60.0
 
 
@@ -98,9 +99,13 @@ def limited_protocol(most: int) -> type[asyncio.Protocol]:
     every: set[LimitedConnection] = set()
 
     class LimitedConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-        """Closes itself if the head of a request takes too long, or for a newer connection while there are too many."""
+        """Closes itself if the head of a request takes too long, or for a newer connection while there are too many.
+
+        One whose client does not read its response is closed, too.
+        """
 
         head_timer: asyncio.TimerHandle | None = None
+        write_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             every.add(self)
@@ -124,7 +129,16 @@ def limited_protocol(most: int) -> type[asyncio.Protocol]:
             if self in every and not self.transport.is_closing():
                 waiting[self] = None
 
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self.write_timer = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._stop_writing()
+
         def connection_lost(self, error: Exception | None) -> None:
+            self._stop_writing()
             self.forget()
             super().connection_lost(error)
 
@@ -141,6 +155,11 @@ def limited_protocol(most: int) -> type[asyncio.Protocol]:
             if self.head_timer is not None:
                 self.head_timer.cancel()
                 self.head_timer = None
+
+        def _stop_writing(self) -> None:
+            if self.write_timer is not None:
+                self.write_timer.cancel()
+                self.write_timer = None
 
         def _close_silent(self) -> None:
             self.transport.close()

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ logger = logging.getLogger(__name__)
 # How much one request takes, by MLflow's limits.
 MOST = {"metrics": 1000, "params": 100, "tags": 100, "artifact": 1, "end": 1}
 LONGEST_PARAM = 500
+REASONS_SHOWN = 3  # of many refusals
 ACCESS_DENIED = frozenset({401, 403})
 NOT_FINAL = frozenset({408, 425, 429})
 # Held by the process that delivers a workspace's records for as long as it does.
@@ -155,15 +155,14 @@ class Courier:
     def send(self, journal: Journal) -> list[JournalRecord]:
         """Send what waits in ``journal``, whose stage may be running, and return it.
 
-        A record that the server refuses for good is dropped, with a warning.
+        A value that the server refuses for good is dropped, with a warning.
 
         Raises:
             ServerAway: The journal stays as it was.
         """
         records, position = journal.undelivered()
-        for request in requests_for(self.client, self.make_run(journal), records):
-            with _refusals_logged(journal):
-                request()
+        run_id = self.make_run(journal)
+        _log_refusals(run_id, [why for batch in batches(records) for why in refusals(self.client, run_id, *batch)])
         if records:
             journal.mark_delivered(position)
         self.sent += len(records)
@@ -176,8 +175,8 @@ class Courier:
             ServerAway: The journal stays as it was.
         """
         if not journal.has_end():
-            with _refusals_logged(journal):
-                self.client.set_terminated(journal.header.run_id, "FAILED")
+            run_id, ended = str(journal.header.run_id), JournalRecord("end", {"status": "FAILED"})
+            _log_refusals(run_id, refusals(self.client, run_id, "end", [(ended, "status", "FAILED")]))
         journal.delete()
 
     def is_elsewhere(self, journal: Journal) -> bool:
@@ -227,36 +226,55 @@ class Courier:
                         journal.release()
 
 
-def requests_for(client: Any, run_id: str, records: Sequence[JournalRecord]) -> Iterator[Callable[[], object]]:
-    """Calls that send ``records`` in order, in as few requests as MLflow allows."""
-    from mlflow.entities import Metric, Param, RunTag
+Item = tuple[JournalRecord, str, Any]  # a record, the name of one of its values, and that value
 
+
+def batches(records: Sequence[JournalRecord]) -> Iterator[tuple[str, list[Item]]]:
+    """The values of ``records`` in order, in as few parts of one kind as MLflow allows requests."""
     for kind, group in groupby(records, lambda record: record.kind):
         items = [(record, name, value) for record in group for name, value in record.values.items()]
-        for start in range(0, len(items), MOST[kind]):
-            batch = items[start : start + MOST[kind]]
-            record, name, value = batch[0]
-            if kind == "metrics":
-                metrics = [Metric(name, value, record.time, record.step) for record, name, value in batch]
-                yield partial(client.log_batch, run_id, metrics=metrics)
-            elif kind == "params":
-                params = [Param(name, str(value)[:LONGEST_PARAM]) for _, name, value in batch]
-                yield partial(client.log_batch, run_id, params=params)
-            elif kind == "tags":
-                yield partial(client.log_batch, run_id, tags=[RunTag(name, str(value)) for _, name, value in batch])
-            elif kind == "artifact":
-                yield partial(client.log_artifact, run_id, name, value)
-            else:
-                yield partial(client.set_terminated, run_id, value, record.time)
+        yield from ((kind, items[start : start + MOST[kind]]) for start in range(0, len(items), MOST[kind]))
 
 
-@contextmanager
-def _refusals_logged(journal: Journal) -> Iterator[None]:
-    """Go on, with a warning, after a request that the server refuses for good, or a file that cannot be stored."""
+def refusals(client: Any, run_id: str, kind: str, batch: Sequence[Item]) -> list[str]:
+    """Send a batch; return why the server refuses some of it for good, or why a file cannot be stored.
+
+    MLflow refuses a request as a whole for one value in it. Its halves are sent then, so that only that value is lost.
+
+    Raises:
+        ServerAway: A part may have arrived.
+    """
     try:
         with away_errors():
-            yield
+            _post(client, run_id, kind, batch)
     except ServerAway:
         raise
     except Exception as error:  # stores of artifacts have errors of their own
-        logger.warning("MLflow refused records of run %s: %s", journal.header.run_id, named_line(error))
+        if len(batch) == 1:
+            return [named_line(error)]
+        middle = len(batch) // 2
+        return [why for half in (batch[:middle], batch[middle:]) for why in refusals(client, run_id, kind, half)]
+    return []
+
+
+def _post(client: Any, run_id: str, kind: str, batch: Sequence[Item]) -> None:
+    from mlflow.entities import Metric, Param, RunTag
+
+    record, name, value = batch[0]
+    if kind == "metrics":
+        metrics = [Metric(name, value, record.time, record.step) for record, name, value in batch]
+        client.log_batch(run_id, metrics=metrics)
+    elif kind == "params":
+        client.log_batch(run_id, params=[Param(name, str(value)[:LONGEST_PARAM]) for _, name, value in batch])
+    elif kind == "tags":
+        client.log_batch(run_id, tags=[RunTag(name, str(value)) for _, name, value in batch])
+    elif kind == "artifact":
+        client.log_artifact(run_id, name, value)
+    else:
+        client.set_terminated(run_id, value, record.time)
+
+
+def _log_refusals(run_id: str, reasons: Sequence[str]) -> None:
+    if reasons:
+        shown = "; ".join([*dict.fromkeys(reasons)][:REASONS_SHOWN])
+        logger.warning("MLflow refused records of run %s: %s (%d values are lost)", run_id, shown, len(reasons))

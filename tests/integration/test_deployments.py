@@ -22,7 +22,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from scripted_server import Answer, post_server
 
 from flows.jobs.deployments import JOB_SETTINGS, deploy_all, deploy_jobs
-from flows.jobs.job import Job
+from flows.jobs.job import Job, job_name
 from flows.jobs.run_on_pool import submit
 from flows.prefect_server.pools import ensure_deployed_pools
 from flows.prefect_server.services import embedded_database
@@ -112,6 +112,19 @@ def test_two_workspaces_keep_their_deployments_and_one_of_the_same_name_is_refus
     monkeypatch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", embedded_database(same))
     deploy_jobs(same, params)
     assert {deployment.parameters["workspace"] for deployment in client.read_deployments()} == {str(same)}
+
+
+def test_neither_trials_of_one_name_nor_names_that_end_alike_meet(
+    client: SyncPrefectClient, params: Params, tmp_path: Path
+) -> None:
+    folders = ("ann", "ben", "my-ben", "ann/workspaces/demo-1a2b", "ben/workspaces/demo-1a2b", "demo-1a2b")
+    workspaces = [make_toy(tmp_path / folder, "stages: {}\n") for folder in folders]
+    for workspace in (*workspaces, *reversed(workspaces)):
+        deploy_jobs(workspace, params)
+    assert len({job_name(workspace, "gpu-pool", True) for workspace in workspaces}) == len(folders)
+    for workspace in workspaces:
+        (job,) = client.read_deployments(deployment_filter=_named(job_name(workspace, "gpu-pool", True)))
+        assert job.parameters["workspace"] == str(workspace)
 
 
 def _named(name: str):  # type: ignore[no-untyped-def]

@@ -67,6 +67,20 @@ def test_secrets_of_the_environment_are_masked_wherever_a_library_writes_them(mo
     assert text == "Port '***' and '***'; ***; ***; '***'"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "is_secret"),
+    [("SORT_KEY", "created_at", False), ("PRIMARY_KEY", "prompt", False), ("GROUP_KEY", "messages.content", False),
+     ("SORT_KEY", "aB3xQ9", True), ("DEPLOY_KEY", "abcdefghijklmnopqrstuvwxyz", True),
+     ("OPENAI_API_KEY", "localkey", True), ("AWS_SECRET_ACCESS_KEY", "letmein", True), ("APIKEY", "letmein", True),
+     ("MLFLOW_TRACKING_PASSWORD", "prompt", True)],
+)  # fmt: skip
+def test_a_word_in_a_variable_of_another_kind_of_key_is_no_secret(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, is_secret: bool
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert redacted(f"the rows have no {value}") == f"the rows have no {'***' if is_secret else value}"
+
+
 @pytest.mark.parametrize("path", ["signing.pem", "my keys/release.pem", "/gone/ci.key"])
 def test_the_file_of_a_key_is_named(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setenv("RLHF_SIGNING_KEY", path)

@@ -10,16 +10,31 @@ from contextlib import asynccontextmanager
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
 
 from rlhf_core.serving import server
 from rlhf_core.serving.server import OncePerMinute, connection_limit, limited_protocol
 
+ENDLESS = b"GET /endless HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 REQUEST = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
+async def without_end(ended: asyncio.Event) -> AsyncIterator[bytes]:
+    try:
+        while True:
+            yield b"x" * 65536
+            await asyncio.sleep(0)
+    finally:
+        ended.set()
+
+
 @asynccontextmanager
-async def listening(most: int) -> AsyncIterator[int]:
+async def listening(most: int, ended: asyncio.Event | None = None) -> AsyncIterator[int]:
     app = FastAPI()
+
+    @app.get("/endless")
+    async def endless() -> StreamingResponse:
+        return StreamingResponse(without_end(ended or asyncio.Event()))
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -69,6 +84,25 @@ def test_a_head_that_does_not_come_ends_its_connection(begins: bytes, monkeypatc
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(begins)
             await asyncio.wait_for(reader.read(), 30)  # to its end
+            writer.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("read", [0, 8 << 20])
+def test_a_client_that_does_not_read_its_response_takes_no_place(read: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "WRITE_SECONDS", 0.5)
+
+    async def story() -> None:
+        ended = asyncio.Event()
+        async with listening(most=2, ended=ended) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+            writer.write(ENDLESS)
+            if read:
+                await asyncio.wait_for(reader.readexactly(read), 30)
+            await asyncio.wait_for(ended.wait(), 30)
+            for _ in range(3):
+                assert b"200 OK" in await asks(port)
             writer.close()
 
     asyncio.run(story())

@@ -518,6 +518,27 @@ def test_a_refused_record_is_a_warning(
     assert "MLflow refused records of run run: " in caplog.text and waiting_records(tmp_path) == 0
 
 
+def test_what_mlflow_refuses_costs_no_other_record(
+    courier: Courier, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    courier.client = client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    courier.experiment_id = lambda: experiment
+    experiment = client.create_experiment("x", artifact_location=(tmp_path / "artifacts").as_uri())
+    stage = begin_stage(tmp_path)
+    for step in range(1, 4):
+        stage.log_metrics({"loss": float(step), "../odd": 1.0, "kl": 2.0, ".": 0.0}, step)
+    stage.log_params({"lr": 1, "sft//lr": 2, "seed": 3})
+    stage.log_params({"lr": 9, "late": 4})  # parameters are written once
+    stage.set_tags({"who": "ann", "/odd": "x"})
+    courier.deliver_new()
+    (run,) = client.search_runs([experiment])
+    assert run.data.metrics == {"loss": 3.0, "kl/k1": 2.0} and run.data.tags["who"] == "ann"
+    assert [m.value for m in client.get_metric_history(run.info.run_id, "loss")] == [1.0, 2.0, 3.0]
+    assert run.data.params == {"lr": "1", "seed": "3", "late": "4"}
+    assert caplog.text.count("MLflow refused records of run ") == 1 and "values are lost" in caplog.text
+    stage.end("FINISHED")
+
+
 def test_a_login_that_is_not_accepted_is_one_line_at_the_start(server: Server, tmp_path: Path) -> None:
     server.error = refused(401)
     with pytest.raises(ConfigError, match=r"does not accept the login .*MLFLOW_TRACKING_USERNAME"):

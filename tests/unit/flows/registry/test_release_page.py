@@ -214,6 +214,34 @@ def test_a_report_without_a_place_for_it_has_no_page(registry: Registry, contest
     assert not (contest / "release.html").exists()
 
 
+@pytest.mark.parametrize(("number", "champion"), [("1", "has no champion"), ("2", "is version 1")])
+def test_a_version_that_was_deleted_is_no_longer_called_released(
+    registry: Registry, contest: Path, number: str, champion: str
+) -> None:
+    assert f"{MODEL} version {number}" in on_page(hold(contest, number))
+    registry.client.delete_model_version(MODEL, number)
+    shown, decision = on_page(contest), decided(contest)
+    assert f"Not released: {MODEL} version {number} was deleted" in shown and "is the champion" not in shown
+    assert (decision.state, decision.next_command) == ("bad", "rlhf run")
+    assert champion in decision.champion
+
+
+@pytest.mark.parametrize("by", ["version", "alias"])
+def test_a_challenger_whose_champion_was_removed_by_hand(registry: Registry, contest: Path, by: str) -> None:
+    hold(contest, "2")
+    if by == "version":
+        registry.client.delete_model_version(MODEL, "1")
+    else:
+        registry.client.delete_registered_model_alias(MODEL, "champion")
+    refusal = promote(contest, play=ScriptedMatch())
+    decision = decided(contest)
+    assert not refusal.promoted and decision.headline == f"Not released: {MODEL} version 2 was not promoted"
+    assert decision.reason[1:] == f"{refusal.reason[1:]}." and "version 1 was champion" in refusal.reason
+    assert decision.next_command == "rlhf promote --force --reason TEXT"
+    promote(contest, force_reason="nothing to compare with")
+    assert "is the champion" in on_page(contest)
+
+
 def test_an_absent_registry_leaves_the_page(registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_release_page(hold(contest, "2"))
     before = (contest / "release.html").read_text()
