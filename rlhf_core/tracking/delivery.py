@@ -239,7 +239,8 @@ def batches(records: Sequence[JournalRecord]) -> Iterator[tuple[str, list[Item]]
 def refusals(client: Any, run_id: str, kind: str, batch: Sequence[Item]) -> list[str]:
     """Send a batch; return why the server refuses some of it for good, or why a file cannot be stored.
 
-    MLflow refuses a request as a whole for one value in it. Its halves are sent then, so that only that value is lost.
+    MLflow refuses a request as a whole for one value in it. Its halves are sent then, so that only that value is lost;
+    not where the run takes none, because somebody deleted it.
 
     Raises:
         ServerAway: A part may have arrived.
@@ -250,11 +251,22 @@ def refusals(client: Any, run_id: str, kind: str, batch: Sequence[Item]) -> list
     except ServerAway:
         raise
     except Exception as error:  # stores of artifacts have errors of their own
-        if len(batch) == 1:
-            return [named_line(error)]
+        if len(batch) == 1 or not _is_active(client, run_id):
+            return [named_line(error)] * len(batch)
         middle = len(batch) // 2
         return [why for half in (batch[:middle], batch[middle:]) for why in refusals(client, run_id, kind, half)]
     return []
+
+
+def _is_active(client: Any, run_id: str) -> bool:
+    from mlflow.entities import LifecycleStage
+    from mlflow.exceptions import MlflowException
+
+    try:
+        with away_errors():
+            return bool(client.get_run(run_id).info.lifecycle_stage == LifecycleStage.ACTIVE)
+    except MlflowException:  # deleted for good
+        return False
 
 
 def _post(client: Any, run_id: str, kind: str, batch: Sequence[Item]) -> None:

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST
 from requests import HTTPError, Response
 
 from rlhf_core.errors import ConfigError
@@ -51,12 +52,15 @@ class Server:
 
     def create_run(self, experiment: str, start_time: int, tags: dict[str, str]) -> Any:
         self._request("create", (experiment, start_time, tags["stage"]))
-        run = SimpleNamespace(info=SimpleNamespace(run_id="run"))
+        run = SimpleNamespace(info=SimpleNamespace(run_id="run", lifecycle_stage="active"))
         self.runs[tags["rlhf.journal"]] = run
         return run
 
     def search_runs(self, experiments: list[str], query: str) -> list[Any]:
         return [run for tag, run in self.runs.items() if tag in query]
+
+    def get_run(self, run_id: str) -> Any:
+        return next(run for run in self.runs.values() if run.info.run_id == run_id)
 
     def log_batch(self, run_id: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> None:
         rows = [(m.key, m.value, m.step) for m in metrics] + [(row.key, row.value) for row in (*params, *tags)]
@@ -516,6 +520,23 @@ def test_a_refused_record_is_a_warning(
     server.error = refusal
     tracker.log_params({"lr": 1})
     assert "MLflow refused records of run run: " in caplog.text and waiting_records(tmp_path) == 0
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["deleted", "deleted for good"])
+def test_a_run_that_somebody_deleted_is_not_asked_value_by_value(
+    gone: bool, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = new_tracker(server, tmp_path)
+    tracker.begin()
+    server.error = MlflowException("The run run must be in the 'active' state", INVALID_PARAMETER_VALUE)
+    for run in server.runs.values():
+        run.info.lifecycle_stage = "deleted"
+    if gone:
+        monkeypatch.setattr(server, "get_run", Mock(side_effect=MlflowException("no run", RESOURCE_DOES_NOT_EXIST)))
+    before = server.attempts
+    tracker.log_params({f"p{number}": number for number in range(50)})
+    assert server.attempts == before + 1 and waiting_records(tmp_path) == 0
+    assert "(50 values are lost)" in caplog.text
 
 
 def test_what_mlflow_refuses_costs_no_other_record(
