@@ -142,12 +142,13 @@ class TensorMemory(TorchDispatchMode):
         return "logits" if tensor.shape[-1] == self.vocabulary else "other"
 
     def _count(self, tensor: Tensor, kind: str) -> None:
-        storage = tensor.untyped_storage()
-        key, size = id(storage), self.repeat * storage.nbytes()
+        # Weights that oneDNN has packed have no storage that Python could ask.
+        holder = tensor if tensor.is_mkldnn else tensor.untyped_storage()
+        key, size = id(holder), self.repeat * (holder.nbytes if isinstance(holder, Tensor) else holder.nbytes())
         if key not in self._counted and size:
             self._counted[key] = kind, size
             # torch keeps the Python object of a storage for as long as the storage itself lives.
-            weakref.finalize(storage, self._freed, key)
+            weakref.finalize(holder, self._freed, key)
             self._add(kind, size)
 
     def _freed(self, key: int) -> None:

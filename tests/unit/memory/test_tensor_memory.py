@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -100,3 +101,12 @@ def test_a_storage_may_stand_for_several_once_its_segment_has_ended() -> None:
 def test_uses_add_up_and_the_largest_has_the_highest_total() -> None:
     weights, cache = MemoryUse(weights=3), MemoryUse(kv_cache=2, logits=2)
     assert (weights + cache).total == 7 and largest([weights, cache]) == cache and largest([]) == MemoryUse()
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+def test_packed_weights_count_for_as_long_as_they_live() -> None:
+    with TensorMemory() as memory:
+        packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 32, dtype=torch.bfloat16), 8)
+        assert memory.live == packed.numel() * 2
+        del packed
+        assert memory.live == 0
