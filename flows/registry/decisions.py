@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 
 FOLDER = Path(".rlhf") / "promotions"
+REPORT_TAG = "decision.report"  # of a version: the report of the newest decision on it
 TAG_LIMIT = 5000  # MLflow refuses longer values
 LOGGER = logging.getLogger(__name__)
 
@@ -125,22 +126,23 @@ def as_report(decision: PromotionDecision | RollbackDecision) -> dict[str, Any]:
 def publish_decision(
     client: MlflowClient, workspace: Path, version: str, decision: Mapping[str, Any], decision_id: str = ""
 ) -> Path:
-    """Write the report, tag ``version`` with the decision, attach the report to the run that registered it.
+    """Write the report, attach it to the run that registered ``version``, and tag the version with the decision.
 
-    The report is read-only and never written over. Repeating it with the same ``decision_id`` changes nothing.
+    The report is read-only and never written over; its name is the last tag. Repeating it with the same ``decision_id``
+    changes nothing.
     """
     path = workspace / FOLDER / report_name(decision, decision_id or uuid4().hex)
     if not path.exists():
         atomic_write_json(path, decision)
     path.chmod(permitted(0o444))
-    tags = {"decision.action": decision["action"], "decision.reason": decision["reason"], "decision.report": path.name}
-    if decision["action"] == "promote":
-        tags["decision.promoted"] = str(decision["promoted"]).lower()
-    for key, value in tags.items():
-        client.set_model_version_tag(decision["model"], version, key, value[:TAG_LIMIT])
     run_id = client.get_model_version(decision["model"], version).run_id
     if run_id:
         client.log_artifact(run_id, str(path), "promotions")
+    tags = {"decision.action": decision["action"], "decision.reason": decision["reason"]}
+    if decision["action"] == "promote":
+        tags["decision.promoted"] = str(decision["promoted"]).lower()
+    for key, value in {**tags, REPORT_TAG: path.name}.items():
+        client.set_model_version_tag(decision["model"], version, key, value[:TAG_LIMIT])
     return path
 
 
@@ -148,6 +150,12 @@ def report_name(decision: Mapping[str, Any], decision_id: str) -> str:
     """Return the file name of a report: time, action and id of the decision."""
     moment = "".join(character for character in decision["time"].partition("+")[0] if character.isalnum())
     return f"{moment}-{decision['action']}-{decision_id[:8]}.json"
+
+
+def read_report(workspace: Path, name: str) -> dict[str, Any]:
+    """The report of this name; empty where the workspace has none."""
+    path = workspace / FOLDER / name
+    return read_json(path) if path.is_file() else {}
 
 
 def read_decisions(workspace: Path) -> list[dict[str, Any]]:

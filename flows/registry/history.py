@@ -281,7 +281,7 @@ class ReleaseState:
         recorded = next((list(entry["history"]) for entry in reversed(self.entries) if entry["history"]), [])
         existing = version_numbers(self.client, self.name) if recorded else set()
         recorded = [number for number in recorded if number in existing]
-        return recorded if self.champion is None or recorded[-1:] == [self.champion] else [*recorded, self.champion]
+        return recorded if self.champion is None else [*(of for of in recorded if of != self.champion), self.champion]
 
     @property
     def request(self) -> ApprovalRequest | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, registry_errors
 from flows.registry.decisions import (
+    REPORT_TAG,
     PromotionDecision,
     RollbackDecision,
     as_report,
@@ -20,7 +21,7 @@ from flows.registry.decisions import (
     move,
     new_entry,
     publish_decision,
-    read_decisions,
+    read_report,
     registry_session,
     utc_now,
     version_tag,
@@ -168,8 +169,8 @@ def _decide(
     if passed:
         return decision.accepted(reason)
     said = {"question": decision.question, "bar": decision.bar, "reason": reason}
-    before = any(all(known.get(key) == value for key, value in said.items()) for known in read_decisions(workspace))
-    return decision.refused(reason, unchanged=before)
+    known = read_report(workspace, challenger.tags.get(REPORT_TAG, ""))
+    return decision.refused(reason, unchanged=all(known.get(key) == value for key, value in said.items()))
 
 
 def approve(workspace: Path, reason: str = "", version: str | None = None) -> PromotionDecision:

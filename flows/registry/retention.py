@@ -71,10 +71,10 @@ def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
             numbers = "; ".join(f"{name} {', '.join(of)}" for name, of in gone.items() if of)
             reason = f"beyond the newest {config.retention.versions} and not needed: {numbers}"[:1000]
             commit(state, new_entry(config.policy, RETENTION, reason))
+            for path in plan.matches:  # before the versions, whose tags name them
+                path.unlink(missing_ok=True)
             for version in plan.deleted:
                 _delete_version(state.client, workspace, version)
-        for path in plan.matches if delete else ():
-            path.unlink(missing_ok=True)
         return plan
 
 

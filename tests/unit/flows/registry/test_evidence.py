@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from killed_call import killed_before
 from mlflow.entities.model_registry import ModelVersion, ModelVersionTag
 from rich.console import Console
 from scripted_match import match_result
@@ -45,6 +46,30 @@ def test_a_winner_that_is_less_safe_is_not_promoted(registry: Registry, contest:
     assert re.search(r"FAIL +safety.refuses_harmful +worse by up to 0.300", text)
     assert re.search(r"ok +judge length-controlled win rate +at least 0.900 +> 0.5", text)
     assert text.endswith("decided by: safety.refuses_harmful\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [3, 4, 7])
+def test_a_refusal_killed_while_it_is_recorded_is_recorded_by_the_next_call(
+    registry: Registry, contest: Path, step: int
+) -> None:
+    match = ScriptedMatch(0.4)
+    assert killed_before(step, lambda: promote(contest, play=match))
+    decision = promote(contest, play=match)
+    assert not decision.promoted and promote(contest, play=match).unchanged
+    version = registry.client.get_model_version(MODEL, "2")
+    assert version.tags["decision.reason"] == decision.reason and version.tags["decision.promoted"] == "false"
+    kept = [file.path for file in registry.client.list_artifacts(version.run_id, "promotions")]
+    assert f"promotions/{version.tags['decision.report']}" in kept
+
+
+def test_the_newest_decision_is_recorded_where_an_earlier_one_said_the_same(registry: Registry, contest: Path) -> None:
+    assert "0.5 with" in promote(contest, play=ScriptedMatch(0.4)).reason
+    for bar in (0.6, 0.5):
+        (contest / "params.yaml").write_text(f"{PARAMS}registry: {{promote_win_rate_low95: {bar}}}\n")
+        decision = promote(contest, play=ScriptedMatch(0.4))
+        recorded = registry.client.get_model_version(MODEL, "2").tags["decision.reason"]
+        assert recorded == decision.reason and f"not above {bar} " in recorded
 
 
 @pytest.mark.slow

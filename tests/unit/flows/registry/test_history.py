@@ -163,6 +163,17 @@ def test_a_decision_on_a_version_that_was_deleted_since_is_completed(registry: R
     assert registry.aliases() == {"champion": "1", "previous": "1"}
 
 
+def test_a_former_champion_that_was_made_champion_by_hand_is_no_earlier_one(registry: Registry, contest: Path) -> None:
+    promote(contest, play=ScriptedMatch())
+    registry.client.set_registered_model_alias(MODEL, "champion", "1")
+    with pytest.raises(RlhfError, match="version 1 of rlhf-policy is no earlier champion; go back to one of: 2"):
+        rollback(contest, "rude", to="1")
+    assert rollback(contest, "rude").champion == "2"
+    assert registry.aliases() == {"challenger": "2", "champion": "2"}
+    with pytest.raises(RlhfError, match="no earlier champion to go back to"):
+        rollback(contest, "rude too")
+
+
 def test_of_two_decisions_on_the_same_state_one_is_refused(registry: Registry, contest: Path) -> None:
     """What two machines would do, which no lock of one machine holds apart."""
     state = ReleaseState.read(registry.client, contest, MODEL)

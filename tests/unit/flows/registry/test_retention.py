@@ -113,6 +113,28 @@ def test_a_deletion_is_completed(registry: Registry, long_registry: Path, monkey
     assert numbers(registry, MODEL) == ["1", "2", "5"] and numbers(registry, REWARD) == ["1", "2", "5", "6"]
 
 
+def test_a_deletion_that_stops_at_a_match_leaves_none_behind(
+    registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promote(contest, play=ScriptedMatch(0.4))
+    registry.add_version()
+    (contest / "params.yaml").write_text(PARAMS + "registry: {retention: {versions: 1}}\n")
+    (match,) = apply_retention(contest, delete=False).matches
+    unlink = Path.unlink
+
+    def interrupt(path: Path, missing_ok: bool = False) -> None:
+        if path == match:
+            raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            apply_retention(contest, delete=True)
+    apply_retention(contest, delete=True)
+    assert numbers(registry, MODEL) == ["1", "3"] and matches(contest) == 0
+
+
 @pytest.mark.slow
 def test_only_the_owner_deletes_and_only_if_a_number_is_set(registry: Registry, long_registry: Path) -> None:
     with pytest.raises(RlhfError, match=r"owned by .*owner; its versions are deleted there"):
