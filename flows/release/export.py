@@ -131,6 +131,7 @@ def _one_rope(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 GENERATION = "generation_config.json"
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MODEL_FILES = ("config.json", GENERATION, "model.safetensors.index.json")
 
 
@@ -219,8 +220,9 @@ def export(
             shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(ADAPTER_FOLDER))
             file = folder / GENERATION
             settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-            settings.pop("_from_model_config", None)  # with it, transformers would read the model's configuration
-            sampled = {**settings, "do_sample": True, **evidence.sampling}
+            tokens = {name: settings[name] for name in TOKENS if name in settings}
+            # Where no top_k is named, transformers samples from the 50 likeliest tokens.
+            sampled = {**tokens, "do_sample": True, "top_k": 0, **evidence.sampling}
             file.write_text(json.dumps(sampled, indent=2) + "\n", encoding="utf-8")
             reads_in_4 = write_earlier_names(folder)
         data = card_data(evidence, license_id) | ({"library_name": "peft"} if adapter else {})

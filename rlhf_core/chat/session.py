@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
@@ -40,6 +41,7 @@ class ChatSession:
         """Load a Hugging Face folder; ``ModelError`` when it is missing or incomplete."""
         require_openable(folder)
         model, tokenizer = load_policy(folder)
+        tokenizer.model_max_length = sys.maxsize  # what is too long is forgotten or refused; the library would warn
         return cls(model, tokenizer, sampling or SamplingConfig(), seed)
 
     def reset(self) -> None:

@@ -97,9 +97,14 @@ def accept_request(request: ChatRequest, policy: LoadedPolicy, limits: ServingLi
         room = context - count
         if wanted is None:
             tokens = min(tokens, room)
-        if tokens > room or room < 1:
+        if room < 1:
             raise refused(
-                f"the messages have {count} tokens; with max_tokens {max(tokens, 1)} that exceeds the {context} of the "
+                f"the messages have {count} tokens; the model's context has {context} for them and the reply: "
+                "shorten them"
+            )
+        if tokens > room:
+            raise refused(
+                f"the messages have {count} tokens; with max_tokens {tokens} that exceeds the {context} of the "
                 "model's context: shorten one of them"
             )
     settings = ReplySettings(

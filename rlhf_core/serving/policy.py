@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -77,6 +78,7 @@ class LoadedPolicy:
         # Encoding switches a setting of the tokenizer (whether special tokens in a text are control tokens), which no
         # other thread may use meanwhile. Decoding switches nothing, and goes on with the other copy.
         self._decoder, self._encoder = tokenizer, copy.deepcopy(tokenizer)
+        self._encoder.model_max_length = sys.maxsize  # what is too long is refused; the library would warn of it
         self._encoding = threading.Lock()
         # Threads share the layers, so they stay for as long as the policy is in memory.
         self._layers = ExitStack()

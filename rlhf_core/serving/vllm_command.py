@@ -51,6 +51,8 @@ def vllm_command(
 
     On SIGTERM replies in flight are finished, within the time limit of a request: vLLM's own default drops them.
     """
+    judged = files.sampling.model_dump(mode="json")
+    unfiltered = {"top_k": 0, "min_p": 0.0}  # vLLM would take the model's own
     return [
         *(str(python), "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(files.folder)),
@@ -58,7 +60,7 @@ def vllm_command(
         *("--host", host, "--port", str(port)),
         *("--max-num-seqs", str(limits.max_concurrent)),
         *("--shutdown-timeout", str(math.ceil(limits.timeout_seconds))),
-        *("--override-generation-config", json.dumps(files.sampling.model_dump(mode="json"))),
+        *("--override-generation-config", json.dumps(judged | unfiltered)),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rlhf_core.chat.terminal import talk
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message, Prompt, write_rows
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.models.causal_lm import train_tokenizer
+from rlhf_core.models.causal_lm import save_policy, train_tokenizer
 from rlhf_core.sampling import reply as reply_sampling
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.reply import SampledReply
@@ -78,6 +79,22 @@ def test_a_turn_too_long_is_refused_and_changes_nothing(session: ChatSession) ->
     with pytest.raises(DataError, match="the model's context has room for 58"):
         session.say("x" * 100)
     assert session.turns == before
+
+
+def test_a_conversation_longer_than_the_context_warns_of_no_errors(
+    model: LlamaForCausalLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limited = train_tokenizer(["what colour is the sky? the sky is blue."] * 4, 280, max_length=64)
+    save_policy(tmp_path / "model", model, limited)
+    session = ChatSession.open(tmp_path / "model", SAMPLING)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        with pytest.raises(DataError, match="the model's context has room for 58"):
+            session.say("x" * 100)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "indexing errors" not in caplog.text
 
 
 def test_a_pipe_gets_one_line_per_line(session: ChatSession) -> None:

@@ -69,6 +69,22 @@ def test_the_champion_loads_in_plain_transformers_with_its_card(released: Path, 
 
 
 @pytest.mark.slow
+def test_nothing_narrows_the_sampling_that_it_was_judged_with(workspace: Path, tmp_path: Path) -> None:
+    """Neither settings of the model that training began with, nor the 50 likeliest tokens of transformers' default."""
+    folder = workspace / "models" / "policy"
+    model, tokenizer = load_policy(folder)
+    assert model.generation_config is not None
+    model.generation_config.update(do_sample=True, top_k=3, min_p=0.5, no_repeat_ngram_size=2)
+    save_policy(folder, model, tokenizer)
+    commit(workspace)
+    register(workspace)
+    exported = AutoModelForCausalLM.from_pretrained(export(workspace, tmp_path / "out", version="1").folder)
+    settings = exported.generation_config
+    assert (settings.top_k, settings.min_p, settings.no_repeat_ngram_size) == (0, None, None)
+    assert settings.eos_token_id == model.generation_config.eos_token_id and settings.temperature == 0.8
+
+
+@pytest.mark.slow
 def test_an_adapter_is_exported_where_one_was_trained(workspace: Path, tmp_path: Path) -> None:
     """Base and adapter of PEFT compute what the registered policy does, whose own export is a plain model."""
     from peft import PeftModel

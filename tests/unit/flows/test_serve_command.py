@@ -137,7 +137,8 @@ def test_vllm_gets_sampling_limits_and_the_token(folder: Path, vllm: Path, monke
     options = dict(zip(command[3:-1:2], command[4::2], strict=True))
     assert (options["--model"], options["--served-model-name"]) == (str(folder), "policy")
     assert (options["--host"], options["--port"], options["--max-num-seqs"]) == ("127.0.0.1", "8123", "3")
-    assert json.loads(options["--override-generation-config"]) == SamplingConfig().model_dump()
+    whole_distribution = {"top_k": 0, "min_p": 0.0}  # whatever the folder's generation config says
+    assert json.loads(options["--override-generation-config"]) == SamplingConfig().model_dump() | whole_distribution
     assert options["--dtype"] == "float32" and options["--shutdown-timeout"] == "30"
     assert "PYTHONPATH" not in environment and environment["VLLM_NO_USAGE_STATS"] == "1"
     assert environment["PATH"].startswith(f"{vllm.parent}{os.pathsep}")

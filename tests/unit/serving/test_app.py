@@ -113,7 +113,12 @@ def test_the_models_are_listed_by_revision_and_alias(served: Served) -> None:
     [
         ({"model": "gpt-4"}, 404, "model_not_found", "there is no model 'gpt-4'; ask for policy:1 or policy@champion"),
         ({"max_tokens": 41}, 400, "invalid_value", "max_tokens is 41; this server writes at most 40"),
-        ({"messages": [{"role": "user", "content": "x " * 90}]}, 400, "context_length_exceeded", f"the {CONTEXT} of"),
+        (
+            {"messages": [{"role": "user", "content": "x " * 90}]},
+            400,
+            "context_length_exceeded",
+            f"context has {CONTEXT} for them and the reply: shorten them",
+        ),
         ({"messages": []}, 400, None, "messages is empty"),
     ],
 )

@@ -12,12 +12,13 @@ from typing import SupportsIndex
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.serving.conftest import JUDGED, HeldPolicy, Served
+from transformers import LlamaForCausalLM
+from unit.serving.conftest import CONTEXT, JUDGED, HeldPolicy, Served
 
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.models.causal_lm import save_policy
+from rlhf_core.models.causal_lm import save_policy, train_tokenizer
 from rlhf_core.sampling.reply import ReplyPieces
 from rlhf_core.serving.metrics import ServingMetrics
 from rlhf_core.serving.policy import RETRY_SECONDS, LoadedPolicy, PolicyWatch, ReplySettings
@@ -183,3 +184,17 @@ def test_a_stop_string_far_longer_than_the_reply_costs_no_more_than_the_reply() 
     pieces = ReplyPieces("", [ending])
     assert [pieces.next(text) for text in ("a", "az", "azz")] == ["a", "", ""]
     assert ending.taken <= 1 + 2 + 3
+
+
+def test_messages_longer_than_the_context_warn_of_no_errors(
+    model: LlamaForCausalLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    limited = train_tokenizer(["what colour is the sky? the sky is blue."] * 4, 280, max_length=CONTEXT)
+    policy = LoadedPolicy(PolicyRevision("policy"), model, limited, JUDGED)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        assert len(policy.encode([Message("user", "x" * 200)])) > CONTEXT
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "indexing errors" not in caplog.text
