@@ -90,10 +90,19 @@ def _plan(state: ReleaseState, newest: int) -> RetentionPlan:
         for version in kept
         if REWARD_VERSION_TAG in version.tags
     }
-    rewards = _with_reasons(client, config.reward_model, newest, trained_by)
+    rewards = [
+        (version, why or _other_policy(client, config.policy, str(version.version)))
+        for version, why in _with_reasons(client, config.reward_model, newest, trained_by)
+    ]
     matches = _matches(state.workspace, [version for version, why in policies if not why])
     plan = {config.policy: policies, config.reward_model: rewards}
     return RetentionPlan(plan, sorted(matches - _matches(state.workspace, kept)))
+
+
+def _other_policy(client: MlflowClient, policy: str, reward_version: str) -> str:
+    """The reason to keep a reward model for a policy of another name, which may share it; the name is not recorded."""
+    users = client.search_model_versions(f"tags.{REWARD_VERSION_TAG} = '{reward_version}'")
+    return next((f"{of.name} {of.version} may have been trained with it" for of in users if of.name != policy), "")
 
 
 def _with_reasons(

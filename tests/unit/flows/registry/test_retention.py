@@ -81,6 +81,13 @@ def test_what_is_deleted_is_in_the_history_and_a_rollback_still_works(registry: 
     assert rollback(long_registry, "rude too").champion == "1"
 
 
+def test_a_reward_model_that_another_policy_was_trained_with_is_kept(registry: Registry, long_registry: Path) -> None:
+    registry.client.create_registered_model("of-others")
+    registry.client.create_model_version("of-others", "file:///nowhere", tags={"reward_model_version": "4"})
+    apply_retention(long_registry, delete=True)
+    assert numbers(registry, REWARD) == ["1", "2", "4", "5", "6"] and numbers(registry, "of-others") == ["1"]
+
+
 @pytest.mark.slow
 def test_a_version_that_waits_for_approval_is_kept_for_it(registry: Registry, long_registry: Path) -> None:
     assert promote(long_registry, play=ScriptedMatch(), force_reason="a try").awaiting_approval
