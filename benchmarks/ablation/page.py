@@ -28,7 +28,11 @@ from benchmarks.ablation.verdicts import (
     read_results,
     write_csv,
 )
+from rlhf_core.data.statistics import rank_correlation
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text
+
+WORST = "gold_gain"  # of this the worst seed is told, too: where one of four collapses, a mean hides it
+FEWEST_RANKED = 10  # runs; a rank correlation of fewer says nothing
 
 
 def write_page(ablation: Ablation, results: Sequence[RunResult], pictures: Mapping[str, str]) -> str:
@@ -77,7 +81,7 @@ def _head(results: Sequence[RunResult], verdicts: Mapping[str, Sequence[ClaimVer
     by_outcome = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ClaimOutcome)
     claims = f" Of {counts.total()} claims: {by_outcome}." if counts else ""
     return (
-        f"{done} of {len(results)} runs, seeds {', '.join(map(str, seeds))}.{claims}"
+        f"{done} of {len(results)} runs, seeds {', '.join(map(str, seeds))}.{claims}{_with_gold(results)}"
         "\n\n"
         "Values are means over seeds with 95 % intervals (Student's t); KL, length and perplexity are geometric means "
         "and compared as factors. Differences are paired: the same seed, hence the same SFT model, reward model, "
@@ -105,11 +109,24 @@ def _figure_section(figure: FigurePlan, verdicts: Sequence[ClaimVerdict], pictur
     return "\n".join(lines)
 
 
+def _with_gold(results: Sequence[RunResult]) -> str:
+    """Say in a sentence how reward and KL go with gold over the runs; empty where too few have all of them."""
+    names = ("gold_gain", "reward_gain", "kl")
+    rows = [[result.values[name] for name in names] for result in results if {*names} <= {*result.values}]
+    if len(rows) < FEWEST_RANKED:
+        return ""
+    gold, reward, kl = np.array(rows).T
+    by_reward, by_kl = rank_correlation(reward, gold), rank_correlation(kl, gold)
+    return f" Rank correlation with gold over all runs: reward {by_reward:.2f}, KL {by_kl:.2f}."
+
+
 def _level_table(ablation: Ablation, variants: Sequence[str], table: SeedTable) -> str:
-    rows = [["variant", "what it is", *(METRICS[name].label for name in ablation.levels)]]
+    labels = [METRICS[name].label for name in ablation.levels]
+    rows = [["variant", "what it is", *labels, f"{METRICS[WORST].label}, worst seed"]]
     for name in variants:
         cells = (level_cell(table.level(name, metric), METRICS[metric]) for metric in ablation.levels)
-        rows.append([name, ablation.variant(name).about, *cells])
+        seeds = table.by_seed(name, WORST).values()
+        rows.append([name, ablation.variant(name).about, *cells, f"{min(seeds):.2f}" if seeds else "–"])
     return _markdown_table(rows)
 
 

@@ -272,3 +272,16 @@ def test_a_run_that_is_not_done_has_no_values_whatever_lies_there(tmp_path: Path
     folder = workspace(tmp_path / "a", 0.5, 1.0)
     assert verdicts.read_results([verdicts.AblationRun("a", 1, folder, "failed")])[0].values == {}
     assert verdicts.read_results([verdicts.AblationRun("a", 1, folder, "done")])[0].values["gold"] == 0.5
+
+
+def test_the_page_says_how_reward_goes_with_gold_and_which_seed_is_worst(tmp_path: Path) -> None:
+    (tmp_path / "ablation.yaml").write_text(DEFINITION)
+    results = [
+        verdicts.RunResult(
+            verdicts.AblationRun("a", seed, HERE, "done"), {"gold_gain": -seed, "reward_gain": seed, "kl": 11 - seed}
+        )
+        for seed in range(1, 11)
+    ]
+    page = write_page(load_ablation(tmp_path / "ablation.yaml"), results, {})
+    assert "Rank correlation with gold over all runs: reward -1.00, KL 1.00." in page and "| -10.00 |" in page
+    assert "Rank correlation" not in write_page(load_ablation(tmp_path / "ablation.yaml"), results[:9], {})
