@@ -154,7 +154,7 @@ def report_name(decision: Mapping[str, Any], decision_id: str) -> str:
 
 def read_report(workspace: Path, name: str) -> dict[str, Any]:
     """The report of this name; empty where the workspace has none."""
-    path = workspace / FOLDER / name
+    path = workspace / FOLDER / Path(name).name  # a tag on a server may say anything
     return read_json(path) if path.is_file() else {}
 
 

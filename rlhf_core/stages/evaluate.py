@@ -48,10 +48,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     texts = read_held_out(inputs.clean, config.perplexity.rows)
     files = [read_opponent(opponent, sets.judged, context.folder) for opponent in config.opponents]
     replies = 2 * sets.replies(config) + config.best_of_n * len(sets.judged)
-    with (
-        opened_sampler(config.sampler, context.work, context.folder) as sampler,
-        progress(replies, "evaluate") as bar,
-    ):
+    with opened_sampler(config.sampler, context.work, context.folder) as sampler, progress(replies, "evaluate") as bar:
         sft, policy = (
             evaluated_model(config, folder, sets, questions, texts, bar, best_of, sampler)
             for folder, best_of in ((inputs.sft, config.best_of_n), (inputs.policy, 0))
