@@ -109,14 +109,14 @@ def warmed(engine: Engine, model: Any) -> Engine:
     return engine
 
 
-def _measure(task: SftTask | RewardTask, engine: Engine, meter: Meter) -> None:
+def _measure(task: SftTask | RewardTask, model: Any, engine: Engine, meter: Meter) -> None:
     """A step of supervised training and an evaluation."""
     with meter.phase("update"):
         task.train_step(0)
     with meter.phase("step"):
         engine.step()
     with meter.phase("evaluation"):
-        task.evaluate()
+        task.evaluate(model)
 
 
 def run_sft(subject: Subject, meter: Meter, context: RunContext) -> None:
@@ -128,7 +128,7 @@ def run_sft(subject: Subject, meter: Meter, context: RunContext) -> None:
     task = SftTask(
         engine, model, rows[: config.batch_size], rows, config, config.seed, PAD, context.launch.logits_bytes
     )
-    _measure(task, engine, meter)
+    _measure(task, model, engine, meter)
 
 
 def run_reward(subject: Subject, meter: Meter, context: RunContext) -> None:
@@ -144,7 +144,7 @@ def run_reward(subject: Subject, meter: Meter, context: RunContext) -> None:
     limits = config.batch
     count = subject.inputs.lengths.pairs.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs).rows // 2
     task = RewardTask(engine, model, pairs[:count], pairs, config, PAD, "reward", None, context.launch.logits_bytes)
-    _measure(task, engine, meter)
+    _measure(task, model, engine, meter)
 
 
 def run_critic(subject: Subject, meter: Meter, context: RunContext) -> None:

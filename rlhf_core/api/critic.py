@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -38,7 +39,7 @@ from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.sampling.vllm import opened_sampler
-from rlhf_core.training.engine.factory import build_engine, finish
+from rlhf_core.training.engine.factory import build_engine, device_before, finish
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
@@ -124,14 +125,19 @@ def train_critic(
     encoded = encode_prompts(prompts, tokenizer, policy, rollout.max_new_tokens)
     identity = (config, rollout, encoded, score, policy, start)
     with evaluating(policy, score), run_context(context, "train_critic", *identity) as run:
-        frozen_policy = load_policy(policy)[0].requires_grad_(False) if isinstance(policy, Path) else policy
-        critic, frozen = initial_critic(policy, start, config, rollout), FrozenModels(run.launch)
+        frozen, whole = FrozenModels(run.launch), rollout.sampler.kind == "local"
+        if isinstance(policy, Path):
+            frozen_policy = load_policy(policy, device=None if whole else frozen.loading)[0].requires_grad_(False)
+            frozen_policy = frozen_policy if whole else frozen.place(frozen_policy)
+        else:
+            frozen_policy = policy
+        critic = initial_critic(policy, start, config, rollout, device_before(run.launch))
         reward_fn = reward_fn_of(score, rollout, encoded, tokenizer, frozen, run)
         steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
         engine = build_engine(critic, config.optimizer, steps, "critic", run)
         sampling = Sampling.for_rollouts(tokenizer, rollout)
         limits = MicroBatchLimits(rollout.micro_batch_size, rollout.micro_batch_tokens), run.launch.logits_bytes
-        pair = ActorCriticPair(frozen_policy, critic, {"critic": engine}, sampling, *limits)
+        pair = ActorCriticPair(frozen_policy, critic, {"critic": engine}, sampling, *limits, whole)
         with opened_sampler(rollout.sampler, run.work, run.folder) as sampler:
             trainer = CriticTrainer(config, rollout, pair, reward_fn, encoded, run, frozen=frozen, sampler=sampler)
             trainer.run()
@@ -146,7 +152,11 @@ def train_critic(
 
 
 def initial_critic(
-    policy: PreTrainedModel | Path, init: ScalarModel | Path | None, config: CriticConfig, rollout: RolloutConfig
+    policy: PreTrainedModel | Path,
+    init: ScalarModel | Path | None,
+    config: CriticConfig,
+    rollout: RolloutConfig,
+    device: torch.device | None = None,
 ) -> ScalarModel:
     """The critic before pre-training, without the unembedding that a reward model keeps.
 
@@ -154,9 +164,9 @@ def initial_critic(
     """
     shared = rollout.critic_mode == "shared"
     if init is None or shared:
-        critic = ScalarModel.from_causal_lm(policy, derive_seed(config.seed, "critic", "head"))
+        critic = ScalarModel.from_causal_lm(policy, derive_seed(config.seed, "critic", "head"), device=device)
     else:
-        critic = ScalarModel.load(init) if isinstance(init, Path) else copy.deepcopy(init)
+        critic = ScalarModel.load(init, device=device) if isinstance(init, Path) else copy.deepcopy(init)
     critic.unembedding = None
     # PPO's policy will be a shared backbone, so that it must stay what SFT made of it.
     critic.requires_grad_(not shared)

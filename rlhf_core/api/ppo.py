@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import ConcatDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -63,6 +64,7 @@ from rlhf_core.sampling.sampler import Sampler
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.storage.files import read_json
+from rlhf_core.training.engine.factory import device_before
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.history import nonfinite_as_none
 from rlhf_core.training.rng import derive_seed, seed_everything
@@ -270,10 +272,13 @@ def assemble(inputs: PpoInputs, context: RunContext, sampler: Sampler) -> Traine
     """Build policy, reference and critic with their engines, the reward function, selection and health rules.
 
     The order matters where models come from folders: the device may have no room for reference and policy as loaded, so
-    that the reference is placed before the policy is loaded.
+    that the reference is placed before the policy is loaded. Where this process samples, SFT's replies come before.
     """
     config, tokenizer, frozen = inputs.config, inputs.tokenizer, FrozenModels(context.launch)
     reference, adapted = _reference(inputs, frozen)
+    apart = adapted is None and isinstance(inputs.model, Path)  # of the policy, and of what the caller has in memory
+    if apart and config.sampler.kind != "local":  # nothing samples with its weights here
+        reference = frozen.place(reference)
     own = reward_folder(inputs.reward, context)
     selector = referee = None
     if inputs.referee is not None:
@@ -288,8 +293,8 @@ def assemble(inputs: PpoInputs, context: RunContext, sampler: Sampler) -> Traine
     if adapted is not None:
         policy = adapted
     else:
-        reference = frozen.place(reference) if isinstance(inputs.model, Path) else reference
-        policy = _own_copy(inputs.model if config.policy_init == "sft" else inputs.base)
+        reference = frozen.place(reference) if apart and config.sampler.kind == "local" else reference
+        policy = _own_copy(inputs.model if config.policy_init == "sft" else inputs.base, device_before(context.launch))
     if selector is not None:
         evaluator.reference = reference
     reward_fn = reward_fn_of(inputs.reward, config, inputs.prompts, tokenizer, frozen, context)
@@ -346,11 +351,11 @@ def summary(
     return metrics
 
 
-def _own_copy(given: PreTrainedModel | Path | None) -> PreTrainedModel:
-    """A model to train: loaded from its folder, or a copy."""
+def _own_copy(given: PreTrainedModel | Path | None, device: torch.device | None = None) -> PreTrainedModel:
+    """A model to train: loaded from its folder, on ``device`` or else this process's own; or a copy."""
     assert given is not None
     if isinstance(given, Path):
-        return load_policy(given)[0]
+        return load_policy(given, device=device)[0]
     policy: PreTrainedModel = copy.deepcopy(given)
     policy.eval()
     policy.requires_grad_(True)
@@ -364,7 +369,10 @@ def _reference(inputs: PpoInputs, frozen: FrozenModels) -> tuple[PreTrainedModel
     """
     config, given = inputs.config, inputs.model
     if config.policy_lora is None:
-        return (load_policy(given)[0].requires_grad_(False) if isinstance(given, Path) else given), None
+        if not isinstance(given, Path):
+            return given, None
+        device = frozen.loading if config.sampler.kind != "local" else None
+        return load_policy(given, device=device)[0].requires_grad_(False), None
     model = _own_copy(given)
     if config.share_base:
         assert isinstance(given, Path)
@@ -422,7 +430,7 @@ def _critic(inputs: PpoInputs, frozen: FrozenModels, reward: Path | None) -> tup
         moments = RunningMeanStd.from_dict(read_json(given / MOMENTS))
         if config.critic_mode != "shared" and frozen.base is not None and (given / SETTINGS).is_file():
             return frozen.base.scalar(given, through=reward), moments
-        critic = ScalarModel.load(given)
+        critic = ScalarModel.load(given, device=device_before(frozen.launch))
     if config.critic_lora is not None:
         critic.add_adapters(config.critic_lora, derive_seed(config.seed, "ppo", "critic", "lora"))
     return critic, moments

@@ -23,6 +23,7 @@ from rlhf_core.models.causal_lm import fitting_length, load_policy, save_policy
 from rlhf_core.models.precision import use_float32_unembedding
 from rlhf_core.training import loop
 from rlhf_core.training.engine.base import Engine
+from rlhf_core.training.engine.factory import device_before
 from rlhf_core.training.examples import fitting_examples
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import SftTask
@@ -100,7 +101,8 @@ def train_sft(
             "sft: %d of %d demonstrations are longer than %d tokens and were left out", dropped, len(train), longest
         )
     with run_context(context, "train_sft", config, train, held, model) as run:
-        own = load_policy(model)[0] if isinstance(model, Path) else copy.deepcopy(model)
+        device = device_before(run.launch)
+        own = load_policy(model, device=device)[0] if isinstance(model, Path) else copy.deepcopy(model)
         use_float32_unembedding(own)
         pad, limit = pad_id(tokenizer), run.launch.logits_bytes
 

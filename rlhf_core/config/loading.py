@@ -24,8 +24,8 @@ from rlhf_core.config.operations import (
     ComputeConfig,
     FlowConfig,
     LaunchConfig,
-    PlacementOrPool,
     PlanConfig,
+    Pools,
     RegistryConfig,
     TrackingConfig,
     WorkPoolConfig,
@@ -176,7 +176,7 @@ class Params(Strict):
         compute: Processes, threads and number formats.
         plan: What a memory plan cannot know by itself.
         checkpoints: Where partial state goes.
-        pools: By stage, the work pool that it runs on, or a mapping with what its job asks for there.
+        pools: By stage, the work pool that it runs on, or a mapping with what its job asks for there; null for none.
         work_pools: By work pool, its settings on the Prefect server.
         registry: Registered models and their promotion.
         tracking: MLflow.
@@ -201,7 +201,7 @@ class Params(Strict):
     compute: ComputeConfig = ComputeConfig()
     plan: PlanConfig = PlanConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()
-    pools: dict[str, PlacementOrPool] = {}
+    pools: Pools = {}
     work_pools: dict[str, WorkPoolConfig] = {}
     registry: RegistryConfig = RegistryConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -326,6 +326,12 @@ class Params(Strict):
             raise ValueError(
                 "ppo.kl.estimator full in the loss runs the reference in every update: it cannot wait in CPU memory, "
                 "so set compute.launch.ppo.frozen to device or sharded"
+            )
+        evaluation = self.compute.launch.get("evaluate", LaunchConfig())
+        if evaluation.frozen == "sharded" and self.evaluate.sampler.kind == "local":
+            raise ValueError(
+                "compute.launch.evaluate.frozen sharded leaves no rank a whole model to sample with: let a server "
+                "sample (evaluate.sampler.kind vllm), or set frozen to device"
             )
         # Small updates of bfloat16 weights round to nothing unless float32 masters take them (docs/engines.md).
         for stage, launch in self.compute.launch.items():

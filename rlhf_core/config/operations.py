@@ -79,7 +79,7 @@ Trained = Literal["sft", "reward", "referee", "judge", "critic", "ppo"]
 Launched = Literal["sft", "reward", "referee", "judge", "critic", "ppo", "evaluate"]
 
 # Settings of a launch that hold for a stage that trains nothing too.
-PROCESSES = {"processes", "nodes", "rendezvous"}
+UNTRAINED = {"processes", "nodes", "rendezvous", "engine", "frozen"}
 
 Margin = Annotated[float, Field(gt=0, strict=False)] | None
 
@@ -220,7 +220,7 @@ class ComputeConfig(Strict):
         return_freed_memory: Stages that run models return freed tensors to the system on Linux, so that a process
             on a CPU does not grow over batches of many shapes; what it computes stays the same.
         launch: By stage, how many processes train and with which engine; without an entry it is one process in
-            plain torch. Those of `evaluate` share its prompts.
+            plain torch. Those of `evaluate` share its prompts, and with `frozen: sharded` its models.
     """
 
     threads: PositiveInt | None = None
@@ -232,9 +232,14 @@ class ComputeConfig(Strict):
     @model_validator(mode="after")
     def _evaluation_trains_nothing(self) -> ComputeConfig:
         launch = self.launch.get("evaluate", LaunchConfig())
-        unread = changed_field(launch, *sorted(set(LaunchConfig.model_fields) - PROCESSES))
+        unread = changed_field(launch, *sorted(set(LaunchConfig.model_fields) - UNTRAINED))
         if unread:
             raise ValueError(f"launch.evaluate.{unread} is about training, and evaluate trains nothing: leave it out")
+        if launch.frozen == "offload" or (launch.engine == "deepspeed") != (launch.frozen == "sharded"):
+            raise ValueError(
+                "launch.evaluate either has its models on the device, or shards them: for that set engine to "
+                "deepspeed and frozen to sharded"
+            )
         return self
 
 
@@ -355,7 +360,13 @@ def _named(value: Any) -> Any:
     return value
 
 
+def _without_nulls(value: Any) -> Any:
+    return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
+
+
 PlacementOrPool = Annotated[Placement, BeforeValidator(_named)]
+# A profile takes a stage out of its pool by null.
+Pools = Annotated[dict[str, PlacementOrPool], BeforeValidator(_without_nulls)]
 
 
 class WorkPoolConfig(Strict):

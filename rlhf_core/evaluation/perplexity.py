@@ -114,8 +114,6 @@ def reply_log_likelihoods(
     sequences = list(users)
     log_likelihoods = torch.zeros(len(examples), dtype=torch.float64)
     for part, weight in whole_passes(by_length([len(sequence) for sequence in sequences]), batch_size):
-        if not weight:
-            continue
         rows = [sequences[number] for number in part]
         ids, mask = (tensor.to(model.device) for tensor in right_pad(rows, pad))
         logits = lazy_logits(model, ids, *right_padded(mask), ids.shape[1])
@@ -135,8 +133,10 @@ def reply_log_likelihoods(
             head(part).float().log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
             for part, tokens in zip(states, chunks, strict=True)
         ]
+        for _ in range(len(values), distributed.largest_of_ranks(len(values))):
+            head(states[0][:0])  # where the head is sharded, all ranks gather it together
         for number, value in zip(owners, torch.cat(values).tolist(), strict=True):
-            log_likelihoods[number] += value
+            log_likelihoods[number] += weight * value
     # Each rank holds the values of its own passes and zeros elsewhere.
     return distributed.all_reduce_sum(log_likelihoods).tolist()
 

@@ -42,12 +42,14 @@ PUBLISHED_CONFIGS = {
         "huggyllama/llama-7b": ("llama", 32000, 4096, 11008, 32, 32, 32, 2048, False),
         "huggyllama/llama-13b": ("llama", 32000, 5120, 13824, 40, 40, 40, 2048, False),
         "meta-llama/Llama-2-7b-hf": ("llama", 32000, 4096, 11008, 32, 32, 32, 4096, False),
+        "meta-llama/Llama-2-70b-hf": ("llama", 32000, 8192, 28672, 80, 64, 8, 4096, False),
         "meta-llama/Llama-2-13b-hf": ("llama", 32000, 5120, 13824, 40, 40, 40, 4096, False),
         "HuggingFaceTB/SmolLM2-135M": ("llama", 49152, 576, 1536, 30, 9, 3, 8192, True),
         "HuggingFaceTB/SmolLM2-135M-Instruct": ("llama", 49152, 576, 1536, 30, 9, 3, 8192, True),
         "HuggingFaceTB/SmolLM2-360M": ("llama", 49152, 960, 2560, 32, 15, 5, 8192, True),
         "HuggingFaceTB/SmolLM2-1.7B": ("llama", 49152, 2048, 8192, 24, 32, 32, 8192, True),
         "Qwen/Qwen2.5-0.5B": ("qwen2", 151936, 896, 4864, 24, 14, 2, 32768, True),
+        "Qwen/Qwen2.5-32B": ("qwen2", 152064, 5120, 27648, 64, 40, 8, 32768, False),
         "Qwen/Qwen2.5-7B": ("qwen2", 152064, 3584, 18944, 28, 28, 4, 32768, False),
     }.items()
 }

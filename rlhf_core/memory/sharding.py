@@ -42,7 +42,12 @@ def usable_memory(gpu_gib: float) -> int:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How one job spreads its models over GPUs."""
+    """How one job spreads its models over GPUs.
+
+    Attributes:
+        gathers: Whether ZeRO 3 gathers a model in training whole for passes outside of training steps.
+        from_host: Whether weights of ZeRO 3 go to the GPUs one after another, out of host memory.
+    """
 
     engine: Literal["local", "deepspeed"] = "local"
     gpus: int = 1
@@ -55,6 +60,8 @@ class ParallelLayout:
     bucket_elements: int = BUCKET_ELEMENTS
     overlap_comm: bool = True
     logits_bytes: int = LOGITS_BYTES
+    gathers: bool = True
+    from_host: bool = False
 
     @property
     def element(self) -> int:
@@ -84,6 +91,8 @@ def parallel_layout(params: Params, stage: str, root: Path) -> ParallelLayout:
     zero: Mapping[str, Any] = {}
     if launch.engine == "deepspeed":
         zero = zero_config(launch, getattr(torch, precision), None, root)["zero_optimization"]
+    ppo, trains = params.ppo, params.policy.method == "ppo" and stage in ("critic", "ppo")
+    elsewhere = trains and ppo.sampler.kind != "local" and (stage == "critic" or ppo.policy_lora is None)
     offloaded = {name: (zero.get(f"offload_{name}") or {}).get("device", "none") for name in ("optimizer", "param")}
     return ParallelLayout(
         engine=launch.engine,
@@ -97,6 +106,8 @@ def parallel_layout(params: Params, stage: str, root: Path) -> ParallelLayout:
         bucket_elements=int(zero.get("reduce_bucket_size", BUCKET_ELEMENTS)),
         overlap_comm=bool(zero.get("overlap_comm", True)),
         logits_bytes=launch.logits_bytes,
+        gathers=stage not in ("sft", "reward", "referee", "judge") and not elsewhere,
+        from_host=launch.zero == 3 and (trains or stage == "sft"),
     )
 
 
@@ -107,18 +118,20 @@ class ModelFootprint:
     Attributes:
         parameters: Those that are its own, as a count.
         held: What it always holds. Gradients come and go with the phases, except where their memory lasts.
-        whole: Its weights before anything is packed, sharded or moved away: every model is loaded so.
+        whole: Its weights before anything is packed, sharded or moved away.
+        loading: What it takes while it is loaded: all of that, or less where ranks take their shares at once.
         loaded: Of a trained one, its weights once loaded, and packed where they will be, but not sharded yet.
         host: Bytes in host memory for each GPU.
         gradients_kept: Bytes of gradient that stay for each one that a backward pass makes.
         step: Gradients of a whole optimiser step beyond what is always held, and what exists during it alone.
-        at_work: Weights on top while it samples or is evaluated, and of a frozen one during rollouts and selection.
+        at_work: Weights on top outside of training steps, and of a frozen one during rollouts and selection.
         running: Weights on top while it is trained, and of a frozen one while it runs itself.
     """
 
     parameters: int
     held: MemoryUse
     whole: MemoryUse
+    loading: MemoryUse
     loaded: MemoryUse = NOTHING
     host: int = 0
     gradients_kept: float = 1.0
@@ -167,7 +180,8 @@ def trained_footprint(
             gradients = 0 if layout.zero >= 2 else gradients
         if layout.zero == 3:
             weights = packed_bytes + layout.share(plain) * element
-            at_work, running = unpacked + plain * element, unpacked + min(plain, MAX_LIVE_PARAMETERS) * element
+            running = unpacked + min(plain, MAX_LIVE_PARAMETERS) * element
+            at_work = unpacked + plain * element if layout.gathers else running
         if layout.offload_parameters:
             weights, host = packed_bytes, host + part * element
     lasting = gradients if layout.zero == 3 else 0
@@ -175,6 +189,7 @@ def trained_footprint(
         parameters=parameters,
         held=MemoryUse(weights=weights, gradients=lasting, optimizer=optimizer, other=buckets),
         whole=MemoryUse(weights=whole),
+        loading=MemoryUse(weights=weights + size.largest * element if layout.from_host and not packed else whole),
         loaded=MemoryUse(weights=loaded),
         host=host,
         gradients_kept=(gradients - lasting) / size.trainable_weights if size.trainable else 0.0,
@@ -191,12 +206,15 @@ def frozen_footprint(parameters: int, layout: ParallelLayout, whole: int | None 
     """
     weights = MemoryUse(weights=whole if whole is not None else parameters * layout.element)
     if layout.frozen == "offload":
-        return ModelFootprint(parameters=parameters, held=NOTHING, whole=weights, host=weights.total, at_work=weights)
+        host = weights.total
+        return ModelFootprint(
+            parameters=parameters, held=NOTHING, whole=weights, loading=weights, host=host, at_work=weights
+        )
     if layout.frozen == "sharded":
         share = MemoryUse(weights=0 if layout.offload_parameters else layout.share(parameters) * layout.element)
         gathered = MemoryUse(weights=min(parameters, MAX_LIVE_PARAMETERS) * layout.element)
-        return ModelFootprint(parameters=parameters, held=share, whole=weights, running=gathered)
-    return ModelFootprint(parameters=parameters, held=weights, whole=weights)
+        return ModelFootprint(parameters=parameters, held=share, whole=weights, loading=share, running=gathered)
+    return ModelFootprint(parameters=parameters, held=weights, whole=weights, loading=weights)
 
 
 def packed_size(size: ModelSize) -> int:

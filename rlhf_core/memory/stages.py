@@ -38,6 +38,7 @@ from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.stages.runtime.threads import KEPT_AT_THE_END
 from rlhf_core.training.dpo import scoring_rows
+from rlhf_core.training.loop import ROOM
 from rlhf_core.training.reward.first_fits import FEATURE_ROWS, FEATURE_TOKENS
 from rlhf_core.training.reward.trainer import SCORING_ROWS, SCORING_TOKENS
 from rlhf_core.training.sft import EVALUATION_ROWS
@@ -146,11 +147,11 @@ class StagePlan:
 
     @property
     def sampler_share(self) -> float | None:
-        """The share of its GPU that the stage leaves to a vLLM server beside it; None where there is no such server, or
-        the GPU's memory is unknown. A server that sleeps meanwhile needs no room at the stage's peak."""
+        """The share of its GPU that the stage leaves to a vLLM server that it starts; None where it starts none, or the
+        GPU's memory is unknown. A server that sleeps meanwhile needs no room at the stage's peak."""
         params, limit = self.inputs.params, self.inputs.limit
         sampler = params.evaluate.sampler if self.stage == "evaluate" else params.ppo.sampler
-        if limit is None or "generation" not in self.phases or sampler.kind == "local":
+        if limit is None or "generation" not in self.phases or sampler.kind == "local" or sampler.url is not None:
             return None
         beside = self.phases["generation"].total if sampler.sleep else self.peak
         return max(limit - beside, 0) / (params.plan.gpu_memory_gb or math.inf) / GIB
@@ -262,7 +263,7 @@ def sft_stage(plan: StagePlan) -> None:
     config, data, limit = plan.inputs.params.sft, plan.inputs.lengths.demonstrations, plan.layout.logits_bytes
     built = plan.variant("causal_lm")
     policy = plan.trained("policy", built) if config.steps else plan.frozen("policy", built, on_device=True)
-    plan.begin([policy], policy.whole)
+    plan.begin([policy], policy.loading)
     held_out = data.batch(config.micro_batch_size or EVALUATION_ROWS)
     evaluation = passes.reply_loss(policy.variant.in_inference, held_out, logits_bytes=limit)
     plan.add("evaluation", largest(evaluation), policy.at_work)
@@ -281,13 +282,18 @@ def reward_stage(plan: StagePlan) -> None:
         model = plan.frozen(plan.stage, built, on_device=True)
     plan.begin([model], model.whole)
 
-    def add_reading(phase: str, rows: int, tokens: int) -> None:
+    def add_reading(phase: str, rows: int, tokens: int, weights: MemoryUse) -> None:
         batch = BatchShape(max(1, min(rows, tokens // lengths.width)), lengths.width)
-        plan.add(phase, largest(passes.reply_scores(model.variant, batch)), model.at_work)
+        plan.add(phase, largest(passes.reply_scores(model.variant, batch)), weights)
 
-    add_reading("evaluation", SCORING_ROWS, SCORING_TOKENS)
+    add_reading("evaluation", SCORING_ROWS, SCORING_TOKENS, model.at_work)
+    # Before it is sharded, and after, it is whole.
+    unsharded = model.whole if plan.layout.zero == 3 else model.at_work
+    if plan.layout.zero == 3:
+        batch = BatchShape(max(1, min(SCORING_ROWS, SCORING_TOKENS // lengths.width)), lengths.width)
+        plan.phases["test"] = together([model.whole, largest(passes.reply_scores(model.variant, batch))])
     if config.linear_probe is not None:
-        add_reading("linear probe", FEATURE_ROWS, FEATURE_TOKENS)
+        add_reading("linear probe", FEATURE_ROWS, FEATURE_TOKENS, unsharded)
     if config.steps:
         batch = lengths.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
         pairs = batch.rows // 2
@@ -301,13 +307,13 @@ def reward_stage(plan: StagePlan) -> None:
 def critic_stage(plan: StagePlan) -> None:
     """Critic pre-training: the frozen SFT policy rolls out and is its own reference; the critic learns the returns."""
     config, scorers = plan.inputs.params.critic, plan.reward_models()
-    policy = plan.frozen("policy", plan.variant("causal_lm"), on_device=True)
+    policy = plan.frozen("policy", plan.variant("causal_lm"), on_device=plan.layout.gathers)
     if plan.inputs.params.ppo.critic_mode == "shared":
         head = replace(plan.variant("scalar"), trained="value_head")
         critic = ModelRole(name="critic", variant=head, **vars(trained_footprint(model_size(head), plan.layout)))
     else:
         critic = plan.critic(config.lora)
-    plan.begin([policy, critic, *scorers], together([policy.whole, critic.whole, _loaded_one_by_one(scorers)]))
+    plan.begin([policy, critic, *scorers], together([policy.loading, critic.loading, _loaded_one_by_one(scorers)]))
     rollout = _roll_out(plan, config.batch_size, scorers, critic)
     batch, accumulated = _minibatch(plan, config.batch_size, config.minibatches)
     update = passes.value_loss(critic.variant, batch, plan.sampling, accumulated)
@@ -334,15 +340,17 @@ def ppo_stage(plan: StagePlan) -> None:
     selection = _selection(plan, policy, frozen)
     # Models are loaded whole: the reference, each scorer before it is placed, SFT's replies for the selection; then the
     # reference is placed, and policy and critic follow. Where the policy is the reference, it is packed at once.
-    first = reference.whole if reference else policy.loaded
-    last = reference.held + policy.whole if reference else policy.loaded
+    first = policy.loaded
+    if reference is not None:
+        first = reference.whole if plan.layout.gathers else reference.loading
+    last = reference.held + policy.loading if reference else policy.loaded
     sft = plan.frozen("sft", plan.variant("causal_lm"), on_device=True)
     placed = together(one.held for one in scorers)
     loading = [
-        policy.whole,
-        together([first, placed, scorers[-1].whole]),
+        policy.whole if reference is None else NOTHING,
+        together([first, placed, scorers[-1].loading]),
         together([first, placed, *(one.at_work for one in scorers), _selection(plan, sft, scorers)]),
-        together([last, placed, *([critic.whole] if critic else [])]),
+        together([last, placed, *([critic.loading] if critic else [])]),
     ]
     plan.begin([*trained, *frozen], largest(loading))
     rollout = _roll_out(plan, config.batch_size, scorers, critic, reference)
@@ -405,9 +413,10 @@ def evaluate_stage(plan: StagePlan) -> None:
     held-out text.
     """
     config, prompt = plan.inputs.params.evaluate, plan.inputs.lengths.prompt
-    model = plan.frozen("model", plan.variant("causal_lm"), on_device=True)
-    judge = plan.frozen("judge", plan.variant("scalar", plan.inputs.params.judge.layers), on_device=True)
-    plan.begin([], model.whole)
+    model = plan.frozen("model", plan.variant("causal_lm"))
+    judge = plan.frozen("judge", plan.variant("scalar", plan.inputs.params.judge.layers))
+    model_weights, judge_weights = (one.held + one.running for one in (model, judge))
+    plan.begin([], model.loading)
     rows, unfiltered_rows = min(config.batch_size, config.prompts), min(config.batch_size, config.kl_samples)
     plan.bounded("evaluate.batch_size", rows)
     unfiltered = Sampling(-1, 0, config.max_new_tokens, forbidden_ids=(0,))
@@ -421,10 +430,10 @@ def evaluate_stage(plan: StagePlan) -> None:
         generation += passes.generation(model.variant, unfiltered_rows, prompt, unfiltered)
     width = min(config.perplexity.max_tokens, plan.inputs.lengths.pairs.width)
     text = BatchShape(ROWS_PER_PASS, width, min(ROWS_PER_PASS * width, POSITIONS_PER_CHUNK))
-    plan.add("generation", largest(generation), model.whole)
-    plan.add("perplexity", largest(passes.reply_loss(model.variant, text)), model.whole)
-    plan.add("drift", largest(passes.reply_statistics(model.variant, drift, unfiltered)), model.whole)
-    plan.add("judging", largest(passes.reply_scores(judge.variant, judged)), judge.whole)
+    plan.add("generation", largest(generation), model_weights)
+    plan.add("perplexity", largest(passes.reply_loss(model.variant, text)), model_weights)
+    plan.add("drift", largest(passes.reply_statistics(model.variant, drift, unfiltered)), model_weights)
+    plan.add("judging", largest(passes.reply_scores(judge.variant, judged)), judge_weights)
 
 
 def _train_on_texts(
@@ -476,14 +485,15 @@ def _roll_out(
     rollout = MemoryUse(other=plan.rollout_batch(batch).tokens * 8 * 2 * 2 + reply_tokens * 4 * 20)
     brought_in = together(role.at_work for role in plan.roles)
     plan.add("generation", largest(_generation(plan, policy, at_once)), brought_in)
-    plan.add("scoring", largest(scoring), reference.running if reference else NOTHING, brought_in, rollout)
+    alone = policy.running if not is_trained else reference.running if reference else NOTHING
+    plan.add("scoring", largest(scoring), alone, brought_in, rollout)
     plan.add("rewards", largest(rewards), largest(one.running for one in scorers), brought_in, rollout)
     return rollout
 
 
 def _loaded_one_by_one(scorers: Sequence[ModelRole]) -> MemoryUse:
     """The last of the scorers as it is loaded, before it is placed as those before it are."""
-    return together([*(one.held for one in scorers[:-1]), *(one.whole for one in scorers[-1:])])
+    return together([*(one.held for one in scorers[:-1]), *(one.loading for one in scorers[-1:])])
 
 
 def _generation(plan: StagePlan, policy: ModelRole, rows: int) -> Moments:
@@ -568,12 +578,14 @@ def plan_stage(inputs: EstimateInputs, stage: str) -> StagePlan:
     STAGES[stage](plan)
     if "step" in plan.phases:
         # Each trained model leaves its engine, while the others stay as they are. DeepSpeed's weights are gathered in
-        # host memory once for a comparison on the whole model, which ZeRO 3 gathers; only then are they freed, and a
-        # plain model takes their place. Plain torch saves the model as it is. What was saved is compared on the CPU.
-        saving = [together(role.held for role in plan.roles)]
+        # host memory once it has computed what is compared; only then are they freed, and a plain model takes their
+        # place. Under ZeRO 3 that one stays in host memory in PPO and critic pre-training, and where it is too large.
+        # Plain torch saves the model as it is. What was saved is compared on the CPU.
+        saving, room = [together(role.held for role in plan.roles)], ROOM * (inputs.limit or math.inf)
         for role in plan.roles if plan.layout.engine == "deepspeed" else ():
             if role.variant.trained != "nothing":
                 others = together(one.held for one in plan.roles if one is not role)
-                saving += [others + role.held + role.at_work, others + role.whole]
+                on_host = plan.layout.zero == 3 and (stage in ("critic", "ppo") or role.whole.total > room)
+                saving += [others + role.held + role.running, others + (NOTHING if on_host else role.whole)]
         plan.phases["saving"] = largest(saving)
     return plan

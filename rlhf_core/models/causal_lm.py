@@ -218,7 +218,7 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
 
 def fitting_length(max_tokens: int, source: Path | PreTrainedModel) -> int:
     """``max_tokens``, or the number of positions that the model at ``source`` has if those are fewer."""
-    if isinstance(source, PreTrainedModel):
+    if not isinstance(source, Path):
         config = source.config
     else:
         with reading(source):
@@ -228,13 +228,17 @@ def fitting_length(max_tokens: int, source: Path | PreTrainedModel) -> int:
 
 
 def load_policy(
-    path: str | Path, dtype: torch.dtype | None = None, revision: str | None = None
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    device: torch.device | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model in evaluation mode, and its tokenizer. Only safetensors, never remote code.
 
     Args:
         path: A folder or a hub id.
         dtype: Precision of the weights; None keeps that of the files.
+        device: None for this process's own.
 
     Raises:
         ModelError: Something is missing or damaged.
@@ -242,7 +246,7 @@ def load_policy(
     tokenizer = load_tokenizer(path, revision)
     with reading(path):
         require_replies(AutoConfig.from_pretrained(str(path), revision=revision, trust_remote_code=False), path)
-    model = load_model(AutoModelForCausalLM, path, dtype, revision)
+    model = load_model(AutoModelForCausalLM, path, dtype, revision, device)
     require_room_for(tokenizer, embedding_weight(model).shape[0], path)
     return model, tokenizer
 

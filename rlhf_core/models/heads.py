@@ -98,6 +98,7 @@ class ScalarModel(nn.Module):
         seed: int,
         layers: int | None = None,
         pooling: Pooling = "last",
+        device: torch.device | None = None,
     ) -> ScalarModel:
         """Put a small random head (std 1/sqrt(H + 1), a function of ``seed``) on the backbone of a causal LM.
 
@@ -106,12 +107,13 @@ class ScalarModel(nn.Module):
             seed: Determines the head.
             layers: Decoder layers to keep, from the embedding up; None for all.
             pooling: What the head reads of a reply, see :meth:`pool`. Other than "last" it is kept in config.json.
+            device: Where it is loaded; None for this process's own.
         """
         lm: PreTrainedModel
         if isinstance(source, PreTrainedModel):
             name, lm = type(source).__name__, copy.deepcopy(source)
         else:
-            name, lm = str(source), load_model(AutoModelForCausalLM, source, None)
+            name, lm = str(source), load_model(AutoModelForCausalLM, source, None, device=device)
         if type(lm.config) not in AutoModelForSequenceClassification._model_mapping:
             raise ModelError(
                 f"{name}: transformers makes no classifier of a {type(lm).__name__}, and so no reward model and no "
@@ -138,9 +140,14 @@ class ScalarModel(nn.Module):
         return cls(model.eval(), None if tied else output.detach())
 
     @classmethod
-    def load(cls, path: str | Path, dtype: torch.dtype | None = None) -> ScalarModel:
-        """Load a folder written by :meth:`save`, or any sequence-classification folder with one label."""
-        model = load_model(AutoModelForSequenceClassification, path, dtype)
+    def load(
+        cls, path: str | Path, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> ScalarModel:
+        """Load a folder written by :meth:`save`, or any sequence-classification folder with one label.
+
+        Without ``device`` it is on this process's own.
+        """
+        model = load_model(AutoModelForSequenceClassification, path, dtype, device=device)
         if model.config.num_labels != 1 or not hasattr(model, "score"):
             raise ModelError(f"{path} is not a scalar model ({model.config.num_labels} labels); exactly one is needed")
         return cls(model)

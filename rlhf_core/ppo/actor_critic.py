@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,8 @@ class ActorCriticPair:
         sampling: The training distribution.
         limits: Sequences and positions of one pass.
         logits_bytes: Bytes of float32 logits that may exist at a time.
+        whole: Whether every rank gathers all weights for passes outside of training steps, as it must in order to
+            sample; else sharded ones stay so, and all ranks make the same passes.
     """
 
     policy: PreTrainedModel
@@ -56,6 +58,7 @@ class ActorCriticPair:
     sampling: Sampling
     limits: MicroBatchLimits = field(default_factory=MicroBatchLimits)
     logits_bytes: int = LOGITS_BYTES
+    whole: bool = True
 
     @property
     def models(self) -> tuple[object, ...]:
@@ -106,12 +109,17 @@ class ActorCriticPair:
 
 
 @contextmanager
-def gathered_parameters(pair: ActorCriticPair) -> Iterator[None]:
-    """Inside it every rank holds all weights of the models in training; see ``Engine.gathered_parameters``."""
+def readable(pair: ActorCriticPair, *names: str) -> Iterator[ActorCriticPair]:
+    """Yield the pair for passes outside of training steps: of the models ``names``, or of all that are trained."""
+    engines = {name: pair.engines[name] for name in names or pair.engines}
     with ExitStack() as stack:
-        for engine in pair.engines.values():
-            stack.enter_context(engine.gathered_parameters())
-        yield
+        if pair.whole:
+            for engine in engines.values():
+                stack.enter_context(engine.gathered_parameters())
+            yield pair
+        else:
+            readers = {name: engine.reader() for name, engine in engines.items()}
+            yield replace(pair, **{name: reader for name, reader in readers.items() if reader is not None})
 
 
 def build_actor_critic(
@@ -125,12 +133,14 @@ def build_actor_critic(
         return build_engine(model, optimizer, config.iterations * per_iteration, name, context, warmup)
 
     limits = MicroBatchLimits(config.micro_batch_size, config.micro_batch_tokens), context.launch.logits_bytes
+    # The reference of a policy that trains adapters is made of its weights, too.
+    whole = config.sampler.kind == "local" or config.policy_lora is not None
     if critic is not None and config.critic_mode == "shared":
         both = ActorCritic.with_head_of(critic, policy)
         engines = {"policy": engine(both, config.policy_optimizer, "policy")}
-        return ActorCriticPair(policy, both, engines, sampling, *limits)
+        return ActorCriticPair(policy, both, engines, sampling, *limits, whole)
     engines = {"policy": engine(policy, config.policy_optimizer, "policy")}
     if critic is not None:
         assert config.critic_optimizer is not None
         engines["critic"] = engine(critic, config.critic_optimizer, "critic")
-    return ActorCriticPair(policy, critic, engines, sampling, *limits)
+    return ActorCriticPair(policy, critic, engines, sampling, *limits, whole)

@@ -128,21 +128,22 @@ def predict_tokens(
     return Experience.of_rollout(rollout, *(distributed.all_reduce_sum(column) for column in columns))
 
 
-@torch.inference_mode()
 def _predict_part(
     pair: ActorCriticPair, reference: PreTrainedModel, part: Tokens, exact_kl: bool, lower_layers: FrozenLowerLayers
 ) -> tuple[Tensor, ...]:
     """Log-probabilities by policy and reference, entropy, values and exact KL of one micro-batch, each (b, t)."""
-    with lower_layers.recorded():
-        policy, values = pair.predict(part)
-    # In critic pre-training the frozen policy is its own reference.
-    ref = policy
-    if reference is not pair.policy:
-        with lower_layers.replayed():
-            ref = response_logits(reference, part)
-    tokens = token_statistics(
-        policy, part, pair.sampling, pair.logits_bytes, entropies=True, reference=ref, exact_kl=exact_kl
-    )
+    # Weights that are gathered in inference mode could not take part in the update.
+    with torch.inference_mode() if pair.whole else torch.no_grad():
+        with lower_layers.recorded():
+            policy, values = pair.predict(part)
+        # In critic pre-training the frozen policy is its own reference.
+        ref = policy
+        if reference is not pair.policy:
+            with lower_layers.replayed():
+                ref = response_logits(reference, part)
+        tokens = token_statistics(
+            policy, part, pair.sampling, pair.logits_bytes, entropies=True, reference=ref, exact_kl=exact_kl
+        )
     return (
         *(tokens[name] for name in ("logprobs", "ref_logprobs", "entropy")),
         values,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import SelectionConfig
 from rlhf_core.errors import DataError
-from rlhf_core.ppo.actor_critic import ActorCriticPair
+from rlhf_core.ppo.actor_critic import ActorCriticPair, readable
 from rlhf_core.ppo.checkpoints import RollbackCheckpoints, prune_best, save_best
 from rlhf_core.ppo.experience import IterationRecord
 from rlhf_core.runtime import distributed
@@ -117,9 +117,9 @@ class CheckpointSelector:
         if record.paused is not None or not (last or record.iteration % self.config.every == 0):
             return
         started = time.perf_counter()
-        with frozen.on_device(), pair.engines["policy"].gathered_parameters():
+        with frozen.on_device(), readable(pair, "policy") as seen:
             # One result for all ranks, however their last digits may differ.
-            metrics = dict(distributed.broadcast_from_rank0(self.measure(pair.policy)))
+            metrics = dict(distributed.broadcast_from_rank0(self.measure(seen.policy)))
         decisive = ("win_rate", "kl", "length_ratio", "repetition_increase")
         self.candidates.append(CheckpointCandidate(record.iteration, *(metrics[name] for name in decisive)))
         keep = self.choice().candidate.iteration == record.iteration

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.models.precision import matmul_precision
-from rlhf_core.ppo.actor_critic import ActorCriticPair, gathered_parameters
+from rlhf_core.ppo.actor_critic import ActorCriticPair, readable
 from rlhf_core.ppo.advantages import estimate_advantages, group_metrics
 from rlhf_core.ppo.checkpoints import JOURNAL, RollbackCheckpoints, RollbackJournal
 from rlhf_core.ppo.experience import Experience, IterationRecord
@@ -99,14 +99,14 @@ class RolloutLoop(ResumableLoop):
         seed = derive_seed(self.seed, self.name, "rollout", *([redraws] if redraws else []))
         prompts = self.prompts.batch(rows, self.done, seed)
         trained = "policy" in pair.engines
-        with self.frozen.on_device(), gathered_parameters(pair):
+        with self.frozen.on_device(), readable(pair) as seen:
             with clock.phase("generation"):
                 version = self.done if trained else 0
                 if trained or self.sampler.version is None:
-                    self.sampler.sync(pair.policy, version)
+                    self.sampler.sync(seen.policy, version)
                 rollout = sample_replies(self.sampler, version, prompts, pair.sampling, config.sampling_batch_size)
             with clock.phase("forward"):
-                experience = score_rollout(pair, reference, rollout, exact_kl)
+                experience = score_rollout(seen, reference, rollout, exact_kl)
             with clock.phase("rewards"):
                 rewards = self.reward_fn(experience.batch)
         self.moments.update(rewards)

@@ -56,7 +56,9 @@ class Sampler(ABC):
         self._awake = False
 
     def sync(self, policy: PreTrainedModel, version: int) -> None:
-        """Take over the weights of ``policy``, whole on every rank, and call them ``version``. All ranks call it.
+        """Take over the weights of ``policy`` and call them ``version``. All ranks call it.
+
+        They are whole on every rank, or sharded (``training.engine.deepspeed.ShardedModel``) where a server samples.
 
         Raises:
             RlhfError: It is called inside of :meth:`awake`, where weights must not change.

@@ -288,10 +288,12 @@ class VllmSampler(Sampler):
         Raises:
             RlhfError: The server cannot be started or reached, or does not compute what the policy computes.
         """
-        problem = ""
+        problem, expected = "", probed_logprobs(policy)
+        on_host: Callable[[], PreTrainedModel] | None = getattr(policy, "on_host", None)
+        whole = policy if on_host is None else on_host()  # of a sharded one, on rank 0
         if distributed.is_rank_zero():
             try:
-                self._load(policy, version)
+                self._load(whole, expected, version)
             except RlhfError as error:
                 problem = str(error)
         address = [str(self._server.socket), self._server.token] if self._server is not None else None
@@ -341,7 +343,7 @@ class VllmSampler(Sampler):
         if distributed.is_rank_zero():
             shutil.rmtree(self._weights, ignore_errors=True)
 
-    def _load(self, policy: PreTrainedModel, version: int) -> None:
+    def _load(self, policy: PreTrainedModel, expected: Tensor, version: int) -> None:
         """Hand the weights over and compare what the server computes with them, on rank 0."""
         if isinstance(policy, WithoutAdapters):
             policy.run(lambda: save_merged(policy, self._weights))
@@ -363,16 +365,13 @@ class VllmSampler(Sampler):
         arguments = {"weights_path": str(self._weights)}
         self._client.post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
         self._client.post("/reset_prefix_cache")  # what was computed with the weights before
-        self._require_same(policy)
+        self._require_same(policy, expected)
         self._client.post("/update_weight_version", {"new_version": f"{self._name}-{version}"})
 
-    @torch.no_grad()
-    def _require_same(self, policy: PreTrainedModel) -> None:
+    def _require_same(self, policy: PreTrainedModel, expected: Tensor) -> None:
         """Compare log-probabilities of fixed tokens. Only a coarse difference decides: rollouts are compared finely."""
         assert self._client is not None
         ids = probe_ids(int(policy.config.get_text_config().vocab_size))
-        logits = policy(input_ids=ids.to(policy.device), use_cache=False).logits[:, :-1].float()
-        expected = logits.log_softmax(dim=-1).gather(2, ids[:, 1:, None].to(logits.device)).squeeze(2).cpu()
         server = torch.tensor([self._client.prompt_logprobs(row) for row in ids.tolist()])
         difference, limit = float((server - expected).abs().mean()), LIMITS[matmul_precision(policy)].token
         if not difference <= limit:
@@ -393,6 +392,15 @@ class VllmSampler(Sampler):
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         http = httpx.Client(transport=transport, base_url=url, headers=headers, timeout=self.config.timeout_seconds)
         return VllmClient(http, token, self._server.end_report if self._server is not None else lambda: "")
+
+
+@torch.no_grad()
+def probed_logprobs(policy: PreTrainedModel) -> Tensor:
+    """Log-probabilities of fixed tokens (rows, width - 1) on the CPU. Of a sharded policy all ranks must ask."""
+    ids = probe_ids(int(policy.config.get_text_config().vocab_size))
+    logits = policy(input_ids=ids.to(policy.device), use_cache=False).logits[:, :-1].float()
+    chosen: Tensor = logits.log_softmax(dim=-1).gather(2, ids[:, 1:, None].to(logits.device))
+    return chosen.squeeze(2).cpu()
 
 
 def rollout_of(prompts: PromptBatch, replies: list[SampledTokens], sampling: Sampling) -> Rollout:

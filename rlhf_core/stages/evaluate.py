@@ -15,7 +15,7 @@ from rlhf_core.evaluation.comparisons.comparison import compare_groups
 from rlhf_core.evaluation.comparisons.opponents import Rival, best_of_n, group_of, read_opponent
 from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets, sample_sets
-from rlhf_core.evaluation.judges.gold import load_judge
+from rlhf_core.evaluation.judges.gold import borrowed_judge
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
 from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities, measure_drift, read_held_out
 from rlhf_core.evaluation.replies import evaluation_replies, on_policy_replies
@@ -27,6 +27,7 @@ from rlhf_core.sampling.sampler import Sampler
 from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines, atomic_write_text
+from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.history import nonfinite_as_none
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
@@ -47,34 +48,35 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     questions = MultipleChoiceSet.load(config.multiple_choice, context.folder)
     texts = read_held_out(inputs.clean, config.perplexity.rows)
     files = [read_opponent(opponent, sets.judged, context.folder) for opponent in config.opponents]
+    frozen = FrozenModels(context.launch)
     replies = 2 * sets.replies(config) + config.best_of_n * len(sets.judged)
     with opened_sampler(config.sampler, context.work, context.folder) as sampler, progress(replies, "evaluate") as bar:
         sft, policy = (
-            evaluated_model(config, folder, sets, questions, texts, bar, best_of, sampler)
+            evaluated_model(config, folder, sets, questions, texts, bar, best_of, sampler, frozen)
             for folder, best_of in ((inputs.sft, config.best_of_n), (inputs.policy, 0))
         )
     evaluation = Evaluation(sets, sft, policy, config)
-    reference, _ = load_policy(inputs.sft)
-    for model in (sft, policy):
-        assert model.on_policy is not None
-        model.drift, model.on_policy = measure_drift(model.on_policy, reference, evaluation.clusters), None
+    with frozen.borrowed(load_policy(inputs.sft, device=frozen.loading)[0]) as reference:
+        for model in (sft, policy):
+            assert model.on_policy is not None
+            model.drift, model.on_policy = measure_drift(model.on_policy, reference, evaluation.clusters), None
     del reference
     names = ("reward", "referee", "judge", "gold") if sets.world else ("reward", "referee", "judge")
     for name in names:
-        # One judge at a time: a large one needs the memory of the one before.
-        evaluation.score(load_judge(name, inputs, config.batch_size))
+        with borrowed_judge(name, inputs, config.batch_size, frozen) as judge:
+            evaluation.score(judge)
     opponents = [
         Rival(f"opponent_{settings.name}", replies, evaluation)
         for settings, (replies, _) in zip(config.opponents, files, strict=True)
     ]
     rivals = list(opponents)
     if sft.candidates:
-        rivals.append(best_of_n(load_judge("reward", inputs, config.batch_size), evaluation, sft.candidates))
+        with borrowed_judge("reward", inputs, config.batch_size, frozen) as judge:
+            rivals.append(best_of_n(judge, evaluation, sft.candidates))
     for name in names if rivals else ():
-        judge = load_judge(name, inputs, config.batch_size)
-        for rival in rivals:
-            rival.score(judge)
-        del judge
+        with borrowed_judge(name, inputs, config.batch_size, frozen) as judge:
+            for rival in rivals:
+                rival.score(judge)
     distributed.release_nonzero_ranks()  # what is left runs none of these models
     if llm_judge is not None:
         evaluation.judge(llm_judge)
@@ -145,6 +147,7 @@ def evaluated_model(
     bar: Progress,
     best_of: int,
     sampler: Sampler,
+    frozen: FrozenModels,
 ) -> EvaluatedModel:
     """Sample from the model in ``folder``, which is in memory only meanwhile; every model gets the same random numbers.
 
@@ -157,23 +160,25 @@ def evaluated_model(
         bar: Advanced by one for each reply of the evaluation's sampling.
         best_of: How many further replies to sample to each prompt to be judged, with random numbers of their own.
         sampler: Samples all replies; it lets go of the model again.
+        frozen: Places the model.
     """
-    model, tokenizer = load_policy(folder)
-    sampler.sync(model, 0)
+    loaded, tokenizer = load_policy(folder, device=frozen.loading)
+    size, messages = config.batch_size, [row.prompt for row in sets.judged]
     sampling = Sampling.for_tokenizer(
         tokenizer, config.max_new_tokens, config.ppo.temperature, config.ppo.min_new_tokens
     )
-    messages = [row.prompt for row in sets.judged]
-    evaluated = sample_sets(model, tokenizer, sets, config, bar.advance, sampler)
-    evaluated.on_policy = on_policy_replies(
-        model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, config.batch_size, sampler
-    )
-    evaluated.perplexities = held_out_perplexities(model, tokenizer, texts, config.perplexity)
-    evaluated.answers = answer_questions(model, tokenizer, questions, config.batch_size)
-    for number in range(best_of):
-        seed, size = derive_seed(config.seed, "evaluate", "best_of_n", number), config.batch_size
-        evaluated.candidates.append(
-            evaluation_replies(model, tokenizer, messages, config.sampling, seed, bar.advance, size, sampler=sampler)
+    with frozen.borrowed(loaded) as model:
+        sampler.sync(model, 0)
+        evaluated = sample_sets(model, tokenizer, sets, config, bar.advance, sampler)
+        evaluated.on_policy = on_policy_replies(
+            model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, size, sampler
         )
-    sampler.release()
+        evaluated.perplexities = held_out_perplexities(model, tokenizer, texts, config.perplexity)
+        evaluated.answers = answer_questions(model, tokenizer, questions, size)
+        for number in range(best_of):
+            seed = derive_seed(config.seed, "evaluate", "best_of_n", number)
+            evaluated.candidates.append(
+                evaluation_replies(model, tokenizer, messages, config.sampling, seed, bar.advance, size, 1, sampler)
+            )
+        sampler.release()
     return evaluated

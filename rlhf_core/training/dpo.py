@@ -164,10 +164,10 @@ class DpoTask:
         metrics = accumulate_gradients(self.engine, passes(rows, self.micro), compute)
         return StepReport(metrics, sum(real_tokens(self.train[row]) for row in rows))
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, model: PreTrainedModel) -> dict[str, float]:
         """``loss``, ``accuracy``, ``margin`` and the implicit rewards on held-out pairs (at most 512)."""
         rows = scoring_rows(self.config)
-        policy = all_logprobs(self.model, self.validation, self.pad, rows, self.logits_bytes)
+        policy = all_logprobs(model, self.validation, self.pad, rows, self.logits_bytes)
         rewards = self.rewards(self.validation, policy, self.validation_reference)
         return read_scalars([self._loss(rewards, len(self.validation))[1]])[0]
 

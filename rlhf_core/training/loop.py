@@ -13,8 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
 from rlhf_core.errors import TrainingPaused
+from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import progress
 from rlhf_core.training.checkpoints.manager import CheckpointManager, RunCheckpoints
 from rlhf_core.training.engine.base import Engine
@@ -24,6 +27,7 @@ from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
 
 RECORD_EVERY = 10
+ROOM = 0.8  # the share of a device's free memory that a trained model may take, which is read and samples afterwards
 
 
 class ResumableLoop(ABC):
@@ -109,8 +113,8 @@ class Task(Protocol):
     def train_step(self, step: int) -> StepReport:
         """Put the gradients of optimiser step ``step`` (from 0) into the engine."""
 
-    def evaluate(self) -> dict[str, float]:
-        """Metrics of the current model on held-out data."""
+    def evaluate(self, model: Any) -> dict[str, float]:
+        """Metrics on held-out data of the current model, as it is or sharded; ranks make the same passes."""
 
 
 class LoopConfig(Protocol):
@@ -146,7 +150,16 @@ def train(
     loop = Loop(engine, task(engine), config, name, seed, context)
     loop.run()
     result = LoopResult(loop.history.rows(), loop.tokens, loop.seconds, engine.skipped_steps)
-    return finish(engine, model), result
+    return on_device_if_it_fits(finish(engine, model)), result
+
+
+def on_device_if_it_fits(model: Model) -> Model:
+    """``model`` on this process's device, or where it is: ranks may have trained one that is larger than any device."""
+    device = distributed.device()
+    elsewhere = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type != device.type)
+    if elsewhere and device.type == "cuda" and elsewhere > ROOM * torch.cuda.mem_get_info(device)[0]:
+        return model
+    return model.to(device)
 
 
 @dataclass(frozen=True)
@@ -230,8 +243,8 @@ class Loop(ResumableLoop):
 
     def _evaluation(self) -> dict[str, float]:
         self.engine.model.eval()
-        with self.engine.gathered_parameters():
-            return {f"validation_{name}": value for name, value in self.task.evaluate().items()}
+        measured = self.task.evaluate(self.engine.reader() or self.engine.model)
+        return {f"validation_{name}": value for name, value in measured.items()}
 
     def _record(self, metrics: Mapping[str, float]) -> None:
         record: dict[str, Any] = {"step": self.done, **self.block.means(), **metrics, "tokens": self.tokens}

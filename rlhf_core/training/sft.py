@@ -66,9 +66,9 @@ class SftTask:
         metrics = accumulate_gradients(self.engine, passes(rows, self.micro), compute)
         return StepReport(metrics, sum(self.train[row].length for row in rows))
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, model: PreTrainedModel) -> dict[str, float]:
         """``loss`` per token and ``perplexity`` on the held-out demonstrations."""
-        loss = mean_reply_loss(self.model, self.validation, self.pad, self.held_out_rows, self.logits_bytes)
+        loss = mean_reply_loss(model, self.validation, self.pad, self.held_out_rows, self.logits_bytes)
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
 

@@ -5,12 +5,14 @@ Nothing that trains, selects checkpoints or monitors health may import this modu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rlhf_core.data.schema import Message
 from rlhf_core.evaluation.judges.model import Judge, ModelJudge
 from rlhf_core.evaluation.replies import Reply
+from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.world import gold
 
 # The smallest step of a gold score is one word too many, .02 / 1.4 = .014: a difference below it is rounding.
@@ -33,6 +35,12 @@ class GoldJudge:
         return [gold.score(prompt[-1].content, reply.text, reply.finished) for prompt, reply in pairs]
 
 
-def load_judge(name: str, folders: Mapping[str, Path], batch_size: int) -> Judge:
-    """Return the gold judge, or the model in ``folders[name]``, which scores ``batch_size`` replies at once."""
-    return GoldJudge() if name == "gold" else ModelJudge.load(folders[name], name, batch_size)
+@contextmanager
+def borrowed_judge(name: str, folders: Mapping[str, Path], batch_size: int, frozen: FrozenModels) -> Iterator[Judge]:
+    """Yield the gold judge, or the model in ``folders[name]``, placed as ``frozen`` says, for the block alone."""
+    if name == "gold":
+        yield GoldJudge()
+        return
+    judge = ModelJudge.load(folders[name], name, batch_size, frozen.loading)
+    with frozen.borrowed(judge.model) as judge.model:  # one at a time: a large one needs the memory of the one before
+        yield judge

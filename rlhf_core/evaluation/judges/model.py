@@ -70,9 +70,9 @@ class ModelJudge:
         self.vocabulary = vocabulary_id(tokenizer)
 
     @classmethod
-    def load(cls, folder: Path, name: str, batch_size: int = 64) -> ModelJudge:
-        """Load the model and tokenizer in ``folder``."""
-        scorer = ScalarModel.load(folder).eval()
+    def load(cls, folder: Path, name: str, batch_size: int = 64, device: torch.device | None = None) -> ModelJudge:
+        """Load the model and tokenizer in ``folder``, on ``device`` or else this process's own."""
+        scorer = ScalarModel.load(folder, device=device).eval()
         positions = getattr(scorer.model.config, "max_position_embeddings", None)
         return cls(scorer, load_tokenizer(folder), name, batch_size, positions)
 

@@ -109,7 +109,7 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
     if isinstance(source, ModelSource):
         if _is_own(source.path, context):
             return RewardModelSource(reward_model_fn(context.frozen.scalar(context.reward), context.limits))
-        return RewardModelSource(_reward_fn(_reward_model(source.path, who, context), context))
+        return RewardModelSource(_reward_fn(_reward_model(source.path, who, context, context.frozen.loading), context))
     if isinstance(source, EnsembleSource):
         models = [_reward_model(path, who, context) for path in source.paths]
         clean, tokenizer = context.clean, context.tokenizer
@@ -149,16 +149,16 @@ def _reward_fn(model: ScalarModel, context: SourceContext) -> RewardFn:
     return reward_model_fn(context.frozen.place(model), context.limits)
 
 
-def _reward_model(path: str, who: str, context: SourceContext) -> ScalarModel:
-    """Load a frozen reward model that reads the policy's tokens."""
+def _reward_model(path: str, who: str, context: SourceContext, device: torch.device | None = None) -> ScalarModel:
+    """Load a frozen reward model that reads the policy's tokens, on ``device`` or else this process's own."""
     folder, is_own = context.workspace / Path(os.path.expanduser(path)), _is_own(path, context)
     if not is_own:
         refuse_own_model(folder, who, context.workspace)
         require_openable(folder, auto_class=AutoModelForSequenceClassification)
-    model = ScalarModel.load(folder)
+    model = ScalarModel.load(folder, device=device)
     if not is_own:
         require_same_tokens(folder, context.tokenizer)
-    return model.eval().requires_grad_(False).to(context.device)
+    return model.eval().requires_grad_(False)
 
 
 def _is_own(path: str, context: SourceContext) -> bool:

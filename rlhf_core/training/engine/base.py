@@ -141,6 +141,10 @@ class Engine(ABC):
         """Gather full parameters on every rank for no-grad forwards."""
         return nullcontext()
 
+    def reader(self) -> Any:
+        """The model for passes that all ranks make outside of training steps; None where weights are not sharded."""
+        return None
+
     @abstractmethod
     def state(self) -> tuple[dict[str, Piece], dict[str, Any]]:
         """All that a resumed run needs, under names that are the same for every engine and number of ranks.

@@ -15,17 +15,19 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.errors import ConfigError, ModelError, RlhfError
-from rlhf_core.models.forward import probe_ids
+from rlhf_core.models.forward import has_plain_head, probe_ids
+from rlhf_core.models.precision import Precision, matmul_precision
 from rlhf_core.runtime import distributed
 from rlhf_core.storage.files import read_json
 from rlhf_core.training.checkpoints.checkpoint import Piece, SavedTensors, pieces_of_rank
@@ -40,6 +42,10 @@ from rlhf_core.training.engine.base import (
 )
 
 STALE_SECONDS = 1800.0  # no single build takes that long
+TRAINED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# By how much outputs of the same weights may differ, as a share of their norm, on one device and on two.
+SAME_DEVICE = 1e-4
+OTHER_DEVICE: dict[Precision, float] = {"float64": 1e-4, "float32": 1e-4, "tf32": 0.01, "bfloat16": 0.05}
 
 logger = logging.getLogger(__name__)
 
@@ -74,24 +80,32 @@ class Skeleton:
         self.model = copy.deepcopy(model, dict(empty))
 
     def filled(self, weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
-        """Return the model with ``weights`` (by parameter name) on ``device``; parameters without a weight stay empty.
+        """Return a model with ``weights`` (by parameter name) on ``device``; parameters without a weight stay empty.
 
         Raises:
             ModelError: A weight has another shape, as a shard has.
         """
-        full = {}
-        for name, parameter in self.model.named_parameters():
+        full, model = {}, copy.deepcopy(self.model)
+        for name, parameter in model.named_parameters():
             if name not in weights:
                 continue
             if weights[name].shape != parameter.shape:
                 gathered, expected = tuple(weights[name].shape), tuple(parameter.shape)
                 raise ModelError(f"the weight {name} was gathered with shape {gathered} instead of {expected}")
             full[id(parameter)] = nn.Parameter(weights[name].to(device), requires_grad=parameter.requires_grad)
-        for module in self.model.modules():
+        for module in model.modules():
             for name, empty in module._parameters.items():
                 if empty is not None and id(empty) in full:
                     module._parameters[name] = full[id(empty)]
-        return self.model.eval()
+        move_buffers(model, device)
+        return model.eval()
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move all buffers, but no parameter, to ``device``."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer if buffer is None else buffer.to(device)
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -265,12 +279,13 @@ def load_deepspeed() -> Any:
 
 
 @torch.no_grad()
-def probe(model: nn.Module) -> Tensor:
+def probe(model: nn.Module | ShardedModel) -> Tensor:
     """Outputs of a language model or a scalar model on fixed tokens, on the CPU in float32."""
     embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
-    ids = probe_ids(embedding.num_embeddings).to(distributed.device())
+    ids = probe_ids(embedding.num_embeddings).to(embedding.weight.device)
     training = model.training
-    output = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids))
+    model.eval()
+    output = model(input_ids=ids, attention_mask=torch.ones_like(ids))
     model.train(training)
     return (output if isinstance(output, Tensor) else output.logits).float().cpu()
 
@@ -285,6 +300,111 @@ class Root(nn.Module):
     def forward(self, compute: Callable[[], Result]) -> Result:
         """Return the result of ``compute``, which runs the model."""
         return compute()
+
+
+def initialize(package: Any, model: nn.Module, settings: dict[str, Any], **optimizer: Any) -> Any:
+    """DeepSpeed's engine of ``model``. Under ZeRO 3 weights go to the device one after another, each sharded at once.
+
+    So the model may be in host memory, and no device ever holds all of it.
+    """
+    root, device = Root(model), distributed.device()
+    if settings["zero_optimization"]["stage"] == 3:
+        dtype = next(model.parameters()).dtype
+        for parameter in model.parameters():
+            if parameter.dtype in TRAINED_DTYPES:  # adapters are float32 before; DeepSpeed keeps one precision
+                parameter.data = parameter.data.to(dtype)
+        move_buffers(model, device)
+        package.zero.Init(module=root, config_dict_or_path=copy.deepcopy(settings), dtype=dtype)
+    engine, *_ = package.initialize(model=root, config=settings, **optimizer)
+    return engine
+
+
+def drop(engine: Any) -> None:
+    """Free weights, gradients and optimiser state of one of DeepSpeed's engines.
+
+    Its ``destroy`` alone frees none: hooks, parameters and whoever holds the model keep its buffers alive.
+    """
+    engine.destroy()
+    for module in engine.modules():
+        for name, hooks in vars(module).items():
+            if name.endswith("_hooks"):
+                hooks.clear()
+    for parameter in engine.parameters():
+        parameter.data, parameter.grad = parameter.new_empty(0), None
+        vars(parameter).clear()  # DeepSpeed's shards and mappings
+    vars(engine.optimizer).clear()
+
+
+class ShardedModel:
+    """A model whose weights are sharded over the ranks and gathered layer by layer, outside of training steps.
+
+    All ranks make the same number of passes. Other attributes are those of the model itself.
+    """
+
+    def __init__(self, model: nn.Module, engine: Any, skeleton: Skeleton) -> None:
+        self.model, self.ds, self.skeleton = model, engine, skeleton
+
+    @classmethod
+    def frozen(cls, model: nn.Module, launch: LaunchConfig) -> ShardedModel:
+        """Shard a model that is only read."""
+        if isinstance(model, PreTrainedModel):
+            has_plain_head(model)  # compared while its weights are whole
+        skeleton, package = Skeleton(model), load_deepspeed()
+        config = frozen_config(launch, next(model.parameters()).dtype)
+        return cls(model, initialize(package, model, config), skeleton)
+
+    def __call__(self, **inputs: Any) -> Any:
+        """The model's own forward."""
+        return self.run(lambda: self.model(**inputs))
+
+    def run(self, compute: Callable[[], Result]) -> Result:
+        """Return ``compute``, which runs parts of the model, whose layers gather their weights meanwhile."""
+        result: Result = self.ds(compute)
+        return result
+
+    def on_host(self) -> nn.Module | None:
+        """A plain copy of the model in the host memory of rank 0, gathered weight by weight; None on other ranks."""
+        weights = gathered_on_host(dict(self.model.named_parameters()))
+        return self.skeleton.filled(weights, torch.device("cpu")) if distributed.is_rank_zero() else None
+
+    def drop(self) -> None:
+        """Free the weights; the model cannot be used any more."""
+        drop(self.ds)
+        del self.ds, self.model
+        gc.collect()
+
+    def get_output_embeddings(self) -> Callable[[Tensor], Tensor] | None:
+        """The unembedding of a language model as a function, whose weight is gathered in every call."""
+        head = self.model.get_output_embeddings()  # type: ignore[operator]
+        return None if head is None else lambda states: self.run(lambda: head(states))
+
+    def reply_scores(self, input_ids: Tensor, attention_mask: Tensor, reply_mask: Tensor | None = None) -> Tensor:
+        """The scalar of a scalar model for each row's reply: (B, L) each -> (B,)."""
+        model: Any = self.model
+        scores: Tensor = self.run(lambda: model.reply_scores(input_ids, attention_mask, reply_mask))
+        return scores
+
+    def token_scores(self, *inputs: Tensor | None) -> Tensor:
+        """The scalar of a scalar model at every position, as :meth:`ScalarModel.token_scores` gives it."""
+        model: Any = self.model
+        scores: Tensor = self.run(lambda: model.token_scores(*inputs))
+        return scores
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+def gathered_on_host(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Whole parameters in the host memory of rank 0, gathered one at a time by all ranks; empty on the others."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    weights = {}
+    for name, parameter in parameters.items():
+        with GatheredParameters([parameter]) if hasattr(parameter, "ds_id") else nullcontext():
+            value = parameter.detach().cpu() if distributed.is_rank_zero() else None
+        if value is not None:
+            weights[name] = value.clone() if parameter.device.type == "cpu" else value
+    return weights
 
 
 class DeepSpeedEngine(Engine):
@@ -313,7 +433,7 @@ class DeepSpeedEngine(Engine):
         zero["reduce_bucket_size"] = min(int(zero["reduce_bucket_size"]), max(trained, 1))
         self.skeleton = Skeleton(model)
         optimizer = build(model, config)
-        self.ds, *_ = package.initialize(model=Root(model), optimizer=optimizer, config=settings)
+        self.ds = initialize(package, model, settings, optimizer=optimizer)
         self.shards = Shards(self.ds, self.stage, package)
         self.norm = 0.0
         self.pending = False  # whether there are gradients that no step has used
@@ -362,6 +482,9 @@ class DeepSpeedEngine(Engine):
     def gathered_parameters(self) -> AbstractContextManager[None]:
         return self.shards.gathered(self.model)  # with DeepSpeed's hooks removed
 
+    def reader(self) -> ShardedModel | None:
+        return ShardedModel(self.model, self.ds, self.skeleton) if self.stage == 3 else None
+
     def state(self) -> tuple[dict[str, Piece], dict[str, Any]]:
         pieces: dict[str, Piece] = {}
         for name, parameter in trained_parameters(self.model).items():
@@ -380,30 +503,23 @@ class DeepSpeedEngine(Engine):
             self.shards.write(parameter, name, tensors)
 
     def trained_weights(self) -> dict[str, Tensor]:
-        return self._gathered(trained_parameters(self.model))
-
-    def _gathered(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """Gather whole parameters one at a time; empty but on rank 0."""
-        weights = {}
-        for name, parameter in parameters.items():
-            with self.shards.gather([parameter]):
-                value = parameter.detach().clone()
-            if distributed.is_rank_zero():
-                weights[name] = value.cpu()
-        return weights
+        return gathered_on_host(trained_parameters(self.model))
 
     def release(self) -> nn.Module:
         """Return a plain copy of the model with the gathered weights on rank 0; the shards are freed first.
 
+        Under ZeRO 3 it is in host memory, for a device may have no room for all of it.
+
         Raises:
             ModelError: It does not compute what the sharded model did.
         """
-        with self.gathered_parameters():
-            expected = probe(self.model)
-        weights = self._gathered(dict(self.model.named_parameters()))
+        expected = probe(self.reader() or self.model)
+        weights = gathered_on_host(dict(self.model.named_parameters()))
+        here = torch.device("cpu") if self.stage == 3 else distributed.device()
+        allowed = SAME_DEVICE if here == distributed.device() else OTHER_DEVICE[matmul_precision(self.model)]
         self._drop()
-        self.model = self.skeleton.filled(weights, distributed.device())
-        if distributed.is_rank_zero() and not torch.allclose(probe(self.model), expected, atol=1e-5, rtol=1e-4):
+        self.model = self.skeleton.filled(weights, here)
+        if distributed.is_rank_zero() and not (probe(self.model) - expected).norm() <= allowed * expected.norm():
             raise ModelError(
                 f"{self.name}: the weights gathered from {distributed.world_size()} ranks do not compute what the "
                 "sharded ones did; nothing was saved, and the last checkpoint holds the training's state"
@@ -411,20 +527,8 @@ class DeepSpeedEngine(Engine):
         return self.model
 
     def _drop(self) -> None:
-        """Free weights, gradients and optimiser state.
-
-        DeepSpeed's ``destroy`` alone frees none: hooks, parameters and whoever holds the model keep its buffers alive.
-        """
-        self.ds.destroy()
-        for module in self.ds.modules():
-            for name, hooks in vars(module).items():
-                if name.endswith("_hooks"):
-                    hooks.clear()
-        for parameter in self.model.parameters():
-            parameter.data, parameter.grad = parameter.new_empty(0), None
-            vars(parameter).clear()  # DeepSpeed's shards and mappings
-        vars(self.ds.optimizer).clear()
-        del self.ds, self.shards, module
+        drop(self.ds)
+        del self.ds, self.shards
         gc.collect()
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.runtime import distributed
 from rlhf_core.training.engine.base import Engine, LocalEngine
@@ -52,6 +53,11 @@ def recomputing(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
 
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+def device_before(launch: LaunchConfig) -> torch.device | None:
+    """Where a model is loaded that an engine trains: the host for ZeRO 3, which never holds it whole on a device."""
+    return torch.device("cpu") if launch.zero == 3 else None
 
 
 def build_engine(

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlhf_core.config.operations import LaunchConfig
-from rlhf_core.models.forward import has_plain_head
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.shared_base import SharedBase
 from rlhf_core.runtime import distributed
 
 Model = TypeVar("Model", bound=nn.Module)
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -36,6 +34,11 @@ class FrozenModels:
     base: SharedBase | None = None
     _scalars: dict[Path, Any] = field(default_factory=dict)
 
+    @property
+    def loading(self) -> torch.device | None:
+        """Where a model is loaded that is placed next; None for this process's own device."""
+        return torch.device("cpu") if self.launch.frozen == "sharded" else None
+
     def scalar(self, folder: Path) -> Any:
         """Load and place the reward model or referee in ``folder``; later calls return the same model.
 
@@ -43,15 +46,17 @@ class FrozenModels:
         """
         key = folder.resolve()
         if key not in self._scalars:
-            own = self.base.scalar(folder) if self.base is not None else ScalarModel.load(folder).eval()
-            own.requires_grad_(False)
+            own = self.base.scalar(folder) if self.base is not None else ScalarModel.load(folder, device=self.loading)
+            own.eval().requires_grad_(False)
             self._scalars[key] = own if self.base is not None else self.place(own)
         return self._scalars[key]
 
     def place(self, model: Model) -> Model:
         """Place ``model`` as the launch settings say and return it; a sharded one is called in the same way."""
         if self.launch.frozen == "sharded":
-            return cast("Model", ShardedModel(model, self.launch))
+            from rlhf_core.training.engine.deepspeed import ShardedModel
+
+            return cast("Model", ShardedModel.frozen(model, self.launch))
         return self.place_whole(model)
 
     def place_whole(self, model: Model) -> Model:
@@ -69,6 +74,16 @@ class FrozenModels:
                     places[name] = pinned[tensor]
                     self.waiting.append((places, name, pinned[tensor]))
         return model
+
+    @contextmanager
+    def borrowed(self, model: Any) -> Iterator[Any]:
+        """Place ``model`` for the block alone; a sharded one then lets go of the memory of its shards."""
+        placed = self.place(model)
+        try:
+            yield placed
+        finally:
+            if placed is not model:
+                placed.drop()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -96,42 +111,3 @@ def _pinned(tensor: Tensor) -> Tensor:
 def _like(tensor: Tensor, values: Tensor) -> Tensor:
     """``values`` as a frozen parameter where ``tensor`` is a parameter."""
     return nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values
-
-
-class ShardedModel:
-    """A frozen model whose weights are sharded over the ranks and gathered layer by layer.
-
-    All ranks make the same number of passes. Other attributes are those of the model itself.
-    """
-
-    def __init__(self, model: nn.Module, launch: LaunchConfig) -> None:
-        from rlhf_core.training.engine.deepspeed import Root, frozen_config, load_deepspeed
-
-        self.model = model
-        if isinstance(model, PreTrainedModel):
-            has_plain_head(model)  # compared while its weights are whole
-        config = frozen_config(launch, next(model.parameters()).dtype)
-        self.ds, *_ = load_deepspeed().initialize(model=Root(model), config=config)
-
-    def __call__(self, **inputs: Any) -> Any:
-        """The model's own forward."""
-        return self.run(lambda: self.model(**inputs))
-
-    def run(self, compute: Callable[[], Result]) -> Result:
-        """Return ``compute``, which runs parts of the model, whose layers gather their weights meanwhile."""
-        result: Result = self.ds(compute)
-        return result
-
-    def get_output_embeddings(self) -> Callable[[Tensor], Tensor] | None:
-        """The unembedding of a language model as a function, whose weight is gathered in every call."""
-        head = self.model.get_output_embeddings()  # type: ignore[operator]
-        return None if head is None else lambda states: self.run(lambda: head(states))
-
-    def reply_scores(self, input_ids: Tensor, attention_mask: Tensor, reply_mask: Tensor | None = None) -> Tensor:
-        """The scalar of a scalar model for each row's reply: (B, L) each -> (B,)."""
-        model: Any = self.model
-        scores: Tensor = self.run(lambda: model.reply_scores(input_ids, attention_mask, reply_mask))
-        return scores
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)

@@ -230,9 +230,9 @@ class RewardTask:
         metrics |= {"pairs": float(len(pairs)), "padding_share": padding_share(sum(map(sum, shards)), computed)}
         return StepReport(metrics, sum(real_tokens(pair) for pair in pairs))
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, model: ScalarModel) -> dict[str, float]:
         """Ranking ``loss``, ``accuracy`` and mean ``margin`` on held-out pairs (at most 512, for the curve)."""
-        margins = score_pairs(self.model, self.validation, self.pad).margins
+        margins = score_pairs(model, self.validation, self.pad).margins
         loss = float(np.logaddexp(0.0, -margins).mean())
         return {"loss": loss, "accuracy": accuracy(margins), "margin": float(margins.mean())}
 

@@ -144,8 +144,7 @@ def _steps(engine: Engine, task: Any, steps: int) -> dict[str, float]:
         engine.model.train()
         report = task.train_step(step)
         metrics = report.metrics | {"tokens": report.tokens, "grad_norm": engine.step().grad_norm}
-    with engine.gathered_parameters():
-        return metrics | task.evaluate()
+    return metrics | task.evaluate(engine.reader() or engine.model)
 
 
 def _sft(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> tuple[list[Engine], dict[str, float]]:

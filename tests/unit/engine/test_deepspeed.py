@@ -182,6 +182,10 @@ def with_frozen(folder: Path) -> None:
     with frozen.on_device():
         experience = cases.rollout(tiny)
     cases.write_result(folder, "frozen", {"rewards": experience.rewards, "reference": experience.ref_logprobs}, {})
+    before, borrowed = live_bytes(), make_tiny().policy
+    with frozen.borrowed(borrowed) as placed:
+        assert torch.isfinite(logits(placed)).all()
+    assert live_bytes() - before < 1024, "nothing is left of what was borrowed but buffers"
 
 
 def deepspeed_maker(kind: str, folder: Path, build: OptimizerBuilder) -> cases.MakeEngine:

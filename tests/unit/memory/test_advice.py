@@ -78,17 +78,17 @@ def split(assignment: str) -> tuple[str, str]:
 def test_saving_is_planned_as_computed_by_hand(zero: int) -> None:
     """LLaMA-7B on 8 GPUs: 6.74 billion parameters in bfloat16.
 
-    Before the engine lets go of its weights, one whole model computes what the copy has to: ZeRO 1 and 2 hold it, ZeRO
-    3 gathers it. Beside it are a GPU's eighth of float32 master weights and two moments, and buckets of 50 million
-    gradients: one in float32, two that overlap in bfloat16, or one. ZeRO 3 keeps an eighth of weights and float32
-    gradients, too. What remains after it, one whole model, is less.
+    Before the engine lets go of its weights, the model computes what the copy has to: ZeRO 1 and 2 hold it whole, ZeRO
+    3 an eighth, with a billion parameters gathered at most. Beside it are a GPU's eighth of float32 master weights and
+    two moments, and buckets of 50 million gradients: one in float32, two that overlap in bfloat16, or one. ZeRO 3 keeps
+    an eighth of float32 gradients, too. What remains after it, one whole model, is less.
     """
     parameters = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 2 * 32000 * 4096 + 4096
     eighth, bucket = parameters // 8, 50_000_000
     expected = {
         1: 2 * parameters + 12 * eighth + 4 * bucket,
         2: 2 * parameters + 12 * eighth + 2 * 2 * bucket,
-        3: 2 * parameters + 12 * eighth + 2 * bucket + (2 + 4) * eighth,
+        3: 2 * 1_000_000_000 + 12 * eighth + 2 * bucket + (2 + 4) * eighth,
     }[zero]
     launch = {"processes": 8, "engine": "deepspeed", "zero": zero}
     stage = plan_stage(subjects.large(80, compute={"launch": {"sft": launch}}), "sft")

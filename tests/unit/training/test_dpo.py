@@ -158,7 +158,7 @@ def test_before_training_every_pair_is_a_tie_that_counts_half(loaded: Fixture, w
     model, _ = load_policy(workspace / "models/sft")
     one = task(loaded, model, tmp_path)
     one.validation_reference = all_logprobs(model, one.validation, one.pad, scoring_rows(one.config), one.logits_bytes)
-    measured = one.evaluate()
+    measured = one.evaluate(one.model)
     assert (measured["accuracy"], measured["margin"]) == (0.5, 0.0)
 
 
