@@ -52,19 +52,24 @@ def second_host() -> Iterator[tuple[str, Host]]:
 
 
 @contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Yield two hosts that know each other by name and reach nothing else; skip the test like :func:`second_host`."""
+def joined_hosts(count: int) -> Iterator[list[Host]]:
+    """Yield hosts that know each other by name and reach nothing else; skip the test like :func:`second_host`."""
     _skip_without_namespaces()
-    one, two = (Host(f"rlhf-{os.getpid()}-{n}", f"10.214.{NUMBER}.{n}") for n in (1, 2))
-    names = {host.name: host.address for host in (one, two)}
+    hosts = [Host(f"rlhf-{os.getpid()}-{n}", f"10.214.{NUMBER}.{n}") for n in range(1, count + 1)]
+    switch = Host(f"rlhf-{os.getpid()}-switch", "")
+    names = {host.name: host.address for host in hosts}
     with ExitStack() as stack:
-        for host in (one, two):
+        for host in (switch, *hosts):
             stack.enter_context(_namespace(host, names))
-        _ip("link", "add", "eth0", "netns", one.name, "type", "veth", "peer", "name", "eth0", "netns", two.name)
-        for host in (one, two):
+        _ip("-n", switch.name, "link", "add", "eth0", "type", "bridge")
+        switch.plug()
+        for number, host in enumerate(hosts, start=1):
+            port = f"port{number}"
+            _ip("link", "add", "eth0", "netns", host.name, "type", "veth", "peer", "name", port, "netns", switch.name)
+            _ip("-n", switch.name, "link", "set", port, "master", "eth0", "up")
             _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
             host.plug()
-        yield one, two
+        yield hosts
 
 
 @contextmanager

@@ -7,18 +7,22 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from background import running
-from faults.network import Host, two_hosts
+from faults.network import Host, joined_hosts
 from integration.flow_toys import environment, rlhf
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(1200)]
 SMALL = ("collect.world.demonstrations=400", "collect.world.preferences=800", "collect.world.pretrain=100")
 PORT = 29511
-STAGE = (sys.executable, "-m", "flows.cli", "stage", "sft", "--workspace")
 RUN_STAGE = Path(__file__).resolve().parents[2] / "infra" / "launch" / "run-stage.sh"
+
+
+def stage_command(workspace: Path, stage: str = "sft") -> list[str]:
+    return [sys.executable, "-m", "flows.cli", "stage", stage, "--workspace", str(workspace)]
 
 
 def prepared(folder: Path) -> Path:
@@ -45,7 +49,7 @@ def weights(workspace: Path) -> dict[str, object]:
 
 
 def test_two_hosts_train_what_two_ranks_on_one_host_train(tmp_path: Path) -> None:
-    with two_hosts() as hosts:
+    with joined_hosts(2) as hosts:
         near = prepared(tmp_path / "near")
         far, script, sharded = (Path(shutil.copytree(near, tmp_path / name)) for name in ("far", "script", "sharded"))
         launch(near, "{processes: 2}")
@@ -54,12 +58,12 @@ def test_two_hosts_train_what_two_ranks_on_one_host_train(tmp_path: Path) -> Non
 
         meet = f"processes: 1, nodes: 2, rendezvous: '{hosts[0].name}:{PORT}'"
         launch(far, f"{{{meet}}}")
-        train_on(hosts, far, [*STAGE, str(far)])
+        train_on(hosts, far, stage_command(far))
         assert_same(weights(near), weights(far))
 
         if importlib.util.find_spec("deepspeed"):
             launch(sharded, f"{{{meet}, engine: deepspeed, zero: 3}}")
-            train_on(hosts, sharded, [*STAGE, str(sharded)])
+            train_on(hosts, sharded, stage_command(sharded))
             assert_same(weights(near), weights(sharded), atol=1e-5)
 
         meeting = {"NNODES": "2", "MASTER_ADDR": hosts[0].name, "MASTER_PORT": str(PORT + 1)}
@@ -78,7 +82,7 @@ def assert_same(one: dict[str, object], two: dict[str, object], atol: float = 1e
         torch.testing.assert_close(two[name], expected, rtol=1e-5, atol=atol)
 
 
-def train_on(hosts: tuple[Host, Host], workspace: Path, command: list[str], **extra: str) -> None:
+def train_on(hosts: Sequence[Host], workspace: Path, command: list[str], **extra: str) -> None:
     """Run the same command on both hosts, as in docs/engines.md, and expect both to succeed."""
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = environment(RLHF_TRACKING="off", OMP_NUM_THREADS="1", PATH=programs, **extra)
