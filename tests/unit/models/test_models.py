@@ -26,6 +26,9 @@ SHAPE = BaseConfig(vocab_size=280, hidden_size=16, intermediate_size=24, layers=
 TEXTS = ["the sky is blue", "the tree is green", "what is the sky like"]
 
 
+FILE = "model.safetensors"
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer(TEXTS, SHAPE.vocab_size)
@@ -68,6 +71,14 @@ def test_policy_round_trip(folder: Path, policy: LlamaForCausalLM) -> None:
     assert torch.equal(loaded(ids).logits, policy.eval()(ids).logits)
     assert tokenizer.chat_template and tokenizer.padding_side == "left"
     assert not list(folder.parent.glob(".*"))
+
+
+def test_weights_in_host_memory_are_the_mapped_file_so_that_ranks_share_them(folder: Path) -> None:
+    loaded, _ = load_policy(folder, device=torch.device("cpu"))
+    maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    spans = [range(*(int(end, 16) for end in fields[0].split("-"))) for fields in maps if fields[-1].endswith(FILE)]
+    copied = [n for n, weight in loaded.named_parameters() if not any(weight.data_ptr() in span for span in spans)]
+    assert copied == []
 
 
 def test_weights_that_the_config_has_no_layer_for_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
