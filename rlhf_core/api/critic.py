@@ -131,7 +131,7 @@ def train_critic(
             frozen_policy = frozen_policy if whole else frozen.place(frozen_policy)
         else:
             frozen_policy = policy
-        critic = initial_critic(policy, start, config, rollout, device_before(run.launch))
+        critic = initial_critic(policy, start, config, rollout, device_before(run.launch, config.lora))
         reward_fn = reward_fn_of(score, rollout, encoded, tokenizer, frozen, run)
         steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
         engine = build_engine(critic, config.optimizer, steps, "critic", run)

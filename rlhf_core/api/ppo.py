@@ -430,7 +430,7 @@ def _critic(inputs: PpoInputs, frozen: FrozenModels, reward: Path | None) -> tup
         moments = RunningMeanStd.from_dict(read_json(given / MOMENTS))
         if config.critic_mode != "shared" and frozen.base is not None and (given / SETTINGS).is_file():
             return frozen.base.scalar(given, through=reward), moments
-        critic = ScalarModel.load(given, device=device_before(frozen.launch))
+        critic = ScalarModel.load(given, device=device_before(frozen.launch, config.critic_lora))
     if config.critic_lora is not None:
         critic.add_adapters(config.critic_lora, derive_seed(config.seed, "ppo", "critic", "lora"))
     return critic, moments

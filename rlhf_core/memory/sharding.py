@@ -213,7 +213,8 @@ def frozen_footprint(parameters: int, layout: ParallelLayout, whole: int | None 
     if layout.frozen == "sharded":
         share = MemoryUse(weights=0 if layout.offload_parameters else layout.share(parameters) * layout.element)
         gathered = MemoryUse(weights=min(parameters, MAX_LIVE_PARAMETERS) * layout.element)
-        return ModelFootprint(parameters=parameters, held=share, whole=weights, loading=share, running=gathered)
+        loading = share + gathered  # of which one weight is whole at a time
+        return ModelFootprint(parameters=parameters, held=share, whole=weights, loading=loading, running=gathered)
     return ModelFootprint(parameters=parameters, held=weights, whole=weights, loading=weights)
 
 

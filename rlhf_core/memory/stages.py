@@ -235,16 +235,16 @@ class StagePlan:
         """Frozen models that ``ppo.reward.sources`` name. Functions and servers hold none here, and the size of a
         classifier on the hub is not known."""
         sources = self.inputs.params.ppo.reward.sources
-        found: list[tuple[str, str]] = []
+        found: list[tuple[str, str, bool]] = []
         for name, source in zip(source_names(sources), sources, strict=True):
             match source:
                 case ModelSource(path=path):
-                    found.append(("reward" if path == OWN_MODEL else name, path))
+                    found.append(("reward" if path == OWN_MODEL else name, path, False))
                 case EnsembleSource(paths=paths):
-                    found += [(f"{name} {number}", path) for number, path in enumerate(paths, 1)]
+                    found += [(f"{name} {number}", path, False) for number, path in enumerate(paths, 1)]
                 case ClassifierSource(model=path) if (self.inputs.root / path).is_dir():
-                    found.append((name, path))
-        return [self.frozen(name, self._scorer(path)) for name, path in found]
+                    found.append((name, path, True))
+        return [self.frozen(name, self._scorer(path), on_device=whole) for name, path, whole in found]
 
     def _scorer(self, path: str) -> ModelVariant:
         """The model in a folder, or before it is there one of the starting model's sizes, which a model of a kind that

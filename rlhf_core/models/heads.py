@@ -38,6 +38,7 @@ from rlhf_core.models.forward import (
 from rlhf_core.models.io import empty_model, load_model, reading, require_same, save_folder
 from rlhf_core.models.openblas_linear import fastest_linear
 from rlhf_core.models.precision import LOW_PRECISION, float32_linear
+from rlhf_core.runtime import distributed
 
 # States of zero that the mean so far begins with: few tokens tell little of the whole reply, and their mean spreads far
 # more than the one that it foretells. With 10, the head of a reward model for SmolLM2-135M explains .63 of the variance
@@ -113,7 +114,9 @@ class ScalarModel(nn.Module):
         if isinstance(source, PreTrainedModel):
             name, lm = type(source).__name__, copy.deepcopy(source)
         else:
-            name, lm = str(source), load_model(AutoModelForCausalLM, source, None, device=device)
+            # Layers that are left out need not be on a device.
+            first = torch.device("cpu") if layers is not None else device
+            name, lm = str(source), load_model(AutoModelForCausalLM, source, None, device=first)
         if type(lm.config) not in AutoModelForSequenceClassification._model_mapping:
             raise ModelError(
                 f"{name}: transformers makes no classifier of a {type(lm).__name__}, and so no reward model and no "
@@ -121,6 +124,7 @@ class ScalarModel(nn.Module):
             )
         if layers is not None:
             keep_lower_layers(lm, layers)
+            nn.Module.to(lm, device or distributed.device())
         # A model in memory is not on the hub, which would be asked for its name.
         with nullcontext() if isinstance(source, PreTrainedModel) else reading(name):
             lm.config.num_labels = 1

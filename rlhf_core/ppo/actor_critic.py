@@ -118,8 +118,10 @@ def readable(pair: ActorCriticPair, *names: str) -> Iterator[ActorCriticPair]:
                 stack.enter_context(engine.gathered_parameters())
             yield pair
         else:
-            readers = {name: engine.reader() for name, engine in engines.items()}
-            yield replace(pair, **{name: reader for name, reader in readers.items() if reader is not None})
+            readers = {name: reader for name, engine in engines.items() if (reader := engine.reader()) is not None}
+            yield replace(pair, **readers)
+            for reader in readers.values():
+                reader.let_go()
 
 
 def build_actor_critic(

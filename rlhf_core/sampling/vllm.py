@@ -288,12 +288,12 @@ class VllmSampler(Sampler):
         Raises:
             RlhfError: The server cannot be started or reached, or does not compute what the policy computes.
         """
-        problem, expected = "", probed_logprobs(policy)
+        problem, expected, limit = "", probed_logprobs(policy), LIMITS[matmul_precision(policy)].token
         on_host: Callable[[], PreTrainedModel] | None = getattr(policy, "on_host", None)
         whole = policy if on_host is None else on_host()  # of a sharded one, on rank 0
         if distributed.is_rank_zero():
             try:
-                self._load(whole, expected, version)
+                self._load(whole, expected, limit, version)
             except RlhfError as error:
                 problem = str(error)
         address = [str(self._server.socket), self._server.token] if self._server is not None else None
@@ -343,7 +343,7 @@ class VllmSampler(Sampler):
         if distributed.is_rank_zero():
             shutil.rmtree(self._weights, ignore_errors=True)
 
-    def _load(self, policy: PreTrainedModel, expected: Tensor, version: int) -> None:
+    def _load(self, policy: PreTrainedModel, expected: Tensor, limit: float, version: int) -> None:
         """Hand the weights over and compare what the server computes with them, on rank 0."""
         if isinstance(policy, WithoutAdapters):
             policy.run(lambda: save_merged(policy, self._weights))
@@ -365,15 +365,15 @@ class VllmSampler(Sampler):
         arguments = {"weights_path": str(self._weights)}
         self._client.post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
         self._client.post("/reset_prefix_cache")  # what was computed with the weights before
-        self._require_same(policy, expected)
+        self._require_same(policy, expected, limit)
         self._client.post("/update_weight_version", {"new_version": f"{self._name}-{version}"})
 
-    def _require_same(self, policy: PreTrainedModel, expected: Tensor) -> None:
+    def _require_same(self, policy: PreTrainedModel, expected: Tensor, limit: float) -> None:
         """Compare log-probabilities of fixed tokens. Only a coarse difference decides: rollouts are compared finely."""
         assert self._client is not None
         ids = probe_ids(int(policy.config.get_text_config().vocab_size))
         server = torch.tensor([self._client.prompt_logprobs(row) for row in ids.tolist()])
-        difference, limit = float((server - expected).abs().mean()), LIMITS[matmul_precision(policy)].token
+        difference = float((server - expected).abs().mean())
         if not difference <= limit:
             raise RlhfError(
                 f"vLLM's server differs by {difference:.3g} nats per token from the policy whose weights it loaded (at "

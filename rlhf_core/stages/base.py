@@ -24,6 +24,7 @@ from rlhf_core.models.precision import weights_precision
 from rlhf_core.ppo.rollout import require_room
 from rlhf_core.sampling.agreement import require_replies_as_scored
 from rlhf_core.stages.runtime.contract import Paths, Stage
+from rlhf_core.training.loop import on_device_if_it_fits
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 
@@ -53,7 +54,8 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
             model, tokenizer = load_gguf(Path(source), dtype)
         else:
             require_trainable(source, config.revision)
-            model, tokenizer = load_policy(source, dtype, config.revision)
+            loaded, tokenizer = load_policy(source, dtype, config.revision, torch.device("cpu"))
+            model = on_device_if_it_fits(loaded)
         require_replies_as_scored(model, config.source)
         if type(model.config) not in AutoModelForSequenceClassification._model_mapping:
             logger.warning(

@@ -6,6 +6,7 @@ again ends with the same weights and history, bit for bit on a CPU.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from abc import ABC, abstractmethod
@@ -27,7 +28,7 @@ from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
 
 RECORD_EVERY = 10
-ROOM = 0.8  # the share of a device's free memory that a trained model may take, which is read and samples afterwards
+ROOM = 0.9  # the share of a device's free memory that a trained model may take, which is read and samples afterwards
 
 
 class ResumableLoop(ABC):
@@ -157,8 +158,11 @@ def on_device_if_it_fits(model: Model) -> Model:
     """``model`` on this process's device, or where it is: ranks may have trained one that is larger than any device."""
     device = distributed.device()
     elsewhere = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type != device.type)
-    if elsewhere and device.type == "cuda" and elsewhere > ROOM * torch.cuda.mem_get_info(device)[0]:
-        return model
+    if elsewhere and device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        if elsewhere > ROOM * torch.cuda.mem_get_info(device)[0]:
+            return model
     return model.to(device)
 
 

@@ -42,5 +42,6 @@ def borrowed_judge(name: str, folders: Mapping[str, Path], batch_size: int, froz
         yield GoldJudge()
         return
     judge = ModelJudge.load(folders[name], name, batch_size, frozen.loading)
-    with frozen.borrowed(judge.model) as judge.model:  # one at a time: a large one needs the memory of the one before
+    with frozen.borrowed(judge.model) as judge.model:
         yield judge
+    del judge.model  # whoever still has the judge; a large one needs the memory of the one before

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,8 @@ from transformers import PreTrainedModel
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.errors import ConfigError, ModelError, RlhfError
-from rlhf_core.models.forward import has_plain_head, probe_ids
+from rlhf_core.models.adapters import NF4Linear
+from rlhf_core.models.forward import has_plain_head, probe_ids, run_as_wrapped
 from rlhf_core.models.precision import Precision, matmul_precision
 from rlhf_core.runtime import distributed
 from rlhf_core.storage.files import read_json
@@ -279,13 +280,19 @@ def load_deepspeed() -> Any:
 
 
 @torch.no_grad()
-def probe(model: nn.Module | ShardedModel) -> Tensor:
-    """Outputs of a language model or a scalar model on fixed tokens, on the CPU in float32."""
+def probe(model: nn.Module | ShardedModel, states: bool = False) -> Tensor:
+    """Outputs of a language model or a scalar model on fixed tokens, on the CPU in float32.
+
+    With ``states`` those of a scalar model are its hidden states, for a scalar near zero has rounding of any share.
+    """
     embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
     ids = probe_ids(embedding.num_embeddings).to(embedding.weight.device)
-    training = model.training
+    training, mask = model.training, torch.ones_like(ids)
     model.eval()
-    output = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    if states and hasattr(model, "hidden"):
+        output = run_as_wrapped(cast("Any", model), lambda: cast("Any", model).hidden(ids, mask))
+    else:
+        output = model(input_ids=ids, attention_mask=mask)
     model.train(training)
     return (output if isinstance(output, Tensor) else output.logits).float().cpu()
 
@@ -364,8 +371,12 @@ class ShardedModel:
 
     def on_host(self) -> nn.Module | None:
         """A plain copy of the model in the host memory of rank 0, gathered weight by weight; None on other ranks."""
-        weights = gathered_on_host(dict(self.model.named_parameters()))
+        weights = gathered_on_host(self.ds, dict(self.model.named_parameters()))
         return self.skeleton.filled(weights, torch.device("cpu")) if distributed.is_rank_zero() else None
+
+    def let_go(self) -> None:
+        """Free what its passes have left gathered; see :func:`let_go`."""
+        let_go(self.ds)
 
     def drop(self) -> None:
         """Free the weights; the model cannot be used any more."""
@@ -394,10 +405,17 @@ class ShardedModel:
         return getattr(self.model, name)
 
 
-def gathered_on_host(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def let_go(engine: Any) -> None:
+    """Free what passes under ZeRO 3 have left gathered, or began to gather for a pass that did not come."""
+    if engine.zero_optimization_partition_weights():
+        getattr(engine.optimizer, "parameter_offload", engine.optimizer).partition_all_parameters()
+
+
+def gathered_on_host(engine: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Whole parameters in the host memory of rank 0, gathered one at a time by all ranks; empty on the others."""
     from deepspeed.runtime.zero import GatheredParameters
 
+    let_go(engine)
     weights = {}
     for name, parameter in parameters.items():
         with GatheredParameters([parameter]) if hasattr(parameter, "ds_id") else nullcontext():
@@ -431,6 +449,8 @@ class DeepSpeedEngine(Engine):
         # DeepSpeed allocates whole buckets, however small the model is.
         trained = sum(parameter.numel() for parameter in trained_parameters(model).values())
         zero["reduce_bucket_size"] = min(int(zero["reduce_bucket_size"]), max(trained, 1))
+        if isinstance(model, PreTrainedModel):
+            has_plain_head(model)  # compared while its weights are whole
         self.skeleton = Skeleton(model)
         optimizer = build(model, config)
         self.ds = initialize(package, model, settings, optimizer=optimizer)
@@ -503,7 +523,7 @@ class DeepSpeedEngine(Engine):
             self.shards.write(parameter, name, tensors)
 
     def trained_weights(self) -> dict[str, Tensor]:
-        return gathered_on_host(trained_parameters(self.model))
+        return gathered_on_host(self.ds, trained_parameters(self.model))
 
     def release(self) -> nn.Module:
         """Return a plain copy of the model with the gathered weights on rank 0; the shards are freed first.
@@ -513,13 +533,15 @@ class DeepSpeedEngine(Engine):
         Raises:
             ModelError: It does not compute what the sharded model did.
         """
-        expected = probe(self.reader() or self.model)
-        weights = gathered_on_host(dict(self.model.named_parameters()))
-        here = torch.device("cpu") if self.stage == 3 else distributed.device()
-        allowed = SAME_DEVICE if here == distributed.device() else OTHER_DEVICE[matmul_precision(self.model)]
+        packed = any(isinstance(module, NF4Linear) for module in self.model.modules())  # stay where they are
+        here = torch.device("cpu") if self.stage == 3 and not packed else distributed.device()
+        moved = here != distributed.device()
+        allowed = OTHER_DEVICE[matmul_precision(self.model)] if moved else SAME_DEVICE
+        expected = probe(self.reader() or self.model, moved)
+        weights = gathered_on_host(self.ds, dict(self.model.named_parameters()))
         self._drop()
         self.model = self.skeleton.filled(weights, here)
-        if distributed.is_rank_zero() and not (probe(self.model) - expected).norm() <= allowed * expected.norm():
+        if distributed.is_rank_zero() and not (probe(self.model, moved) - expected).norm() <= allowed * expected.norm():
             raise ModelError(
                 f"{self.name}: the weights gathered from {distributed.world_size()} ranks do not compute what the "
                 "sharded ones did; nothing was saved, and the last checkpoint holds the training's state"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.config.model import LoraConfig, OptimizerConfig
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.runtime import distributed
@@ -55,9 +55,12 @@ def recomputing(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def device_before(launch: LaunchConfig) -> torch.device | None:
-    """Where a model is loaded that an engine trains: the host for ZeRO 3, which never holds it whole on a device."""
-    return torch.device("cpu") if launch.zero == 3 else None
+def device_before(launch: LaunchConfig, lora: LoraConfig | None = None) -> torch.device | None:
+    """Where a model is loaded that an engine trains: the host for ZeRO 3, which never holds it whole on a device.
+
+    One that is packed into 4 bits is packed where it stays.
+    """
+    return torch.device("cpu") if launch.zero == 3 and (lora is None or lora.quantize is None) else None
 
 
 def build_engine(
