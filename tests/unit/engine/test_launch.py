@@ -122,7 +122,7 @@ def test_ranks_that_lose_their_place_stop_at_the_same_step(workspace: Path, monk
         ("compute: {launch: {ppo: {engine: deepspeed, offload: parameters}}}", "needs zero 3"),
         ("compute: {launch: {ppo: {engine: deepspeed, zero: 0, offload: optimizer}}}", "zero 1 or more"),
         ("compute: {launch: {ppo: {engine: deepspeed, zero: 3, deepspeed: x.json}}}", "leave out zero"),
-        ("compute: {launch: {evaluate: {processes: 2, frozen: offload}}}", "evaluate trains nothing"),
+        ("compute: {launch: {evaluate: {processes: 2, frozen: offload}}}", "frozen to sharded"),
         ("compute: {launch: {ppo: {engine: deepspeed}}}\nppo: {gradient_norm: joint}", "gradient_norm joint"),
         ("compute: {launch: {ppo: {engine: deepspeed}}}\nppo: {critic_mode: shared}", "engine local alone"),
         ("ppo: {critic_mode: shared, critic_lora: {rank: 2}}", "set critic_lora to null"),
