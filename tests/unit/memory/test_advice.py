@@ -122,7 +122,7 @@ def test_what_cannot_fit_at_all_is_said_so() -> None:
 
 @pytest.mark.slow
 def test_where_it_cannot_fit_only_what_lowers_the_peak_is_advised() -> None:
-    plans = [plan for plan in plan_stages(subjects.large(30, **EIGHT)) if not plan.fits]
+    plans = [plan for plan in plan_stages(subjects.large(26, **EIGHT)) if not plan.fits]
     short = [(plan, steps) for plan in plans if (steps := advise(plan)) and not steps[-1].after.fits]
     assert {plan.stage for plan, _ in short} >= {"critic"}
     for plan, steps in short:
