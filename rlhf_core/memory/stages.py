@@ -282,18 +282,16 @@ def reward_stage(plan: StagePlan) -> None:
         model = plan.frozen(plan.stage, built, on_device=True)
     plan.begin([model], model.whole)
 
-    def add_reading(phase: str, rows: int, tokens: int, weights: MemoryUse) -> None:
+    def reading(rows: int, tokens: int) -> MemoryUse:
         batch = BatchShape(max(1, min(rows, tokens // lengths.width)), lengths.width)
-        plan.add(phase, largest(passes.reply_scores(model.variant, batch)), weights)
+        return largest(passes.reply_scores(model.variant, batch))
 
-    add_reading("evaluation", SCORING_ROWS, SCORING_TOKENS, model.at_work)
-    # Before it is sharded, and after, it is whole.
-    unsharded = model.whole if plan.layout.zero == 3 else model.at_work
-    if plan.layout.zero == 3:
-        batch = BatchShape(max(1, min(SCORING_ROWS, SCORING_TOKENS // lengths.width)), lengths.width)
-        plan.phases["test"] = together([model.whole, largest(passes.reply_scores(model.variant, batch))])
+    plan.add("evaluation", reading(SCORING_ROWS, SCORING_TOKENS), model.at_work)
+    sharded = plan.layout.zero == 3  # while it is trained; before and after it is whole
+    if sharded:
+        plan.phases["test"] = model.whole + reading(SCORING_ROWS, SCORING_TOKENS)
     if config.linear_probe is not None:
-        add_reading("linear probe", FEATURE_ROWS, FEATURE_TOKENS, unsharded)
+        plan.add("linear probe", reading(FEATURE_ROWS, FEATURE_TOKENS), model.whole if sharded else model.at_work)
     if config.steps:
         batch = lengths.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
         pairs = batch.rows // 2

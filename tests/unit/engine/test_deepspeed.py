@@ -28,9 +28,9 @@ from rlhf_core.models.adapters import WithoutAdapters, add_adapters, merge_adapt
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.checkpoint import SavedTensors
 from rlhf_core.training.engine.base import Engine, LocalEngine, OptimizerBuilder, build_adamw
-from rlhf_core.training.engine.deepspeed import zero_config
 from rlhf_core.training.engine.factory import recomputing
 from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.engine.zero_config import zero_config
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
