@@ -164,7 +164,8 @@ class VllmSamplerConfig(Strict):
         start_seconds: Bounds the start.
         url: Or the address of a running server.
         token_env: Environment variable with its bearer token.
-        weights_folder: Folder that trainer and running server see under the same path.
+        weights: How the server gets them: as `files`, or by `nccl`, from GPU to GPU, where it runs at `url`.
+        weights_folder: Folder of the files that trainer and running server see under the same path.
         timeout_seconds: Bounds a request.
         concurrent_requests: Requests that a rank has open at once.
         sleep: The server gives its memory back while PPO updates; it must support that (not on CPUs).
@@ -176,6 +177,7 @@ class VllmSamplerConfig(Strict):
     start_seconds: PositiveFloat = 900.0
     url: str | None = None
     token_env: str | None = None
+    weights: Literal["files", "nccl"] = "files"
     weights_folder: str | None = None
     timeout_seconds: PositiveFloat = 600.0
     concurrent_requests: PositiveInt = 256
@@ -188,10 +190,14 @@ class VllmSamplerConfig(Strict):
         if self.url is None:
             if self.token_env is not None:
                 raise ValueError("token_env is for the server at url; one that is started gets a random token")
+            if self.weights == "nccl":
+                raise ValueError("nccl connects GPUs of a server at url: one that is started has the trainer's own")
             return self
         check_endpoint(self.url, self.token_env)
-        if self.weights_folder is None:
-            raise ValueError("url needs weights_folder, a folder that the server sees under the same path")
+        if (self.weights_folder is None) == (self.weights == "files"):
+            raise ValueError(
+                "url needs weights_folder, a folder that the server sees under the same path, or weights nccl"
+            )
         if self.arguments:
             raise ValueError("arguments are for a server that is started from python; start the one at url with them")
         return self

@@ -26,7 +26,7 @@ from transformers import CONFIG_NAME, PreTrainedModel
 from rlhf_core.config.ppo import SamplerConfig, VllmSamplerConfig
 from rlhf_core.data.encoding import left_pad
 from rlhf_core.errors import RlhfError
-from rlhf_core.models.adapters import WithoutAdapters, adapted_layers, merged_weight
+from rlhf_core.models.adapters import WithoutAdapters
 from rlhf_core.models.forward import probe_ids
 from rlhf_core.models.io import quiet
 from rlhf_core.models.precision import matmul_precision
@@ -36,6 +36,7 @@ from rlhf_core.sampling.agreement import LIMITS
 from rlhf_core.sampling.distribution import Sampling, TokenDistribution
 from rlhf_core.sampling.generation import Rollout, trimmed_rollout
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, Sampler
+from rlhf_core.sampling.weight_transfer import CheckpointWeights, WeightTransfer, as_tensor, plain_weights
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, read_json
 
 MODEL = "policy"  # the name that requests give
@@ -189,11 +190,18 @@ class VllmClient:
 
     def weights_label(self) -> str:
         """The name of the weights that the server has; another one after a restart."""
+        return str(self._get("/weight_info", "weight_version"))
+
+    def workers(self) -> int:
+        """The processes that hold the server's model, or parts of it."""
+        return int(self._get("/get_world_size", "world_size"))
+
+    def _get(self, path: str, name: str) -> Any:
+        """The entry ``name`` of what ``path`` answers."""
         try:
-            answer = self.http.get("/weight_info")
-            return str(json_content(answer)["weight_version"])
+            return json_content(self.http.get(path))[name]
         except (httpx.RequestError, TypeError, KeyError) as error:
-            raise self._failed("/weight_info", f"failed ({type(error).__name__})") from error
+            raise self._failed(path, f"failed ({type(error).__name__})") from error
 
     def _complete(self, prompt: Sequence[int], **settings: Any) -> dict[str, Any]:
         body = {
@@ -214,15 +222,19 @@ class VllmClient:
             raise self._failed("/v1/completions", describe_answer(answer, self.token)) from error
         return choice
 
-    def post(self, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    def post(self, path: str, body: dict[str, Any] | None = None, retries: int = RETRIES) -> httpx.Response:
         """Ask for ``path``, again where the server does not answer; ``RlhfError`` unless it says that it did."""
         try:
-            answer = post_json(self.http, path, body or {}, retries=RETRIES, wait=time.sleep, secret=self.token)
+            answer = post_json(self.http, path, body or {}, retries=retries, wait=time.sleep, secret=self.token)
         except RetriesExhausted as error:
             raise self._failed(path, str(error)) from error
         if answer.status_code != 200:
             raise self._failed(path, describe_answer(answer, self.token))
         return answer
+
+    def post_once(self, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        """As :meth:`post`, for what must not be asked for twice."""
+        return self.post(path, body, retries=0)
 
     def _failed(self, path: str, problem: str) -> RlhfError:
         return RlhfError(self.end_report() or f"vLLM's server at {self.http.base_url}: {path} {problem}")
@@ -241,12 +253,7 @@ def save_merged(policy: PreTrainedModel, folder: Path) -> None:
     that is tied to the embedding is written as a matrix of its own: on CPUs a server that reloads tied weights goes on
     with the packed copy that it made of the first ones.
     """
-    weights: dict[str, Tensor] = policy.state_dict()
-    for name, layer in adapted_layers(policy):
-        weights = {key: tensor for key, tensor in weights.items() if not key.startswith(f"{name}.")}
-        weights[f"{name}.weight"] = merged_weight(layer)
-        if (bias := layer.get_base_layer().bias) is not None:
-            weights[f"{name}.bias"] = bias
+    weights = {name: as_tensor(weight) for name, weight in plain_weights(policy).items()}
     tied = bool(policy.config.get_text_config().tie_word_embeddings)
     if tied:
         unembedding = policy.get_output_embeddings()
@@ -280,6 +287,7 @@ class VllmSampler(Sampler):
         self._name = secrets.token_hex(8)  # tells apart the weights of this run and of others on the same server
         self._server: VllmServer | None = None
         self._client: VllmClient | None = None
+        self._transfer: WeightTransfer | None = None
         self._vocabulary = 0
 
     def _take_over(self, policy: PreTrainedModel, version: int) -> None:
@@ -288,18 +296,16 @@ class VllmSampler(Sampler):
         Raises:
             RlhfError: The server cannot be started or reached, or does not compute what the policy computes.
         """
-        problem, expected, limit = "", probed_logprobs(policy), LIMITS[matmul_precision(policy)].token
-        on_host: Callable[[], PreTrainedModel] | None = getattr(policy, "on_host", None)
-        whole = policy if on_host is None else on_host()  # of a sharded one, on rank 0
-        if distributed.is_rank_zero():
-            try:
-                self._load(whole, expected, limit, version)
-            except RlhfError as error:
-                problem = str(error)
+        expected, limit = probed_logprobs(policy), LIMITS[matmul_precision(policy)].token
+        if self.config.weights == "nccl":
+            self._send(policy)
+        else:
+            on_host: Callable[[], PreTrainedModel] | None = getattr(policy, "on_host", None)
+            whole = policy if on_host is None else on_host()  # of a sharded one, on rank 0
+            on_first_rank(lambda: self._load_files(whole))
+        on_first_rank(lambda: self._accept(policy, expected, limit, version))
         address = [str(self._server.socket), self._server.token] if self._server is not None else None
-        problem, self._name, address = distributed.broadcast_from_rank0([problem, self._name, address])
-        if problem:
-            raise RlhfError(problem)
+        self._name, address = distributed.broadcast_from_rank0([self._name, address])
         if self._client is None:
             self._client = self._connect(address)
         self._vocabulary = int(policy.config.get_text_config().vocab_size)
@@ -336,6 +342,8 @@ class VllmSampler(Sampler):
 
     def close(self) -> None:
         """Stop the server if this sampler started it, and remove the folder of weights."""
+        if self._transfer is not None:
+            self._transfer.close()
         if self._client is not None:
             self._client.http.close()
         if self._server is not None:
@@ -343,27 +351,59 @@ class VllmSampler(Sampler):
         if distributed.is_rank_zero():
             shutil.rmtree(self._weights, ignore_errors=True)
 
-    def _load(self, policy: PreTrainedModel, expected: Tensor, limit: float, version: int) -> None:
-        """Hand the weights over and compare what the server computes with them, on rank 0."""
+    def _load_files(self, policy: PreTrainedModel) -> None:
+        """Write the weights, and have the server read them, on rank 0."""
         if isinstance(policy, WithoutAdapters):
             policy.run(lambda: save_merged(policy, self._weights))
         else:
             save_merged(policy, self._weights)
+        if self._client is None and self.config.python is not None:
+            precision = str(policy.dtype).removeprefix("torch.")
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            self._server = VllmServer(
+                self.config.python, self.config.arguments, self._weights, precision, self._log, self.config.sleep
+            )
+        client = self._opened()
+        client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(self._weights)}})
+
+    def _send(self, policy: PreTrainedModel) -> None:
+        """Broadcast the weights to the server, from rank 0; all ranks gather them."""
+        weights = CheckpointWeights(policy)
+        problem = ""
+
+        def begin() -> None:
+            transfer, self._transfer = self._transfer or WeightTransfer(self._opened()), None
+            transfer.begin(weights)
+            self._transfer = transfer
+
+        def finish() -> None:
+            if self._transfer is None:
+                raise RlhfError(problem)
+            self._transfer.finish()
+
+        on_first_rank(begin)
+        for weight in weights:  # to the end, or other ranks would wait for this one
+            if self._transfer is not None:
+                try:
+                    self._transfer.send(weight)
+                except RlhfError as error:
+                    problem, self._transfer = str(error), None
+        on_first_rank(finish)
+
+    def _opened(self) -> VllmClient:
+        """The client of the server, which is awake and expects weights, on rank 0."""
         if self._client is None:
-            if self.config.python is not None:
-                precision = str(policy.dtype).removeprefix("torch.")
-                self._log.parent.mkdir(parents=True, exist_ok=True)
-                self._server = VllmServer(
-                    self.config.python, self.config.arguments, self._weights, precision, self._log, self.config.sleep
-                )
             address = [str(self._server.socket), self._server.token] if self._server is not None else None
             self._client = self._connect(address)
             self._client.wait_until_ready(self.config.start_seconds)
         elif self.config.sleep:
             self._client.post("/wake_up")
         self._client.post("/update_weight_version", {"new_version": f"{self._name}-unverified"})
-        arguments = {"weights_path": str(self._weights)}
-        self._client.post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
+        return self._client
+
+    def _accept(self, policy: PreTrainedModel, expected: Tensor, limit: float, version: int) -> None:
+        """Compare what the server computes now, and give its weights their label, on rank 0."""
+        assert self._client is not None
         self._client.post("/reset_prefix_cache")  # what was computed with the weights before
         self._require_same(policy, expected, limit)
         self._client.post("/update_weight_version", {"new_version": f"{self._name}-{version}"})
@@ -392,6 +432,18 @@ class VllmSampler(Sampler):
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         http = httpx.Client(transport=transport, base_url=url, headers=headers, timeout=self.config.timeout_seconds)
         return VllmClient(http, token, self._server.end_report if self._server is not None else lambda: "")
+
+
+def on_first_rank(action: Callable[[], None]) -> None:
+    """Do it on rank 0; every rank raises the ``RlhfError`` that it ends with."""
+    problem = ""
+    if distributed.is_rank_zero():
+        try:
+            action()
+        except RlhfError as error:
+            problem = str(error)
+    if problem := distributed.broadcast_from_rank0(problem):
+        raise RlhfError(problem)
 
 
 @torch.no_grad()

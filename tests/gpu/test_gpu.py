@@ -26,6 +26,7 @@ from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout, cuda_graph
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
 from rlhf_core.sampling.token_scoring import MicroBatchLimits, Tokens, response_logits, response_values
+from rlhf_core.sampling.weight_transfer import NcclGroup
 from rlhf_core.serving.policy import LoadedPolicy, ReplySettings
 
 pytestmark = pytest.mark.gpu
@@ -150,3 +151,13 @@ def test_a_run_goes_on_with_the_same_bits(model: PreTrainedModel, tmp_path: Path
     resumed = ppo("cut", None)
     pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
     assert all(one.is_cuda and torch.equal(one.cpu(), other.cpu()) for one, other in pairs)
+
+
+def test_a_group_of_nccl_broadcasts_beside_the_other_streams() -> None:
+    """A group of one, as a card allows no more; a server's workers would be its other members."""
+    group = NcclGroup()
+    assert len(group.id) == 128
+    group.join(1)
+    weight = torch.arange(6.0, device="cuda").bfloat16()
+    group.broadcast(weight)
+    assert weight.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]

@@ -368,6 +368,10 @@ class ShardedModel:
         result: Result = self.ds(compute)
         return result
 
+    def gathered(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """See :func:`gathered`."""
+        return gathered(self.ds, weights)
+
     def on_host(self) -> nn.Module | None:
         """A plain copy of the model in the host memory of rank 0, gathered weight by weight; None on other ranks."""
         weights = gathered_on_host(self.ds, dict(self.model.named_parameters()))
@@ -410,17 +414,22 @@ def let_go(engine: Any) -> None:
         getattr(engine.optimizer, "parameter_offload", engine.optimizer).partition_all_parameters()
 
 
-def gathered_on_host(engine: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Whole parameters in the host memory of rank 0, gathered one at a time by all ranks; empty on the others."""
+def gathered(engine: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, each whole until the next is asked for. All ranks must ask for all of them."""
     from deepspeed.runtime.zero import GatheredParameters
 
     let_go(engine)
+    for name, weight in weights.items():
+        with GatheredParameters([weight]) if hasattr(weight, "ds_id") else nullcontext():
+            yield name, weight.detach()
+
+
+def gathered_on_host(engine: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Whole parameters in the host memory of rank 0, gathered one at a time by all ranks; empty on the others."""
     weights = {}
-    for name, parameter in parameters.items():
-        with GatheredParameters([parameter]) if hasattr(parameter, "ds_id") else nullcontext():
-            value = parameter.detach().cpu() if distributed.is_rank_zero() else None
-        if value is not None:
-            weights[name] = value.clone() if parameter.device.type == "cpu" else value
+    for name, value in gathered(engine, parameters):
+        if distributed.is_rank_zero():
+            weights[name] = value.clone() if value.device.type == "cpu" else value.cpu()
     return weights
 
 

@@ -32,6 +32,7 @@ from rlhf_core.models.causal_lm import load_tokenizer, new_model, save_policy, t
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.sampler import LocalSampler, Sampler
+from rlhf_core.sampling.weight_transfer import CheckpointWeights
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
@@ -63,11 +64,16 @@ class Elsewhere(Sampler):
         self.copy = LocalSampler()
 
     def _take_over(self, policy: Any, version: int) -> None:
-        whole = policy.on_host() if hasattr(policy, "on_host") else policy
-        assert (whole is not None) == distributed.is_rank_zero() or distributed.world_size() == 1
-        weights = {n: t.tolist() for n, t in whole.state_dict().items()} if distributed.is_rank_zero() else {}
+        if version % 2:  # weights are sent one by one
+            sent = CheckpointWeights(policy)
+            weights = {n: w.tolist() for (n, _), w in zip(sent.described, sent, strict=True)}
+        else:
+            whole = policy.on_host() if hasattr(policy, "on_host") else policy
+            assert (whole is not None) == distributed.is_rank_zero() or distributed.world_size() == 1
+            weights = {n: t.tolist() for n, t in whole.state_dict().items()} if distributed.is_rank_zero() else {}
         copy = AutoModelForCausalLM.from_config(policy.config).eval()
-        copy.load_state_dict({n: torch.tensor(v) for n, v in distributed.broadcast_from_rank0(weights).items()})
+        told = distributed.broadcast_from_rank0(weights)
+        copy.load_state_dict({n: torch.tensor(v) for n, v in told.items()}, strict=False)  # tied weights come once
         self.copy.sync(copy, version)
 
     def _ready(self, rows: int, steps: int) -> Any:

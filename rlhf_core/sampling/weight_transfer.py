@@ -1,0 +1,225 @@
+"""Weights broadcast to the GPUs of a vLLM server by NCCL, without files: the trainer's side of vLLM's weight transfer.
+
+The trainer's first rank and all workers of the server make one group. Weights go one after the other, each as soon as
+it is whole, so that under ZeRO 3 neither side holds two of them gathered. vLLM's side is its backend ``nccl`` (0.32).
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.cuda import nccl
+from transformers import PreTrainedModel
+
+from rlhf_core.errors import ModelError, RlhfError, first_line
+from rlhf_core.models.adapters import WithoutAdapters, adapted_layers, merged_weight
+from rlhf_core.runtime import distributed
+
+Result = TypeVar("Result")
+
+
+def plain_weights(policy: PreTrainedModel) -> dict[str, Any]:
+    """The weights of a model by the names that they have without adapters.
+
+    Returns:
+        Tensors, which ZeRO 3 may have emptied, and layers with adapters, of which weights have to be merged.
+    """
+    weights: dict[str, Any] = policy.state_dict(keep_vars=True)
+    for name, layer in adapted_layers(policy):
+        weights = {key: tensor for key, tensor in weights.items() if not key.startswith(f"{name}.")}
+        weights[f"{name}.weight"] = layer
+        if (bias := layer.get_base_layer().bias) is not None:
+            weights[f"{name}.bias"] = bias
+    return weights
+
+
+@torch.no_grad()
+def as_tensor(weight: Any) -> Tensor:
+    """A value of :func:`plain_weights`, merged if it is a layer with adapters."""
+    return weight.detach() if isinstance(weight, Tensor) else merged_weight(weight)
+
+
+class CheckpointWeights:
+    """A model's weights one at a time, as its files have them: by their names there, and those that it fuses apart.
+
+    Attributes:
+        described: Names and empty tensors, in the order of iteration.
+    """
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        """Take the weights of ``policy``, whole or sharded (``training.engine.deepspeed.ShardedModel``).
+
+        Raises:
+            ModelError: Its files have a weight that is made of several of the model's.
+        """
+        self.policy = policy
+        first = dict[int, tuple[str, Any]]()  # tied weights are one, under the first of their names
+        for name, weight in plain_weights(policy).items():
+            first.setdefault(id(weight), (name, weight))
+        self.weights = dict(first.values())
+        empty = {name: _described(weight) for name, weight in self.weights.items()}
+        self.described = [entry for name in empty for entry in self._in_files(name, empty[name])]
+        if {(name, tensor.shape) for name, tensor in self.described} != {
+            (name, tensor.shape) for name, tensor in _in_files(policy, empty).items()
+        }:
+            raise ModelError(
+                f"files of {policy.config.model_type} models have weights that are made of several of the model's, "
+                "which cannot be sent one by one: set sampler.weights to files"
+            )
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """The tensors of ``described`` on the device. All ranks must take all of them."""
+        for name, tensor in self._whole():
+            for _, part in self._in_files(name, tensor):
+                yield part.contiguous()
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        if (gathered := getattr(self.policy, "gathered", None)) is not None:
+            yield from gathered(self.weights)
+            return
+        for name, weight in self.weights.items():
+            compute = partial(as_tensor, weight)
+            yield name, self.policy.run(compute) if isinstance(self.policy, WithoutAdapters) else compute()
+
+    def _in_files(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        return list(_in_files(self.policy, {name: tensor}).items())
+
+
+def _described(weight: Any) -> Tensor:
+    """An empty tensor of the whole weight's shape and precision."""
+    tensor = weight if isinstance(weight, Tensor) else weight.get_base_layer().weight
+    return torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
+
+
+def _in_files(policy: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``weights`` as ``save_pretrained`` would write them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    written: dict[str, Tensor] = revert_weight_conversion(policy, weights)
+    return written
+
+
+class Group(Protocol):
+    """Connects the trainer, its member 0, with the workers of a server, whom ``id`` (128 bytes) tells where to meet."""
+
+    id: bytes
+
+    def join(self, size: int) -> None:
+        """Meet the other ``size`` - 1 members, which may take as long as they do."""
+
+    def broadcast(self, weight: Tensor) -> None:
+        """Send a contiguous tensor to all of them; it may be freed afterwards."""
+
+
+class NcclGroup:
+    """A group by PyTorch's own NCCL, on a stream of its own: what it waits for holds up nothing else."""
+
+    def __init__(self) -> None:
+        self._device = distributed.device()
+        if self._device.type != "cuda":
+            raise RlhfError("sampler.weights nccl sends from a GPU, and this trainer has none: set it to files")
+        self.id: bytes = nccl.unique_id()
+        self._stream, self._members = torch.cuda.Stream(self._device), list[Any]()
+
+    def join(self, size: int) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._members = [nccl.init_rank(size, self.id, 0)]
+            # vLLM's workers add up one number as soon as they have met.
+            nccl.all_reduce([torch.zeros(1, device=self._device)], comms=self._members)
+        self._stream.synchronize()
+
+    def broadcast(self, weight: Tensor) -> None:
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))  # which may still compute it
+        with torch.cuda.stream(self._stream):
+            nccl.broadcast([weight], comms=self._members)
+        self._stream.synchronize()
+
+
+class Requests(Protocol):
+    """What a transfer asks of the server's client."""
+
+    def post_once(self, path: str, body: dict[str, Any] | None = None) -> object:
+        """Post to ``path``; ``RlhfError`` unless it says that it did."""
+
+    def workers(self) -> int:
+        """The processes among which the server divides its model and copies of it."""
+
+
+class WeightTransfer:
+    """Sends weights to one server. Rank 0 alone has it.
+
+    A server that ends or refuses is noticed, though NCCL itself would wait for it for ever: whatever waits for the
+    server does so in a thread that nobody waits for.
+    """
+
+    def __init__(self, server: Requests, group: Group | None = None) -> None:
+        """Meet the workers of ``server``; ``RlhfError`` if that fails."""
+        self.server, self.group = server, group or NcclGroup()
+        size = server.workers() + 1
+        meeting = base64.b64encode(self.group.id).decode()
+        settings = {"rank_offset": 1, "world_size": size, "nccl_unique_id_b64": meeting, "packed": False}
+        self._post("/init_weight_transfer_engine", {"init_info": settings})
+        self._do(partial(self.group.join, size))
+        self._answer.result()
+
+    def begin(self, weights: CheckpointWeights) -> None:
+        """Have the server wait for ``weights``; ``RlhfError`` if it does not."""
+        names, tensors = zip(*weights.described, strict=True)
+        told = {
+            "names": names,
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
+        }
+        self.server.post_once("/start_weight_update")
+        self._post("/update_weights", {"update_info": told})
+
+    def send(self, weight: Tensor) -> None:
+        """Send the next one; ``RlhfError`` if the server has given up."""
+        self._do(partial(self.group.broadcast, weight))
+
+    def finish(self) -> None:
+        """Wait until the server has them all."""
+        self._answer.result()
+        self.server.post_once("/finish_weight_update")
+
+    def close(self) -> None:
+        """Leave the group, if the server still answers."""
+        with suppress(RlhfError):
+            self.server.post_once("/shutdown_weight_transfer_engine")
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        """Ask for what the server does together with this side."""
+        self._answer: Future[Any] = in_background(partial(self.server.post_once, path, body))
+
+    def _do(self, work: Callable[[], None]) -> None:
+        """Do this side's part, unless the server fails before it is done."""
+        done: Future[Any] = in_background(work)
+        wait({done, self._answer}, return_when=FIRST_COMPLETED)
+        if not done.done():
+            self._answer.result()
+        try:
+            done.result()
+        except RuntimeError as error:
+            raise RlhfError(f"weights cannot be sent by NCCL: {first_line(error)}") from error
+
+
+def in_background(work: Callable[[], Result]) -> Future[Result]:
+    """Do ``work`` in a thread that does not keep the process alive."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
