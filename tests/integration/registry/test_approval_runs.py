@@ -21,7 +21,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.events.actions import RunDeployment
-from prefect.events.filters import EventFilter, EventNameFilter
+from prefect.events.filters import EventFilter, EventNameFilter, EventResourceFilter
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
@@ -236,12 +236,14 @@ def test_a_run_that_waits_for_a_person_is_not_taken_for_dead(client: SyncPrefect
     client.create_automation(zombie_automation(timedelta(seconds=40)))
     listener = client.create_deployment(client.create_flow_from_name("silent"), "silent")
     dead, waiting = (client.create_flow_run_from_deployment(listener).id for _ in range(2))
-    for run in (dead, waiting):
+    resources = {run: f"prefect.flow-run.{run}" for run in (dead, waiting)}
+    for run, resource in resources.items():
         client.set_flow_run_state(run, Running(), force=True)
-        resource = {"prefect.resource.id": f"prefect.flow-run.{run}"}
-        beat = {"id": str(uuid4()), "event": HEARTBEAT, "occurred": str(datetime.now(UTC)), "resource": resource}
-        client.request("POST", "/events", json=[beat])
-    beats = EventFilter(event=EventNameFilter(name=[HEARTBEAT]))
+        told = {"occurred": str(datetime.now(UTC)), "resource": {"prefect.resource.id": resource}}
+        client.request("POST", "/events", json=[{"id": str(uuid4()), "event": HEARTBEAT, **told}])
+    beats = EventFilter(  # runs of other tests may have theirs
+        event=EventNameFilter(name=[HEARTBEAT]), resource=EventResourceFilter(id=list(resources.values()))
+    )
     wait_until(lambda: len(client.read_events(beats, limit=9).events) == 2, SECONDS, "heartbeats on the server")
     client.set_flow_run_state(waiting, Suspended(), force=True)
     wait_until(lambda: client.read_flow_run(dead).state_name == "Crashed", SECONDS, "end of the dead run")
