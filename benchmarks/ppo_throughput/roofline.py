@@ -97,6 +97,7 @@ class Iteration:
         critic_adapters: The same of the critic.
         recomputed: Whether the update computes activations twice (gradient checkpointing).
         critic_free: Whether there is no critic.
+        scored_every: Of so many replies the policy scores one before the update.
     """
 
     policy: Model
@@ -111,6 +112,7 @@ class Iteration:
     critic_adapters: bool
     recomputed: bool
     critic_free: bool = False
+    scored_every: int = 1
 
     @classmethod
     def of(cls, params: Params, architecture: Architecture, prompt: int, reply: int, processes: int) -> Iteration:
@@ -131,6 +133,7 @@ class Iteration:
             critic_adapters=ppo.critic_lora is not None,
             recomputed=launch_of(params, "ppo").gradient_checkpointing,
             critic_free=ppo.advantage.critic_free,
+            scored_every=ppo.importance_sampling_correction.scored_every,
         )
 
     @property
@@ -145,7 +148,7 @@ class Iteration:
 
     def scoring_flops(self) -> float:
         """Policy and reference with logits of the reply, and the critic."""
-        scored = 2 * self.policy.forward(self.rows, self.length, self.reply)
+        scored = (1 + 1 / self.scored_every) * self.policy.forward(self.rows, self.length, self.reply)
         return scored + (0.0 if self.critic_free else self.critic.forward(self.rows, self.length))
 
     def reward_flops(self) -> float:

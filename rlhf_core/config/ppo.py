@@ -279,21 +279,27 @@ class SurrogateConfig(Strict):
 
 
 class ImportanceSamplingCorrectionConfig(Strict):
-    """Truncated importance weights between sampler and trainer in the policy's loss.
+    """What the policy's loss does about rounding between sampler and trainer.
 
     Attributes:
-        mode: Truncated importance weights: `auto` (bfloat16, TF32), `always`, `never`. Shows in:
-            importance_sampling_ratio_mean.
+        mode: Truncated importance weights: `auto` (bfloat16, TF32), `always`, `never`; `ratio`: none, as PPO's ratio
+            is to the sampler, and the policy scores an eighth of the replies. Shows in:
+            importance_sampling_ratio_mean, first_ratio.
         cap: The largest weight of a token. Shows in: importance_sampling_ratio_capped.
     """
 
-    mode: Literal["auto", "always", "never"] = "auto"
+    mode: Literal["auto", "always", "never", "ratio"] = "auto"
     cap: float = Field(default=2.0, ge=1)
+
+    @property
+    def scored_every(self) -> int:
+        """Of so many replies of a rollout the policy scores one: 1 is all of them."""
+        return 8 if self.mode == "ratio" else 1
 
     @model_validator(mode="after")
     def _applied(self) -> ImportanceSamplingCorrectionConfig:
-        if self.mode == "never" and changed_field(self, "cap"):
-            raise ValueError("cap bounds the weights of the correction, but mode is never")
+        if self.mode in ("never", "ratio") and changed_field(self, "cap"):
+            raise ValueError(f"cap bounds the weights of the correction, but mode is {self.mode}")
         return self
 
 
@@ -415,7 +421,7 @@ class PpoConfig(RolloutConfig, StageConfig):
         referee_every: The referee scores one of so many rollouts, for metrics alone. Shows in: referee_mean,
             reward_referee_correlation.
         surrogate: The policy's objective.
-        importance_sampling_correction: Weights between sampler and trainer.
+        importance_sampling_correction: Weights between sampler and trainer, or a ratio to the sampler.
         entropy: Entropy in the loss.
         ptx: The loss on texts.
         policy_lora: Trains adapters; the reference is the policy with them off. Shows in: kl.
@@ -547,12 +553,36 @@ class PpoConfig(RolloutConfig, StageConfig):
             )
         if self.sampler.kind == "local":
             return self
-        if self.importance_sampling_correction.mode != "always":
-            raise ValueError("other samplers round otherwise: set importance_sampling_correction.mode to always")
+        if self.importance_sampling_correction.mode not in ("always", "ratio"):
+            raise ValueError(
+                "other samplers round otherwise: set importance_sampling_correction.mode to always or ratio"
+            )
         if self.policy_lora is not None and self.policy_lora.quantize is not None:
             raise ValueError(
                 f"sampler.kind {self.sampler.kind} gets the adapters merged into the weights, which 4-bit weights "
                 "cannot take: set policy_lora.quantize to null, or sampler.kind to local"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ratio_to_the_sampler(self) -> PpoConfig:
+        if self.importance_sampling_correction.mode != "ratio":
+            return self
+        mode, others = "importance_sampling_correction.mode ratio", "auto, always or never"
+        if self.critic_mode == "shared":
+            raise ValueError(
+                f"{mode} leaves out the policy's pass over most replies, but with critic_mode shared that pass gives "
+                f"the values, too: use critic_mode separate, or mode {others}"
+            )
+        if self.kl.measures_full:
+            raise ValueError(
+                f"{mode} leaves out the policy's pass over most replies, but the exact KL of a rollout needs it: set "
+                f"kl.measure_full to false and kl.estimator to another than full, or use mode {others}"
+            )
+        if self.surrogate.fixed_reference:
+            raise ValueError(
+                f"{mode} takes the ratio to the sampler, but surrogate.fixed_reference to the reference: set that to "
+                f"false, or use mode {others}"
             )
         return self
 

@@ -20,6 +20,7 @@ clipped surrogate, dual clip    ``losses.clipped_surrogate``                  Sc
 PPO-penalty                     ``losses.penalty_surrogate``                  paper, eq. 11   ``surrogate.kind``
 ratio to the fixed reference    ``losses.with_fixed_reference``               paper, 5.3.2    ``surrogate.fixed_refer…``
 sampler correction (TIS)        ``losses.truncated_weights``                  Yao 2025        ``importance_sampling_…``
+ratio to the sampler            ``rollout.predict_tokens``                    algorithms §6   ``importance_sampling_…``
 entropy bonus or target         ``losses.entropy_sign``                       paper, 5.3.2    ``entropy.kind``
 value clip                      ``losses.value_loss``                         algorithms §6   ``value_clip``
 PPO-ptx                         ``losses.ptx_loss_sum``                       Ouyang 2022     ``ptx.weight``

@@ -71,10 +71,14 @@ class ActorCriticPair:
         """Logits (B, T + 1, V) and values (B, T; NaN without a critic), outside of any training step."""
         if isinstance(self.critic, ActorCritic):
             return logits_and_values(self.critic, batch)
-        logits = response_logits(self.policy, batch)
+        return response_logits(self.policy, batch), self.values(batch)
+
+    def values(self, batch: Tokens) -> Tensor:
+        """Values (B, T; NaN without a critic) by a critic that is a model of its own, outside of any training step."""
         if self.critic is None:
-            return logits, torch.full(batch.response_mask.shape, math.nan, device=batch.tokens.device)
-        return logits, response_values(self.critic, batch)
+            return torch.full(batch.response_mask.shape, math.nan, device=batch.tokens.device)
+        assert not isinstance(self.critic, ActorCritic)
+        return response_values(self.critic, batch)
 
     def statistics(
         self, logits: LazyLogits, batch: Tokens, entropies: bool, reference: PreTrainedModel | None

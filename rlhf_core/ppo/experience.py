@@ -32,11 +32,13 @@ class Experience:
     response_mask: Tensor  # (B, T) bool: response tokens, the end marker included
     finished: Tensor  # (B,) bool: the reply ends with its end marker
     sampler_logprobs: Tensor  # (B, T) as the sampler saw them
-    policy_logprobs: Tensor  # (B, T) by the trainer's forward pass, before any update
+    trainer_logprobs: Tensor  # (B, T) by the trainer's forward pass, before any update; where ``scored_mask`` holds
+    scored_mask: Tensor  # (B, T) bool: response tokens of the replies over which that pass was made
+    policy_logprobs: Tensor  # (B, T) the trainer's, or the sampler's where the trainer has not scored all replies
     old_logprobs: Tensor  # (B, T) of the behaviour policy in the ratio: the policy's, or the fixed reference's
     ref_logprobs: Tensor  # (B, T)
     full_kl: Tensor  # (B, T) exact KL(policy || reference) over the vocabulary
-    entropy: Tensor  # (B, T)
+    entropy: Tensor  # (B, T) where ``scored_mask`` holds
     values: Tensor  # (B, T) of the state before each token
     rewards: Tensor  # (B,) raw, from the reward function
     shaped_rewards: Tensor  # (B,) normalised or scaled, clipped, with penalties
@@ -48,23 +50,29 @@ class Experience:
     @staticmethod
     def of_rollout(
         rollout: Rollout,
-        policy_logprobs: Tensor,
+        trainer_logprobs: Tensor,
         ref_logprobs: Tensor,
         entropy: Tensor,
         values: Tensor,
         full_kl: Tensor | None = None,
+        scored: Tensor | None = None,
     ) -> Experience:
         """A rollout and what the models say of it (each (B, T)), which has neither rewards nor advantages yet.
 
-        The policy that sampled is the behaviour policy.
+        The policy that sampled is the behaviour policy: by the trainer's log-probabilities, or by the sampler's if the
+        trainer has only made those of the rows ``scored`` (B,).
         """
+        mask = rollout.response_mask
+        policy_logprobs = trainer_logprobs if scored is None else rollout.logprobs
         unknown = torch.full_like(values, math.nan)
         return Experience(
             tokens=rollout.tokens,
             attention_mask=rollout.attention_mask,
-            response_mask=rollout.response_mask,
+            response_mask=mask,
             finished=rollout.finished,
             sampler_logprobs=rollout.logprobs,
+            trainer_logprobs=trainer_logprobs,
+            scored_mask=mask if scored is None else mask & scored.unsqueeze(1),
             policy_logprobs=policy_logprobs,
             old_logprobs=policy_logprobs,
             ref_logprobs=ref_logprobs,

@@ -86,9 +86,9 @@ def with_fixed_reference(experience: Experience) -> Experience:
 
 
 def initial_ratio(experience: Experience) -> float:
-    """Mean ratio before any step: 1 up to rounding, except with the fixed reference."""
-    ratio = ratios(experience.policy_logprobs, experience.old_logprobs, experience.response_mask)
-    return float(masked_mean(ratio, experience.response_mask))
+    """Mean ratio before any step, where the policy scored: 1 up to rounding, except with the fixed reference."""
+    ratio = ratios(experience.trainer_logprobs, experience.old_logprobs, experience.scored_mask)
+    return float(masked_mean(ratio, experience.scored_mask))
 
 
 def truncated_weights(trainer: Tensor, sampler: Tensor, mask: Tensor, cap: float) -> Tensor:
@@ -111,10 +111,11 @@ def truncated_weights(trainer: Tensor, sampler: Tensor, mask: Tensor, cap: float
 def correction_cap(config: ImportanceSamplingCorrectionConfig, precision: Precision) -> float | None:
     """The cap of this run's :func:`truncated_weights`, or None where the loss is not corrected.
 
-    In mode ``auto`` float32 and float64 runs are not: there sampler and trainer agree up to the last digits.
+    In mode ``auto`` float32 and float64 runs are not: there sampler and trainer agree up to the last digits. In mode
+    ``ratio`` the ratio itself is to the sampler.
     """
     exact = precision in ("float32", "float64")
-    return None if config.mode == "never" or (config.mode == "auto" and exact) else config.cap
+    return None if config.mode in ("never", "ratio") or (config.mode == "auto" and exact) else config.cap
 
 
 # The policy's surrogate

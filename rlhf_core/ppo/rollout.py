@@ -5,6 +5,7 @@ Shapes: B sequences, T response positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -90,11 +91,12 @@ def require_room(
 
 
 def score_rollout(
-    pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout, exact_kl: bool = True
+    pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout, exact_kl: bool = True, every: int = 1
 ) -> Experience:
     """Compute log-probabilities, entropy, KL and values of sampled replies.
 
-    Without ``exact_kl`` the KL over the vocabulary is not computed: it stays NaN.
+    Without ``exact_kl`` the KL over the vocabulary is not computed: it stays NaN. With ``every`` above 1 it does, too;
+    the policy scores the first of every so many replies alone, and the sampler's log-probabilities count for all.
 
     Returns:
         The rollout without rewards and advantages, whole on every rank.
@@ -102,38 +104,53 @@ def score_rollout(
     Raises:
         RlhfError: The sampler and the trainer disagree about probabilities by more than rounding.
     """
-    experience = predict_tokens(pair, reference, rollout, exact_kl)
+    experience = predict_tokens(pair, reference, rollout, exact_kl, every)
     precision = matmul_precision(pair.policy)
-    columns = experience.sampler_logprobs, experience.policy_logprobs, experience.response_mask
+    columns = experience.sampler_logprobs, experience.trainer_logprobs, experience.scored_mask
     require_agreement(logprob_differences(*columns, precision), precision)
     return experience
 
 
 def predict_tokens(
-    pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout, exact_kl: bool = True
+    pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout, exact_kl: bool = True, every: int = 1
 ) -> Experience:
-    """Run policy, reference and critic over all replies, in micro-batches of similar length that the ranks share."""
-    batch = rollout.batch
-    lower_layers = FrozenLowerLayers.shared_by(pair.policy, reference)
-    columns = [torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for _ in range(5 if exact_kl else 4)]
-    parts = list(pair.limits.split(batch))
-    tasks = [partial(_predict_part, pair, reference, micro.tokens, exact_kl, lower_layers) for micro in parts]
+    """Run reference and critic over all replies, and the policy over the first of ``every`` so many.
+
+    The ranks share micro-batches of replies of similar length. See :func:`score_rollout`.
+    """
+    batch, exact_kl = rollout.batch, exact_kl and every == 1
+    if every == 1:
+        lower_layers = FrozenLowerLayers.shared_by(pair.policy, reference)
+        runs = [(batch, partial(_predict_all, pair, reference, exact_kl, lower_layers), 1)]
+    else:
+        sample = Tokens(batch.tokens[::every], batch.attention_mask[::every], batch.response_mask[::every])
+        runs = [(batch, partial(_predict_without_policy, pair, reference), 1), (sample, partial(_score, pair), every)]
+    parts = [(micro, predict, apart) for tokens, predict, apart in runs for micro in pair.limits.split(tokens)]
+    tasks = [partial(predict, micro.tokens) for micro, predict, _ in parts]
     predictions = run_side_by_side(*tasks, models=[*pair.models, reference])
-    for micro, predicted in zip(parts, predictions, strict=True):
+    names = ("logprobs", "ref_logprobs", "entropy", "values", *(["full_kl"] if exact_kl else []))
+    columns = {name: torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for name in names}
+    for (micro, _, apart), predicted in zip(parts, predictions, strict=True):
         mask = micro.tokens.response_mask
-        for column, values in zip(columns, predicted, strict=True):
+        for name, values in predicted.items():
             if micro.weight:
-                column[micro.rows] = pad_columns(torch.where(mask, values, 0.0).to(column.dtype), batch.width)
+                padded = pad_columns(torch.where(mask, values, 0.0).to(columns[name].dtype), batch.width)
+                columns[name][apart * micro.rows] = padded
     # Each rank has left zeros at the rows of the others.
-    return Experience.of_rollout(rollout, *(distributed.all_reduce_sum(column) for column in columns))
+    whole = [distributed.all_reduce_sum(column) for column in columns.values()]
+    if every == 1:
+        return Experience.of_rollout(rollout, *whole)
+    logprobs, ref_logprobs, entropy, values = whole
+    scored = torch.arange(len(batch.tokens), device=batch.tokens.device) % every == 0
+    logprobs, entropy = (column.masked_fill(~scored.unsqueeze(1), math.nan) for column in (logprobs, entropy))
+    return Experience.of_rollout(rollout, logprobs, ref_logprobs, entropy, values, scored=scored)
 
 
-def _predict_part(
-    pair: ActorCriticPair, reference: PreTrainedModel, part: Tokens, exact_kl: bool, lower_layers: FrozenLowerLayers
-) -> tuple[Tensor, ...]:
+def _predict_all(
+    pair: ActorCriticPair, reference: PreTrainedModel, exact_kl: bool, lower_layers: FrozenLowerLayers, part: Tokens
+) -> dict[str, Tensor]:
     """Log-probabilities by policy and reference, entropy, values and exact KL of one micro-batch, each (b, t)."""
-    # Weights that are gathered in inference mode could not take part in the update.
-    with torch.inference_mode() if pair.whole else torch.no_grad():
+    with _inference(pair):
         with lower_layers.recorded():
             policy, values = pair.predict(part)
         # In critic pre-training the frozen policy is its own reference.
@@ -144,11 +161,26 @@ def _predict_part(
         tokens = token_statistics(
             policy, part, pair.sampling, pair.logits_bytes, entropies=True, reference=ref, exact_kl=exact_kl
         )
-    return (
-        *(tokens[name] for name in ("logprobs", "ref_logprobs", "entropy")),
-        values,
-        *([tokens["full_kl"]] if exact_kl else []),
-    )
+    return tokens | {"values": values}
+
+
+def _predict_without_policy(pair: ActorCriticPair, reference: PreTrainedModel, part: Tokens) -> dict[str, Tensor]:
+    """Log-probabilities by the reference, and values, of one micro-batch, each (b, t)."""
+    with _inference(pair):
+        tokens = token_statistics(response_logits(reference, part), part, pair.sampling, pair.logits_bytes)
+        return {"ref_logprobs": tokens["logprobs"], "values": pair.values(part)}
+
+
+def _score(pair: ActorCriticPair, part: Tokens) -> dict[str, Tensor]:
+    """Log-probabilities and entropy by the policy of one micro-batch, each (b, t)."""
+    with _inference(pair):
+        logits = response_logits(pair.policy, part)
+        return token_statistics(logits, part, pair.sampling, pair.logits_bytes, entropies=True)
+
+
+def _inference(pair: ActorCriticPair) -> torch.inference_mode | torch.no_grad:
+    """Without gradients. Weights that are gathered in inference mode could not take part in the update."""
+    return torch.inference_mode() if pair.whole else torch.no_grad()
 
 
 def logprob_differences(sampler: Tensor, trainer: Tensor, mask: Tensor, precision: Precision) -> dict[str, float]:
@@ -231,13 +263,14 @@ def rollout_metrics(
     metrics |= reply_metrics(replies, lengths.tolist(), experience.finished.tolist())
     if with_exact_kl:
         metrics["kl_full"] = float(sequence_sums(experience.full_kl, mask).mean())
-    metrics["entropy"] = float(masked_mean(experience.entropy.double(), mask))
+    metrics["entropy"] = float(masked_mean(experience.entropy.double(), experience.scored_mask))
     metrics["reward_length_correlation"] = rank_correlation(_numpy(rewards), _numpy(lengths))
     metrics["reward_treated"] = float(experience.shaped_rewards.mean())
     if with_critic:
         metrics["explained_variance"] = explained_variance(experience.values, experience.monte_carlo_returns, mask)
     metrics["first_ratio"] = initial_ratio(experience)
-    metrics |= logprob_differences(experience.sampler_logprobs, experience.policy_logprobs, mask, precision)
+    compared = experience.sampler_logprobs, experience.trainer_logprobs, experience.scored_mask
+    metrics |= logprob_differences(*compared, precision)
     if referee_rewards is not None:
         metrics["referee_mean"] = float(referee_rewards.double().mean())
         metrics["reward_referee_correlation"] = rank_correlation(_numpy(rewards), _numpy(referee_rewards))

@@ -83,6 +83,7 @@ class RolloutLoop(ResumableLoop):
         *,
         redraws: int = 0,
         exact_kl: bool = False,
+        every: int = 1,
     ) -> Experience:
         """Sample replies to the prompts ``rows``, score and reward them: a rollout without advantages.
 
@@ -95,6 +96,7 @@ class RolloutLoop(ResumableLoop):
             clock: Measures the phases.
             redraws: Draws other replies than with any other number.
             exact_kl: Whether the KL over the vocabulary is computed.
+            every: The policy scores one of so many replies; see :func:`score_rollout`.
         """
         seed = derive_seed(self.seed, self.name, "rollout", *([redraws] if redraws else []))
         prompts = self.prompts.batch(rows, self.done, seed)
@@ -106,7 +108,7 @@ class RolloutLoop(ResumableLoop):
                     self.sampler.sync(seen.policy, version)
                 rollout = sample_replies(self.sampler, version, prompts, pair.sampling, config.sampling_batch_size)
             with clock.phase("forward"):
-                experience = score_rollout(seen, reference, rollout, exact_kl)
+                experience = score_rollout(seen, reference, rollout, exact_kl, every)
             with clock.phase("rewards"):
                 rewards = self.reward_fn(experience.batch)
         self.moments.update(rewards)
@@ -175,10 +177,17 @@ class Trainer(RolloutLoop):
         kl_coef, clock = self.kl_controller.value, PhaseClock()
         prompt_seed = derive_seed(config.seed, "ppo", "prompts")
         rows = self.prompts.rows(config.batch_size, prompt_seed, self.done, config.replies_per_prompt)
-        # After a rollback other replies are drawn, so that one unlucky draw does not fail the run twice.
-        redraws, exact_kl = len(self.checkpoints.journal), config.kl.measures_full
         experience = self.collect(
-            learner.pair, learner.reference, config, rows, kl_coef, clock, redraws=redraws, exact_kl=exact_kl
+            learner.pair,
+            learner.reference,
+            config,
+            rows,
+            kl_coef,
+            clock,
+            # After a rollback other replies are drawn, so that one unlucky draw does not fail the run twice.
+            redraws=len(self.checkpoints.journal),
+            exact_kl=config.kl.measures_full,
+            every=config.importance_sampling_correction.scored_every,
         )
         experience = estimate_advantages(experience, config.advantage, config.replies_per_prompt)
         if config.surrogate.fixed_reference:

@@ -32,6 +32,7 @@ def everything(folder: Path) -> None:
     with_shared_backbone(folder)
     without_critic(folder)
     with_budget(folder)
+    with_ratio_to_the_sampler(folder)
     with_sources(folder)
 
 
@@ -95,6 +96,21 @@ def without_critic(folder: Path) -> None:
     advantages = [record.experience.advantages[:, 0].tolist() for record in records]
     (folder / f"advantages-{distributed.rank()}.json").write_text(json.dumps(advantages))
     cases.write_result(folder, "free", trainer.learner.pair.policy_weights(), {"kl": records[-1].metrics["kl"]})
+
+
+RATIO = {"a_row": {"batch_size": 8}, "rows": {"batch_size": 18}, "tokens": {"batch_size": 18, "micro_batch_tokens": 24}}
+
+
+def with_ratio_to_the_sampler(folder: Path) -> None:
+    """Two iterations whose policy scores one reply or three, of which no share of two ranks is even."""
+    for name, changes in RATIO.items():
+        mode = {"importance_sampling_correction": {"mode": "ratio"}, "ptx": {"weight": 0.0}}
+        limits = {} if name == "tokens" else {"micro_batch_size": 2, "micro_batch_tokens": None}
+        work = folder / name if distributed.is_rank_zero() else folder / f"{name}-{distributed.rank()}"
+        trainer = make_trainer(make_tiny(), make_config(iterations=2, **changes, **limits, **mode), work)
+        figures = [trainer.iterate().metrics for _ in range(2)][-1]
+        figures = {key: value for key, value in figures.items() if not key.startswith("padding_share")}
+        cases.write_result(folder, name, trainer.learner.pair.policy_weights(), figures)
 
 
 class Counting:
@@ -169,6 +185,13 @@ def test_a_shared_backbone_and_a_budget_of_tokens_learn_the_same(what: str, foun
     assert cases.distance(plain, together) < 1e-4
     assert others == pytest.approx(figures, rel=1e-3, abs=1e-5)
     assert "value_loss" in figures and ("critic_lr" in figures) == (what == "budget")
+
+
+@pytest.mark.parametrize("what", RATIO)
+def test_the_ratio_to_the_sampler_is_the_same_on_two_ranks(what: str, found: dict[int, Path]) -> None:
+    (plain, figures), (together, others) = (cases.read_result(found[size], what) for size in (1, 2))
+    assert cases.distance(plain, together) < 1e-2
+    assert others == pytest.approx(figures, rel=1e-3, abs=1e-4) and figures["entropy"] > 0
 
 
 def test_groups_of_replies_are_whole_on_every_rank(found: dict[int, Path]) -> None:

@@ -78,8 +78,8 @@ def rollout(token_rewards: Tensor, mask: Tensor, rewards: Tensor) -> Experience:
     """What the group estimators read; all else is NaN."""
     unknown = torch.full_like(token_rewards, NAN)
     return Experience(
-        mask, mask, mask, rewards > 0, unknown, unknown, unknown, unknown, unknown, unknown, unknown, rewards, rewards,
-        token_rewards, unknown, unknown, unknown,
+        mask, mask, mask, rewards > 0, unknown, unknown, mask, unknown, unknown, unknown, unknown, unknown, unknown,
+        rewards, rewards, token_rewards, unknown, unknown, unknown,
     )  # fmt: skip
 
 

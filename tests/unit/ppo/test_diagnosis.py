@@ -224,6 +224,8 @@ def test_all_metrics_of_a_rollout() -> None:
         "response_mask": MASK.bool(),
         "finished": torch.tensor([True, False]),
         "sampler_logprobs": LOGPROBS + 0.25,
+        "trainer_logprobs": LOGPROBS,
+        "scored_mask": MASK.bool(),
         "policy_logprobs": LOGPROBS,
         "old_logprobs": LOGPROBS,
         "ref_logprobs": REFERENCE,

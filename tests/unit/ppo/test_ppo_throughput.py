@@ -49,6 +49,7 @@ def test_flops_of_each_phase() -> None:
     layers = 4 * (10_000 + 1_000)
     logits = 4 * 2 * 500 * 2  # of the 2 tokens of each reply
     assert ITERATION.scoring_flops() == 3 * layers + 2 * logits
+    assert dataclasses.replace(ITERATION, scored_every=4).scoring_flops() == 2.25 * layers + 1.25 * logits
     assert ITERATION.reward_flops() == layers
     assert ITERATION.update_flops() == 3 * (2 * layers + logits)
     with_adapters = dataclasses.replace(ITERATION, adapters=True, recomputed=True)

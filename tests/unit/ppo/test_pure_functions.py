@@ -129,6 +129,9 @@ def test_aggregation_modes() -> None:
     assert float(losses.masked_mean(values, mask)) == 2.5
 
 
+RATIO: dict[str, object] = {"importance_sampling_correction": {"mode": "ratio"}}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -160,6 +163,11 @@ def test_aggregation_modes() -> None:
         ({"policy_optimizer": {"lr": 1e-3, "warmup": 0.1}}, "twice"),
         ({"importance_sampling_correction": {"cap": 0.5}}, "greater than or equal to 1"),
         ({"importance_sampling_correction": {"mode": "never", "cap": 3.0}}, "mode is never"),
+        ({"importance_sampling_correction": {"mode": "ratio", "cap": 3.0}}, "mode is ratio"),
+        (RATIO | {"critic_mode": "shared", "critic_optimizer": None}, "gives the values, too: use critic_mode sep"),
+        (RATIO | {"kl": {"measure_full": True}}, "exact KL of a rollout needs it"),
+        (RATIO | {"kl": {"placement": "loss", "estimator": "full"}}, "kl.estimator to another than full"),
+        (RATIO | {"surrogate": {"fixed_reference": True}}, "but surrogate.fixed_reference to the reference"),
     ],
 )
 def test_contradictory_switches_are_refused_with_a_reason(changes: dict[str, object], reason: str) -> None:

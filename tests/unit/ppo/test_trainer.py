@@ -85,6 +85,7 @@ MODES: dict[str, dict[str, Any]] = {
     "a critic of its own": {},
     "one backbone": {"critic_mode": "shared"},
     "no critic": {"advantage": {"estimator": "rloo"}, "replies_per_prompt": 4},
+    "ratio to the sampler": {"importance_sampling_correction": {"mode": "ratio"}},
 }
 
 

@@ -142,7 +142,8 @@ def collect(
     pair = pair or make_learner(tiny, config).pair
     batch = PromptBatch([tiny.prompts[row] for row in rows], rows if streams is None else streams, seed)
     replies = sample_replies(LocalSampler.of(pair.policy), 0, batch, pair.sampling)
-    experience = score_rollout(pair, tiny.reference, replies)
+    every = config.importance_sampling_correction.scored_every
+    experience = score_rollout(pair, tiny.reference, replies, every=every)
     kl_coef = config.kl.coefficient if kl_coef is None else kl_coef
     rewards = tiny.reward_fn(experience.batch)
     moments = RunningMeanStd()

@@ -171,10 +171,11 @@ def test_settings_that_contradict_are_refused(sampler: dict[str, Any], others: d
         PpoConfig.model_validate({"sampler": sampler} | others)
 
 
-def test_the_default_is_local_and_vllm_is_accepted_with_its_correction() -> None:
+@pytest.mark.parametrize("mode", ["always", "ratio"])
+def test_the_default_is_local_and_vllm_is_accepted_with_its_correction(mode: str) -> None:
     assert PpoConfig().sampler.kind == "local"
     sampler = {"kind": "vllm", "python": "p", "arguments": ["--x", "1"]}
-    config = PpoConfig.model_validate({"sampler": sampler} | CORRECTED)
+    config = PpoConfig.model_validate({"sampler": sampler, "importance_sampling_correction": {"mode": mode}})
     assert config.sampler.kind == "vllm" and config.sampler.arguments == ("--x", "1")
 
 
