@@ -5,8 +5,9 @@ accelerators: from texts in memory to trained weights, so that tokenizing and co
 Each system keeps its own order of rows, and with it its padding.
 
 Of PPO, GRPO and RLOO iterations are made: as many replies, forced replies of one length, epochs and minibatches of the
-same random models, with value and reward model of the policy's size, without texts of pretraining and referee. Each
-divides the cores as it is told to: as threads of one process, or as data-parallel processes.
+same random models, with value and reward model of the policy's size, without texts of pretraining and referee. Ours
+takes the ratio to the sampler, as TRL's PPO does; TRL's RLOO, and its GRPO with several minibatches, score replies once
+more. Each system divides the cores as it is told to: as threads of one process, or as data-parallel processes.
 
 All make their runs in turn, so that other work on the machine meets all of them. Printed are medians, as soon as they
 are measured.

@@ -106,6 +106,7 @@ def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
             "max_new_tokens": workload.reply,
             "min_new_tokens": workload.reply - 1,
             "warmup_iterations": 0,
+            "importance_sampling_correction": {"mode": "ratio"},
             "ptx": {"weight": 0.0},
             "checkpoint": {"every": ENDLESS},
             "health": {"mode": "report"},
