@@ -147,7 +147,7 @@ def try_signing(workspace: Path, config: SignatureConfig) -> None:
         if not config.required:
             return
         try:
-            _verifier(workspace, config).verify(folder, signature)
+            _verifiers(workspace, config)[0].verify(folder, signature)
         except ConfigError:
             raise
         except Exception as error:
@@ -168,7 +168,7 @@ def verify_signature(
     """
     if not config.required:
         return
-    verifier = _verifier(workspace, config)
+    verifiers = _verifiers(workspace, config)
     with tempfile.TemporaryDirectory() as temporary:
         try:
             signature = client.download_artifacts(str(run_id), f"{ARTIFACT_FOLDER}/{SIGNATURE_NAME}", temporary)
@@ -176,13 +176,12 @@ def verify_signature(
             raise ModelError(
                 f"{label} has no signature, and registry.signature wants one; register it again with {KEY_VARIABLE} set"
             ) from error
-        try:
-            verifier.verify(folder, Path(signature))
-        except Exception as error:
+        refusals = [refusal for verifier in verifiers if (refusal := _refusal(verifier, folder, Path(signature)))]
+        if len(refusals) == len(verifiers):
             raise ModelError(
-                f"the signature of {label} does not match registry.signature ({_first_line(error)}); "
+                f"the signature of {label} does not match registry.signature ({_first_line(refusals[0])}); "
                 "it is not used: register the model again, or roll back"
-            ) from error
+            ) from refusals[0]
 
 
 def key_files(workspace: Path, config: SignatureConfig) -> list[Path]:
@@ -191,23 +190,38 @@ def key_files(workspace: Path, config: SignatureConfig) -> list[Path]:
     Raises:
         ConfigError: One of them is not there.
     """
-    paths = [workspace / Path(os.path.expanduser(path)) for path in (config.public_key, *config.certificates) if path]
+    names = (config.public_key, *config.earlier_public_keys, *config.certificates)
+    paths = [workspace / Path(os.path.expanduser(path)) for path in names if path]
     for path in paths:
         if not path.is_file():
             raise ConfigError(f"registry.signature: there is no file {path}")
     return paths
 
 
-def _verifier(workspace: Path, config: SignatureConfig) -> Any:
+def _verifiers(workspace: Path, config: SignatureConfig) -> list[Any]:
+    """One for each key, of which the first signs now, or one for the certificates."""
     paths = key_files(workspace, config)
     library = _library()
-    verifier = library.verifying.Config().set_hashing_config(_every_file(library))
+    verifiers = []
+    for path in paths if config.public_key else paths[:1]:
+        verifier = library.verifying.Config().set_hashing_config(_every_file(library))
+        try:
+            if config.public_key:
+                verifiers.append(verifier.use_elliptic_key_verifier(public_key=path))
+            else:
+                verifiers.append(verifier.use_certificate_verifier(certificate_chain=paths))
+        except Exception as error:
+            raise ConfigError(f"registry.signature: cannot use {path} ({_first_line(error)})") from error
+    return verifiers
+
+
+def _refusal(verifier: Any, folder: Path, signature: Path) -> Exception | None:
+    """Why a signature is not one of these files; None if it is."""
     try:
-        if config.public_key:
-            return verifier.use_elliptic_key_verifier(public_key=paths[0])
-        return verifier.use_certificate_verifier(certificate_chain=paths)
+        verifier.verify(folder, signature)
     except Exception as error:
-        raise ConfigError(f"registry.signature: cannot use {paths[0]} ({_first_line(error)})") from error
+        return error
+    return None
 
 
 def _every_file(library: Any, ignored: Sequence[str] = ()) -> Any:

@@ -141,16 +141,20 @@ class SignatureConfig(Strict):
     Attributes:
         public_key: A PEM file of the elliptic-curve key that versions must be signed by before they are promoted,
             served, exported or talked to.
+        earlier_public_keys: Those of keys that earlier versions were signed by, which stay good for them.
         certificates: PEM files of the roots that the signer's certificate must lead to instead.
     """
 
     public_key: Annotated[str, Field(min_length=1)] | None = None
+    earlier_public_keys: tuple[str, ...] = Field(default=(), strict=False)
     certificates: tuple[str, ...] = Field(default=(), strict=False)
 
     @model_validator(mode="after")
     def _one_kind(self) -> SignatureConfig:
         if self.public_key and self.certificates:
             raise ValueError("give public_key or certificates, not both")
+        if self.earlier_public_keys and not self.public_key:
+            raise ValueError("earlier_public_keys were followed by another: give public_key, too")
         return self
 
     @property

@@ -15,10 +15,19 @@ from flows.commands import run
 from flows.commands.init import initialise
 from flows.registry.aliases import get_version
 from flows.registry.client import connect
-from flows.registry.promote import promote
+from flows.registry.promote import promote, rollback
 from flows.registry.register import NotRegistered, register
-from flows.registry.signing import CERTIFICATES_VARIABLE, KEY_VARIABLE, PASSWORD_VARIABLE, SIGNER_TAG, Signer
+from flows.registry.signing import (
+    CERTIFICATES_VARIABLE,
+    KEY_VARIABLE,
+    PASSWORD_VARIABLE,
+    SIGNER_TAG,
+    Signer,
+    try_signing,
+)
 from flows.release.export import export
+from rlhf_core.config.loading import load_section
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.storage.files import sha256_tree
 
@@ -124,9 +133,35 @@ def test_the_signature_of_another_key_is_refused_until_the_right_one_signs(
     assert promote(signing).promoted
 
 
+@pytest.mark.slow
+def test_versions_of_an_earlier_key_are_used_on_while_a_new_one_signs(
+    signing: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(signing)
+    assert promote(signing).promoted
+    shutil.copy(keys / "other.pub", signing)
+    want(signing, "public_key: other.pub")
+    with pytest.raises(ModelError, match=r"version 1 does not match registry\.signature"):
+        champion_folder(signing)
+    want(signing, "public_key: other.pub, earlier_public_keys: [key.pub]")
+    assert champion_folder(signing).is_dir()
+    with pytest.raises(ConfigError, match=r"what .*key.pem signs does not match registry\.signature"):
+        try_signing(signing, load_section(signing, "registry", RegistryConfig).signature)
+    monkeypatch.setenv(KEY_VARIABLE, str(keys / "other.pem"))
+    try_signing(signing, load_section(signing, "registry", RegistryConfig).signature)
+    make_policy(signing, 7)
+    register(signing)
+    assert promote(signing, force_reason="trial").promoted
+    rollback(signing, reason="trial")
+    (champion_folder(signing) / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="version 1"):
+        champion_folder(signing)
+
+
 @pytest.mark.parametrize(
     ("key", "signature", "message"),
     [
+        ("key.pem", "public_key: key.pub, earlier_public_keys: [gone.pub]", "there is no file .*gone.pub"),
         (None, "public_key: key.pub", f"{KEY_VARIABLE} names no private key"),
         ("gone.pem", "public_key: key.pub", f"{KEY_VARIABLE}: there is no file gone.pem"),
         ("locked.pem", "public_key: key.pub", "cannot sign with .*locked.pem"),
