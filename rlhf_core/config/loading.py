@@ -418,7 +418,8 @@ ANNOTATIONS, OWN_ANNOTATIONS = "collect.annotations", "data/annotations/"
 FILES = (
     ANNOTATIONS, "collect.files.*.*.path", "validate.evaluation_files.*.path", "evaluate.verifiable.path",
     "evaluate.multiple_choice.files.*", "evaluate.multiple_choice.few_shot_files.*", "evaluate.opponents.*.path",
-    "compute.launch.*.deepspeed", "registry.signature.public_key", "registry.signature.earlier_public_keys.*", "registry.signature.certificates.*",
+    "compute.launch.*.deepspeed", "registry.signature.public_key", "registry.signature.earlier_public_keys.*",
+    "registry.signature.certificates.*",
     "ppo.sampler.weights_folder", "evaluate.sampler.weights_folder", "checkpoints.store",
 )  # fmt: skip
 MODELS = (

@@ -198,6 +198,8 @@ class VllmSamplerConfig(Strict):
             raise ValueError(
                 "url needs weights_folder, a folder that the server sees under the same path, or weights nccl"
             )
+        if self.sleep and self.weights == "nccl":
+            raise ValueError("sleep gives memory back to a trainer on the same GPUs, and by nccl the server has others")
         if self.arguments:
             raise ValueError("arguments are for a server that is started from python; start the one at url with them")
         return self

@@ -196,6 +196,15 @@ class VllmClient:
         """The processes that hold the server's model, or parts of it."""
         return int(self._get("/get_world_size", "world_size"))
 
+    def require_alive(self) -> None:
+        """Raise ``RlhfError`` unless the server says that it is well."""
+        try:
+            answer = self.http.get("/health")
+        except httpx.RequestError as error:
+            raise self._failed("/health", f"failed ({type(error).__name__})") from error
+        if answer.status_code != 200:
+            raise self._failed("/health", describe_answer(answer, self.token))
+
     def _get(self, path: str, name: str) -> Any:
         """The entry ``name`` of what ``path`` answers."""
         try:
@@ -369,26 +378,29 @@ class VllmSampler(Sampler):
     def _send(self, policy: PreTrainedModel) -> None:
         """Broadcast the weights to the server, from rank 0; all ranks gather them."""
         weights = CheckpointWeights(policy)
-        problem = ""
+        transfer, self._transfer, problem = self._transfer, None, ""  # after an error it is of no use
 
         def begin() -> None:
-            transfer, self._transfer = self._transfer or WeightTransfer(self._opened()), None
+            nonlocal transfer
+            client = self._opened()
+            transfer = transfer or WeightTransfer(client, self.config.timeout_seconds)
             transfer.begin(weights)
-            self._transfer = transfer
 
         def finish() -> None:
-            if self._transfer is None:
+            if transfer is None or problem:
                 raise RlhfError(problem)
-            self._transfer.finish()
+            transfer.finish()
 
         on_first_rank(begin)
         for weight in weights:  # to the end, or other ranks would wait for this one
-            if self._transfer is not None:
+            if transfer is not None and not problem:
                 try:
-                    self._transfer.send(weight)
+                    transfer.send(weight)
                 except RlhfError as error:
-                    problem, self._transfer = str(error), None
+                    problem = str(error)
+            del weight  # before the next one is gathered
         on_first_rank(finish)
+        self._transfer = transfer
 
     def _opened(self) -> VllmClient:
         """The client of the server, which is awake and expects weights, on rank 0."""
@@ -396,7 +408,7 @@ class VllmSampler(Sampler):
             address = [str(self._server.socket), self._server.token] if self._server is not None else None
             self._client = self._connect(address)
             self._client.wait_until_ready(self.config.start_seconds)
-        elif self.config.sleep:
+        if self.config.sleep:  # as an earlier run may have left it
             self._client.post("/wake_up")
         self._client.post("/update_weight_version", {"new_version": f"{self._name}-unverified"})
         return self._client

@@ -1,16 +1,18 @@
 """Weights broadcast to the GPUs of a vLLM server by NCCL, without files: the trainer's side of vLLM's weight transfer.
 
-The trainer's first rank and all workers of the server make one group. Weights go one after the other, each as soon as
-it is whole, so that under ZeRO 3 neither side holds two of them gathered. vLLM's side is its backend ``nccl`` (0.32).
+The trainer's first rank and all workers of the server make one group. Weights go one after the other, in the order of
+the layers, so that under ZeRO 3 the trainer holds one of them gathered at a time, and the server the parts of one fused
+layer. vLLM's side is its backend ``nccl`` (0.32).
 """
 
 from __future__ import annotations
 
 import base64
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -32,12 +34,16 @@ def plain_weights(policy: PreTrainedModel) -> dict[str, Any]:
     Returns:
         Tensors, which ZeRO 3 may have emptied, and layers with adapters, of which weights have to be merged.
     """
-    weights: dict[str, Any] = policy.state_dict(keep_vars=True)
-    for name, layer in adapted_layers(policy):
-        weights = {key: tensor for key, tensor in weights.items() if not key.startswith(f"{name}.")}
-        weights[f"{name}.weight"] = layer
-        if (bias := layer.get_base_layer().bias) is not None:
-            weights[f"{name}.bias"] = bias
+    layers, weights = dict(adapted_layers(policy)), dict[str, Any]()
+    for key, tensor in policy.state_dict(keep_vars=True).items():
+        parts = key.split(".")
+        owner = next((name for end in range(len(parts)) if (name := ".".join(parts[:end])) in layers), None)
+        if owner is None:
+            weights[key] = tensor
+            continue
+        weights[f"{owner}.weight"] = layers[owner]
+        if (bias := layers[owner].get_base_layer().bias) is not None:
+            weights[f"{owner}.bias"] = bias
     return weights
 
 
@@ -78,8 +84,10 @@ class CheckpointWeights:
     def __iter__(self) -> Iterator[Tensor]:
         """The tensors of ``described`` on the device. All ranks must take all of them."""
         for name, tensor in self._whole():
-            for _, part in self._in_files(name, tensor):
-                yield part.contiguous()
+            parts = self._in_files(name, tensor)
+            del tensor  # or it would still be there while the next one is gathered
+            while parts:
+                yield parts.pop(0)[1].contiguous()
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         if (gathered := getattr(self.policy, "gathered", None)) is not None:
@@ -152,17 +160,42 @@ class Requests(Protocol):
     def workers(self) -> int:
         """The processes among which the server divides its model and copies of it."""
 
+    def require_alive(self) -> None:
+        """Raise ``RlhfError`` unless the server says that it is well."""
+
+
+ALIVE_EVERY = 5.0  # seconds
+
+
+@contextmanager
+def errors_of_nccl() -> Iterator[None]:
+    """Raise what NCCL says as an ``RlhfError``."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RlhfError(f"weights cannot be sent by NCCL: {first_line(error)}") from error
+
 
 class WeightTransfer:
     """Sends weights to one server. Rank 0 alone has it.
 
     A server that ends or refuses is noticed, though NCCL itself would wait for it for ever: whatever waits for the
     server does so in a thread that nobody waits for.
+
+    Args:
+        server: Its client.
+        seconds: Bounds the wait for one weight.
+        group: NCCL's by default.
+
+    Raises:
+        RlhfError: The workers cannot be met.
     """
 
-    def __init__(self, server: Requests, group: Group | None = None) -> None:
-        """Meet the workers of ``server``; ``RlhfError`` if that fails."""
-        self.server, self.group = server, group or NcclGroup()
+    def __init__(self, server: Requests, seconds: float, group: Group | None = None) -> None:
+        self.server, self.seconds = server, seconds
+        with errors_of_nccl():
+            self.group = group or NcclGroup()
+        self.server.post_once("/shutdown_weight_transfer_engine")  # the group of a run that was killed
         size = server.workers() + 1
         meeting = base64.b64encode(self.group.id).decode()
         settings = {"rank_offset": 1, "world_size": size, "nccl_unique_id_b64": meeting, "packed": False}
@@ -202,13 +235,17 @@ class WeightTransfer:
     def _do(self, work: Callable[[], None]) -> None:
         """Do this side's part, unless the server fails before it is done."""
         done: Future[Any] = in_background(work)
-        wait({done, self._answer}, return_when=FIRST_COMPLETED)
-        if not done.done():
-            self._answer.result()
-        try:
+        deadline = time.monotonic() + self.seconds
+        while not done.done():
+            # The server may have answered that it expects weights before they came.
+            wait({done} if self._answer.done() else {done, self._answer}, ALIVE_EVERY, FIRST_COMPLETED)
+            if self._answer.done() and not done.done():
+                self._answer.result()
+                self.server.require_alive()
+            if time.monotonic() > deadline:
+                raise RlhfError(f"vLLM's server has taken no weight for {self.seconds:g} s (sampler.timeout_seconds)")
+        with errors_of_nccl():
             done.result()
-        except RuntimeError as error:
-            raise RlhfError(f"weights cannot be sent by NCCL: {first_line(error)}") from error
 
 
 def in_background(work: Callable[[], Result]) -> Future[Result]:

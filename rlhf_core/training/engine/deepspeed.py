@@ -430,6 +430,7 @@ def gathered_on_host(engine: Any, parameters: Mapping[str, nn.Parameter]) -> dic
     for name, value in gathered(engine, parameters):
         if distributed.is_rank_zero():
             weights[name] = value.clone() if value.device.type == "cpu" else value.cpu()
+        del value  # before the next one is gathered
     return weights
 
 

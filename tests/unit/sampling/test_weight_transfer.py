@@ -6,8 +6,10 @@ from __future__ import annotations
 import base64
 import queue
 import threading
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -23,7 +25,7 @@ from rlhf_core.config.ppo import VllmSamplerConfig
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.models.adapters import WithoutAdapters, add_adapters
 from rlhf_core.runtime import distributed
-from rlhf_core.sampling import vllm
+from rlhf_core.sampling import vllm, weight_transfer
 from rlhf_core.sampling.vllm import VllmClient, VllmSampler, save_merged
 from rlhf_core.sampling.weight_transfer import CheckpointWeights, WeightTransfer
 
@@ -53,21 +55,26 @@ class Wire:
 
 
 class Server:
-    """vLLM's side: it waits for what it was told to expect, and fails at the path ``fails``."""
+    """vLLM's side: it waits for what it was told to expect, or answers ``early``, and fails at the path ``fails``."""
 
-    def __init__(self, wire: Wire, fails: str = "") -> None:
-        self.wire, self.fails = wire, fails
+    def __init__(self, wire: Wire, fails: str = "", early: bool = False) -> None:
+        self.wire, self.fails, self.early = wire, fails, early
+        self.alive = True
         self.asked: list[tuple[str, Any]] = []
         self.weights: dict[str, Tensor] = {}
 
     def workers(self) -> int:
         return 3
 
+    def require_alive(self) -> None:
+        if not self.alive:
+            raise RlhfError("/health answered 503")
+
     def post_once(self, path: str, body: dict[str, Any] | None = None) -> None:
         self.asked.append((path, body))
         if path == self.fails:
             raise RlhfError(f"{path} answered 500")
-        if path == "/update_weights":
+        if path == "/update_weights" and not self.early:
             assert body is not None
             told = body["update_info"]
             for name, dtype, shape in zip(told["names"], told["dtype_names"], told["shapes"], strict=True):
@@ -78,7 +85,7 @@ class Server:
 
 def send(policy: PreTrainedModel, server: Server) -> None:
     weights = CheckpointWeights(policy)
-    transfer = WeightTransfer(server, server.wire)
+    transfer = WeightTransfer(server, 60, server.wire)
     transfer.begin(weights)
     for weight in weights:
         transfer.send(weight)
@@ -126,12 +133,45 @@ def test_the_server_gets_what_files_would_hold(policy: Any, tmp_path: Path) -> N
     for name, weight in expected.items():
         torch.testing.assert_close(server.weights[name], weight, atol=0, rtol=0)
     assert [path for path, _ in server.asked] == [
-        "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
-        "/shutdown_weight_transfer_engine",
+        "/shutdown_weight_transfer_engine", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
+        "/finish_weight_update", "/shutdown_weight_transfer_engine",
     ]  # fmt: skip
-    (info,) = server.asked[0][1].values()
+    (info,) = server.asked[1][1].values()
     assert (info["rank_offset"], info["world_size"], server.wire.size) == (1, 4, 4)
     assert base64.b64decode(info["nccl_unique_id_b64"]) == Wire.id
+
+
+def test_adapted_weights_keep_their_places() -> None:
+    """vLLM fuses a layer as soon as it has all parts of it, and keeps the others on its GPU meanwhile."""
+    policy = contract.contract_policy()
+    names = [name for name, _ in CheckpointWeights(policy).described]
+    add_adapters(policy, LoraConfig(rank=2, alpha=2, targets=("q_proj", "gate_proj")), seed=0)
+    assert [name for name, _ in CheckpointWeights(policy).described] == names
+
+
+def test_one_weight_is_gathered_at_a_time() -> None:
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+
+    class Sharded:
+        def __init__(self) -> None:
+            self.model = experts()
+
+        def gathered(self, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+            for name, weight in weights.items():
+                assert not alive, "an earlier one is still there"
+                whole = weight.detach().clone()
+                alive.add(whole)
+                yield name, whole
+                del whole
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.model, name)
+
+    count = 0
+    for weight in CheckpointWeights(cast("Any", Sharded())):
+        count += weight.numel() > 0
+        del weight
+    assert count == len(CheckpointWeights(experts()).described)
 
 
 def test_a_model_whose_files_fuse_weights_is_refused() -> None:
@@ -143,14 +183,30 @@ def test_a_model_whose_files_fuse_weights_is_refused() -> None:
 
 def test_a_server_that_refuses_to_meet_ends_the_wait_for_it() -> None:
     with pytest.raises(RlhfError, match="/init_weight_transfer_engine answered 500"):
-        WeightTransfer(Server(Wire(), "/init_weight_transfer_engine"), Wire(broken=True))
+        WeightTransfer(Server(Wire(), "/init_weight_transfer_engine"), 60, Wire(broken=True))
+
+
+@pytest.mark.parametrize(("alive", "message"), [(False, "/health answered 503"), (True, "has taken no weight for")])
+def test_a_server_that_ends_after_its_answer_is_noticed(
+    alive: bool, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs it answers as soon as it has queued what it will do."""
+    monkeypatch.setattr(weight_transfer, "ALIVE_EVERY", 0.05)
+    wire = Wire()
+    weights, server = CheckpointWeights(contract.contract_policy()), Server(wire, early=True)
+    transfer = WeightTransfer(server, 60, wire)
+    transfer.begin(weights)
+    transfer.send(next(iter(weights)))
+    wire.broken, server.alive, transfer.seconds = True, alive, 0.2
+    with pytest.raises(RlhfError, match=message):
+        transfer.send(next(iter(weights)))
 
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
 def test_a_server_that_fails_meanwhile_ends_the_wait_for_it(path: str) -> None:
     wire = Wire()
     weights, server = CheckpointWeights(contract.contract_policy()), Server(wire, path)
-    transfer = WeightTransfer(server, wire)
+    transfer = WeightTransfer(server, 60, wire)
     wire.broken = path == "/update_weights"
     with pytest.raises(RlhfError, match=f"{path} answered 500"):
         transfer.begin(weights)
@@ -166,7 +222,7 @@ def test_an_error_of_nccl_is_one_line() -> None:
 
     wire = Torn()
     weights = CheckpointWeights(contract.contract_policy())
-    transfer = WeightTransfer(Server(wire), wire)
+    transfer = WeightTransfer(Server(wire), 60, wire)
     transfer.begin(weights)
     with pytest.raises(RlhfError, match=r"^weights cannot be sent by NCCL: NCCL Error 2: unhandled system error$"):
         transfer.send(next(iter(weights)))
@@ -200,7 +256,7 @@ def sync_with_a_server_that_ends(folder: Path) -> None:
     wire = Ending()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(VllmSampler, "_opened", lambda self: Gone(wire))
-        patch.setattr(vllm, "WeightTransfer", lambda server: WeightTransfer(server, wire))
+        patch.setattr(vllm, "WeightTransfer", lambda server, seconds: WeightTransfer(server, seconds, wire))
         sampler = VllmSampler(NCCL, folder)
         with pytest.raises(RlhfError, match="the server is gone"):
             sampler.sync(contract.contract_policy(), 1)
