@@ -79,12 +79,8 @@ class Experience:
             full_kl=unknown if full_kl is None else full_kl,
             entropy=entropy,
             values=values,
-            rewards=unknown[:, 0],
-            shaped_rewards=unknown[:, 0],
-            token_rewards=unknown,
-            advantages=unknown,
-            returns=unknown,
-            monte_carlo_returns=unknown,
+            **dict.fromkeys(("rewards", "shaped_rewards"), unknown[:, 0]),
+            **dict.fromkeys(("token_rewards", "advantages", "returns", "monte_carlo_returns"), unknown),
         )
 
     def __len__(self) -> int:

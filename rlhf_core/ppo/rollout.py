@@ -6,9 +6,10 @@ Shapes: B sequences, T response positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from rlhf_core.training.passes import run_side_by_side
 
 COMPARABLE_TOKENS = 32  # halves of fewer tokens than these differ by chance
 DIFFERENCE = "sampling_logp_difference"
+Predict = Callable[[Tokens], dict[str, Tensor]]  # what models say of one micro-batch, (b, t) each
 
 
 @dataclass(frozen=True)
@@ -119,14 +121,14 @@ def predict_tokens(
     The ranks share micro-batches of replies of similar length. See :func:`score_rollout`.
     """
     batch, exact_kl = rollout.batch, exact_kl and every == 1
-    if every == 1:
-        lower_layers = FrozenLowerLayers.shared_by(pair.policy, reference)
-        runs = [(batch, partial(_predict_all, pair, reference, exact_kl, lower_layers), 1)]
-    else:
+    lower_layers = FrozenLowerLayers.shared_by(pair.policy, reference)
+    predict_all = partial(_predict_all, pair, reference, exact_kl, lower_layers)
+    runs: list[tuple[Tokens, Predict, int]] = [(batch, predict_all, 1)]
+    if every > 1:
         sample = Tokens(batch.tokens[::every], batch.attention_mask[::every], batch.response_mask[::every])
         runs = [(batch, partial(_predict_without_policy, pair, reference), 1), (sample, partial(_score, pair), every)]
     parts = [(micro, predict, apart) for tokens, predict, apart in runs for micro in pair.limits.split(tokens)]
-    tasks = [partial(predict, micro.tokens) for micro, predict, _ in parts]
+    tasks = [partial(_without_gradients, pair, predict, micro.tokens) for micro, predict, _ in parts]
     predictions = run_side_by_side(*tasks, models=[*pair.models, reference])
     names = ("logprobs", "ref_logprobs", "entropy", "values", *(["full_kl"] if exact_kl else []))
     columns = {name: torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for name in names}
@@ -146,41 +148,34 @@ def predict_tokens(
     return Experience.of_rollout(rollout, logprobs, ref_logprobs, entropy, values, scored=scored)
 
 
+def _without_gradients(pair: ActorCriticPair, predict: Predict, part: Tokens) -> dict[str, Tensor]:
+    # Weights that are gathered in inference mode could not take part in the update.
+    with torch.inference_mode() if pair.whole else torch.no_grad():
+        return predict(part)
+
+
 def _predict_all(
     pair: ActorCriticPair, reference: PreTrainedModel, exact_kl: bool, lower_layers: FrozenLowerLayers, part: Tokens
 ) -> dict[str, Tensor]:
     """Log-probabilities by policy and reference, entropy, values and exact KL of one micro-batch, each (b, t)."""
-    with _inference(pair):
-        with lower_layers.recorded():
-            policy, values = pair.predict(part)
-        # In critic pre-training the frozen policy is its own reference.
-        ref = policy
-        if reference is not pair.policy:
-            with lower_layers.replayed():
-                ref = response_logits(reference, part)
-        tokens = token_statistics(
-            policy, part, pair.sampling, pair.logits_bytes, entropies=True, reference=ref, exact_kl=exact_kl
-        )
-    return tokens | {"values": values}
+    with lower_layers.recorded():
+        policy, values = pair.predict(part)
+    # In critic pre-training the frozen policy is its own reference.
+    ref = policy
+    if reference is not pair.policy:
+        with lower_layers.replayed():
+            ref = response_logits(reference, part)
+    settings: dict[str, Any] = {"entropies": True, "reference": ref, "exact_kl": exact_kl}
+    return token_statistics(policy, part, pair.sampling, pair.logits_bytes, **settings) | {"values": values}
 
 
 def _predict_without_policy(pair: ActorCriticPair, reference: PreTrainedModel, part: Tokens) -> dict[str, Tensor]:
-    """Log-probabilities by the reference, and values, of one micro-batch, each (b, t)."""
-    with _inference(pair):
-        tokens = token_statistics(response_logits(reference, part), part, pair.sampling, pair.logits_bytes)
-        return {"ref_logprobs": tokens["logprobs"], "values": pair.values(part)}
+    tokens = pair.statistics(response_logits(reference, part), part, False, None)
+    return {"ref_logprobs": tokens["logprobs"], "values": pair.values(part)}
 
 
 def _score(pair: ActorCriticPair, part: Tokens) -> dict[str, Tensor]:
-    """Log-probabilities and entropy by the policy of one micro-batch, each (b, t)."""
-    with _inference(pair):
-        logits = response_logits(pair.policy, part)
-        return token_statistics(logits, part, pair.sampling, pair.logits_bytes, entropies=True)
-
-
-def _inference(pair: ActorCriticPair) -> torch.inference_mode | torch.no_grad:
-    """Without gradients. Weights that are gathered in inference mode could not take part in the update."""
-    return torch.inference_mode() if pair.whole else torch.no_grad()
+    return pair.statistics(response_logits(pair.policy, part), part, True, None)
 
 
 def logprob_differences(sampler: Tensor, trainer: Tensor, mask: Tensor, precision: Precision) -> dict[str, float]:

@@ -177,18 +177,12 @@ class Trainer(RolloutLoop):
         kl_coef, clock = self.kl_controller.value, PhaseClock()
         prompt_seed = derive_seed(config.seed, "ppo", "prompts")
         rows = self.prompts.rows(config.batch_size, prompt_seed, self.done, config.replies_per_prompt)
+        # After a rollback other replies are drawn, so that one unlucky draw does not fail the run twice.
+        redraws, exact_kl = len(self.checkpoints.journal), config.kl.measures_full
         experience = self.collect(
-            learner.pair,
-            learner.reference,
-            config,
-            rows,
-            kl_coef,
-            clock,
-            # After a rollback other replies are drawn, so that one unlucky draw does not fail the run twice.
-            redraws=len(self.checkpoints.journal),
-            exact_kl=config.kl.measures_full,
+            learner.pair, learner.reference, config, rows, kl_coef, clock, redraws=redraws, exact_kl=exact_kl,
             every=config.importance_sampling_correction.scored_every,
-        )
+        )  # fmt: skip
         experience = estimate_advantages(experience, config.advantage, config.replies_per_prompt)
         if config.surrogate.fixed_reference:
             experience = with_fixed_reference(experience)
