@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.base import SftConfig
 from rlhf_core.config.model import SamplingConfig
@@ -113,6 +113,8 @@ def sample_replies(
 ) -> list[dict[str, object]]:
     """Sample a reply to the prompt of each row, for people to read. The process's random state is left unchanged.
 
+    What a model was published with, such as a ``min_p``, does not count.
+
     Returns:
         One mapping per row with ``prompt``, ``reply``, ``finished``, ``reference`` and ``category``; none for a row
         whose prompt leaves no room for a reply within the model's positions.
@@ -125,6 +127,8 @@ def sample_replies(
     rows = [rows[number] for number in fitting]
     ids, mask = left_pad([encoded[number] for number in fitting], pad_id(tokenizer))
     ids, mask = ids.to(model.device), mask.to(model.device)
+    published = model.generation_config  # of which transformers would take whatever is not passed
+    model.generation_config = GenerationConfig()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         generated = model.eval().generate(
@@ -140,6 +144,7 @@ def sample_replies(
             pad_token_id=pad_id(tokenizer),
             eos_token_id=list(stop_token_ids(tokenizer)),
         )
+    model.generation_config = published
     samples: list[dict[str, object]] = []
     for row, tokens in zip(rows, generated[:, ids.shape[1] :].tolist(), strict=True):
         reply, finished = decode_reply(tokenizer, tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -54,6 +55,16 @@ def test_sample_replies_leave_out_prompts_without_room_for_one(
     ]
     samples = sample_replies(model, tokenizer, rows, SamplingConfig(max_new_tokens=new_tokens), seed=1)
     assert [sample["reference"] for sample in samples] == [f"reply {n}" for n in kept]
+
+
+def test_sample_replies_follow_the_settings_alone(model) -> None:  # type: ignore[no-untyped-def]
+    tokenizer, row = train_tokenizer(["a b"], VOCABULARY), Demonstration("", [Message("user", "a")], "", "", "", "")
+    expected = sample_replies(model, tokenizer, [row] * 4, SamplingConfig(max_new_tokens=8), seed=1)
+    published = copy.deepcopy(model)
+    published.generation_config.update(min_p=1.0, no_repeat_ngram_size=1)
+    own = published.generation_config
+    assert sample_replies(published, tokenizer, [row] * 4, SamplingConfig(max_new_tokens=8), seed=1) == expected
+    assert published.generation_config is own
 
 
 def test_cross_entropy_by_hand() -> None:
