@@ -168,13 +168,14 @@ def evaluated_model(
         tokenizer, config.max_new_tokens, config.ppo.temperature, config.ppo.min_new_tokens
     )
     with frozen.borrowed(loaded) as model:
+        answers = answer_questions(model, tokenizer, questions, size)  # first: it may refuse what takes hours
         sampler.sync(model, 0)
         evaluated = sample_sets(model, tokenizer, sets, config, bar.advance, sampler)
         evaluated.on_policy = on_policy_replies(
             model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, size, sampler
         )
         evaluated.perplexities = held_out_perplexities(model, tokenizer, texts, config.perplexity)
-        evaluated.answers = answer_questions(model, tokenizer, questions, size)
+        evaluated.answers = answers
         for number in range(best_of):
             seed = derive_seed(config.seed, "evaluate", "best_of_n", number)
             evaluated.candidates.append(

@@ -159,15 +159,9 @@ class AnsweredQuestions:
     policy: Sequence[int | None]
 
     def add_to(self, metrics: dict[str, Any]) -> None:
-        """Put the accuracies into ``metrics`` under ``sft``, ``policy`` and ``multiple_choice``; see docs/metrics.md.
-
-        Raises:
-            DataError: Every question was too long for one of the models.
-        """
+        """Put accuracies into ``metrics`` under ``sft``, ``policy`` and ``multiple_choice``; see docs/metrics.md."""
         pairs = enumerate(zip(self.sft, self.policy, strict=True))
         answered = [i for i, (sft_answer, policy_answer) in pairs if None not in (sft_answer, policy_answer)]
-        if not answered:
-            raise DataError("every multiple-choice question is longer than the model has positions; see few_shot")
         questions = [self.asked.questions[i] for i in answered]
         sft, policy = (
             np.array([side[i] == question.answer for i, question in zip(answered, questions, strict=True)])
@@ -236,6 +230,9 @@ def answer_questions(
 
     None for a question that, with a choice, is longer than the model has positions: nothing is cut. Of equally likely
     choices the first counts.
+
+    Raises:
+        DataError: Every question is too long.
     """
     dialogues = zip(questions.questions, questions.dialogues(), strict=True)
     asked: list[list[Example]] = []
@@ -245,6 +242,8 @@ def answer_questions(
         asked.append([Example(prompt, reply) for reply in replies])
     longest = fitting_length(max((row.length for rows in asked for row in rows), default=0), model)
     fits = [max(row.length for row in rows) <= longest for rows in asked]
+    if asked and not any(fits):
+        raise DataError("every multiple-choice question is longer than the model has positions; lower few_shot")
     examples = [row for rows, fit in zip(asked, fits, strict=True) if fit for row in rows]
     log_likelihoods = iter(reply_log_likelihoods(model, examples, pad_id(tokenizer), batch_size))
     answers: list[int | None] = []

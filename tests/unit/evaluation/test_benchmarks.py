@@ -343,6 +343,8 @@ def test_a_question_that_is_too_long_is_counted_and_not_cut(models: Path) -> Non
     short, long = (MultipleChoiceQuestion("1", text, CHOICES, 0, "s") for text in ("is it red?", "why? " * 300))
     answers = answer_questions(model, tokenizer, MultipleChoiceSet([long, short, long]), 4)
     assert [answer is None for answer in answers] == [True, False, True]
+    with pytest.raises(DataError, match="every multiple-choice question is longer"):  # before anything is judged
+        answer_questions(model, tokenizer, MultipleChoiceSet([long, long]), 4)
 
 
 def test_metrics_by_hand() -> None:
@@ -361,8 +363,6 @@ def test_metrics_by_hand() -> None:
     assert compared["subject"]["odd"] == {"questions": 2, "sft": 0.5, "policy": 0.5}
     about = {"subject": "even", "id": "4", "question": "q", "answer": "A"}
     assert answered.rows()[4] == about | {"sft": None, "policy": "A"}
-    with pytest.raises(DataError, match="every multiple-choice question is longer"):
-        AnsweredQuestions(MultipleChoiceSet(questions), [None] * 5, [0] * 5).add_to({})
 
 
 def test_twelve_answers_that_agree_do_not_show_that_nothing_was_lost() -> None:

@@ -239,6 +239,17 @@ def test_what_is_measured_beside_changes_no_other_number_and_gates_can_use_it(tm
     assert all((row["opponent_other_reply"] is None) == (row["opponent_other_judge"] is None) for row in compared)
 
 
+def test_questions_that_no_model_has_room_for_are_refused_before_replies_are_sampled(
+    tmp_path: Path, models: Path, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question = {"question": "why? " * 300, "A": "red", "B": "seven", "C": "under", "D": "slowly", "answer": "A"}
+    jsonl(tmp_path / "things_val.jsonl", question)
+    monkeypatch.setattr(evaluate, "sample_sets", pytest.fail)
+    asked = {"multiple_choice": MultipleChoiceConfig(files=("things_val.jsonl",))}
+    with pytest.raises(DataError, match="every multiple-choice question is longer"):
+        run_stage(tmp_path, models, prompts, CONFIG.model_copy(update=asked))
+
+
 def test_bad_cases_are_where_reward_and_judge_disagree() -> None:
     rows = [made_prompt(str(i), "c") for i in range(5)]
     sets, replies = FixedSets(rows, [], []), [Reply("x", True)] * 5
