@@ -194,6 +194,8 @@ def export(
     workspace = workspace.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RlhfError(f"{target} is not an empty folder; name a new one")
+    if files := [each for each in target.parents if each.is_file()]:
+        raise RlhfError(f"{files[0]} is a file, so nothing can be written below it; name another folder")
     if push is not None:
         check_repository(push)
     config = load_section(workspace, "registry", RegistryConfig)

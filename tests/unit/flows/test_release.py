@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from flows.gates import GateReport
 from flows.registry.evidence import TrainingSource
-from flows.release.export import earlier_rope, write_earlier_names
+from flows.release.export import earlier_rope, export, write_earlier_names
 from flows.release.model_card import ReleaseEvidence, card_data, card_text
+from rlhf_core.errors import RlhfError
 from rlhf_core.models.causal_lm import train_tokenizer
 
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 64}
@@ -153,3 +154,11 @@ def test_the_folder_has_both_forms_and_computes_as_before(tmp_path: Path, rope: 
     assert again.all_special_tokens == tokenizer.all_special_tokens
     text = "what<|user|> colour<|assistant|>"
     assert again.encode(text) == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("below", ["model", "models/mine"])
+def test_a_folder_below_a_file_is_refused_before_anything_is_read(tmp_path: Path, below: str) -> None:
+    file = tmp_path / "notes"
+    file.touch()
+    with pytest.raises(RlhfError, match=f"{file} is a file, so nothing can be written below it; name another folder"):
+        export(tmp_path, file / below)
