@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,16 @@ from rlhf_core import __version__
 from rlhf_core import cli as core
 from rlhf_core.commands.data import JsonOption, print_json
 from rlhf_core.commands.data import app as data_app
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR, GateFailed, RlhfError, first_line, is_full_disk
+from rlhf_core.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USER_ERROR,
+    DataError,
+    GateFailed,
+    RlhfError,
+    first_line,
+    is_full_disk,
+)
 from rlhf_core.redaction import redacted
 from rlhf_core.runtime.progress import busy
 
@@ -330,6 +340,23 @@ def report(
     typer.echo(page)
     if open_page:
         typer.launch(page.resolve().as_uri())
+
+
+@over_core.command()
+@wraps(core.stage)
+def stage(name: str, workspace: Path | None = None) -> None:
+    """Run the core's command; where data is amiss while another command has the workspace, name that one too."""
+    try:
+        core.stage(name, workspace)
+    except DataError as error:
+        from flows.supervision.processes import OWNER_VARIABLE
+        from flows.workspace import lock_holder
+        from rlhf_core.stages.runtime.runner import workspace_root
+
+        holder = None if OWNER_VARIABLE in os.environ else lock_holder(workspace_root(workspace))
+        if holder is None:
+            raise
+        raise DataError(f"{error}; the workspace is in use by {holder}, which may still be making it") from error
 
 
 evaluate = typer.Typer(help="Measure models apart from a run: two policies' replies, public benchmarks.")

@@ -54,6 +54,7 @@ FLOWS_MAY_ALSO_USE = {
         "chat.terminal",
         "cli",
         "commands.data",
+        "stages.runtime.runner.workspace_root",
         "stages.runtime.threads.limit_threads_of",
     },
     # Of the group ``rlhf data``.

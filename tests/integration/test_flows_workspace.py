@@ -51,6 +51,14 @@ def test_a_second_holder_is_refused_in_one_line_with_pid_and_time(tmp_path: Path
     assert set(re.findall(r"--[a-z-]+", advice)) <= options, "what is advised can be done"
 
 
+def test_a_stage_whose_inputs_a_run_is_making_says_who_holds_the_workspace(tmp_path: Path) -> None:
+    toy = make_toy(tmp_path, PIPELINE)
+    with locked(toy):
+        answer = rlhf("stage", "sft", cwd=toy)
+    assert answer.returncode == 2 and answer.stderr.count("\n") == 1
+    assert "stage sft needs data/clean" in answer.stderr and f"(pid {os.getpid()}, since 2" in answer.stderr
+
+
 @pytest.mark.slow
 def test_the_graph_is_dvcs_own(tmp_path: Path) -> None:
     toy = make_toy(tmp_path, PIPELINE)
