@@ -144,7 +144,9 @@ def _not_registered(workspace: Path, notes: RunNotes) -> ReleaseDecision:
             champion = _champion_sentence(name, number)
         except RlhfError:  # which may be why nothing is registered
             champion = ""
-    return replace(decision, registered="No version holds this policy.", champion=champion)
+    trained = (workspace / POLICY_FOLDER).is_dir()
+    registered = "No version holds this policy." if trained else "No policy was trained."
+    return replace(decision, registered=registered, champion=champion)
 
 
 def _standing(state: ReleaseState, here: RegisteredHere, version: ModelVersion, notes: RunNotes) -> ReleaseDecision:

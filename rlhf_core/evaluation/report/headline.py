@@ -79,7 +79,7 @@ def conclude(gates: Mapping[str, JsonObject], evaluation: Mapping[str, Any]) -> 
     standing = standing_of(judges)
     state, release, next_step = _release(gates)
     if standing is Standing.NOT_COMPARED:
-        headline = "No verdict: the policy was not compared with SFT"
+        headline = "No verdict: no policy was compared with SFT"
     else:
         headline = f"{standing.value.capitalize()} than SFT"
     return {

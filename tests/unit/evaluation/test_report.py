@@ -275,7 +275,7 @@ def test_the_conclusion_is_the_judges_and_the_release_the_gates(
 def test_a_win_rate_that_is_not_finite_is_no_conclusion_and_in_no_chart(name: str) -> None:
     row = judged(0.6, 0.7) | {name: None}
     evaluation = {"comparison": {"judge": row}, "category": {"fact": {"comparison": {"judge": row}}}}
-    assert headlines.conclude({}, evaluation)["headline"].startswith("No verdict")
+    assert headlines.conclude({}, evaluation)["headline"] == "No verdict: no policy was compared with SFT"
     assert view.measured_intervals(evaluation["comparison"]) == []
     assert view.category_charts(evaluation["category"]) == []
     assert len(view.tiles({"evaluation": evaluation})) <= 1

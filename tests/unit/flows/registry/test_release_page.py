@@ -84,6 +84,14 @@ def test_what_no_run_has_registered(registry: Registry, contest: Path) -> None:
     assert not (contest / "release.html").exists()
 
 
+def test_a_run_that_trained_nothing_speaks_of_no_policy_of_its_own(registry: Registry, contest: Path) -> None:
+    hold(contest, None)
+    because = "validate failed: 2 of 9 conditions"
+    assert decided(contest, because=because).registered == "No policy was trained."
+    (contest / "models/policy").mkdir(parents=True)
+    assert decided(contest, because=because).registered == "No version holds this policy."
+
+
 def test_a_failed_gate_in_report_mode_registers_no_challenger(registry: Registry, contest: Path) -> None:
     because = "the policy gate did not pass (mode: report): kl"
     number = registry.add_version(gates={}, ungated=because)
