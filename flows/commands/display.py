@@ -23,6 +23,7 @@ from flows.pipeline.events import PipelineEvent, RegistryUpdated, StageEnded, St
 from flows.supervision.signals import Stopwatch
 
 PROGRESS_EVERY_SECONDS = 10.0
+LONGEST_FAILURE = 70
 
 
 class Display:
@@ -55,6 +56,8 @@ class Display:
                 self.line(f"{stage:<12} {self.state.stages[stage].note}")
             case StageEnded(outcome) if outcome.action != "skipped":
                 result = f"  {self.state.stages[outcome.stage].result}".rstrip()
+                if not outcome.ok and len(result) > LONGEST_FAILURE:  # the run ends with all of it
+                    result = result[:LONGEST_FAILURE] + "…"
                 self.line(f"{outcome.stage:<12} {outcome.action:<8} {outcome.ended - outcome.started:6.1f} s{result}")
             case StageRepeated(stage, message):
                 self.line(f"{stage:<12} {message}")

@@ -191,7 +191,7 @@ class PipelineRun:
     def _print_result(self, stopped: bool) -> int:
         """Print summary, final state and verdict; return the exit status."""
         self.display.close()
-        state = self.display.state
+        state, told = self.display.state, ""
         for line in summary(state, self.display.watch.seconds):
             print(line, flush=True)
         if stopped:
@@ -204,8 +204,9 @@ class PipelineRun:
             code = EXIT_CODES.get(state.end.state, 1)
             result = f"{state.end.state}: {state.end.message}"
             print(result if code == 0 else f"rlhf: {result}", file=sys.stdout if code == 0 else sys.stderr, flush=True)
+            told = next((f"{o.stage} failed, see above" for o in state.outcomes if o.action == "failed"), "")
             if code == EXIT_GATE_FAILED:
                 print_failed_gates(self.workspace, sys.stderr)
         if state.verdict is not None:
-            print_verdict(state.verdict, self.workspace)
+            print_verdict(state.verdict, self.workspace, told)
         return code

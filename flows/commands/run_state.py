@@ -330,9 +330,14 @@ def summary(state: RunState, total: float) -> list[str]:
     return [f"stages: {', '.join(counts) or 'none'}; {times}", f"logs:   {state.workspace / '.rlhf' / 'logs'}"]
 
 
-def verdict_rows(verdict: RunVerdict, workspace: Path) -> list[tuple[str, str]]:
-    """Return the verdict as pairs of label and text; the last one is the command to type next."""
-    rows = [("verdict", verdict.headline)]
+def verdict_rows(verdict: RunVerdict, workspace: Path, told: str = "") -> list[tuple[str, str]]:
+    """Return the verdict as pairs of label and text; the last one is the command to type next.
+
+    Args:
+        told: What to say in place of why there is no verdict, where that has been told in full.
+    """
+    _, _, failure = verdict.headline.partition("no verdict: ")
+    rows = [("verdict", verdict.headline.replace(failure, told) if failure and told else verdict.headline)]
     rows += [
         (
             "" if number else "judges",
@@ -348,7 +353,6 @@ def verdict_rows(verdict: RunVerdict, workspace: Path) -> list[tuple[str, str]]:
         rows.append(("KL", f"{kl.mean:.2f} nats per reply from SFT, 95 % interval {kl.low95:.2f} to {kl.high95:.2f}"))
     rows += [("" if number else "alarms", alarm) for number, alarm in enumerate(verdict.alarms)]
     # What has stopped the run is told once, however often it is the reason.
-    _, _, failure = verdict.headline.partition("no verdict: ")
     outcomes = {"registered": verdict.registered, "promotion": verdict.promotion}
     rows += [(label, text.replace(failure, "see above") if failure else text) for label, text in outcomes.items()]
     if verdict.note:
@@ -372,9 +376,9 @@ def command_for(workspace: Path, command: str) -> str:
     return f"{command} --workspace {shlex.quote(display_path(workspace))}"
 
 
-def print_verdict(verdict: RunVerdict, workspace: Path) -> None:
-    """Print the verdict: aligned and coloured on a terminal, a line per row elsewhere."""
-    rows = verdict_rows(verdict, workspace)
+def print_verdict(verdict: RunVerdict, workspace: Path, told: str = "") -> None:
+    """Print the verdict: aligned and coloured on a terminal, a line per row elsewhere; ``told`` as above."""
+    rows = verdict_rows(verdict, workspace, told)
     if not sys.stdout.isatty():
         for label, text in rows:
             print(f"{label:<10}  {text}")

@@ -148,6 +148,9 @@ def test_evaluation_and_report_of_earlier_runs_do_not_count(tmp_path: Path, mess
     assert verdict.promotion == f"Not registered. {failure}"
     assert (verdict.next_command, verdict.next_hint) == ("rlhf run", hint)
     assert sum(failure in text for _, text in verdict_rows(verdict, tmp_path)) == 1
+    after_the_error = verdict_rows(verdict, tmp_path, "sft failed, see above")
+    assert after_the_error[0] == ("verdict", "no verdict: sft failed, see above")
+    assert not any(failure in text for _, text in after_the_error)
 
 
 def test_a_failed_gate_is_named_with_its_conditions(tmp_path: Path) -> None:
