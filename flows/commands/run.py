@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from flows.commands.text import print_failed_gates
 from flows.dvc_repo.inputs import refresh_inputs
 from flows.dvc_repo.recipe import check_tracked_params
 from flows.dvc_repo.root import ensure_dvc
-from flows.pipeline.events import EventLog, new_events_file
+from flows.pipeline.events import EventLog, RunTimed, new_events_file
 from flows.pipeline.preflight import SCRATCH, find_unchanged, open_starting_model
 from flows.prefect_server.services import Services, known_url, open_services, wait_for_server
 from flows.registry.signing import try_signing
@@ -191,8 +192,10 @@ class PipelineRun:
     def _print_result(self, stopped: bool) -> int:
         """Print summary, final state and verdict; return the exit status."""
         self.display.close()
-        state, told = self.display.state, ""
-        for line in summary(state, self.display.watch.seconds):
+        state, told, seconds = self.display.state, "", self.display.watch.seconds
+        with suppress(OSError):  # of a full disk, of which the run's own end tells
+            self.events.emit(RunTimed(seconds))
+        for line in summary(state, seconds):
             print(line, flush=True)
         if stopped:
             code = EXIT_INTERRUPTED

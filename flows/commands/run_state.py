@@ -21,6 +21,7 @@ from flows.pipeline.events import (
     PipelineEvent,
     RunEnded,
     RunPlanned,
+    RunTimed,
     StageEnded,
     StageRepeated,
     StageStarted,
@@ -174,6 +175,7 @@ class RunState:
     Attributes:
         verdict: None as long as the run has not reached one.
         end: None while it runs, or if its process was gone before it could report an end.
+        seconds: How long the command took that started it; None where none did, or it was killed.
         started: When the first event was written, and ``last_event`` the last; of a run that was read from its file.
         own_pools: The work pools whose worker is this command's own. Which they are is not in the events.
     """
@@ -185,6 +187,7 @@ class RunState:
         self.stages: dict[str, StageState] = {}
         self.verdict: RunVerdict | None = None
         self.end: RunEnded | None = None
+        self.seconds: float | None = None
         self.started = self.last_event = datetime.now()
         self.own_pools: Collection[str] = ()
 
@@ -212,6 +215,8 @@ class RunState:
             case RunEnded():
                 self.end = event
                 self.enter_phase("")
+            case RunTimed(seconds):
+                self.seconds = seconds
             case _:
                 pass
 

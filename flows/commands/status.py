@@ -303,7 +303,7 @@ def partial_work(workspace: Path) -> list[str]:
 def last_run_lines(workspace: Path, last: RunState, now: datetime) -> list[str]:
     """Describe the last run: when it started, how it ended and how long it took, and its verdict with the numbers."""
     age = format_age((now - last.last_event).total_seconds())
-    took = format_seconds((last.last_event - last.started).total_seconds())
+    took = format_seconds((last.last_event - last.started).total_seconds() if last.seconds is None else last.seconds)
     state = ENDINGS.get(last.final_state, last.final_state.lower())
     lines = [f"{last.started:%Y-%m-%d %H:%M:%S}  {state} after {took}, {age}; stages computed: {last.ran}"]
     if last.verdict is not None:

@@ -96,8 +96,23 @@ class RunEnded:
     message: str
 
 
+@dataclass(frozen=True)
+class RunTimed:
+    """The command that showed the run ends, after ``seconds`` with its own start and what came after the run."""
+
+    seconds: float
+
+
 PipelineEvent = (
-    RunPlanned | StageStarted | StageEnded | StageRepeated | PhaseStarted | RegistryUpdated | VerdictReached | RunEnded
+    RunPlanned
+    | StageStarted
+    | StageEnded
+    | StageRepeated
+    | PhaseStarted
+    | RegistryUpdated
+    | VerdictReached
+    | RunEnded
+    | RunTimed
 )
 KINDS = {kind.__name__: TypeAdapter[PipelineEvent](kind) for kind in get_args(PipelineEvent)}
 

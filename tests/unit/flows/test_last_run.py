@@ -28,6 +28,7 @@ EVENTS: list[events.PipelineEvent] = [
     events.RegistryUpdated("rlhf-policy version 3"),
     events.VerdictReached(VERDICT),
     events.RunEnded("TrainingPaused", "ppo: no: step 3"),
+    events.RunTimed(81.25),
 ]
 
 
@@ -119,6 +120,9 @@ def test_the_last_run_is_described_with_its_numbers_and_its_decision(tmp_path: P
     alarmed = last_run_lines(tmp_path, run_of(verdict=replace(VERDICT, alarms=("many", "more"))), STARTED)
     assert alarmed[alarmed.index("alarms      many") + 1] == "            more"
     assert "stopped by a gate after 5:57" in last_run_lines(tmp_path, run_of("GateFailed", None), STARTED)[0]
+    timed = run_of()
+    timed.apply(events.RunTimed(381.0))  # with the start and the end of the command, as its own last line says
+    assert "completed after 6:21" in last_run_lines(tmp_path, timed, STARTED)[0]
 
 
 @pytest.mark.parametrize(
