@@ -124,7 +124,7 @@ def open_model(workspace: WorkspaceOption = None) -> None:
 
 @app.command("check-pairs", hidden=True)
 def check_pairs(workspace: WorkspaceOption = None) -> None:
-    """Check whether the clean pairs suffice for the reward models and their gate, before anything is trained.
+    """Check whether pairs and adapters will do for the reward models and their gate, before anything is trained.
 
     Exit codes: 0 they do, 2 a stage or the gate would refuse them.
     """

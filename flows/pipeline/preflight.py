@@ -42,13 +42,15 @@ def open_starting_model(workspace: Path, params: Params) -> str:
 
 
 def pairs_refusal(workspace: Path, stage: str) -> StageOutcome | None:
-    """Return a failed outcome where the clean pairs will not do for the reward models; None if ``stage`` may run.
+    """Return a failed outcome where pairs or adapters will not do for the reward models; None if ``stage`` may run.
 
-    That is asked before SFT, the first stage to take long, of data from files, unless SFT is up to date.
+    That is asked before SFT, the first stage to take long, of data from files and of adapters, unless SFT is up to
+    date.
     """
     if stage != "sft" or not (workspace / "models" / BASE).is_dir():
         return None
-    if load_params(workspace).collect.source == "world" or is_up_to_date(workspace, stage):
+    params = load_params(workspace)
+    if (params.collect.source == "world" and not params.later_adapters) or is_up_to_date(workspace, stage):
         return None
     return _refusal(workspace, stage, "check-pairs")
 

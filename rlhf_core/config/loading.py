@@ -18,7 +18,7 @@ from rlhf_core.config.data import CollectConfig, ValidateConfig
 from rlhf_core.config.evaluation import EvaluateConfig, ReportConfig
 from rlhf_core.config.gates import LOSSES, GatesConfig
 from rlhf_core.config.health import DEFAULT_RULES, Check, Rule, RuleChange
-from rlhf_core.config.model import StageConfig, Strict
+from rlhf_core.config.model import LoraConfig, StageConfig, Strict
 from rlhf_core.config.operations import (
     CheckpointsConfig,
     ComputeConfig,
@@ -362,6 +362,13 @@ class Params(Strict):
                     f"pools.{stage}.gpus is {job.gpus}, but the stage runs as {launch.processes} process(es), one "
                     "GPU each (compute.launch); set both to the same number"
                 )
+
+    @property
+    def later_adapters(self) -> dict[str, LoraConfig]:
+        """Those that a stage after SFT trains, by its section."""
+        needs_critic = self.policy.method == "ppo" and not self.ppo.advantage.critic_free
+        names = ("reward", "referee", "judge", *(("critic",) if needs_critic else ()))
+        return {name: lora for name in names if (lora := getattr(self, name).lora) is not None}
 
     def pool_names(self) -> list[str]:
         """The work pools that stages run on, each once."""

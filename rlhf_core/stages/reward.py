@@ -20,7 +20,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rlhf_core.api.reward_model import TrainedRewardModel, train_reward_model
 from rlhf_core.config.loading import load_params
@@ -28,8 +28,10 @@ from rlhf_core.config.reward import JudgeConfig, RefereeConfig, RewardConfig
 from rlhf_core.data.batches import length_balanced_rows
 from rlhf_core.data.schema import PairUser
 from rlhf_core.data.token_folder import TOKENS
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, ModelError
+from rlhf_core.models.adapters import adapted_names
 from rlhf_core.models.causal_lm import fitting_length, load_tokenizer
+from rlhf_core.models.io import empty_model
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, atomic_write_lines
 from rlhf_core.training.reward.evaluation import FEWEST_BALANCED_PAIRS, bag_of_words_accuracy, calibration_bins
@@ -154,12 +156,20 @@ BALANCED = "_length_balanced"
 def require_pairs(workspace: Path) -> None:
     """Refuse clean pairs that one of the three stages, or the reward gate, would refuse after hours of training.
 
+    So are adapters for which the model has no layers, those of the critic too.
+
     Raises:
+        ModelError: The starting model has no layers for the adapters of one of them.
         DataError: No pair of a split is within ``max_tokens``, too few are left when lengths are balanced, or so few
             that a measure which the reward gate asks for is left out.
     """
     params = load_params(workspace)
     clean, init = workspace / STAGE.inputs["clean"], workspace / STAGE.inputs["base"]
+    for name, lora in params.later_adapters.items():
+        try:
+            adapted_names(empty_model(AutoModelForCausalLM, AutoConfig.from_pretrained(init)), lora)
+        except ModelError as error:
+            raise ModelError(f"{name}.lora: {error}") from error
     tokenizer = load_tokenizer(init)
     asked = {condition.metric for condition in params.gates.reward} if params.gates.mode == "enforce" else set()
     users = {"reward": PairUser.REWARD, "referee": PairUser.REFEREE, "judge": PairUser.JUDGE}

@@ -1,4 +1,4 @@
-"""Pairs that a reward model or its gate would refuse after SFT are refused before it."""
+"""Pairs and adapters that a reward model or its gate would refuse after SFT are refused before it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unit.models.test_stop_tokens import tiny_model
 
 from flows.pipeline.preflight import pairs_refusal
 from rlhf_core.data.schema import Message, Preference, write_rows
-from rlhf_core.errors import EXIT_USER_ERROR, DataError
+from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 from rlhf_core.models.causal_lm import save_policy
 from rlhf_core.stages.reward import require_pairs
 
@@ -69,11 +69,13 @@ def test_enough_pairs_and_a_gate_that_only_reports_refuse_nothing(
         (GATE, 6, f"the reward gate asks for {MEASURE}, but 120 test pairs leave 12 when lengths are balanced"),
         ("judge: {length_balance: sampling}\n", 0, "judge.length_balance: sampling leaves 0 of 120 training pairs"),
         ("referee: {max_tokens: 8}\n", 60, "has no usable pair: of 120, 120 exceed max_tokens 8"),
+        ("judge: {lora: {targets: [query]}}\n", 60, "judge.lora: LlamaForCausalLM has no linear layer query"),
+        ("critic: {lora: {upper_layers: 99}}\n", 60, "critic.lora: lora.upper_layers is 99"),
     ],
 )
 def test_refusals_after_sft_come_before(tmp_path: Path, base: Path, settings: str, shorter: int, message: str) -> None:
     folder = workspace(tmp_path, base, FILES + settings, shorter)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(RlhfError, match=message):
         require_pairs(folder)
 
 
@@ -86,3 +88,6 @@ def test_the_run_ends_there(tmp_path: Path, base: Path) -> None:
     assert pairs_refusal(folder, "reward") is None
     (folder / "params.yaml").write_text(GATE)  # the world has pairs enough
     assert pairs_refusal(folder, "sft") is None
+    (folder / "params.yaml").write_text("reward: {lora: {targets: [query]}}\n")
+    refused = pairs_refusal(folder, "sft")
+    assert refused is not None and "reward.lora" in refused.message
