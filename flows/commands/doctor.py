@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -19,6 +21,7 @@ from flows.registry.client import knock
 from flows.registry.signing import key_files
 from flows.workspace import is_elsewhere, lock_holder
 from rlhf_core.config.data import DataSource
+from rlhf_core.config.gates import GatesConfig
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.config.reward_sources import OWN_MODEL, ClassifierSource, FunctionSource, refuse_own_model
 from rlhf_core.errors import ConfigError, DataError, RlhfError
@@ -223,6 +226,7 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
     if opens_files:
         yield base_model_check(workspace, params.base.source, params.base.revision)
     yield from _reward_sources(workspace, params)
+    yield from gate_checks(params.gates)
     yield from _judges(workspace, params)
     for setting, sampler in (("ppo.sampler", params.ppo.sampler), ("evaluate.sampler", params.evaluate.sampler)):
         python = None if sampler.kind == "local" else sampler.seen_from(workspace).python
@@ -309,6 +313,21 @@ def _reward_sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
             if not folder.is_dir() and not is_hub_id:
                 remedy = "correct it in params.yaml; relative paths start at the workspace"
                 yield DoctorCheck(level, "reward model", f"ppo.reward.sources: there is no folder {folder}", remedy)
+
+
+def gate_checks(gates: GatesConfig) -> Iterator[DoctorCheck]:
+    """Warn of metrics of conditions that look like a misspelt name of docs/metrics.md: they would shut the gate."""
+    from rlhf_core.evaluation.report.metrics import page
+
+    known = {name for code in re.findall(r"`([^`\n]+)`", page()) for name in re.findall(r"[a-z]\w+", code)}
+    conditions = (*gates.sft, *gates.reward, *gates.policy)
+    for metric in dict.fromkeys(name for condition in conditions for name in condition.metrics):
+        for part in metric.split("."):
+            plain = re.sub(r"^(test|validation)_|_(low|high)95$", "", part)
+            close = [] if {part, plain} & known else difflib.get_close_matches(part, known, n=1, cutoff=0.8)
+            if close:
+                remedy = "correct it in section gates; a metric that is missing fails its condition"
+                yield DoctorCheck(WARN, "gates", f"{metric} has {part}: did you mean '{close[0]}'?", remedy)
 
 
 def _judges(workspace: Path, params: Params) -> Iterator[DoctorCheck]:

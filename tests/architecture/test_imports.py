@@ -74,6 +74,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.stage": {"stages.runtime.launcher"},
     "flows.commands.registry_output": {"data.token_folder"},
     "flows.commands.doctor": {
+        "evaluation.report.metrics.page",
         "data.collection.sources.best_kind",
         "data.collection.sources.source_files",
         "fingerprint.tracked_files.missing_function",

@@ -11,12 +11,14 @@ import pytest
 from commands import ROOT
 
 from flows.commands import init
-from flows.commands.doctor import FAIL, OK, WARN, workspace_checks
+from flows.commands.doctor import FAIL, OK, WARN, gate_checks, workspace_checks
 from flows.commands.init import next_step
 from flows.pipeline.preflight import open_starting_model
 from flows.workspace import job_label, run_label, run_tags
+from rlhf_core.config.gates import GatesConfig
 from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 
 
@@ -99,6 +101,24 @@ def test_a_file_that_gives_no_pairs_is_named(row: str, options: str, level: str,
     failed = [check for check in workspace_checks(tmp_path) if check.name == "data" and check.level == FAIL]
     assert bool(failed) == (level == FAIL), failed
     assert all("rows.jsonl" in check.finding and check.remedy for check in failed)
+
+
+def test_a_gates_metric_that_looks_misspelt_is_named(tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_text(
+        "gates:\n  policy:\n  - {metric: comparison.judge.win_rat_low95, at_least: 0.5, why: x}\n"
+        "  - {metric: repetitoin, worse_by_less_than: 0.02, why: x}\n"
+        "  - {metric: llm_judge.order_disagreement, at_most: 0.5, why: x}\n"
+    )
+    found = [check for check in workspace_checks(tmp_path) if check.name == "gates"]
+    assert [check.level for check in found] == [WARN, WARN]
+    assert "comparison.judge.win_rat_low95 has win_rat_low95: did you mean 'win_rate_low95'?" in found[0].finding
+    assert "losses.repetitoin" in found[1].finding and "'repetition'" in found[1].finding
+
+
+def test_no_metric_of_a_profile_looks_misspelt() -> None:
+    files = [ROOT / "params.yaml", *(ROOT / "profiles").glob("*.yaml")]
+    sections = [GatesConfig.model_validate(plain(read(file)).get("gates") or {}) for file in files]
+    assert [check.finding for gates in sections for check in gate_checks(gates)] == []
 
 
 VLLM = "ppo: {{importance_sampling_correction: {{mode: always}}, sampler: {{kind: vllm, python: {}}}}}"
