@@ -35,6 +35,7 @@ from rlhf_core.models.foreign import prepare_tokenizer
 from rlhf_core.models.forward import embedding_weight
 from rlhf_core.models.fused_norms import fused_norms
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.openblas_linear import openblas_products
 from rlhf_core.models.precision import float32_unembedding
 from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
 from rlhf_core.ppo.reward_sources.source import (
@@ -267,8 +268,8 @@ def checked_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 
 @contextmanager
 def evaluating(*models: object) -> Iterator[None]:
-    """Put the given models on the device and in evaluation mode inside the block, with logits computed in float32 and
-    norms fused, as engines and loading have them: policy and reference of one model then compute the same.
+    """Put the given models on the device and in evaluation mode inside the block, with logits computed in float32,
+    products and norms as engines and loading have them: policy and reference of one model then compute the same.
 
     This is the one place for models that are read as they are: engines place what they train, and loading what comes
     from a folder. Whatever is no model in memory (a folder, a function, None) is left alone.
@@ -279,6 +280,7 @@ def evaluating(*models: object) -> Iterator[None]:
             stack.callback(model.train, model.training)
             stack.callback(model.to, next(model.parameters()).device)
             model.to(distributed.device()).eval()
+            stack.enter_context(openblas_products(model))
             stack.enter_context(fused_norms(model))
             if isinstance(model, PreTrainedModel):
                 stack.enter_context(float32_unembedding(model))

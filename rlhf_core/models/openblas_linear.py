@@ -101,18 +101,34 @@ def openblas_pays() -> bool:
     return is_amd_with_full_avx512() and numpy_kernels() in AVX512_KERNELS
 
 
-def use_openblas(model: nn.Module) -> None:
+def use_openblas(model: nn.Module) -> list[nn.Linear]:
     """Compute the products of a model's float32 linear layers on the CPU by OpenBLAS from now on, where that pays.
 
     The parameters are kept. Moved to another device or precision, the layers compute as before. Layers of one output
     stay with PyTorch: theirs is a product of a matrix and a vector. OpenBLAS gets as many threads as PyTorch has now.
+
+    Returns:
+        The layers that computed otherwise before.
     """
     if not openblas_pays():
-        return
+        return []
     set_openblas_threads(torch.get_num_threads())
-    for layer in model.modules():
-        if type(layer) is nn.Linear and _in_float32_on_cpu(layer.weight) and layer.out_features > 1:
-            layer.__class__ = OpenBlasLinear  # in place, so that hooks and other names of the layer stay
+    plain = [layer for layer in model.modules() if type(layer) is nn.Linear and layer.out_features > 1]
+    changed = [layer for layer in plain if _in_float32_on_cpu(layer.weight)]
+    for layer in changed:
+        layer.__class__ = OpenBlasLinear  # in place, so that hooks and other names of the layer stay
+    return changed
+
+
+@contextmanager
+def openblas_products(model: nn.Module) -> Iterator[None]:
+    """Compute the products of ``model`` as :func:`use_openblas` does inside the block; copies made there keep it."""
+    changed = use_openblas(model)
+    try:
+        yield
+    finally:
+        for layer in changed:
+            layer.__class__ = nn.Linear
 
 
 def fastest_linear() -> Callable[..., Tensor]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn, optim
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import CheckpointError, TrainingPaused
 from rlhf_core.models.fused_norms import fuse_norms
+from rlhf_core.models.openblas_linear import use_openblas
 from rlhf_core.models.precision import LOW_PRECISION
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.checkpoint import Piece, SavedTensors, pieces_of_rank
@@ -98,7 +99,8 @@ class Engine(ABC):
         self, model: nn.Module, config: OptimizerConfig, total_steps: int, name: str, warmup_steps: int | None
     ) -> None:
         """Begin the schedule; ``warmup_steps`` takes the place of the share of steps that ``config`` sets."""
-        fuse_norms(model)  # which loading has done, but a caller's model in memory may come from elsewhere
+        use_openblas(model)  # loading has done both, but a caller's model in memory may come from elsewhere
+        fuse_norms(model)
         self.model, self.name = model, name
         self.config, self.total_steps, self.warmup_steps = config, total_steps, warmup_steps
         self.max_grad_norm = config.max_grad_norm

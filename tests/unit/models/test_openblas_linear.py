@@ -15,8 +15,9 @@ from threadpoolctl import threadpool_info
 from torch import Tensor, nn
 from unit.ppo.tiny import make_tiny
 
+from rlhf_core.api.inputs import evaluating
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.config.model import LoraConfig
+from rlhf_core.config.model import LoraConfig, OptimizerConfig
 from rlhf_core.models import openblas_linear
 from rlhf_core.models.adapters import adapted_layers, add_adapters, is_linear
 from rlhf_core.models.causal_lm import load_policy, new_model, save_policy, train_tokenizer
@@ -24,6 +25,7 @@ from rlhf_core.models.forward import probe_ids
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.openblas_linear import OpenBlasLinear, default_products, is_plain_linear, use_openblas
 from rlhf_core.sampling.decoding import decoding_layers
+from rlhf_core.training.engine.base import LocalEngine
 
 
 @pytest.fixture(autouse=True)
@@ -252,6 +254,17 @@ def test_hooks_and_second_names_of_a_layer_stay() -> None:
     bare = nn.Linear(4, 3)
     use_openblas(bare)
     assert type(bare) is OpenBlasLinear
+
+
+def test_a_callers_model_is_trained_and_read_by_openblas() -> None:
+    """Loading has given the layers of models from folders their form; those in memory may come from elsewhere."""
+    model = make_tiny().policy
+    with evaluating(model):
+        twin = copy.deepcopy(model)
+        assert type(model.lm_head) is type(twin.lm_head) is OpenBlasLinear
+    assert type(model.lm_head) is nn.Linear
+    LocalEngine(model, OptimizerConfig(lr=1e-3), 1)
+    assert type(model.lm_head) is OpenBlasLinear
 
 
 def test_automatic_casts_are_those_of_pytorch() -> None:
