@@ -324,10 +324,11 @@ def gate_checks(gates: GatesConfig) -> Iterator[DoctorCheck]:
     for metric in dict.fromkeys(name for condition in conditions for name in condition.metrics):
         for part in metric.split("."):
             plain = re.sub(r"^(test|validation)_|_(low|high)95$", "", part)
-            close = [] if {part, plain} & known else difflib.get_close_matches(part, known, n=1, cutoff=0.8)
+            close = [] if {part, plain} & known else difflib.get_close_matches(plain, known, n=1, cutoff=0.88)
             if close:
                 remedy = "correct it in section gates; a metric that is missing fails its condition"
-                yield DoctorCheck(WARN, "gates", f"{metric} has {part}: did you mean '{close[0]}'?", remedy)
+                meant = part.replace(plain, close[0])
+                yield DoctorCheck(WARN, "gates", f"{metric} has {part}: did you mean '{meant}'?", remedy)
 
 
 def _judges(workspace: Path, params: Params) -> Iterator[DoctorCheck]:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.display import Display, open_display
+from flows.commands.display import LONGEST_FAILURE, Display, open_display
 from flows.commands.doctor import require_ready
 from flows.commands.run_state import EXIT_CODES, print_verdict, summary
 from flows.commands.text import print_failed_gates
@@ -210,6 +210,11 @@ class PipelineRun:
             told = next((f"{o.stage} failed, see above" for o in state.outcomes if o.action == "failed"), "")
             if code == EXIT_GATE_FAILED:
                 print_failed_gates(self.workspace, sys.stderr)
+        ended = state.end.message if state.end is not None else ""
+        for outcome in state.outcomes:  # of several stages at once, or of a run that did not end by itself
+            failure = state.stages[outcome.stage].result
+            if outcome.action == "failed" and len(failure) > LONGEST_FAILURE and failure not in ended:
+                print(f"rlhf: {outcome.stage} failed: {failure}", file=sys.stderr, flush=True)
         if state.verdict is not None:
             print_verdict(state.verdict, self.workspace, told)
         return code

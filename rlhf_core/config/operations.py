@@ -141,7 +141,8 @@ class SignatureConfig(Strict):
     Attributes:
         public_key: A PEM file of the elliptic-curve key that versions must be signed by before they are promoted,
             served, exported or talked to.
-        earlier_public_keys: Those of keys that earlier versions were signed by, which stay good for them.
+        earlier_public_keys: PEM files of keys used before. What they sign is accepted, new versions too: leave out a
+            stolen one.
         certificates: PEM files of the roots that the signer's certificate must lead to instead.
     """
 

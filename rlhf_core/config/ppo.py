@@ -164,9 +164,9 @@ class VllmSamplerConfig(Strict):
         start_seconds: Bounds the start.
         url: Or the address of a running server.
         token_env: Environment variable with its bearer token.
-        weights: How the server gets them: as `files`, or by `nccl`, from GPU to GPU, where it runs at `url`.
+        weights: How the server gets the weights: as `files`, or by `nccl`, from GPU to GPU, where it runs at `url`.
         weights_folder: Folder of the files that trainer and running server see under the same path.
-        timeout_seconds: Bounds a request.
+        timeout_seconds: Bounds a request, by nccl a whole transfer.
         concurrent_requests: Requests that a rank has open at once.
         sleep: The server gives its memory back while PPO updates; it must support that (not on CPUs).
     """
@@ -194,10 +194,12 @@ class VllmSamplerConfig(Strict):
                 raise ValueError("nccl connects GPUs of a server at url: one that is started has the trainer's own")
             return self
         check_endpoint(self.url, self.token_env)
-        if (self.weights_folder is None) == (self.weights == "files"):
+        if self.weights == "files" and self.weights_folder is None:
             raise ValueError(
                 "url needs weights_folder, a folder that the server sees under the same path, or weights nccl"
             )
+        if self.weights == "nccl" and self.weights_folder is not None:
+            raise ValueError("weights nccl writes no files: set weights_folder to null")
         if self.sleep and self.weights == "nccl":
             raise ValueError("sleep gives memory back to a trainer on the same GPUs, and by nccl the server has others")
         if self.arguments:
@@ -570,7 +572,8 @@ class PpoConfig(RolloutConfig, StageConfig):
     def _ratio_to_the_sampler(self) -> PpoConfig:
         if self.importance_sampling_correction.mode != "ratio":
             return self
-        mode, others = "importance_sampling_correction.mode ratio", "auto, always or never"
+        others = "auto, always or never" if self.sampler.kind == "local" else "always"
+        mode = "importance_sampling_correction.mode ratio"
         if self.critic_mode == "shared":
             raise ValueError(
                 f"{mode} leaves out the policy's pass over most replies, but with critic_mode shared that pass gives "

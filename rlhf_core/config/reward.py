@@ -94,6 +94,8 @@ class RewardConfig(StageConfig):
     def _consistent(self) -> RewardConfig:
         if self.layers is not None and self.imitation > 0:
             raise ValueError("imitation needs the language model's own last layer; set it to 0.0, or layers to null")
+        if self.layers is not None and self.lora is not None and (self.lora.upper_layers or 0) > self.layers:
+            raise ValueError(f"lora.upper_layers {self.lora.upper_layers} is more than layers {self.layers}")
         if self.steps == 0 and self.linear_probe is None:
             raise ValueError(
                 "steps is 0 and linear_probe is not set, so that nothing would be trained; set one of them"

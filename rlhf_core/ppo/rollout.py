@@ -109,7 +109,10 @@ def score_rollout(
     experience = predict_tokens(pair, reference, rollout, exact_kl, every)
     precision = matmul_precision(pair.policy)
     columns = experience.sampler_logprobs, experience.trainer_logprobs, experience.scored_mask
-    require_agreement(logprob_differences(*columns, precision), precision)
+    differences = logprob_differences(*columns, precision)
+    if every > 1 and not bool(rollout.logprobs[rollout.response_mask].isfinite().all()):
+        differences = dict.fromkeys(differences, math.nan)  # of replies that are not scored, too
+    require_agreement(differences, precision)
     return experience
 
 
@@ -189,12 +192,13 @@ def logprob_differences(sampler: Tensor, trainer: Tensor, mask: Tensor, precisio
 
     Returns:
         ``sampling_logp_difference_mean``, absolute and per token; ``…_share`` of tokens that differ by more than
-        ``RoundingLimits.token``; ``…_growth``, the mean of the later half of each reply minus that of the earlier half,
-        0 in a rollout of too few tokens to compare them; ``sampler_gap``, the largest difference.
+        ``RoundingLimits.token``, 0 if only one does; ``…_growth``, the mean of the later half of each reply minus that
+        of the earlier half, 0 in a rollout of too few tokens to compare them; ``sampler_gap``, the largest difference.
     """
     if not bool(mask.any()):
         return dict.fromkeys((*(f"{DIFFERENCE}_{what}" for what in ("mean", "share", "growth")), "sampler_gap"), 0.0)
     difference = (sampler - trainer).double().abs().masked_fill(~mask, 0.0)
+    far = difference > LIMITS[precision].token
     positions = mask.cumsum(dim=1)  # of response tokens, from 1
     later = mask & (2 * positions > mask.sum(dim=1, keepdim=True))
     earlier = mask & ~later
@@ -202,7 +206,7 @@ def logprob_differences(sampler: Tensor, trainer: Tensor, mask: Tensor, precisio
     growth = float(masked_mean(difference, later) - masked_mean(difference, earlier)) if comparable else 0.0
     return {
         f"{DIFFERENCE}_mean": float(masked_mean(difference, mask)),
-        f"{DIFFERENCE}_share": float(masked_mean((difference > LIMITS[precision].token).double(), mask)),
+        f"{DIFFERENCE}_share": float(masked_mean(far.double(), mask)) if int(far.sum()) > 1 else 0.0,
         f"{DIFFERENCE}_growth": growth,
         "sampler_gap": float(difference.max()),
     }

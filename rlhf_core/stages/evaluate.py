@@ -168,7 +168,7 @@ def evaluated_model(
         tokenizer, config.max_new_tokens, config.ppo.temperature, config.ppo.min_new_tokens
     )
     with frozen.borrowed(loaded) as model:
-        answers = answer_questions(model, tokenizer, questions, size)  # first: it may refuse what takes hours
+        answers = answer_questions(model, tokenizer, questions, size)  # first: else it would refuse after hours
         sampler.sync(model, 0)
         evaluated = sample_sets(model, tokenizer, sets, config, bar.advance, sampler)
         evaluated.on_policy = on_policy_replies(

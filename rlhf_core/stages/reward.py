@@ -165,9 +165,10 @@ def require_pairs(workspace: Path) -> None:
     """
     params = load_params(workspace)
     clean, init = workspace / STAGE.inputs["clean"], workspace / STAGE.inputs["base"]
+    model = empty_model(AutoModelForCausalLM, AutoConfig.from_pretrained(init))
     for name, lora in params.later_adapters.items():
         try:
-            adapted_names(empty_model(AutoModelForCausalLM, AutoConfig.from_pretrained(init)), lora)
+            adapted_names(model, lora)
         except ModelError as error:
             raise ModelError(f"{name}.lora: {error}") from error
     tokenizer = load_tokenizer(init)

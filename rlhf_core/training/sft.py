@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -128,8 +129,9 @@ def sample_replies(
     ids, mask = left_pad([encoded[number] for number in fitting], pad_id(tokenizer))
     ids, mask = ids.to(model.device), mask.to(model.device)
     published = model.generation_config  # of which transformers would take whatever is not passed
-    model.generation_config = GenerationConfig()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), ExitStack() as at_end:
+        at_end.callback(setattr, model, "generation_config", published)
+        model.generation_config = GenerationConfig()
         torch.manual_seed(seed)
         generated = model.eval().generate(
             input_ids=ids,
@@ -144,7 +146,6 @@ def sample_replies(
             pad_token_id=pad_id(tokenizer),
             eos_token_id=list(stop_token_ids(tokenizer)),
         )
-    model.generation_config = published
     samples: list[dict[str, object]] = []
     for row, tokens in zip(rows, generated[:, ids.shape[1] :].tolist(), strict=True):
         reply, finished = decode_reply(tokenizer, tokens)

@@ -108,6 +108,7 @@ def test_a_gates_metric_that_looks_misspelt_is_named(tmp_path: Path) -> None:
         "gates:\n  policy:\n  - {metric: comparison.judge.win_rat_low95, at_least: 0.5, why: x}\n"
         "  - {metric: repetitoin, worse_by_less_than: 0.02, why: x}\n"
         "  - {metric: llm_judge.order_disagreement, at_most: 0.5, why: x}\n"
+        "  - {metric: comparison.policy_gold.clusters_won, at_least: 1, why: x}\n"
     )
     found = [check for check in workspace_checks(tmp_path) if check.name == "gates"]
     assert [check.level for check in found] == [WARN, WARN]

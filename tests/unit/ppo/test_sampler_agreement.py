@@ -46,9 +46,19 @@ def measured(*values: float) -> dict[str, float]:
     return dict(zip(names, values, strict=True))
 
 
+def test_one_token_that_is_far_off_decides_nothing() -> None:
+    """Of the few tokens of an eighth of a small rollout one would be above every share."""
+    trainer, mask = torch.full((1, 50), -1.0), torch.ones(1, 50, dtype=torch.bool)
+    for far, share in ((1, 0.0), (2, 0.04)):
+        sampler = trainer.clone()
+        sampler[0, :far] -= 0.6
+        found = logprob_differences(sampler, trainer, mask, "bfloat16")["sampling_logp_difference_share"]
+        assert found == pytest.approx(share)
+
+
 def test_mean_share_growth_and_largest_by_hand() -> None:
     """Differences .1 | .3 of a reply of two tokens and 0 | 0, .8 of one of three, whose middle token is in its later
-    half: mean 1.2 / 5, one of five above .5, later (.3 + 0 + .8) / 3, earlier (.1 + 0) / 2."""
+    half: mean 1.2 / 5, one of five above .5 (of many), later (.3 + 0 + .8) / 3, earlier (.1 + 0) / 2."""
     trainer = t([-1.0, -1.0, NAN], [-1.0, -1.0, -1.0])
     sampler = t([-1.1, -0.7, 5.0], [-1.0, -1.0, -1.8])
     mask = torch.tensor([[True, True, False], [True, True, True]])
@@ -262,6 +272,8 @@ def test_a_sampler_that_disagrees_is_noticed_in_the_scored_replies(tiny: Tiny) -
     score_rollout(pair, tiny.reference, shifted(rollout, 9, 1.0), every=8)
     with pytest.raises(RlhfError, match="not the one that is scored"):
         score_rollout(pair, tiny.reference, shifted(rollout, 8, 1.0), every=8)
+    with pytest.raises(RlhfError, match="weights are finite"):
+        score_rollout(pair, tiny.reference, shifted(rollout, 9, math.nan), every=8)
     with torch.no_grad():
         tiny.policy.lm_head.weight.fill_(math.nan)
     with pytest.raises(RlhfError, match="weights are finite"):

@@ -154,7 +154,11 @@ def test_errors_of_a_server_are_one_line_without_its_token() -> None:
         ({"kind": "vllm"}, CORRECTED, "either python"),
         ({"kind": "vllm", "python": "p", "url": "http://h:1"}, CORRECTED, "either python"),
         ({"kind": "vllm", "url": "http://h:1"}, CORRECTED, "weights_folder"),
-        ({"kind": "vllm", "url": "http://h:1", "weights": "nccl", "weights_folder": "/w"}, CORRECTED, "weights_folder"),
+        (
+            {"kind": "vllm", "url": "http://h:1", "weights": "nccl", "weights_folder": "/w"},
+            CORRECTED,
+            "writes no files",
+        ),
         ({"kind": "vllm", "url": "http://h:1", "weights": "nccl", "sleep": True}, CORRECTED, "by nccl the server has"),
         ({"kind": "vllm", "python": "p", "weights": "nccl"}, CORRECTED, "GPUs of a server at url"),
         ({"kind": "vllm", "url": "http://u:p@h:1", "weights_folder": "/w"}, CORRECTED, "carries credentials"),

@@ -298,6 +298,8 @@ def test_margins_are_those_of_the_fitted_features(workspace: Path, pooling: str)
 
 
 def test_a_reward_model_that_nothing_would_train_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"lora\.upper_layers 4 is more than layers 2"):
+        RewardConfig.model_validate({"layers": 2, "imitation": 0.0, "lora": {"upper_layers": 4}})
     with pytest.raises(ValueError, match="steps is 0 and linear_probe is not set"):
         RewardConfig(steps=0)
     assert RewardConfig(steps=0, linear_probe=1.0).steps == 0
