@@ -55,6 +55,7 @@ class Experience:
         entropy: Tensor,
         values: Tensor,
         full_kl: Tensor | None = None,
+        *,
         scored: Tensor | None = None,
     ) -> Experience:
         """A rollout and what the models say of it (each (B, T)), which has neither rewards nor advantages yet.

@@ -119,10 +119,7 @@ def score_rollout(
 def predict_tokens(
     pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout, exact_kl: bool = True, every: int = 1
 ) -> Experience:
-    """Run reference and critic over all replies, and the policy over the first of ``every`` so many.
-
-    The ranks share micro-batches of replies of similar length. See :func:`score_rollout`.
-    """
+    """Run reference and critic over all replies, the policy over one of ``every``, in parts that the ranks share."""
     batch, exact_kl = rollout.batch, exact_kl and every == 1
     lower_layers = FrozenLowerLayers.shared_by(pair.policy, reference)
     predict_all = partial(_predict_all, pair, reference, exact_kl, lower_layers)
@@ -141,14 +138,12 @@ def predict_tokens(
             if micro.weight:
                 padded = pad_columns(torch.where(mask, values, 0.0).to(columns[name].dtype), batch.width)
                 columns[name][apart * micro.rows] = padded
+    scored = torch.arange(len(batch.tokens), device=batch.tokens.device) % every == 0
+    for name in ("logprobs", "entropy"):
+        columns[name].masked_fill_(~scored.unsqueeze(1), math.nan)
     # Each rank has left zeros at the rows of the others.
     whole = [distributed.all_reduce_sum(column) for column in columns.values()]
-    if every == 1:
-        return Experience.of_rollout(rollout, *whole)
-    logprobs, ref_logprobs, entropy, values = whole
-    scored = torch.arange(len(batch.tokens), device=batch.tokens.device) % every == 0
-    logprobs, entropy = (column.masked_fill(~scored.unsqueeze(1), math.nan) for column in (logprobs, entropy))
-    return Experience.of_rollout(rollout, logprobs, ref_logprobs, entropy, values, scored=scored)
+    return Experience.of_rollout(rollout, *whole, scored=None if every == 1 else scored)
 
 
 def _without_gradients(pair: ActorCriticPair, predict: Predict, part: Tokens) -> dict[str, Tensor]:
