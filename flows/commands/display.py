@@ -23,7 +23,7 @@ from flows.pipeline.events import PipelineEvent, RegistryUpdated, StageEnded, St
 from flows.supervision.signals import Stopwatch
 
 PROGRESS_EVERY_SECONDS = 10.0
-LONGEST_FAILURE = 70
+LONGEST_FAILURE = 70  # characters on a stage's line
 
 
 class Display:

@@ -369,7 +369,7 @@ class ShardedModel:
         return result
 
     def gathered(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """See :func:`gathered`."""
+        """Parameters and buffers of the model, each whole until the next is asked for; all ranks must take all."""
         return gathered(self.ds, weights)
 
     def on_host(self) -> nn.Module | None:
