@@ -83,7 +83,7 @@ FLOWS_MAY_ALSO_USE = {
         "runtime.machine",
         "models.foreign.open_starting_model",
     },
-    "flows.commands.serve": {"serving", "stages.runtime.threads.limit_threads_of"},
+    "flows.commands.served_policy": {"serving", "stages.runtime.threads.limit_threads_of"},
     "flows.registry.stored_models": {"serving.policy_source", "serving.protocol"},
     # What a registered model is answered by, wherever it is loaded.
     "flows.registry.model_pyfunc": {"serving", "evaluation.judges.model.ModelJudge", "evaluation.replies.Reply"},

@@ -20,8 +20,6 @@ from rlhf_core.config.evaluation import MultipleChoiceConfig
 from rlhf_core.data.encoding import encode_dialogue, pad_id
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError, RlhfError
-from rlhf_core.evaluation.benchmarks.lm_evaluation_harness import as_text as table_of
-from rlhf_core.evaluation.benchmarks.lm_evaluation_harness import run_tasks, task_metrics
 from rlhf_core.evaluation.benchmarks.multiple_choice import (
     AnsweredQuestions,
     MultipleChoiceQuestion,
@@ -30,12 +28,14 @@ from rlhf_core.evaluation.benchmarks.multiple_choice import (
     answer_questions,
     read_questions,
 )
-from rlhf_core.evaluation.benchmarks.reward_benchmark import as_text, read_benchmark, row_accuracy, run_benchmark
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.perplexity import reply_log_likelihoods
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.training.examples import Example
+from rlhf_extras.benchmarks.lm_evaluation_harness import as_text as table_of
+from rlhf_extras.benchmarks.lm_evaluation_harness import run_tasks, task_metrics
+from rlhf_extras.benchmarks.reward_benchmark import as_text, read_benchmark, row_accuracy, run_benchmark
 
 from .conftest import LengthJudge
 

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from flows import cli
 from flows.cli import app
-from flows.commands import data_diff, init, registry_commands
 from flows.commands.options import PANELS, joined_lines, profile_list, profile_names
 from flows.commands.text import last_lines
 from flows.dvc_repo import inputs
@@ -24,6 +23,8 @@ from rlhf_core import cli as core
 from rlhf_core.commands import annotate, data
 from rlhf_core.config.recipe import profile_headers
 from rlhf_core.errors import RlhfError
+from rlhf_extras.data_files import diff_command as data_diff
+from rlhf_extras.data_files import init, registry_commands
 
 TREE = get_command(app)
 COMMANDS = [(name,) for name in TREE.commands if name != "ablate"]  # its help is that of benchmarks/ablation
