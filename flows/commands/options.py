@@ -86,12 +86,13 @@ class Commands(PluggedGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command, whose help is to be read on a terminal."""
-        plugged = cmd_name not in self.commands
         command = super().get_command(ctx, cmd_name)
         if command is not None:
-            if plugged:
-                join_help_lines(command)
-            plain_parameters(command, type(ctx)(command, info_name=cmd_name, parent=ctx))
+            within = type(ctx)(command, info_name=cmd_name, parent=ctx)
+            if isinstance(command, PluggedGroup):
+                command.mount_plugins(within)
+            join_help_lines(command)
+            plain_parameters(command, within)
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -60,6 +60,11 @@ class PluggedGroup(TyperGroup):
             self.commands[cmd_name] = plugged
         return super().get_command(ctx, cmd_name)
 
+    def mount_plugins(self, ctx: Any) -> None:
+        """Import the plugins of this group, so that ``commands`` has all of them."""
+        for name in self.list_commands(ctx):
+            self.get_command(ctx, name)
+
 
 def plugged_command(path: str) -> Any:
     """Return the command that a plugin has entered as ``path``; one that cannot be imported says so when it is run."""

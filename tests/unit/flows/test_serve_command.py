@@ -30,11 +30,11 @@ from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.models.causal_lm import save_policy, train_tokenizer
+from rlhf_core.serving.accepted import accept_request
 from rlhf_core.serving.policy import LoadedPolicy
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.serving.protocol import ChatRequest
 from rlhf_core.storage.files import sha256_tree
-from rlhf_extras.serving.completions import accept_request
 
 
 @pytest.fixture(autouse=True)
