@@ -13,6 +13,7 @@ from typing import Any
 from rlhf_core.errors import ConfigError, first_line
 
 COMMANDS = "rlhf.commands"
+REGISTRY_POLICIES = "rlhf.registry_policies"
 DISTRIBUTION = "rlhf-pipeline"
 
 

@@ -44,6 +44,7 @@ FLOWS_MAY_USE = {
     "redaction",
     "storage",
     "git",
+    "plugins",
     "tracking",
     "__version__",
     "runtime.progress.busy",
