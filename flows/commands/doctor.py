@@ -26,6 +26,7 @@ from rlhf_core.config.loading import Params, load_params
 from rlhf_core.config.reward_sources import OWN_MODEL, ClassifierSource, FunctionSource, refuse_own_model
 from rlhf_core.errors import ConfigError, DataError, RlhfError
 from rlhf_core.fingerprint.tracked_files import missing_function, model_folders, verifiable_functions
+from rlhf_core.plugins import RUN_LOGGERS, PluginError, load_plugin
 from rlhf_core.runtime.machine import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels
 from rlhf_core.storage.data_files import expand, is_url
 
@@ -237,11 +238,21 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
         if launch.deepspeed and not (workspace / launch.deepspeed).is_file():
             finding = f"compute.launch.{stage}.deepspeed: there is no file {workspace / launch.deepspeed}"
             yield DoctorCheck(FAIL, "deepspeed", finding)
+    yield from _plugins(params)
     try:
         for policy in active_policies(params.registry):
             policy.check_settings(workspace, params.registry)
     except ConfigError as error:
         yield DoctorCheck(FAIL, "registry", str(error), "without it nothing is promoted, served or exported")
+
+
+def _plugins(params: Params) -> Iterator[DoctorCheck]:
+    """Import the plugins that settings name; registry policies are imported by the check of theirs."""
+    for name in params.tracking.loggers:
+        try:
+            load_plugin(RUN_LOGGERS, name)
+        except PluginError as error:
+            yield DoctorCheck(FAIL, "plugins", f"tracking.loggers: {error}")
 
 
 def _writable(workspace: Path) -> DoctorCheck:

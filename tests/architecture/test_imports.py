@@ -85,6 +85,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.release.export": {"models.adapters.ADAPTER_FOLDER", "models.io.ADAPTER_CONFIG"},
     "flows.pipeline.data_watch": {
         "data.collection.sources.collected_paths",
+        "data.collection.sources.reader_lines",
         "fingerprint.tracked_files.SOURCES_FILE",
         "fingerprint.tracked_files.describe_sources",
     },
