@@ -72,7 +72,7 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.tracked_files.verifiable_functions",
     },
     "flows.stage": {"stages.runtime.launcher"},
-    "flows.commands.registry_output": {"data.token_folder"},
+    "flows.commands.registry_output": {"data.token_folder", "evaluation.probe_table"},
     "flows.commands.doctor": {
         "evaluation.report.metrics.page",
         "data.collection.sources.best_kind",
@@ -117,6 +117,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.release.model_card": {
         "evaluation.judges.names.SELECTED_BY",
         "evaluation.judges.names.TRAINED_ON",
+        "evaluation.probe_table",
         "evaluation.verdict",
     },
     "flows.jobs.remote": {
