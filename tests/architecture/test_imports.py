@@ -70,6 +70,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.stage": {"stages.runtime.launcher"},
     "flows.commands.registry_output": {"evaluation.probe_table"},
     "flows.commands.doctor": {
+        "commands.plugged",
         "evaluation.report.metrics.page",
         "data.collection.sources.best_kind",
         "data.collection.sources.source_files",
