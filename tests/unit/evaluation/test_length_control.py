@@ -242,5 +242,5 @@ def test_a_gate_says_that_lengths_left_it_undecided() -> None:
 def test_no_rate_at_equal_lengths_is_told_where_lengths_leave_it_undecided() -> None:
     appended = compare_outcomes(np.ones(200), 50, 0, np.full(200, 18.0))
     balanced = compare_outcomes(np.tile([1.0, 0.0], 100), 50, 0, np.tile([18.0, -18.0], 100))
-    told = [result.lc_win_rate for result in judge_results({"judge": appended, "gold": balanced})]
-    assert told == [None, pytest.approx(0.5)]
+    results = judge_results({"judge": appended, "gold": balanced})
+    assert {result.judge: result.lc_win_rate for result in results} == {"judge": None, "gold": pytest.approx(0.5)}
