@@ -103,7 +103,7 @@ class JudgeResult:
     """The win rate of the new policy by one judge, ties counted as half, with its 95 % interval over questions.
 
     ``clusters`` are the different questions among the ``prompts``; ``lc_win_rate`` is the win rate at equal reply
-    lengths, where it was measured.
+    lengths, where it was measured and decided.
     """
 
     judge: str
@@ -131,10 +131,16 @@ def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeR
             comparison[name]["win_rate_high95"],
             int(comparison[name]["prompts"]),
             int(comparison[name]["clusters"]),
-            comparison[name].get("lc_win_rate"),
+            decided_at_equal_lengths(comparison[name]),
         )
         for name in names
     )
+
+
+def decided_at_equal_lengths(compared: Mapping[str, float]) -> float | None:
+    """Return the win rate at equal lengths; None where it was not measured, or lengths left it undecided."""
+    interval = compared.get("lc_win_rate_low95"), compared.get("lc_win_rate_high95")
+    return None if interval == (0.0, 1.0) else compared.get("lc_win_rate")
 
 
 def standing_of(judges: tuple[JudgeResult, ...]) -> Standing:

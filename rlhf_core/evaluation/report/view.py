@@ -30,7 +30,7 @@ from rlhf_core.evaluation.report.charts import (
 from rlhf_core.evaluation.report.headline import BEGIN, END, ReleaseDecision, conclude
 from rlhf_core.evaluation.report.metrics import labelled
 from rlhf_core.evaluation.report.sources import JsonObject, ReportSources, package_versions
-from rlhf_core.evaluation.verdict import WIN_RATE_KEYS, alarms
+from rlhf_core.evaluation.verdict import WIN_RATE_KEYS, alarms, decided_at_equal_lengths
 from rlhf_core.storage.files import flatten as dotted
 
 COMMIT = 12  # characters of it that are shown
@@ -147,7 +147,7 @@ def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
     for judge in final_judges(comparisons):
         comparison = comparisons[judge]
         low, high = (format_number(comparison.get(f"win_rate_{bound}95"), 2) for bound in ("low", "high"))
-        controlled = comparison.get("lc_win_rate")
+        controlled = decided_at_equal_lengths(comparison)
         beside = f"; {format_number(controlled, 2)} at equal length" if controlled is not None else ""
         known.append((f"win rate by {judge}", comparison.get("win_rate"), f"95 %: {low} to {high}{beside}"))
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
