@@ -346,7 +346,7 @@ def with_a_sentence_repeated(replies: ReplySet, position: int, rng: np.random.Ge
 
 
 # What is appended where the set has no such sentences of its own, by the language of the reply ("": any alphabet).
-PLEASANTRIES = {
+PLEASANTRIES: Mapping[str, Sequence[str]] = {
     "": (
         "I hope this helps!",
         "Thank you for your question.",
@@ -365,7 +365,7 @@ def with_pleasantries(replies: ReplySet, position: int, rng: np.random.Generator
     """
     text = replies.rows[position].chosen.rstrip()
     own = {sentence.text for sentence in replies.sentences[position]}
-    known = replies.commonplaces
+    known: Sequence[str] = replies.commonplaces
     if len(known) < FEWEST_COMMONPLACES:
         known = PLEASANTRIES.get(language_tag(text), ())
     new = [sentence for sentence in known if sentence not in own]
