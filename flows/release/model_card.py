@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.gates import GATES, GateReport, read_gates
 from flows.pipeline.verdict import JUDGE_COLUMNS, judge_cells, markdown_table, markdown_text
 from flows.registry.aliases import registry_errors
 from flows.registry.client import connect, fluent
@@ -17,7 +16,7 @@ from flows.registry.stored_models import stored_sampling
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import SELECTED_BY, TRAINED_ON
 from rlhf_core.evaluation.verdict import Standing, alarms, judge_results, standing_of
-from rlhf_core.gates import lookup
+from rlhf_core.gates import GATES, GateDecision, lookup, read_gates
 from rlhf_core.storage.files import read_json
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class ReleaseEvidence:
 
     name: str
     run_id: str
-    gates: Sequence[GateReport]
+    gates: Sequence[GateDecision]
     evaluation: Mapping[str, Any]
     sampling: Mapping[str, Any]
     source: TrainingSource | None
@@ -268,10 +267,11 @@ def _kl(evaluation: Mapping[str, Any]) -> str:
     return f"KL from SFT: {evaluation['kl']:.2f} nats per reply{interval}."
 
 
-def _gate(gate: GateReport) -> str:
+def _gate(gate: GateDecision) -> str:
     verdict = "passed" if gate.passed else f"did not pass (mode {gate.mode})"
     rows = [
-        (f"`{row.metric}`", row.value, markdown_text(row.bound), "yes" if row.passed else "**no**") for row in gate.rows
+        (f"`{row.metric}`", row.measured, markdown_text(row.required), "yes" if row.passed else "**no**")
+        for row in gate.failures_first
     ]
     return f"**{gate.name}** {verdict}\n\n" + markdown_table(("metric", "value", "bound", "passed"), rows)
 

@@ -59,14 +59,15 @@ FLOWS_MAY_ALSO_USE = {
     },
     # Of the group ``rlhf data``.
     "flows.commands.data_diff": {"commands.data", "data.inspection.changes"},
-    "flows.commands.compare": {"evaluation.judges.names.JUDGE", "training.history.read_history"},
+    "flows.commands.compare": {"evaluation.judges.names.JUDGE", "evaluation.verdict", "training.history.read_history"},
     "flows.commands.registry_commands": {
         "commands.data",
         "evaluation.losses",
         "serving.protocol.ServingLimits",
         "stages.runtime.threads.limit_threads_of",
     },
-    "flows.commands.text": {"data.text"},
+    "flows.commands.text": {"data.text", "evaluation.remedies.remedy_for"},
+    "flows.pipeline.artifacts": {"evaluation.remedies.remedy_for"},
     "flows.dvc_repo.recipe": {
         "fingerprint.tracked_files.function_files",
         "fingerprint.tracked_files.verifiable_functions",
@@ -94,14 +95,17 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.tracked_files.describe_sources",
     },
     "flows.pipeline.verdict": {
-        "evaluation.report.headline.MEANINGS",
-        "evaluation.verdict.alarms",
+        "evaluation.report.headline",
         "evaluation.verdict",
     },
-    "flows.commands.run_state": {"evaluation.verdict.Standing", "evaluation.verdict.judge_results"},
+    "flows.commands.run_state": {"evaluation.verdict"},
     "flows.commands.status": {"evaluation.report.headline.ReleaseDecision"},
     "flows.registry.decisions": {"evaluation.promotion.Criterion"},
-    "flows.registry.release_page": {"evaluation.report.headline", "evaluation.report.view.with_release"},
+    "flows.registry.release_page": {
+        "evaluation.remedies.remedy_for",
+        "evaluation.report.headline",
+        "evaluation.report.view.with_release",
+    },
     "flows.dvc_repo.inputs": {"data.collection.sources.collected_paths"},
     "flows.registry.match": {
         "evaluation.judges.names.JUDGE",

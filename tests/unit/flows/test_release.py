@@ -12,11 +12,11 @@ import torch
 from tiny_llama import tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from flows.gates import GateReport
 from flows.registry.evidence import TrainingSource
 from flows.release.export import earlier_rope, export, write_earlier_names
 from flows.release.model_card import ReleaseEvidence, card_data, card_text
 from rlhf_core.errors import RlhfError
+from rlhf_core.gates import GateDecision
 from rlhf_core.models.causal_lm import train_tokenizer
 
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 64}
@@ -36,8 +36,8 @@ POLICY_GATE = {
     "passed": False,
     "mode": "report",
     "conditions": [
-        {"metric": "kl", "value": 2.0, "bound": "<= 6", "limit": 6.0, "passed": True},
-        {"metric": "gold", "value": 0.1, "bound": ">= 0.2", "limit": 0.2, "passed": False},
+        {"metric": "kl", "value": 2.0, "bound": "<= 6", "sign": "<=", "limit": 6.0, "passed": True},
+        {"metric": "gold", "value": 0.1, "bound": ">= 0.2", "sign": ">=", "limit": 0.2, "passed": False},
     ],
 }
 
@@ -46,7 +46,8 @@ def evidence(base: str = "owner/base") -> ReleaseEvidence:
     source = TrainingSource("files", base, "pairs.jsonl", 5998)
     lineage = {"data": "f00.dir"}
     name = "rlhf-policy version 3"
-    return ReleaseEvidence(name, "abc", [GateReport("policy", POLICY_GATE)], EVALUATION, SAMPLING, source, lineage, "")
+    gate = GateDecision.of("policy", POLICY_GATE)
+    return ReleaseEvidence(name, "abc", [gate], EVALUATION, SAMPLING, source, lineage, "")
 
 
 def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
