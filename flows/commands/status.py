@@ -256,7 +256,7 @@ def stages_status(workspace: Path) -> StagesStatus:
     states: dict[str, str] = {}
     stopped = ""  # the stage that a closed gate is of
     for name in names:
-        outputs = entry_names(stages[name].get("outs"))
+        outputs = [*entry_names(stages[name].get("outs"))]
         if closed is not None and f"gates/{closed.name}.json" in outputs and (name in stale or name not in recorded):
             states[name] = _failed_gate(workspace, closed)
             stopped = name

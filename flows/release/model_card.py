@@ -15,7 +15,8 @@ from flows.registry.evidence import TrainingSource, read_data_card, source_of_ve
 from flows.registry.stored_models import stored_sampling
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import SELECTED_BY, TRAINED_ON
-from rlhf_core.evaluation.verdict import Standing, alarms, judge_results, standing_of
+from rlhf_core.evaluation.report.headline import sentence_case
+from rlhf_core.evaluation.verdict import alarms, judge_results, verdict_sentence
 from rlhf_core.gates import GATES, GateDecision, lookup, read_gates
 from rlhf_core.storage.files import read_json
 
@@ -195,7 +196,7 @@ def card_text(
         )
     blocks += [
         "## Evaluation",
-        _verdict(evidence.evaluation),
+        _verdict(evidence),
         _judges(evidence),
         _both_models(evidence.evaluation),
         _kl(evidence.evaluation),
@@ -229,12 +230,13 @@ def _opening(evidence: ReleaseEvidence) -> str:
     return f"{trained}{tuned} {TRAINED_BY[evidence.method]}.{data_card}"
 
 
-def _verdict(evaluation: Mapping[str, Any]) -> str:
-    """How the policy stands to SFT, and what alarms."""
-    standing = standing_of(judge_results(evaluation.get("comparison") or {}))
-    said = "Not compared with SFT" if standing is Standing.NOT_COMPARED else f"{standing.value.capitalize()} than SFT"
-    alarming = "\n".join(f"- {alarm.sentence}" for alarm in alarms(evaluation))
-    return f"**{said}.**" + (f" What alarms:\n\n{alarming}" if alarming else "")
+def _verdict(evidence: ReleaseEvidence) -> str:
+    """How the policy stands to SFT, what its gate decided, and what alarms."""
+    judges = judge_results(evidence.evaluation.get("comparison") or {})
+    gate = next((gate for gate in evidence.gates if gate.name == "policy"), None)
+    said = sentence_case(verdict_sentence(judges, "SFT", gate)) if judges else "Not compared with SFT"
+    alarming = "\n".join(f"- {alarm.sentence}" for alarm in alarms(evidence.evaluation))
+    return f"**{markdown_text(said)}.**" + (f" What alarms:\n\n{alarming}" if alarming else "")
 
 
 def _judges(evidence: ReleaseEvidence) -> str:

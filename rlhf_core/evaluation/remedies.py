@@ -62,7 +62,7 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
         ),
         Remedy(MODELS + "margin_mean", "raise {stage}.steps or {stage}.optimizer.lr", "docs/metrics.md"),
         Remedy(
-            MODELS + r"ece\w*",
+            MODELS + r"(test_)?ece\w*",
             "take fewer {stage}.steps, or lower {stage}.optimizer.lr: it is too sure",
             "docs/metrics.md",
         ),

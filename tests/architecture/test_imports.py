@@ -17,9 +17,9 @@ LAYERS = (
     {"memory", "commands"},
     {"stages"},
     {"api", "chat", "serving"},
-    {"evaluation", "ppo", "gates"},
+    {"evaluation", "ppo"},
     {"sampling", "training"},
-    {"models", "data", "world"},
+    {"models", "data", "world", "gates"},
     {"config", "tracking", "fingerprint", "hub"},
     {"runtime", "storage", "git"},
     {"errors"},
@@ -33,7 +33,7 @@ FLOWS_LAYERS = (
     {"jobs", "registry"},
     {"stage"},
     {"prefect_server", "dvc_repo"},
-    {"workspace", "gates"},
+    {"workspace"},
     {"supervision"},
 )
 # What flows uses of the core: these packages and modules, and single functions where a module asks for more.
@@ -121,6 +121,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.release.model_card": {
         "evaluation.judges.names.SELECTED_BY",
         "evaluation.judges.names.TRAINED_ON",
+        "evaluation.report.headline.sentence_case",
         "evaluation.verdict",
     },
     "flows.jobs.remote": {

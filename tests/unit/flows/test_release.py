@@ -54,7 +54,7 @@ def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
     text = card_text(evidence(), "my-model", None)
     assert text.startswith("# my-model\n")
     assert "5,998 preference pairs from pairs.jsonl; base: owner/base" in text
-    assert "| judge | 0.670 | 0.630 to 0.710 | 0.651 | 320 | 103 |" in text
+    assert "| judge | 67.0 % | 63.0 % to 71.0 % | 65.1 % | 320 | 103 |" in text
     # The reward model is no judge of what was optimised against it, nor the referee of what it selected.
     assert "0.99" not in text and "0.98" not in text and "(`referee`)" in text
     assert "KL from SFT: 2.07 nats per reply (95 %: 1.70 to 2.40)." in text
@@ -67,7 +67,7 @@ def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
     assert "| registered as | `rlhf-policy version 3` |" in text and "| data | `f00.dir` |" in text
     assert "temperature 0.8, top_p 0.9" in text
     assert "by force" not in text and "synthetic" not in text
-    assert "**Better than SFT.**\n" in text
+    assert "**Better than SFT: wins 67.0 % (95 % interval 63.0 to 71.0 %) by judge; the policy gate failed" in text
 
 
 @pytest.mark.parametrize(
