@@ -194,6 +194,8 @@ class PipelineRun:
         """Print summary, final state and verdict; return the exit status."""
         self.display.close()
         state, told, seconds = self.display.state, "", self.display.watch.seconds
+        gate = state.verdict.gate if state.verdict is not None else None
+        closed = gate is not None and not gate.opens  # which the verdict tells
         with suppress(OSError):  # of a full disk, of which the run's own end tells
             self.events.emit(RunTimed(seconds))
         for line in summary(state, seconds):
@@ -207,18 +209,19 @@ class PipelineRun:
         else:
             code = EXIT_CODES.get(state.end.state, 1)
             result = f"{state.end.state}: {state.end.message}"
-            if code == EXIT_GATE_FAILED:
+            if closed:
                 print(SAID_NO, file=sys.stderr, flush=True)
-                print_failed_gates(self.workspace, sys.stderr)
+            elif code == 0:
+                print(result, flush=True)
             else:
-                stream = sys.stdout if code == 0 else sys.stderr
-                print(result if code == 0 else f"rlhf: {result}", file=stream, flush=True)
+                print(f"rlhf: {result}", file=sys.stderr, flush=True)
                 told = next((f"{o.stage} failed, see above" for o in state.outcomes if o.action == "failed"), "")
+            if code == EXIT_GATE_FAILED:
+                print_failed_gates(self.workspace, sys.stderr)
         ended = state.end.message if state.end is not None else ""
-        gate = state.verdict.gate if state.verdict is not None else None
         for outcome in state.outcomes:  # of several stages at once, or of a run that did not end by itself
             failure = state.stages[outcome.stage].result
-            by_gate = gate is not None and not gate.opens and outcome.exit_code == EXIT_GATE_FAILED
+            by_gate = closed and outcome.exit_code == EXIT_GATE_FAILED
             if outcome.action == "failed" and not by_gate and len(failure) > LONGEST_FAILURE and failure not in ended:
                 print(f"rlhf: {outcome.stage} failed: {failure}", file=sys.stderr, flush=True)
         if state.verdict is not None:

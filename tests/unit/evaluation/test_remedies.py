@@ -16,7 +16,7 @@ from rlhf_core.stages.validate import gate_conditions
 
 ROOT = Path(__file__).parents[3]
 RECIPES = [recipe_folder() / "params.yaml", *sorted(profiles_of(recipe_folder()).glob("*.yaml"))]
-SETTING = re.compile(r"\b(?:%s)\.[a-z_]+(?:\.[a-z_]+)*" % "|".join(Params.model_fields))
+SETTING = re.compile(rf"\b(?:{'|'.join(Params.model_fields)})\.[a-z_]+(?:\.[a-z_]+)*")
 ANSWERS = [
     *((gate, str(remedy)) for gate, remedies in REMEDIES.items() for remedy in remedies),
     ("own", str(remedy_for("own", "x"))),

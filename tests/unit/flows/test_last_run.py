@@ -205,7 +205,7 @@ GATED = {
 
 @pytest.fixture
 def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A workspace whose policy gate said no: DVC knows the stages before it, and takes its own for one that never ran."""
+    """A workspace whose policy gate said no, of which DVC knows no more than that its stage has not succeeded."""
     (tmp_path / "dvc.yaml").write_text(json.dumps({"stages": GATED}))
     (tmp_path / "dvc.lock").write_text(json.dumps({"stages": {"evaluate": GATED["evaluate"]}}))
     (tmp_path / "metrics").mkdir()
