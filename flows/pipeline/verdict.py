@@ -199,7 +199,8 @@ def gate_that_stopped(workspace: Path, failed: StageOutcome | None) -> GateDecis
     if failed is None or failed.exit_code != EXIT_GATE_FAILED:
         return None
     # The data gate is part of the stage that reads the data.
-    return read_gate(workspace, "data" if failed.stage == "validate" else failed.stage.removeprefix("gate-"))
+    decision = read_gate(workspace, "data" if failed.stage == "validate" else failed.stage.removeprefix("gate-"))
+    return None if decision is None or decision.opens else decision
 
 
 def toy_note(workspace: Path, opponent: str) -> str:
