@@ -23,6 +23,7 @@ AT_LEAST, AT_MOST, WORSE_BY = ">=", "<=", "worse by <"
 SHOWN_SIGNS = {AT_LEAST: "≥", AT_MOST: "≤", WORSE_BY: "worse by less than"}
 LOW, HIGH = "_low95", "_high95"
 DIGITS = (4, 6, 9, 17)
+LOSS_DIGITS = (2, *DIGITS)  # two numbers beside each other
 ALWAYS = frozenset({"metric", "value", "bound", "limit", "passed", "why", "note"})  # what a file has of each condition
 
 
@@ -76,9 +77,10 @@ class ConditionResult:
     @property
     def digits(self) -> int:
         """How many digits show that value and limit differ: 0.64999 must not read as 0.65."""
+        enough = LOSS_DIGITS if self.sign == WORSE_BY else DIGITS
         if self.value is None or self.limit is None or self.value == self.limit:
-            return DIGITS[0]
-        for digits in DIGITS:
+            return enough[0]
+        for digits in enough:
             if number(self.value, digits) != number(self.limit, digits):
                 return digits
         return DIGITS[-1]

@@ -217,7 +217,7 @@ class PipelineRun:
                 print(f"rlhf: {result}", file=sys.stderr, flush=True)
                 told = next((f"{o.stage} failed, see above" for o in state.outcomes if o.action == "failed"), "")
             if code == EXIT_GATE_FAILED:
-                print_failed_gates(self.workspace, sys.stderr)
+                print_failed_gates(self.workspace, sys.stderr, remedies=not closed)
         ended = state.end.message if state.end is not None else ""
         for outcome in state.outcomes:  # of several stages at once, or of a run that did not end by itself
             failure = state.stages[outcome.stage].result

@@ -64,15 +64,15 @@ def print_gate_failure(error: GateFailed, stream: TextIO) -> None:
     console.print(f"evidence: {error.evidence}", soft_wrap=not console.is_terminal)
 
 
-def print_failed_gates(workspace: Path, stream: TextIO) -> None:
-    """Print the table of every gate of ``workspace`` whose conditions do not hold."""
+def print_failed_gates(workspace: Path, stream: TextIO, *, remedies: bool = True) -> None:
+    """Print the table of every gate of ``workspace`` whose conditions do not hold; ``remedies`` as for a table."""
     console = error_console(stream)
     for path in sorted((workspace / "gates").glob("*.json")):
         with suppress(DataError):  # `rlhf status` names a file that cannot be read
             gate = GateDecision.of(path.stem, read_json(path))
             if gate.failed:
                 console.print(f"gate {gate.name}", style="bold")
-                console.print(gate_table(gate))
+                console.print(gate_table(gate, remedies=remedies))
 
 
 def gate_verdict(gate: GateDecision) -> str:
@@ -85,11 +85,12 @@ def gate_verdict(gate: GateDecision) -> str:
     return f"the {gate.name} gate failed: {counted}{mode}"
 
 
-def gate_table(gate: GateDecision, *, every_reason: bool = False) -> Group:
+def gate_table(gate: GateDecision, *, every_reason: bool = False, remedies: bool = True) -> Group:
     """Return a gate's conditions as a table, failures first; below it why each that failed is asked, and what to do.
 
     Args:
         every_reason: Give the reasons of the bounds that hold, too.
+        remedies: Say what to do about each that failed.
     """
     conditions = gate.failures_first
     rows = ((row.passed, row.metric, row.measured, row.required) for row in conditions)
@@ -98,7 +99,7 @@ def gate_table(gate: GateDecision, *, every_reason: bool = False) -> Group:
     for row in conditions:
         if row.why and (every_reason or not row.passed):
             below.append(Text.assemble((row.metric, "bold"), f": {row.why}"))
-        if not row.passed:
+        if remedies and not row.passed:
             below.append(Text.assemble(("to do", "bold"), f": {remedy_for(gate.name, row.metric)}"))
     return Group(table, *(Padding(line, (0, 0, 0, 2)) for line in below))
 
