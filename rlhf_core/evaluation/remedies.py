@@ -60,6 +60,11 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
             "add pairs or correct their labels; else raise {stage}.steps, or start from a larger base",
             "docs/your-data.md",
         ),
+        Remedy(
+            MODELS + r"probes\.\w+",
+            "add pairs whose rejected reply is wrong in this way alone, or raise {stage}.steps",
+            "docs/metrics.md",
+        ),
         Remedy(MODELS + "margin_mean", "raise {stage}.steps or {stage}.optimizer.lr", "docs/metrics.md"),
         Remedy(
             MODELS + r"(test_)?ece\w*",

@@ -199,7 +199,10 @@ WIN_RATE = re.compile(r"comparison\.(?P<judge>.+)\.(?P<equal_length>lc_)?win_rat
 def describe_condition(condition: ConditionResult) -> str:
     """Say why a condition does not hold, with the interval that decided it."""
     named = WIN_RATE.fullmatch(condition.metric)
-    if named and condition.value is not None and condition.limit is not None and not condition.note:
+    if named and condition.note:
+        where = " at equal lengths" if named["equal_length"] else ""
+        return f"{named['judge']}{where}: {condition.note}"
+    if named and condition.value is not None and condition.limit is not None:
         missed = "not shown better" if condition.limit == EVEN_WIN_RATE else "win rate too low"
         where = " at equal lengths" if named["equal_length"] else ""
         rate = describe_rate(condition.estimate, condition.value, condition.high95, condition.limit)
