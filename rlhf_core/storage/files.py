@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -101,6 +101,30 @@ def _replace_dir(new: Path, path: Path) -> None:
     os.rename(new, path)
     if old.exists():
         shutil.rmtree(old, ignore_errors=True)
+
+
+REMOVED = ".removed"
+
+
+def removed_name(path: Path) -> Path:
+    """Where :func:`remove_tree` puts a folder while it is deleted."""
+    return path.with_name(f".{path.name}{REMOVED}")
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a folder so that readers see all of it or nothing, whenever this process is killed.
+
+    It gets another name first. What a killed process left under that name is deleted too, and what cannot be deleted
+    stays there until the next call.
+
+    Raises:
+        OSError: It cannot be renamed, and is as it was.
+    """
+    aside = removed_name(path)
+    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        os.rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def read_json(path: Path) -> Any:

@@ -32,7 +32,14 @@ from rlhf_core.stages.runtime import launcher
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.runtime.launcher import OUTCOMES, StageExit, outcome_path
 from rlhf_core.stages.runtime.threads import limit_threads, return_freed_memory
-from rlhf_core.storage.files import atomic_write_json, flatten, sha256_file, sha256_tree
+from rlhf_core.storage.files import (
+    atomic_write_json,
+    flatten,
+    remove_tree,
+    removed_name,
+    sha256_file,
+    sha256_tree,
+)
 from rlhf_core.storage.garbage_collection import paused_collector
 from rlhf_core.tracking.stage_run import METRICS_TAG, Tracker, stage_tracker
 from rlhf_core.training.checkpoints.store import CheckpointStore
@@ -142,6 +149,8 @@ def _run_on_rank_zero(run: _StageRun) -> dict[str, Any]:
     """Run the stage with its real outputs and remove its partial state afterwards."""
     stage, workspace = run.stage, run.workspace
     work = workspace / "work" / stage.name / work_key(run)
+    # A process that was killed while it removed its partial state left that here.
+    shutil.rmtree(removed_name(work.parent), ignore_errors=True)
     work.parent.mkdir(parents=True, exist_ok=True)
     outputs = _outputs(stage, workspace)
     store = _checkpoint_store(run, work)
@@ -152,7 +161,10 @@ def _run_on_rank_zero(run: _StageRun) -> dict[str, Any]:
         _record(metrics, outputs, tracker)
     if store is not None:
         store.clear()
-    shutil.rmtree(work.parent, ignore_errors=True)
+    try:
+        remove_tree(work.parent)
+    except OSError as error:
+        logger.warning("the partial state of %s is left in %s: %s", stage.name, work.parent, error.strerror)
     return metrics
 
 
