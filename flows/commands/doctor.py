@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from rlhf_core.errors import ConfigError, DataError, RlhfError
 from rlhf_core.fingerprint.tracked_files import missing_function, model_folders, verifiable_functions
 from rlhf_core.runtime.machine import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels
 from rlhf_core.storage.data_files import expand, is_url
+from rlhf_core.storage.files import scratch_folder
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -245,7 +245,7 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
 
 def _writable(workspace: Path) -> DoctorCheck:
     try:
-        with tempfile.TemporaryFile(dir=workspace):
+        with scratch_folder(".rlhf-", workspace):
             return DoctorCheck(OK, "writable", "yes")
     except OSError as error:
         remedy = "make the folder writable, or use another workspace"

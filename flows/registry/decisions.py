@@ -14,8 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -25,16 +23,17 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4, uuid5
 
 from flows.prefect_server.services import known_server
-from flows.registry.aliases import read_aliases, registry_errors, version_numbers
+from flows.registry.aliases import PREVIOUS, read_aliases, registry_errors, version_numbers
 from flows.registry.client import prepare_tracking
 from flows.registry.history import DECLINE, DONE_TAG, ENTRY_LIMIT, REQUEST, Entry, Ledger, ReleaseState, read_history
+from flows.registry.signing import require_signed
 from flows.registry.workspace import actor
 from flows.workspace import locked
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.promotion import Criterion
-from rlhf_core.storage.files import atomic_write_json, permitted, read_json
+from rlhf_core.storage.files import atomic_write_json, own_temporary_folder, permitted, read_json
 from rlhf_core.tracking.stage_run import default_environment, tracking_uri
 
 if TYPE_CHECKING:
@@ -316,6 +315,8 @@ def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | No
             if version is None:
                 client.delete_registered_model_alias(name, alias)
             elif version in existing[name]:
+                if alias != PREVIOUS:  # nobody is answered by that one
+                    require_signed(client, workspace, name, version)
                 client.set_registered_model_alias(name, alias, version)
         for key, value in entry["model_tags"].items():
             client.set_registered_model_tag(model, key, value)
@@ -341,9 +342,9 @@ def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | No
 def registry_lock(workspace: Path, model: str) -> Iterator[None]:
     """Hold the lock of the registered model ``model`` for the block; wait for another holder.
 
-    The file lies beside a SQLite database, and for a server in the temporary folder of the user. Processes of other
-    machines and users are not locked out: of two that decide at the same time, the second one's entry in the history is
-    refused (:meth:`flows.registry.history.Ledger.append`).
+    The file lies beside a SQLite database, and for a server in the user's own folder for temporary files. Processes of
+    other machines and users are not locked out: of two that decide at the same time, the second one's entry in the
+    history is refused (:meth:`flows.registry.history.Ledger.append`).
     """
     from sqlalchemy.engine import make_url
 
@@ -351,7 +352,7 @@ def registry_lock(workspace: Path, model: str) -> Iterator[None]:
     if uri.startswith("sqlite"):
         folder, subject = Path(make_url(uri).database or "").resolve().parent, model
     else:
-        folder, subject = Path(tempfile.gettempdir()) / f"rlhf-{os.getuid()}", f"{uri} {model}"
+        folder, subject = own_temporary_folder(), f"{uri} {model}"
     digest = hashlib.sha256(subject.encode()).hexdigest()[:16]
     with locked(folder, f"registry-{digest}.lock", wait=True):
         yield

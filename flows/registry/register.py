@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -11,7 +12,18 @@ from typing import TYPE_CHECKING
 
 from flows.dvc_repo.graph import dvc_status, read_graph
 from flows.gates import GATES, GateReport
-from flows.registry.aliases import CHALLENGER, registry_errors, versions
+from flows.registry.aliases import (
+    CHALLENGER,
+    CONDITIONS_TAG,
+    CONTENT_TAG,
+    GATE_REPORT_TAG,
+    GATES_TAG,
+    REWARD_VERSION_TAG,
+    SIGNED_TAGS,
+    UNGATED_TAG,
+    registry_errors,
+    versions,
+)
 from flows.registry.client import experiment_id, fluent, log_data_input, log_numbers
 from flows.registry.decisions import TAG_LIMIT, commit, move, new_entry, registry_session
 from flows.registry.evidence import (
@@ -24,13 +36,19 @@ from flows.registry.evidence import (
     short_conditions,
 )
 from flows.registry.history import ReleaseState
-from flows.registry.signing import SIGNER_TAG, Signer, require_signer, sign_version
-from flows.registry.stored_models import COMPLETE_TAG, CONTENT_TAG, known_version, log_model
+from flows.registry.signing import SIGNER_TAG, STATEMENT_TAG, Signer, require_signer, sign_version
+from flows.registry.stored_models import (
+    COMPLETE_TAG,
+    known_version,
+    log_model,
+    own_package,
+    statement_to_sign,
+)
 from flows.registry.workspace import RegisteredHere, write_registered
 from flows.workspace import SEPARATOR, run_label
 from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
-from rlhf_core.errors import GateFailed, RlhfError
+from rlhf_core.errors import GateFailed, ModelError, RlhfError
 from rlhf_core.storage.files import flatten, read_json, sha256_file, sha256_tree
 from rlhf_core.tracking.stage_run import METRICS_TAG, origin_tags
 
@@ -38,9 +56,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 
-REWARD_VERSION_TAG = "reward_model_version"
-GATES_TAG, UNGATED_TAG, GATE_REPORT_TAG = "gates", "ungated", "gate"
-CONDITIONS_TAG = "gate_conditions"
+LOGGER = logging.getLogger(__name__)
 GATES_PASSED, GATES_FAILED = "passed", "ungated"
 
 
@@ -169,12 +185,18 @@ def _register_one(
     state = ReleaseState.read(client, workspace, name)
     ungated = tags.get(UNGATED_TAG, "")
     # The bounds of gates may have changed since a version was made.
-    about_gates = (GATES_TAG, GATE_REPORT_TAG, CONDITIONS_TAG, UNGATED_TAG)
-    changed = [key for key in about_gates if known is not None and known.tags.get(key) != tags.get(key)]
-    to_sign = signer is not None and (known is None or known.tags.get(SIGNER_TAG) != signer.id)
+    changed = [key for key in SIGNED_TAGS if known is not None and known.tags.get(key) != tags.get(key)]
+    signed = known is not None and signer is not None and known.tags.get(SIGNER_TAG) == signer.id
+    to_sign = signer is not None and not (signed and not changed and known.tags.get(STATEMENT_TAG))
     challenger = state.aliases.get(CHALLENGER)
     if known_only and (known is None or changed or to_sign or not (ungated or challenger == str(known.version))):
         raise NotRegistered(f"{name} is not registered as it is now; `rlhf run` registers it")
+    if known is not None and to_sign:
+        try:
+            own_package(client, workspace, known)
+        except ModelError as error:
+            LOGGER.warning("%s", error)
+            known = None  # its files are the same, and it cannot be signed: a new version can
     if state.model is None:
         _create_model(client, name)
     if known is None:
@@ -182,14 +204,18 @@ def _register_one(
     else:
         number = str(known.version)
     with registry_errors(f"update {name} version {number}"):
+        if changed:  # until it is signed again, so that a call that is killed in between leaves it unsigned
+            client.delete_model_version_tag(name, number, STATEMENT_TAG)
         for key in changed:
             if key in tags:
                 client.set_model_version_tag(name, number, key, tags[key])
             else:
                 client.delete_model_version_tag(name, number, key)
         if signer is not None and to_sign:
-            sign_version(client, str(client.get_model_version(name, number).run_id), folder, signer)
-            client.set_model_version_tag(name, number, SIGNER_TAG, signer.id)
+            version = client.get_model_version(name, number)
+            to_state = {key: tags[key] for key in SIGNED_TAGS if key in tags}
+            statement = statement_to_sign(client, workspace, version, listed, content, to_state)
+            sign_version(client, version, statement, signer)
     if not ungated and challenger != number:
         reason = "its content was registered before" if known else "registered"
         entry = new_entry(name, "register", reason, moves=[move(name, CHALLENGER, number)])

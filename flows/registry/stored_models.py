@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flows.registry.aliases import (
     CHALLENGER,
     CHAMPION,
+    CONTENT_TAG,
     get_version,
     read_aliases,
     reason_and_remedy,
@@ -22,7 +24,7 @@ from flows.registry.client import connect, fluent, knock
 from flows.registry.decisions import registry_session
 from flows.registry.evidence import PARENT_TAG
 from flows.registry.history import ReleaseState
-from flows.registry.signing import verify_signature
+from flows.registry.signing import Statement, registry_identity, require_stated, signed_statement, signed_tags
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.model import SamplingConfig
@@ -30,7 +32,7 @@ from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.serving.protocol import CompletionId, token_usage
-from rlhf_core.storage.files import atomic_dir, sha256_tree
+from rlhf_core.storage.files import atomic_dir, sha256_file, sha256_tree
 from rlhf_core.tracking.stage_run import tracking_uri
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
 
-CONTENT_TAG, COMPLETE_TAG = "content_sha256", "complete"
+COMPLETE_TAG = "complete"
 SERVING_CODE = Path(__file__).resolve().with_name("model_pyfunc.py")
 REMEDY = (
     "`rlhf run` registers the model again, and if it is the champion `rlhf promote --force --reason TEXT` replaces it; "
@@ -107,7 +109,8 @@ def signature(kind: str, sampling: Mapping[str, Any]) -> ModelSignature:
 def verified_folder(workspace: Path, version: ModelVersion, client: MlflowClient | None = None) -> Path:
     """The Hugging Face folder of a version, after its content was compared with the hash it was registered under.
 
-    Where ``registry.signature`` wants one, its signature is verified too.
+    Where ``registry.signature`` wants one, its signature is verified too, and that the signed statement is about these
+    files, their sampling settings, and this version.
 
     Raises:
         ModelError: The artifacts are gone, the version names no hash, the content is another, or the signature is not
@@ -127,8 +130,98 @@ def verified_folder(workspace: Path, version: ModelVersion, client: MlflowClient
     if content != expected:
         raise ModelError(f"the files of {label} are not the ones that were registered and judged ({folder}); {REMEDY}")
     config = load_section(workspace, "registry", RegistryConfig).signature
-    verify_signature(client, workspace, config, label, version.run_id, folder)
+    if config.required:
+        signed = signed_statement(client, workspace, config, version)
+        found = statement_of(workspace, version, folder, signed.predecessor)
+        require_stated(client, workspace, config, signed, found)
     return folder
+
+
+def statement_of(workspace: Path, version: ModelVersion, folder: Path, predecessor: tuple[str, str]) -> Statement:
+    """What there is to say of a version whose Hugging Face folder, as its registry keeps it, is ``folder``.
+
+    Raises:
+        ModelError: A folder in it is a link, whose files no hash covers.
+    """
+    config = load_section(workspace, "registry", RegistryConfig).signature
+    root = folder.parents[1]
+    for path in root.rglob("*"):
+        if path.is_symlink() and path.is_dir():
+            raise ModelError(f"{version.name} version {version.version}: {path} is a link to a folder; {REMEDY}")
+    return Statement(
+        registry=registry_identity(workspace, config),
+        model=version.name,
+        version=str(version.version),
+        content_sha256=sha256_tree(folder),
+        package_sha256=_package_digest(root, folder),
+        sampling=stored_sampling(folder),
+        tags=signed_tags(version),
+        predecessor=predecessor,
+    )
+
+
+def _package_digest(root: Path, folder: Path) -> str:
+    """A hash of all files that MLflow keeps of a model but those of its Hugging Face folder."""
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        # MLflow writes the last one into what it downloads.
+        if path.is_file() and not path.is_relative_to(folder) and path.name != "registered_model_meta":
+            digest.update(f"{path.relative_to(root).as_posix()}\0{sha256_file(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def statement_to_sign(
+    client: MlflowClient,
+    workspace: Path,
+    version: ModelVersion,
+    listed: Sequence[ModelVersion],
+    content: str,
+    tags: Mapping[str, str],
+) -> Statement:
+    """What the workspace can vouch for: a version that is in the registry as it was registered here.
+
+    Args:
+        listed: The versions of the registered model, newest first.
+        content: Hash of the workspace's own model folder.
+        tags: The tags of the version that are signed.
+
+    Raises:
+        ModelError: What the registry keeps is something else.
+    """
+    name, number = version.name, str(version.version)
+    folder = own_package(client, workspace, version)
+    earlier = [other for other in listed if int(other.version) < int(number)]
+    before = (str(earlier[0].version), earlier[0].tags.get(CONTENT_TAG, "")) if earlier else ("", "")
+    statement = statement_of(workspace, version, folder, before)
+    if (statement.content_sha256, dict(statement.tags)) != (content, dict(tags)):
+        raise ModelError(
+            f"{name} version {number} is not signed: its files or tags in the registry are not the ones that were "
+            f"registered; {REMEDY}"
+        )
+    return statement
+
+
+def own_package(client: MlflowClient, workspace: Path, version: ModelVersion) -> Path:
+    """The Hugging Face folder of a version with which the registry keeps this release's code and the judged sampling.
+
+    Raises:
+        ModelError: It keeps other code or other sampling settings with it.
+    """
+    name, number = version.name, str(version.version)
+    folder, downloaded = _locate(client, workspace, name, number)
+    if downloaded is not None:  # a kept copy may be older than what is in the registry
+        shutil.rmtree(downloaded, ignore_errors=True)
+        folder, _ = _locate(client, workspace, name, number)
+    root = folder.parents[1]
+    code = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py") if not path.is_relative_to(folder))
+    judged = load_section(workspace, "evaluate", EvaluateConfig).sampling.model_dump(mode="json")
+    if code != [SERVING_CODE.name] or sha256_file(root / SERVING_CODE.name) != sha256_file(SERVING_CODE):
+        other = f"other code ({', '.join(code) or 'none'})"
+    elif stored_sampling(folder) != judged:
+        other = "other sampling settings"
+    else:
+        return folder
+    raise ModelError(f"the registry keeps {other} with {name} version {number} than are registered here; {REMEDY}")
 
 
 def _locate(client: MlflowClient, workspace: Path, name: str, number: str) -> tuple[Path, Path | None]:

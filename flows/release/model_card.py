@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import SELECTED_BY, TRAINED_ON
 from rlhf_core.evaluation.verdict import Standing, alarms, judge_results, standing_of
 from rlhf_core.gates import lookup
-from rlhf_core.storage.files import read_json
+from rlhf_core.storage.files import read_json, scratch_folder
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -72,12 +71,12 @@ def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obsta
     if not version.run_id:
         raise RlhfError(f"{name} was registered by no run, so nothing says how it was judged")
     with (
-        tempfile.TemporaryDirectory() as temporary,
+        scratch_folder() as temporary,
         registry_errors(f"read the evidence of {name}"),
         fluent(workspace),
     ):
-        client.download_artifacts(version.run_id, "gates", temporary)
-        metrics = Path(client.download_artifacts(version.run_id, "metrics", temporary))
+        client.download_artifacts(version.run_id, "gates", str(temporary))
+        metrics = Path(client.download_artifacts(version.run_id, "metrics", str(temporary)))
         order = {name: number for number, name in enumerate(GATES)}
         training, sft = metrics / "ppo.json", metrics / "sft.json"
         return ReleaseEvidence(

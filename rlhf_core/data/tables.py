@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_core.errors import DataError
-from rlhf_core.storage.files import permitted
+from rlhf_core.storage.files import new_part, permitted
 
 # A chunk is complete with so many bytes of texts. A stage holds its rows in a few forms at once, each as large.
 CHUNK_BYTES = 32 * 2**20
@@ -110,15 +108,12 @@ class TableWriter:
 
     def __enter__(self) -> TableWriter:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.", suffix=".part")
+            self._temporary = new_part(self.path)
         except OSError as error:
             raise DataError(
                 f"cannot write {self.path}: {error.strerror}; make the folder writable or choose another"
             ) from error
-        os.close(descriptor)
-        self._temporary = Path(name)
-        self._parquet = pq.ParquetWriter(name, self.schema, compression="zstd")
+        self._parquet = pq.ParquetWriter(self._temporary, self.schema, compression="zstd")
         return self
 
     def write(self, table: pa.Table) -> None:

@@ -8,7 +8,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +36,7 @@ from rlhf_core.sampling.distribution import Sampling, TokenDistribution
 from rlhf_core.sampling.generation import Rollout, trimmed_rollout
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, Sampler
 from rlhf_core.sampling.weight_transfer import CheckpointWeights, WeightTransfer, as_tensor, plain_weights
-from rlhf_core.storage.files import atomic_dir, atomic_write_json, read_json
+from rlhf_core.storage.files import atomic_dir, atomic_write_json, new_scratch_folder, read_json
 
 MODEL = "policy"  # the name that requests give
 STOP_SECONDS, POLL_SECONDS = 30.0, 0.2
@@ -65,7 +64,7 @@ class VllmServer:
         self, python: str, arguments: Sequence[str], model: Path, precision: str, log: Path, sleep: bool = False
     ) -> None:
         self.token, self.log = secrets.token_urlsafe(32), log
-        self._folder = Path(tempfile.mkdtemp(prefix="rlhf-vllm-"))  # not beside the log: sockets have short paths
+        self._folder = new_scratch_folder("rlhf-vllm-")  # not beside the log: sockets have short paths
         self.socket = self._folder / "socket"
         command = [
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(self.socket)),

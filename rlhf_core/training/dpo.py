@@ -19,6 +19,7 @@ from rlhf_core.data.batches import TokenisedPair, pair_sequences, passes
 from rlhf_core.models.adapters import PeftAdapter, add_adapters, merge_adapters, peft_adapter
 from rlhf_core.models.forward import LOGITS_BYTES, selected_logits
 from rlhf_core.runtime import distributed
+from rlhf_core.storage.files import replacing
 from rlhf_core.training import loop
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.examples import LengthBucketedBatches, ReplyBatch, collate, values_of_sequences
@@ -115,10 +116,8 @@ def reference_logprobs(
     logprobs = torch.full((2, len(pairs)), torch.nan, dtype=torch.float64)
     logprobs[:, rows] = all_logprobs(model, [pairs[row] for row in rows], pad, size, logits_bytes)
     if distributed.is_rank_zero():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")
-        save_file({"logprobs": logprobs}, part)
-        part.replace(file)
+        with replacing(file) as part:
+            save_file({"logprobs": logprobs}, part)
     return logprobs
 
 

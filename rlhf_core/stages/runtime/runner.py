@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from rlhf_core.storage.files import (
     flatten,
     remove_tree,
     removed_name,
+    scratch_folder,
     sha256_file,
     sha256_tree,
 )
@@ -196,8 +196,8 @@ def _run_on_other_rank(run: _StageRun) -> dict[str, Any]:
     from rlhf_core.runtime.distributed import NonzeroRankReleased
 
     stage = run.stage
-    with tempfile.TemporaryDirectory(prefix=f"rlhf-{stage.name}-") as scratch:
-        outputs, work = _outputs(stage, Path(scratch)), Path(scratch, "work")
+    with scratch_folder(f"rlhf-{stage.name}-") as scratch:
+        outputs, work = _outputs(stage, scratch), scratch / "work"
         context = RunContext(
             work, preemption=run.preemption, launch=run.launch, folder=run.workspace, tokens=run.workspace / TOKENS
         )

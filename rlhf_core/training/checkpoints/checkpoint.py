@@ -238,8 +238,8 @@ def drop(directory: Path, step: int) -> None:
 def load_latest(directory: Path) -> Checkpoint | None:
     """Load the newest checkpoint with valid hashes; None when there is no checkpoint.
 
-    A damaged one is reported and, once an earlier one is found to be sound, renamed (``broken-step-…``). Every rank must
-    call it with the same folder; the ranks divide the files to verify.
+    A damaged one is reported and, once an earlier one is found to be sound, renamed (``broken-step-…``). Every rank
+    must call it with the same folder; the ranks divide the files to verify.
 
     Raises:
         CheckpointError: All checkpoints are damaged; starting over silently would hide a failing disk.
@@ -258,8 +258,7 @@ def load_latest(directory: Path) -> Checkpoint | None:
     if damaged:
         # They keep their names: the next attempt must say the same, and not start over because it sees none.
         raise CheckpointError(
-            f"no checkpoint in {directory} is usable ({'; '.join(damaged.values())}); delete the folder to "
-            "start over"
+            f"no checkpoint in {directory} is usable ({'; '.join(damaged.values())}); delete the folder to start over"
         )
     return None
 

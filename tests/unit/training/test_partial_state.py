@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from killed_call import killed_before_file_change
 from unit.training.tiny import run_stage, stage_paths, without_clock
 
 from rlhf_core.config.ppo import PpoConfig
@@ -50,7 +50,7 @@ def results(name: str, out: Path, metrics: Mapping[str, Any]) -> dict[str, Any]:
 def test_a_missing_or_cut_file_is_refused_each_time_or_changes_nothing(
     name: str, workspace: Path, tmp_path: Path
 ) -> None:
-    """Whichever file is gone, the next run ends as the control did, or says to delete the folder as often as it runs."""
+    """Whichever file is gone, the next run ends as the control did, or says each time to delete the folder."""
     control, out = tmp_path / "control", tmp_path / "out"
     expected = results(name, control, train(name, workspace, control))
     files = [path.relative_to(control / "work") for path in sorted((control / "work").rglob("*")) if path.is_file()]
@@ -64,7 +64,7 @@ def test_a_missing_or_cut_file_is_refused_each_time_or_changes_nothing(
                 left = results(name, out, train(name, workspace, out))
             except CheckpointError as error:
                 refused.add(file.name)
-                with pytest.raises(CheckpointError, match="delete .* to start over") as again:
+                with pytest.raises(CheckpointError, match="delete the folder to start over") as again:
                     train(name, workspace, out)
                 assert str(again.value) == str(error) and "\n" not in str(error)
             else:
@@ -77,25 +77,6 @@ def cut_short(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def killed_at(number: int, action: Callable[[], object]) -> bool:
-    """Run ``action`` in a process that kills itself before its ``number``-th change of a folder; whether it did."""
-    child = os.fork()
-    if child == 0:
-        left = [number]
-        for name in ("rename", "replace", "unlink", "rmdir"):
-
-            def change(*args: Any, original: Any = getattr(os, name), **options: Any) -> Any:
-                left[0] -= 1
-                if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return original(*args, **options)
-
-            setattr(os, name, change)
-        action()
-        os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
-
-
 def test_a_kill_at_any_change_of_a_removal_leaves_all_or_nothing(tmp_path: Path) -> None:
     number, left = 0, []
     while True:
@@ -105,7 +86,7 @@ def test_a_kill_at_any_change_of_a_removal_leaves_all_or_nothing(tmp_path: Path)
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(name)
         whole = sha256_tree(folder)
-        killed = killed_at(number, lambda folder=folder: remove_tree(folder))  # type: ignore[misc]
+        killed = killed_before_file_change(number, lambda folder=folder: remove_tree(folder))  # type: ignore[misc]
         assert not folder.exists() or sha256_tree(folder) == whole
         left.append(folder.exists())
         remove_tree(folder)
