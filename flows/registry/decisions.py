@@ -31,7 +31,7 @@ from flows.registry.workspace import actor
 from flows.workspace import locked
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.evaluation.promotion import Criterion
 from rlhf_core.storage.files import atomic_write_json, own_temporary_folder, permitted, read_json
 from rlhf_core.tracking.stage_run import default_environment, tracking_uri
@@ -282,9 +282,13 @@ def commit(state: ReleaseState, entry: Entry) -> Path | None:
     """Record the decision that was made on ``state`` and carry it out; returns its report, None if there is none.
 
     Raises:
+        ModelError: An alias would point to a version that ``registry.signature`` does not accept. Nothing has moved.
         EntryTaken: The history has grown since: what was decided on is no longer so. Nothing has moved.
         RlhfError: The registry refuses.
     """
+    for moved in entry["moves"]:
+        if moved["version"] is not None and moved["alias"] != PREVIOUS:  # nobody is answered by that one
+            require_signed(state.client, state.workspace, moved["model"], moved["version"])
     entry = {**entry, "number": len(state.entries) + 1}
     Ledger.open(state.client, state.name, state.model).append(entry["number"], _entry_text(entry))
     return _carry_out(state.client, state.workspace, entry)
@@ -312,11 +316,11 @@ def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | No
             name, alias, version = moved["model"], moved["alias"], moved["version"]
             if aliases[name].get(alias) == version:
                 continue
+            if version is not None and alias != PREVIOUS and not _is_signed(client, workspace, name, version):
+                continue
             if version is None:
                 client.delete_registered_model_alias(name, alias)
             elif version in existing[name]:
-                if alias != PREVIOUS:  # nobody is answered by that one
-                    require_signed(client, workspace, name, version)
                 client.set_registered_model_alias(name, alias, version)
         for key, value in entry["model_tags"].items():
             client.set_registered_model_tag(model, key, value)
@@ -336,6 +340,19 @@ def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | No
     if len(entries) > entry["number"]:  # another machine decided meanwhile, and these moves may have undone its own
         _carry_out(client, workspace, entries[-1])
     return report
+
+
+def _is_signed(client: MlflowClient, workspace: Path, name: str, number: str) -> bool:
+    """Whether an alias may point to a version; what speaks against it is a warning.
+
+    A decision that somebody else has written into the history must not hold up all later ones.
+    """
+    try:
+        require_signed(client, workspace, name, number)
+    except ModelError as error:
+        LOGGER.warning("no alias is pointed to %s version %s: %s", name, number, error)
+        return False
+    return True
 
 
 @contextmanager

@@ -125,16 +125,16 @@ def test_the_signature_of_another_key_is_refused_until_the_right_one_signs(
     signing: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, str(keys / "other.pem"))
-    register(signing)
-    other = get_version(connect(signing), policy_name(signing), "1").tags[SIGNER_TAG]
     with pytest.raises(ModelError, match=r"does not match registry\.signature"):
-        promote(signing)
+        register(signing)
+    reward_model = load_section(signing, "registry", RegistryConfig).reward_model
+    other = get_version(connect(signing), reward_model, "1").tags[SIGNER_TAG]
     monkeypatch.setenv(KEY_VARIABLE, str(keys / "locked.pem"))
     with pytest.raises(ConfigError, match=r"cannot read .*locked.pem"):
         register(signing)
     monkeypatch.setenv(PASSWORD_VARIABLE, "hidden")
     register(signing)
-    assert get_version(connect(signing), policy_name(signing), "1").tags[SIGNER_TAG] != other
+    assert get_version(connect(signing), reward_model, "1").tags[SIGNER_TAG] != other
     assert promote(signing).promoted
 
 
