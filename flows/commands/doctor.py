@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from flows.dvc_repo.recipe import check_tracked_params
 from flows.prefect_server.services import LOOPBACK, free_port
 from flows.registry.client import knock
-from flows.registry.signing import key_files
+from flows.registry.policies import active_policies
 from flows.workspace import is_elsewhere, lock_holder
 from rlhf_core.config.data import DataSource
 from rlhf_core.config.gates import GatesConfig
@@ -238,9 +238,10 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
             finding = f"compute.launch.{stage}.deepspeed: there is no file {workspace / launch.deepspeed}"
             yield DoctorCheck(FAIL, "deepspeed", finding)
     try:
-        key_files(workspace, params.registry.signature)
+        for policy in active_policies(params.registry):
+            policy.check_settings(workspace, params.registry)
     except ConfigError as error:
-        yield DoctorCheck(FAIL, "signature", str(error), "without it nothing is promoted, served or exported")
+        yield DoctorCheck(FAIL, "registry", str(error), "without it nothing is promoted, served or exported")
 
 
 def _writable(workspace: Path) -> DoctorCheck:

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4, uuid5
 
 from flows.prefect_server.services import known_server
-from flows.registry.aliases import PREVIOUS, read_aliases, registry_errors, version_numbers
+from flows.registry.aliases import PREVIOUS, get_version, read_aliases, registry_errors, version_numbers
 from flows.registry.client import prepare_tracking
 from flows.registry.history import DECLINE, DONE_TAG, ENTRY_LIMIT, REQUEST, Entry, Ledger, ReleaseState, read_history
-from flows.registry.signing import require_signed
+from flows.registry.policies import active_policies
 from flows.registry.workspace import actor
 from flows.workspace import locked
 from rlhf_core.config.loading import load_section
@@ -282,13 +282,13 @@ def commit(state: ReleaseState, entry: Entry) -> Path | None:
     """Record the decision that was made on ``state`` and carry it out; returns its report, None if there is none.
 
     Raises:
-        ModelError: An alias would point to a version that ``registry.signature`` does not accept. Nothing has moved.
+        ModelError: An alias would point to a version that a registry policy refuses. Nothing has moved.
         EntryTaken: The history has grown since: what was decided on is no longer so. Nothing has moved.
         RlhfError: The registry refuses.
     """
     for moved in entry["moves"]:
         if moved["version"] is not None and moved["alias"] != PREVIOUS:  # nobody is answered by that one
-            require_signed(state.client, state.workspace, moved["model"], moved["version"])
+            _require_accepted(state.client, state.workspace, moved["model"], moved["version"])
     entry = {**entry, "number": len(state.entries) + 1}
     Ledger.open(state.client, state.name, state.model).append(entry["number"], _entry_text(entry))
     return _carry_out(state.client, state.workspace, entry)
@@ -316,7 +316,7 @@ def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | No
             name, alias, version = moved["model"], moved["alias"], moved["version"]
             if aliases[name].get(alias) == version:
                 continue
-            if version is not None and alias != PREVIOUS and not _is_signed(client, workspace, name, version):
+            if version is not None and alias != PREVIOUS and not _is_accepted(client, workspace, name, version):
                 continue
             if version is None:
                 client.delete_registered_model_alias(name, alias)
@@ -342,13 +342,20 @@ def _carry_out(client: MlflowClient, workspace: Path, entry: Entry) -> Path | No
     return report
 
 
-def _is_signed(client: MlflowClient, workspace: Path, name: str, number: str) -> bool:
+def _require_accepted(client: MlflowClient, workspace: Path, name: str, number: str) -> None:
+    """Raise what a registry policy, such as signatures, has against an alias that points to a version."""
+    config = load_section(workspace, "registry", RegistryConfig)
+    for policy in active_policies(config):
+        policy.verify_version(client, workspace, config, get_version(client, name, number), None)
+
+
+def _is_accepted(client: MlflowClient, workspace: Path, name: str, number: str) -> bool:
     """Whether an alias may point to a version; what speaks against it is a warning.
 
     A decision that somebody else has written into the history must not hold up all later ones.
     """
     try:
-        require_signed(client, workspace, name, number)
+        _require_accepted(client, workspace, name, number)
     except ModelError as error:
         LOGGER.warning("no alias is pointed to %s version %s: %s", name, number, error)
         return False

@@ -36,14 +36,8 @@ from flows.registry.evidence import (
     short_conditions,
 )
 from flows.registry.history import ReleaseState
-from flows.registry.signing import SIGNER_TAG, STATEMENT_TAG, Signer, require_signer, sign_version
-from flows.registry.stored_models import (
-    COMPLETE_TAG,
-    known_version,
-    log_model,
-    own_package,
-    statement_to_sign,
-)
+from flows.registry.policies import RegistryPolicy, active_policies
+from flows.registry.stored_models import COMPLETE_TAG, known_version, log_model, own_package
 from flows.registry.workspace import RegisteredHere, write_registered
 from flows.workspace import SEPARATOR, run_label
 from rlhf_core.config.loading import load_params, load_section
@@ -131,7 +125,8 @@ def register(workspace: Path, run_id: str | None = None, *, known_only: bool = F
         NotRegistered: With ``known_only``, where anything would be changed.
     """
     workspace = workspace.resolve()
-    signer = require_signer(load_section(workspace, "registry", RegistryConfig).signature)
+    config = load_section(workspace, "registry", RegistryConfig)
+    policies = [(policy, policy.version_tags(config)) for policy in active_policies(config)]
     result = Registration()
     with registry_session(workspace) as policy:
         graph, stale = read_graph(workspace), {} if known_only else dvc_status(workspace)
@@ -142,7 +137,7 @@ def register(workspace: Path, run_id: str | None = None, *, known_only: bool = F
                 evidence = [read_gate_evidence(workspace, gate) for gate in model.gates]
                 require_recorded(graph, stale, model.gate_stage)
                 tags = {**lineage_tags(workspace), **reward_version, **_gate_tags(workspace, model, evidence)}
-                version = _register_one(policy.client, workspace, model, evidence, tags, run_id, signer, known_only)
+                version = _register_one(policy.client, workspace, model, evidence, tags, run_id, policies, known_only)
             except GateFailed as error:
                 result.refused[model.name] = str(error)
                 continue
@@ -176,7 +171,7 @@ def _register_one(
     evidence: Sequence[GateReport],
     tags: Mapping[str, str],
     run_id: str | None,
-    signer: Signer | None,
+    policies: Sequence[tuple[RegistryPolicy, dict[str, str]]],
     known_only: bool,
 ) -> RegisteredHere:
     name, folder = model.name, workspace / model.folder
@@ -186,17 +181,17 @@ def _register_one(
     ungated = tags.get(UNGATED_TAG, "")
     # The bounds of gates may have changed since a version was made.
     changed = [key for key in SIGNED_TAGS if known is not None and known.tags.get(key) != tags.get(key)]
-    signed = known is not None and signer is not None and known.tags.get(SIGNER_TAG) == signer.id
-    to_sign = signer is not None and not (signed and not changed and known.tags.get(STATEMENT_TAG))
+    borne = {} if known is None else known.tags
+    waiting = [(policy, marks) for policy, marks in policies if changed or not marks.items() <= borne.items()]
     challenger = state.aliases.get(CHALLENGER)
-    if known_only and (known is None or changed or to_sign or not (ungated or challenger == str(known.version))):
+    if known_only and (known is None or changed or waiting or not (ungated or challenger == str(known.version))):
         raise NotRegistered(f"{name} is not registered as it is now; `rlhf run` registers it")
-    if known is not None and to_sign:
+    if known is not None and waiting:
         try:
             own_package(client, workspace, known)
         except ModelError as error:
             LOGGER.warning("%s", error)
-            known = None  # its files are the same, and it cannot be signed: a new version can
+            known = None  # its files are the same, and nobody can vouch for the rest: a new version is made
     if state.model is None:
         _create_model(client, name)
     if known is None:
@@ -204,18 +199,18 @@ def _register_one(
     else:
         number = str(known.version)
     with registry_errors(f"update {name} version {number}"):
-        if changed:  # until it is signed again, so that a call that is killed in between leaves it unsigned
-            client.delete_model_version_tag(name, number, STATEMENT_TAG)
+        # What policies said of other tags is void, also if this call is killed before they are asked again.
+        for key in sorted({key for _, marks in waiting for key in marks} & set(borne)):
+            client.delete_model_version_tag(name, number, key)
         for key in changed:
             if key in tags:
                 client.set_model_version_tag(name, number, key, tags[key])
             else:
                 client.delete_model_version_tag(name, number, key)
-        if signer is not None and to_sign:
-            version = client.get_model_version(name, number)
-            to_state = {key: tags[key] for key in SIGNED_TAGS if key in tags}
-            statement = statement_to_sign(client, workspace, version, listed, content, to_state)
-            sign_version(client, version, statement, signer)
+        for policy, marks in waiting:
+            policy.register_version(client, workspace, client.get_model_version(name, number), content, tags)
+            for key, value in marks.items():
+                client.set_model_version_tag(name, number, key, value)
     if not ungated and challenger != number:
         reason = "its content was registered before" if known else "registered"
         entry = new_entry(name, "register", reason, moves=[move(name, CHALLENGER, number)])

@@ -24,7 +24,7 @@ from flows.registry.client import connect, fluent, knock
 from flows.registry.decisions import registry_session
 from flows.registry.evidence import PARENT_TAG
 from flows.registry.history import ReleaseState
-from flows.registry.signing import Statement, registry_identity, require_stated, signed_statement, signed_tags
+from flows.registry.policies import active_policies
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.model import SamplingConfig
@@ -109,8 +109,7 @@ def signature(kind: str, sampling: Mapping[str, Any]) -> ModelSignature:
 def verified_folder(workspace: Path, version: ModelVersion, client: MlflowClient | None = None) -> Path:
     """The Hugging Face folder of a version, after its content was compared with the hash it was registered under.
 
-    Where ``registry.signature`` wants one, its signature is verified too, and that the signed statement is about these
-    files, their sampling settings, and this version.
+    The policies that the settings of ``registry`` name may refuse it, such as for its signature.
 
     Raises:
         ModelError: The artifacts are gone, the version names no hash, the content is another, or the signature is not
@@ -129,76 +128,26 @@ def verified_folder(workspace: Path, version: ModelVersion, client: MlflowClient
         content = sha256_tree(folder)
     if content != expected:
         raise ModelError(f"the files of {label} are not the ones that were registered and judged ({folder}); {REMEDY}")
-    config = load_section(workspace, "registry", RegistryConfig).signature
-    if config.required:
-        signed = signed_statement(client, workspace, config, version)
-        found = statement_of(workspace, version, folder, signed.predecessor)
-        require_stated(client, workspace, config, signed, found)
+    config = load_section(workspace, "registry", RegistryConfig)
+    for policy in active_policies(config):
+        policy.verify_version(client, workspace, config, version, folder)
     return folder
 
 
-def statement_of(workspace: Path, version: ModelVersion, folder: Path, predecessor: tuple[str, str]) -> Statement:
-    """What there is to say of a version whose Hugging Face folder, as its registry keeps it, is ``folder``.
+def package_digest(folder: Path) -> str:
+    """A hash of all files that MLflow keeps of a model but those of its Hugging Face ``folder``.
 
     Raises:
-        ModelError: A folder in it is a link, whose files no hash covers.
+        ModelError: A folder among them is a link, whose files no hash covers.
     """
-    config = load_section(workspace, "registry", RegistryConfig).signature
-    root = folder.parents[1]
-    for path in root.rglob("*"):
-        if path.is_symlink() and path.is_dir():
-            raise ModelError(f"{version.name} version {version.version}: {path} is a link to a folder; {REMEDY}")
-    return Statement(
-        registry=registry_identity(workspace, config),
-        model=version.name,
-        version=str(version.version),
-        content_sha256=sha256_tree(folder),
-        package_sha256=_package_digest(root, folder),
-        sampling=stored_sampling(folder),
-        tags=signed_tags(version),
-        predecessor=predecessor,
-    )
-
-
-def _package_digest(root: Path, folder: Path) -> str:
-    """A hash of all files that MLflow keeps of a model but those of its Hugging Face folder."""
-    digest = hashlib.sha256()
+    root, digest = folder.parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*")):
+        if path.is_symlink() and path.is_dir():
+            raise ModelError(f"{path} is a link to a folder, which a registered model has none of; {REMEDY}")
         # MLflow writes the last one into what it downloads.
         if path.is_file() and not path.is_relative_to(folder) and path.name != "registered_model_meta":
             digest.update(f"{path.relative_to(root).as_posix()}\0{sha256_file(path)}\n".encode())
     return digest.hexdigest()
-
-
-def statement_to_sign(
-    client: MlflowClient,
-    workspace: Path,
-    version: ModelVersion,
-    listed: Sequence[ModelVersion],
-    content: str,
-    tags: Mapping[str, str],
-) -> Statement:
-    """What the workspace can vouch for: a version that is in the registry as it was registered here.
-
-    Args:
-        listed: The versions of the registered model, newest first.
-        content: Hash of the workspace's own model folder.
-        tags: The tags of the version that are signed.
-
-    Raises:
-        ModelError: What the registry keeps is something else.
-    """
-    name, number = version.name, str(version.version)
-    folder = own_package(client, workspace, version)
-    earlier = [other for other in listed if int(other.version) < int(number)]
-    before = (str(earlier[0].version), earlier[0].tags.get(CONTENT_TAG, "")) if earlier else ("", "")
-    statement = statement_of(workspace, version, folder, before)
-    if (statement.content_sha256, dict(statement.tags)) != (content, dict(tags)):
-        raise ModelError(
-            f"{name} version {number} is not signed: its files or tags in the registry are not the ones that were "
-            f"registered; {REMEDY}"
-        )
-    return statement
 
 
 def own_package(client: MlflowClient, workspace: Path, version: ModelVersion) -> Path:

@@ -195,6 +195,7 @@ class RegistryConfig(Strict):
         auto_promote: Lets a run promote its policy when the criteria hold.
         approval: Nothing becomes champion before a person approves it (`rlhf approve`), whoever promotes.
         signature: Signatures that are required.
+        policies: Names of registry policies of installed plugins, which may refuse versions (docs/plugins.md).
         retention: What is kept.
     """
 
@@ -207,6 +208,7 @@ class RegistryConfig(Strict):
     auto_promote: bool = True
     approval: bool = False
     signature: SignatureConfig = SignatureConfig()
+    policies: tuple[str, ...] = Field(default=(), strict=False)
     retention: RetentionConfig = RetentionConfig()
 
     @model_validator(mode="after")

@@ -20,21 +20,21 @@ from flows.registry.aliases import get_version
 from flows.registry.client import connect
 from flows.registry.promote import promote, rollback
 from flows.registry.register import NotRegistered, register
-from flows.registry.signing import (
-    CERTIFICATES_VARIABLE,
-    KEY_VARIABLE,
-    PASSWORD_VARIABLE,
-    SIGNER_TAG,
-    Signer,
-    registry_identity,
-    require_signed,
-    try_signing,
-)
 from flows.release.export import export
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig, SignatureConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.storage.files import sha256_tree
+from rlhf_extras.signing import (
+    CERTIFICATES_VARIABLE,
+    KEY_VARIABLE,
+    PASSWORD_VARIABLE,
+    SIGNER_TAG,
+    Signer,
+    before_run,
+    registry_identity,
+    verify_version,
+)
 
 model_signing = pytest.importorskip("model_signing", reason="model-signing (the extra signing) is not installed")
 
@@ -151,9 +151,9 @@ def test_versions_of_an_earlier_key_are_used_on_while_a_new_one_signs(
     want(signing, "public_key: other.pub, earlier_public_keys: [key.pub]")
     assert champion_folder(signing).is_dir()
     with pytest.raises(ConfigError, match=r"what .*key.pem signs does not match registry\.signature"):
-        try_signing(signing, load_section(signing, "registry", RegistryConfig).signature)
+        before_run(signing, load_section(signing, "registry", RegistryConfig))
     monkeypatch.setenv(KEY_VARIABLE, str(keys / "other.pem"))
-    try_signing(signing, load_section(signing, "registry", RegistryConfig).signature)
+    before_run(signing, load_section(signing, "registry", RegistryConfig))
     make_policy(signing, 7)
     register(signing)
     assert promote(signing, force_reason="trial").promoted
@@ -307,7 +307,8 @@ def test_no_alias_is_moved_to_a_version_that_is_not_signed_as_it_is(signing: Pat
     client, name = connect(signing), policy_name(signing)
     client.set_model_version_tag(name, "1", "gates", "ungated")
     with pytest.raises(ModelError, match="tags differ"):
-        require_signed(client, signing, name, "1")
+        config = load_section(signing, "registry", RegistryConfig)
+        verify_version(client, signing, config, get_version(client, name, "1"), None)
     with pytest.raises(ModelError, match="tags differ"):
         promote(signing, force_reason="trial")
     assert "champion" not in client.get_registered_model(name).aliases
@@ -357,7 +358,7 @@ def test_a_key_of_another_kind_is_refused_in_one_line(tmp_path: Path, monkeypatc
     monkeypatch.setenv(KEY_VARIABLE, str(tmp_path / "rsa.pem"))
     for signature in (SignatureConfig(), SignatureConfig(public_key="rsa.pub")):
         with pytest.raises(ConfigError, match=r"rsa\.pem is not an elliptic-curve key; make one with"):
-            try_signing(tmp_path, signature)
+            before_run(tmp_path, RegistryConfig(signature=signature))
 
 
 @pytest.mark.slow

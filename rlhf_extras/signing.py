@@ -1,5 +1,7 @@
 """Signatures of registered models: OpenSSF Model Signing with keys or certificates in files, without any network.
 
+This module is a registry policy (:class:`flows.registry.policies.RegistryPolicy`), whose functions it has.
+
 Whoever registers a version holds the private key, named by the environment. Whoever promotes, serves, exports or talks
 to it needs only ``registry.signature``. Unlike the content hash of a version, which is a tag, a signature cannot be
 made by those who can merely write to the registry.
@@ -16,15 +18,17 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.aliases import CONTENT_TAG, SIGNED_TAGS, get_version
+from flows.registry.aliases import CONTENT_TAG, SIGNED_TAGS, versions
+from flows.registry.policies import KEY_VARIABLE
+from flows.registry.stored_models import REMEDY, own_package, package_digest, stored_sampling
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig, SignatureConfig
 from rlhf_core.errors import ConfigError, ModelError
-from rlhf_core.storage.files import scratch_folder, sha256_file
+from rlhf_core.storage.files import scratch_folder, sha256_file, sha256_tree
 from rlhf_core.tracking.delivery import address
 from rlhf_core.tracking.stage_run import tracking_uri
 
@@ -33,12 +37,11 @@ if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
 
-KEY_VARIABLE = "RLHF_SIGNING_KEY"
 PASSWORD_VARIABLE = "RLHF_SIGNING_KEY_PASSWORD"
 CERTIFICATES_VARIABLE = "RLHF_SIGNING_CERTIFICATES"
 SIGNATURE_NAME, STATEMENT_NAME = "model.sig", "statement.json"
 ARTIFACT_FOLDER = "signature"
-SIGNER_TAG, STATEMENT_TAG = "signer_sha256", "statement_sha256"
+SIGNER_TAG = "signer_sha256"
 OPEN_TO_OTHERS = 0o027  # write for the group, anything for others
 STATEMENT_BYTES = 1_000_000
 NOT_ELLIPTIC = (
@@ -159,11 +162,6 @@ class Statement:
         """The statement as it is signed: equal statements are equal texts."""
         return json.dumps(asdict(self), sort_keys=True, ensure_ascii=False, indent=1) + "\n"
 
-    @property
-    def digest(self) -> str:
-        """Hash of the text."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
-
     def differences(self, other: Statement) -> list[str]:
         """Names of what the two say differently."""
         own, others = json.loads(self.text), json.loads(other.text)
@@ -185,16 +183,78 @@ def registry_identity(workspace: Path, config: SignatureConfig) -> str:
     return address(uri).partition("?")[0].rstrip("/")
 
 
-def sign_version(client: MlflowClient, version: ModelVersion, statement: Statement, signer: Signer) -> None:
-    """Keep a signed statement about a version in its registration run, and note in its tags who signed what."""
+def check_settings(workspace: Path, config: RegistryConfig) -> None:
+    """Refuse a ``registry.signature`` that names a file which is not there."""
+    key_files(workspace, config.signature)
+
+
+def name_files() -> None:
+    """Name the files of the environment's signer by absolute paths there, where it names one."""
+    signer = Signer.of_environment()
+    if signer is not None:
+        signer.name_files()
+
+
+def version_tags(config: RegistryConfig) -> dict[str, str]:
+    """The tag that says by whom a version is signed; none where nobody signs."""
+    signer = require_signer(config.signature)
+    return {} if signer is None else {SIGNER_TAG: signer.id}
+
+
+def export_folder(folder: Path) -> None:
+    """Sign all files of an exported model, in ``model.sig``, where the environment names a signer."""
+    signer = Signer.of_environment()
+    if signer is not None:
+        signer.sign(folder, folder / SIGNATURE_NAME)
+
+
+def register_version(
+    client: MlflowClient, workspace: Path, version: ModelVersion, content: str, tags: Mapping[str, str]
+) -> None:
+    """Keep a signed statement about a version in its registration run.
+
+    Raises:
+        ModelError: What the registry keeps is not what was registered here, so that nobody can vouch for it.
+    """
+    signer = Signer.of_environment()
+    if signer is None:
+        return
+    config = load_section(workspace, "registry", RegistryConfig).signature
+    number = int(version.version)
+    earlier = [other for other in versions(client, version.name) if int(other.version) < number]
+    before = (str(earlier[0].version), earlier[0].tags.get(CONTENT_TAG, "")) if earlier else ("", "")
+    statement = statement_of(workspace, config, version, own_package(client, workspace, version), before)
+    to_state = {key: tags[key] for key in SIGNED_TAGS if key in tags}
+    if (statement.content_sha256, dict(statement.tags)) != (content, to_state):
+        raise ModelError(
+            f"{version.name} version {number} is not signed: its files or tags in the registry are not the ones that "
+            f"were registered; {REMEDY}"
+        )
     with scratch_folder() as folder, scratch_folder() as beside:
         (folder / STATEMENT_NAME).write_text(statement.text, encoding="utf-8")
         signer.sign(folder, beside / SIGNATURE_NAME)
         for file in (folder / STATEMENT_NAME, beside / SIGNATURE_NAME):
             client.log_artifact(str(version.run_id), str(file), ARTIFACT_FOLDER)
-    # Last: until these tags are there, the version is signed again.
-    for key, value in ((SIGNER_TAG, signer.id), (STATEMENT_TAG, statement.digest)):
-        client.set_model_version_tag(version.name, str(version.version), key, value)
+
+
+def statement_of(
+    workspace: Path,
+    config: SignatureConfig,
+    version: ModelVersion,
+    folder: Path,
+    predecessor: tuple[str, str],
+) -> Statement:
+    """What there is to say of a version whose Hugging Face folder, as its registry keeps it, is ``folder``."""
+    return Statement(
+        registry=registry_identity(workspace, config),
+        model=version.name,
+        version=str(version.version),
+        content_sha256=sha256_tree(folder),
+        package_sha256=package_digest(folder),
+        sampling=stored_sampling(folder),
+        tags=signed_tags(version),
+        predecessor=predecessor,
+    )
 
 
 def require_signer(config: SignatureConfig) -> Signer | None:
@@ -214,13 +274,13 @@ def require_signer(config: SignatureConfig) -> Signer | None:
     return signer
 
 
-def try_signing(workspace: Path, config: SignatureConfig) -> None:
+def before_run(workspace: Path, config: RegistryConfig) -> None:
     """Sign and verify a folder as a run will do with its models, and let the run's processes find the signer's files.
 
     Raises:
         ConfigError: Versions cannot be signed so that ``registry.signature`` accepts them.
     """
-    signer = require_signer(config)
+    signer = require_signer(config.signature)
     if signer is None:
         return
     signer.name_files()
@@ -229,10 +289,10 @@ def try_signing(workspace: Path, config: SignatureConfig) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("{}", encoding="utf-8")
         signer.sign(folder, signature)
-        if not config.required:
+        if not config.signature.required:
             return
         try:
-            _verifiers(workspace, config)[0].verify(folder, signature)
+            _verifiers(workspace, config.signature)[0].verify(folder, signature)
         except ConfigError:
             raise
         except Exception as error:
@@ -240,6 +300,35 @@ def try_signing(workspace: Path, config: SignatureConfig) -> None:
                 f"what {signer.private_key} signs does not match registry.signature ({_first_line(error)}), so no "
                 "version could be promoted; name the key that belongs to it"
             ) from error
+
+
+def verify_version(
+    client: MlflowClient, workspace: Path, config: RegistryConfig, version: ModelVersion, folder: Path | None
+) -> None:
+    """Compare a version with what was signed about it, where ``registry.signature`` wants that.
+
+    Without a ``folder`` it is compared with its record in the registry alone, as an alias needs that will point to it.
+
+    Raises:
+        ModelError: It has no signature, or that is about something else.
+        ConfigError: A key or certificate of ``registry.signature`` is missing or unusable.
+    """
+    wanted = config.signature
+    if not wanted.required:
+        return
+    signed = signed_statement(client, workspace, wanted, version)
+    if folder is not None:
+        found = statement_of(workspace, wanted, version, folder, signed.predecessor)
+    else:
+        found = replace(
+            signed,
+            registry=registry_identity(workspace, wanted),
+            model=version.name,
+            version=str(version.version),
+            content_sha256=version.tags.get(CONTENT_TAG, ""),
+            tags=signed_tags(version),
+        )
+    require_stated(client, signed, found)
 
 
 def signed_statement(
@@ -280,9 +369,7 @@ def signed_statement(
         raise ModelError(f"what was signed about {label} is no statement about a version; register it again") from error
 
 
-def require_stated(
-    client: MlflowClient, workspace: Path, config: SignatureConfig, signed: Statement, found: Statement
-) -> None:
+def require_stated(client: MlflowClient, signed: Statement, found: Statement) -> None:
     """Compare what was ``signed`` about a version with what was ``found`` in the registry.
 
     Raises:
@@ -303,31 +390,6 @@ def require_stated(
             f"the signature of {label} does not match what is in the registry ({', '.join(differences)} differ); "
             "it is not used: register the model again, or roll back"
         )
-
-
-def require_signed(client: MlflowClient, workspace: Path, name: str, number: str) -> None:
-    """Check what is signed about a version against its record in the registry, without its files.
-
-    This is what an alias needs that will point to it; whoever then uses the version checks its files.
-
-    Raises:
-        ModelError: ``registry.signature`` wants a signature, and there is none of this version as it is recorded.
-    """
-    config = load_section(workspace, "registry", RegistryConfig).signature
-    if config.required:
-        version = get_version(client, name, number)
-        signed = signed_statement(client, workspace, config, version)
-        recorded = Statement(
-            registry=registry_identity(workspace, config),
-            model=name,
-            version=number,
-            content_sha256=version.tags.get(CONTENT_TAG, ""),
-            package_sha256=signed.package_sha256,
-            sampling=signed.sampling,
-            tags=signed_tags(version),
-            predecessor=signed.predecessor,
-        )
-        require_stated(client, workspace, config, signed, recorded)
 
 
 def signed_tags(version: ModelVersion) -> dict[str, str]:
