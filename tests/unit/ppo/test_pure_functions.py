@@ -127,7 +127,6 @@ def test_rounding_is_no_value_clip(dtype: torch.dtype, spread: float, moved: flo
     near = (new.double() - old.double()).abs() < 0.2
     hit = losses.value_clip_mask(new, old, returns, 0.2)
     assert not bool((hit & near).any()) and (dtype is torch.bfloat16 or bool(near.all()))
-    assert bool(losses.value_clip_mask(old + 1, old, torch.full_like(old, -100.0), 0.2).sum() == 0)
 
 
 def test_entropy_of_a_uniform_distribution() -> None:
