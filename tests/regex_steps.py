@@ -6,14 +6,12 @@ Steps, unlike seconds, are the same on every machine, so a test can say how they
 from __future__ import annotations
 
 import re
+import re._constants as codes  # type: ignore[import-not-found]
+import re._parser as parser  # type: ignore[import-not-found]
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-
-if sys.version_info >= (3, 11):
-    import re._constants as codes
-    import re._parser as parser
 
 Then = Callable[[int], bool]
 ANYTHING_BUT = (codes.NOT_LITERAL, codes.NOT_LITERAL_IGNORE)
@@ -151,7 +149,10 @@ class StepCounter:
 
     def _at(self, where: Any, position: int) -> bool:
         text = self.text
-        word = [0 <= place < len(text) and (text[place].isalnum() or text[place] == "_") for place in (position - 1, position)]
+        word = [
+            0 <= place < len(text) and (text[place].isalnum() or text[place] == "_")
+            for place in (position - 1, position)
+        ]
         many = bool(self.flags & re.MULTILINE)
         return {
             codes.AT_BEGINNING: position == 0 or (many and text[position - 1] == "\n"),

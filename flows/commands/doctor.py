@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from flows.dvc_repo.recipe import check_tracked_params
 from flows.prefect_server.services import LOOPBACK, free_port
-from flows.registry.client import knock
+from flows.registry.client import connect, has_record, knock
+from flows.registry.orphans import find_orphans
 from flows.registry.policies import active_policies
 from flows.workspace import is_elsewhere, lock_holder
 from rlhf_core.config.data import DataSource
@@ -28,6 +29,8 @@ from rlhf_core.fingerprint.tracked_files import missing_function, model_folders,
 from rlhf_core.runtime.machine import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels
 from rlhf_core.storage.data_files import expand, is_url
 from rlhf_core.storage.files import scratch_folder
+from rlhf_core.tracking.delivery import address
+from rlhf_core.tracking.stage_run import require_database
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -170,13 +173,30 @@ def _mlflow() -> DoctorCheck:
     if not uri:
         return DoctorCheck(OK, "mlflow", "SQLite in the workspace")
     if not uri.startswith(("http://", "https://")):
-        return DoctorCheck(OK, "mlflow", uri)
+        try:
+            require_database(uri)
+        except RlhfError as error:
+            return DoctorCheck(FAIL, "mlflow", str(error))
+        return DoctorCheck(OK, "mlflow", f"{address(uri)} answers")
     try:
         knock(uri)
     except (OSError, ValueError) as error:
         finding = f"MLFLOW_TRACKING_URI={uri} does not answer ({error})"
         return DoctorCheck(FAIL, "mlflow", finding, "start that server, or unset MLFLOW_TRACKING_URI")
     return DoctorCheck(OK, "mlflow", f"{uri} answers")
+
+
+def _orphans(workspace: Path) -> Iterator[DoctorCheck]:
+    """Name what killed registrations have left in the record, if there is one and it answers."""
+    if not has_record(workspace):
+        return
+    try:
+        orphans = find_orphans(connect(workspace), workspace)
+    except RlhfError as error:
+        yield DoctorCheck(WARN, "registry", str(error))
+        return
+    if orphans:
+        yield DoctorCheck(WARN, "registry", orphans.describe(), "`rlhf registry gc --delete` removes them")
 
 
 def require_ready(workspace: Path) -> None:
@@ -212,6 +232,8 @@ def workspace_checks(workspace: Path | None, opens_files: bool = True) -> Iterat
         yield DoctorCheck(FAIL, "dvc", "the workspace is in no DVC repository", "`dvc init` there, or `rlhf init DIR`")
     else:
         yield DoctorCheck(OK, "dvc", f"repository at {root}")
+    if opens_files:
+        yield from _orphans(workspace)
     holder = lock_holder(workspace)
     yield DoctorCheck(OK, "lock", f"held by {holder}" if holder else "free")
     try:

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4, uuid5
@@ -289,9 +289,23 @@ def commit(state: ReleaseState, entry: Entry) -> Path | None:
     for moved in entry["moves"]:
         if moved["version"] is not None and moved["alias"] != PREVIOUS:  # nobody is answered by that one
             _require_accepted(state.client, state.workspace, moved["model"], moved["version"])
-    entry = {**entry, "number": len(state.entries) + 1}
+    entry = _after({**entry, "number": len(state.entries) + 1}, state.entries)
     Ledger.open(state.client, state.name, state.model).append(entry["number"], _entry_text(entry))
     return _carry_out(state.client, state.workspace, entry)
+
+
+def _after(entry: dict[str, Any], earlier: Sequence[Entry]) -> dict[str, Any]:
+    """The entry with a time that is later than those of ``earlier``, by which reports and pages are ordered."""
+    last = max((str(other["time"]) for other in earlier), default="")
+    if entry["time"] > last:
+        return entry
+    LOGGER.warning(
+        "the clock of this host says %s, and the last decision was made at %s: the clock is wrong, or was then; this "
+        "decision is recorded as made right after that one", entry["time"], last,
+    )  # fmt: skip
+    time = (datetime.fromisoformat(last) + timedelta(microseconds=1)).isoformat(timespec="microseconds")
+    decision = {**entry["decision"], "time": time} if entry["decision"] else entry["decision"]
+    return {**entry, "time": time, "decision": decision}
 
 
 def finish_interrupted(client: MlflowClient, workspace: Path, name: str) -> ReleaseState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -128,7 +129,10 @@ class TableWriter:
     def _write_group(self) -> None:
         # The pages of a row group depend on the chunks of its columns.
         group = pa.concat_tables([self.schema.empty_table(), *self._waiting]).combine_chunks()
-        self._parquet.write_table(group, row_group_size=max(group.num_rows, 1))
+        try:
+            self._parquet.write_table(group, row_group_size=max(group.num_rows, 1))
+        except OSError as error:  # Arrow does not say of which file
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from error
         self._waiting, self._waiting_rows, self._waiting_bytes = [], 0, 0
         self._groups += 1
 

@@ -44,6 +44,7 @@ PR_SET_PDEATHSIG = 1
 LOG_CHARACTERS = 400
 # What a launcher of ranks sets for the trainer, and would make the server join it.
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
+OF_LAUNCHER = "TORCHELASTIC_"  # with them vLLM's own process group waits for the store of these ranks
 
 
 class VllmServer:
@@ -73,7 +74,11 @@ class VllmServer:
             *(["--enable-sleep-mode"] if sleep else []),
             *arguments,
         ]
-        environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in OF_RANKS and not name.startswith(OF_LAUNCHER)
+        }
         environment |= {
             "PATH": os.pathsep.join([str(Path(python).parent), environment.get("PATH", os.defpath)]),
             "VLLM_API_KEY": self.token,

@@ -192,6 +192,11 @@ LEFT_OFF: dict[str, tuple[Any, ...]] = {
 TURN_LEFT_OFF = ("annotations", "audio", "function_call", "refusal", "tool_calls")
 
 
+def _equals(value: Any, other: Any) -> bool:
+    """Whether two values of JSON are the same; for Python ``true`` is 1, too."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
 def _joined_parts(content: Any) -> Any:
     """Return the text of a list of text parts; other contents as they are."""
     if not isinstance(content, list):
@@ -271,7 +276,7 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     _require_bounded(fields)
     for name in sorted(set(fields) - set(ChatRequest.model_fields)):
         value = fields.pop(name)
-        if name in IGNORED or value is None or any(value == off for off in LEFT_OFF.get(name, ())):
+        if name in IGNORED or value is None or any(_equals(value, off) for off in LEFT_OFF.get(name, ())):
             continue
         known = f"{name} is not supported here" if name in LEFT_OFF else f"there is no parameter {shown(name)}"
         raise ApiError(400, f"{known}; leave it out", param=name[:ECHOED_CHARACTERS], code="unsupported_parameter")

@@ -318,6 +318,23 @@ def _open_no_link(path: str, flags: int) -> int:
         raise OSError(errno.ELOOP, "a link is in the place of this lock file; remove it", path) from error
 
 
+LITTLE_ROOM = 2**26  # bytes
+
+
+def full_disks(*folders: Path) -> str:
+    """What a message adds to name the disks of ``folders`` with next to no room or inodes; empty if there is none."""
+    said: dict[int, str] = {}
+    for folder in folders:
+        try:
+            usage, device = os.statvfs(folder), folder.stat().st_dev
+        except OSError:
+            continue
+        room = usage.f_bavail * usage.f_frsize
+        if room < LITTLE_ROOM or (usage.f_files and not usage.f_favail):
+            said.setdefault(device, f"{folder} has room for {room / 2**20:.0f} MiB in {usage.f_favail} files")
+    return f" (the disk of {', that of '.join(said.values())})" if said else ""
+
+
 def fsync_path(path: Path) -> None:
     """Bring a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

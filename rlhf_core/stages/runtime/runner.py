@@ -23,7 +23,7 @@ from rlhf_core.config.operations import LaunchConfig, Trained
 from rlhf_core.config.policy import Method
 from rlhf_core.config.problems import nearest
 from rlhf_core.data.token_folder import TOKENS
-from rlhf_core.errors import ConfigError, DataError, RlhfError, first_line, is_full_disk
+from rlhf_core.errors import ConfigError, DataError, RlhfError, first_line, is_full_disk, is_out_of_memory
 from rlhf_core.fingerprint.stages import remembered_fingerprints, stage_definition
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE, write_tracked_files
 from rlhf_core.runtime.preemption import PreemptionSignal
@@ -34,11 +34,13 @@ from rlhf_core.stages.runtime.threads import limit_threads, return_freed_memory
 from rlhf_core.storage.files import (
     atomic_write_json,
     flatten,
+    full_disks,
     remove_tree,
     removed_name,
     scratch_folder,
     sha256_file,
     sha256_tree,
+    temporary_root,
 )
 from rlhf_core.storage.garbage_collection import paused_collector
 from rlhf_core.tracking.stage_run import METRICS_TAG, Tracker, stage_tracker
@@ -71,6 +73,10 @@ logger = logging.getLogger(__name__)
 
 COMPUTING = (*get_args(Trained), "evaluate")  # the stages that run models for long
 AFTER_FULL_DISK = "make room and run the stage again: a training goes on from its last checkpoint"
+AFTER_NO_MEMORY = (
+    "main memory is used up; end what else uses it, raise the limit (`ulimit -v`, the container's), or lower batch "
+    "sizes, and run the stage again: a training goes on from its last checkpoint"
+)
 
 
 def run_stage(name: str, workspace: Path) -> dict[str, Any]:
@@ -88,7 +94,11 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
     except BaseException as error:
         failure = error
         if is_full_disk(error):
-            failure = RlhfError(f"{name}: {first_line(error)}; {AFTER_FULL_DISK}")
+            full = full_disks(workspace, temporary_root())
+            failure = RlhfError(f"{name}: {first_line(error)}{full}; {AFTER_FULL_DISK}")
+            raise failure from error
+        if is_out_of_memory(error):
+            failure = RlhfError(f"{name}: {AFTER_NO_MEMORY}")
             raise failure from error
         raise
     finally:
