@@ -29,6 +29,12 @@ class StepCounter:
         self.items = list(parser.parse(pattern.pattern, pattern.flags))
         self.groups: dict[int, tuple[int, int]] = {}
 
+    def match(self) -> int:
+        """Try the beginning of the text alone, as ``match`` and ``fullmatch`` do; returns the steps."""
+        with _deep():
+            self._sequence(self.items, 0, 0, lambda end: True)
+        return self.steps
+
     def search_all(self) -> int:
         """Find every match as ``finditer`` does; returns the steps."""
         position = 0
@@ -202,13 +208,14 @@ def _deep() -> Iterator[None]:
         sys.setrecursionlimit(before)
 
 
-def steps(pattern: re.Pattern[str], text: str, limit: int = 10**9) -> int:
-    """The steps in which all matches of ``pattern`` in ``text`` are found.
+def steps(pattern: re.Pattern[str], text: str, limit: int = 10**9, *, at_start: bool = False) -> int:
+    """The steps in which all matches of ``pattern`` in ``text`` are found, or one at its beginning.
 
     Raises:
         TooManySteps: They are more than ``limit``.
     """
-    return StepCounter(pattern, text, limit).search_all()
+    counter = StepCounter(pattern, text, limit)
+    return counter.match() if at_start else counter.search_all()
 
 
 def pieces(pattern: re.Pattern[str]) -> set[str]:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import TracebackType
@@ -129,12 +129,18 @@ class TableWriter:
     def _write_group(self) -> None:
         # The pages of a row group depend on the chunks of its columns.
         group = pa.concat_tables([self.schema.empty_table(), *self._waiting]).combine_chunks()
-        try:
+        with self._named():
             self._parquet.write_table(group, row_group_size=max(group.num_rows, 1))
-        except OSError as error:  # Arrow does not say of which file
-            raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from error
         self._waiting, self._waiting_rows, self._waiting_bytes = [], 0, 0
         self._groups += 1
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Add the file to an error of Arrow, which does not say where it happened."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -142,7 +148,8 @@ class TableWriter:
         try:
             if error is None and (self._waiting_rows or not self._groups):
                 self._write_group()
-            self._parquet.close()
+            with self._named() if error is None else suppress(OSError):
+                self._parquet.close()
             if error is None:
                 self._temporary.chmod(permitted(0o644))
                 self._temporary.replace(self.path)

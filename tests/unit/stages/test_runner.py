@@ -61,13 +61,12 @@ def test_memory_that_is_used_up_is_one_line_that_says_what_to_do(
 
 
 def test_a_full_disk_is_named_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = pa.table({"text": [os.urandom(1000).hex() for _ in range(200)]})
-    disk = tmp_path / "disk"
+    schema, disk = pa.schema({"text": pa.string()}), tmp_path / "disk"
 
     def write(*_: object) -> NoReturn:
-        with TableWriter(disk / "raw.parquet", rows.schema) as table:
-            for _ in range(100):
-                table.write(rows)
+        with TableWriter(disk / "raw.parquet", schema) as table:
+            for _ in range(20):
+                table.write(pa.table({"text": [os.urandom(1000).hex() for _ in range(200)]}, schema))
         raise AssertionError("it had room")
 
     monkeypatch.setattr(runner, "_run", write)
