@@ -331,7 +331,7 @@ def full_disks(*folders: Path) -> str:
             continue
         room = usage.f_bavail * usage.f_frsize
         if room < LITTLE_ROOM or (usage.f_files and not usage.f_favail):
-            said.setdefault(device, f"{folder} has room for {room / 2**20:.0f} MiB in {usage.f_favail} files")
+            said.setdefault(device, f"{folder} has room for {room / 2**20:.0f} MiB and {usage.f_favail} files")
     return f" (the disk of {', that of '.join(said.values())})" if said else ""
 
 
