@@ -70,7 +70,7 @@ def _record_code(root: Path, stage: str) -> None:
     Those of other stages are left alone: DVC reads the one of a running stage at its end.
     """
     from rlhf_core.config.loading import load_params
-    from rlhf_core.data.collection.sources import collected_paths
+    from rlhf_core.data.collection.sources import collected_paths, reader_lines
     from rlhf_core.fingerprint.stages import write_fingerprints
     from rlhf_core.fingerprint.tracked_files import write_sources
 
@@ -79,14 +79,14 @@ def _record_code(root: Path, stage: str) -> None:
     params = load_params(root)
     write_fingerprints(root, [stage], params.policy.method)
     if stage == "collect":
-        write_sources(root, collected_paths(params.collect, root))
+        write_sources(root, collected_paths(params.collect, root), notes=reader_lines(params.collect))
 
 
 @app.command(hidden=True)
 def fingerprint(workspace: WorkspaceOption = None) -> None:
     """Refresh the code fingerprints that dvc.yaml's stages depend on."""
     from rlhf_core.config.loading import load_params
-    from rlhf_core.data.collection.sources import collected_paths, require_kept
+    from rlhf_core.data.collection.sources import collected_paths, reader_lines, require_kept
     from rlhf_core.fingerprint.stages import write_fingerprints
     from rlhf_core.fingerprint.tracked_files import (
         tokenizer_patterns,
@@ -103,7 +103,7 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     # Before DVC removes the outputs of a stage that it is about to run.
     require_kept([*(params.collect.files.paths() if params.collect.source == "files" else ()), *evaluation], root)
     write_fingerprints(root, list(STAGES), params.policy.method)
-    write_sources(root, collected_paths(params.collect, root))
+    write_sources(root, collected_paths(params.collect, root), notes=reader_lines(params.collect))
     write_sources(root, [*evaluation, *tokenizer_patterns(root, params.validate_.tokenizer)], "evaluation_files")
     write_evaluation_inputs(root, params.evaluate)
     write_starting_model(root, params.base.source)

@@ -6,13 +6,18 @@ line of its own changing. The extras of this project come through the same doors
 
 from __future__ import annotations
 
+import hashlib
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import ConfigError, first_line
 
 COMMANDS = "rlhf.commands"
+READERS = "rlhf.readers"
+RUN_LOGGERS = "rlhf.run_loggers"
 REGISTRY_POLICIES = "rlhf.registry_policies"
 DISTRIBUTION = "rlhf-pipeline"
 
@@ -58,3 +63,19 @@ def load_plugin(group: str, name: str) -> Any:
             f"{name} of the package {origin(entry)} cannot be imported ({entry.value}: {reason}); "
             "install that package again, or uninstall it"
         ) from error
+
+
+def plugin_line(group: str, name: str) -> str:
+    """Describe a plugin, without importing it, in a line that changes with its version and the file of its module."""
+    entries = plugins_of(group).get(name, ())
+    if not entries:
+        return f"{group} {name}: not installed"
+    entry = entries[0]
+    version = entry.dist.version if entry.dist is not None else ""
+    spec = find_spec(entry.module.partition(".")[0])
+    file = None
+    if spec is not None and spec.origin is not None:
+        within = entry.module.split(".")[1:]
+        file = Path(spec.origin) if not within else Path(spec.origin).parent.joinpath(*within).with_suffix(".py")
+    code = hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else "unknown"
+    return f"{group} {name}: {origin(entry)} {version}, {entry.value}, code {code}"

@@ -265,13 +265,15 @@ class CheckpointsConfig(Strict):
 
 
 class TrackingConfig(Strict):
-    """What MLflow calls the runs.
+    """Who records the runs, and what MLflow calls them.
 
     Attributes:
         experiment: Name of the experiment.
+        loggers: Names of run loggers of installed plugins, which get what MLflow gets (docs/plugins.md).
     """
 
     experiment: str = "rlhf-pipeline"
+    loggers: tuple[str, ...] = Field(default=(), strict=False)
 
 
 class FlowConfig(Strict):

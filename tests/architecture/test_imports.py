@@ -68,7 +68,9 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.tracked_files.verifiable_functions",
     },
     "flows.stage": {"stages.runtime.launcher"},
+    "flows.commands.registry_output": {"evaluation.probe_table"},
     "flows.commands.doctor": {
+        "commands.plugged",
         "evaluation.report.metrics.page",
         "data.collection.sources.best_kind",
         "data.collection.sources.source_files",
@@ -85,6 +87,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.release.export": {"models.adapters.ADAPTER_FOLDER", "models.io.ADAPTER_CONFIG"},
     "flows.pipeline.data_watch": {
         "data.collection.sources.collected_paths",
+        "data.collection.sources.reader_lines",
         "fingerprint.tracked_files.SOURCES_FILE",
         "fingerprint.tracked_files.describe_sources",
     },
@@ -112,6 +115,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.release.model_card": {
         "evaluation.judges.names.SELECTED_BY",
         "evaluation.judges.names.TRAINED_ON",
+        "evaluation.probe_table",
         "evaluation.verdict",
     },
     "flows.jobs.remote": {

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import json
+import re
 import sys
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from commands import ROOT, run
 from typer.testing import CliRunner
 
 from flows.cli import app
+from flows.commands.doctor import plugin_checks
 from flows.registry.policies import KEY_VARIABLE, active_policies
 from rlhf_core.commands.plugged import EXTRAS
 from rlhf_core.config.operations import RegistryConfig, SignatureConfig
@@ -87,6 +92,7 @@ def test_a_broken_command_is_one_line_and_the_others_work(install: Install, modu
     assert said in message and "package broken" in message and len(message.splitlines()) == 1
     assert "Run the whole pipeline" in output("--help")
     assert output("--version").startswith(DISTRIBUTION)
+    assert [check.finding for check in plugin_checks()] == [message]
 
 
 def test_a_command_of_the_pipeline_is_not_replaced_by_a_plugin(install: Install) -> None:
@@ -143,3 +149,42 @@ def test_signatures_are_never_left_out_where_they_are_asked_for(asks: str, monke
 def test_an_entry_that_nobody_gives_names_those_that_exist() -> None:
     with pytest.raises(PluginError, match=r"known: .*plan"):
         load_plugin(COMMANDS, "plant")
+
+
+def blocks(language: str) -> list[str]:
+    """The code of docs/plugins.md that is in a language."""
+    text = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.dear("makes an environment and installs a package into it")
+def test_the_example_of_the_docs_is_installed_and_used(tmp_path: Path) -> None:
+    """In an environment of its own, which sees the packages of this one."""
+    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+    package, environment, workspace = tmp_path / "boards", tmp_path / "venv", tmp_path / "workspace"
+    package.mkdir()
+    workspace.mkdir()
+    (package / "boards.py").write_text(blocks("python")[0])
+    (package / "pyproject.toml").write_text(blocks("toml")[0])
+    venv.create(environment, with_pip=False)
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "outer.pth").write_text("\n".join(path for path in sys.path if path and Path(path).is_dir()))
+    python = environment / "bin" / "python"
+    options = ("--no-deps", "--no-build-isolation", "--quiet")
+    run(python, "-m", "pip", "install", *options, package, cwd=tmp_path).check_returncode()
+
+    rows = [{"question": f"What is {n} and {n}?", "verdict": f"It is {n + n}. > {n}"} for n in range(40)]
+    lines = [json.dumps(row) for row in [*rows, {"question": "Why?", "verdict": "no arrow"}]]
+    (workspace / "verdicts.jsonl").write_text("\n".join(lines))
+    words = ["data", "inspect", "verdicts.jsonl", "--format", "verdicts", "--json"]
+    (described,) = json.loads(run(python, "-m", "flows.cli", *words, cwd=workspace).stdout)["files"]
+    assert described["rows"] == 40 and described["refused"][0]["reason"].startswith("verdict has no")
+
+    (workspace / "dvc.yaml").write_text("{}")
+    (workspace / "params.yaml").write_text(
+        "collect: {source: files, files: {preferences: [{path: verdicts.jsonl, format: verdicts}]}}\n"
+        "tracking: {loggers: [tensorboard]}\n"
+    )
+    done = run(python, "-m", "flows.cli", "stage", "collect", cwd=workspace, RLHF_TRACKING="off")
+    assert done.returncode == 0, done.stderr
+    assert list((workspace / "tensorboard" / "collect").glob("events.out.tfevents.*"))
