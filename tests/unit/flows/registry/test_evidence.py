@@ -16,8 +16,8 @@ from scripted_match import match_result
 from flows.commands.registry_output import describe_history, explain_gate, explain_promotion, judged_gate, model_history
 from flows.commands.text import gate_verdict
 from flows.dvc_repo.graph import StageNode
-from flows.registry.aliases import CONTENT_TAG
 from flows.gates import GateReport
+from flows.registry.aliases import CONTENT_TAG
 from flows.registry.evidence import require_recorded
 from flows.registry.match import attempt_number, match_question, question_digest
 from flows.registry.promote import promote, rollback
