@@ -110,8 +110,9 @@ def reference_logprobs(
 
     They are computed once, of the numbers ``used`` alone (the others are NaN), and read from ``file`` on a resume.
     """
-    if file.is_file():
-        return load_file(file)["logprobs"]
+    if distributed.broadcast_from_rank0(file.is_file()):  # the other ranks' folders are new at every attempt
+        saved = load_file(file)["logprobs"].tolist() if distributed.is_rank_zero() else None
+        return torch.tensor(distributed.broadcast_from_rank0(saved), dtype=torch.float64)
     rows = sorted(used)
     logprobs = torch.full((2, len(pairs)), torch.nan, dtype=torch.float64)
     logprobs[:, rows] = all_logprobs(model, [pairs[row] for row in rows], pad, size, logits_bytes)
