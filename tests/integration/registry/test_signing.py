@@ -267,7 +267,7 @@ def linked_folder(version: SignedVersion) -> None:
 
 TAMPERED: dict[str, tuple[Callable[[SignedVersion], object], str]] = {
     "another model with its signature": (other_model, r"registry\.signature"),
-    "sampling": (lambda v: v.replace_text(v.package / "MLmodel", "temperature: 1.0", "temperature: 1.99"), "sampling"),
+    "sampling": (lambda v: v.replace_text(v.package / "MLmodel", "max_new_tokens: 8", "max_new_tokens: 3"), "sampling"),
     "code": (lambda v: (v.package / "model_pyfunc.py").write_text("print(1)"), "package_sha256"),
     "more code": (lambda v: (v.package / "later.py").write_text(""), "package_sha256"),
     "packages that are installed": (lambda v: (v.package / "requirements.txt").write_text("evil"), "package_sha256"),
