@@ -111,6 +111,11 @@ def named_line(error: BaseException) -> str:
     return redacted(named)[:QUOTED_CHARACTERS]
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether main memory, or what ``ulimit -v`` or a container leaves of it, is used up."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
 def is_full_disk(error: BaseException) -> bool:
     """Whether a disk, its inodes or a quota are used up. Libraries in other languages say so in the message alone."""
     if not isinstance(error, Exception) or isinstance(error, RlhfError):

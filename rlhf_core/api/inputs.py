@@ -6,7 +6,6 @@ import copy
 import hashlib
 import inspect
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -50,7 +49,7 @@ from rlhf_core.ppo.reward_sources.source import (
 from rlhf_core.ppo.rollout import TrainingPrompts, require_room
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
-from rlhf_core.storage.files import atomic_write_json, read_json
+from rlhf_core.storage.files import atomic_write_json, read_json, scratch_folder
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.run_context import RunContext
 
@@ -351,8 +350,8 @@ def run_context(context: RunContext | None, name: str, *inputs: Any) -> Iterator
     """
     require_type(context, RunContext, "context")
     if context is None:
-        with tempfile.TemporaryDirectory(prefix="rlhf-") as folder:
-            yield RunContext(Path(folder))
+        with scratch_folder() as folder:
+            yield RunContext(folder)
         return
     claim = {"run": name, "inputs": [digest(value) for value in inputs]}
     path = context.work / FILE

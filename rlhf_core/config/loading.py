@@ -527,6 +527,9 @@ def parse_assignment(assignment: str) -> tuple[str, Any]:
     path, separator, value = assignment.partition("=")
     if not separator or not path.strip():
         raise ConfigError(f"--set {assignment}: write it as section.key=value, such as --set ppo.iterations=20")
+    text = value.strip()
+    if " #" in f" {text}" and text[0] not in "\"'[{|>":
+        return path.strip(), text  # a command line has no comments
     return path.strip(), yaml_text.parse_scalar(value)
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.data.schema import Message
 from rlhf_core.data.template_process import EndlessTemplate, templates
 from rlhf_core.errors import DataError, ModelError, UnwritableText, first_line
+from rlhf_core.runtime.untrusted_text import string_literals
 
 # A private-use plane of Unicode: characters that stand for special tokens inside contents.
 PLACEHOLDERS = range(0xF0000, 0xFFFFE)
@@ -120,7 +121,6 @@ QUESTION, ANSWER, NEXT_QUESTION = "What is that?", "It is this.", "And why?"
 REASONED = f"<think>\nLet me see.\n</think>\n\n{ANSWER}"
 SYSTEM_TURN, SEVERAL_TURNS, REASONING_BEFORE = "a system turn", "several turns", "reasoning in an earlier reply"
 EXCERPT = 60
-_LITERAL = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")
 # The day that templates write which ask for today's (Llama 3.2): the one that Llama's own fall back to. With the
 # clock's, the same dialogue would be other tokens tomorrow, in a resumed run and beside results of today.
 TODAY = datetime(2024, 7, 26)
@@ -351,7 +351,7 @@ def _reply_format(
 
 def _markers(template: str) -> tuple[str, ...]:
     """Texts that code of the template may compare with contents: its strings that are neither words nor white."""
-    strings = {(single or double).replace("\\n", "\n").strip() for single, double in _LITERAL.findall(template)}
+    strings = {literal.replace("\\n", "\n").strip() for literal in string_literals(template)}
     return tuple(sorted(text for text in strings if len(text) > 2 and re.search(r"[^\w\s]", text)))
 
 

@@ -260,9 +260,13 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 def value_clip_mask(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Where the clipped branch of the value loss is the larger one, so that it has no gradient: bool (B, T)."""
-    near = old_values + (values - old_values).clamp(-clip, clip)
-    return (near - returns).square() > (values - returns).square()
+    """Where the clipped branch of the value loss is the larger one, so that it has no gradient: bool (B, T).
+
+    A value that moved no further than the clip is not clipped, however the two branches are rounded.
+    """
+    moved = values - old_values
+    near = old_values + moved.clamp(-clip, clip)
+    return (moved.abs() > clip) & ((near - returns).square() > (values - returns).square())
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from rlhf_core.data.batches import TokenisedPair, pair_sequences, passes
 from rlhf_core.models.adapters import PeftAdapter, add_adapters, merge_adapters, peft_adapter
 from rlhf_core.models.forward import LOGITS_BYTES, selected_logits
 from rlhf_core.runtime import distributed
+from rlhf_core.storage.files import replacing
 from rlhf_core.training import loop
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.examples import LengthBucketedBatches, ReplyBatch, collate, values_of_sequences
@@ -109,16 +110,15 @@ def reference_logprobs(
 
     They are computed once, of the numbers ``used`` alone (the others are NaN), and read from ``file`` on a resume.
     """
-    if file.is_file():
-        return load_file(file)["logprobs"]
+    if distributed.broadcast_from_rank0(file.is_file()):  # the other ranks' folders are new at every attempt
+        saved = load_file(file)["logprobs"].tolist() if distributed.is_rank_zero() else None
+        return torch.tensor(distributed.broadcast_from_rank0(saved), dtype=torch.float64)
     rows = sorted(used)
     logprobs = torch.full((2, len(pairs)), torch.nan, dtype=torch.float64)
     logprobs[:, rows] = all_logprobs(model, [pairs[row] for row in rows], pad, size, logits_bytes)
     if distributed.is_rank_zero():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")
-        save_file({"logprobs": logprobs}, part)
-        part.replace(file)
+        with replacing(file) as part:
+            save_file({"logprobs": logprobs}, part)
     return logprobs
 
 

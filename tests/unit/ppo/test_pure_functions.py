@@ -116,6 +116,19 @@ def test_value_clip_mask() -> None:
     assert hit.tolist() == [[True, False, False]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("spread", "moved"), [(0.3, 0.19), (1.0, 0.19), (30.0, 0.15), (0.05, 0.05)])
+def test_rounding_is_no_value_clip(dtype: torch.dtype, spread: float, moved: float) -> None:
+    """A value that moved less far than the clip is not clipped, whatever the digits of the two branches."""
+    generator = torch.Generator().manual_seed(0)
+    old = (spread * torch.randn(20_000, generator=generator, dtype=torch.float64)).to(dtype)
+    new = (old + moved * (2 * torch.rand(20_000, generator=generator, dtype=torch.float64) - 1)).to(dtype)
+    returns = torch.randn(20_000, generator=generator, dtype=torch.float64).to(dtype)
+    near = (new.double() - old.double()).abs() < 0.2
+    hit = losses.value_clip_mask(new, old, returns, 0.2)
+    assert not bool((hit & near).any()) and (dtype is torch.bfloat16 or bool(near.all()))
+
+
 def test_entropy_of_a_uniform_distribution() -> None:
     assert close(entropy(torch.full((1, 1, 8), -math.log(8), dtype=torch.float64)), [[math.log(8)]])
 
