@@ -23,13 +23,14 @@ from rlhf_core.api.inputs import (
     require_type,
     reward_fn_of,
     reward_folder,
+    reward_inputs,
     rows_of,
     run_context,
     token_table,
+    with_safe_rates,
 )
 from rlhf_core.api.reward_model import TrainedRewardModel
 from rlhf_core.config.loading import rules_for
-from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig, PtxConfig, RolloutConfig
 from rlhf_core.data.encoding import decode_reply, pad_id
 from rlhf_core.data.schema import Demonstration, PretrainText, Prompt
@@ -70,7 +71,6 @@ from rlhf_core.training.history import nonfinite_as_none
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
 
-DEFAULT_POLICY_LR, DEFAULT_CRITIC_LR = 1e-6, 5e-6
 MEASURED = -1  # the sampler's version of weights that the selection looks at; those of rollouts count from 0
 # The data sets that ``ppo.ptx.data`` names.
 PTX_KINDS = {
@@ -125,6 +125,7 @@ def train_ppo(
     pretrain: Iterable[PretrainText | Mapping[str, Any] | str] | TokenTable = (),
     config: PpoConfig | None = None,
     context: RunContext | None = None,
+    allow_high_learning_rates: bool = False,
 ) -> TrainedPolicy:
     """Optimise ``model`` with PPO-max (algorithms.md §4–§7; paper, sections 5 and 6).
 
@@ -148,11 +149,14 @@ def train_ppo(
         validation_prompts: What the referee judges replies to; needed with a referee.
         demonstrations: Texts of the ptx loss, if ``config.ptx.data`` names them.
         pretrain: Plain texts of the ptx loss, if ``config.ptx.data`` names them.
-        config: Settings; by default with learning rates of 1e-6 and 5e-6, and the ptx loss if there are texts.
+        config: Settings; by default with the ptx loss if there are texts. Learning rates that are left out are such
+            as suit the model.
         context: Where to report and to keep partial state; by default nowhere.
+        allow_high_learning_rates: Allows a pretrained model rates that usually wreck it.
 
     Raises:
-        ConfigError: Settings contradict each other, the critic or what was given.
+        ConfigError: Settings contradict each other, the critic or what was given, or a learning rate is far beyond
+            what suits a pretrained model.
         DataError: A prompt leaves no room for a reply, or the reward function breaks its contract.
         TrainingPaused: A health rule paused the run, or three steps in a row were not finite.
     """
@@ -166,6 +170,7 @@ def train_ppo(
     }
     texts = {kind: table for kind, table in tables.items() if table is not None}
     config = config or default_ppo_config(ptx=bool(texts))
+    config = with_safe_rates(config, model, allow_high_learning_rates)
     encoded = encode_prompts(prompts, tokenizer, model, config.max_new_tokens)
     held_out = records_of(validation_prompts, "validation_prompts")
     judged = rows_of(Prompt, held_out, "validation_prompts") if held_out else []
@@ -184,7 +189,8 @@ def train_ppo(
     )
     inputs.require_consistent()
     seed_everything(config.seed)
-    with evaluating(model, inputs.reward, inputs.referee), run_context(context, "train_ppo", *inputs.identity()) as run:
+    identity = inputs.identity() | reward_inputs(inputs.reward, config, context)
+    with evaluating(model, inputs.reward, inputs.referee), run_context(context, "train_ppo", identity) as run:
         with opened_sampler(config.sampler, run.work, run.folder) as sampler:
             trainer = assemble(inputs, run, sampler)
             trainer.run()
@@ -218,12 +224,21 @@ class PpoInputs:
     validation_prompts: Sequence[Prompt]
     texts: Mapping[str, TokenTable]
 
-    def identity(self) -> tuple[Any, ...]:
-        """Everything that the run depends on, for :func:`~rlhf_core.api.inputs.run_context`."""
-        critic = self.critic.model if isinstance(self.critic, TrainedCritic) else self.critic
-        texts = [self.texts[kind] for kind in sorted(self.texts)]
-        models = (self.reward, self.referee, self.model, self.base, critic)
-        return (self.config, self.prompts, self.validation_prompts, *texts, *models)
+    def identity(self) -> dict[str, Any]:
+        """Everything but the reward that the run depends on, for :func:`~rlhf_core.api.inputs.run_context`."""
+        critic: Any = self.critic
+        if isinstance(critic, TrainedCritic):
+            critic = [critic.model, critic.moments]
+        return {
+            "config": self.config,
+            "prompts": self.prompts,
+            "validation_prompts": list(self.validation_prompts),
+            **self.texts,
+            "referee": self.referee,
+            "model": self.model,
+            "base": self.base,
+            "critic": critic,
+        }
 
     def require_consistent(self) -> None:
         """Check settings against each other and against what was given.
@@ -318,13 +333,8 @@ def assemble(inputs: PpoInputs, context: RunContext, sampler: Sampler) -> Traine
 
 
 def default_ppo_config(ptx: bool) -> PpoConfig:
-    """Settings that are safe for a pretrained model."""
-    return PpoConfig(
-        batch_size=32,
-        policy_optimizer=OptimizerConfig(lr=DEFAULT_POLICY_LR, schedule="constant", warmup=0.0),
-        critic_optimizer=OptimizerConfig(lr=DEFAULT_CRITIC_LR, schedule="constant", warmup=0.0),
-        ptx=PtxConfig() if ptx else PtxConfig(weight=0.0),
-    )
+    """Settings for a small machine, with the ptx loss if there are texts for it."""
+    return PpoConfig(batch_size=32, ptx=PtxConfig() if ptx else PtxConfig(weight=0.0))
 
 
 def summary(

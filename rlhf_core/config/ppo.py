@@ -222,6 +222,7 @@ SamplerConfig = Annotated[LocalSamplerConfig | VllmSamplerConfig, Field(discrimi
 
 CriticMode = Literal["separate", "shared"]
 MICRO_BATCH_TOKENS = 4096
+DEFAULT_WARMUP = 5  # iterations
 
 
 class RewardShapingConfig(Strict):
@@ -412,7 +413,8 @@ class PpoConfig(RolloutConfig, StageConfig):
         epochs: Passes over a rollout. Paper: one, by its public code. Shows in: old_policy_kl, clip_fraction.
         policy_init: The policy starts as the SFT model, or as `base`. Paper: without SFT it fails: language
             suffers, rewards stay lower (5.3.3). Shows in: perplexity_reference, kl.
-        warmup_iterations: Linear warm-up of both, in place of the optimisers' own. Paper: 10 % of steps; critic
+        warmup_iterations: Linear warm-up of both, in place of the optimisers' own; null: 5, of fewer iterations all,
+            none where an optimiser has its own. Paper: 10 % of steps; critic
             pre-training is better (5.1, 5.3.3). Shows in: policy_lr.
         value_clip: Keeps a value near the one before the update; null: off. Paper: part of PPO-max (5.4, B.1).
             Shows in: value_clip_fraction.
@@ -446,7 +448,7 @@ class PpoConfig(RolloutConfig, StageConfig):
     minibatches: PositiveInt = 2
     epochs: PositiveInt = 1
     policy_init: Literal["sft", "base"] = "sft"
-    warmup_iterations: NonNegativeInt = 5
+    warmup_iterations: NonNegativeInt | None = None
     value_clip: PositiveFloat | None = 0.2
     vf_loss_weight: PositiveFloat = 1.0
     gradient_norm: Literal["separate", "joint"] = "separate"
@@ -459,8 +461,8 @@ class PpoConfig(RolloutConfig, StageConfig):
     policy_lora: LoraConfig | None = None
     critic_lora: LoraConfig | None = None
     share_base: bool = False
-    policy_optimizer: OptimizerConfig = OptimizerConfig(lr=5e-4, schedule="constant", warmup=0.0)
-    critic_optimizer: OptimizerConfig | None = OptimizerConfig(lr=1e-3, schedule="constant", warmup=0.0)
+    policy_optimizer: OptimizerConfig = OptimizerConfig(schedule="constant", warmup=0.0)
+    critic_optimizer: OptimizerConfig | None = OptimizerConfig(schedule="constant", warmup=0.0)
     selection: SelectionConfig = SelectionConfig()
     health: HealthConfig = HealthConfig()
     checkpoint: CheckpointConfig = CheckpointConfig(every=5)
@@ -531,7 +533,7 @@ class PpoConfig(RolloutConfig, StageConfig):
             raise ValueError(
                 "policy_lora makes the policy without its adapters the reference, which is SFT: policy_init must be sft"
             )
-        optimizers = [self.policy_optimizer, *([self.critic_optimizer] if self.critic_optimizer else [])]
+        optimizers = self.optimizers
         norms = [optimizer.max_grad_norm for optimizer in optimizers]
         if self.gradient_norm == "joint" and len(set(norms)) > 1:
             raise ValueError(
@@ -540,7 +542,7 @@ class PpoConfig(RolloutConfig, StageConfig):
             )
         if self.warmup_iterations and any(optimizer.warmup for optimizer in optimizers):
             raise ValueError("warm-up is set twice: use warmup_iterations, or the optimisers' warmup, not both")
-        if self.warmup_iterations > self.iterations:
+        if self.warmup_iterations is not None and self.warmup_iterations > self.iterations:
             raise ValueError(
                 f"warmup_iterations {self.warmup_iterations} is more than iterations {self.iterations}: "
                 "the learning rate would never reach its peak; set ppo.warmup_iterations, too"
@@ -590,6 +592,19 @@ class PpoConfig(RolloutConfig, StageConfig):
                 f"false, or use mode {others}"
             )
         return self
+
+    @property
+    def optimizers(self) -> list[OptimizerConfig]:
+        """Those of the models that are trained, the policy's first."""
+        return [self.policy_optimizer, *([self.critic_optimizer] if self.critic_optimizer else [])]
+
+    @property
+    def warmup(self) -> int:
+        """Iterations of linear warm-up; 0 leaves it to the optimisers."""
+        if self.warmup_iterations is not None:
+            return self.warmup_iterations
+        of_their_own = any(optimizer.warmup for optimizer in self.optimizers)
+        return 0 if of_their_own else min(DEFAULT_WARMUP, self.iterations)
 
     @property
     def rollout(self) -> RolloutConfig:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -47,10 +47,12 @@ class TrainingPrompts:
     Attributes:
         messages: The turns of each prompt, the last one the user's.
         ids: Their token ids, up to where the reply begins.
+        columns: What else the records of the prompts say, by name, for reward functions.
     """
 
     messages: Sequence[Sequence[Message]]
     ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @classmethod
     def encode(cls, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Sequence[Message]]) -> TrainingPrompts:

@@ -265,5 +265,7 @@ def test_a_reward_model_may_lie_in_any_folder(given: str, tmp_path: Path, monkey
         Path("models/reward").rename(given)
     model, tokenizer = load_policy("models/sft")
     config = rlhf.PpoConfig(**PPO | CRITIC_FREE | {"iterations": 1, "warmup_iterations": 0})
-    policy = rlhf.train_ppo(model, tokenizer, QUESTIONS, Path(given), config=config)
+    policy = rlhf.train_ppo(
+        model, tokenizer, QUESTIONS, Path(given), config=config, allow_high_learning_rates=True
+    )  # fmt: skip
     assert policy.history[0]["reward_std"] > 0
