@@ -42,6 +42,7 @@ from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.sampling.vllm import opened_sampler
 from rlhf_core.training.engine.factory import build_engine, device_before, finish
 from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.loop import Unfinished, keeping_what_was_made
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
 
@@ -146,7 +147,8 @@ def train_critic(
         pair = ActorCriticPair(frozen_policy, critic, {"critic": engine}, sampling, *limits, whole)
         with opened_sampler(rollout.sampler, run.work, run.folder) as sampler:
             trainer = CriticTrainer(config, rollout, pair, reward_fn, encoded, run, frozen=frozen, sampler=sampler)
-            trainer.run()
+            with keeping_what_was_made(run, lambda: Unfinished(critic, trainer.history.rows())):
+                trainer.run()
         history = trainer.history.rows()
     critic = finish(engine, critic)
     adapters = None

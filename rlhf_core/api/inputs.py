@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,10 +39,10 @@ from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.openblas_linear import openblas_products
 from rlhf_core.models.precision import float32_unembedding
 from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
+from rlhf_core.ppo.reward_sources.functions import FunctionReward, PythonFunction
 from rlhf_core.ppo.reward_sources.source import (
     SIGNATURE,
     PromptReader,
-    PythonFunction,
     RankShared,
     RewardFn,
     RewardMixture,
@@ -59,8 +61,11 @@ Config = TypeVar("Config", bound=Strict)
 
 HELD_OUT_EVERY = 20
 TEXTS = {"chosen", "rejected", "reply", "text"}
-# (prompts, replies) -> one number per reply; a prompt is its turns as {"role": ..., "content": ...}.
-RewardFunction = Callable[[list[list[dict[str, str]]], list[str]], Sequence[float] | Any]
+OF_THE_PROMPT = {"prompt", "messages"}
+# (prompts, replies, columns by name) -> one number per reply; a prompt is its turns as {"role": ..., "content": ...}.
+RewardFunction = Callable[..., Sequence[float | None] | Any] | FunctionReward
+
+logger = logging.getLogger(__name__)
 
 
 def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], name: str) -> list[Row]:
@@ -221,10 +226,33 @@ def encode_prompts(
 ) -> TrainingPrompts:
     """Read and encode prompts where that is not done yet; prompt and reply must fit the policy's positions."""
     if not isinstance(prompts, TrainingPrompts):
-        prompts = TrainingPrompts.encode(tokenizer, [row.prompt for row in rows_of(Prompt, prompts, "prompts")])
+        records = records_of(prompts, "prompts")
+        encoded = TrainingPrompts.encode(tokenizer, [row.prompt for row in rows_of(Prompt, records, "prompts")])
+        prompts = replace(encoded, columns=columns_of(records))
     positions = fitting_length(sys.maxsize, policy)
     require_room(prompts.ids, max_new_tokens, positions)
     return prompts
+
+
+def columns_of(records: Sequence[Any]) -> dict[str, list[Any]]:
+    """What records say beside their prompt, by name; None where one says nothing of it."""
+    mappings = [record if isinstance(record, Mapping) else {} for record in records]
+    names = dict.fromkeys(name for record in mappings for name in record if name not in OF_THE_PROMPT)
+    return {str(name): [record.get(name) for record in mappings] for name in names}
+
+
+def _require_one_record_each(prompts: TrainingPrompts, read: Sequence[str]) -> None:
+    """Refuse two records of one prompt that differ in what is read: a reply would not tell which of them it answers."""
+    first: dict[tuple[int, ...], int] = {}
+    for row, ids in enumerate(prompts.ids if read else ()):
+        other = first.setdefault(tuple(ids), row)
+        for name in read:
+            values = prompts.columns[name]
+            if other != row and values[row] != values[other]:
+                raise DataError(
+                    f"prompts, record {row + 1} repeats the prompt of record {other + 1} with another {name}; join "
+                    "them, or take one out"
+                )
 
 
 def require_loadable(model: PreTrainedModel | ScalarModel | Path | None, name: str) -> None:
@@ -301,6 +329,8 @@ def reward_folder(reward: Any, context: RunContext) -> Path | None:
 def reward_inputs(reward: Any, rollout: RolloutConfig, context: RunContext | None) -> dict[str, Any]:
     """What rewards depend on beside the settings: what was given, or the functions and models of ``reward.sources``."""
     own = reward_folder(reward, context or RunContext(Path()))
+    if own is None and isinstance(reward, FunctionReward):
+        return {"reward": reward.function, "reward's call": [reward.call, reward.timeout_seconds]}
     if own is None:
         return {"reward": reward}
     if context is None or context.named_by_content:
@@ -339,9 +369,15 @@ def reward_fn_of(
         raise ConfigError("the reward is given twice, as an argument and by reward.sources: leave one of them out")
     if isinstance(reward, ScalarModel):
         return reward_model_fn(reward.eval(), limits)
-    if not callable(reward):
+    called = reward.function if isinstance(reward, FunctionReward) else reward
+    if not callable(called):
         raise ConfigError(f"reward is a {type(reward).__name__}; give a function f(prompts, replies) or a reward model")
-    function = PythonFunction(reward, f"the reward function {getattr(reward, '__name__', '')}".rstrip())
+    who = f"the reward function {getattr(called, '__name__', '')}".rstrip()
+    function = PythonFunction(reward, who, list(prompts.columns))
+    _require_one_record_each(prompts, function.read)
+    unread = sorted(prompts.columns.keys() - {*function.read})
+    if unread:
+        logger.info("%s does not read %s of the prompts' records", who, ", ".join(unread))
     return RewardMixture([WeightedSource("function", 1.0, RankShared(function))], PromptReader(prompts), tokenizer)
 
 

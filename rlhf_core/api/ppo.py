@@ -52,7 +52,7 @@ from rlhf_core.models.heads import ReplyScorer, ScalarModel
 from rlhf_core.models.io import load_weights
 from rlhf_core.models.shared_base import SETTINGS, SharedBase
 from rlhf_core.ppo.actor_critic import build_actor_critic
-from rlhf_core.ppo.checkpoints import load_best
+from rlhf_core.ppo.checkpoints import has_best, load_best
 from rlhf_core.ppo.health import HealthGuard, HealthMonitor
 from rlhf_core.ppo.reward_sources.source import reward_model_fn
 from rlhf_core.ppo.rewards import RunningMeanStd
@@ -68,6 +68,7 @@ from rlhf_core.storage.files import read_json
 from rlhf_core.training.engine.factory import device_before
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.history import nonfinite_as_none
+from rlhf_core.training.loop import keeping_what_was_made
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
 
@@ -158,7 +159,8 @@ def train_ppo(
         ConfigError: Settings contradict each other, the critic or what was given, or a learning rate is far beyond
             what suits a pretrained model.
         DataError: A prompt leaves no room for a reply, or the reward function breaks its contract.
-        TrainingPaused: A health rule paused the run, or three steps in a row were not finite.
+        TrainingPaused: A health rule paused the run, or three steps in a row were not finite. Its attribute
+            ``trained``, like that of any error during training, is the policy until then with history and findings.
     """
     require_type(config, PpoConfig, "config")
     require_loadable(model, "model")
@@ -193,20 +195,42 @@ def train_ppo(
     with evaluating(model, inputs.reward, inputs.referee), run_context(context, "train_ppo", identity) as run:
         with opened_sampler(config.sampler, run.work, run.folder) as sampler:
             trainer = assemble(inputs, run, sampler)
-            trainer.run()
-        selector, health, choice = trainer.selector, trainer.health, None
-        trained = trainer.learner.pair.release_policy()
-        if selector is not None:
-            choice = selector.choice()
-            load_weights(trained, load_best(selector.folder, choice.candidate.iteration))
-        history, samples = trainer.history.rows(), trainer.samples.rows()
+            with keeping_what_was_made(run, lambda: trained_so_far(trainer, inputs)):
+                trainer.run()
+        choice = trainer.selector.choice() if trainer.selector is not None else None
+        return outcome(trainer, inputs, choice)
+
+
+def trained_so_far(trainer: Trainer, inputs: PpoInputs) -> TrainedPolicy | None:
+    """The policy of a run that ended early; None before its first iteration.
+
+    It is the referee's choice among the checkpoints before, if one of them is on the disk, else the last one.
+    """
+    if not trainer.history.rows():
+        return None
+    selector, choice = trainer.selector, None
+    if selector is not None and selector.candidates:
+        trainer.checkpoints.manager.finish()
+        best = selector.choice()
+        choice = best if has_best(selector.folder, best.candidate.iteration) else None
+    return outcome(trainer, inputs, choice)
+
+
+def outcome(trainer: Trainer, inputs: PpoInputs, choice: CheckpointChoice | None) -> TrainedPolicy:
+    """Take the policy out of its engines, with the weights of ``choice`` if there is one, and describe its run."""
+    trained = trainer.learner.pair.release_policy()
+    if choice is not None:
+        assert trainer.selector is not None
+        load_weights(trained, load_best(trainer.selector.folder, choice.candidate.iteration))
+    history, samples = trainer.history.rows(), trainer.samples.rows()
     adapter = None
-    if config.policy_lora is not None:
+    if inputs.config.policy_lora is not None:
         adapter = peft_adapter(trained)
         merge_adapters(trained)
-    assert health is not None
-    metrics = summary(trainer, history, health.findings, choice)
-    return TrainedPolicy(trained.eval(), tokenizer, choice, health.findings, history, samples, metrics, adapter)
+    assert trainer.health is not None
+    findings = trainer.health.findings
+    metrics = summary(trainer, history, findings, choice)
+    return TrainedPolicy(trained.eval(), inputs.tokenizer, choice, findings, history, samples, metrics, adapter)
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,11 @@ def load_best(folder: Path, iteration: int) -> dict[str, Tensor]:
     return load_file(folder / _best_name(iteration) / "weights.safetensors")
 
 
+def has_best(folder: Path, iteration: int) -> bool:
+    """Whether the weights of ``iteration`` are kept."""
+    return (folder / _best_name(iteration)).is_dir()
+
+
 def prune_best(folder: Path, needed: Collection[int]) -> None:
     """Delete the kept weights of all iterations but ``needed``."""
     names = {_best_name(iteration) for iteration in needed}

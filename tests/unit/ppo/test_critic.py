@@ -79,7 +79,7 @@ def rollout(token_rewards: Tensor, mask: Tensor, rewards: Tensor) -> Experience:
     unknown = torch.full_like(token_rewards, NAN)
     return Experience(
         mask, mask, mask, rewards > 0, unknown, unknown, mask, unknown, unknown, unknown, unknown, unknown, unknown,
-        rewards, rewards, token_rewards, unknown, unknown, unknown,
+        rewards, torch.ones_like(rewards).bool(), rewards, token_rewards, unknown, unknown, unknown,
     )  # fmt: skip
 
 
@@ -360,5 +360,5 @@ def test_rollout_and_update_run_the_backbone_once_for_both(tiny: Tiny) -> None:
 def test_a_head_of_another_width_is_refused(tiny: Tiny) -> None:
     other = copy.deepcopy(tiny.critic.model)
     other.score = torch.nn.Linear(9, 1, bias=False)
-    with pytest.raises(ModelError, match="16 hidden units; run the critic stage again"):
+    with pytest.raises(ModelError, match="16 hidden units; pre-train the critic again"):
         ActorCritic.with_head_of(ScalarModel(other), tiny.policy)
