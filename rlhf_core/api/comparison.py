@@ -102,7 +102,7 @@ def compare_policies(
 def _compared(
     turns: Sequence[Sequence[Message]], replies: Sequence[Sequence[Reply]], scores: np.ndarray, judge: Judge, seed: int
 ) -> PolicyComparison:
-    known = np.flatnonzero(~np.isnan(scores).any(axis=0))
+    known: list[int] = np.flatnonzero(~np.isnan(scores).any(axis=0)).tolist()
     if len(known) < 2:
         raise DataError(f"the judge could score {len(known)} of {len(turns)} prompts, and at least 2 are needed")
     first, second = scores[0, known], scores[1, known]

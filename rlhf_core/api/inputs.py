@@ -369,11 +369,11 @@ def reward_fn_of(
         raise ConfigError("the reward is given twice, as an argument and by reward.sources: leave one of them out")
     if isinstance(reward, ScalarModel):
         return reward_model_fn(reward.eval(), limits)
-    called = reward.function if isinstance(reward, FunctionReward) else reward
-    if not callable(called):
+    given = reward if isinstance(reward, FunctionReward) else FunctionReward(reward)  # type: ignore[arg-type]
+    if not callable(given.function):
         raise ConfigError(f"reward is a {type(reward).__name__}; give a function f(prompts, replies) or a reward model")
-    who = f"the reward function {getattr(called, '__name__', '')}".rstrip()
-    function = PythonFunction(reward, who, list(prompts.columns))
+    who = f"the reward function {getattr(given.function, '__name__', '')}".rstrip()
+    function = PythonFunction(given, who, list(prompts.columns))
     _require_one_record_each(prompts, function.read)
     unread = sorted(prompts.columns.keys() - {*function.read})
     if unread:

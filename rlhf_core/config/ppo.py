@@ -256,6 +256,10 @@ class SurrogateConfig(Strict):
         kind: Clipped surrogate, or `penalty`: −ρA + w·KL(π_old‖π). Paper: both defined (3.2.3); the clip is of
             minor importance (C); PPO-max. Shows in: clip_fraction, old_policy_kl.
         clip: ε of the clip; null: none. Shows in: clip_fraction.
+        clip_high: Its upper ε, where that is larger (clip-higher of DAPO, Yu et al., 2025); null: as `clip`. Shows in:
+            clip_fraction, entropy.
+        ratio: Of each `token`, or one of a whole `sequence`, the geometric mean of its tokens' (GSPO, Zheng et al.,
+            2025), which takes `aggregation: sequence` and a far smaller clip. Shows in: ratio_mean, clip_fraction.
         dual_clip: Bounds the loss where A < 0 (Ye et al., 2020); above 1. Shows in: ratio_max.
         penalty: Weight w of kind `penalty`. Shows in: old_policy_kl.
         aggregation: Mean over all tokens of a step, or per `sequence` first. Shows in: policy_loss.
@@ -265,6 +269,8 @@ class SurrogateConfig(Strict):
 
     kind: Literal["clip", "penalty"] = "clip"
     clip: PositiveFloat | None = 0.2
+    clip_high: PositiveFloat | None = None
+    ratio: Literal["token", "sequence"] = "token"
     dual_clip: float | None = Field(default=None, gt=1)
     penalty: NonNegativeFloat = 0.1
     aggregation: Literal["token", "sequence"] = "token"
@@ -274,6 +280,10 @@ class SurrogateConfig(Strict):
     def _kind_has_its_own_settings(self) -> SurrogateConfig:
         if self.dual_clip is not None and (self.kind != "clip" or self.clip is None):
             raise ValueError("dual_clip bounds the clipped surrogate: it needs kind clip and a clip size")
+        if self.clip_high is not None and (self.kind != "clip" or self.clip is None or self.clip_high < self.clip):
+            raise ValueError("clip_high is the upper clip, not below clip: it needs kind clip and a clip size")
+        if self.ratio == "sequence" and (self.kind != "clip" or self.aggregation != "sequence"):
+            raise ValueError("ratio sequence gives a reply one ratio: it needs kind clip and aggregation sequence")
         if self.kind == "clip" and changed_field(self, "penalty"):
             raise ValueError("penalty is the weight of kind penalty, but kind is clip")
         if self.kind == "penalty" and self.clip is not None and changed_field(self, "clip"):

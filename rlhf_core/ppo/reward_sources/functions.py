@@ -44,8 +44,8 @@ class FunctionReward:
 class PythonFunction:
     """Calls a function of the user's on each rank with its share of the replies.
 
-    Same replies must give same scores for an exact resume. Metric ``unscored``: the share of replies that it gave None
-    for; ``timeouts``: of those that took too long.
+    Same replies must give same scores for an exact resume. Metric ``timeouts``, where there is a limit: the share of
+    single replies that took too long.
     """
 
     may_decline = True  # its NaN is a reply that cannot be scored, and no accident
@@ -66,11 +66,8 @@ class PythonFunction:
         columns = {name: list(replies.columns[name]) for name in self.read}
         scores, timeouts = self.scores(prompts, list(replies.texts), columns)
         rewards = checked_rewards(scores, replies, self.who, none_is_unscored=True)
-        declined = int(rewards.isnan().sum())
-        share = max(len(rewards), 1)
-        self.metrics = {"unscored": declined / share}
         if self.given.timeout_seconds is not None:
-            self.metrics["timeouts"] = timeouts / share
+            self.metrics = {"timeouts": timeouts / max(len(rewards), 1)}
         return rewards
 
     def scores(

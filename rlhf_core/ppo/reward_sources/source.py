@@ -245,7 +245,8 @@ class RewardMixture:
     """``reward = sum of weight * source reward``: a :data:`~RewardFn`.
 
     ``metrics`` are about the newest batch: ``source_NAME_mean`` and ``source_NAME_std`` of the unweighted rewards (B,)
-    where there is more than one source (population std), and a source's own metrics as ``source_NAME_...``.
+    where there is more than one source (population std), a source's own metrics as ``source_NAME_...``, and with
+    functions ``unscored``, the share of replies that one of them could not score.
     """
 
     def __init__(
@@ -265,6 +266,8 @@ class RewardMixture:
             if getattr(weighted.source, "may_decline", False):
                 declined = column.isnan()
                 self.unscored = declined if self.unscored is None else self.unscored | declined
+        if self.unscored is not None:
+            self.metrics["unscored"] = float(self.unscored.double().mean())
         return reduce(torch.add, [w.weight * column for w, column in zip(self.sources, columns, strict=True)])
 
     def _metrics(self, columns: Sequence[Tensor]) -> dict[str, float]:
