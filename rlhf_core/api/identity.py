@@ -90,7 +90,7 @@ def _require_same(saved: dict[str, Any], claim: dict[str, Any], work: Path) -> N
 
 def parts_of(value: Any, hashes: FileHashes) -> Parts:
     """The hash of each part of ``value``: of a function its code, and every value that it reads; else one unnamed."""
-    if isinstance(value, (FunctionType, MethodType)) or (callable(value) and not isinstance(value, nn.Module)):
+    if callable(value) and not isinstance(value, nn.Module):
         key = getattr(value, RESUME_KEY, None)
         if key is not None:
             return {RESUME_KEY: Content(hashes).of(key)}
