@@ -107,7 +107,11 @@ def _compared(
         raise DataError(f"the judge could score {len(known)} of {len(turns)} prompts, and at least 2 are needed")
     first, second = scores[0, known], scores[1, known]
     longer_by = length_differences(*([of_model[row] for row in known] for of_model in replies))
-    asked = [str([(turn.role, turn.content) for turn in turns[row]]) for row in known]
+    numbers: dict[str, int] = {}  # equal prompts are one question
+    asked = []
+    for row in known:
+        prompt = repr([(turn.role, turn.content) for turn in turns[row]])
+        asked.append(numbers.setdefault(prompt, len(numbers)))
     margin = tie_margin_of(judge, TIE_SHARE, second.tolist())
     metrics = compare(first, second, margin, seed=seed, length_difference=longer_by, clusters=asked)
     metrics |= {

@@ -19,7 +19,7 @@ Reward = Callable[..., list[Any]]
 ALARMED = rlhf.HealthConfig(
     rules={
         "kl_over_budget": RuleChange(action="pause", threshold=-1e9, window=1, after=2),
-        "repetition_rising": RuleChange(action="pause", threshold=-1e9, window=1, after=4),
+        "kl_negative": RuleChange(threshold=1e9, window=1, after=4),
     }
 )
 
@@ -120,7 +120,7 @@ def test_the_other_trainings_keep_model_and_history(llama: LanguageModel, monkey
 def test_a_pause_names_every_rule_that_fired_and_drift_last(llama: LanguageModel) -> None:
     rules = {name: change.model_copy(update={"after": 4}) for name, change in ALARMED.rules.items()}
     config = settings(health=rlhf.HealthConfig(rules=rules))
-    with pytest.raises(rlhf.TrainingPaused, match=r"paused by 2 rules: .*repetition_rising at .*kl_over_budget at "):
+    with pytest.raises(rlhf.TrainingPaused, match=r"paused by 2 rules: .*kl_negative at .*kl_over_budget at "):
         rlhf.train_ppo(*llama, QUESTIONS, by_length, config=config)
 
 
