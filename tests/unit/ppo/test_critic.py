@@ -24,6 +24,7 @@ from unit.ppo.tiny import Tiny, accumulate_gradients, collect, make_config, make
 from rlhf_core.config.loading import check_params
 from rlhf_core.config.policy import CriticConfig
 from rlhf_core.config.ppo import AdvantageConfig, PpoConfig, RolloutConfig
+from rlhf_core.config.rates import with_chosen_rates
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.heads import ActorCritic, ScalarModel
 from rlhf_core.ppo.actor_critic import ActorCriticPair
@@ -139,7 +140,7 @@ def test_settings_that_do_not_fit_are_refused(case: str) -> None:
 
 
 def test_defaults_of_the_critic_may_be_spelled_out() -> None:
-    spelled = {"value_clip": 0.2, "critic_optimizer": {"lr": 1e-3, "schedule": "constant", "warmup": 0.0}}
+    spelled = {"value_clip": 0.2, "critic_optimizer": {"schedule": "constant", "warmup": 0.0}}
     assert PpoConfig.model_validate(RLOO | spelled).advantage.critic_free
     assert PpoConfig.model_validate(RLOO | {"value_clip": None, "critic_optimizer": None}).advantage.critic_free
     assert not PpoConfig(replies_per_prompt=4).advantage.critic_free
@@ -164,7 +165,8 @@ def test_groups_that_are_rewarded_alike_are_a_finding() -> None:
 
 
 def make(tiny: Tiny, work: Path, **changes: object) -> CriticTrainer:
-    config = CriticConfig.model_validate({"max_rollouts": 6, "batch_size": 8, "checkpoint": {"every": 2}} | changes)
+    given = CriticConfig.model_validate({"max_rollouts": 6, "batch_size": 8, "checkpoint": {"every": 2}} | changes)
+    config = with_chosen_rates(given, new=True)
     engines = {"critic": LocalEngine(tiny.critic, config.optimizer, 24, "critic")}
     pair = ActorCriticPair(tiny.policy, tiny.critic, engines, tiny.sampling)
     rollout, prompts = RolloutConfig(max_new_tokens=7), TrainingPrompts([], tiny.prompts)

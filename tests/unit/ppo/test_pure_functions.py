@@ -198,7 +198,7 @@ RATIO: dict[str, object] = {"importance_sampling_correction": {"mode": "ratio"}}
         ({"batch_size": 63}, "multiple"),
         ({"min_new_tokens": 64}, "below"),
         ({"gradient_norm": "joint", "critic_optimizer": {"lr": 1e-3, "max_grad_norm": None}}, "same max_grad_norm"),
-        ({"policy_optimizer": {"lr": 1e-3, "warmup": 0.1}}, "twice"),
+        ({"policy_optimizer": {"lr": 1e-3, "warmup": 0.1}, "warmup_iterations": 5}, "twice"),
         ({"importance_sampling_correction": {"cap": 0.5}}, "greater than or equal to 1"),
         ({"importance_sampling_correction": {"mode": "never", "cap": 3.0}}, "mode is never"),
         ({"importance_sampling_correction": {"mode": "ratio", "cap": 3.0}}, "mode is ratio"),
