@@ -128,10 +128,14 @@ def test_policies_are_compared_by_a_function_and_by_a_model(llama: LanguageModel
         [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs],
         config=rlhf.SftConfig(steps=60, batch_size=4, max_tokens=64),
     )
-    shorter = rlhf.compare_policies(
-        other.model, model, tokenizer, QUESTIONS, lambda prompts, replies: [-float(len(reply)) for reply in replies]
-    )
-    assert shorter.metrics["win_rate_low95"] > 0.5
+
+    def short(prompts: Any, replies: list[str]) -> list[float]:
+        return [-float(len(reply)) for reply in replies]
+
+    one = rlhf.compare_policies(other.model, model, tokenizer, QUESTIONS, short).metrics
+    swapped = rlhf.compare_policies(model, other.model, tokenizer, QUESTIONS, short).metrics
+    assert one["win_rate"] + swapped["win_rate"] == pytest.approx(1.0)
+    assert one["mean_difference"] == pytest.approx(-swapped["mean_difference"]) != 0
     judge = rlhf.ScalarModel.from_causal_lm(model, 5)
     judge.save(tmp_path / "judge", tokenizer)
     by_model = rlhf.compare_policies(other.model, model, tokenizer, QUESTIONS, judge)

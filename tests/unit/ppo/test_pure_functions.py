@@ -190,7 +190,7 @@ RATIO: dict[str, object] = {"importance_sampling_correction": {"mode": "ratio"}}
         ({"entropy": {"weight": 0.1}}, "weight is set but entropy kind is off"),
         ({"entropy": {"kind": "bonus", "weight": 0.1, "target": 1.0}}, "a bonus has none"),
         ({"entropy": {"kind": "target", "weight": 0.1}}, "target above 0"),
-        ({"iterations": 4}, "never reach its peak"),
+        ({"iterations": 4, "warmup_iterations": 5}, "never reach its peak"),
         ({"critic_mode": "shared", "critic_optimizer": {"lr": 2e-3}}, "policy_optimizer trains the one model"),
         ({"critic_optimizer": None}, "critic of its own needs one"),
         ({"critic_mode": "shared", "policy_init": "base"}, "put on another model's"),
@@ -354,7 +354,7 @@ def test_moments_survive_json() -> None:
     moments = RunningMeanStd()
     moments.update(t(0.1, 0.7, -2.0))
     assert RunningMeanStd.from_dict(moments.to_dict()) == moments
-    with pytest.raises(DataError, match="critic stage"):
+    with pytest.raises(DataError, match="pre-train the critic"):
         RunningMeanStd.from_dict({"count": 1})
 
 
