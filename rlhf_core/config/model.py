@@ -31,7 +31,7 @@ class OptimizerConfig(Strict):
     """AdamW and its learning-rate schedule.
 
     Attributes:
-        lr: Peak learning rate.
+        lr: Peak learning rate; null: one that suits the model, whether new or pretrained, or adapters.
         betas: AdamW's decay rates of both moments.
         eps: AdamW's epsilon.
         weight_decay: AdamW's; norms and biases never decay.
@@ -42,7 +42,7 @@ class OptimizerConfig(Strict):
             (C.2). Shows in: policy_grad_norm, critic_grad_norm.
     """
 
-    lr: PositiveFloat
+    lr: PositiveFloat | None = None
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
     eps: PositiveFloat = 1e-8
     weight_decay: float = Field(default=0.0, ge=0)
@@ -50,6 +50,12 @@ class OptimizerConfig(Strict):
     warmup: float = Field(default=0.05, ge=0, le=1)
     final_ratio: float = Field(default=0.1, ge=0, le=1)
     max_grad_norm: PositiveFloat | None = 1.0
+
+    @property
+    def peak(self) -> float:
+        """The peak learning rate, once it is chosen where the settings leave it open."""
+        assert self.lr is not None
+        return self.lr
 
 
 class CheckpointConfig(Strict):

@@ -269,7 +269,7 @@ class ActorCritic(nn.Module):
         width = policy.get_input_embeddings().get_parameter("weight").shape[1]
         if not isinstance(head, nn.Linear) or head.in_features != width:
             raise ModelError(
-                f"the critic's value head does not fit the policy's {width} hidden units; run the critic stage again"
+                f"the critic's value head does not fit the policy's {width} hidden units; pre-train the critic again"
             )
         return cls(policy, head.to(policy.device, policy.dtype))
 

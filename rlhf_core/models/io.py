@@ -42,7 +42,7 @@ GENERATION_CONFIG = "generation_config.json"
 JSON_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors.index.json")
 NO_BACKEND = "backend tokenizer"  # of what transformers says where it has nothing to make a tokenizer of
 OWN_CODE = "custom code"  # as transformers says it
-REPAIR = "run the stage that writes it again, or point to a complete Hugging Face folder"
+REPAIR = "make it again, or point to a complete Hugging Face folder"
 
 FROM_HUB = "is it spelt right, and is the hub reachable? HF_HUB_OFFLINE=1 uses a copy in the cache"
 

@@ -76,6 +76,7 @@ def run_reward_stage(
         config=config,
         context=context,
         name=name,
+        allow_high_learning_rates=True,  # params.yaml was checked as a whole
     )
     trained.save(outputs.model)
     atomic_write_lines(outputs.history, trained.history)

@@ -350,6 +350,29 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+class FileHashes:
+    """Hashes of files' contents, remembered in a JSON file by size, times and inode, so that each is read once."""
+
+    def __init__(self, memory: Path) -> None:
+        self.memory = memory
+        self.known: dict[str, list[Any]] = read_json(memory) if memory.exists() else {}
+        self.fresh: dict[str, list[Any]] = {}
+
+    def of(self, file: Path) -> str:
+        """Hex digest of a file's content; ``FileNotFoundError`` where there is none."""
+        status = file.stat()
+        mark = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        old = self.known.get(str(file))
+        self.fresh[str(file)] = old if old and old[:-1] == mark else [*mark, sha256_file(file)]
+        return str(self.fresh[str(file)][-1])
+
+    def save(self) -> None:
+        """Remember the hashes that were asked for, and no others."""
+        if self.fresh != self.known:
+            atomic_write_text(self.memory, json.dumps(self.fresh, indent=1))
+            self.known = self.fresh
+
+
 def sha256_tree(path: Path) -> str:
     """Hex digest of a file, or of a folder's relative file names and contents in sorted order."""
     path = Path(path)

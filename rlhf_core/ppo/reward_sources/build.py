@@ -30,11 +30,11 @@ from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.models.foreign import require_openable
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import is_local
+from rlhf_core.ppo.reward_sources.functions import FunctionReward, PythonFunction
 from rlhf_core.ppo.reward_sources.source import (
     SIGNATURE,
     HttpScorer,
     PromptReader,
-    PythonFunction,
     RankShared,
     Replies,
     RewardFn,
@@ -130,7 +130,8 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
         from rlhf_core.runtime.user_function import load_function
 
         function = load_function(source.target, context.workspace, who, SIGNATURE)
-        return RankShared(PythonFunction(function, f"{who} ({source.target})"))
+        called = FunctionReward(function, source.call, source.timeout_seconds)
+        return RankShared(PythonFunction(called, f"{who} ({source.target})", list(context.prompts.columns)))
     assert isinstance(source, HttpSource)
     return RankShared(HttpScorer(source, f"{who} ({source.url})"))
 

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from rlhf_core.config.base import is_pretrained
 from rlhf_core.config.loading import Params, load_params, load_section
 from rlhf_core.config.model import StageConfig
 from rlhf_core.config.operations import LaunchConfig, Trained
 from rlhf_core.config.policy import Method
 from rlhf_core.config.problems import nearest
+from rlhf_core.config.rates import with_chosen_rates
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.errors import ConfigError, DataError, RlhfError, first_line, is_full_disk, is_out_of_memory
 from rlhf_core.fingerprint.stages import remembered_fingerprints, stage_definition
@@ -132,6 +134,7 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
     limit_threads(params.compute, params.flow.parallel)
     stage = load_stage(name, params.policy.method)
     config = load_section(workspace, stage.section, stage.config, stage.beside)
+    config = with_chosen_rates(config, new=not is_pretrained(params.base.source))
     if REWARD_SOURCES_FILE in stage.inputs.values() and launcher.rank() == 0:
         # What was edited since DVC last looked must not go on from partial state of before.
         write_tracked_files(workspace, params.ppo.reward.sources)
@@ -170,7 +173,9 @@ def _run_on_rank_zero(run: _StageRun) -> dict[str, Any]:
         stage_tracker(stage.name, workspace, tracking.experiment) as mlflow_run,
         with_loggers(mlflow_run, tracking.loggers, stage.name, workspace) as tracker,
     ):
-        context = RunContext(work, tracker, run.preemption, store, run.launch, workspace, workspace / TOKENS)
+        context = RunContext(
+            work, tracker, run.preemption, store, run.launch, workspace, workspace / TOKENS, named_by_content=True
+        )
         tracker.log_params(named_parameters(stage, run.config))
         metrics = dict(stage.run(run.config, run.inputs, outputs, context))
         _record(metrics, outputs, tracker)
@@ -214,8 +219,9 @@ def _run_on_other_rank(run: _StageRun) -> dict[str, Any]:
     with scratch_folder(f"rlhf-{stage.name}-") as scratch:
         outputs, work = _outputs(stage, scratch), scratch / "work"
         context = RunContext(
-            work, preemption=run.preemption, launch=run.launch, folder=run.workspace, tokens=run.workspace / TOKENS
-        )
+            work, preemption=run.preemption, launch=run.launch, folder=run.workspace, tokens=run.workspace / TOKENS,
+            named_by_content=True,
+        )  # fmt: skip
         try:
             return dict(stage.run(run.config, run.inputs, outputs, context))
         except NonzeroRankReleased:

@@ -323,7 +323,7 @@ def _unwritten(directory: Path, step: int, reason: str) -> str:
     return (
         f"the checkpoint of step {step} could not be written to {directory}: "
         f"{'no space left on the device' if full else reason}; "
-        f"{'make room' if full else 'resolve that'} and run the stage again: it {where}"
+        f"{'make room' if full else 'resolve that'} and run again: it {where}"
     )
 
 
