@@ -6,6 +6,11 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 VOCABULARY = 64
+# Kinds whose experts are one parameter a layer.
+EXPERTS = (
+    "mixtral", "qwen3_moe", "gpt_oss", "olmoe", "phimoe", "granitemoe", "llama4_text", "minimax_m2", "qwen2_moe",
+    "glm4_moe", "deepseek_v3", "qwen3_next", "ernie4_5_moe", "hunyuan_v1_moe", "dots1", "afmoe", "exaone_moe",
+)  # fmt: skip
 # What configurations call their sizes; each takes those that it knows.
 SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "lru_width"), 32),
@@ -27,11 +32,27 @@ SIZES = {
 }
 
 
+# What else single kinds need.
+SETTINGS: dict[str, dict[str, object]] = {
+    "recurrent_gemma": {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"]},
+    "mamba2": {"head_dim": 16, "n_groups": 1},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "falcon_h1": {"mamba_d_ssm": 64},
+}
+LATENT_ATTENTION = {
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim"), 8),
+    "num_key_value_heads": 4,
+}
+
+
 def tiny_config(name: str, **settings: object) -> PretrainedConfig:
     """The text configuration of architecture ``name``, at least one layer of each kind that it has."""
     default = CONFIG_MAPPING[name]().get_text_config()
     known = {*vars(default), *default.attribute_map}
     taken = {key: value for key, value in SIZES.items() if key in known}
+    if "kv_lora_rank" in known:  # multi-head latent attention
+        taken |= LATENT_ATTENTION
     if kinds := list(dict.fromkeys(vars(default).get("layer_types") or ())):
         taken["layer_types"] = kinds if len(kinds) > 1 else kinds * 2
         taken["num_hidden_layers"] = len(taken["layer_types"])

@@ -17,7 +17,6 @@ from rlhf_core.api.inputs import (
     checked_tokenizer,
     encode_prompts,
     evaluating,
-    require_loadable,
     require_type,
     reward_fn_of,
     run_context,
@@ -30,7 +29,9 @@ from rlhf_core.data.schema import Prompt
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.adapters import merge_adapters
 from rlhf_core.models.causal_lm import load_policy
+from rlhf_core.models.given import require_plain
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.precision import plain_arithmetic
 from rlhf_core.models.shared_base import SETTINGS, TENSORS, Adapters, adapters_of
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.critic_pretraining import CriticTrainer
@@ -79,6 +80,7 @@ class TrainedCritic:
         self.model.save(Path(path), self.tokenizer, files, tensors)
 
 
+@plain_arithmetic()
 def train_critic(
     policy: PreTrainedModel | Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -118,8 +120,9 @@ def train_critic(
     score = reward.model if isinstance(reward, TrainedRewardModel) else reward
     start = init.model if isinstance(init, TrainedRewardModel) else init
     config = config or CriticConfig(optimizer=OptimizerConfig(lr=DEFAULT_LR, schedule="constant", warmup=0.0))
-    require_loadable(policy, "policy")
-    require_loadable(start, "init")
+    require_plain(policy, "policy")
+    require_plain(start, "init")
+    require_plain(score if isinstance(score, nn.Module) else None, "reward")
     seed_everything(config.seed)
     tokenizer = checked_tokenizer(tokenizer, policy)
     encoded = encode_prompts(prompts, tokenizer, policy, rollout.max_new_tokens)

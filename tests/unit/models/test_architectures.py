@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import VOCABULARY, tiny_causal_lm
+from architectures import SETTINGS, VOCABULARY, tiny_causal_lm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Gemma2Config, LlamaConfig
 from transformers import PretrainedConfig as Config
 
@@ -26,12 +26,6 @@ OWN = ("gemma2", "cohere", "modernbert-decoder", "bert", "electra", "nanochat", 
 RECURRENT = ("lfm2", "qwen3_next", "qwen3_5_text", "mamba2", "jamba", "falcon_h1", "olmo_hybrid")
 OTHERS = ("llama4_text", "gemma2", "modernbert-decoder", "opt", "bloom", "mpt", "gemma3_text", "gpt_oss")
 REFUSED = ("minimax", "rwkv", "mamba", "falcon_mamba", "recurrent_gemma", "roberta", "openai-gpt", "mbart", "xlm")
-SETTINGS: dict[str, dict[str, object]] = {
-    "recurrent_gemma": {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"]},
-    "mamba2": {"head_dim": 16, "n_groups": 1},
-    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "falcon_h1": {"mamba_d_ssm": 64},
-}
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *OWN])
