@@ -6,10 +6,15 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 VOCABULARY = 64
-# Kinds whose experts are one parameter a layer.
+# Kinds whose experts are one parameter a layer, or one for each of its layers' two.
 EXPERTS = (
-    "mixtral", "qwen3_moe", "gpt_oss", "olmoe", "phimoe", "granitemoe", "llama4_text", "minimax_m2", "qwen2_moe",
-    "glm4_moe", "deepseek_v3", "qwen3_next", "ernie4_5_moe", "hunyuan_v1_moe", "dots1", "afmoe", "exaone_moe",
+    "afmoe", "aria_text", "axk1", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3",
+    "deepseek_v4", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite",
+    "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4",
+    "inkling_text", "jetmoe", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "llama4_text",
+    "longcat_flash", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text",
+    "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
+    "qwen3_next", "solar_open",
 )  # fmt: skip
 # What configurations call their sizes; each takes those that it knows.
 SIZES = {
@@ -24,7 +29,7 @@ SIZES = {
     **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "linear_num_key_heads", "n_group"), 2),
     **dict.fromkeys(("linear_num_value_heads", "conv_kernel", "mamba_n_heads", "rotary_dim"), 4),
     **dict.fromkeys(("shared_expert_intermediate_size", "attention_hidden_size"), 32),
-    **dict.fromkeys(("mamba_n_groups", "first_k_dense_replace", "bos_token_id"), 1),
+    **dict.fromkeys(("mamba_n_groups", "first_k_dense_replace", "bos_token_id", "topk_group"), 1),
     "vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
     "pad_token_id": 0,
@@ -38,6 +43,10 @@ SETTINGS: dict[str, dict[str, object]] = {
     "mamba2": {"head_dim": 16, "n_groups": 1},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "falcon_h1": {"mamba_d_ssm": 64},
+    "dots1": {"n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "zaya": {"num_experts_per_tok": 1},
 }
 LATENT_ATTENTION = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),

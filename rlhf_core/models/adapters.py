@@ -315,9 +315,10 @@ def _inject(model: PreTrainedModel, weights: AdaptedWeights, config: LoraConfig,
         target_parameters=list(weights.experts) or None,
         lora_dropout=0.0,
     )
+    described: Any = model
+    described.peft_config = {"default": _peft_config(model, weights, config)}
     with quiet():
         peft.inject_adapter_in_model(named, parts, low_cpu_mem_usage=empty)
-    model.peft_config = {"default": _peft_config(model, weights, config)}
 
 
 def _peft_config(model: PreTrainedModel, weights: AdaptedWeights, config: LoraConfig) -> Any:
@@ -326,8 +327,13 @@ def _peft_config(model: PreTrainedModel, weights: AdaptedWeights, config: LoraCo
 
     depth = model.config.get_text_config().num_hidden_layers
     upper = list(range(depth - config.upper_layers, depth)) if config.upper_layers is not None else None
-    last_names = sorted({name.rpartition(".")[2] for name in weights.linear})
-    settings: dict[str, Any] = {"target_modules": last_names, "layers_to_transform": upper}
+    last_names = {name.rpartition(".")[2] for name in weights.linear}
+    settings: dict[str, Any] = {"target_modules": sorted(last_names), "layers_to_transform": upper}
+    for name, module in model.named_modules():
+        meant = upper is None or _layer_index(name) in upper
+        if is_linear(module) and meant and name not in weights.linear and name.rpartition(".")[2] in last_names:
+            settings = {"target_modules": list(weights.linear)}  # one that is not adapted has the same last name
+            break
     if weights.experts:
         taken = [name for name in weights.linear if name.rpartition(".")[2] in TAKEN_FOR_EXPERTS]
         settings = {

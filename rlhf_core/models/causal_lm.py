@@ -29,7 +29,7 @@ from rlhf_core.data.chat_template import STOP_TOKENS
 from rlhf_core.data.encoding import stop_token_ids
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.adapters import ADAPTER_FOLDER, ADAPTER_WEIGHTS, PeftAdapter
-from rlhf_core.models.forward import embedding_weight, name_outputs, probe_ids, router_loss_weight
+from rlhf_core.models.forward import embedding_weight, first_position, name_outputs, probe_ids, router_loss_weight
 from rlhf_core.models.io import ADAPTER_CONFIG, load_model, reading, require_room_for, require_same, save_folder
 from rlhf_core.models.precision import float32_unembedding, use_float32_unembedding, weights_precision
 
@@ -232,8 +232,10 @@ def fitting_length(max_tokens: int, source: Path | PreTrainedModel) -> int:
 
 def positions_of(config: PretrainedConfig) -> int | None:
     """The most tokens that a model takes in one sequence; None where its configuration names no such number."""
-    named = (getattr(config.get_text_config(), name, None) for name in ("max_position_embeddings", "max_seq_len"))
-    return next((int(positions) for positions in named if isinstance(positions, int)), None)
+    text = config.get_text_config()
+    named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    positions = next((int(number) for number in named if isinstance(number, int)), None)
+    return None if positions is None else positions - first_position(text)
 
 
 def load_policy(

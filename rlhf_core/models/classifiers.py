@@ -39,14 +39,14 @@ _LANGUAGE_MODELS: Any = AutoModelForCausalLM._model_mapping
 _BACKBONES: Any = AutoModel._model_mapping
 
 
-class AutoScalarModel(AutoModelForSequenceClassification):  # type: ignore[misc]
+class AutoScalarModel(AutoModelForSequenceClassification):
     """``AutoModelForSequenceClassification`` for every kind of language model."""
 
     _model_mapping: Any = _Classifiers()
 
 
 @cache
-def _with_own_head(language_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def _with_own_head(language_model: type[PreTrainedModel]) -> Any:
     """The classifier of a kind of language model: the kind's own parent, with the head that other decoders have."""
     parents = (each for each in language_model.__mro__[1:] if issubclass(each, PreTrainedModel))
     parent: type[PreTrainedModel] = next(parents)

@@ -118,7 +118,19 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     base: PreTrainedModel = model.base_model
     if base is not model or model.get_output_embeddings() is None:
         return base
-    return next((part for part in model.children() if isinstance(part, PreTrainedModel)), base)
+    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
+    return parts[0] if parts else base
+
+
+# Kinds that count positions from behind the padding token's id.
+COUNTED_FROM_PADDING = frozenset(
+    ("roberta", "roberta-prelayernorm", "camembert", "xlm-roberta", "xlm-roberta-xl", "xmod", "data2vec-text")
+)
+
+
+def first_position(config: PretrainedConfig) -> int:
+    """The position of a text's first token: 0, but in RoBERTa and its kind."""
+    return (config.pad_token_id or 0) + 1 if config.model_type in COUNTED_FROM_PADDING else 0
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
@@ -238,6 +250,8 @@ def arguments_of(model: nn.Module, **given: Any) -> dict[str, Any]:
     for name in UNREAD_OUTPUTS:
         if getattr(config, name, False):
             given.setdefault(name, False)
+    if config is not None and given.get("position_ids") is not None and first_position(config):
+        given["position_ids"] = given["position_ids"] + first_position(config)
     return given if taken is None else {name: value for name, value in given.items() if name in taken}
 
 
@@ -292,12 +306,16 @@ def _logits_and_router_loss(model: PreTrainedModel, input_ids: Tensor, attention
 
     plain = has_plain_head(model)
     hook = backbone_of(model).register_forward_hook(keep_states)
-    given = {"attention_mask": attention_mask, "position_ids": position_ids_from_mask(attention_mask)}
-    # Of a plain head the logits are made later, of the states.
-    keep = 1 if plain else input_ids.shape[1]
-    given |= {"logits_to_keep": keep, "output_router_logits": True}
+    given: dict[str, Any] = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids_from_mask(attention_mask),
+        "output_router_logits": True,
+        # Of a plain head the logits are made later, of the states.
+        "logits_to_keep": 1 if plain else input_ids.shape[1],
+    }
     try:
-        output = model(**arguments_of(model, input_ids=input_ids, **given))
+        output = model(**arguments_of(model, **given))
     finally:
         hook.remove()
     made = unembedded(model, states[0]) if plain else LazyLogits(output.logits, nn.Identity(), output.logits.shape[-1])

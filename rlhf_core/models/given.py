@@ -10,8 +10,7 @@ import copy
 from pathlib import Path
 
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.causal_lm import require_decoder_only, require_replies
@@ -65,7 +64,7 @@ def _require_language_model(model: PreTrainedModel, name: str) -> None:
     described = copy.copy(model.config)
     described.architectures = [kind]
     require_replies(described, name)
-    if model.config.model_type in CONFIG_MAPPING_NAMES:
+    if model.config.model_type in CONFIG_MAPPING:
         require_decoder_only(described, name)
     if model.base_model is model and model.get_output_embeddings() is None:
         raise ModelError(f"{name} is a {kind}, a model without a head that gives tokens; load it as a causal LM")

@@ -11,7 +11,8 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForSequenceClassification, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoModelForSequenceClassification, LlamaForCausalLM, PreTrainedTokenizerBase
+from unit.api.conftest import LanguageModel
 
 from rlhf_core import SftConfig, train_ppo, train_reward_model, train_sft
 from rlhf_core.config.model import OptimizerConfig
@@ -22,6 +23,18 @@ ROWS = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(
 PAIRS = [{"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": "No."} for n in range(4)]
 LORA = peft.LoraConfig(r=2, target_modules=["q_proj"])
 CONFIG = SftConfig(steps=2, batch_size=2, max_tokens=32, optimizer=OptimizerConfig(lr=1e-3))
+
+
+@pytest.fixture
+def model(llama: LanguageModel) -> LlamaForCausalLM:
+    given = llama[0]
+    assert isinstance(given, LlamaForCausalLM)
+    return given
+
+
+@pytest.fixture
+def tokenizer(llama: LanguageModel) -> PreTrainedTokenizerBase:
+    return llama[1]
 
 
 def with_adapters(model: LlamaForCausalLM) -> LlamaForCausalLM:
@@ -74,7 +87,7 @@ def test_what_cannot_be_trained_is_refused_by_name(name: str, model: LlamaForCau
 
 
 def test_each_function_refuses_them_before_it_trains(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     adapted: Any = with_adapters(copy.deepcopy(model))
     for call in (
@@ -86,7 +99,7 @@ def test_each_function_refuses_them_before_it_trains(
             call()
 
 
-def test_a_merged_model_is_trained(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_merged_model_is_trained(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     plain: Any = peft.get_peft_model(copy.deepcopy(model), LORA).merge_and_unload()
     assert not any(weight.requires_grad for weight in plain.parameters())
     trained = train_sft(plain, tokenizer, ROWS, config=CONFIG)
@@ -96,7 +109,7 @@ def test_a_merged_model_is_trained(model: LlamaForCausalLM, tokenizer: PreTraine
 
 
 def test_what_is_frozen_stays_and_is_said(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = copy.deepcopy(model)
     given.get_input_embeddings().weight.requires_grad_(False)
@@ -108,7 +121,7 @@ def test_what_is_frozen_stays_and_is_said(
     assert not torch.equal(before, after)
 
 
-def test_modes_of_torch_around_change_nothing(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_modes_of_torch_around_change_nothing(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     """Autocast would keep the first step's cast weights, so that later steps and the measurement read stale ones."""
     plain = train_sft(model, tokenizer, ROWS, config=CONFIG)
     around = (torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad(), torch.inference_mode())
@@ -121,7 +134,7 @@ def test_modes_of_torch_around_change_nothing(model: LlamaForCausalLM, tokenizer
         }
 
 
-def test_flags_of_config_json_change_nothing(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_flags_of_config_json_change_nothing(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     flagged = copy.deepcopy(model)
     flagged.config.return_dict = False
     flagged.config.output_hidden_states = True
