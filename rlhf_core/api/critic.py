@@ -37,6 +37,7 @@ from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.critic_pretraining import CriticTrainer
 from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import TrainingPrompts
+from rlhf_core.sampling.agreement import require_replies_as_scored
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.sampling.vllm import opened_sampler
@@ -133,6 +134,7 @@ def train_critic(
             frozen_policy = load_policy(policy, device=None if whole else frozen.loading)[0].requires_grad_(False)
             frozen_policy = frozen_policy if whole else frozen.place(frozen_policy)
         else:
+            require_replies_as_scored(policy, "policy")
             frozen_policy = policy
         critic = initial_critic(policy, start, config, rollout, device_before(run.launch, config.lora))
         reward_fn = reward_fn_of(score, rollout, encoded, tokenizer, frozen, run)

@@ -61,6 +61,7 @@ from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.selection import CheckpointChoice, CheckpointSelector
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner, PtxData, PtxText, ptx_texts
+from rlhf_core.sampling.agreement import require_replies_as_scored
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.sampler import Sampler
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
@@ -192,6 +193,8 @@ def train_ppo(
     inputs.require_consistent()
     seed_everything(config.seed)
     with evaluating(model, inputs.reward, inputs.referee), run_context(context, "train_ppo", *inputs.identity()) as run:
+        if not isinstance(model, Path):  # that of a folder was asked when it became one
+            require_replies_as_scored(model, "model")
         with opened_sampler(config.sampler, run.work, run.folder) as sampler:
             trainer = assemble(inputs, run, sampler)
             trainer.run()

@@ -141,6 +141,8 @@ MISSING_LORA = "lora is set, but peft is not installed: pip install 'rlhf-pipeli
 # Last names of linear layers that PEFT takes for those of experts in kinds that have experts (PEFT 0.21,
 # ``_MOE_TARGET_MODULE_MAPPING``): named as modules, dense layers and shared experts would get no adapter.
 TAKEN_FOR_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+# Layers of Mamba's mixers whose weights kernels, and some forwards without kernels, take without what is around them.
+BYPASSED = frozenset({"x_proj", "dt_proj", "out_proj"})
 SHOWN_KINDS = 6
 
 
@@ -238,9 +240,8 @@ def _adaptable(
 ) -> Literal["linear", "experts"] | None:
     """What kind of adapter a matrix may have."""
     if is_linear(module):
-        # Kernels of Mamba's mixers take the weight of their last layer, and pass over what is around it.
-        bypassed = hasattr(parent, "A_log") and hasattr(parent, "D") and path.endswith(".out_proj")
-        return None if bypassed else "linear"
+        is_bypassed = hasattr(parent, "A_log") and hasattr(parent, "D") and path.rpartition(".")[2] in BYPASSED
+        return None if is_bypassed else "linear"
     is_stack = weight is not None and weight.dim() == 3 and "experts" in type(module).__name__.lower()
     return "experts" if is_stack else None
 
