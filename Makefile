@@ -85,9 +85,9 @@ test-all: setup-dev $(VENV)/models $(VENV)/gemma
 test-servers: setup-dev
 	$(BIN)/python -m pytest -m servers -rs tests/servers
 
-# A tiny model of every kind that transformers has, compared with tests/architectures.csv; WRITE=1 writes that file.
+# A tiny model of every kind that transformers has, compared with tests/support/architectures.csv; WRITE=1 writes that file.
 sweep: setup-dev
-	PYTHONPATH=.:tests $(BIN)/python tests/architecture_sweep.py
+	PYTHONPATH=. $(BIN)/python tests/support/architecture_sweep.py
 
 # The unit tests with the oldest versions that pyproject.toml allows. PyTorch stays the lock's.
 test-lowest:

@@ -1,7 +1,7 @@
 """Every causal language model of the installed transformers, made tiny, through what training does with it.
 
-``make sweep`` compares the results with ``tests/architectures.csv`` and fails where they differ; with ``WRITE=1`` it
-writes them there. It takes minutes, and is meant for the night and for a new version of transformers.
+``make sweep`` compares the results with ``tests/support/architectures.csv`` and fails where they differ; with
+``WRITE=1`` it writes them there. It takes minutes, and is meant for the night and for a new version of transformers.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main() -> int:
         expected = {row["kind"]: row for row in csv.DictReader(file)}
     differing = [row for row in rows if expected.get(row["kind"]) != row]
     for row in differing:
-        print(f"{row['kind']} is {row}, but tests/architectures.csv says {expected.get(row['kind'])}")
+        print(f"{row['kind']} is {row}, but tests/support/architectures.csv says {expected.get(row['kind'])}")
     return 1 if differing else 0
 
 
