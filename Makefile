@@ -17,7 +17,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export GX_ANALYTICS_ENABLED := false
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-.PHONY: setup setup-dev run alternatives test test-all test-servers sweep test-lowest coverage lint docs bench gpu-acceptance clean
+.PHONY: setup setup-dev run alternatives test test-all test-servers test-lowest coverage lint docs bench gpu-acceptance clean
 
 setup: $(STAMP)
 
@@ -84,10 +84,6 @@ test-all: setup-dev $(VENV)/models $(VENV)/gemma
 # With real servers on loopback (tests/servers/up.sh); those that are not installed are skipped and named.
 test-servers: setup-dev
 	$(BIN)/python -m pytest -m servers -rs tests/servers
-
-# A tiny model of every kind that transformers has, compared with tests/support/architectures.csv; WRITE=1 writes that file.
-sweep: setup-dev
-	PYTHONPATH=. $(BIN)/python tests/support/architecture_sweep.py
 
 # The unit tests with the oldest versions that pyproject.toml allows. PyTorch stays the lock's.
 test-lowest:
