@@ -17,7 +17,6 @@ from rlhf_core.api.inputs import (
     columns_of,
     evaluating,
     records_of,
-    require_loadable,
     rows_of,
 )
 from rlhf_core.api.reward_model import TrainedRewardModel
@@ -28,6 +27,7 @@ from rlhf_core.evaluation.comparisons.comparison import compare, length_differen
 from rlhf_core.evaluation.judges.model import Judge, ModelJudge
 from rlhf_core.evaluation.replies import Reply, evaluation_replies
 from rlhf_core.models.causal_lm import load_policy
+from rlhf_core.models.given import require_plain
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.reward_sources.functions import FunctionReward, PythonFunction
 from rlhf_core.ppo.reward_sources.source import checked_scores
@@ -82,8 +82,8 @@ def compare_policies(
         ConfigError: The judge is none.
         DataError: A prompt leaves no room for a reply, or the judge could score too little.
     """
-    require_loadable(candidate, "candidate")
-    require_loadable(baseline, "baseline")
+    require_plain(candidate, "candidate")
+    require_plain(baseline, "baseline")
     tokenizer = checked_tokenizer(tokenizer, candidate)
     records = records_of(prompts, "prompts")
     turns = [row.prompt for row in rows_of(Prompt, records, "prompts")]

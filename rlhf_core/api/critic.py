@@ -17,7 +17,6 @@ from rlhf_core.api.inputs import (
     checked_tokenizer,
     encode_prompts,
     evaluating,
-    require_loadable,
     require_type,
     reward_fn_of,
     reward_inputs,
@@ -31,12 +30,15 @@ from rlhf_core.data.schema import Prompt
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.adapters import merge_adapters
 from rlhf_core.models.causal_lm import load_policy
+from rlhf_core.models.given import require_plain
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.precision import plain_arithmetic
 from rlhf_core.models.shared_base import SETTINGS, TENSORS, Adapters, adapters_of
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.critic_pretraining import CriticTrainer
 from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import TrainingPrompts
+from rlhf_core.sampling.agreement import require_replies_as_scored
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.sampling.vllm import opened_sampler
@@ -80,6 +82,7 @@ class TrainedCritic:
         self.model.save(Path(path), self.tokenizer, files, tensors)
 
 
+@plain_arithmetic()
 def train_critic(
     policy: PreTrainedModel | Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -121,8 +124,9 @@ def train_critic(
     require_type(config, CriticConfig, "config")
     score = reward.model if isinstance(reward, TrainedRewardModel) else reward
     start = init.model if isinstance(init, TrainedRewardModel) else init
-    require_loadable(policy, "policy")
-    require_loadable(start, "init")
+    require_plain(policy, "policy")
+    require_plain(start, "init")
+    require_plain(score if isinstance(score, nn.Module) else None, "reward")
     # A new head on a frozen backbone takes any rate.
     insisted = allow_high_learning_rates or rollout.critic_mode == "shared"
     config = with_safe_rates(config or CriticConfig(), policy, insisted)
@@ -137,6 +141,7 @@ def train_critic(
             frozen_policy = load_policy(policy, device=None if whole else frozen.loading)[0].requires_grad_(False)
             frozen_policy = frozen_policy if whole else frozen.place(frozen_policy)
         else:
+            require_replies_as_scored(policy, "policy")
             frozen_policy = policy
         critic = initial_critic(policy, start, config, rollout, device_before(run.launch, config.lora))
         reward_fn = reward_fn_of(score, rollout, encoded, tokenizer, frozen, run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.api.inputs import (
     checked_tokenizer,
     held_out,
-    require_loadable,
     require_type,
     run_context,
     with_safe_rates,
@@ -24,7 +22,9 @@ from rlhf_core.config.policy import DpoConfig
 from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Preference
 from rlhf_core.models.adapters import PeftAdapter
-from rlhf_core.models.causal_lm import fitting_length, load_policy, save_policy
+from rlhf_core.models.causal_lm import fitting_length, load_policy, own_copy, save_policy
+from rlhf_core.models.given import require_plain
+from rlhf_core.models.precision import plain_arithmetic
 from rlhf_core.training import dpo
 from rlhf_core.training.reward.run import Split, split_of
 from rlhf_core.training.rng import seed_everything
@@ -54,6 +54,7 @@ class DpoPolicy:
         save_policy(Path(path), self.model, self.tokenizer, adapter=self.adapter)
 
 
+@plain_arithmetic()
 def train_dpo(
     model: PreTrainedModel | Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -86,7 +87,7 @@ def train_dpo(
     """
     require_type(config, DpoConfig, "config")
     require_type(lora, LoraConfig, "lora")
-    require_loadable(model, "model")
+    require_plain(model, "model")
     tokenizer = checked_tokenizer(tokenizer, model)
     if isinstance(preferences, Split):
         assert isinstance(validation, Split) and config is not None
@@ -109,7 +110,7 @@ def train_dpo(
     }
     seed_everything(seed)
     with run_context(context, "train_dpo", inputs) as run:
-        own = load_policy(model)[0] if isinstance(model, Path) else copy.deepcopy(model)
+        own = load_policy(model)[0] if isinstance(model, Path) else own_copy(model)
         trained = dpo.train_dpo(own, pad_id(tokenizer), pairs, held, config, seed, run, lora)
     return DpoPolicy(trained.model, tokenizer, trained.metrics, trained.history, trained.adapter)
 

@@ -30,9 +30,8 @@ from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.fingerprint.tracked_files import model_folders
 from rlhf_core.models.causal_lm import fitting_length, with_stop_tokens
-from rlhf_core.models.computed_buffers import require_computed_buffers
 from rlhf_core.models.foreign import prepare_tokenizer
-from rlhf_core.models.forward import embedding_weight
+from rlhf_core.models.forward import embedding_weight, name_outputs
 from rlhf_core.models.fused_norms import fused_norms
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.openblas_linear import openblas_products
@@ -255,20 +254,6 @@ def _require_one_record_each(prompts: TrainingPrompts, read: Sequence[str]) -> N
                 )
 
 
-def require_loadable(model: PreTrainedModel | ScalarModel | Path | None, name: str) -> None:
-    """Refuse a model in memory that no folder could hold as it is, and what is neither a model nor a folder.
-
-    Raises:
-        ConfigError: ``model`` is something else, such as the name of a model.
-        ModelError: A saved copy of it would compute something else.
-    """
-    if not isinstance(model, nn.Module | Path | None):
-        raise ConfigError(f"{name} is a {type(model).__name__}; give a model, or its folder as a Path")
-    own = model.model if isinstance(model, ScalarModel) else model
-    if isinstance(own, PreTrainedModel):
-        require_computed_buffers(own, name)
-
-
 def checked_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer, or a copy with a plain chat template ("User: … Assistant: …") where it has none.
 
@@ -315,6 +300,8 @@ def evaluating(*models: object) -> Iterator[None]:
             stack.enter_context(openblas_products(model))
             stack.enter_context(fused_norms(model))
             if isinstance(model, PreTrainedModel):
+                stack.callback(setattr, model.config, "return_dict", getattr(model.config, "return_dict", True))
+                name_outputs(model)
                 stack.enter_context(float32_unembedding(model))
         yield
 

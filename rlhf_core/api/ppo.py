@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import ConcatDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,7 +20,6 @@ from rlhf_core.api.inputs import (
     encode_prompts,
     evaluating,
     records_of,
-    require_loadable,
     require_type,
     reward_fn_of,
     reward_folder,
@@ -47,9 +47,11 @@ from rlhf_core.models.adapters import (
     pack_linear_layers,
     peft_adapter,
 )
-from rlhf_core.models.causal_lm import load_policy, save_policy
+from rlhf_core.models.causal_lm import load_policy, own_copy, positions_of, save_policy, say_router_loss
+from rlhf_core.models.given import require_plain
 from rlhf_core.models.heads import ReplyScorer, ScalarModel
 from rlhf_core.models.io import load_weights
+from rlhf_core.models.precision import plain_arithmetic
 from rlhf_core.models.shared_base import SETTINGS, SharedBase
 from rlhf_core.ppo.actor_critic import build_actor_critic
 from rlhf_core.ppo.checkpoints import holds_best, load_best
@@ -60,6 +62,7 @@ from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.ppo.selection import CheckpointChoice, CheckpointSelector
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner, PtxData, PtxText, ptx_texts
+from rlhf_core.sampling.agreement import require_replies_as_scored
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.sampler import Sampler
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
@@ -112,6 +115,7 @@ class TrainedPolicy:
         save_policy(Path(path), self.model, self.tokenizer, adapter=self.adapter)
 
 
+@plain_arithmetic()
 def train_ppo(
     model: PreTrainedModel | Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -163,8 +167,8 @@ def train_ppo(
             ``trained``, like that of any error during training, is the policy until then with history and findings.
     """
     require_type(config, PpoConfig, "config")
-    require_loadable(model, "model")
-    require_loadable(base, "base")
+    require_plain(model, "model")
+    require_plain(base, "base")
     tokenizer = checked_tokenizer(tokenizer, model)
     tables = {
         Demonstration.KIND: token_table(demonstrations, Demonstration, tokenizer, "demonstrations"),
@@ -189,10 +193,16 @@ def train_ppo(
         judged,
         texts,
     )
+    for name in ("reward", "referee", "critic"):
+        scalar = getattr(inputs, name)
+        scalar = scalar.model if isinstance(scalar, TrainedCritic) else scalar
+        require_plain(scalar if isinstance(scalar, nn.Module) else None, name)
     inputs.require_consistent()
     seed_everything(config.seed)
     identity = inputs.identity() | reward_inputs(inputs.reward, config, context)
     with evaluating(model, inputs.reward, inputs.referee), run_context(context, "train_ppo", identity) as run:
+        if not isinstance(model, Path):  # that of a folder was asked when it became one
+            require_replies_as_scored(model, "model")
         with opened_sampler(config.sampler, run.work, run.folder) as sampler:
             trainer = assemble(inputs, run, sampler)
             with keeping_what_was_made(run, lambda: trained_so_far(trainer, inputs)):
@@ -340,7 +350,7 @@ def assemble(inputs: PpoInputs, context: RunContext, sampler: Sampler) -> Traine
     critic, moments = _critic(inputs, frozen, own)
     pair = build_actor_critic(config, policy, critic, Sampling.for_rollouts(tokenizer, config), context)
     health_limits = {"kl": config.selection.max_kl, "max_new_tokens": float(config.max_new_tokens)}
-    ptx = ptx_data(config, inputs.texts, pad_id(tokenizer), getattr(policy.config, "max_position_embeddings", None))
+    ptx = ptx_data(config, inputs.texts, pad_id(tokenizer), positions_of(policy.config))
     return Trainer(
         learner=Learner(config, pair, reference, ptx),
         reward_fn=reward_fn,
@@ -388,11 +398,8 @@ def summary(
 def _own_copy(given: PreTrainedModel | Path | None, device: torch.device | None = None) -> PreTrainedModel:
     """A model to train: loaded from its folder, on ``device`` or else this process's own; or a copy."""
     assert given is not None
-    if isinstance(given, Path):
-        return load_policy(given, device=device)[0]
-    policy: PreTrainedModel = copy.deepcopy(given)
-    policy.eval()
-    policy.requires_grad_(True)
+    policy = load_policy(given, device=device)[0] if isinstance(given, Path) else own_copy(given).eval()
+    say_router_loss(policy, False, "ppo")
     return policy
 
 

@@ -10,18 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.inputs import (
-    checked_tokenizer,
-    held_out,
-    require_loadable,
-    require_type,
-    run_context,
-    with_safe_rates,
-)
+from rlhf_core.api.inputs import checked_tokenizer, held_out, require_type, run_context, with_safe_rates
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Preference
 from rlhf_core.models.causal_lm import fitting_length
+from rlhf_core.models.given import require_plain
+from rlhf_core.models.precision import plain_arithmetic
 from rlhf_core.training.reward.probes import probe_metrics, probes_of
 from rlhf_core.training.reward.run import Split, TrainedScalar, quality_metrics, split_of, train_scalar
 from rlhf_core.training.reward.trainer import PairScores, score_pairs
@@ -50,6 +45,7 @@ class TrainedRewardModel(TrainedScalar):
         return self.result.history
 
 
+@plain_arithmetic()
 def train_reward_model(
     model: PreTrainedModel | Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -84,7 +80,7 @@ def train_reward_model(
         TrainingPaused: Three steps in a row were not finite.
     """
     require_type(config, RewardConfig, "config")
-    require_loadable(model, "model")
+    require_plain(model, "model")
     tokenizer = checked_tokenizer(tokenizer, model)
     if isinstance(preferences, Split):
         assert isinstance(validation, Split) and config is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Iterable, Mapping
@@ -12,21 +11,15 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.inputs import (
-    checked_tokenizer,
-    held_out,
-    require_loadable,
-    require_type,
-    run_context,
-    with_safe_rates,
-)
+from rlhf_core.api.inputs import checked_tokenizer, held_out, require_type, run_context, with_safe_rates
 from rlhf_core.config.base import SftConfig
 from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Demonstration
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError
-from rlhf_core.models.causal_lm import fitting_length, load_policy, save_policy
-from rlhf_core.models.precision import use_float32_unembedding
+from rlhf_core.models.causal_lm import fitting_length, load_policy, own_copy, save_policy, say_router_loss
+from rlhf_core.models.given import require_plain
+from rlhf_core.models.precision import plain_arithmetic, use_float32_unembedding
 from rlhf_core.training import loop
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.engine.factory import device_before
@@ -58,6 +51,7 @@ class SftRun:
         save_policy(Path(path), self.model, self.tokenizer)
 
 
+@plain_arithmetic()
 def train_sft(
     model: PreTrainedModel | Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -85,7 +79,7 @@ def train_sft(
         TrainingPaused: Three steps in a row were not finite.
     """
     require_type(config, SftConfig, "config")
-    require_loadable(model, "model")
+    require_plain(model, "model")
     if isinstance(demonstrations, TokenTable):
         assert isinstance(validation, TokenTable) and config is not None
         train, held = demonstrations, validation
@@ -111,7 +105,8 @@ def train_sft(
     inputs = {"config": config, "demonstrations": train, "validation": held, "model": model}
     with run_context(context, "train_sft", inputs) as run:
         device = device_before(run.launch)
-        own = load_policy(model, device=device)[0] if isinstance(model, Path) else copy.deepcopy(model)
+        own = load_policy(model, device=device)[0] if isinstance(model, Path) else own_copy(model)
+        say_router_loss(own, True, "sft")
         use_float32_unembedding(own)
         pad, limit = pad_id(tokenizer), run.launch.logits_bytes
 

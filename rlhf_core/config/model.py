@@ -102,11 +102,13 @@ class LoraConfig(Strict):
     Attributes:
         rank: Rank of A and B.
         alpha: Scale of the adapters, divided by `rank`.
-        targets: Last names of adapted linear layers, such as `q_proj`; none: all below the head.
+        targets: Last names of adapted linear layers, such as `q_proj`, or of experts' matrices, such as `gate_up_proj`;
+            none: all below the head. What stays frozen is said at the start.
         upper_layers: Adapts only so many layers next to the head: no gradient passes the ones below, so that a step
             costs about half with a third of the layers.
-        quantize: `nf4` holds the frozen linear layers in 4 bits (QLoRA, Dettmers et al. 2023). They stay rounded:
-            the model that is saved has the weights it was trained and judged with, in its own precision again.
+        quantize: `nf4` holds the frozen linear layers, but not experts, in 4 bits (QLoRA, Dettmers et al. 2023). They
+            stay rounded: the model that is saved has the weights it was trained and judged with, in its own precision
+            again.
     """
 
     rank: PositiveInt = 16

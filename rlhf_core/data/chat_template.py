@@ -255,7 +255,7 @@ def written_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool
     otherwise follow the empty block that some templates write. One that was cut off stays as it was sampled.
 
     Raises:
-        UnwritableText: The template does not write it behind its generation prompt.
+        UnwritableText: The template does not write it behind its generation prompt, or leaves a part of it out.
     """
     form = reply_format(tokenizer)
     if not form.is_marked(reply):
@@ -268,7 +268,21 @@ def written_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool
     if not whole.startswith(prompt) or not whole.endswith(form.after) or len(whole) < len(prompt) + len(form.after):
         reason = "the chat template does not write a reply with such markers behind its generation prompt"
         raise UnwritableText(f"{reason} ({reply[:EXCERPT]!r}): take them out of the data", reason)
-    return whole[len(prompt) : len(whole) - len(form.after)] + form.tail
+    written = whole[len(prompt) : len(whole) - len(form.after)] + form.tail
+    # Where reasoning begins may be in the generation prompt already.
+    if _without_whitespace(reply) not in _without_whitespace(form.header + written):
+        marker = max((each for each in form.markers if each in reply), key=len)
+        reason = f"the chat template leaves out a part of a reply with {marker!r}, which would not be learned"
+        raise UnwritableText(
+            f"{reason} ({reply[:EXCERPT]!r}): take that part out of the data, or give the tokenizer a template that "
+            "keeps the last reply whole",
+            reason,
+        )
+    return written
+
+
+def _without_whitespace(text: str) -> str:
+    return "".join(text.split())
 
 
 def render_escaped(

@@ -117,8 +117,8 @@ def test_logprobs_are_sums_over_reply_tokens_whatever_the_padding(loaded: Fixtur
         values = all_logprobs(loaded.model, pairs, loaded.pad, size)
         assert values.t().flatten().tolist() == pytest.approx(expected[0], abs=1e-4)
     with torch.no_grad():
-        batch = batch_logprobs(loaded.model, pairs, loaded.pad)
-        chunked = batch_logprobs(loaded.model, pairs, loaded.pad, logits_bytes=4 * 300 * 10)
+        batch = batch_logprobs(loaded.model, pairs, loaded.pad)[0]
+        chunked = batch_logprobs(loaded.model, pairs, loaded.pad, logits_bytes=4 * 300 * 10)[0]
     assert torch.allclose(batch.double(), values, atol=1e-4) and torch.allclose(batch, chunked, atol=1e-5)
 
 
@@ -172,7 +172,7 @@ def test_length_normalised_rewards_are_means_over_tokens(loaded: Fixture, worksp
     plain, normalised = (task(loaded, model, tmp_path, length_normalized=on) for on in (False, True))
     pairs = [loaded.train.pairs[row] for row in range(5)]
     lengths = torch.tensor([float(len(pair.chosen)) for pair in pairs])
-    policy = batch_logprobs(model, pairs, plain.pad)
+    policy = batch_logprobs(model, pairs, plain.pad)[0]
     sums, means = (one.rewards(pairs, policy, one.train_reference[:, :5])[0].detach() for one in (plain, normalised))
     assert float(sums.abs().max()) > 1e-3 and torch.allclose(means, sums / lengths, atol=1e-6)
 
