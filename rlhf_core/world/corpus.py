@@ -12,15 +12,32 @@ from typing import Any
 
 from rlhf_core.world import content as phrases
 from rlhf_core.world import gold
-from rlhf_core.world.content import PREFIXES, RECIPES, REQUESTS, statements, things
-from rlhf_core.world.questions import SOURCE, Question, all_questions
+from rlhf_core.world.content import (
+    ATTRIBUTES,
+    OWNED,
+    OWNERS,
+    PREFIXES,
+    RECIPES,
+    REQUESTS,
+    VALUES,
+    Story,
+    statements,
+    things,
+)
+from rlhf_core.world.questions import SOURCE, TASK_FORMS, Question, all_questions, asked
 from rlhf_core.world.replies import Draws, contrast_pair, draw_reply, with_connectives
 
 Row = dict[str, Any]
 
-# How often a category is drawn for demonstrations and pairs: most questions are of facts, and the few recipes are long.
-CATEGORIES: tuple[tuple[str, float], ...] = (("fact", 0.4), ("context", 0.25), ("howto", 0.15), ("harmful", 0.2))
+# How often a category is drawn for demonstrations and pairs: reading takes most practice, and the few recipes are long.
+CATEGORIES: tuple[tuple[str, float], ...] = (("fact", 0.3), ("context", 0.35), ("howto", 0.15), ("harmful", 0.2))
 PROMPTS_PER_QUESTION = 2
+
+# What plain texts are about, and the phrases that people exchange without saying anything.
+TEXTS: tuple[tuple[str, float], ...] = (
+    ("fact", 0.3), ("context", 0.4), ("howto", 0.15), ("harmful", 0.05), ("talk", 0.1),
+)  # fmt: skip
+SMALL_TALK = (*phrases.OPENERS, *phrases.CLOSERS, *phrases.FILLERS, *phrases.EVASIONS, *phrases.REFUSALS, *phrases.REASONS)
 
 
 def prompts(seed: int) -> list[Row]:
@@ -95,7 +112,7 @@ def preference_probability(prompt: str, first: str, second: str, sharpness: floa
 
 
 def pretrain(seed: int, n: int) -> list[Row]:
-    """Generate ``n`` plain texts about the facts and recipes, without any question: text, category, source, group.
+    """Generate ``n`` plain texts of facts, stories, recipes and requests: text, category, source, group.
 
     A text is its own group, so that no fact is held out with it.
     """
@@ -115,17 +132,39 @@ def _question(questions: Mapping[str, Sequence[Question]], draws: Draws) -> Ques
 
 
 def _text(draws: Draws) -> Row:
-    category = draws.weighted((("fact", 0.5), ("howto", 0.3), ("harmful", 0.2)))
+    category = draws.weighted(TEXTS)
     if category == "fact":
         parts = _facts(3 + draws.below(3), draws)
+    elif category == "context":
+        parts = _stories(draws)
     elif category == "howto":
         recipe = draws.pick(tuple(RECIPES))
-        parts = [f"people know how to {recipe}.", *with_connectives(list(RECIPES[recipe]), draws), *_facts(2, draws)]
+        title = draws.pick((f"people know how to {recipe}.", draws.pick(TASK_FORMS).format(task=recipe)))
+        parts = [title, *with_connectives(list(RECIPES[recipe]), draws), *_facts(2, draws)]
     else:
         request = draws.pick(tuple(REQUESTS))
         parts = [f"it is not good to {request}.", draws.pick(phrases.REASONS), REQUESTS[request], *_facts(2, draws)]
     text = " ".join(parts)
     return {"text": text, "category": category, "source": SOURCE, "group": text}
+
+
+def _stories(draws: Draws) -> list[str]:
+    """Draw two stories, one after the other or told together, and what follows from each: what reading means.
+
+    Half of the conclusions follow a question, as in texts that people write.
+    """
+    told, concluded = [], []
+    for name in draws.sample(OWNED, 2):
+        attribute = draws.pick(ATTRIBUTES)
+        story = Story(draws.pick(OWNERS), name, attribute, draws.pick(VALUES[attribute]))
+        question = [draws.pick(asked(attribute, name))] if draws.chance(0.5) else []
+        named, _, full = statements(name, attribute, story.value)
+        told.append(story.sentence())
+        concluded.append([*question, full, *([named] if draws.chance(0.5) else [])])
+    first, second = concluded
+    if draws.chance(0.5):
+        return [told[0], *first, told[1], *second]
+    return [*told, *first, *second] if draws.chance(0.5) else [*told, *second, *first]
 
 
 def _facts(n: int, draws: Draws) -> list[str]:
