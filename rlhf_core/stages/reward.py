@@ -9,7 +9,7 @@ The stage reward alone draws margins and calibration, and writes the pairs that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from rlhf_core.models.io import empty_model
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, atomic_write_lines
 from rlhf_core.training.reward.evaluation import FEWEST_BALANCED_PAIRS, bag_of_words_accuracy, calibration_bins
+from rlhf_core.training.reward.probes import probes_of
 from rlhf_core.training.reward.run import Split, metric_prefix, read_split, require_balanced_pairs, write_scores
 from rlhf_core.training.reward.trainer import PairScores
 from rlhf_core.training.run_context import RunContext
@@ -161,7 +162,7 @@ def require_pairs(workspace: Path) -> None:
     Raises:
         ModelError: The starting model has no layers for the adapters of one of them.
         DataError: No pair of a split is within ``max_tokens``, too few are left when lengths are balanced, or so few
-            that a measure which the reward gate asks for is left out.
+            that a measure which the reward gate asks for is left out, a probe among them.
     """
     params = load_params(workspace)
     clean, init = workspace / STAGE.inputs["clean"], workspace / STAGE.inputs["base"]
@@ -190,6 +191,24 @@ def require_pairs(workspace: Path) -> None:
                     f"lengths are balanced, and {FEWEST_BALANCED_PAIRS} are needed; add pairs, or take the condition "
                     "out of gates.reward"
                 )
+        own = [metric for metric in asked if metric.startswith(PROBED if name == "reward" else f"{name}.{PROBED}")]
+        if own:
+            longest = fitting_length(config.max_tokens, init)
+            absent = probes_of(splits["test"].rows, tokenizer, longest, config.seed).absent
+            require_probes(own, absent)
+
+
+PROBED = "probes."
+
+
+def require_probes(asked: Sequence[str], absent: Mapping[str, str]) -> None:
+    """Raise :class:`DataError` where one of the metrics is of a probe that is ``absent``, by kind for a reason."""
+    for metric in sorted(asked):
+        reason = next((why for kind, why in absent.items() if f"{PROBED}{kind}" in metric), None)
+        if reason is not None:
+            raise DataError(
+                f"the reward gate asks for {metric}, but {reason}; add pairs, or take the condition out of gates.reward"
+            )
 
 
 SIZE = (4.6, 3.0)  # inches; the letters are then as large as those of the report

@@ -18,19 +18,6 @@ from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.reward_sources import OWN_MODEL, ClassifierSource, EnsembleSource, ModelSource, source_names
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.evaluation.perplexity import POSITIONS_PER_CHUNK, ROWS_PER_PASS
-from rlhf_core.memory import passes
-from rlhf_core.memory.architecture import Architecture, architecture_of_file
-from rlhf_core.memory.dry_run import NOTHING, Head, MemoryUse, ModelVariant, Moments, largest, model_size, together
-from rlhf_core.memory.sequence_lengths import BatchShape, SequenceLengths
-from rlhf_core.memory.sharding import (
-    GIB,
-    ModelFootprint,
-    ParallelLayout,
-    frozen_footprint,
-    parallel_layout,
-    trained_footprint,
-    usable_memory,
-)
 from rlhf_core.models.forward import changes_logits
 from rlhf_core.ppo.rejection_sampling import PROMPTS_AT_ONCE
 from rlhf_core.runtime import distributed
@@ -42,6 +29,19 @@ from rlhf_core.training.loop import ROOM
 from rlhf_core.training.reward.first_fits import FEATURE_ROWS, FEATURE_TOKENS
 from rlhf_core.training.reward.trainer import SCORING_ROWS, SCORING_TOKENS
 from rlhf_core.training.sft import EVALUATION_ROWS
+from rlhf_extras.memory import passes
+from rlhf_extras.memory.architecture import Architecture, architecture_of_file
+from rlhf_extras.memory.dry_run import NOTHING, Head, MemoryUse, ModelVariant, Moments, largest, model_size, together
+from rlhf_extras.memory.sequence_lengths import BatchShape, SequenceLengths
+from rlhf_extras.memory.sharding import (
+    GIB,
+    ModelFootprint,
+    ParallelLayout,
+    frozen_footprint,
+    parallel_layout,
+    trained_footprint,
+    usable_memory,
+)
 
 # Of a stage's process on a CPU beside its tensors: Python and the libraries once all are imported. See docs/plan.md.
 PROCESS_BASE = 600 << 20
