@@ -29,8 +29,9 @@ from rlhf_core.world.replies import Draws, contrast_pair, draw_reply, with_conne
 
 Row = dict[str, Any]
 
-# How often a category is drawn for demonstrations and pairs: reading takes most practice, and the few recipes are long.
-CATEGORIES: tuple[tuple[str, float], ...] = (("fact", 0.3), ("context", 0.35), ("howto", 0.15), ("harmful", 0.2))
+# How often a category is drawn: reading takes most demonstrations, and telling facts apart most comparisons.
+DEMONSTRATED: tuple[tuple[str, float], ...] = (("fact", 0.3), ("context", 0.35), ("howto", 0.2), ("harmful", 0.15))
+COMPARED: tuple[tuple[str, float], ...] = (("fact", 0.4), ("context", 0.3), ("howto", 0.2), ("harmful", 0.1))
 PROMPTS_PER_QUESTION = 2
 
 # What plain texts are about, and the phrases that people exchange without saying anything.
@@ -61,7 +62,7 @@ def demonstrations(seed: int, n: int) -> list[Row]:
     rows = []
     for index in range(n):
         draws = Draws(seed, "demonstrations", index)
-        question, prefix = _question(questions, draws), draws.pick(PREFIXES)
+        question, prefix = _question(questions, DEMONSTRATED, draws), draws.pick(PREFIXES)
         rows.append(_row(question, prefix, SOURCE, reply=draw_reply(question, draws)))
     return rows
 
@@ -83,7 +84,7 @@ def preferences(
     rows = []
     for index in range(n):
         draws = Draws(seed, "preferences", index)
-        question, prefix = _question(questions, draws), draws.pick(PREFIXES)
+        question, prefix = _question(questions, COMPARED, draws), draws.pick(PREFIXES)
         contrast = draws.chance(contrast_share)
         first = second = ""
         while first == second:  # equal ones carry no preference and are drawn again
@@ -127,8 +128,10 @@ def _questions() -> Mapping[str, Sequence[Question]]:
     return by_category
 
 
-def _question(questions: Mapping[str, Sequence[Question]], draws: Draws) -> Question:
-    return draws.pick(questions[draws.weighted(CATEGORIES)])
+def _question(
+    questions: Mapping[str, Sequence[Question]], shares: Sequence[tuple[str, float]], draws: Draws
+) -> Question:
+    return draws.pick(questions[draws.weighted(shares)])
 
 
 def _text(draws: Draws) -> Row:
