@@ -96,7 +96,21 @@ def check(condition: Condition, metrics: Mapping[str, Any]) -> ConditionResult:
         return ConditionResult(condition.metric, value, bound, limit, False, condition.why, note)
     from_below = condition.at_least is not None or condition.at_least_of is not None
     passed = value >= limit if from_below else value <= limit
-    return ConditionResult(condition.metric, value, bound, limit, passed, condition.why)
+    note = "" if passed else _undecided(condition.metric, metrics)
+    return ConditionResult(condition.metric, value, bound, limit, passed, condition.why, note)
+
+
+def _undecided(metric: str, metrics: Mapping[str, Any]) -> str:
+    """Why a win rate at equal lengths is not decided; empty for every other metric, and where it is."""
+    rate, _, bound = metric.rpartition("_")
+    if not rate.endswith("lc_win_rate") or bound != "low95":
+        return ""
+    low, high, share = (
+        lookup(metrics, name)[0] for name in (metric, f"{rate}_high95", f"{rate.removesuffix('lc_win_rate')}lc_share")
+    )
+    if (low, high) != (0.0, 1.0) or share is None:
+        return ""
+    return f"undecided: only {share:.0%} of the pairs have a counterpart whose length differs the other way"
 
 
 def _check_loss(condition: Condition, margin: float, metrics: Mapping[str, Any]) -> ConditionResult:

@@ -245,13 +245,13 @@ def gate(
     ] = False,
     power: Annotated[
         bool,
-        typer.Option("--power", help="Say which margins of policy gate and promotion the last evaluation can show."),
+        typer.Option("--power", help="Say which win rates and margins the last evaluation can show."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether a gate of the last run passed. Nothing is judged anew.
 
-    Exit codes: 0 passed, or with --power all margins can be shown; 3 failed, or one cannot; 2 it has not been judged.
+    Exit codes: 0 passed, or with --power all can be shown; 3 failed, or one cannot; 2 it has not been judged.
 
     Example: rlhf gate policy --explain
     """

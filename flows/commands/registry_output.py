@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Group
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
 
 from flows.commands.text import gate_table, marked_table
 from flows.gates import GATES, GateReport, read_gate
@@ -14,8 +15,9 @@ from flows.registry.evidence import gate_conditions
 from flows.registry.history import ReleaseState, version_words
 from flows.registry.workspace import OWNER_TAG, printed_line
 from rlhf_core.errors import RlhfError
+from rlhf_core.evaluation.probe_table import CAPTION, PROBED_MODELS, probe_table
 from rlhf_core.gates import describe_bound
-from rlhf_core.storage.files import sha256_file
+from rlhf_core.storage.files import read_json, sha256_file
 
 
 def explain_promotion(decision: PromotionDecision) -> Group:
@@ -62,7 +64,21 @@ def explain_gate(workspace: Path, gate: GateReport) -> Group:
         same = path.is_file() and sha256_file(path) == expected
         state = "unchanged since" if same else "changed since: run `rlhf run` to judge it anew"
         lines.append(f"read from {name} (sha256 {expected[:12]}, {state})")
-    return Group(gate_table(gate, every_reason=True), *lines)
+    probes = probe_lines(workspace) if gate.name == "reward" else []
+    return Group(gate_table(gate, every_reason=True), *lines, *probes)
+
+
+def probe_lines(workspace: Path) -> list[RenderableType]:
+    """Return how often reward model, referee and judge score a reply above a worse copy of it, if that is known."""
+    files = {name: workspace / "metrics" / f"{name}.json" for name in PROBED_MODELS}
+    probes = probe_table({name: read_json(path) for name, path in files.items() if path.is_file()})
+    if probes is None or not probes.rows:
+        return [] if probes is None else list(probes.notes)
+    first, *others = probes.header
+    table = Table(first, *(Column(name, justify="right") for name in others), box=None, header_style="dim")
+    for row in probes.rows:
+        table.add_row(*row)
+    return [f"{CAPTION}:", table, *probes.notes]
 
 
 def describe_history(state: ReleaseState) -> str:

@@ -68,6 +68,7 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.tracked_files.verifiable_functions",
     },
     "flows.stage": {"stages.runtime.launcher"},
+    "flows.commands.registry_output": {"evaluation.probe_table"},
     "flows.commands.doctor": {
         "evaluation.report.metrics.page",
         "data.collection.sources.best_kind",
@@ -113,6 +114,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.release.model_card": {
         "evaluation.judges.names.SELECTED_BY",
         "evaluation.judges.names.TRAINED_ON",
+        "evaluation.probe_table",
         "evaluation.verdict",
     },
     "flows.jobs.remote": {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from rlhf_core.config.gates import GatesConfig
+from rlhf_core.config.gates import Condition, GatesConfig
 from rlhf_core.evaluation.comparisons.comparison import (
     LEAST_SHARE,
     balancing_weights,
@@ -23,7 +23,7 @@ from rlhf_core.evaluation.comparisons.comparison import (
     length_differences,
 )
 from rlhf_core.evaluation.replies import Reply
-from rlhf_core.gates import decide
+from rlhf_core.gates import check, decide
 
 QUESTIONS, REPLIES, SEEDS = 60, 4, 20
 ROOT = Path(__file__).parents[3]
@@ -226,3 +226,13 @@ def test_bounds_of_nearly_unanimous_outcomes_are_not_empty(wins: int, ties: int,
     assert four["win_rate_low95"] == pytest.approx(one["win_rate_low95"], abs=0.01)
     rows = compare_outcomes(np.repeat(outcome, 4), clusters=np.repeat(np.arange(count), 4))
     assert rows["win_rate_low95"] == pytest.approx(one["win_rate_low95"], abs=0.01)
+
+
+def test_a_gate_says_that_lengths_left_it_undecided() -> None:
+    appended = np.full(200, 18.0)
+    comparison = compare_outcomes(np.ones(200), 50, 0, appended)
+    condition = Condition(metric="comparison.judge.lc_win_rate_low95", at_least=0.5, why="longer is not better")
+    result = check(condition, {"comparison": {"judge": comparison}})
+    assert not result.passed and "undecided" in result.note and "0%" in result.note
+    decided = compare_outcomes(np.tile([1.0, 0.0], 100), 50, 0, np.tile([18.0, -18.0], 100))
+    assert check(condition, {"comparison": {"judge": decided}}).note == ""

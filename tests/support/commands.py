@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 OFFLINE = {
     "DVC_NO_ANALYTICS": "1",
