@@ -36,7 +36,7 @@ PROMPTS_PER_QUESTION = 2
 
 # What plain texts are about, and the phrases that people exchange without saying anything.
 TEXTS: tuple[tuple[str, float], ...] = (
-    ("fact", 0.3), ("context", 0.4), ("howto", 0.15), ("harmful", 0.05), ("talk", 0.1),
+    ("fact", 0.35), ("context", 0.35), ("howto", 0.15), ("harmful", 0.05), ("talk", 0.1),
 )  # fmt: skip
 SMALL_TALK = (*phrases.OPENERS, *phrases.CLOSERS, *phrases.FILLERS, *phrases.EVASIONS, *phrases.REFUSALS, *phrases.REASONS)
 
