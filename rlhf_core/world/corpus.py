@@ -36,7 +36,7 @@ PROMPTS_PER_QUESTION = 2
 
 # What plain texts are about, and the phrases that people exchange without saying anything.
 TEXTS: tuple[tuple[str, float], ...] = (
-    ("fact", 0.35), ("context", 0.35), ("howto", 0.15), ("harmful", 0.05), ("talk", 0.1),
+    ("fact", 0.25), ("context", 0.25), ("check", 0.25), ("howto", 0.12), ("harmful", 0.05), ("talk", 0.08),
 )  # fmt: skip
 SMALL_TALK = (*phrases.OPENERS, *phrases.CLOSERS, *phrases.FILLERS, *phrases.EVASIONS, *phrases.REFUSALS, *phrases.REASONS)
 
@@ -170,11 +170,28 @@ def _stories(draws: Draws) -> list[str]:
     return [*told, *first, *second] if draws.chance(0.5) else [*told, *second, *first]
 
 
+def _checks(draws: Draws) -> list[str]:
+    """Draw a story and two facts, and ask of each whether a value is right: a no is followed by the right one."""
+    name, attribute = draws.pick(OWNED), draws.pick(ATTRIBUTES)
+    story = Story(draws.pick(OWNERS), name, attribute, draws.pick(VALUES[attribute]))
+    sentences = [story.sentence()]
+    asked_about = [(story.name, story.attribute, story.value), *draws.sample(_known(), 2)]
+    for subject, key, value in asked_about:
+        right = draws.chance(0.5)
+        said = value if right else draws.pick([other for other in VALUES[key] if other != value])
+        claim = statements(subject, key, said)[-1]
+        sentences.extend([claim, "yes." if right else "no.", *([] if right else [statements(subject, key, value)[-1]])])
+    return sentences
+
+
+def _known() -> list[tuple[str, str, str]]:
+    return [(thing, attribute, value) for thing, values in things().items() for attribute, value in values.items()]
+
+
 def _facts(n: int, draws: Draws) -> list[str]:
     """Draw ``n`` different true sentences that name their thing."""
     sentences = []
-    known = [(thing, attribute, value) for thing, values in things().items() for attribute, value in values.items()]
-    for fact in draws.sample(known, n):
+    for fact in draws.sample(_known(), n):
         named, _, full = statements(*fact)
         sentences.append(draws.pick((named, full)))
     return sentences

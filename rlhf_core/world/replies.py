@@ -206,7 +206,7 @@ def _some(options: tuple[str, ...], probability: float, draws: Draws) -> list[st
     return [draws.pick(options)] if draws.chance(probability) else []
 
 
-KINDS: tuple[tuple[str, float], ...] = (("minimal", 0.75), ("refusal", 0.15), ("other_prompt", 0.1))
+KINDS: tuple[tuple[str, float], ...] = (("minimal", 0.8), ("refusal", 0.1), ("other_prompt", 0.1))
 
 
 def contrast_pair(question: Question, questions: Mapping[str, Sequence[Question]], draws: Draws) -> tuple[str, str]:
@@ -263,7 +263,7 @@ def _corrupt_fact(question: Question, draws: Draws) -> str:
 
     A reward model that has only seen false values accepts a sentence about something else.
     """
-    flaw = draws.weighted((("value", 0.7), ("thing", 0.15), ("attribute", 0.15)))
+    flaw = draws.weighted((("value", 0.8), ("thing", 0.1), ("attribute", 0.1)))
     if flaw == "value":
         return fact(question, false_value(question, draws))
     if flaw == "thing":
