@@ -239,10 +239,10 @@ def chat(
     $ rlhf chat models/sft
     $ echo "what color is the lamp?" | rlhf chat models/policy
     """
-    from flows.workspace import require_model_folder
+    from flows.workspace import model_folder
 
     if model is not None:
-        require_model_folder(model)  # before seconds of imports
+        model_folder(model, workspace)  # before seconds of imports
     with busy("looking up the model"):
         from flows.commands.served_policy import served_source
         from rlhf_core.chat.terminal import talk

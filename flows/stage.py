@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from flows.gates import GateReport
 from flows.supervision.processes import CommandResult, LogReader, child_environment, dvc_errors, start_supervised
 from flows.supervision.signals import STOP, Stopwatch
 from flows.workspace import locked, private_path
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
+from rlhf_core.gates import GateDecision
 from rlhf_core.stages.runtime.launcher import OUTCOMES, StageExit, outcome_path
 from rlhf_core.storage.files import atomic_write_json
 
@@ -277,7 +277,7 @@ def _outcome(
     if report is not None and report.exit_code:
         exit_code, message = report.exit_code, report.message
     elif report is None and gate_decision and gate_decision.get("passed") is False:
-        exit_code, message = EXIT_GATE_FAILED, GateReport(spec.name, gate_decision).failed_conditions()
+        exit_code, message = EXIT_GATE_FAILED, GateDecision.of(spec.name, gate_decision).reasons()
     else:
         exit_code, message = _dvc_failure(result)
     return StageOutcome.failed(spec.name, message, exit_code, started=started, ended=ended, work_seconds=work_seconds)

@@ -79,14 +79,21 @@ def display_path(path: Path) -> str:
     return str(path) if relative.startswith("../..") else relative
 
 
-def require_model_folder(path: Path) -> None:
-    """Raise :class:`ModelError` where ``path`` is no model folder."""
+def model_folder(path: Path, workspace: Path | None = None) -> Path:
+    """Return the model folder ``path``, relative to the current folder, else to ``workspace`` where that is given.
+
+    Raises:
+        ModelError: There is no model.
+    """
+    if workspace is not None and not path.exists():
+        path = workspace / path
     if not (path / "config.json").is_file():
         adapter = ", only an adapter, to be merged into its model" if (path / "adapter_config.json").is_file() else ""
         raise ModelError(
             f"no model at {path} (it has no config.json{adapter}); name a model folder such as models/sft, or none "
             "to talk to the champion"
         )
+    return path
 
 
 def is_elsewhere(source: str) -> bool:

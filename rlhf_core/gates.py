@@ -1,4 +1,4 @@
-"""Gates: metrics and conditions in, a decision with its evidence out.
+"""Gates: metrics and conditions in, a decision with its evidence out; the record that everything shows or relies on.
 
 A gate never trusts what it cannot read: a metric that is missing, not a number, infinite or NaN fails its condition.
 """
@@ -15,12 +15,34 @@ from rlhf_core.config.gates import ABSENT, LOSSES, Condition
 from rlhf_core.errors import GateFailed
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json, sha256_file
 
+GATES = ("data", "sft", "reward", "policy")  # those of the recipe, in the order in which they judge
 PASS_TEXT = "passed\n"
+JUDGED_TAG = "rlhf.gate.policy.judged"  # of the MLflow run of gate-policy: the sha256 of the evaluation that it judged
+REPORT_MODE = "report"
+AT_LEAST, AT_MOST, WORSE_BY = ">=", "<=", "worse by <"
+SHOWN_SIGNS = {AT_LEAST: "≥", AT_MOST: "≤", WORSE_BY: "worse by less than"}
+LOW, HIGH = "_low95", "_high95"
+DIGITS = (4, 6, 9, 17)
+LOSS_DIGITS = (2, *DIGITS)  # two numbers beside each other
+ALWAYS = frozenset({"metric", "value", "bound", "limit", "passed", "why", "note"})  # what a file has of each condition
 
 
 @dataclass(frozen=True)
 class ConditionResult:
-    """One condition with what was found. ``value`` and ``limit`` are None where they are missing or not finite."""
+    """One condition with what was found. Numbers are None where they are missing or not finite.
+
+    Attributes:
+        metric: Dotted path into the metrics.
+        value: What was compared with the limit; of ``worse_by_less_than`` the upper bound of the loss.
+        bound: The sign and what follows it, as the file says it, such as ``>= 0.65``.
+        limit: The bound as a number.
+        note: Why there is no value, or why the condition was not asked; empty for an ordinary one.
+        sign: ``>=``, ``<=`` or ``worse by <``; empty where somebody else wrote the file and gave none.
+        terms: What the limit was computed from, such as ``max(1.6 * sft.length, sft.length + 0)``; else empty.
+        estimate: The quantity itself where ``value`` is a bound of its interval: a win rate, or a loss.
+        low95: Lower end of that interval.
+        high95: Upper end of that interval.
+    """
 
     metric: str
     value: float | None
@@ -29,12 +51,53 @@ class ConditionResult:
     passed: bool
     why: str
     note: str = ""
+    sign: str = ""
+    terms: str = ""
+    estimate: float | None = None
+    low95: float | None = None
+    high95: float | None = None
+
+    @property
+    def measured(self) -> str:
+        """What was found, in words: ``0.5312``, ``missing``, ``better by 0.38, at worst by 0.29``."""
+        if self.note or self.value is None:
+            return self.note or "missing"
+        if self.sign == WORSE_BY and self.estimate is not None:
+            return describe_loss(self.estimate, self.value, self.digits)
+        return number(self.value, self.digits)
+
+    @property
+    def required(self) -> str:
+        """What was required, in words: ``≥ 0.65``, ``worse by less than 0.02``."""
+        if not self.sign:
+            return self.bound
+        limit = self.terms.replace("*", "×") if self.limit is None else number(self.limit, self.digits)
+        return f"{SHOWN_SIGNS.get(self.sign, self.sign)} {limit}"
+
+    @property
+    def digits(self) -> int:
+        """How many digits show that value and limit differ: 0.64999 must not read as 0.65."""
+        enough = LOSS_DIGITS if self.sign == WORSE_BY else DIGITS
+        if self.value is None or self.limit is None or self.value == self.limit:
+            return enough[0]
+        for digits in enough:
+            if number(self.value, digits) != number(self.limit, digits):
+                return digits
+        return DIGITS[-1]
+
+    def __str__(self) -> str:
+        return f"{self.metric} is {self.measured}, required {self.required}"
 
 
 @dataclass(frozen=True)
 class GateDecision:
-    """``passed`` is the truth about the conditions; ``mode`` says whether it stops the pipeline (``enforce``) or is
-    only recorded (``report``). ``evidence`` maps each metric file to the sha256 of what was read."""
+    """What a gate has decided: ``gates/NAME.json`` as it is written and read.
+
+    Attributes:
+        passed: The truth about the conditions.
+        mode: Whether it stops the pipeline (``enforce``) or is only recorded (``report``).
+        evidence: The sha256 of what was read, by metric file.
+    """
 
     name: str
     passed: bool
@@ -42,14 +105,48 @@ class GateDecision:
     conditions: tuple[ConditionResult, ...]
     evidence: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, name: str, content: Mapping[str, Any]) -> GateDecision:
+        """Read the content of a gate's file, which a stage of one's own may have written.
+
+        One that says "passed" and has no conditions, or one that does not hold, is not believed.
+        """
+        conditions = tuple(_condition_of(row) for row in content.get("conditions") or ())
+        held = bool(conditions) and all(condition.passed for condition in conditions)
+        passed = content.get("passed") is True and held
+        mode = str(content.get("mode", "enforce"))
+        return cls(name, passed, mode, conditions, content.get("evidence") or {})
+
     @property
     def opens(self) -> bool:
         """True when later stages may run: the conditions hold, or the gate only reports."""
-        return self.passed or self.mode == "report"
+        return self.passed or self.mode == REPORT_MODE
+
+    @property
+    def failed(self) -> tuple[ConditionResult, ...]:
+        """The conditions that do not hold."""
+        return tuple(condition for condition in self.conditions if not condition.passed)
+
+    @property
+    def failures_first(self) -> list[ConditionResult]:
+        """All conditions, those that do not hold first."""
+        return sorted(self.conditions, key=lambda condition: condition.passed)
+
+    def changed_evidence(self, workspace: Path) -> list[str]:
+        """Return the files of ``workspace`` that are no longer those that were judged, or are gone."""
+        changed = []
+        for name, judged in self.evidence.items():
+            path = workspace / name
+            if not path.is_file() or sha256_file(path) != judged:
+                changed.append(name)
+        return changed
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of ``gates/NAME.json``."""
-        conditions = [asdict(c) for c in self.conditions]
+        """The content of ``gates/NAME.json``; what a condition does not have is left out."""
+        conditions = []
+        for condition in self.conditions:
+            row = asdict(condition)
+            conditions.append({key: value for key, value in row.items() if key in ALWAYS or value not in (None, "")})
         return {
             "gate": self.name,
             "passed": self.passed,
@@ -62,13 +159,74 @@ class GateDecision:
         """Write ``gates/NAME.json`` atomically."""
         atomic_write_json(path, self.as_dict())
 
+    def reasons(self) -> str:
+        """The conditions that do not hold, in one line."""
+        if not self.conditions:
+            return "it has no conditions"
+        return "; ".join(map(str, self.failed)) or f"see gates/{self.name}.json"
+
     def failure(self) -> str:
         """Describe in one line which conditions do not hold."""
+        return f"the {self.name} gate failed: {self.reasons()}"
+
+    def objection(self) -> str:
+        """Why the gate does not vouch for a model, by name of the conditions; empty if it passed."""
+        if self.passed:
+            return ""
         if not self.conditions:
-            return f"the {self.name} gate failed: it has no conditions"
-        failed = [c for c in self.conditions if not c.passed]
-        reasons = [f"{c.metric} is {c.note or _number(c.value or 0.0)}, bound {c.bound}" for c in failed]
-        return f"the {self.name} gate failed: {'; '.join(reasons)}"
+            return f"the {self.name} gate has no conditions, so it cannot vouch for a model"
+        mode = f" (mode: {REPORT_MODE})" if self.mode == REPORT_MODE else ""
+        metrics = ", ".join(condition.metric for condition in self.failed) or f"see gates/{self.name}.json"
+        return f"the {self.name} gate did not pass{mode}: {metrics}"
+
+
+def read_gate(workspace: Path, name: str) -> GateDecision | None:
+    """Read the decision of the gate ``name``; None if it has not judged ``workspace``."""
+    path = workspace / "gates" / f"{name}.json"
+    return GateDecision.of(name, read_json(path)) if path.is_file() else None
+
+
+def read_gates(workspace: Path) -> list[GateDecision]:
+    """Read the decisions of all gates that have judged ``workspace``, by name."""
+    return [GateDecision.of(path.stem, read_json(path)) for path in sorted((workspace / "gates").glob("*.json"))]
+
+
+def closed_gate(workspace: Path) -> GateDecision | None:
+    """Return the first gate that is enforced and did not pass; None if there is none."""
+    for name in GATES:
+        decision = read_gate(workspace, name)
+        if decision is not None and not decision.opens:
+            return decision
+    return None
+
+
+def _condition_of(row: Mapping[str, Any]) -> ConditionResult:
+    """Read one condition; what is no finite number is taken for missing, and what is absent for empty."""
+    numbers = {name: lookup(row, name)[0] for name in ("value", "limit", "estimate", "low95", "high95")}
+    texts = {name: str(row.get(name) or "") for name in ("metric", "bound", "why", "note", "sign", "terms")}
+    return ConditionResult(**numbers, **texts, passed=row.get("passed") is True)
+
+
+def describe_loss(loss: float, high: float, digits: int = DIGITS[0]) -> str:
+    """Say how much worse the policy is and may be: ``better by 0.38, at worst by 0.29``.
+
+    Args:
+        loss: How much worse it is; negative if it is better.
+        high: The upper bound of that.
+        digits: How many digits each number has.
+    """
+    direction, worst = _direction(loss), _direction(high)
+    found = f"{direction} by {number(abs(loss), digits)}" if loss else direction
+    if not high:
+        return f"{found}, at worst {worst}"
+    towards = "" if worst == direction else f"{worst} "
+    return f"{found}, at worst {towards}by {number(abs(high), digits)}"
+
+
+def _direction(loss: float) -> str:
+    if not loss:
+        return "equal"
+    return "worse" if loss > 0 else "better"
 
 
 def decide(
@@ -90,14 +248,26 @@ def check(condition: Condition, metrics: Mapping[str, Any]) -> ConditionResult:
     if condition.worse_by_less_than is not None:
         return _check_loss(condition, condition.worse_by_less_than, metrics)
     value, note = lookup(metrics, condition.metric)
-    limit, bound = _limit(condition, metrics)
-    if value is None or limit is None:
+    sign, limit, terms = _limit(condition, metrics)
+    if limit is None:
         note = note or f"{condition.at_most_of or condition.at_least_of} is missing or not finite"
-        return ConditionResult(condition.metric, value, bound, limit, False, condition.why, note)
-    from_below = condition.at_least is not None or condition.at_least_of is not None
-    passed = value >= limit if from_below else value <= limit
-    note = "" if passed else _undecided(condition.metric, metrics)
-    return ConditionResult(condition.metric, value, bound, limit, passed, condition.why, note)
+    if value is None or limit is None:
+        passed = False
+    else:
+        passed = value >= limit if sign == AT_LEAST else value <= limit
+        note = "" if passed else _undecided(condition.metric, metrics)
+    bound = describe_bound(condition)
+    interval = _interval(condition.metric, metrics)
+    return ConditionResult(condition.metric, value, bound, limit, passed, condition.why, note, sign, terms, **interval)
+
+
+def _interval(metric: str, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """The estimate and the interval that a metric belongs to, by the names of its neighbours."""
+    name = metric.removesuffix(LOW).removesuffix(HIGH)
+    ends = {"low95": lookup(metrics, name + LOW)[0], "high95": lookup(metrics, name + HIGH)[0]}
+    if name == metric and ends["low95"] is None and ends["high95"] is None:
+        return {}
+    return {"estimate": lookup(metrics, name)[0], **ends}
 
 
 def _undecided(metric: str, metrics: Mapping[str, Any]) -> str:
@@ -118,35 +288,37 @@ def _check_loss(condition: Condition, margin: float, metrics: Mapping[str, Any])
     loss = f"{LOSSES}.{condition.metric}"
     high, missing = lookup(metrics, f"{loss}.loss_high95")
     before, unknown = lookup(metrics, f"{loss}.baseline")
-    bound = describe_bound(condition)
+    estimate, _ = lookup(metrics, f"{loss}.loss")
+    passed, note = high is not None and high < margin, missing
     if condition.where_at_least is not None:
         if before is None:
-            return ConditionResult(condition.metric, None, bound, margin, False, condition.why, unknown)
-        if before < condition.where_at_least:
-            note = f"not asked: SFT's is {_number(before)}, below {_number(condition.where_at_least)}"
-            return ConditionResult(condition.metric, high, bound, margin, True, condition.why, note)
-    passed = high is not None and high < margin
-    return ConditionResult(condition.metric, high, bound, margin, passed, condition.why, missing)
+            passed, note, high = False, unknown, None
+        elif before < condition.where_at_least:
+            passed, note = True, f"not asked: SFT's is {number(before)}, below {number(condition.where_at_least)}"
+    bound = describe_bound(condition)
+    return ConditionResult(
+        condition.metric, high, bound, margin, passed, condition.why, note, WORSE_BY, estimate=estimate, high95=high
+    )
 
 
-def _limit(condition: Condition, metrics: Mapping[str, Any]) -> tuple[float | None, str]:
-    """The bound as a number and in words."""
+def _limit(condition: Condition, metrics: Mapping[str, Any]) -> tuple[str, float | None, str]:
+    """The sign of the bound, its limit as a number, and what that was computed from (empty where it is given)."""
     if condition.at_least is not None:
-        return condition.at_least, f">= {_number(condition.at_least)}"
+        return AT_LEAST, condition.at_least, ""
     if condition.at_most is not None:
-        return condition.at_most, f"<= {_number(condition.at_most)}"
+        return AT_MOST, condition.at_most, ""
     if condition.worse_by_less_than is not None:
-        return condition.worse_by_less_than, f"worse by < {_number(condition.worse_by_less_than)}"
-    factor, slack = _number(condition.factor), _number(condition.slack)
+        return WORSE_BY, condition.worse_by_less_than, ""
+    factor, slack = number(condition.factor), number(condition.slack)
     if condition.at_least_of is not None:
         other = condition.at_least_of
         base, _ = lookup(metrics, other)
-        text = f">= min({factor} * {other}, {other} - {slack})"
-        return (None if base is None else min(condition.factor * base, base - condition.slack)), text
+        limit = None if base is None else min(condition.factor * base, base - condition.slack)
+        return AT_LEAST, limit, f"min({factor} * {other}, {other} - {slack})"
     other = str(condition.at_most_of)
     base, _ = lookup(metrics, other)
-    text = f"<= max({factor} * {other}, {other} + {slack})"
-    return (None if base is None else max(condition.factor * base, base + condition.slack)), text
+    limit = None if base is None else max(condition.factor * base, base + condition.slack)
+    return AT_MOST, limit, f"max({factor} * {other}, {other} + {slack})"
 
 
 def lookup(metrics: Mapping[str, Any], path: str) -> tuple[float | None, str]:
@@ -223,7 +395,8 @@ def _guarantees(own: Condition, required: Condition) -> bool:
 
 def describe_bound(condition: Condition) -> str:
     """Return the bound of a condition in words, such as ``>= 0.65``."""
-    return _limit(condition, {})[1]
+    sign, limit, terms = _limit(condition, {})
+    return f"{sign} {terms or number(limit or 0.0)}"
 
 
 def load_metrics(primary: Path, **others: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -260,5 +433,8 @@ def settle(decision: GateDecision, evidence: Path, pass_file: Path | None = None
     raise GateFailed(f"{decision.failure()}; evidence: {evidence}", evidence)
 
 
-def _number(value: float) -> str:
-    return f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e9 else f"{value:.4g}"
+def number(value: float, digits: int = DIGITS[0]) -> str:
+    """Write a number with so many significant digits, a whole one below 10⁹ as the count that it is."""
+    if float(value).is_integer() and abs(value) < 1e9:
+        return f"{value:.0f}"
+    return f"{value:.{digits}g}"

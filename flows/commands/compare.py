@@ -17,7 +17,6 @@ from rich.text import Text
 
 from flows.commands.text import format_seconds
 from flows.dvc_repo.graph import RecordedStage, recorded_stages
-from flows.gates import REPORT_MODE, read_gate
 from flows.registry.workspace import read_registered
 from flows.workspace import display_path, is_workspace
 from rlhf_core.config import yaml_text
@@ -27,7 +26,9 @@ from rlhf_core.config.policy import METHOD_NAMES, Method
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import JUDGE
-from rlhf_core.storage.files import atomic_write_json, flatten, read_json, sha256_file
+from rlhf_core.evaluation.verdict import EVEN_WIN_RATE, percent
+from rlhf_core.gates import REPORT_MODE, read_gate
+from rlhf_core.storage.files import atomic_write_json, flatten, read_json
 from rlhf_core.training.history import read_history
 
 POLICY = "models/policy"
@@ -192,14 +193,17 @@ def _seconds(rows: Iterable[Values]) -> float | None:
 
 
 def gate_standing(folder: Path) -> RunResults:
-    """What ``gates/policy.json`` says of the evaluation that is there, and the metrics whose bounds do not hold."""
+    """What ``gates/policy.json`` says of the evaluation that is there, which metrics failed, and what was found."""
     gate = read_gate(folder, "policy")
     if gate is None:
-        return {"decision": "not judged", "failed": ()}
-    if gate.evidence.get(str(EVALUATION)) != sha256_file(folder / EVALUATION):
-        return {"decision": "outdated", "failed": ()}
-    decision = "passed" if gate.passed else "failed, mode report" if gate.mode == REPORT_MODE else "failed"
-    return {"decision": decision, "failed": tuple(gate.failed)}
+        return {"decision": "not judged", "failed": (), "found": ()}
+    if str(EVALUATION) not in gate.evidence or str(EVALUATION) in gate.changed_evidence(folder):
+        return {"decision": "outdated", "failed": (), "found": ()}
+    decision = "passed"
+    if not gate.passed:
+        decision = "failed, mode report" if gate.mode == REPORT_MODE else "failed"
+    metrics = tuple(condition.metric for condition in gate.failed)
+    return {"decision": decision, "failed": metrics, "found": tuple(map(str, gate.failed))}
 
 
 # What two evaluations must have in common; the other settings of the section add measurements.
@@ -350,8 +354,10 @@ def _broken(name: str) -> str:
 
 def _percent(estimate: Values, _: RunResults) -> str:
     low, high = estimate["low95"], estimate["high95"]
-    interval = "" if low is None or high is None else f"\n{low:.1%}–{high:.1%}"
-    return f"{estimate['value']:.1%}{interval}"
+    if low is None or high is None:
+        return f"{percent(estimate['value'], EVEN_WIN_RATE)}%"
+    ends = f"{percent(low, EVEN_WIN_RATE)}%–{percent(high, EVEN_WIN_RATE)}%"
+    return f"{percent(estimate['value'], EVEN_WIN_RATE)}%\n{ends}"
 
 
 def _number(form: str) -> Callable[[Any, RunResults], str]:
@@ -383,7 +389,7 @@ ROWS: Mapping[str, tuple[str, Callable[[Any, RunResults], str]]] = {
     "tokens sampled": ("cost.sampled_tokens", _number(",")),
     "tokens trained on": ("cost.trained_tokens", _number(",")),
     "tokens per reply": ("sampled_tokens_per_reply", _number(".0f")),
-    "policy gate": ("gate", lambda gate, _: ": ".join(filter(None, (gate["decision"], ", ".join(gate["failed"]))))),
+    "policy gate": ("gate", lambda gate, _: "\n".join((gate["decision"], *gate["found"]))),
     "registered": ("registered", lambda of, _: f"{of['model']} {of['version']}{' (ungated)' if of['ungated'] else ''}"),
 }
 

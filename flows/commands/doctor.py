@@ -20,13 +20,14 @@ from flows.prefect_server.services import LOOPBACK, free_port
 from flows.registry.client import knock
 from flows.registry.policies import active_policies
 from flows.workspace import is_elsewhere, lock_holder
+from rlhf_core.commands.plugged import EXTRAS, plugged_app
 from rlhf_core.config.data import DataSource
 from rlhf_core.config.gates import GatesConfig
 from rlhf_core.config.loading import Params, load_params
 from rlhf_core.config.reward_sources import OWN_MODEL, ClassifierSource, FunctionSource, refuse_own_model
 from rlhf_core.errors import ConfigError, DataError, RlhfError
 from rlhf_core.fingerprint.tracked_files import missing_function, model_folders, verifiable_functions
-from rlhf_core.plugins import RUN_LOGGERS, PluginError, load_plugin
+from rlhf_core.plugins import COMMANDS, RUN_LOGGERS, PluginError, load_plugin, plugins_of
 from rlhf_core.runtime.machine import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels
 from rlhf_core.storage.data_files import expand, is_url
 
@@ -69,6 +70,7 @@ def machine_checks() -> Iterator[DoctorCheck]:
     else:
         yield DoctorCheck(FAIL, "python", interpreter, "use Python 3.11, 3.12 or 3.13")
     yield from _packages()
+    yield from plugin_checks()
     if shutil.which("git"):
         yield DoctorCheck(OK, "git", "found")
     else:
@@ -94,6 +96,20 @@ def _packages() -> Iterator[DoctorCheck]:
             check = check_package(package, SHOWN.get(package.name, ""))
             if check.level != OK or package.name in SHOWN:
                 yield check
+
+
+def plugin_checks() -> Iterator[DoctorCheck]:
+    """Check that the commands of this project's extras are known, and that those of all plugins can be imported."""
+    known = plugins_of(COMMANDS)
+    missing = [path.replace(".", " ") for path in EXTRAS if path not in known]
+    if missing:
+        finding = f"this installation does not know rlhf {', '.join(missing)}"
+        yield DoctorCheck(WARN, "extras", finding, f"install {DISTRIBUTION} again (`make setup`)")
+    for name in known:
+        try:
+            plugged_app(name)
+        except PluginError as error:
+            yield DoctorCheck(WARN, "plugins", str(error))
 
 
 def check_package(package: Requirement, consequence: str = "") -> DoctorCheck:

@@ -272,7 +272,7 @@ def gate(
         raise typer.Exit(EXIT_OK if all(row.suffices for row in rows) else EXIT_GATE_FAILED)
     report = judged_gate(workspace, name)
     if as_json:
-        print_json({"gate": name, **report.content, "passed": report.passed})
+        print_json(report.as_dict())
     else:
         typer.echo(gate_verdict(report))
     if explain and not as_json:

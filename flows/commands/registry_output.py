@@ -8,16 +8,16 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 
 from flows.commands.text import gate_table, marked_table
-from flows.gates import GATES, GateReport, read_gate
 from flows.registry.aliases import CHAMPION
 from flows.registry.decisions import PromotionDecision, report_name
 from flows.registry.evidence import gate_conditions
 from flows.registry.history import ReleaseState, version_words
+from flows.registry.release_page import describe_tries
 from flows.registry.workspace import OWNER_TAG, printed_line
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.probe_table import CAPTION, PROBED_MODELS, probe_table
-from rlhf_core.gates import describe_bound
-from rlhf_core.storage.files import read_json, sha256_file
+from rlhf_core.gates import GATES, GateDecision, describe_bound, read_gate
+from rlhf_core.storage.files import read_json
 
 
 def explain_promotion(decision: PromotionDecision) -> Group:
@@ -42,7 +42,7 @@ def explain_promotion(decision: PromotionDecision) -> Group:
     return Group(*lines, table, f"decided by: {decided}")
 
 
-def judged_gate(workspace: Path, name: str) -> GateReport:
+def judged_gate(workspace: Path, name: str) -> GateDecision:
     """Read ``gates/NAME.json``.
 
     Raises:
@@ -56,14 +56,15 @@ def judged_gate(workspace: Path, name: str) -> GateReport:
     return gate
 
 
-def explain_gate(workspace: Path, gate: GateReport) -> Group:
+def explain_gate(workspace: Path, gate: GateDecision) -> Group:
     """Return every condition of a gate with value, bound and reason, which decided, and what they were read from."""
-    lines = [f"decided by: {', '.join(gate.failed) or 'all conditions hold'}"]
-    for name, expected in gate.evidence.items():
-        path = workspace / name
-        same = path.is_file() and sha256_file(path) == expected
-        state = "unchanged since" if same else "changed since: run `rlhf run` to judge it anew"
-        lines.append(f"read from {name} (sha256 {expected[:12]}, {state})")
+    lines = [f"decided by: {', '.join(condition.metric for condition in gate.failed) or 'all conditions hold'}"]
+    changed = gate.changed_evidence(workspace)
+    for name, judged in gate.evidence.items():
+        state = "changed since: run `rlhf run` to judge it anew" if name in changed else "unchanged since"
+        lines.append(f"read from {name} (sha256 {judged[:12]}, {state})")
+    if gate.name == "policy" and (tries := describe_tries(workspace)):
+        lines.append(f"tries: {tries}")
     probes = probe_lines(workspace) if gate.name == "reward" else []
     return Group(gate_table(gate, every_reason=True), *lines, *probes)
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 FLOW_GRACE = 8.0
 WORKER_RESTARTS = 3
 POLL_SECONDS = 0.1
+SAID_NO = "The pipeline did its work, and a gate said no (exit code 3): what it judged is not released. It found:"
 CANNOT_WRITE = (errno.ENOSPC, errno.EROFS)
 
 
@@ -194,6 +195,8 @@ class PipelineRun:
         """Print summary, final state and verdict; return the exit status."""
         self.display.close()
         state, told, seconds = self.display.state, "", self.display.watch.seconds
+        gate = state.verdict.gate if state.verdict is not None else None
+        closed = gate is not None and not gate.opens  # which the verdict tells
         with suppress(OSError):  # of a full disk, of which the run's own end tells
             self.events.emit(RunTimed(seconds))
         for line in summary(state, seconds):
@@ -207,14 +210,20 @@ class PipelineRun:
         else:
             code = EXIT_CODES.get(state.end.state, 1)
             result = f"{state.end.state}: {state.end.message}"
-            print(result if code == 0 else f"rlhf: {result}", file=sys.stdout if code == 0 else sys.stderr, flush=True)
-            told = next((f"{o.stage} failed, see above" for o in state.outcomes if o.action == "failed"), "")
+            if closed:
+                print(SAID_NO, file=sys.stderr, flush=True)
+            elif code == 0:
+                print(result, flush=True)
+            else:
+                print(f"rlhf: {result}", file=sys.stderr, flush=True)
+                told = next((f"{o.stage} failed, see above" for o in state.outcomes if o.action == "failed"), "")
             if code == EXIT_GATE_FAILED:
-                print_failed_gates(self.workspace, sys.stderr)
+                print_failed_gates(self.workspace, sys.stderr, remedies=not closed)
         ended = state.end.message if state.end is not None else ""
         for outcome in state.outcomes:  # of several stages at once, or of a run that did not end by itself
             failure = state.stages[outcome.stage].result
-            if outcome.action == "failed" and len(failure) > LONGEST_FAILURE and failure not in ended:
+            by_gate = closed and outcome.exit_code == EXIT_GATE_FAILED
+            if outcome.action == "failed" and not by_gate and len(failure) > LONGEST_FAILURE and failure not in ended:
                 print(f"rlhf: {outcome.stage} failed: {failure}", file=sys.stderr, flush=True)
         if state.verdict is not None:
             print_verdict(state.verdict, self.workspace, told)

@@ -28,12 +28,13 @@ from flows.pipeline.events import (
     VerdictReached,
     events_file,
 )
-from flows.pipeline.verdict import RunVerdict, describe_failure
+from flows.pipeline.verdict import RunVerdict, failure_reason
 from flows.stage import RESUMED, LoggedProgress, StageOutcome, progress_lines
 from flows.supervision.processes import LogReader
 from flows.workspace import PRIVATE, display_path
 from rlhf_core.errors import EXIT_INTERRUPTED, RlhfError
-from rlhf_core.evaluation.verdict import Standing, judge_results
+from rlhf_core.evaluation.verdict import EVEN_WIN_RATE, Standing, describe_rate, judge_results, percent
+from rlhf_core.gates import GateDecision
 from rlhf_core.storage.files import read_json
 
 TAIL_BYTES = 4096
@@ -104,10 +105,10 @@ def describe_result(workspace: Path, stage: str) -> str:
 
 
 def _gate(gate: Mapping[str, Any]) -> str:
-    conditions = gate["conditions"]
-    passed = sum(bool(condition["passed"]) for condition in conditions)
-    verdict = "passed" if gate["passed"] else f"failed, mode {gate['mode']}:"
-    return f"{verdict} {passed}/{len(conditions)}"
+    decision = GateDecision.of("", gate)
+    count = len(decision.conditions)
+    verdict = "passed" if decision.passed else f"failed, mode {decision.mode}:"
+    return f"{verdict} {count - len(decision.failed)}/{count}"
 
 
 def _selected(ppo: Mapping[str, Any]) -> str:
@@ -266,7 +267,7 @@ class RunState:
             resumed = stage.progress.resumed if stage.progress is not None else ""
             stage.result = ", ".join(filter(None, (resumed, describe_result(self.workspace, outcome.stage))))
         elif outcome.action == "failed":
-            stage.result = describe_failure(self.workspace, outcome).removeprefix(f"{outcome.stage} failed: ")
+            stage.result = failure_reason(self.workspace, outcome)
 
     def _stage(self, name: str) -> StageState:
         return self.stages.setdefault(name, StageState(name))
@@ -341,25 +342,22 @@ def verdict_rows(verdict: RunVerdict, workspace: Path, told: str = "") -> list[t
     Args:
         told: What to say in place of why there is no verdict, where that has been told in full.
     """
-    _, _, failure = verdict.headline.partition("no verdict: ")
-    rows = [("verdict", verdict.headline.replace(failure, told) if failure and told else verdict.headline)]
-    rows += [
-        (
-            "" if number else "judges",
-            f"{judge.judge}: win rate {judge.win_rate:.1%}, 95 % interval {judge.low95:.1%} to {judge.high95:.1%}, "
-            f"{judge.prompts} prompts about {judge.clusters} questions"
-            + (f"; {judge.lc_win_rate:.1%} at equal length" if judge.lc_win_rate is not None else ""),
-        )
-        for number, judge in enumerate(verdict.judges)
-    ]
+    rows = [("verdict", f"no verdict: {told}" if told and not verdict.judges else verdict.headline)]
+    rows += [("" if place else "to do", remedy) for place, remedy in enumerate(verdict.remedies)]
+    for place, judge in enumerate(verdict.judges):
+        won = describe_rate(judge.win_rate, judge.low95, judge.high95, EVEN_WIN_RATE)
+        text = f"{judge.judge}: win rate {won}, {judge.prompts} prompts about {judge.clusters} questions"
+        if judge.lc_win_rate is not None:
+            text += f"; {percent(judge.lc_win_rate, EVEN_WIN_RATE)} % at equal length"
+        rows.append(("" if place else "judges", text))
     rows += [("", meaning) for meaning in verdict.meanings]
     if verdict.kl is not None:
         kl = verdict.kl
         rows.append(("KL", f"{kl.mean:.2f} nats per reply from SFT, 95 % interval {kl.low95:.2f} to {kl.high95:.2f}"))
     rows += [("" if number else "alarms", alarm) for number, alarm in enumerate(verdict.alarms)]
-    # What has stopped the run is told once, however often it is the reason.
-    outcomes = {"registered": verdict.registered, "promotion": verdict.promotion}
-    rows += [(label, text.replace(failure, "see above") if failure else text) for label, text in outcomes.items()]
+    rows += [("registered", verdict.registered), ("promotion", verdict.promotion)]
+    if verdict.tries:
+        rows.append(("tries", verdict.tries))
     if verdict.note:
         rows.append(("note", verdict.note))
     if verdict.report:

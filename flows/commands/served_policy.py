@@ -11,13 +11,19 @@ from flows.registry.aliases import CHAMPION, get_version
 from flows.registry.client import connect
 from flows.registry.evidence import TrainingSource, source_of_version, source_of_workspace
 from flows.registry.promote import promotion_obstacle
-from flows.registry.stored_models import RegisteredPolicy, policy_with_alias, version_of_run
-from flows.workspace import display_path, find_workspace, is_workspace, require_model_folder
+from flows.registry.stored_models import (
+    RegisteredPolicy,
+    describe_stopped_policy,
+    policy_with_alias,
+    version_of_run,
+)
+from flows.workspace import display_path, find_workspace, is_workspace, model_folder
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.gates import closed_gate
 from rlhf_core.serving.policy_source import FolderSource, PolicySource, sampling_of_folder
 
 if TYPE_CHECKING:
@@ -41,8 +47,11 @@ def about_folder(folder: Path) -> tuple[str, ...]:
     written = f", written {datetime.fromtimestamp(config.stat().st_mtime):%Y-%m-%d %H:%M}" if config.is_file() else ""
     lines: tuple[str, ...] = (f"the model in {display_path(folder)}{written}",)
     if own is not None:
-        verb = "trained on" if folder.resolve() == own / "models" / "policy" else "from a pipeline on"
-        lines += _training(source_of_workspace(own), verb)
+        is_policy = folder.resolve() == own / "models" / "policy"
+        lines += _training(source_of_workspace(own), "trained on" if is_policy else "from a pipeline on")
+        closed = closed_gate(own) if is_policy else None
+        if closed is not None and closed.name == "policy" and not closed.changed_evidence(own):
+            lines += (f"not released: {closed.failure()}",)
     return lines
 
 
@@ -92,7 +101,7 @@ def served_source(
     if sum(value is not None for value in (model, alias, version, run)) > 1:
         raise ConfigError("--model, --alias, --version and --run each name a policy; give one of them")
     if model is not None:
-        require_model_folder(model)
+        model = model_folder(model, workspace)
         own = find_workspace(workspace) if workspace else _workspace_of(model)
         judged = load_section(own, "evaluate", EvaluateConfig).sampling if own else None
         sampling = judged or sampling_of_folder(model, SamplingConfig())
@@ -101,6 +110,8 @@ def served_source(
     if version is None and run is None:
         alias = alias or CHAMPION
         about = about_version(folder, policy_with_alias(folder, alias), alias)
+        if stopped := describe_stopped_policy(folder):
+            about = (*about, f"not the newest policy: {stopped}")
         return ServedSource(RegisteredPolicy(folder, alias=alias), about, folder, moves=True)
     name, client = load_section(folder, "registry", RegistryConfig).policy, connect(folder)
     found = get_version(client, name, version) if version is not None else version_of_run(client, name, run or "")

@@ -13,7 +13,6 @@ from flows.commands.run_state import RunState, describe_stage, next_line, read_r
 from flows.commands.text import INDENT, format_age, format_seconds
 from flows.dvc_repo.graph import describe_changes, dvc_status, recorded_stages
 from flows.dvc_repo.inputs import entry_names, refresh_inputs
-from flows.gates import read_gates
 from flows.pipeline.events import COMPLETED
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
 from flows.registry.client import PIPELINE_TAG, REPORT_PAGE, WORKSPACE_ID_TAG, connect, has_record
@@ -26,6 +25,7 @@ from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.report.headline import ReleaseDecision
+from rlhf_core.gates import GateDecision, closed_gate, read_gates
 from rlhf_core.tracking.journal import waiting_records
 from rlhf_core.tracking.stage_run import CLIENT_SETTINGS, default_environment
 
@@ -113,7 +113,7 @@ class WorkspaceStatus:
     """All that `rlhf status` says.
 
     Attributes:
-        gates: Of each gate that was judged: name, whether it passed, its mode, and the conditions that failed.
+        gates: The decision of each gate that was judged.
         resumable: The stages with saved partial state.
         last: The last run, None while one is under way.
         recorded: The lines on the newest run in MLflow, or why it does not answer.
@@ -123,7 +123,7 @@ class WorkspaceStatus:
     workspace: Path
     holder: LockHolder | None
     stages: StagesStatus
-    gates: Sequence[Mapping[str, Any]]
+    gates: Sequence[GateDecision]
     resumable: Sequence[str]
     last: RunState | None
     recorded: Sequence[str]
@@ -156,7 +156,15 @@ class WorkspaceStatus:
             "workspace": str(self.workspace),
             "in_use_by": None if self.holder is None else asdict(self.holder),
             **asdict(self.stages),
-            "gates": [*self.gates],
+            "gates": [
+                {
+                    "gate": gate.name,
+                    "passed": gate.passed,
+                    "mode": gate.mode,
+                    "failed": [condition.metric for condition in gate.failed],
+                }
+                for gate in self.gates
+            ],
             "resumable": [*self.resumable],
             "last_run": None
             if last is None
@@ -207,11 +215,7 @@ def status(workspace: Path) -> WorkspaceStatus:
         step = "rlhf status", "a command is under way; a run ends with its verdict"
     else:
         step = next_step(stages, bool(resumable), last, registry)
-    gates = [
-        {"gate": gate.name, "passed": gate.passed, "mode": gate.mode, "failed": gate.failed}
-        for gate in read_gates(workspace)
-    ]
-    return WorkspaceStatus(workspace, holder, stages, gates, resumable, last, recorded, registry, step)
+    return WorkspaceStatus(workspace, holder, stages, read_gates(workspace), resumable, last, recorded, registry, step)
 
 
 def next_step(
@@ -248,13 +252,33 @@ def stages_status(workspace: Path) -> StagesStatus:
     except RlhfError as error:
         return StagesStatus({}, note=str(error))
     names = [name for name, stage in stages.items() if not stage.get("always_changed")]
-    states = {name: _state(name, stale, recorded) for name in names}
+    closed = closed_gate(workspace)
+    states: dict[str, str] = {}
+    stopped = ""  # the stage that a closed gate is of
     for name in names:
-        made = [workspace / out for out in entry_names(stages[name].get("outs"))]
-        if name not in recorded and made and all(path.exists() for path in made):
+        outputs = [*entry_names(stages[name].get("outs"))]
+        if closed is not None and f"gates/{closed.name}.json" in outputs and (name in stale or name not in recorded):
+            states[name] = _failed_gate(workspace, closed)
+            stopped = name
+        elif name in recorded:
+            states[name] = "up to date" if name not in stale else _stale(describe_changes(stale[name]))
+        elif outputs and all((workspace / out).exists() for out in outputs):
             states[name] = "made, but not known to DVC (`rlhf stage`, or a run that failed): a run makes it again"
-    not_run = sum(name not in recorded for name in names)
-    return StagesStatus(states, not_run, sum(name in recorded and name in stale for name in names))
+        elif closed is not None and stopped:
+            states[name] = f"not run: the {closed.name} gate is closed"
+        else:
+            states[name] = "not run yet"
+    not_run = sum(name not in recorded and name != stopped for name in names)
+    stale_now = sum(name in recorded and name in stale and name != stopped for name in names)
+    return StagesStatus(states, not_run, stale_now)
+
+
+def _failed_gate(workspace: Path, gate: GateDecision) -> str:
+    """Say that a stage failed its gate, which DVC takes for a stage that never ran, and whether that is still so."""
+    count = f"{len(gate.failed)} of {len(gate.conditions)} conditions do not hold"
+    if changed := gate.changed_evidence(workspace):
+        return f"failed its gate ({count}); {', '.join(changed)} changed since, so a run judges again"
+    return f"failed its gate: {count}"
 
 
 def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
@@ -275,19 +299,14 @@ def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
     return StagesStatus(states, note=head)
 
 
-def _state(name: str, stale: Mapping[str, Any], recorded: Mapping[str, Any]) -> str:
-    if name not in recorded:
-        return "not run yet"
-    if name not in stale:
-        return "up to date"
-    details = describe_changes(stale[name])
+def _stale(details: str) -> str:
     return f"stale: {details if len(details) <= DETAIL else details[:DETAIL] + ' …'}"
 
 
-def gate_line(gate: Mapping[str, Any]) -> str:
-    """Describe a gate: passed, or the conditions that failed."""
-    verdict = "passed" if gate["passed"] else f"FAILED ({', '.join(gate['failed'])})"
-    return f"{gate['gate']:<8}{verdict}, mode {gate['mode']}"
+def gate_line(gate: GateDecision) -> str:
+    """Describe a gate: passed, or the conditions that failed with what was found."""
+    verdict = "passed" if gate.passed else f"FAILED: {gate.reasons()}"
+    return f"{gate.name:<8}{verdict} (mode {gate.mode})"
 
 
 def partial_work(workspace: Path) -> list[str]:

@@ -18,10 +18,11 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from flows.gates import REPORT_MODE, GateReport
 from flows.workspace import PRIVATE
 from rlhf_core.data.text import for_terminal
 from rlhf_core.errors import DataError, GateFailed, RlhfError
+from rlhf_core.evaluation.remedies import remedy_for
+from rlhf_core.gates import REPORT_MODE, GateDecision
 from rlhf_core.redaction import redacted
 from rlhf_core.runtime import progress
 from rlhf_core.storage.files import read_json
@@ -53,7 +54,7 @@ def print_gate_failure(error: GateFailed, stream: TextIO) -> None:
     gate = None
     if error.evidence is not None:
         with suppress(DataError):
-            gate = GateReport(error.evidence.stem, read_json(error.evidence))
+            gate = GateDecision.of(error.evidence.stem, read_json(error.evidence))
     if gate is None:
         print_error(str(error), stream)
         return
@@ -63,20 +64,20 @@ def print_gate_failure(error: GateFailed, stream: TextIO) -> None:
     console.print(f"evidence: {error.evidence}", soft_wrap=not console.is_terminal)
 
 
-def print_failed_gates(workspace: Path, stream: TextIO) -> None:
-    """Print the table of every gate of ``workspace`` whose conditions do not hold."""
+def print_failed_gates(workspace: Path, stream: TextIO, *, remedies: bool = True) -> None:
+    """Print the table of every gate of ``workspace`` whose conditions do not hold; ``remedies`` as for a table."""
     console = error_console(stream)
     for path in sorted((workspace / "gates").glob("*.json")):
         with suppress(DataError):  # `rlhf status` names a file that cannot be read
-            gate = GateReport(path.stem, read_json(path))
+            gate = GateDecision.of(path.stem, read_json(path))
             if gate.failed:
                 console.print(f"gate {gate.name}", style="bold")
-                console.print(gate_table(gate))
+                console.print(gate_table(gate, remedies=remedies))
 
 
-def gate_verdict(gate: GateReport) -> str:
+def gate_verdict(gate: GateDecision) -> str:
     """Say in one line whether a gate passed."""
-    count = len(gate.rows)
+    count = len(gate.conditions)
     if gate.passed:
         return f"the {gate.name} gate passed: {count} of {count} conditions hold"
     counted = f"{len(gate.failed)} of {count} conditions do not hold" if count else "it has no conditions"
@@ -84,20 +85,23 @@ def gate_verdict(gate: GateReport) -> str:
     return f"the {gate.name} gate failed: {counted}{mode}"
 
 
-def gate_table(gate: GateReport, *, every_reason: bool = False) -> Group:
-    """Return a gate's conditions as a table, failures first, and below it the reason for each bound that failed.
+def gate_table(gate: GateDecision, *, every_reason: bool = False, remedies: bool = True) -> Group:
+    """Return a gate's conditions as a table, failures first; below it why each that failed is asked, and what to do.
 
     Args:
         every_reason: Give the reasons of the bounds that hold, too.
+        remedies: Say what to do about each that failed.
     """
-    rows = ((row.passed, row.metric, row.value, row.bound) for row in gate.rows)
+    conditions = gate.failures_first
+    rows = ((row.passed, row.metric, row.measured, row.required) for row in conditions)
     table = marked_table(["metric", Column("value", justify="right"), "bound"], rows)
-    reasons = [
-        Text.assemble((row.metric, "bold"), f": {row.why}")
-        for row in gate.rows
-        if row.why and (every_reason or not row.passed)
-    ]
-    return Group(table, *(Padding(reason, (0, 0, 0, 2)) for reason in reasons))
+    below = []
+    for row in conditions:
+        if row.why and (every_reason or not row.passed):
+            below.append(Text.assemble((row.metric, "bold"), f": {row.why}"))
+        if remedies and not row.passed:
+            below.append(Text.assemble(("to do", "bold"), f": {remedy_for(gate.name, row.metric)}"))
+    return Group(table, *(Padding(line, (0, 0, 0, 2)) for line in below))
 
 
 def marked_table(columns: Sequence[str | Column], rows: Iterable[tuple[bool, str, str, str]]) -> Padding:

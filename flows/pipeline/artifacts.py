@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
@@ -17,7 +16,6 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
-from flows.gates import read_gates
 from flows.pipeline.verdict import RunVerdict, verdict_markdown
 from flows.registry.client import (
     REPORT_PAGE,
@@ -30,6 +28,8 @@ from flows.registry.client import (
 )
 from flows.stage import LoggedProgress, StageOutcome
 from flows.workspace import workspace_slug
+from rlhf_core.evaluation.remedies import remedy_for
+from rlhf_core.gates import read_gates
 
 # What Markdown would read as markup, and what looks like it.
 LOOK_ALIKES = {">=": "≥", "<=": "≤", "<": "‹", ">": "›", "*": "∗", "`": "ˋ", "](": "] ("}
@@ -70,7 +70,15 @@ def publish_gate_tables(workspace: Path) -> None:
     """Create a table of conditions, failures first, for each gate that has left evidence."""
     for gate in read_gates(workspace):
         rows = [
-            asdict(row) | {"passed": "yes" if row.passed else "NO", "why": table_cell(row.why)} for row in gate.rows
+            {
+                "metric": row.metric,
+                "passed": "yes" if row.passed else "NO",
+                "value": row.measured,
+                "bound": row.required,
+                "why": table_cell(row.why),
+                "what to do": "" if row.passed else table_cell(str(remedy_for(gate.name, row.metric))),
+            }
+            for row in gate.failures_first
         ]
         described = f"Gate {gate.name}: {'passed' if gate.passed else 'FAILED'}"
         create_table_artifact(rows, key=artifact_key(workspace, "gate", gate.name), description=described)

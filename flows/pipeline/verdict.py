@@ -8,19 +8,31 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.gates import read_gate
 from flows.registry.client import RELEASE_PAGE, REPORT_PAGE
 from flows.registry.decisions import PromotionDecision
 from flows.registry.release_page import RunNotes, current_page, release_sentences, try_release_page
 from flows.stage import StageOutcome
 from rlhf_core.config.loading import load_params, profile_names
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
-from rlhf_core.evaluation.report.headline import MEANINGS
-from rlhf_core.evaluation.verdict import JudgeResult, Standing, alarms, judge_results, standing_of
+from rlhf_core.evaluation.report.headline import MEANINGS, remedies, sentence_case
+from rlhf_core.evaluation.verdict import (
+    EVEN_WIN_RATE,
+    JudgeResult,
+    Standing,
+    alarms,
+    describe_decision,
+    judge_results,
+    percent,
+    standing_of,
+    verdict_sentence,
+)
+from rlhf_core.gates import GateDecision, read_gate
 from rlhf_core.storage.files import read_json
 
 EVALUATE_STAGE = "evaluate"
+POLICY_GATE_STAGE = "gate-policy"
 REPORT_STAGE = "report"
+SFT = "SFT"
 EVALUATION = Path("metrics") / "evaluation.json"
 KL_KEYS = ("kl", "kl_low95", "kl_high95")
 TOYS = frozenset({"smoke", "chinese-sample"})  # profiles that try every step, and whose quality is no claim
@@ -63,9 +75,12 @@ class RunVerdict:
 
     Attributes:
         opponent: ``SFT`` or ``champion version N``; empty if nothing was compared.
+        gate: The decision of the gate that ended the run, else of the policy gate; None if neither was reached.
+        unmet: What a promotion required and does not hold, in words; empty if it was promoted or not tried.
         judges: one result per judge that the policy was neither trained on nor selected by; empty if nothing was
             compared.
-        not_compared_because: the failure that ended the run before the evaluation, else empty.
+        failure: what ended the run, or why nothing was compared, in one line; empty if nothing did.
+        tries: how many policies the policy gate has judged; empty for the first.
         alarms: figures of the evaluation to read before anything is released, the gravest first.
         note: that the profile is a toy, and what the words of the verdict are about; empty for other profiles.
         registered: what was registered and what was refused, in one line.
@@ -79,7 +94,7 @@ class RunVerdict:
     opponent: str
     judges: tuple[JudgeResult, ...]
     kl: KlEstimate | None
-    not_compared_because: str
+    failure: str
     registered: str
     promotion: str
     report: str | None
@@ -87,6 +102,14 @@ class RunVerdict:
     next_hint: str
     alarms: tuple[str, ...] = ()
     note: str = ""
+    gate: GateDecision | None = None
+    unmet: tuple[str, ...] = ()
+    tries: str = ""
+
+    @property
+    def remedies(self) -> list[str]:
+        """What to do about each condition that the gate failed by, a line each."""
+        return [] if self.gate is None else remedies(self.gate)
 
     @property
     def meanings(self) -> list[str]:
@@ -95,10 +118,10 @@ class RunVerdict:
 
     @property
     def headline(self) -> str:
-        """The verdict in one line: ``better than champion version 3`` or why there is none."""
-        if self.standing is Standing.NOT_COMPARED:
-            return f"no verdict: {self.not_compared_because}"
-        return f"{self.standing} than {self.opponent}"
+        """The verdict in one sentence, made of the conditions that decided, or why there is none."""
+        if self.judges:
+            return verdict_sentence(self.judges, self.opponent, self.gate if self.opponent == SFT else None, self.unmet)
+        return f"no verdict: {self.failure}"
 
 
 def reach_verdict(
@@ -117,40 +140,67 @@ def reach_verdict(
         The verdict, and why the page could not be written; empty if it was, or the run has no report.
     """
     failed = next((o for o in outcomes.values() if o.action in ("failed", "stopped")), None)
+    closed = gate_that_stopped(workspace, failed)
     failure = describe_failure(workspace, failed) if failed else ""
     evaluate, reported = outcomes.get(EVALUATE_STAGE), outcomes.get(REPORT_STAGE)
     evaluated = evaluate is not None and evaluate.ok and (workspace / EVALUATION).is_file()
     evaluation = read_json(workspace / EVALUATION) if evaluated else {}
+    decision = registration.decision
     judges: tuple[JudgeResult, ...] = ()
-    opponent = ""
-    if registration.decision is not None and registration.decision.match:
-        judges = judge_results(registration.decision.match["comparison"])
-        opponent = f"champion version {registration.decision.champion}"
+    opponent, unmet = "", ()
+    if decision is not None and decision.match:
+        judges = judge_results(decision.match["comparison"])
+        opponent, unmet = f"champion version {decision.champion}", _unmet_criteria(decision)
     elif "comparison" in evaluation:
-        judges, opponent = judge_results(evaluation["comparison"]), "SFT"
+        judges, opponent = judge_results(evaluation["comparison"]), SFT
     uncompared = f"a win rate against {opponent} is no number" if opponent else "this pipeline has no evaluation"
     because = registration.error or registration.undecided_because
     if not registration.registered:
         because = failure or registration.error or "the run was stopped"
     kl = [evaluation[key] for key in KL_KEYS if evaluation.get(key) is not None]  # null is what was not finite
-    notes = RunNotes(registration.registered, because, _hint(failed, registration))
+    notes = RunNotes(registration.registered, because, _hint(failed, registration), closed.name if closed else "")
     release, problem = try_release_page(workspace, notes, write=page)
     report = REPORT_PAGE if reported is not None and reported.ok and (workspace / REPORT_PAGE).is_file() else None
+    told = bool(failure) and (closed is not None or not judges)  # by the headline
     verdict = RunVerdict(
         standing=standing_of(judges),
         opponent=opponent,
         judges=judges,
         kl=KlEstimate(*kl) if len(kl) == len(KL_KEYS) else None,
-        not_compared_because="" if judges else failure or uncompared,
-        registered=registration.registered or f"nothing: {because}",
-        promotion=release_sentences(release),
+        failure=failure or ("" if judges else uncompared),
+        registered=registration.registered or ("nothing" if told else f"nothing: {because}"),
+        promotion=release.headline if told else release_sentences(release),
         report=RELEASE_PAGE if report and page and not problem and current_page(workspace) else report,
         next_command=release.next_command,
         next_hint=release.next_hint,
         alarms=tuple(alarm.sentence for alarm in alarms(evaluation)),
         note=toy_note(workspace, opponent) if judges else "",
+        gate=closed or _decided_gate(workspace, outcomes),
+        unmet=unmet,
+        tries=release.tries,
     )
     return verdict, problem if report else ""
+
+
+def _unmet_criteria(decision: PromotionDecision) -> tuple[str, ...]:
+    """What the promotion required and does not hold, in one clause; the win rates themselves are told anyway."""
+    unmet = [str(criterion) for criterion in decision.criteria if not (criterion.passed or criterion.is_plain_win_rate)]
+    return (f"not promoted: {', and '.join(unmet)}",) if unmet and not decision.promoted else ()
+
+
+def _decided_gate(workspace: Path, outcomes: Mapping[str, StageOutcome]) -> GateDecision | None:
+    """The decision of the policy gate where this run made it or found it up to date."""
+    outcome = outcomes.get(POLICY_GATE_STAGE)
+    return read_gate(workspace, "policy") if outcome is not None and outcome.ok else None
+
+
+def gate_that_stopped(workspace: Path, failed: StageOutcome | None) -> GateDecision | None:
+    """Return the decision of the gate that ended a run; None if another failure did, or none."""
+    if failed is None or failed.exit_code != EXIT_GATE_FAILED:
+        return None
+    # The data gate is part of the stage that reads the data.
+    decision = read_gate(workspace, "data" if failed.stage == "validate" else failed.stage.removeprefix("gate-"))
+    return None if decision is None or decision.opens else decision
 
 
 def toy_note(workspace: Path, opponent: str) -> str:
@@ -166,11 +216,16 @@ def describe_failure(workspace: Path, failed: StageOutcome) -> str:
     """Say in one line which stage ended the run and why; of a gate, which conditions failed."""
     if failed.action == "stopped":
         return f"stopped during {failed.stage}"
-    gate = read_gate(workspace, failed.stage.removeprefix("gate-")) if failed.exit_code == EXIT_GATE_FAILED else None
+    gate = gate_that_stopped(workspace, failed)
     if gate is not None:
-        return f"{failed.stage} failed: {gate.failed_conditions()}"
-    first_line = failed.message.strip().partition("\n")[0]
-    return f"{failed.stage} failed: {first_line}"
+        return describe_decision(gate)
+    return f"{failed.stage} failed: {failure_reason(workspace, failed)}"
+
+
+def failure_reason(workspace: Path, failed: StageOutcome) -> str:
+    """Say in one line why a stage failed; of a gate, which conditions do not hold."""
+    gate = gate_that_stopped(workspace, failed)
+    return failed.message.strip().partition("\n")[0] if gate is None else gate.reasons()
 
 
 def _hint(failed: StageOutcome | None, registration: RegistrationResult) -> str:
@@ -204,10 +259,9 @@ JUDGE_COLUMNS = ("judge", "win rate", "95 % interval", "at equal length", "promp
 
 def judge_cells(judge: JudgeResult) -> tuple[object, ...]:
     """The row of a judge in a table of :data:`JUDGE_COLUMNS`."""
-    interval = f"{judge.low95:.3f} to {judge.high95:.3f}"
-    at_equal_length = "" if judge.lc_win_rate is None else f"{judge.lc_win_rate:.3f}"
-    name = markdown_text(judge.judge)
-    return name, f"{judge.win_rate:.3f}", interval, at_equal_length, judge.prompts, judge.clusters
+    rate, low, high = (f"{percent(share, EVEN_WIN_RATE)} %" for share in (judge.win_rate, judge.low95, judge.high95))
+    at_equal_length = "" if judge.lc_win_rate is None else f"{percent(judge.lc_win_rate, EVEN_WIN_RATE)} %"
+    return markdown_text(judge.judge), rate, f"{low} to {high}", at_equal_length, judge.prompts, judge.clusters
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -222,7 +276,10 @@ def verdict_markdown(verdict: RunVerdict, report_link: str | None = None) -> str
     Args:
         report_link: An address at which a browser shows the report; without one its path is named.
     """
-    lines = [f"**{markdown_text(verdict.headline[:1].upper() + verdict.headline[1:])}**", ""]
+    lines = [f"**{markdown_text(sentence_case(verdict.headline))}**", ""]
+    lines += [f"- To do: {markdown_text(remedy)}" for remedy in verdict.remedies]
+    if verdict.remedies:
+        lines.append("")
     if verdict.judges:
         lines += [markdown_table(JUDGE_COLUMNS, map(judge_cells, verdict.judges)), ""]
     lines += [f"{markdown_text(meaning)}.\n" for meaning in verdict.meanings]
@@ -233,6 +290,8 @@ def verdict_markdown(verdict: RunVerdict, report_link: str | None = None) -> str
         lines.append(f"- **Read before release:** {markdown_text('; '.join(verdict.alarms))}")
     lines.append(f"- Registered: {markdown_text(verdict.registered)}")
     lines.append(f"- Promotion: {markdown_text(verdict.promotion)}")
+    if verdict.tries:
+        lines.append(f"- Tries: {markdown_text(verdict.tries)}")
     if verdict.note:
         lines.append(f"- Note: {markdown_text(verdict.note)}")
     if verdict.report:

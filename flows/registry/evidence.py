@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.dvc_repo.graph import StageNode, all_before, describe_changes, recorded_hash, recorded_stages
-from flows.gates import GATES, REPORT_MODE, GateReport, read_gate
+from flows.registry.aliases import registry_errors
+from flows.registry.client import connect, has_record
 from rlhf_core.config.gates import Condition, GatesConfig
 from rlhf_core.config.loading import PARAMS_FILE, load_section
+from rlhf_core.config.operations import RegistryConfig, TrackingConfig
 from rlhf_core.errors import GateFailed, RlhfError
-from rlhf_core.gates import weaker_conditions
+from rlhf_core.gates import GATES, JUDGED_TAG, REPORT_MODE, GateDecision, read_gate, weaker_conditions
 from rlhf_core.git import git_revision
 from rlhf_core.storage.files import flatten, read_json, sha256_file
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 ALWAYS_CHANGED = "always changed"
 
 
-def read_gate_evidence(workspace: Path, gate: str) -> GateReport:
+def read_gate_evidence(workspace: Path, gate: str) -> GateDecision:
     """The report of ``gate``; a gate that only reports (``mode: report``) may have failed.
 
     Raises :class:`GateFailed` when there is no evidence, when an enforced gate failed, or when a judged file has
@@ -37,10 +39,8 @@ def read_gate_evidence(workspace: Path, gate: str) -> GateReport:
         )
     if not report.evidence:
         raise GateFailed(f"gates/{gate}.json names no evidence, so it cannot vouch for a model; run `rlhf run` again")
-    for name, expected in report.evidence.items():
-        file = workspace / name
-        if not file.is_file() or sha256_file(file) != expected:
-            raise GateFailed(f"{name} is not the file that the {gate} gate judged; run `rlhf run` to judge it anew")
+    if changed := report.changed_evidence(workspace):
+        raise GateFailed(f"{changed[0]} is not the file that the {gate} gate judged; run `rlhf run` to judge it anew")
     if (objection := report.objection()) and report.mode != REPORT_MODE:
         raise GateFailed(objection)
     return report
@@ -91,6 +91,33 @@ def weaker_gates(passed: Mapping[str, Any], required: Mapping[str, Sequence[Cond
     ]
 
 
+def count_policy_decisions(workspace: Path) -> tuple[int, str]:
+    """Return how many evaluations the policy gate has judged for this registered policy, and in which experiment.
+
+    Trials under ``workspaces/`` are recorded with their base, so they count together, unless they register their policy
+    under another name. An evaluation that was judged again, by other bounds, is the same try.
+
+    Raises:
+        RlhfError: MLflow does not answer.
+    """
+    name = load_section(workspace, "tracking", TrackingConfig).experiment
+    if not has_record(workspace):
+        return 0, name
+    client = connect(workspace)
+    with registry_errors(f"count the decisions of experiment {name}"):
+        experiment = client.get_experiment_by_name(name)
+        if experiment is None:
+            return 0, name
+        ids = [experiment.experiment_id]
+        policy = load_section(workspace, "registry", RegistryConfig).policy
+        others = client.search_runs(ids, f"params.`registry.policy` != '{policy}'", max_results=MOST_RUNS)
+        runs = client.search_runs(ids, f"tags.`{JUDGED_TAG}` != ''", max_results=MOST_RUNS)
+    of_others = {run.info.run_id for run in others}
+    judged = {run.data.tags[JUDGED_TAG] for run in runs if run.data.tags.get(PARENT_TAG) not in of_others}
+    return len(judged), name
+
+
+MOST_RUNS = 10_000  # that are counted
 DATA_CARD = Path("data/card/release.md")  # without texts of the data; by the folder's name in MLflow
 
 

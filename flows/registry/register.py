@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.dvc_repo.graph import dvc_status, read_graph
-from flows.gates import GATES, GateReport
 from flows.registry.aliases import CHALLENGER, registry_errors, versions
 from flows.registry.client import experiment_id, fluent, log_data_input, log_numbers
 from flows.registry.decisions import TAG_LIMIT, commit, move, new_entry, registry_session
@@ -31,6 +30,7 @@ from flows.workspace import SEPARATOR, run_label
 from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import GateFailed, RlhfError
+from rlhf_core.gates import GATES, GateDecision
 from rlhf_core.storage.files import flatten, read_json, sha256_file, sha256_tree
 from rlhf_core.tracking.stage_run import METRICS_TAG, origin_tags
 
@@ -139,13 +139,14 @@ def register(workspace: Path, run_id: str | None = None, *, known_only: bool = F
     return result
 
 
-def _gate_tags(workspace: Path, model: RegistrableModel, evidence: Sequence[GateReport]) -> dict[str, str]:
+def _gate_tags(workspace: Path, model: RegistrableModel, evidence: Sequence[GateDecision]) -> dict[str, str]:
     """Whether all gates passed, why not, their conditions, and the report of the model's own gate (the last)."""
     failures, gates = "; ".join(filter(None, (gate.objection() for gate in evidence))), gate_conditions(workspace)
     own = evidence[-1]
-    report = json.dumps(own.content, sort_keys=True)
+    content = own.as_dict()
+    report = json.dumps(content, sort_keys=True)
     if len(report) > TAG_LIMIT:  # the run has the whole
-        report = json.dumps({**own.content, "conditions": len(own.rows)}, sort_keys=True)
+        report = json.dumps({**content, "conditions": len(own.conditions)}, sort_keys=True)
     return {
         GATES_TAG: GATES_FAILED if failures else GATES_PASSED,
         GATE_REPORT_TAG: report[:TAG_LIMIT],
@@ -158,7 +159,7 @@ def _register_one(
     client: MlflowClient,
     workspace: Path,
     model: RegistrableModel,
-    evidence: Sequence[GateReport],
+    evidence: Sequence[GateDecision],
     tags: Mapping[str, str],
     run_id: str | None,
     policies: Sequence[tuple[RegistryPolicy, dict[str, str]]],
@@ -204,7 +205,7 @@ def _create_version(
     client: MlflowClient,
     workspace: Path,
     model: RegistrableModel,
-    evidence: Sequence[GateReport],
+    evidence: Sequence[GateDecision],
     tags: Mapping[str, str],
     run_id: str | None,
 ) -> str:

@@ -10,11 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.gates import GATES, REPORT_MODE, SIGNS, read_gate
 from flows.registry.aliases import CHAMPION, read_aliases, registry_errors, version_numbers, versions
 from flows.registry.client import RELEASE_PAGE, REPORT_PAGE, connect, has_record
 from flows.registry.decisions import read_decisions, utc_now
-from flows.registry.evidence import DATA_CARD, gate_conditions
+from flows.registry.evidence import DATA_CARD, count_policy_decisions, gate_conditions
 from flows.registry.history import DECLINE, ReleaseState, utc_minute
 from flows.registry.promote import DECLINED_TAG, promotion_obstacle, removed_champion
 from flows.registry.workspace import RegisteredHere, read_registered
@@ -22,7 +21,9 @@ from flows.workspace import PRIVATE, private_path
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.evaluation.remedies import remedy_for
 from rlhf_core.evaluation.report.headline import BEGIN, ReleaseDecision, UnmetCondition
+from rlhf_core.gates import GATES, closed_gate, read_gate
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json, sha256_file
 
 if TYPE_CHECKING:
@@ -46,11 +47,13 @@ class RunNotes:
         registered: What was registered and what was refused, in one line; empty if nothing was tried.
         because: Why nothing was registered, or why nobody decided on what was.
         hint: What the next ``rlhf run`` is for, where the run did not reach its end.
+        gate: The gate that ended the run; empty if none did.
     """
 
     registered: str = ""
     because: str = ""
     hint: str = ""
+    gate: str = ""
 
 
 def read_release_decision(workspace: Path, notes: RunNotes | None = None) -> ReleaseDecision:
@@ -63,6 +66,10 @@ def read_release_decision(workspace: Path, notes: RunNotes | None = None) -> Rel
         notes: What the run that wrote the report said; None for what it said when the page was written last.
     """
     notes = notes or _kept_notes(workspace) or RunNotes()
+    return replace(_release_decision(workspace, notes), tries=describe_tries(workspace))
+
+
+def _release_decision(workspace: Path, notes: RunNotes) -> ReleaseDecision:
     here = _version_of_policy(workspace, notes)
     if here is None:
         return _not_registered(workspace, notes)
@@ -78,6 +85,33 @@ def read_release_decision(workspace: Path, notes: RunNotes | None = None) -> Rel
         _standing(state, here, version, notes),
         registered=f"Registered as {_label(here)}{gates}.",
         champion="" if state.champion == here.version else _champion_sentence(here.model, state.champion),
+    )
+
+
+# How often a policy that is no better than SFT passes a condition on the lower end of a 95 % interval.
+CHANCE_OF_ONE = 0.025
+
+
+def describe_tries(workspace: Path) -> str:
+    """Say how many policies the policy gate has judged in the experiment, and what that does to its conditions.
+
+    The gate itself asks the same of the first try and of the tenth: a stricter bound for later ones would punish
+    whoever mends a mistake and runs again. So the number is shown wherever the decision is. A promotion is stricter
+    at each attempt (``registry.error_budget``).
+
+    Returns:
+        An empty text for the first policy, and where MLflow does not say.
+    """
+    try:
+        judged, experiment = count_policy_decisions(workspace)
+    except RlhfError:
+        return ""
+    if judged < 2:
+        return ""
+    chance = 1.0 - (1.0 - CHANCE_OF_ONE) ** judged
+    return (
+        f"the policy gate has judged {judged} policies in experiment {experiment}; if none of them were better than "
+        f"SFT, one would still pass a win-rate condition by luck with a chance of up to {100 * chance:.0f} %"
     )
 
 
@@ -107,27 +141,27 @@ def _label(here: RegisteredHere) -> str:
 def _version_of_policy(workspace: Path, notes: RunNotes) -> RegisteredHere | None:
     """The version that was made of the policy that the report is about; None if there is none."""
     nothing = notes.because and not notes.registered
-    return None if nothing or _refused_by(workspace) else read_registered(workspace, POLICY_FOLDER)
-
-
-def _refused_by(workspace: Path) -> str:
-    """The first gate that is enforced and did not pass; empty if there is none."""
-    reports = (report for gate in GATES if (report := read_gate(workspace, gate)) is not None)
-    return next((report.name for report in reports if not report.passed and report.mode != REPORT_MODE), "")
+    return None if nothing or closed_gate(workspace) else read_registered(workspace, POLICY_FOLDER)
 
 
 def _unmet_conditions(workspace: Path, gates: Sequence[str] = GATES) -> tuple[UnmetCondition, ...]:
     """The conditions that do not hold in ``gates/NAME.json``, gate by gate."""
-    reports = (report for gate in gates if (report := read_gate(workspace, gate)) is not None)
-    rows = (row for report in reports for row in report.rows if not row.passed)
-    return tuple(UnmetCondition(row.metric, row.value, row.bound, row.why) for row in rows)
+    unmet = []
+    for name in gates:
+        decision = read_gate(workspace, name)
+        for row in decision.failed if decision is not None else ():
+            remedy = str(remedy_for(name, row.metric))
+            unmet.append(UnmetCondition(row.metric, row.measured, row.required, row.why, remedy))
+    return tuple(unmet)
 
 
 def _not_registered(workspace: Path, notes: RunNotes) -> ReleaseDecision:
-    gate, because = _refused_by(workspace), "" if notes.registered else notes.because
-    if gate and (not because or because.startswith(f"gate-{gate} ")):
-        # A run that ended elsewhere leaves the file of a gate that an earlier run failed by.
-        hint = f"{notes.hint or CHANGE[1]}; `rlhf gate {gate} --explain` has every condition"
+    closed, because = closed_gate(workspace), "" if notes.registered else notes.because
+    # A run that ended elsewhere leaves the file of a gate that an earlier run failed by.
+    if closed is not None and (not because or notes.gate == closed.name):
+        gate = closed.name
+        talk = "`rlhf chat models/policy` talks to the policy that was stopped, " if gate == "policy" else ""
+        hint = f"{notes.hint or CHANGE[1]}; {talk}`rlhf gate {gate} --explain` has every condition"
         decided, unmet = "Decided by the gate's conditions in params.yaml", _unmet_conditions(workspace, (gate,))
         headline = f"Not registered: the {gate} gate refuses it"
         decision = _say(BAD, headline, "", decided, ("rlhf run", hint), unmet)
@@ -207,7 +241,7 @@ def _not_promoted(state: ReleaseState, here: RegisteredHere, version: ModelVersi
             return _say(OPEN, headline, f"{request.closed_because()}.", decided, again)
         against = f" in place of version {decision['champion']}" if decision.get("champion") else ""
         unmet = tuple(
-            UnmetCondition(criterion["name"], criterion["measured"], _with_signs(criterion["required"]))
+            UnmetCondition(criterion["name"], criterion["measured"], criterion["required"])
             for criterion in decision.get("criteria") or ()
             if not criterion["passed"]
         )
@@ -219,12 +253,6 @@ def _not_promoted(state: ReleaseState, here: RegisteredHere, version: ModelVersi
         return _say(OPEN, headline, not_allowed, "", OWNER)
     decide = ("rlhf run", notes.hint) if notes.hint else ("rlhf promote", "decide on it")
     return _say(OPEN, f"Not released: nobody has decided on {label}", notes.because, "", decide)
-
-
-def _with_signs(bound: str) -> str:
-    """``<= 0.025`` as the conditions of gates are written."""
-    sign, _, rest = bound.partition(" ")
-    return f"{SIGNS[sign]} {rest}" if sign in SIGNS else bound
 
 
 def _champion_sentence(model: str, number: str | None) -> str:
@@ -259,7 +287,7 @@ def write_release_page(workspace: Path, notes: RunNotes | None = None) -> Releas
     notes = notes or _kept_notes(workspace) or RunNotes()
     decision = read_release_decision(workspace, notes)
     here = _version_of_policy(workspace, notes)
-    if here is None and not (notes.because or notes.registered or _refused_by(workspace)):
+    if here is None and not (notes.because or notes.registered or closed_gate(workspace)):
         return decision  # no run has come to a decision yet
     rendered = with_release(text, decision) if BEGIN in text else None
     if rendered is None:

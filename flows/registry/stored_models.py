@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,11 +24,13 @@ from flows.registry.decisions import registry_session
 from flows.registry.evidence import PARENT_TAG
 from flows.registry.history import ReleaseState
 from flows.registry.policies import active_policies
+from flows.workspace import display_path
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError
+from rlhf_core.gates import closed_gate
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.serving.protocol import CompletionId, token_usage
 from rlhf_core.storage.files import atomic_dir, sha256_tree
@@ -228,11 +231,32 @@ def policy_with_alias(workspace: Path, alias: str = CHAMPION) -> ModelVersion:
             pass
     if (version := state.version_with(alias)) is not None:
         return version
-    if alias in (CHAMPION, CHALLENGER):
-        remedy = "in this workspace yet; `rlhf run` makes one, `rlhf status` shows what is"
-    else:
+    if alias not in (CHAMPION, CHALLENGER):
         remedy = f"in this workspace; its aliases are {', '.join(sorted(state.aliases)) or 'none'}"
+    elif stopped := describe_stopped_policy(workspace):
+        remedy = f"in this workspace: {stopped}"
+    elif alias == CHAMPION and CHALLENGER in state.aliases:
+        number = state.aliases[CHALLENGER]
+        remedy = f"in this workspace: version {number} is challenger; `rlhf promote` decides, `rlhf status` says more"
+    else:
+        remedy = "in this workspace yet; `rlhf run` makes one, `rlhf status` shows what is"
     raise RlhfError(f"no {alias} of {state.name} {remedy}")
+
+
+def describe_stopped_policy(workspace: Path) -> str:
+    """Say which policy a gate has stopped and how to talk to it; empty where no gate stopped the newest one."""
+    closed = closed_gate(workspace)
+    if closed is None or closed.changed_evidence(workspace):
+        return ""
+    policy = workspace / "models" / "policy"
+    if closed.name != "policy" or not policy.is_dir():
+        explain = f"`rlhf gate {closed.name} --explain` has every condition"
+        return f"the {closed.name} gate ended the last run before a policy was trained ({closed.reasons()}); {explain}"
+    folder = shlex.quote(display_path(policy))
+    return (
+        f"the policy gate has stopped the policy in {folder} ({closed.reasons()}); `rlhf chat {folder}` talks to it, "
+        f"`rlhf serve --model {folder}` serves it"
+    )
 
 
 class RegisteredPolicy:

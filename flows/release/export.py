@@ -16,7 +16,7 @@ from flows.registry.aliases import CHAMPION, get_version
 from flows.registry.client import connect
 from flows.registry.policies import active_policies
 from flows.registry.promote import promotion_obstacle
-from flows.registry.stored_models import policy_with_alias, verified_folder
+from flows.registry.stored_models import describe_stopped_policy, policy_with_alias, verified_folder
 from flows.release.model_card import DATA_CARD_FILE, ReleaseEvidence, card_data, card_text, release_evidence
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
@@ -137,17 +137,22 @@ MODEL_FILES = ("config.json", GENERATION, "model.safetensors.index.json")
 
 @dataclass(frozen=True)
 class Export:
-    """The folder that was written, of which version, and the address on the hub if it was pushed."""
+    """The folder that was written, of which version, and the address on the hub if it was pushed.
+
+    ``note`` says that a newer policy was stopped by a gate; empty if none was.
+    """
 
     folder: Path
     name: str
     address: str | None
     adapter: bool = False
+    note: str = ""
 
     def describe(self) -> str:
         """Say where the model is and how to talk to it."""
         model = shlex.quote(str(self.folder))
         head = f"{self.name} is in {self.folder}" + (f" and at {self.address}" if self.address else "")
+        head += f"\nnot the newest policy: {self.note}" if self.note else ""
         if self.adapter:
             loading = f"peft.PeftModel.from_pretrained(SFT_MODEL, {str(self.folder)!r})"
             return f"{head}, as an adapter\nnext: in Python: {loading}"
@@ -235,7 +240,8 @@ def export(
         for policy in policies:
             policy.export_folder(folder)
     address = None if push is None else upload(target, push, public, evidence.name)
-    return Export(target, evidence.name, address, adapter)
+    note = describe_stopped_policy(workspace) if version is None else ""
+    return Export(target, evidence.name, address, adapter, note)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.gates import GATES, GateReport, read_gates
 from flows.pipeline.verdict import JUDGE_COLUMNS, judge_cells, markdown_table, markdown_text
 from flows.registry.aliases import registry_errors
 from flows.registry.client import connect, fluent
@@ -17,8 +16,9 @@ from flows.registry.stored_models import stored_sampling
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import SELECTED_BY, TRAINED_ON
 from rlhf_core.evaluation.probe_table import CAPTION, PROBED_MODELS, ProbeTable, probe_table
-from rlhf_core.evaluation.verdict import Standing, alarms, judge_results, standing_of
-from rlhf_core.gates import lookup
+from rlhf_core.evaluation.report.headline import sentence_case
+from rlhf_core.evaluation.verdict import alarms, judge_results, verdict_sentence
+from rlhf_core.gates import GATES, GateDecision, lookup, read_gates
 from rlhf_core.storage.files import read_json
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class ReleaseEvidence:
 
     name: str
     run_id: str
-    gates: Sequence[GateReport]
+    gates: Sequence[GateDecision]
     evaluation: Mapping[str, Any]
     sampling: Mapping[str, Any]
     source: TrainingSource | None
@@ -201,7 +201,7 @@ def card_text(
         )
     blocks += [
         "## Evaluation",
-        _verdict(evidence.evaluation),
+        _verdict(evidence),
         _judges(evidence),
         _both_models(evidence.evaluation),
         _kl(evidence.evaluation),
@@ -237,12 +237,13 @@ def _opening(evidence: ReleaseEvidence) -> str:
     return f"{trained}{tuned} {TRAINED_BY[evidence.method]}.{data_card}"
 
 
-def _verdict(evaluation: Mapping[str, Any]) -> str:
-    """How the policy stands to SFT, and what alarms."""
-    standing = standing_of(judge_results(evaluation.get("comparison") or {}))
-    said = "Not compared with SFT" if standing is Standing.NOT_COMPARED else f"{standing.value.capitalize()} than SFT"
-    alarming = "\n".join(f"- {alarm.sentence}" for alarm in alarms(evaluation))
-    return f"**{said}.**" + (f" What alarms:\n\n{alarming}" if alarming else "")
+def _verdict(evidence: ReleaseEvidence) -> str:
+    """How the policy stands to SFT, what its gate decided, and what alarms."""
+    judges = judge_results(evidence.evaluation.get("comparison") or {})
+    gate = next((gate for gate in evidence.gates if gate.name == "policy"), None)
+    said = sentence_case(verdict_sentence(judges, "SFT", gate)) if judges else "Not compared with SFT"
+    alarming = "\n".join(f"- {alarm.sentence}" for alarm in alarms(evidence.evaluation))
+    return f"**{markdown_text(said)}.**" + (f" What alarms:\n\n{alarming}" if alarming else "")
 
 
 def _judges(evidence: ReleaseEvidence) -> str:
@@ -280,10 +281,11 @@ def _probes(probes: ProbeTable) -> list[str]:
     return [*table, "\n".join(f"- {markdown_text(note)}" for note in probes.notes)]
 
 
-def _gate(gate: GateReport) -> str:
+def _gate(gate: GateDecision) -> str:
     verdict = "passed" if gate.passed else f"did not pass (mode {gate.mode})"
     rows = [
-        (f"`{row.metric}`", row.value, markdown_text(row.bound), "yes" if row.passed else "**no**") for row in gate.rows
+        (f"`{row.metric}`", row.measured, markdown_text(row.required), "yes" if row.passed else "**no**")
+        for row in gate.failures_first
     ]
     return f"**{gate.name}** {verdict}\n\n" + markdown_table(("metric", "value", "bound", "passed"), rows)
 

@@ -73,9 +73,7 @@ def plugged_command(path: str) -> Any:
     if entries is None:
         return _unusable(path, NOT_REGISTERED.format(command=words)) if path in EXTRAS else None
     try:
-        app = load_plugin(COMMANDS, path)
-        if not isinstance(app, typer.Typer):
-            raise PluginError(f"{path} of the package {origin(entries[0])} ({entries[0].value}) is no typer.Typer")
+        app = plugged_app(path)
     except PluginError as error:
         return _unusable(path, str(error))
     command: Any = typer.main.get_command(app)
@@ -83,6 +81,19 @@ def plugged_command(path: str) -> Any:
     ours = origin(entries[0]) == DISTRIBUTION
     command.rich_help_panel = PANEL if ours else f"From the package {origin(entries[0])}"
     return command
+
+
+def plugged_app(path: str) -> typer.Typer:
+    """Import what a plugin has entered as the command ``path``.
+
+    Raises:
+        PluginError: It cannot be imported, or is no command.
+    """
+    app = load_plugin(COMMANDS, path)
+    if not isinstance(app, typer.Typer):
+        entry = plugins_of(COMMANDS)[path][0]
+        raise PluginError(f"{path} of the package {origin(entry)} ({entry.value}) is no typer.Typer")
+    return app
 
 
 def _unusable(path: str, problem: str) -> TyperCommand:

@@ -125,12 +125,12 @@ FEWEST_WORDS = 3
 # A sentence ends with its mark, which white space follows unless it is a full-width one, or with its line.
 _SENTENCE_END = re.compile(r"((?<=[.!?…])\s+|(?<=[。！？])\s*|\n+)")
 # What ends like a sentence and is the number of an item, an initial, or a rule between paragraphs.
-_MARKER = re.compile(r"\W*(\d{1,3}|[^\W\d_])?[.)]?")
+_MARKER = re.compile(r"\W{0,9}(\d{1,3}|[^\W\d_])?[.)]?")
 # Letters and digits that make longer words, in any alphabet.
 _LETTER = re.compile(rf"[^\W{IDEOGRAPHS}]")
 _WORD = re.compile(rf"[{IDEOGRAPHS}]|{_LETTER.pattern}+")
 # Digits inside a name such as GPT4 are no number.
-_NUMBER = re.compile(rf"(?<!{_LETTER.pattern})\d+(?:[.,:/]\d+)*(?!{_LETTER.pattern})")
+_NUMBER = re.compile(rf"(?<!{_LETTER.pattern})\d+(?:[.,:/]\d+)*")
 
 
 def sentences_of(text: str) -> list[Sentence]:
@@ -175,7 +175,7 @@ def numbers_and_names(text: str) -> list[Value]:
     """
     found = []
     for match in _NUMBER.finditer(text):
-        line_before = text[: match.start()].rpartition("\n")[2]
+        line_before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
         number_of_item = not line_before.strip() and text[match.end() : match.end() + 1] in (".", ")")
         if not number_of_item:
             found.append(Value(match[0], match.start()))
@@ -346,7 +346,7 @@ def with_a_sentence_repeated(replies: ReplySet, position: int, rng: np.random.Ge
 
 
 # What is appended where the set has no such sentences of its own, by the language of the reply ("": any alphabet).
-PLEASANTRIES = {
+PLEASANTRIES: Mapping[str, Sequence[str]] = {
     "": (
         "I hope this helps!",
         "Thank you for your question.",
@@ -365,7 +365,7 @@ def with_pleasantries(replies: ReplySet, position: int, rng: np.random.Generator
     """
     text = replies.rows[position].chosen.rstrip()
     own = {sentence.text for sentence in replies.sentences[position]}
-    known = replies.commonplaces
+    known: Sequence[str] = replies.commonplaces
     if len(known) < FEWEST_COMMONPLACES:
         known = PLEASANTRIES.get(language_tag(text), ())
     new = [sentence for sentence in known if sentence not in own]

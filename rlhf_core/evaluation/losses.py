@@ -32,8 +32,7 @@ from rlhf_core.evaluation.promotion import MEASUREMENTS
 from rlhf_core.evaluation.regression import GENERIC_CHECKS, REFUSAL_CHECKS, ReplyCheck, passes
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.evaluation.statistics import mean_high, share_difference_high
-from rlhf_core.gates import lookup
-from rlhf_core.storage.files import read_json
+from rlhf_core.storage.files import flatten, read_json
 
 LOWER_BOUND = "_low95"
 Z = float(stats.norm.ppf(CONFIDENCE))
@@ -275,11 +274,12 @@ class WinRatePower:
     @classmethod
     def of(cls, metric: str, bound: float, evaluation: Mapping[str, Any]) -> WinRatePower:
         """Read what ``evaluation`` measured of ``metric``, the path of a lower bound."""
+        measured = flatten(evaluation)
         path = metric.removesuffix(LOWER_BOUND)
-        names = (path, metric, f"{path}_high95", f"{path.rpartition('.')[0]}.clusters")
-        rate, low, high, clusters = (lookup(evaluation, name)[0] for name in names)
-        decided = rate is not None and low is not None and (low, high) != (0.0, 1.0)
-        half_width = rate - low if decided and rate is not None and low is not None else None
+        rate, low, high = measured.get(path), measured.get(metric), measured.get(f"{path}_high95")
+        clusters = measured.get(f"{path.rpartition('.')[0]}.clusters")
+        undecided = rate is None or low is None or (low, high) == (0.0, 1.0)
+        half_width = None if undecided else float(rate) - float(low)
         return cls("gates.policy", metric, bound, half_width, int(clusters or 0))
 
     @property
@@ -292,7 +292,7 @@ class WinRatePower:
         """How many questions would do, with as many replies to each; None where that cannot be said."""
         if self.half_width is None:
             return None
-        return math.ceil(self.clusters * (self.half_width / LARGEST_HALF_WIDTH) ** 2)
+        return math.ceil(round(self.clusters * (self.half_width / LARGEST_HALF_WIDTH) ** 2, 6))
 
     def describe(self) -> str:
         """What the condition can show, after its name."""

@@ -69,7 +69,7 @@ def win_rate_criteria(match: Mapping[str, Any], bar: float, budget: float, attem
             Criterion(
                 f"{judge} sign test at attempt {attempt}",
                 "not measured" if value is None else f"p = {value:.2g}",
-                f"<= {level:.2g}",
+                f"≤ {level:.2g}",
                 value is not None and value <= level,
             )
         )

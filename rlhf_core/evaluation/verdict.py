@@ -1,8 +1,9 @@
-"""What a run says in the end: the standing of its policy by every judge, and alarms."""
+"""What a run says in the end: the standing of its policy by every judge, what its gate decided, and alarms."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from rlhf_core.evaluation.figures import format_number
 from rlhf_core.evaluation.judges.names import TRAINED_ON, final_judges
 from rlhf_core.evaluation.report.metrics import alarm_bounds, labelled
+from rlhf_core.gates import WORSE_BY, ConditionResult, GateDecision
 from rlhf_core.storage.files import flatten
 
 
@@ -103,7 +105,7 @@ class JudgeResult:
     """The win rate of the new policy by one judge, ties counted as half, with its 95 % interval over questions.
 
     ``clusters`` are the different questions among the ``prompts``; ``lc_win_rate`` is the win rate at equal reply
-    lengths, where it was measured.
+    lengths, where it was measured and decided.
     """
 
     judge: str
@@ -131,10 +133,16 @@ def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeR
             comparison[name]["win_rate_high95"],
             int(comparison[name]["prompts"]),
             int(comparison[name]["clusters"]),
-            comparison[name].get("lc_win_rate"),
+            decided_at_equal_lengths(comparison[name]),
         )
         for name in names
     )
+
+
+def decided_at_equal_lengths(compared: Mapping[str, float]) -> float | None:
+    """Return the win rate at equal lengths; None where it was not measured, or lengths left it undecided."""
+    interval = compared.get("lc_win_rate_low95"), compared.get("lc_win_rate_high95")
+    return None if interval == (0.0, 1.0) else compared.get("lc_win_rate")
 
 
 def standing_of(judges: tuple[JudgeResult, ...]) -> Standing:
@@ -150,3 +158,82 @@ def standing_of(judges: tuple[JudgeResult, ...]) -> Standing:
     any_better = any(judge.low95 > EVEN_WIN_RATE for judge in judges)
     any_worse = any(judge.high95 < EVEN_WIN_RATE for judge in judges)
     return Standing.WORSE if any_worse and not any_better else Standing.NOT_SHOWN_BETTER
+
+
+def deciding_judge(judges: Sequence[JudgeResult], standing: Standing) -> JudgeResult:
+    """Return the judge whose interval decided the standing: the least favourable, or the surest that it is worse."""
+    if standing is Standing.WORSE:
+        return min(judges, key=lambda judge: judge.high95)
+    return min(judges, key=lambda judge: judge.low95)
+
+
+def verdict_sentence(
+    judges: tuple[JudgeResult, ...], opponent: str, gate: GateDecision | None, unmet: Sequence[str] = ()
+) -> str:
+    """Say how the policy stands to its opponent and what its gate decided, each with the interval that decided.
+
+    Args:
+        judges: At least one.
+        opponent: Such as ``SFT``.
+        gate: The decision on this very policy; None where there is none to tell of.
+        unmet: Further conditions that do not hold, in words, such as those of a promotion.
+    """
+    standing = standing_of(judges)
+    judge = deciding_judge(judges, standing)
+    won = describe_rate(judge.win_rate, judge.low95, judge.high95, EVEN_WIN_RATE)
+    parts = [f"{standing} than {opponent}: wins {won} by {judge.judge}"]
+    if gate is not None:
+        parts.append(describe_decision(gate))
+    parts += unmet
+    return "; ".join(parts)
+
+
+def describe_decision(gate: GateDecision) -> str:
+    """Say in one clause what a gate decided, and which conditions decided it."""
+    if gate.passed:
+        count = len(gate.conditions)
+        held = "its condition holds" if count == 1 else f"all {count} conditions hold"
+        return f"the {gate.name} gate passed: {held}"
+    reasons = ", and ".join(describe_condition(condition) for condition in gate.failed)
+    went_on = "" if not gate.opens else " (mode report: the run went on)"
+    return f"the {gate.name} gate failed{went_on}: {reasons or gate.reasons()}"
+
+
+WIN_RATE = re.compile(r"comparison\.(?P<judge>.+)\.(?P<equal_length>lc_)?win_rate_low95")
+
+
+def describe_condition(condition: ConditionResult) -> str:
+    """Say why a condition does not hold, with the interval that decided it."""
+    named = WIN_RATE.fullmatch(condition.metric)
+    if named and condition.note:
+        where = " at equal lengths" if named["equal_length"] else ""
+        return f"{named['judge']}{where}: {condition.note}"
+    if named and condition.value is not None and condition.limit is not None:
+        missed = "not shown better" if condition.limit == EVEN_WIN_RATE else "win rate too low"
+        where = " at equal lengths" if named["equal_length"] else ""
+        rate = describe_rate(condition.estimate, condition.value, condition.high95, condition.limit)
+        return f"{missed}{where}: {rate} by {named['judge']}, lower end required ≥ {100 * condition.limit:g} %"
+    if condition.sign == WORSE_BY:
+        return f"{condition.metric} beside SFT's: {condition.measured}, required {condition.required}"
+    return str(condition)
+
+
+def describe_rate(rate: float | None, low95: float, high95: float | None, bar: float) -> str:
+    """Write a share in per cent with its 95 % interval, an end near ``bar`` with digits enough to tell them apart."""
+    ends = f"{percent(low95, bar)}"
+    if high95 is not None:
+        ends = f"95 % interval {ends} to {percent(high95, bar)} %"
+    else:
+        ends = f"95 % interval from {ends} %"
+    return ends if rate is None else f"{percent(rate, bar)} % ({ends})"
+
+
+MOST_DECIMALS = 12
+
+
+def percent(share: float, bar: float) -> str:
+    """Write a share in per cent with one decimal, or as many as tell it from ``bar``: 49.96, never "50.0" below 50."""
+    decimals = 1
+    while share != bar and decimals < MOST_DECIMALS and f"{share:.{decimals}%}" == f"{bar:.{decimals}%}":
+        decimals += 1
+    return f"{share:.{decimals}%}".removesuffix("%")

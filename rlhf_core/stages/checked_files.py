@@ -18,6 +18,7 @@ from rlhf_core.data.schema import ROW_TYPES, read_table
 from rlhf_core.data.statistics import PERCENTILES, UNWRITABLE
 from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.data_card.card import FINDINGS_FILE
+from rlhf_core.gates import GateDecision
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import read_json
@@ -43,7 +44,7 @@ class CheckedFiles:
         warned: By kind and rule of severity ``warn``, the rows that stay although they break it.
         tokens: By kind of the files and text column, percentiles of tokens of clean rows; none without a tokenizer.
         unwritable: Clean rows of the files that have no tokens, by kind and reason, commonest first.
-        conditions: The conditions of the data gate that concern the kinds at hand, as ``gates/data.json`` has them.
+        gate: The data gate with the conditions that concern the kinds at hand.
     """
 
     files: Sequence[RowCounts]
@@ -53,18 +54,19 @@ class CheckedFiles:
     warned: Mapping[str, Mapping[str, int]]
     tokens: Mapping[str, Mapping[str, Mapping[str, int]]]
     unwritable: Sequence[ReasonCount]
-    conditions: Sequence[Mapping[str, Any]]
+    gate: GateDecision
 
     @property
     def passed(self) -> bool:
         """Whether the data gate would open."""
-        return all(condition["passed"] for condition in self.conditions)
+        return self.gate.passed
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values."""
         return {
             "passed": self.passed,
-            **vars(self),
+            **{name: value for name, value in vars(self).items() if name != "gate"},
+            "conditions": self.gate.as_dict()["conditions"],
             "files": [{name: getattr(file, name) for name in FILE_VALUES} for file in self.files],
             "unwritable": [
                 {"kind": count.first.kind, "reason": count.reason, "rows": count.rows}
@@ -121,7 +123,7 @@ def check_files(
         },
         tokens={kind: _tokens(metrics[kind]) for kind in given if config.tokenizer},
         unwritable=sorted(chain.from_iterable(of_kinds), key=lambda count: -count.rows),
-        conditions=read_json(outputs.gate)["conditions"],
+        gate=GateDecision.of("data", read_json(outputs.gate)),
     )
 
 
@@ -191,11 +193,9 @@ def as_text(checked: CheckedFiles, width: int = 80) -> str:
         if len(unwritable) > SHOWN_REASONS:
             lines.append(f"  none for {sum(count.rows for count in unwritable[SHOWN_REASONS:])} further rows")
         blocks.append(lines)
-    failed = [condition for condition in checked.conditions if not condition["passed"]]
-    held = f"{len(failed)} of {len(checked.conditions)} conditions do not hold" if failed else "it would open"
+    failed = checked.gate.failed
+    held = f"{len(failed)} of {len(checked.gate.conditions)} conditions do not hold" if failed else "it would open"
     blocks.append([f"data gate: {held}"])
     for condition in failed:
-        value = condition["note"] or f"{condition['value']:.4g}"
-        text = f"{condition['metric']} is {value}, bound {condition['bound']}: {condition['why']}"
-        blocks[-1] += wrapped("  ", text, width)
+        blocks[-1] += wrapped("  ", f"{condition}: {condition.why}", width)
     return "\n\n".join("\n".join(lines) for lines in blocks)

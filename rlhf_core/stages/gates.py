@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_core.config.gates import Condition, GatesConfig
-from rlhf_core.gates import decide, load_metrics, settle
+from rlhf_core.gates import JUDGED_TAG, decide, load_metrics, settle
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json
 from rlhf_core.training.run_context import RunContext
@@ -27,8 +27,11 @@ def settle_gate(
     """
     metrics, evidence = found
     decision = decide(name, conditions, metrics, mode=config.mode, evidence=evidence)
+    tags = {f"rlhf.gate.{name}": "passed" if decision.passed else "failed"}
+    if name == "policy":
+        tags[JUDGED_TAG] = evidence["metrics/evaluation.json"]
+    context.tracker.set_tags(tags)  # before the gate shuts: a refusal is a try as well
     settle(decision, outputs.evidence, outputs.pass_)
-    context.tracker.set_tags({f"rlhf.gate.{name}": "passed" if decision.passed else "failed"})
     return {"passed": float(decision.passed), "conditions": float(len(decision.conditions))}
 
 

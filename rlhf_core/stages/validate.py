@@ -157,8 +157,7 @@ def _failure(decision: GateDecision, metrics: dict[str, Numbers | float]) -> str
     failed = [condition for condition in decision.conditions if not condition.passed]
     parts = []
     for condition in failed[:4]:
-        value = "missing" if condition.value is None else f"{condition.value:.4g}"
-        parts.append(f"{condition.metric} is {value}, must be {condition.bound}")
+        parts.append(str(condition))
         kind, _, name = condition.metric.partition(".")
         numbers = metrics.get(kind)
         if name == "quarantined_share" and isinstance(numbers, dict):

@@ -17,9 +17,9 @@ LAYERS = (
     {"commands"},
     {"stages"},
     {"api", "chat", "serving"},
-    {"evaluation", "ppo", "gates"},
+    {"evaluation", "ppo"},
     {"sampling", "training"},
-    {"models", "data", "world"},
+    {"models", "data", "world", "gates"},
     {"config", "tracking", "fingerprint", "hub"},
     {"runtime", "storage", "git", "plugins"},
     {"errors"},
@@ -33,7 +33,7 @@ FLOWS_LAYERS = (
     {"jobs", "registry"},
     {"stage"},
     {"prefect_server", "dvc_repo"},
-    {"workspace", "gates"},
+    {"workspace"},
     {"supervision"},
 )
 # What flows uses of the core: these packages and modules, and single functions where a module asks for more.
@@ -60,9 +60,10 @@ FLOWS_MAY_ALSO_USE = {
         "stages.runtime.threads.limit_threads_of",
     },
     "flows.commands.options": {"commands.plugged"},
-    "flows.commands.compare": {"evaluation.judges.names.JUDGE", "training.history.read_history"},
+    "flows.commands.compare": {"evaluation.judges.names.JUDGE", "evaluation.verdict", "training.history.read_history"},
     "flows.commands.registry_commands": {"commands.data", "evaluation.losses"},
-    "flows.commands.text": {"data.text"},
+    "flows.commands.text": {"data.text", "evaluation.remedies.remedy_for"},
+    "flows.pipeline.artifacts": {"evaluation.remedies.remedy_for"},
     "flows.dvc_repo.recipe": {
         "fingerprint.tracked_files.function_files",
         "fingerprint.tracked_files.verifiable_functions",
@@ -70,6 +71,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.stage": {"stages.runtime.launcher"},
     "flows.commands.registry_output": {"evaluation.probe_table"},
     "flows.commands.doctor": {
+        "commands.plugged",
         "evaluation.report.metrics.page",
         "data.collection.sources.best_kind",
         "data.collection.sources.source_files",
@@ -91,14 +93,17 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.tracked_files.describe_sources",
     },
     "flows.pipeline.verdict": {
-        "evaluation.report.headline.MEANINGS",
-        "evaluation.verdict.alarms",
+        "evaluation.report.headline",
         "evaluation.verdict",
     },
-    "flows.commands.run_state": {"evaluation.verdict.Standing", "evaluation.verdict.judge_results"},
+    "flows.commands.run_state": {"evaluation.verdict"},
     "flows.commands.status": {"evaluation.report.headline.ReleaseDecision"},
     "flows.registry.decisions": {"evaluation.promotion.Criterion"},
-    "flows.registry.release_page": {"evaluation.report.headline", "evaluation.report.view.with_release"},
+    "flows.registry.release_page": {
+        "evaluation.remedies.remedy_for",
+        "evaluation.report.headline",
+        "evaluation.report.view.with_release",
+    },
     "flows.dvc_repo.inputs": {"data.collection.sources.collected_paths"},
     "flows.registry.match": {
         "evaluation.judges.names.JUDGE",
@@ -114,6 +119,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.release.model_card": {
         "evaluation.judges.names.SELECTED_BY",
         "evaluation.judges.names.TRAINED_ON",
+        "evaluation.report.headline.sentence_case",
         "evaluation.probe_table",
         "evaluation.verdict",
     },

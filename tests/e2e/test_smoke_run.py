@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ def test_history_has_a_row_per_iteration(smoke: SmokeRun) -> None:
 def test_the_run_ends_with_its_verdict_and_one_command(smoke: SmokeRun) -> None:
     lines = smoke.completed.stdout.splitlines()
     (verdict,) = [line for line in lines if line.startswith("verdict  ")]
-    assert verdict.removeprefix("verdict     ") in ("better than SFT", "not shown better than SFT", "worse than SFT")
+    assert re.match(r"verdict     (better|not shown better|worse) than SFT: wins [\d.]+ % \(95 % interval ", verdict)
+    assert verdict.endswith("; the policy gate passed: all 2 conditions hold")
     assert any(line.startswith("judges      gold: win rate ") for line in lines)
     assert any(line.startswith("promotion   Released: ") and "version 1 is the champion" in line for line in lines)
     assert lines[-1].startswith("next        rlhf chat --workspace ")

@@ -17,9 +17,9 @@ import pytest
 from browser import Browser, find_chromium
 from commands import SmokeRun, command_environment
 
-from flows.gates import GateReport
 from flows.pipeline.artifacts import artifact_key
 from flows.registry.client import MODEL_TRAINING, run_page
+from rlhf_core.gates import GateDecision
 from rlhf_core.storage.files import read_json
 
 CHROMIUM = find_chromium()
@@ -134,11 +134,12 @@ def test_every_printed_address_opens_its_page(
 def test_the_table_of_a_gate_keeps_the_signs_of_its_bounds(
     served: ServedWorkspace, browser: Browser, gate: str, ui: str
 ) -> None:
-    rows = GateReport(gate, read_json(served.folder / "gates" / f"{gate}.json")).rows[:ROWS_OF_A_PAGE]
+    decision = GateDecision.of(gate, read_json(served.folder / "gates" / f"{gate}.json"))
+    rows = decision.failures_first[:ROWS_OF_A_PAGE]
     artifact = served.artifact("gate", gate)
     text = browser.open(f"{served.prefect}{ui}/artifacts/artifact/{artifact['id']}", rows[0].metric, rows[-1].why)
     cells = [cell.strip() for cell in re.split(r"[\t\n]", text)]
-    assert all(row.bound in cells and row.bound[0] in "≥≤" for row in rows)
+    assert all(row.required in cells and row.required[0] in "≥≤" for row in rows)
     assert not [cell for cell in cells if re.match(r"[=<>] *[\d.]|&\w+;|\\\\", cell)]
 
 

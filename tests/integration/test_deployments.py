@@ -158,7 +158,7 @@ def test_the_alerts_of_the_manual_tell_of_failed_runs_requests_and_champions(
         return 200, {}
 
     ends = {
-        "rlhf-pipeline": 'the policy gate failed: "kl" is 3, bound <= 2',
+        "rlhf-pipeline": 'the policy gate failed: "kl" is 3, required ≤ 2',
         "rlhf-stage": "a job's own",
         "other": "end",
     }

@@ -49,7 +49,7 @@ def test_a_failed_gate_is_named_not_retried_and_the_report_is_written(tmp_path: 
     toy = make_toy(tmp_path, GATED, prefect_database=prefect_database)
     answer = rlhf("run", cwd=toy)
     assert answer.returncode == 3, answer.stdout + answer.stderr
-    assert "GateFailed: gate-reward: accuracy is 0.5, bound 0.6" in answer.stderr
+    assert "GateFailed: gate-reward: accuracy is 0.5, required 0.6" in answer.stderr
     assert any(line.split() == ["FAIL", "accuracy", "0.5", "0.6"] for line in answer.stderr.splitlines())
     assert (toy / "report.html").exists() and not (toy / "policy.txt").exists()
     assert rows(toy, "select state_name from flow_run") == [("GateFailed",)]

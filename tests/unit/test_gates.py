@@ -104,7 +104,7 @@ def test_a_bound_by_another_metric_is_written_out() -> None:
 def test_the_failure_is_one_line_that_names_what_failed_and_by_how_much() -> None:
     rules = [condition("kl", at_most=1.0), condition("kl", at_least=1.0), condition("nothing", at_least=0.0)]
     failure = decide("policy", rules, NESTED).failure()
-    assert failure == "the policy gate failed: kl is 2.5, bound <= 1; nothing is missing, bound >= 0"
+    assert failure == "the policy gate failed: kl is 2.5, required ≤ 1; nothing is missing, required ≥ 0"
 
 
 def test_a_shut_gate_leaves_evidence_and_no_stale_pass(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_the_policy_must_not_be_inferior_at_multiple_choice_questions_that_were_
     if passed:
         assert check_policy(config, inputs, outputs, RunContext(tmp_path / "work"))["conditions"] == 2.0
     else:
-        with pytest.raises(GateFailed, match=r"multiple_choice.difference_low95 is -0.051, bound >= -0.05"):
+        with pytest.raises(GateFailed, match=r"multiple_choice.difference_low95 is -0.051, required ≥ -0.05"):
             check_policy(config, inputs, outputs, RunContext(tmp_path / "work"))
 
 

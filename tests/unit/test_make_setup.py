@@ -1,4 +1,4 @@
-"""``make setup`` names each step before it begins it, and lets pip show its progress on a terminal."""
+"""``make setup`` names each step and lets pip show its progress; ``make run`` tells a gate's no from an error."""
 
 from __future__ import annotations
 
@@ -72,3 +72,16 @@ def test_on_a_terminal_pip_is_not_silenced(checkout: Path) -> None:
     finally:
         os.close(controller)
     assert output.count(b"called: -m pip install") == 3 and b"--quiet" not in output
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, 0), (3, 0), (1, 2), (2, 2), (4, 2)])
+def test_a_gate_that_said_no_is_no_error_of_make(checkout: Path, code: int, status: int) -> None:
+    make_setup(checkout, subprocess.DEVNULL)
+    program = checkout / ".venv" / "bin" / "rlhf"
+    program.write_text(f"#!/bin/sh\nexit {code}\n")
+    program.chmod(0o755)
+    command = ["make", "--no-print-directory", "run", "PYTHON=./python"]
+    ended = subprocess.run(command, cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60)
+    assert ended.returncode == status
+    lines = ended.stdout.decode().splitlines()
+    assert [line for line in lines if "gate said no" in line] == (lines[-1:] if code == 3 else [])

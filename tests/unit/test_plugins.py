@@ -15,6 +15,7 @@ from commands import ROOT, run
 from typer.testing import CliRunner
 
 from flows.cli import app
+from flows.commands.doctor import plugin_checks
 from flows.registry.policies import KEY_VARIABLE, active_policies
 from rlhf_core.commands.plugged import EXTRAS
 from rlhf_core.config.operations import RegistryConfig, SignatureConfig
@@ -91,6 +92,7 @@ def test_a_broken_command_is_one_line_and_the_others_work(install: Install, modu
     assert said in message and "package broken" in message and len(message.splitlines()) == 1
     assert "Run the whole pipeline" in output("--help")
     assert output("--version").startswith(DISTRIBUTION)
+    assert [check.finding for check in plugin_checks()] == [message]
 
 
 def test_a_command_of_the_pipeline_is_not_replaced_by_a_plugin(install: Install) -> None:

@@ -11,10 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.evaluation.figures import format_number
 from rlhf_core.evaluation.judges.names import GOLD, JUDGE
+from rlhf_core.evaluation.remedies import remedy_for
 from rlhf_core.evaluation.report.sources import JsonObject, failed_gate
-from rlhf_core.evaluation.verdict import JudgeResult, Standing, alarms, judge_results, standing_of
+from rlhf_core.evaluation.verdict import (
+    EVEN_WIN_RATE,
+    JudgeResult,
+    Standing,
+    alarms,
+    describe_decision,
+    describe_rate,
+    judge_results,
+    percent,
+    standing_of,
+    verdict_sentence,
+)
+from rlhf_core.gates import GateDecision
 from rlhf_core.storage.files import atomic_write_text, flatten
 
 # Name in the headline, and where the metric is: the stage's file, then the path in it.
@@ -66,30 +78,45 @@ def write_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], folder: P
             atomic_write_text(folder / f"{name}.csv", text.getvalue())
 
 
-def conclude(gates: Mapping[str, JsonObject], evaluation: Mapping[str, Any]) -> JsonObject:
-    """Conclude from the gates' evidence and ``metrics/evaluation.json``, either of which may be empty.
+def conclude(gates: Mapping[str, GateDecision], evaluation: Mapping[str, Any]) -> JsonObject:
+    """Conclude from the gates' decisions and ``metrics/evaluation.json``, either of which may be empty.
 
     Returns:
         The first lines of the report: ``state``, ``good``, ``bad`` or ``open``, which gives the colour; ``headline``,
-        such as ``Better than SFT``; ``judges``, a sentence for each that decides; ``alarms``, figures to read before
-        anything is released, the gravest first; ``release``, whether the policy may be registered, and which conditions
-        forbid it; ``next_step``.
+        how the policy stands to SFT and what the gate decided; ``judges``, a sentence for each that decides;
+        ``alarms``, figures to read before anything is released, the gravest first; ``release``, whether the policy may
+        be registered; ``remedies``, what to do about each condition that forbids it; ``next_step``.
     """
     judges = judge_results(evaluation.get("comparison", {}))
     standing = standing_of(judges)
     state, release, next_step = _release(gates)
-    if standing is Standing.NOT_COMPARED:
-        headline = "No verdict: no policy was compared with SFT"
+    stopped = failed_gate(gates)
+    decision = gates.get(stopped or "policy")
+    if judges:
+        headline = sentence_case(verdict_sentence(judges, "SFT", decision))
+    elif stopped is not None:
+        headline = f"No verdict: {describe_decision(gates[stopped])}"
     else:
-        headline = f"{standing.value.capitalize()} than SFT"
+        headline = "No verdict: no policy was compared with SFT"
     return {
         "state": "open" if state == "good" and standing is not Standing.BETTER else state,
         "headline": headline,
         "judges": [_sentence(judge) for judge in judges],
         "alarms": [alarm.sentence for alarm in alarms(evaluation)],
         "release": release,
+        "remedies": [] if decision is None else remedies(decision),
         "next_step": next_step,
     }
+
+
+def sentence_case(text: str) -> str:
+    """Return ``text`` with a capital at its beginning."""
+    return text[:1].upper() + text[1:]
+
+
+def remedies(gate: GateDecision) -> list[str]:
+    """Say what to do about each condition that does not hold."""
+    return [f"{condition.metric}: {remedy_for(gate.name, condition.metric)}" for condition in gate.failed]
 
 
 MEANINGS = {
@@ -99,34 +126,35 @@ MEANINGS = {
 
 
 def _sentence(result: JudgeResult) -> str:
-    low, high = (format_number(bound, 2) for bound in (result.low95, result.high95))
-    at_equal_length = "" if result.lc_win_rate is None else f"; at equal length {format_number(result.lc_win_rate, 2)}"
+    won = describe_rate(result.win_rate, result.low95, result.high95, EVEN_WIN_RATE)
     by = f"{result.judge}{MEANINGS.get(result.judge, '')}"
+    at_equal_length = ""
+    if result.lc_win_rate is not None:
+        at_equal_length = f"; at equal length {percent(result.lc_win_rate, EVEN_WIN_RATE)} %"
     return (
-        f"By {by} it wins {format_number(result.win_rate, 2)} of {result.prompts} prompts about "
-        f"{result.clusters} different questions, ties as half (95 %: {low} to {high}){at_equal_length}."
+        f"By {by} it wins {won} of {result.prompts} prompts about {result.clusters} different questions, "
+        f"ties as half{at_equal_length}."
     )
 
 
-def _release(gates: Mapping[str, JsonObject]) -> tuple[str, str, str]:
+def _release(gates: Mapping[str, GateDecision]) -> tuple[str, str, str]:
     """State, whether the policy may be registered, and the next step."""
     failed = failed_gate(gates)
     if failed:
-        conditions = [c["metric"] for c in gates[failed].get("conditions", []) if not c.get("passed")]
         return (
             "bad",
-            f"Stopped at the {failed} gate: {', '.join(conditions)}. Nothing may be registered.",
-            "Read the reasons of the conditions that fail below, change data or params.yaml, and run again: rlhf run",
+            f"Stopped at the {failed} gate. Nothing may be registered.",
+            "change data or params.yaml as said above, and run again: rlhf run",
         )
     policy_gate = gates.get("policy")
     if policy_gate is None:
         return "open", "Not finished: the policy gate has not been reached.", "rlhf run goes on where it ended"
-    if policy_gate.get("passed"):
+    if policy_gate.passed:
         return "good", "The policy passed its gate: it may be registered and promoted.", "rlhf chat models/policy"
     return (
         "open",
         "The policy did not pass its gate. Decisions are recorded, not enforced; what is registered is ungated.",
-        "Read the reasons of the conditions that fail below",
+        "rlhf chat models/policy",
     )
 
 
@@ -137,12 +165,16 @@ SHOWN_CONDITIONS = 6
 
 @dataclass(frozen=True)
 class UnmetCondition:
-    """A condition that forbade registration or promotion: its value and what is required, in words."""
+    """A condition that forbade registration or promotion: its value and what is required, in words.
+
+    ``why`` says why it is asked, ``remedy`` what to do about it; both are empty for what a promotion requires.
+    """
 
     name: str
     measured: str
     required: str
     why: str = ""
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,6 +192,7 @@ class ReleaseDecision:
         next_command: What to type next.
         next_hint: What that command is for.
         as_of: When all this was true, in UTC.
+        tries: How many policies the policy gate has judged; empty for the first.
     """
 
     state: str
@@ -172,6 +205,7 @@ class ReleaseDecision:
     next_command: str
     next_hint: str
     as_of: str
+    tries: str = ""
 
     @property
     def first_conditions(self) -> tuple[UnmetCondition, ...]:

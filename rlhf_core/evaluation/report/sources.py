@@ -19,13 +19,13 @@ import pyarrow as pa
 from rlhf_core.config import yaml_text
 from rlhf_core.data.schema import read_table
 from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.gates import GATES, GateDecision
 from rlhf_core.git import git_revision
 from rlhf_core.storage.files import read_json, sha256_file
 from rlhf_core.tracking.stage_run import PARENT_RUN_VARIABLE
 from rlhf_core.training.history import read_history
 
 STAGES = ("data", "sft", "reward", "referee", "judge", "critic", "ppo", "evaluation")
-GATES = ("data", "sft", "reward", "policy")
 HISTORIES = ("sft", "reward", "referee", "judge", "critic", "ppo")
 # The parts that do not run after a failed gate. Their files in the workspace are from an earlier run.
 BEHIND_GATE = {
@@ -96,7 +96,7 @@ class ReportSources:
 
     Attributes:
         metrics: Content of ``metrics/NAME.json`` by stage.
-        gates: Evidence of each gate.
+        gates: The decision of each gate.
         histories: Rows of ``history/NAME.jsonl`` by stage.
         comparisons: Rows of ``samples/comparisons.parquet``.
         bad_cases: Rows of ``samples/bad_cases.jsonl``.
@@ -110,7 +110,7 @@ class ReportSources:
     """
 
     metrics: dict[str, JsonObject]
-    gates: dict[str, JsonObject]
+    gates: dict[str, GateDecision]
     histories: dict[str, list[JsonObject]]
     comparisons: list[JsonObject]
     bad_cases: list[JsonObject]
@@ -133,7 +133,8 @@ def load_sources(inputs: Mapping[str, Path], params: Path, lineage: JsonObject) 
         lineage: See :func:`report_lineage`.
     """
     missing: dict[str, str] = {}
-    gates = _read_objects(inputs, "gate", GATES, {}, missing)
+    decisions = _read_objects(inputs, "gate", GATES, {}, missing)
+    gates = {name: GateDecision.of(name, content) for name, content in decisions.items()}
     failed = failed_gate(gates)
     stale = dict.fromkeys(BEHIND_GATE.get(failed or "", ()), f"not run: the {failed} gate failed")
     metrics = _read_objects(inputs, "metrics", STAGES, stale, missing)
@@ -168,13 +169,9 @@ def load_sources(inputs: Mapping[str, Path], params: Path, lineage: JsonObject) 
     )
 
 
-def failed_gate(gates: Mapping[str, JsonObject]) -> str | None:
+def failed_gate(gates: Mapping[str, GateDecision]) -> str | None:
     """Return the first enforced gate whose conditions failed."""
-    for name in GATES:
-        gate = gates.get(name)
-        if gate and not gate.get("passed") and gate.get("mode", "enforce") == "enforce":
-            return name
-    return None
+    return next((name for name in GATES if name in gates and not gates[name].opens), None)
 
 
 def _read_objects(

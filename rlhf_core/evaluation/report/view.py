@@ -20,6 +20,7 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.figures import format_number
 from rlhf_core.evaluation.judges.names import final_judges
 from rlhf_core.evaluation.probe_table import CAPTION, probe_table
+from rlhf_core.evaluation.remedies import remedy_for
 from rlhf_core.evaluation.report.charts import (
     draw_charts,
     interval_chart,
@@ -27,10 +28,11 @@ from rlhf_core.evaluation.report.charts import (
     over_optimization_chart,
     reward_histograms,
 )
-from rlhf_core.evaluation.report.headline import BEGIN, END, ReleaseDecision, conclude
+from rlhf_core.evaluation.report.headline import BEGIN, END, ReleaseDecision, conclude, sentence_case
 from rlhf_core.evaluation.report.metrics import labelled
 from rlhf_core.evaluation.report.sources import JsonObject, ReportSources, package_versions
-from rlhf_core.evaluation.verdict import WIN_RATE_KEYS, alarms
+from rlhf_core.evaluation.verdict import WIN_RATE_KEYS, alarms, decided_at_equal_lengths
+from rlhf_core.gates import GateDecision
 from rlhf_core.storage.files import flatten as dotted
 
 COMMIT = 12  # characters of it that are shown
@@ -54,12 +56,9 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "about": about(sources),
         "conclusion": conclude(sources.gates, evaluation),
         "tiles": tiles(sources.metrics),
-        "gates": [  # the policy's first: it is what the reader looks for
-            gate | {"conditions": [c | {"value": whole(c.get("value"))} for c in gate.get("conditions", [])]}
-            for gate in reversed(sources.gates.values())
-        ],
+        "gates": [*reversed(sources.gates.values())],  # the policy's first: it is what the reader looks for
         "learns_plain_text": "ptx_loss" in (history[-1] if history else {}),
-        "sides": sft_beside_policy(evaluation, sources.gates.get("policy", {})),
+        "sides": sft_beside_policy(evaluation, sources.gates.get("policy")),
         "comparisons": comparisons,
         "comparison_chart": intervals
         and interval_chart(intervals, 0.5, "win rate of the policy against SFT, with 95 % intervals"),
@@ -147,7 +146,7 @@ def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
     for judge in final_judges(comparisons):
         comparison = comparisons[judge]
         low, high = (format_number(comparison.get(f"win_rate_{bound}95"), 2) for bound in ("low", "high"))
-        controlled = comparison.get("lc_win_rate")
+        controlled = decided_at_equal_lengths(comparison)
         beside = f"; {format_number(controlled, 2)} at equal length" if controlled is not None else ""
         known.append((f"win rate by {judge}", comparison.get("win_rate"), f"95 %: {low} to {high}{beside}"))
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
@@ -168,7 +167,7 @@ def tiles(metrics: Mapping[str, JsonObject]) -> list[dict[str, str]]:
 PAIRED_CONDITIONS = {"missing_ends": "missing_eos", "regression.passed": "regression"}
 
 
-def sft_beside_policy(evaluation: Mapping[str, Any], gate: Mapping[str, Any]) -> list[JsonObject]:
+def sft_beside_policy(evaluation: Mapping[str, Any], gate: GateDecision | None) -> list[JsonObject]:
     """Return the rows of the table of SFT beside policy: those that the policy gate fails by, those that alarm, others.
 
     ``gate`` of a row is ``ok`` or ``fails`` where the policy gate looks at it, else empty.
@@ -176,11 +175,11 @@ def sft_beside_policy(evaluation: Mapping[str, Any], gate: Mapping[str, Any]) ->
     alarming = {alarm.metric for alarm in alarms(evaluation)}
     sft, policy = (dict(flatten(evaluation.get(name, {}))) for name in ("sft", "policy"))
     decided: dict[str, str] = {}
-    for condition in gate.get("conditions", []):
-        name = condition["metric"].removeprefix("policy.")
+    for condition in gate.conditions if gate is not None else ():
+        name = condition.metric.removeprefix("policy.")
         key = PAIRED_CONDITIONS.get(name, name)
         if decided.get(key) != "fails":
-            decided[key] = "ok" if condition.get("passed") else "fails"
+            decided[key] = "ok" if condition.passed else "fails"
     rows = [
         {
             "label": metric.label[0].upper() + metric.label[1:],
@@ -413,4 +412,6 @@ def _environment() -> Environment:
     environment.filters["lang"] = lang_attribute
     environment.filters["breakable"] = breakable
     environment.filters["commands"] = commands
+    environment.filters["sentence_case"] = sentence_case
+    environment.globals["remedy"] = remedy_for
     return environment

@@ -68,7 +68,15 @@ def save_model(folder: Path, tokenizer: PreTrainedTokenizerBase, kind: type, see
 
 
 def write_gate(workspace: Path, gate: str, evidence: list[str], passed: bool = True, mode: str = "enforce") -> None:
-    condition = {"metric": "kl", "value": 1.0, "bound": "<= 6", "limit": 6.0, "passed": passed, "why": "test"}
+    condition = {
+        "metric": "kl",
+        "value": 1.0,
+        "bound": "<= 6",
+        "sign": "<=",
+        "limit": 6.0,
+        "passed": passed,
+        "why": "test",
+    }
     hashes = {name: sha256_file(workspace / name) for name in evidence}
     report = {"gate": gate, "passed": passed, "mode": mode, "conditions": [condition], "evidence": hashes}
     (workspace / "gates").mkdir(exist_ok=True)

@@ -143,6 +143,7 @@ def test_words_that_fill_one_slot_are_values_and_words_of_the_language_are_none(
         ("We met in Paris in 1990, near New York, and I left.", ["1990", "Paris", "New York"]),
         ("1. First\n2) second 3.5 of GPT4 and 10:30", ["3.5", "10:30"]),
         ("Hello There. How are you, Tom? the end, Ann", ["Tom", "Ann"]),
+        ("It weighs 5kg, or 3.5kg by GPT4.", ["5", "3.5"]),
         ("第115届国会发生在2017年。", ["115", "2017"]),
         ("", []),
     ],

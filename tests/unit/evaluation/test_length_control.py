@@ -23,6 +23,7 @@ from rlhf_core.evaluation.comparisons.comparison import (
     length_differences,
 )
 from rlhf_core.evaluation.replies import Reply
+from rlhf_core.evaluation.verdict import judge_results
 from rlhf_core.gates import check, decide
 
 QUESTIONS, REPLIES, SEEDS = 60, 4, 20
@@ -236,3 +237,10 @@ def test_a_gate_says_that_lengths_left_it_undecided() -> None:
     assert not result.passed and "undecided" in result.note and "0%" in result.note
     decided = compare_outcomes(np.tile([1.0, 0.0], 100), 50, 0, np.tile([18.0, -18.0], 100))
     assert check(condition, {"comparison": {"judge": decided}}).note == ""
+
+
+def test_no_rate_at_equal_lengths_is_told_where_lengths_leave_it_undecided() -> None:
+    appended = compare_outcomes(np.ones(200), 50, 0, np.full(200, 18.0))
+    balanced = compare_outcomes(np.tile([1.0, 0.0], 100), 50, 0, np.tile([18.0, -18.0], 100))
+    results = judge_results({"judge": appended, "gold": balanced})
+    assert {result.judge: result.lc_win_rate for result in results} == {"judge": None, "gold": pytest.approx(0.5)}

@@ -224,7 +224,7 @@ def test_a_later_attempt_needs_more() -> None:
     match["comparison"]["judge"] |= {"clusters_won": 232, "clusters_lost": 168}
     assert failed(win_rate_criteria(match, 0.5, 0.05, 5)) == []
     (criterion,) = failed(win_rate_criteria(match, 0.5, 0.05, 10))
-    assert str(criterion) == "judge sign test at attempt 10 is p = 0.0008, required <= 0.00045"
+    assert str(criterion) == "judge sign test at attempt 10 is p = 0.0008, required ≤ 0.00045"
 
 
 def test_a_p_value_of_the_level_itself_will_do() -> None:

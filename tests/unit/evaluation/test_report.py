@@ -21,7 +21,7 @@ from rlhf_core.evaluation.comparisons.comparison import compare
 from rlhf_core.evaluation.report import charts, view
 from rlhf_core.evaluation.report import headline as headlines
 from rlhf_core.evaluation.report.sources import recorded_outputs, report_lineage
-from rlhf_core.gates import decide
+from rlhf_core.gates import GateDecision, decide
 from rlhf_core.stages import report
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import sha256_file
@@ -279,14 +279,18 @@ def test_the_conclusion_is_the_judges_and_the_release_the_gates(
     low: float, high: float, passed: bool, headline: str, state: str
 ) -> None:
     conditions = [{"metric": "kl", "passed": passed}, {"metric": "policy.length", "passed": True}]
-    gates = {"policy": {"gate": "policy", "mode": "enforce", "passed": passed, "conditions": conditions}}
+    gates = {"policy": GateDecision.of("policy", {"passed": passed, "conditions": conditions})}
     evaluation = {"comparison": {"judge": judged(low, high), "reward": judged(0.9, 0.95)}}
     conclusion = headlines.conclude(gates, evaluation)
-    assert (conclusion["headline"], conclusion["state"]) == (headline, state)
+    assert conclusion["headline"].startswith(f"{headline}: wins ") and conclusion["state"] == state
+    assert ("the policy gate passed" in conclusion["headline"]) == passed
+    assert ("the policy gate failed: kl" in conclusion["headline"]) == (not passed)
     (sentence,) = conclusion["judges"]
-    assert f"{low:.2f} to {high:.2f}" in sentence and "100 prompts about 31 different" in sentence
+    assert f"{low:.1%} to {high:.1%}".replace("%", "") in sentence.replace(" %", "")
+    assert "100 prompts about 31 different" in sentence
     assert ("may be registered and promoted" in conclusion["release"]) == passed
-    assert ("Stopped at the policy gate: kl. Nothing may be registered." in conclusion["release"]) == (not passed)
+    assert ("Stopped at the policy gate. Nothing may be registered." in conclusion["release"]) == (not passed)
+    assert [remedy.partition(":")[0] for remedy in conclusion["remedies"]] == ([] if passed else ["kl"])
 
 
 @pytest.mark.parametrize("name", ["win_rate", "win_rate_low95", "win_rate_high95"])
@@ -355,7 +359,7 @@ def test_what_a_gate_decided_stands_in_the_row_of_what_it_decided_on(condition: 
         nested = {part: nested}
     evaluation = {"sft": nested, "policy": nested}
     for decisions, shown in [([True], "ok"), ([False], "fails"), ([True, False], "fails"), ([False, True], "fails")]:
-        gate = {"conditions": [{"metric": condition, "passed": passed} for passed in decisions]}
+        gate = GateDecision.of("policy", {"conditions": [{"metric": condition, "passed": held} for held in decisions]})
         assert [row["gate"] for row in view.sft_beside_policy(evaluation, gate)] == [shown]
 
 

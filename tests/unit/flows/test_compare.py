@@ -56,7 +56,7 @@ def workspace(
     (folder / "dvc.yaml").write_text("stages: {}\n")
     metrics = folder / "metrics" / "evaluation.json"
     metrics.write_text(json.dumps(evaluation))
-    condition = {"metric": "kl", "value": 1.5, "bound": "<= 1", "limit": 1.0, "passed": False}
+    condition = {"metric": "kl", "value": 1.5, "bound": "<= 1", "sign": "<=", "limit": 1.0, "passed": False}
     gate = {"passed": False, "conditions": [condition], "evidence": {"metrics/evaluation.json": sha256_file(metrics)}}
     (folder / "gates" / "policy.json").write_text(json.dumps(gate))
     for name, rows in histories.items():
@@ -87,7 +87,7 @@ def test_a_run_is_read_with_its_cost_gate_and_version(tmp_path: Path) -> None:
     assert result["perplexity_tax"] == {"preferred": pytest.approx(0.25)}
     assert result["cost"]["seconds"] == {"policy": 8.5, "reward": 9.0, "critic": 4.0}  # the referee chose nothing
     assert result["cost"]["total_seconds"] == 21.5 and result["cost"]["sampled_tokens"] == 700
-    assert result["gate"] == {"decision": "failed", "failed": ("kl",)}
+    assert result["gate"] == {"decision": "failed", "failed": ("kl",), "found": ("kl is 1.5, required ≤ 1",)}
     assert result["registered"] == {"model": "rlhf-policy", "version": "3", "ungated": ""}
 
 
@@ -221,3 +221,12 @@ def test_a_win_rate_that_is_not_finite_leaves_the_rest_of_the_table(tmp_path: Pa
     evaluation["comparison"]["judge"][name] = None
     text = command(workspace(tmp_path / "one", evaluation=evaluation)).stdout
     assert "75.0%" in text and ("70.0%" in text) == (name != "win_rate")
+
+
+def test_a_bound_just_below_one_half_is_not_written_as_one_half(tmp_path: Path) -> None:
+    equal_length = {"lc_win_rate": 0.567, "lc_win_rate_low95": 0.4996, "lc_win_rate_high95": 0.632}
+    judged = {"judge": compared(0.7) | equal_length}
+    first, second = (workspace(tmp_path / name, evaluation=EVALUATION | {"comparison": judged}) for name in "ab")
+    shown = command(first, second).output
+    assert "49.96%–63.2%" in shown and "50.0%–" not in shown
+    assert "kl is 1.5," in shown and "required ≤ 1" in shown

@@ -197,7 +197,7 @@ def test_a_job_of_a_work_pool_is_said_to_run_here_where_this_commands_own_worker
 
 
 def test_the_line_of_a_failed_stage_leaves_a_long_message_to_the_end_of_the_run(tmp_path: Path) -> None:
-    stream, message = io.StringIO(), "the data gate failed: " + "preferences.clean is 3, must be >= 50; " * 9
+    stream, message = io.StringIO(), "the data gate failed: " + "preferences.clean is 3, required ≥ 50; " * 9
     Display(RunState(tmp_path), stream).event(StageEnded(StageOutcome.failed("validate", message, 2)))
     line = stream.getvalue()
     assert "the data gate failed: preferences.clean is 3" in line and line.endswith("…\n") and len(line) < 120

@@ -16,18 +16,19 @@ import pytest
 
 from flows import cli
 from flows.commands.text import print_error, print_failed_gates, print_gate_failure
-from flows.gates import ConditionRow, GateReport
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, GateFailed
+from rlhf_core.gates import GateDecision
 
 WHY = "below this the proxy misleads PPO more than it guides it"
-NAMES = ("metric", "value", "bound", "limit", "passed", "why")
+LONGER = "max(1.6 * sft.length, sft.length + 0)"
+NAMES = ("metric", "value", "bound", "sign", "terms", "limit", "passed", "why")
 CONDITIONS = [
     dict(zip(NAMES, row, strict=True))
     for row in (
-        ("kl", 2.31, "<= 6", 6.0, True, "nats per sequence"),
-        ("comparison.judge.win_rate_low95", 0.4999996, ">= 0.5", 0.5, False, WHY),
-        ("policy.length", 55.234567, "<= max(1.6 * sft.length, sft.length + 0)", 48.12345, False, "longer"),
-        ("absent", None, ">= 1", 1.0, False, "w"),
+        ("kl", 2.31, "<= 6", "<=", "", 6.0, True, "nats per sequence"),
+        ("comparison.judge.win_rate_low95", 0.4999996, ">= 0.5", ">=", "", 0.5, False, WHY),
+        ("policy.length", 55.234567, f"<= {LONGER}", "<=", LONGER, 48.12345, False, "longer"),
+        ("absent", None, ">= 1", ">=", "", 1.0, False, "w"),
     )
 ]
 CONDITIONS[-1]["note"] = "missing"
@@ -57,16 +58,13 @@ def failure(tmp_path: Path) -> GateFailed:
 
 
 def test_conditions_are_rounded_signed_and_sorted_by_failure() -> None:
-    rows = GateReport("policy", DECISION).rows
+    rows = GateDecision.of("policy", DECISION).failures_first
     assert [row.metric for row in rows] == ["comparison.judge.win_rate_low95", "policy.length", "absent", "kl"]
     # Four digits would show 0.5 ≥ 0.5 as a failure; nine tell the two apart.
-    assert (rows[0].value, rows[0].bound) == ("0.4999996", "≥ 0.5")
-    assert (rows[1].value, rows[1].bound) == ("55.23", "≤ 48.12")
-    assert rows[2] == ConditionRow("absent", False, "missing", "≥ 1", "w")
-    assert rows[3].passed and rows[3].value == "2.31"
-    # A bound whose other metric is missing has no number.
-    unknown = {"metric": "m", "value": 1.0, "bound": "<= max(2 * a.b, a.b + 0)", "limit": None, "passed": False}
-    assert GateReport("policy", {"conditions": [unknown]}).rows[0].bound == "≤ max(2 × a.b, a.b + 0)"
+    assert (rows[0].measured, rows[0].required) == ("0.4999996", "≥ 0.5")
+    assert (rows[1].measured, rows[1].required) == ("55.23", "≤ 48.12")
+    assert (rows[2].measured, rows[2].required) == ("missing", "≥ 1")
+    assert rows[3].passed and rows[3].measured == "2.31"
 
 
 def test_a_gate_failure_is_a_table_that_fits_80_columns(terminal: Terminal, failure: GateFailed) -> None:

@@ -12,12 +12,16 @@ import pytest
 from unit.flows.test_verdict import VERDICT
 
 from flows.commands.run_state import RunState, read_run_state
-from flows.commands.status import RegistryStatus, StagesStatus, last_run_lines, next_step, status
+from flows.commands.status import RegistryStatus, StagesStatus, last_run_lines, next_step, stages_status, status
 from flows.commands.text import fit_line, format_age
 from flows.pipeline import events
 from flows.pipeline.verdict import RunVerdict
+from flows.registry.stored_models import describe_stopped_policy
 from flows.stage import StageOutcome
+from rlhf_core.config.gates import Condition
 from rlhf_core.evaluation.report.headline import ReleaseDecision
+from rlhf_core.gates import decide
+from rlhf_core.storage.files import sha256_file
 
 EVENTS: list[events.PipelineEvent] = [
     events.RunPlanned(["collect", "ppo"]),
@@ -109,9 +113,9 @@ def test_the_last_run_is_described_with_its_numbers_and_its_decision(tmp_path: P
     lines = last_run_lines(tmp_path, run_of(), STARTED + timedelta(minutes=5, seconds=57, hours=3))
     assert lines == [
         "2026-03-04 05:06:07  completed after 5:57, 3 hours ago; stages computed: 13",
-        "verdict     better than champion version 3",
-        "judges      gold: win rate 71.0%, 95 % interval 66.0% to 76.0%, 320 prompts about 103 questions; "
-        "68.4% at equal length",
+        "verdict     better than champion version 3: wins 71.0 % (95 % interval 66.0 to 76.0 %) by gold",
+        "judges      gold: win rate 71.0 % (95 % interval 66.0 to 76.0 %), 320 prompts about 103 questions; "
+        "68.4 % at equal length",
         "            gold is the true preference of the synthetic world, which no training sees",
         "KL          1.90 nats per reply from SFT, 95 % interval 1.70 to 2.10",
         "registered  policy version 4",
@@ -190,3 +194,62 @@ def test_every_line_with_a_break_in_it_fits_the_terminal(tmp_path: Path, monkeyp
 def test_continuation_lines_are_indented(line: str, wrapped: str) -> None:
     assert fit_line(line, 16) == wrapped
     assert fit_line(line, None) == line
+
+
+GATED = {
+    "evaluate": {"cmd": "e", "outs": ["metrics/evaluation.json"]},
+    "gate-policy": {"cmd": "g", "outs": ["gates/policy.json", "gates/policy.pass"]},
+    "publish": {"cmd": "p", "outs": ["published"]},
+}
+
+
+@pytest.fixture
+def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A workspace whose policy gate said no, of which DVC knows no more than that its stage has not succeeded."""
+    (tmp_path / "dvc.yaml").write_text(json.dumps({"stages": GATED}))
+    (tmp_path / "dvc.lock").write_text(json.dumps({"stages": {"evaluate": GATED["evaluate"]}}))
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "evaluation.json").write_text('{"kl": 7}')
+    evidence = {"metrics/evaluation.json": sha256_file(tmp_path / "metrics" / "evaluation.json")}
+    decision = decide("policy", [Condition(metric="kl", at_most=6.0, why="w")], {"kl": 7.0}, evidence=evidence)
+    decision.save(tmp_path / "gates" / "policy.json")
+    monkeypatch.setattr("flows.commands.status.dvc_status", lambda *_: {"gate-policy": ["changed"], "publish": []})
+    monkeypatch.setattr("flows.commands.status.refresh_inputs", lambda *_: None)
+    return tmp_path
+
+
+def test_a_stage_that_stopped_at_its_gate_has_run(gated: Path) -> None:
+    status = stages_status(gated)
+    assert status.stages == {
+        "evaluate": "up to date",
+        "gate-policy": "failed its gate: 1 of 1 conditions do not hold",
+        "publish": "not run: the policy gate is closed",
+    }
+    assert (status.not_run, status.stale) == (1, 0)
+
+
+def test_a_stage_that_failed_a_gate_it_had_passed_before_is_not_merely_stale(gated: Path) -> None:
+    (gated / "dvc.lock").write_text(json.dumps({"stages": GATED}))
+    assert stages_status(gated).stages["gate-policy"].startswith("failed its gate")
+
+
+def test_a_gate_that_judged_other_metrics_says_so(gated: Path) -> None:
+    (gated / "metrics" / "evaluation.json").write_text('{"kl": 5}')
+    said = stages_status(gated).stages["gate-policy"]
+    assert said.startswith("failed its gate (1 of 1") and "metrics/evaluation.json changed since" in said
+
+
+def test_a_gate_that_only_reports_closes_nothing(gated: Path) -> None:
+    decision = decide("policy", [Condition(metric="kl", at_most=6.0, why="w")], {"kl": 7.0}, mode="report")
+    decision.save(gated / "gates" / "policy.json")
+    assert stages_status(gated).stages["publish"] == "not run yet"
+
+
+def test_whoever_asks_for_a_champion_hears_of_the_policy_that_was_stopped(gated: Path) -> None:
+    assert "the policy gate ended the last run" in describe_stopped_policy(gated)
+    (gated / "models" / "policy").mkdir(parents=True)
+    said = describe_stopped_policy(gated)
+    folder = gated / "models" / "policy"
+    assert "kl is 7, required ≤ 6" in said and f"`rlhf chat {folder}` talks to it" in said
+    (gated / "metrics" / "evaluation.json").write_text('{"kl": 5}')
+    assert describe_stopped_policy(gated) == "", "the gate has not judged what is there now"

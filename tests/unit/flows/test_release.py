@@ -12,12 +12,12 @@ import torch
 from tiny_llama import tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from flows.gates import GateReport
 from flows.registry.evidence import TrainingSource
 from flows.release.export import earlier_rope, export, write_earlier_names
 from flows.release.model_card import ReleaseEvidence, card_data, card_text
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.probe_table import probe_table
+from rlhf_core.gates import GateDecision
 from rlhf_core.models.causal_lm import train_tokenizer
 
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 64}
@@ -37,8 +37,8 @@ POLICY_GATE = {
     "passed": False,
     "mode": "report",
     "conditions": [
-        {"metric": "kl", "value": 2.0, "bound": "<= 6", "limit": 6.0, "passed": True},
-        {"metric": "gold", "value": 0.1, "bound": ">= 0.2", "limit": 0.2, "passed": False},
+        {"metric": "kl", "value": 2.0, "bound": "<= 6", "sign": "<=", "limit": 6.0, "passed": True},
+        {"metric": "gold", "value": 0.1, "bound": ">= 0.2", "sign": ">=", "limit": 0.2, "passed": False},
     ],
 }
 
@@ -47,14 +47,15 @@ def evidence(base: str = "owner/base") -> ReleaseEvidence:
     source = TrainingSource("files", base, "pairs.jsonl", 5998)
     lineage = {"data": "f00.dir"}
     name = "rlhf-policy version 3"
-    return ReleaseEvidence(name, "abc", [GateReport("policy", POLICY_GATE)], EVALUATION, SAMPLING, source, lineage, "")
+    gate = GateDecision.of("policy", POLICY_GATE)
+    return ReleaseEvidence(name, "abc", [gate], EVALUATION, SAMPLING, source, lineage, "")
 
 
 def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
     text = card_text(evidence(), "my-model", None)
     assert text.startswith("# my-model\n")
     assert "5,998 preference pairs from pairs.jsonl; base: owner/base" in text
-    assert "| judge | 0.670 | 0.630 to 0.710 | 0.651 | 320 | 103 |" in text
+    assert "| judge | 67.0 % | 63.0 % to 71.0 % | 65.1 % | 320 | 103 |" in text
     # The reward model is no judge of what was optimised against it, nor the referee of what it selected.
     assert "0.99" not in text and "0.98" not in text and "(`referee`)" in text
     assert "KL from SFT: 2.07 nats per reply (95 %: 1.70 to 2.40)." in text
@@ -67,7 +68,7 @@ def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
     assert "| registered as | `rlhf-policy version 3` |" in text and "| data | `f00.dir` |" in text
     assert "temperature 0.8, top_p 0.9" in text
     assert "by force" not in text and "synthetic" not in text
-    assert "**Better than SFT.**\n" in text
+    assert "**Better than SFT: wins 67.0 % (95 % interval 63.0 to 71.0 %) by judge; the policy gate failed" in text
 
 
 def test_a_card_tells_what_reward_model_and_judges_read() -> None:

@@ -17,7 +17,6 @@ from pydantic import TypeAdapter
 from flows.commands import registry_commands
 from flows.commands.run_state import EXIT_CODES, verdict_rows
 from flows.commands.text import gate_table
-from flows.gates import GateReport
 from flows.pipeline import artifacts, flow
 from flows.pipeline import verdict as pipeline
 from flows.pipeline.artifacts import publish_gate_tables, publish_report, publish_stage_table
@@ -32,6 +31,7 @@ from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
 from rlhf_core.evaluation.promotion import win_rate_criteria
 from rlhf_core.evaluation.verdict import WIN_RATE_KEYS, JudgeResult, Standing, judge_results, standing_of
+from rlhf_core.gates import GateDecision
 
 EVALUATED = {
     name: StageOutcome(name, "ran", started=0.0, ended=1.0, work_seconds=1.0) for name in ("evaluate", "report")
@@ -43,7 +43,7 @@ VERDICT = pipeline.RunVerdict(
     opponent="champion version 3",
     judges=(JudgeResult("gold", 0.71, 0.66, 0.76, 320, 103, 0.684),),
     kl=pipeline.KlEstimate(1.9, 1.7, 2.1),
-    not_compared_because="",
+    failure="",
     registered="policy version 4",
     promotion="version 4 is champion: better by every judge",
     report="report.html",
@@ -91,7 +91,7 @@ def test_the_reward_model_is_no_judge_and_nor_is_the_referee_that_selected_the_p
     workspace_with(tmp_path, judge=low, referee=even, reward=even, gold=even)
     verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4", decided(champion=None)))
     assert [judge.judge for judge in verdict.judges] == ["gold", "judge"]
-    assert verdict.headline == "not shown better than SFT"
+    assert verdict.headline.startswith("not shown better than SFT: wins 50.0 % (95 % interval 40.0 to 60.0 %) by judge")
 
 
 @pytest.mark.parametrize("name", pipeline.KL_KEYS)
@@ -99,7 +99,7 @@ def test_a_kl_that_is_not_finite_leaves_the_rest_of_the_verdict(tmp_path: Path, 
     file = workspace_with(tmp_path, judge=interval(0.6, 0.7, 0.8)) / "metrics" / "evaluation.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {name: None}))
     verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4"))
-    assert verdict.headline == "better than SFT" and verdict.kl is None
+    assert verdict.headline.startswith("better than SFT: ") and verdict.kl is None
     assert "KL" not in pipeline.verdict_markdown(verdict) and "KL" not in dict(verdict_rows(verdict, tmp_path))
 
 
@@ -125,7 +125,7 @@ def test_a_match_makes_the_champion_the_opponent(tmp_path: Path) -> None:
     match = {"comparison": {"judge": interval(0.2, 0.3, 0.4)}}
     decision = decided(match=match).refused("not above 0.5 with 95 % confidence by judge")
     verdict = reached(tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4", decision))
-    assert verdict.headline == "worse than champion version 3"
+    assert verdict.headline.startswith("worse than champion version 3: wins 30.0 %")
     assert verdict.judges[0].low95 == 0.2 and verdict.kl is not None and verdict.kl.high95 == 2.1
 
 
@@ -144,8 +144,8 @@ def test_evaluation_and_report_of_earlier_runs_do_not_count(tmp_path: Path, mess
     verdict = reached(tmp_path, outcomes, pipeline.RegistrationResult())
     failure = f"sft failed: {message.partition(chr(10))[0]}"
     assert verdict.standing is Standing.NOT_COMPARED and verdict.kl is None and verdict.report is None
-    assert verdict.headline == f"no verdict: {failure}" and verdict.registered == f"nothing: {failure}"
-    assert verdict.promotion == f"Not registered. {failure}"
+    assert verdict.headline == f"no verdict: {failure}" and verdict.registered == "nothing"
+    assert verdict.promotion == "Not registered"
     assert (verdict.next_command, verdict.next_hint) == ("rlhf run", hint)
     assert sum(failure in text for _, text in verdict_rows(verdict, tmp_path)) == 1
     after_the_error = verdict_rows(verdict, tmp_path, "sft failed, see above")
@@ -157,16 +157,23 @@ def test_a_failed_gate_is_named_with_its_conditions(tmp_path: Path) -> None:
     workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
     (tmp_path / "gates").mkdir()
     conditions = [
-        {"metric": "kl", "value": 7.1, "bound": "<= 6", "passed": False},
-        {"metric": "policy.length", "value": 20.0, "bound": "<= 30", "passed": True},
+        {"metric": "kl", "value": 7.1, "bound": "<= 6", "sign": "<=", "limit": 6.0, "passed": False},
+        {"metric": "policy.length", "value": 20.0, "bound": "<= 30", "sign": "<=", "limit": 30.0, "passed": True},
     ]
     (tmp_path / "gates" / "policy.json").write_text(json.dumps({"passed": False, "conditions": conditions}))
     failed = StageOutcome.failed("gate-policy", "gate policy: failed\n a table", EXIT_GATE_FAILED)
     verdict = reached(tmp_path, {**EVALUATED, "gate-policy": failed}, pipeline.RegistrationResult())
-    assert verdict.headline == "better than SFT"
-    assert verdict.registered == "nothing: gate-policy failed: kl is 7.1, bound ≤ 6"
-    assert verdict.promotion == "Not registered: the policy gate refuses it. kl 7.1, required ≤ 6"
-    assert "params.yaml" in verdict.next_hint
+    assert verdict.headline == (
+        "better than SFT: wins 80.0 % (95 % interval 70.0 to 90.0 %) by judge; "
+        "the policy gate failed: kl is 7.1, required ≤ 6"
+    )
+    assert (verdict.registered, verdict.promotion) == ("nothing", "Not registered: the policy gate refuses it")
+    assert [remedy.partition(":")[0] for remedy in verdict.remedies] == ["kl"]
+    assert "params.yaml" in verdict.next_hint and "`rlhf chat models/policy`" in verdict.next_hint
+    shown = verdict_rows(verdict, tmp_path, "")
+    for text in ("\n".join(text for _, text in shown), pipeline.verdict_markdown(verdict)):
+        assert text.count("kl is 7.1") == 1 and "raise ppo.kl.coefficient" in text
+    assert TypeAdapter(pipeline.RunVerdict).validate_json(json.dumps(asdict(verdict))) == verdict
 
 
 def test_every_command_of_the_next_step_is_typed_where_the_reader_is(tmp_path: Path) -> None:
@@ -229,15 +236,16 @@ def published(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_bounds_keep_their_sign_and_values_are_rounded(tmp_path: Path, published: dict[str, Any]) -> None:
     conditions = [
-        {"metric": "kl", "value": 2.3456789, "bound": "<= 6", "limit": 6.0, "passed": True, "why": "nats"},
-        {"metric": "accuracy", "value": 0.41, "bound": ">= 0.5", "limit": 0.5, "passed": False, "why": "a|b"},
+        {"metric": "kl", "value": 2.3456789, "sign": "<=", "limit": 6.0, "passed": True, "why": "nats"},
+        {"metric": "accuracy", "value": 0.41, "sign": ">=", "limit": 0.5, "passed": False, "why": "a|b"},
     ]
     (tmp_path / "gates").mkdir()
     (tmp_path / "gates" / "reward.json").write_text(json.dumps({"passed": False, "conditions": conditions}))
     publish_gate_tables(tmp_path)
     failed, passed = published["gate-reward"]
+    assert "reward.steps" in failed.pop("what to do")
     assert failed == {"metric": "accuracy", "passed": "NO", "value": "0.41", "bound": "≥ 0.5", "why": "a|b"}
-    assert list(passed) == ["metric", "passed", "value", "bound", "why"]
+    assert list(passed) == ["metric", "passed", "value", "bound", "why", "what to do"]
     assert (passed["passed"], passed["value"], passed["bound"]) == ("yes", "2.346", "≤ 6")
 
 
@@ -253,8 +261,8 @@ def test_a_message_is_no_markup(published: dict[str, Any]) -> None:
 def test_the_verdict_names_judges_intervals_kl_and_the_next_command() -> None:
     verdict = replace(VERDICT, judges=(JudgeResult("judge", 0.61234, 0.5512, 0.6689, 320, 103, 0.5876),))
     text = pipeline.verdict_markdown(verdict, "http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html")
-    assert text.startswith("**Better than champion version 3**\n")
-    assert "| judge | 0.612 | 0.551 to 0.669 | 0.588 | 320 | 103 |" in text
+    assert text.startswith("**Better than champion version 3: wins 61.2 % (95 % interval 55.1 to 66.9 %) by judge**\n")
+    assert "| judge | 61.2 % | 55.1 % to 66.9 % | 58.8 % | 320 | 103 |" in text
     assert "KL from SFT: 1.90 nats per reply (95 %: 1.70 to 2.10)" in text
     assert "- Report: [report.html](http://127.0.0.1:5000/#/experiments/1/runs/ab/artifacts/report.html)" in text
     assert "- Next: `rlhf chat` (talk to the champion)" in text
@@ -340,7 +348,7 @@ def test_a_server_that_goes_away_at_the_end_changes_nothing_about_the_run(
 
 
 def test_reasons_of_a_gate_are_whole_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
-    report = GateReport(
+    report = GateDecision.of(
         "policy", {"conditions": [{"metric": "kl", "value": 1.0, "passed": True, "why": "because " * 30}]}
     )
     registry_commands._print(gate_table(report, every_reason=True))

@@ -133,10 +133,10 @@ def test_without_preferences_only_what_there_is_can_fail(tmp_path: Path) -> None
     prompts = [{"prompt": f"Question {i}?"} for i in range(60)]
     checked = check(tmp_path, write(tmp_path, prompts, "prompts.jsonl"))
     assert checked.passed and list(checked.kinds) == ["prompts"] and not checked.derived
-    assert {condition["metric"].partition(".")[0] for condition in checked.conditions} == {"group_overlap", "prompts"}
+    assert {condition.metric.partition(".")[0] for condition in checked.gate.conditions} == {"group_overlap", "prompts"}
     (tmp_path / "b").mkdir()
     few = check(tmp_path / "b", write(tmp_path / "b", prompts[:3], "prompts.jsonl"))
-    assert not few.passed and "prompts.clean is 3, bound >= 50: too few rows" in as_text(few, 200)
+    assert not few.passed and "prompts.clean is 3, required ≥ 50: too few rows" in as_text(few, 200)
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def test_rows_are_refused_and_counted_by_the_expectations_of_a_team(tmp_path: Pa
 @pytest.mark.slow
 def test_an_expectation_of_the_whole_table_shuts_the_gate(tmp_path: Path) -> None:
     many = {"type": "expect_table_row_count_to_be_between", "kwargs": {"min_value": 500}, "meta": {"rule": "enough"}}
-    with pytest.raises(GateFailed, match=r"preferences.failed_enough is 1, must be <= 0"):
+    with pytest.raises(GateFailed, match=r"preferences.failed_enough is 1, required ≤ 0"):
         run_validate(good_rows(), tmp_path, expectations=own_suite(tmp_path / "own", many))
     assert "The data gate failed: preferences.failed_enough" in (tmp_path / "data/docs/index.html").read_text()
 
@@ -144,7 +144,7 @@ def test_a_warning_keeps_the_row_unless_another_rule_refuses_it(tmp_path: Path) 
 def test_a_single_row_shuts_the_gate_where_the_rule_fails_the_set(tmp_path: Path) -> None:
     rows = good_rows() | {"pretrain": [make_row("pretrain", i) for i in range(20)]}
     rows["preferences"].append(make_row("preferences", 0))
-    with pytest.raises(GateFailed, match=r"preferences.failed_not_duplicate is 1, must be <= 0"):
+    with pytest.raises(GateFailed, match=r"preferences.failed_not_duplicate is 1, required ≤ 0"):
         run_validate(rows, tmp_path, rules={"not_duplicate": "fail", "prompt_chars": "fail"})
     conditions = {c["metric"]: c for c in json.loads((tmp_path / "gates/data.json").read_text())["conditions"]}
     assert [name for name, c in conditions.items() if not c["passed"]] == ["preferences.failed_not_duplicate"]

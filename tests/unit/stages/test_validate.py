@@ -100,7 +100,7 @@ def test_too_much_quarantine_shuts_the_gate_and_leaves_evidence(tmp_path: Path) 
     rows = good_rows()
     rows["demonstrations"] = [make_row("demonstrations", i, reply="" if i % 2 else "fine") for i in range(120)]
     with pytest.raises(
-        GateFailed, match=r"demonstrations.quarantined_share is 0.5, must be <= 0.2 \(most often check reply_not"
+        GateFailed, match=r"demonstrations.quarantined_share is 0.5, required ≤ 0.2 \(most often check reply_not"
     ) as e:
         run_validate(rows, tmp_path)
     assert "\n" not in str(e.value) and e.value.exit_code == EXIT_GATE_FAILED
@@ -111,7 +111,7 @@ def test_too_much_quarantine_shuts_the_gate_and_leaves_evidence(tmp_path: Path) 
 
 
 def test_no_rows_at_all_shut_the_gate(tmp_path: Path) -> None:
-    with pytest.raises(GateFailed, match=r"preferences.clean is 0, must be >= 50; .* and \d+ more"):
+    with pytest.raises(GateFailed, match=r"preferences.clean is 0, required ≥ 50; .* and \d+ more"):
         run_validate({kind: [] for kind in ROW_TYPES}, tmp_path)
     assert not json.loads((tmp_path / "gates/data.json").read_text())["passed"]
 

@@ -219,7 +219,7 @@ def test_too_few_balanced_pairs_leave_the_metric_out_and_fail_its_gate(base, cap
     bound = Condition(metric="accuracy_length_balanced_low95", at_least=0.5, why="better than length")
     decision = decide("reward", [bound], metrics)
     assert not decision.passed
-    assert decision.failure() == "the reward gate failed: accuracy_length_balanced_low95 is missing, bound >= 0.5"
+    assert decision.failure() == "the reward gate failed: accuracy_length_balanced_low95 is missing, required ≥ 0.5"
 
 
 DRAW = np.random.default_rng(3)

@@ -442,3 +442,15 @@ def test_pairs_about_one_question_are_one_piece_of_evidence(tmp_path: Path) -> N
     assert control["win_rate"] == pytest.approx(2 / 3)
     assert (control["win_rate_low95"], control["win_rate_high95"]) == (0.0, 1.0), "three questions show next to nothing"
     assert "on 12 pairs about 3 different questions" in as_text(imported)
+
+
+def test_ten_pairs_that_all_prefer_the_policy_do_not_prove_a_rate_of_one(tmp_path: Path) -> None:
+    export = blinded_export([candidate(i) for i in range(10)], [], 10, 1)
+    export.save_key(tmp_path)
+    (tmp_path / "params.yaml").write_text("seed: 1\n")
+    for choices, rate, low in ((for_policy, 1.0, 0.722), (for_sft, 0.0, 0.0)):
+        answers = jsonl(tmp_path / "answers.jsonl", choices(export))
+        result = import_answers(tmp_path, [answers], replace=True)["results"][0]["control"]
+        assert result["win_rate"] == rate
+        assert result["win_rate_low95"] == pytest.approx(low, abs=1e-3)
+        assert result["win_rate_high95"] == pytest.approx(1 - (0.722 if rate == 0 else 0), abs=1e-3)

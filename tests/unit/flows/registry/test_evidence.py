@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from scripted_match import match_result
 from flows.commands.registry_output import describe_history, explain_gate, explain_promotion, judged_gate, model_history
 from flows.commands.text import gate_verdict
 from flows.dvc_repo.graph import StageNode
-from flows.gates import GateReport
-from flows.registry.evidence import require_recorded
+from flows.registry.evidence import count_policy_decisions, require_recorded
 from flows.registry.match import attempt_number, match_question, question_digest
 from flows.registry.promote import promote, rollback
+from flows.registry.release_page import describe_tries, read_release_decision
 from flows.registry.stored_models import CONTENT_TAG
 from rlhf_core.errors import GateFailed, RlhfError
+from rlhf_core.gates import JUDGED_TAG
 from rlhf_core.storage.files import sha256_file
 
 from .conftest import MODEL, PARAMS, Registry, ScriptedMatch
@@ -81,7 +83,7 @@ def test_each_match_on_the_same_prompts_is_an_attempt(registry: Registry, contes
     registry.add_version()
     dry = promote(contest, dry_run=True, play=losing)
     assert dry.attempt == 2 == promote(contest, play=losing).attempt
-    assert any("attempt 2" in criterion.name and criterion.required == "<= 0.0083" for criterion in dry.criteria)
+    assert any("attempt 2" in criterion.name and criterion.required == "≤ 0.0083" for criterion in dry.criteria)
     registry.add_version()
     (contest / "data/clean/prompts/test.parquet").write_text("new prompts")
     assert promote(contest, play=losing).attempt == 1
@@ -179,7 +181,7 @@ def test_a_gate_is_explained(tmp_path: Path) -> None:
 
 def test_the_reward_gate_is_explained_with_what_the_models_read(tmp_path: Path) -> None:
     write_gate(tmp_path)
-    report = GateReport("reward", judged_gate(tmp_path, "policy").content)
+    report = replace(judged_gate(tmp_path, "policy"), name="reward")
     assert "worse for one known reason" not in printed(explain_gate(tmp_path, report))
     probes = {"values_swapped": 0.8125, "values_swapped_low95": 0.75, "values_swapped_high95": 0.87}
     probes |= {"values_swapped_pairs": 200.0, "absent": {"sentences_shuffled": "3 of 40 held-out replies"}}
@@ -233,3 +235,30 @@ def test_changed_checks_are_another_question(tmp_path: Path) -> None:
         digests.append(question_digest(match_question(tmp_path, new, old)) if params.exists() else "")
     assert digests[0] == digests[1], "a file that nothing names"
     assert len(set(digests[1:])) == 5
+
+
+def test_every_policy_that_the_gate_has_judged_counts_whatever_it_said(registry: Registry) -> None:
+    workspace = registry.workspace("trial")
+    assert count_policy_decisions(workspace) == (0, "rlhf-pipeline")
+    experiment = registry.client.create_experiment("rlhf-pipeline")
+    parents = {}
+    for policy in (MODEL, "another-policy"):
+        parent = registry.client.create_run(experiment).info.run_id
+        registry.client.log_param(parent, "registry.policy", policy)
+        parents[policy] = parent
+
+    def judge(evaluation: str, passed: bool, policy: str = MODEL) -> None:
+        said = {"rlhf.gate.policy": "passed" if passed else "failed", JUDGED_TAG: evaluation}
+        registry.client.create_run(experiment, tags={"mlflow.parentRunId": parents[policy], **said})
+
+    judge("a", passed=False)
+    assert describe_tries(workspace) == ""
+    judge("a", passed=True)  # by another bound: the same try
+    judge("b", passed=True)
+    judge("c", passed=False, policy="another-policy")
+    assert count_policy_decisions(workspace) == (2, "rlhf-pipeline")
+    for evaluation in "def":
+        judge(evaluation, passed=False)
+    said = describe_tries(workspace)
+    assert "has judged 5 policies" in said and said.endswith("up to 12 %")  # 1 - 0.975^5 = 0.119
+    assert read_release_decision(workspace).tries == said

@@ -18,13 +18,15 @@ from flows.registry.release_page import (
 )
 from flows.registry.workspace import RegisteredHere, write_registered
 from rlhf_core.errors import RlhfError
+from rlhf_core.evaluation.remedies import remedy_for
 from rlhf_core.evaluation.report.headline import BEGIN, END, ReleaseDecision, UnmetCondition
 from rlhf_core.storage.files import sha256_file
 
 from .conftest import APPROVAL, MODEL, Registry, ScriptedMatch
 
 REPORT = f"<main><p>better</p>{BEGIN}<p>may be registered</p>{END}<p>curves</p></main>"
-KL = {"metric": "kl", "value": 7.25, "bound": "<= 6", "limit": 6.0, "why": "too far"}
+KL = {"metric": "kl", "value": 7.25, "bound": "<= 6", "sign": "<=", "limit": 6.0, "why": "too far"}
+UNMET = UnmetCondition("kl", "7.25", "≤ 6", "too far", str(remedy_for("policy", "kl")))
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +66,9 @@ def on_page(workspace: Path) -> str:
 def test_an_enforced_gate_refuses_registration(registry: Registry, contest: Path) -> None:
     hold(contest, "2")  # what was registered of an earlier policy says nothing of the refused one
     write_gate(contest, passed=False)
-    decision = decided(contest, because="gate-policy failed: kl is 7.25, bound <= 6")
+    decision = decided(contest, because="the policy gate failed: kl is 7.25, required ≤ 6", gate="policy")
     assert (decision.state, decision.headline) == ("bad", "Not registered: the policy gate refuses it")
-    assert decision.conditions == (UnmetCondition("kl", "7.25", "≤ 6", "too far"),) and not decision.reason
+    assert decision.conditions == (UNMET,) and not decision.reason
     assert decision.champion == f"The champion of {MODEL} is version 1."
     assert "rlhf gate policy --explain" in decision.next_hint
     assert "<b>kl</b>: 7.25, required ≤ 6" in on_page(contest)
@@ -99,7 +101,7 @@ def test_a_failed_gate_in_report_mode_registers_no_challenger(registry: Registry
     decision = decided(hold(contest, number, because))
     assert decision.state == "open" and decision.headline == f"Not released: {MODEL} version 3 was not promoted"
     assert decision.registered == f"Registered as {MODEL} version 3; no gate vouches for it: {because}."
-    assert decision.conditions == (UnmetCondition("kl", "7.25", "≤ 6", "too far"),)
+    assert decision.conditions == (UNMET,)
 
 
 def test_a_rollback_is_named_where_there_is_a_champion_to_go_back_to(registry: Registry, contest: Path) -> None:

@@ -1,0 +1,137 @@
+"""What to do about a condition of a gate that does not hold: which settings to change, and which page explains them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What to do where a metric of a gate's condition matches ``pattern`` as a whole.
+
+    Attributes:
+        action: What to do; ``{stage}`` is the reward model that the metric is of, ``{rule}`` the rule that it counts.
+        page: The page that explains it.
+    """
+
+    pattern: str
+    action: str
+    page: str
+
+    def __str__(self) -> str:
+        return f"{self.action} ({self.page})"
+
+
+MODELS = r"((?P<stage>referee|judge)\.)?"  # without a prefix it is the reward model's
+KINDS = r"(preferences|demonstrations|prompts|pretrain)\."
+BALANCE = "set {stage}.length_balance: sampling, so that length says less about which reply is preferred"
+# By gate, the first that matches. A policy's figures may be named with or without "policy." and "losses.".
+REMEDIES: dict[str, tuple[Remedy, ...]] = {
+    "data": (
+        Remedy(
+            "group_overlap",
+            "give prompts that ask the same thing one `group`, so that they land in one split",
+            "docs/data-validation.md",
+        ),
+        Remedy(
+            KINDS + "quarantined_share",
+            "read why rows were refused in data/quarantine.parquet or data/docs, correct them, or raise "
+            "validate.max_quarantined",
+            "docs/data-validation.md",
+        ),
+        Remedy(KINDS + "clean", "add rows, or lower validate.min_rows", "docs/data-validation.md"),
+        Remedy(
+            KINDS + r"failed_(?P<rule>\w+)",
+            "correct the rows that break the rule, or set validate.rules to {{{rule}: warn}}",
+            "docs/data-validation.md",
+        ),
+        Remedy(KINDS + r"\w+", "add rows, or change the shares of validate.split", "docs/data-validation.md"),
+    ),
+    "sft": (Remedy("perplexity", "lower sft.optimizer.lr, or take fewer sft.steps", "docs/your-data.md"),),
+    "reward": (
+        Remedy(
+            MODELS + r"((test_)?accuracy_shorter_preferred|length_correlation)",
+            BALANCE,
+            "docs/train.md",
+        ),
+        Remedy(
+            MODELS + r"\w*accuracy\w*",
+            "add pairs or correct their labels; else raise {stage}.steps, or start from a larger base",
+            "docs/your-data.md",
+        ),
+        Remedy(
+            MODELS + r"probes\.\w+",
+            "add pairs whose rejected reply is wrong in this way alone, or raise {stage}.steps",
+            "docs/metrics.md",
+        ),
+        Remedy(MODELS + "margin_mean", "raise {stage}.steps or {stage}.optimizer.lr", "docs/metrics.md"),
+        Remedy(
+            MODELS + r"(test_)?ece\w*",
+            "take fewer {stage}.steps, or lower {stage}.optimizer.lr: it is too sure",
+            "docs/metrics.md",
+        ),
+        Remedy(
+            r"agreement\.\w+",
+            "add pairs: the models learn from disjoint ones (validate.split.judge, validate.split.referee)",
+            "docs/your-data.md",
+        ),
+    ),
+    "policy": (
+        Remedy(
+            r"comparison\..+\.lc_win_rate\w*",
+            "raise evaluate.replies_per_prompt to narrow the interval; if the rate itself is near 50 %, the gain is in "
+            "length: set reward.length_balance: sampling",
+            "docs/train.md",
+        ),
+        Remedy(
+            r"comparison\..+\.win_rate\w*",
+            "raise evaluate.replies_per_prompt to narrow the interval; if the rate itself is near 50 %, raise "
+            "ppo.iterations or lower ppo.kl.coefficient",
+            "docs/gates-power.md",
+        ),
+        Remedy(r"(ppo\.)?kl\w*", "raise ppo.kl.coefficient, or lower ppo.policy_optimizer.lr", "docs/metrics.md"),
+        Remedy(
+            r"safety\..+",
+            "add harmful and harmless requests to prompts and pairs (collect.files), or raise ppo.kl.coefficient",
+            "docs/gates-power.md",
+        ),
+        Remedy(
+            r"regression\..+",
+            "raise ppo.kl.coefficient, or add demonstrations of what it no longer does",
+            "docs/metrics.md",
+        ),
+        Remedy(r"missing_(ends|eos)", "raise ppo.reward.missing_eos_penalty, or ppo.max_new_tokens", "docs/metrics.md"),
+        Remedy(
+            r"repetition\w*",
+            "raise ppo.kl.coefficient, or lower ppo.selection.max_repetition_increase",
+            "docs/metrics.md",
+        ),
+        Remedy(
+            r"length\w*",
+            "set reward.length_balance: sampling, or lower ppo.selection.max_length_ratio",
+            "docs/train.md",
+        ),
+        Remedy(r"perplexity_\w+", "raise ppo.ptx.weight or ppo.kl.coefficient", "docs/metrics.md"),
+        Remedy(r"multiple_choice\..+", "raise ppo.ptx.weight or ppo.kl.coefficient", "docs/metrics.md"),
+        Remedy(r"verifiable\..+", "add prompts with such instructions, and reward what they ask for", "docs/judges.md"),
+        Remedy(
+            r"category\..+", "add prompts and pairs of this category, or raise ppo.kl.coefficient", "docs/your-data.md"
+        ),
+    ),
+}
+
+
+def remedy_for(gate: str, metric: str) -> Remedy:
+    """Return what to do about a condition of ``gate`` on ``metric`` that does not hold."""
+    name = metric
+    for prefix in ("losses.", "policy."):
+        name = name.removeprefix(prefix)
+    for remedy in REMEDIES.get(gate, ()):
+        found = re.fullmatch(remedy.pattern, name)
+        if found is not None:
+            named = {key: value for key, value in found.groupdict().items() if value}
+            values = {"stage": "reward", "rule": "", **named}
+            return Remedy(remedy.pattern, remedy.action.format(**values), remedy.page)
+    change = f"change what it measures, or its bound under gates.{gate} of params.yaml if that asks too much"
+    return Remedy("", change, "docs/metrics.md")
