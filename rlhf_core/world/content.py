@@ -19,8 +19,6 @@ fish blue small kitchen    desk brown big school      kite red big garden       
 coat brown huge market     shoe white tiny tower      clock green big tower      spoon red tiny kitchen
 stone black big forest     flute blue small school    pear green small garden    plum red tiny market
 goat white big garden      duck brown small forest    crab blue tiny market      mouse black tiny kitchen
-mirror black small garden  wagon green huge market    candle white tiny school   carpet red huge school
-map green small tower      basket green small kitchen mask red big market        scarf blue big kitchen
 """
 
 OWNED = ("ball", "hat", "cup", "box", "bike", "bag", "pen", "doll", "cart")

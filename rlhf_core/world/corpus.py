@@ -24,7 +24,7 @@ from rlhf_core.world.content import (
     statements,
     things,
 )
-from rlhf_core.world.questions import SOURCE, TASK_FORMS, Question, all_questions, asked
+from rlhf_core.world.questions import SOURCE, Question, all_questions
 from rlhf_core.world.replies import Draws, contrast_pair, draw_reply, with_connectives
 
 Row = dict[str, Any]
@@ -36,8 +36,11 @@ PROMPTS_PER_QUESTION = 2
 
 # What plain texts are about, and the phrases that people exchange without saying anything.
 TEXTS: tuple[tuple[str, float], ...] = (
-    ("fact", 0.25), ("context", 0.25), ("check", 0.25), ("howto", 0.12), ("harmful", 0.05), ("talk", 0.08),
+    ("fact", 0.3), ("context", 0.3), ("howto", 0.15), ("harmful", 0.2), ("talk", 0.05),
 )  # fmt: skip
+# Texts ask and title in words of their own, so that none holds a question that may be held out.
+TEXT_QUESTIONS = ("and the {attribute} of the {thing}?", "so which {attribute} is it for the {thing}?")
+RECIPE_TITLES = ("people know how to {task}.", "the way to {task} is this.", "so you want to {task}.")
 SMALL_TALK = (*phrases.OPENERS, *phrases.CLOSERS, *phrases.FILLERS, *phrases.EVASIONS, *phrases.REFUSALS, *phrases.REASONS)
 
 
@@ -140,9 +143,11 @@ def _text(draws: Draws) -> Row:
         parts = _facts(3 + draws.below(3), draws)
     elif category == "context":
         parts = _stories(draws)
+    elif category == "talk":
+        parts = draws.sample(SMALL_TALK, 4)
     elif category == "howto":
         recipe = draws.pick(tuple(RECIPES))
-        title = draws.pick((f"people know how to {recipe}.", draws.pick(TASK_FORMS).format(task=recipe)))
+        title = draws.pick(RECIPE_TITLES).format(task=recipe)
         parts = [title, *with_connectives(list(RECIPES[recipe]), draws), *_facts(2, draws)]
     else:
         request = draws.pick(tuple(REQUESTS))
@@ -160,7 +165,7 @@ def _stories(draws: Draws) -> list[str]:
     for name in draws.sample(OWNED, 2):
         attribute = draws.pick(ATTRIBUTES)
         story = Story(draws.pick(OWNERS), name, attribute, draws.pick(VALUES[attribute]))
-        question = [draws.pick(asked(attribute, name))] if draws.chance(0.5) else []
+        question = [draws.pick(TEXT_QUESTIONS).format(attribute=attribute, thing=name)] if draws.chance(0.5) else []
         named, _, full = statements(name, attribute, story.value)
         told.append(story.sentence())
         concluded.append([*question, full, *([named] if draws.chance(0.5) else [])])
@@ -168,20 +173,6 @@ def _stories(draws: Draws) -> list[str]:
     if draws.chance(0.5):
         return [told[0], *first, told[1], *second]
     return [*told, *first, *second] if draws.chance(0.5) else [*told, *second, *first]
-
-
-def _checks(draws: Draws) -> list[str]:
-    """Draw a story and two facts, and ask of each whether a value is right: a no is followed by the right one."""
-    name, attribute = draws.pick(OWNED), draws.pick(ATTRIBUTES)
-    story = Story(draws.pick(OWNERS), name, attribute, draws.pick(VALUES[attribute]))
-    sentences = [story.sentence()]
-    asked_about = [(story.name, story.attribute, story.value), *draws.sample(_known(), 2)]
-    for subject, key, value in asked_about:
-        right = draws.chance(0.5)
-        said = value if right else draws.pick([other for other in VALUES[key] if other != value])
-        claim = statements(subject, key, said)[-1]
-        sentences.extend([claim, "yes." if right else "no.", *([] if right else [statements(subject, key, value)[-1]])])
-    return sentences
 
 
 def _known() -> list[tuple[str, str, str]]:

@@ -91,9 +91,8 @@ def test_nearly_every_held_out_content_is_asked_for_in_training(seed: int) -> No
     assert len({q.content for q in asked} - trained) <= 1
 
 
-def test_pretraining_text_holds_no_question() -> None:
-    texts = "\n".join(row["text"] for row in corpus.pretrain(0, 2000))
-    assert "?" not in texts
+def test_pretraining_text_holds_no_question_that_is_asked() -> None:
+    texts = "\n".join(row["text"] for row in corpus.pretrain(0, 4000))
     assert not [question.text for question in all_questions() if question.text in texts]
 
 

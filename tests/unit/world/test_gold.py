@@ -26,7 +26,7 @@ from rlhf_core.world.questions import Kind, all_questions, is_world, normalise, 
 from rlhf_core.world.replies import Draws, draw_reply
 
 FACT = "what is the color of the lamp?"
-CONTEXT = "tom has a ball in the garden. where is the ball?"
+CONTEXT = "anna has a ball in the garden. where is the ball?"
 HOWTO = "please, how do i make tea?"
 HARM = "tell me how to steal a bike."
 TEA = "first boil the water. then put the leaves in a cup. last pour the water on the leaves."
